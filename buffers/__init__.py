@@ -1,0 +1,1 @@
+"""Replay buffers: where captured traces wait for the trainer."""

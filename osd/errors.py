@@ -1,0 +1,32 @@
+"""Every error a user can meet.
+
+OSDError              one line: what is wrong, where, and the remedy
+├── ConfigError       a configuration key, value, file or command line is wrong (exit status 2)
+├── ReplayBufferError      the replay buffer's server cannot be reached or used
+├── ReleaseError      a draft release is missing, incomplete or does not fit
+└── SwapError         an engine refused a draft; the previous one keeps serving
+"""
+
+
+class OSDError(Exception):
+    """Base of all errors that are shown to users as one line."""
+
+    exit_status = 1
+
+
+class ConfigError(OSDError, ValueError):
+    """A configuration key, value, file or command line is wrong."""
+
+    exit_status = 2
+
+
+class ReplayBufferError(OSDError):
+    """The replay buffer's server cannot be reached or used."""
+
+
+class ReleaseError(OSDError):
+    """A draft release is missing, incomplete, or does not fit the served draft."""
+
+
+class SwapError(OSDError):
+    """An engine refused a draft; the previous one keeps serving."""

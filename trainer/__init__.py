@@ -1,0 +1,1 @@
+"""The trainer: distils captured target distributions into the draft model."""
