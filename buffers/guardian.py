@@ -1,0 +1,73 @@
+"""Runs one server as a child of its own, and ends it when the process that asked for it ends, however that ends.
+
+Run as a script, `guardian.py PARENT_PID PROGRAM ARG...`, with nothing but the standard library:
+
+    service ──pipe──► guardian ──PDEATHSIG──► server
+
+The service's death closes the pipe (and changes our parent, should a forked child hold the pipe open); the guardian's
+own death kills the server (Linux). PR_SET_PDEATHSIG is tied to the *thread* that started the child, and the service has
+many; the guardian has one, which is why it exists. It ends with the server: watching it is watching the server.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+PR_SET_PDEATHSIG = 1
+GRACE_SECONDS = 1.5
+_LOOK_SECONDS = 0.5
+
+
+def main(argv: list[str]) -> int:
+    parent_pid, command = int(argv[1]), argv[2:]
+    wakeup_read, wakeup_write = os.pipe()
+    os.set_blocking(wakeup_write, False)
+    signal.set_wakeup_fd(wakeup_write)
+    stops: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    # close_fds=False: the server keeps the lock of its directory open for as long as it lives.
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False, preexec_fn=_die_with_us())
+    while server.poll() is None and not stops and os.getppid() == parent_pid:
+        ready, _, _ = select.select([0, wakeup_read], [], [], _LOOK_SECONDS)
+        if 0 in ready and not os.read(0, 1):
+            break
+        if wakeup_read in ready:
+            os.read(wakeup_read, 64)
+    return _end(server)
+
+
+def _end(server: subprocess.Popen[bytes]) -> int:
+    if server.poll() is None:
+        server.terminate()
+        try:
+            server.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.kill()
+    code = server.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _die_with_us() -> Callable[[], None] | None:
+    """What the child does before it becomes the server. Safe: this process has one thread."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    guardian_pid = os.getpid()
+
+    def prepare() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guardian_pid:
+            os._exit(1)
+
+    return prepare
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,224 @@
+"""The replay buffer in Redis (7 or later) or Valkey: a stream per draft and domain, another for its held-out traces.
+
+Serving calls `put` (in `redis_writer.py`), which waits little and never raises; the trainer calls the rest, which waits
+longer and raises `ReplayBufferError`. Keys stand in `redis_keys.py`, the scripts in `scripts.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from buffers import cursor as cursors
+from buffers import scripts
+from buffers.base import Cursor
+from buffers.codec import CorruptTrace, UnknownSchema, decode_trace
+from buffers.cursor import UNREADABLE_AT, Entry, Span
+from buffers.link import Link
+from buffers.redis_keys import Keys
+from buffers.redis_writer import Drops, RedisWriter
+from osd.records import BufferStats, Trace
+
+PUT_SECONDS = 0.4
+"""How long `put` waits for one answer; after so long it sends nothing more."""
+READ_SECONDS = 15.0
+"""How long every other call waits for one answer."""
+_READ_CHUNK = 32
+_TIMES_CHUNK = 64
+
+
+class RedisTraceBuffer:
+    """`TraceBuffer` on a server. See there for what each method promises.
+
+    Construction does not connect: serving may start while the server is away. `ping` checks server and version.
+    Raises `ReplayBufferError` for a URL that is none, `ValueError` for a name that cannot be part of a key.
+
+    Example:
+        RedisTraceBuffer("redis://127.0.0.1:7000/0", deployment="default", target_id="9f2c")
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        deployment: str,
+        draft: str = "default",
+        target_id: str,
+        max_traces: int = 20_000,
+        max_domains: int = 16,
+        put_seconds: float = PUT_SECONDS,
+        read_seconds: float = READ_SECONDS,
+    ) -> None:
+        self._keys = Keys(deployment, draft, target_id)
+        self._link = Link(url, timeout=read_seconds)
+        self._put_link = Link(url, timeout=put_seconds)
+        self._drops = Drops()
+        self._writer = RedisWriter(
+            self._put_link,
+            self._keys,
+            self._drops,
+            max_traces=max_traces,
+            max_domains=max_domains,
+            seconds=put_seconds,
+        )
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        return self._drops.as_dict()
+
+    def ping(self) -> None:
+        """Raises `ReplayBufferError` when the server cannot be reached or is older than 7.0."""
+        self._link.check_version()
+
+    def put(self, traces: Sequence[Trace]) -> int:
+        ours = [trace for trace in traces if (trace.draft, trace.target_id) == (self._keys.draft, self._keys.target_id)]
+        self._drops.add("mismatch", len(traces) - len(ours))
+        return self._writer.put(ours)
+
+    def read(self, cursor: Cursor, limit: int) -> tuple[list[Trace], Cursor]:
+        with self._link.errors():
+            spans = self._spans()
+            start = cursors.start_of(spans, cursor)
+            entries = {domain: self._entries(domain, start[domain], span.last) for domain, span in spans.items()}
+            return cursors.take_oldest(entries, start, limit)
+
+    def skip_to_newest(self, cursor: Cursor, keep: int) -> Cursor:
+        with self._link.errors():
+            spans = self._spans()
+            start = cursors.start_of(spans, cursor)
+            if cursors.num_unread(spans, start) <= keep:
+                return start
+            newest = {domain: self._newest_first(domain, start[domain], span.last) for domain, span in spans.items()}
+            return cursors.keep_newest(newest, spans, keep)
+
+    def num_unread(self, cursor: Cursor) -> int:
+        with self._link.errors():
+            return cursors.num_unread(self._spans(), cursor)
+
+    def sample(self, n: int, rng: np.random.Generator, cursor: Cursor) -> list[Trace]:
+        entries: list[Entry] = []
+        with self._link.errors():
+            chosen = cursors.choose_seen(self._spans(), cursor, n, rng)
+            for i in range(0, len(chosen), _READ_CHUNK):
+                some = chosen[i : i + _READ_CHUNK]
+                ranges = [("XRANGE", self._keys.train(domain), f"{seq}-0", f"{seq}-0") for domain, seq in some]
+                entries += [self._entry(*row) for rows in self._link.commands(ranges) for row in rows]
+        return [entry.trace for entry in entries if entry.trace is not None]
+
+    def holdout(self, n: int) -> list[Trace]:
+        if n <= 0:
+            return []
+        entries: list[Entry] = []
+        with self._link.errors():
+            for domain in self._domains(self._keys):
+                rows = self._link.command("XREVRANGE", self._keys.holdout(domain), "+", "-", "COUNT", n)
+                entries += [self._entry(*row) for row in reversed(rows)]
+        traces = [entry.trace for entry in entries if entry.trace is not None]
+        return sorted(traces, key=lambda trace: trace.finished_at)[-n:]
+
+    def stats(self) -> BufferStats:
+        with self._link.errors():
+            domains = self._domains(self._keys)
+            streams = [self._keys.train(d) for d in domains], [self._keys.holdout(d) for d in domains]
+            train, held_out = ([info for info in self._infos(keys) if info] for keys in streams)
+            sizes = self._link.commands([("MEMORY", "USAGE", key) for keys in streams for key in keys])
+        return BufferStats(
+            num_traces=sum(info.span.num for info in train),
+            num_holdout=sum(info.span.num for info in held_out),
+            num_bytes=sum(size or 0 for size in sizes),
+            num_put=sum(info.num_added for info in train),
+            oldest_at=min((info.oldest_at for info in train if info.span.num), default=0.0),
+            dropped=self.dropped,
+        )
+
+    def purge(self, *, all_targets: bool = False) -> int:
+        """Delete every trace of this draft and target, or of all of this deployment's; return how many."""
+        with self._link.errors():
+            members = self._link.command("SMEMBERS", self._keys.buffers) if all_targets else []
+            return sum(self._purge(keys) for keys in {self._keys, *self._keys.others(members)})
+
+    def close(self) -> None:
+        self._link.close()
+        self._put_link.close()
+
+    def _purge(self, keys: Keys) -> int:
+        domains = self._domains(keys)
+        calls = [(scripts.REMOVE, [keys.train(domain), keys.holdout(domain)], ()) for domain in domains]
+        num = sum(self._link.script(*call) for call in calls)
+        self._link.command("DEL", keys.domains)
+        self._link.command("SREM", keys.buffers, keys.member)
+        return num
+
+    def _domains(self, keys: Keys) -> list[str]:
+        return ["", *sorted(label.decode() for label in self._link.command("SMEMBERS", keys.domains))]
+
+    def _spans(self) -> dict[str, Span]:
+        """Domain -> ids of its training traces, of every domain there is."""
+        domains = self._domains(self._keys)
+        infos = self._infos([self._keys.train(domain) for domain in domains])
+        return {domain: info.span for domain, info in zip(domains, infos, strict=True) if info}
+
+    def _infos(self, keys: list[str]) -> list[_Info | None]:
+        answers = self._link.scripts([(scripts.SPAN, [key], ()) for key in keys])
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return [_Info.parse(answer) if answer else None for answer in answers]
+
+    def _entries(self, domain: str, after: int, last: int) -> Iterator[Entry]:
+        """Entries with ids in (after, last], fetched a few at a time."""
+        key = self._keys.train(domain)
+        while after < last:
+            rows = self._link.command("XRANGE", key, f"{after + 1}-0", f"{last}-0", "COUNT", _READ_CHUNK)
+            if not rows:
+                return
+            for row in rows:
+                entry = self._entry(*row)
+                after = entry.seq
+                yield entry
+
+    def _newest_first(self, domain: str, after: int, last: int) -> Iterator[tuple[float, int]]:
+        """(time, id) of entries with ids in (after, last], newest first, without their payloads."""
+        key = self._keys.train(domain)
+        while after < last:
+            flat = self._link.script(scripts.TIMES, [key], [f"{last}-0", f"{after + 1}-0", _TIMES_CHUNK])
+            if not flat:
+                return
+            for seq, at in zip(flat[::2], flat[1::2], strict=True):
+                yield _as_time(at), int(seq)
+                last = int(seq) - 1
+
+    def _entry(self, entry_id: bytes, fields: dict[bytes, bytes] | None) -> Entry:
+        """Decode; an entry that cannot be decoded is counted."""
+        seq = int(entry_id.split(b"-")[0])
+        try:
+            trace = decode_trace((fields or {}).get(b"p", b""))
+        except UnknownSchema:
+            self._drops.add("schema")
+        except CorruptTrace:
+            self._drops.add("corrupt")
+        else:
+            return Entry(trace.finished_at, seq, trace)
+        return Entry(UNREADABLE_AT, seq, None)
+
+
+class _Info(NamedTuple):
+    """What the server says of one stream."""
+
+    span: Span
+    num_added: int
+    oldest_at: float
+
+    @classmethod
+    def parse(cls, answer: list[Any]) -> _Info:
+        first, last, num_added, oldest_at = answer
+        return cls(Span(int(first), int(last)), int(num_added), _as_time(oldest_at))
+
+
+def _as_time(text: bytes) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

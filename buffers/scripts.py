@@ -1,0 +1,103 @@
+"""The Lua that runs inside the server: each script is one atomic step on the streams of one domain.
+
+An entry of a stream has the fields `t` (finished_at) and `p` (the encoded trace), in this order, and the id `SEQ-0`.
+SEQ is dense: the stream's own last id plus one, and survives trimming with it. A stream that does not exist starts at
+the server's clock in microseconds, so that a stream purged or lost never hands out an id twice: no cursor, however old,
+can skip its traces.
+"""
+
+_LAST_ID = """
+local function last_id(key)
+  if redis.call('EXISTS', key) == 0 then
+    local now = redis.call('TIME')
+    return now[1] * 1000000 + now[2]
+  end
+  local info = redis.call('XINFO', 'STREAM', key)
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then return tonumber(string.match(info[i + 1], '^%d+')) end
+  end
+end
+"""
+
+PUT = (
+    _LAST_ID
+    + """
+-- KEYS: training stream, held-out stream. ARGV: capacity of each, number of training entries, then t, p of every entry.
+local function append(key, capacity, from, to)
+  if from > to then return end
+  local seq = last_id(key)
+  for i = from, to, 2 do
+    seq = seq + 1
+    redis.call('XADD', key, string.format('%.0f-0', seq), 't', ARGV[i], 'p', ARGV[i + 1])
+  end
+  redis.call('XTRIM', key, 'MINID', '=', string.format('%.0f-0', seq - capacity + 1))
+end
+local split = 3 + 2 * tonumber(ARGV[3])
+append(KEYS[1], tonumber(ARGV[1]), 4, split)
+append(KEYS[2], tonumber(ARGV[2]), split + 1, #ARGV)
+return (#ARGV - 3) / 2
+"""
+)
+
+ADMIT = """
+-- KEYS: the set of domains. ARGV: how many there may be, then the domains wanted. Returns 1 for each admitted one.
+local admitted = {}
+for i = 2, #ARGV do
+  local known = redis.call('SISMEMBER', KEYS[1], ARGV[i])
+  if known == 0 and redis.call('SCARD', KEYS[1]) < tonumber(ARGV[1]) then
+    local added = redis.pcall('SADD', KEYS[1], ARGV[i])
+    if type(added) == 'number' then known = 1 end
+  end
+  admitted[#admitted + 1] = known
+end
+return admitted
+"""
+
+SPAN = """
+-- KEYS: a stream. Returns first id, last id, number of entries ever added, t of the first entry; nothing when absent.
+if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
+local info = redis.call('XINFO', 'STREAM', KEYS[1])
+local at = {}
+for i = 1, #info, 2 do at[info[i]] = info[i + 1] end
+local first = at['first-entry']
+local last = string.match(at['last-generated-id'], '^%d+')
+if not first then return {string.format('%.0f', last + 1), last, at['entries-added'], '0'} end
+return {string.match(first[1], '^%d+'), last, at['entries-added'], first[2][1] == 't' and first[2][2] or '0'}
+"""
+
+TIMES = """
+-- KEYS: a stream. ARGV: highest id, lowest id, count. Returns id, t of entries, newest first, without their payloads.
+local out = {}
+for _, entry in ipairs(redis.call('XREVRANGE', KEYS[1], ARGV[1], ARGV[2], 'COUNT', ARGV[3])) do
+  out[#out + 1] = string.match(entry[1], '^%d+')
+  out[#out + 1] = entry[2][1] == 't' and entry[2][2] or '0'
+end
+return out
+"""
+
+SHRINK = """
+-- KEYS: streams of one domain. ARGV: entries to keep at least, share to drop (one in so many). Oldest out.
+local dropped = 0
+for _, key in ipairs(KEYS) do
+  local num = redis.call('XLEN', key)
+  local excess = math.min(math.ceil(num / ARGV[2]), num - ARGV[1])
+  if excess > 0 then dropped = dropped + redis.call('XTRIM', key, 'MAXLEN', '=', num - excess) end
+end
+return dropped
+"""
+
+REGISTER = """
+-- KEYS: the set of buffers. ARGV: this buffer's member. Out of memory, the put that follows says so.
+redis.pcall('SADD', KEYS[1], ARGV[1])
+return 1
+"""
+
+REMOVE = """
+-- KEYS: streams of one domain. Deletes them; returns how many entries they held.
+local removed = 0
+for _, key in ipairs(KEYS) do
+  removed = removed + redis.call('XLEN', key)
+  redis.call('UNLINK', key)
+end
+return removed
+"""

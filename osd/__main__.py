@@ -1,0 +1,6 @@
+"""`python -m osd`."""
+
+from osd.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The plain parts as Ray runs them: each in a process of its own, its output in a log file, restarted when it dies.
+
+Nothing here decides anything; these classes only build a part inside its process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from osd.config import Config
+from osd.records import DraftRelease, RoundOutcome
+from serving import vllm_compat
+
+SECONDS_BEFORE_RESTART = 3.0
+
+
+def redirect_output(directory: Path, name: str) -> None:
+    """Send what this process and its children print to `directory/name.log`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def was_restarted() -> bool:
+    """Whether Ray runs this actor's constructor again after its process died."""
+    import ray
+
+    return ray.get_runtime_context().was_current_actor_reconstructed
+
+
+def exit_when_failed(wait_ready: Any) -> None:
+    """In a restarted process nobody waits for readiness: one that cannot start ends, so that Ray tries again."""
+
+    def watch() -> None:
+        try:
+            wait_ready()
+        except BaseException as error:  # noqa: BLE001  whatever it was, the next process may do better
+            print(f"restart failed: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            time.sleep(SECONDS_BEFORE_RESTART)
+            os._exit(1)
+
+    if was_restarted():
+        threading.Thread(target=watch, daemon=True).start()
+
+
+class ReplicaActor:
+    """`serving.replica.Replica` in a process of its own."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        name: str,
+        target_dir: str,
+        target_id: str,
+        draft_release: DraftRelease | None,
+        redis_url: str,
+        log_dir: str,
+    ) -> None:
+        redirect_output(Path(log_dir), name)
+        vllm_compat.prepare_environment()
+        from osd.registry import Registry
+        from osd.worker import QUALIFIED_NAME
+        from serving.replica import Replica
+
+        self._replica = Replica(
+            config,
+            name=name,
+            target_dir=target_dir,
+            target_id=target_id,
+            draft_release=draft_release,
+            registry=Registry(redis_url, config.deployment),
+            worker_extension=QUALIFIED_NAME,
+            sink=buffer_settings(config, redis_url, target_id),
+        )
+        exit_when_failed(self._replica.wait_ready)
+
+    def wait_ready(self) -> str:
+        return self._replica.wait_ready()
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self._replica.call(method, *args)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def stop(self) -> None:
+        self._replica.stop()
+
+
+class TrainerActor:
+    """`trainer.loop.Trainer` in a process of its own, at low priority where it shares the CPU with an engine."""
+
+    def __init__(self, config: Config, *, redis_url: str, target_id: str, log_dir: str) -> None:
+        redirect_output(Path(log_dir), "trainer")
+        if not config.trainer.num_gpus:
+            os.nice(10)
+        from buffers.redis_stream import RedisTraceBuffer
+        from trainer.loop import Trainer
+
+        self._trainer = Trainer(
+            config.trainer,
+            config.gate,
+            config.serving.num_speculative_tokens,
+            RedisTraceBuffer(**buffer_settings(config, redis_url, target_id)),
+            config.checkpoint_path / target_id,
+            target_id,
+        )
+
+    def run_round(self, base: DraftRelease) -> RoundOutcome:
+        return self._trainer.run_round(base)
+
+    def num_new_traces(self) -> int:
+        return self._trainer.num_new_traces()
+
+    def evaluate_releases(self, versions: list[DraftRelease], num_traces: int) -> dict[int, float]:
+        return self._trainer.evaluate_releases(versions, num_traces)
+
+    def restart_from_base(self) -> None:
+        self._trainer.restart_from_base()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class ControlActor:
+    """`osd.control.ControlPlane` (controller, dashboard) in a process of its own."""
+
+    def __init__(
+        self, config: Config, *, redis_url: str, target_id: str, token: str, trainer: Any, log_dir: str
+    ) -> None:
+        redirect_output(Path(log_dir), "control")
+        from osd.control import ControlPlane
+
+        self._plane = ControlPlane(
+            config,
+            redis_url=redis_url,
+            buffer_settings=buffer_settings(config, redis_url, target_id),
+            target_id=target_id,
+            token=token,
+            trainer=None if trainer is None else RemoteMethods(trainer),
+        )
+        exit_when_failed(self._plane.wait_ready)
+
+    def wait_ready(self) -> str:
+        return self._plane.wait_ready()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def stop(self) -> None:
+        self._plane.stop()
+
+
+class RemoteMethods:
+    """An actor handle whose methods are awaited like those of the plain object."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name).remote
+
+
+def buffer_settings(config: Config, redis_url: str, target_id: str) -> dict[str, Any]:
+    """The arguments of `RedisTraceBuffer` for this deployment."""
+    return {
+        "url": redis_url,
+        "deployment": config.deployment,
+        "target_id": target_id,
+        "max_traces": config.buffer.max_traces,
+        "max_domains": config.buffer.max_domains,
+    }

@@ -1,0 +1,216 @@
+"""The command line. Importing it loads neither torch nor vllm nor ray: `osd --help` answers at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import osd
+from osd.errors import ConfigError, OSDError
+
+app = typer.Typer(
+    name="osd",
+    help="Serve a large model with a draft model that keeps learning from live traffic.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+drafts_app = typer.Typer(help="The drafts a running service has: list them, choose one.", no_args_is_help=True)
+config_app = typer.Typer(help="The configuration: what it is and where each value comes from.", no_args_is_help=True)
+app.add_typer(drafts_app, name="drafts")
+app.add_typer(config_app, name="config")
+
+UrlOption = Annotated[str | None, typer.Option("--url", help="Control port of the service (default: the one running).")]
+DeploymentOption = Annotated[str | None, typer.Option("--deployment", help="Which running service, by name.")]
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
+
+
+def main() -> None:
+    """Entry point: every error a user can cause is one line; `OSD_DEBUG=1` shows where it came from."""
+    try:
+        app()
+    except OSDError as error:
+        if os.environ.get("OSD_DEBUG"):
+            raise
+        print(f"osd: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(error.exit_status)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"osd {osd.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None: ...
+
+
+@app.command(
+    epilog="Examples:  osd serve ./llama-8b --draft ./llama-160m    "
+    "osd serve --config configs/tiny-cpu.yaml serving.port=9000"
+)
+def serve(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model: directory, hub name, or tiny.")] = None,
+    config: ConfigOption = None,
+    port: Annotated[int | None, typer.Option(help="Service port.")] = None,
+    redis_url: Annotated[str | None, typer.Option(help="A Redis or Valkey to use instead of a private one.")] = None,
+    address: Annotated[str | None, typer.Option(help="Ray cluster: local, auto, or an address.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when ready; the service runs on.")] = False,
+) -> None:
+    """Serve TARGET through the OpenAI API, with a draft that keeps learning. Ctrl-C ends everything."""
+    target, overrides = split_arguments(arguments or [])
+    flags = {
+        "serving.target": target,
+        "serving.draft": draft,
+        "serving.port": port,
+        "buffer.redis_url": redis_url,
+        "ray.address": address,
+    }
+    from osd import config as configuration
+
+    resolved = configuration.load(config, overrides, flags)
+    if detach:
+        from osd.detach import serve_detached
+
+        serve_detached(resolved.config, sys.argv, typer.echo)
+        return
+    from osd import launch
+
+    launch.serve(resolved.config, typer.echo)
+
+
+@app.command(epilog="Example:  osd stop")
+def stop(deployment: DeploymentOption = None) -> None:
+    """End a running service of this user."""
+    from osd.detach import stop_service
+
+    stop_service(deployment)
+
+
+@app.command(epilog="Example:  osd demo --report report.json")
+def demo(
+    report: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the run's data directory and say where it is.")] = False,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
+) -> None:
+    """Tiny models, real vLLM, drifting traffic: acceptance and speed fall, and recover as the draft learns."""
+    from osd.demo import run
+
+    sys.exit(run(report_path=report, keep=keep, overrides=overrides or []))
+
+
+@app.command(epilog="Example:  osd status")
+def status(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """What a running service is doing, as JSON."""
+    _show(_client(url, deployment).get("/osd/status"))
+
+
+@app.command(epilog="Example:  osd pause")
+def pause(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """No training, no publishing; serving goes on."""
+    _show(_client(url, deployment).admin("pause"))
+
+
+@app.command(epilog="Example:  osd resume")
+def resume(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """End a pause."""
+    _show(_client(url, deployment).admin("resume"))
+
+
+@drafts_app.command("list", epilog="Example:  osd drafts list")
+def drafts_list(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """Every draft there is: where it came from, how it was judged, what it is doing."""
+    _show(_client(url, deployment).get("/osd/drafts"))
+
+
+@drafts_app.command(epilog="Example:  osd drafts promote 3")
+def promote(version: int, url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """Serve VERSION now; training goes on from it."""
+    _show(_client(url, deployment).admin("promote", version=version))
+
+
+@drafts_app.command(epilog="Example:  osd drafts rollback")
+def rollback(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """Serve the draft before the current one; the current one is not offered again."""
+    _show(_client(url, deployment).admin("rollback"))
+
+
+@drafts_app.command(epilog="Example:  osd drafts pin 3")
+def pin(version: int, url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """Serve VERSION until unpinned, whatever training finds."""
+    _show(_client(url, deployment).admin("pin", version=version))
+
+
+@drafts_app.command(epilog="Example:  osd drafts unpin")
+def unpin(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """End a pin: the newest good draft serves again."""
+    _show(_client(url, deployment).admin("unpin"))
+
+
+@drafts_app.command(epilog="Example:  osd drafts keep 3")
+def keep(version: int, url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """Never prune VERSION."""
+    _show(_client(url, deployment).admin("keep", version=version))
+
+
+@config_app.command("show", epilog="Example:  osd config show configs/tiny-cpu.yaml serving.port=9000")
+def config_show(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [SECTION.KEY=VALUE]...")] = None,
+) -> None:
+    """The resolved configuration, each value with its origin."""
+    from osd import config as configuration
+
+    file, overrides = split_arguments(arguments or [])
+    resolved = configuration.load(file, overrides)
+    for key, value in configuration.leaves(resolved.config).items():
+        origin = resolved.origins.get(key) or next(
+            (o for k, o in resolved.origins.items() if k.startswith(key + ".")), "default"
+        )
+        typer.echo(f"{key} = {json.dumps(value)}    # {origin}")
+
+
+@app.command(epilog="Example:  osd doctor")
+def doctor() -> None:
+    """What is installed, which engine will be used and why, and what is missing."""
+    from osd.doctor import run
+
+    sys.exit(run(typer.echo))
+
+
+def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Positional arguments: at most one without `=`, the others `name.name=value`."""
+    plain = [a for a in arguments if not _is_override(a)]
+    if len(plain) > 1:
+        raise ConfigError(f"{plain[1]!r}: one model or file and overrides of the form section.key=value are expected")
+    return (plain[0] if plain else None), [a for a in arguments if _is_override(a)]
+
+
+def _is_override(argument: str) -> bool:
+    key, equals, _ = argument.partition("=")
+    return bool(equals) and all(part.isidentifier() for part in key.split("."))
+
+
+def _client(url: str | None, deployment: str | None) -> Any:
+    from osd.client import Client
+
+    return Client(url, deployment)
+
+
+def _show(answer: Any) -> None:
+    typer.echo(json.dumps(answer, indent=2))
+
+
+if __name__ == "__main__":
+    main()

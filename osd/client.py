@@ -1,0 +1,46 @@
+"""Commands talk to a running service through its control port."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import httpx
+
+from osd import runtime
+from osd.errors import OSDError
+
+
+class Client:
+    """Found by `--url` / `OSD_URL` (with `OSD_TOKEN`), else the one service running under this user."""
+
+    def __init__(self, url: str | None = None, deployment: str | None = None) -> None:
+        url = url or os.environ.get("OSD_URL")
+        if url:
+            self.url, self._token = url.rstrip("/"), os.environ.get("OSD_TOKEN", "")
+        else:
+            running = runtime.find(deployment)
+            self.url, self._token = running.control_url, running.token
+
+    def get(self, path: str, **params: Any) -> Any:
+        return self._request("GET", path, params=params)
+
+    def admin(self, action: str, **body: Any) -> Any:
+        headers = {"Authorization": f"Bearer {self._token}"}
+        return self._request("POST", f"/osd/admin/{action}", json=body, headers=headers)
+
+    def _request(self, method: str, path: str, **kwargs: Any) -> Any:
+        try:
+            response = httpx.request(method, self.url + path, timeout=30, **kwargs)
+        except httpx.HTTPError as error:
+            raise OSDError(f"{self.url}: no answer ({error}); is the service running?") from None
+        if response.status_code >= 400:
+            raise OSDError(_reason(response))
+        return response.json()
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"{response.request.url}: answered {response.status_code}"

@@ -1,0 +1,314 @@
+"""Drives everything right of the buffer with two short loops.
+
+    feed, heartbeats ─► WATCH ─► history ─► dashboard       buffer ─► TRAIN ─► candidate
+                          │                                             │
+         should_rollback? └────► releases on disk ◄─────────────────────┘ should_publish?
+                                        │
+          feed ◄─ swaps, reports ◄─ replicas ◄─ wanted (Redis)
+
+    loop    consumes                  waits for              unblocked by        may
+    watch   feed, heartbeats, stats   seconds_between_looks  time alone          roll back
+    train   traces in the buffer      min_new_traces         traffic, `resume`   publish
+
+A rollback never waits for a training round: the replay it asks the trainer for runs beside the watch loop. The
+release store on disk decides what is current (`osd/drafts.py` makes the changes); `wanted` in Redis follows, and is
+written again whenever it was lost. Neither a dead trainer, nor Redis away, nor a full disk ends a loop: each is said
+once, and tried again with growing pauses. Any other end of a loop ends the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from osd import policy
+from osd.backoff import Backoff
+from osd.config import Config
+from osd.drafts import Drafts
+from osd.errors import ReleaseError, ReplayBufferError
+from osd.metrics import History
+from osd.parts import Buffer, Feed, Trainer
+from osd.records import BufferStats, DraftRelease, Event, ReplicaStatus, RoundOutcome, SpecWindow
+from osd.registry import FeedRecord
+from osd.releases import ReleaseStore
+from osd.status import describe_replica
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LAGGING_AFTER_S = 15.0
+"""A replica that serves another version than the wanted one for so long is lagging."""
+FEED_CHUNK = 1000
+
+
+class Controller:
+    """The watch loop, the train loop, and what an administrator may do. One per deployment.
+
+    `trainer` is None where nothing is trained: then nothing is published, and no draft is judged live.
+
+    Example:
+        controller = Controller(config, registry, releases, History(), trainer, buffer, target_id="9f2c")
+        await controller.ensure_first_release(draft_dir)
+        await controller.run()
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        registry: Feed,
+        releases: ReleaseStore,
+        history: History,
+        trainer: Trainer | None,
+        buffer: Buffer,
+        *,
+        target_id: str,
+        backoff_s: float = 0.5,
+        lagging_after_s: float = LAGGING_AFTER_S,
+    ) -> None:
+        self.config, self.history, self.target_id = config, history, target_id
+        self._registry, self._releases = registry, releases
+        self._trainer, self._buffer = trainer, buffer
+        self._changes = Drafts(config, registry, releases, target_id, self._tell)
+        self._paused = releases.paused()
+        self._started_at = time.time()
+        self._cursor = "0"
+        self._replicas: list[ReplicaStatus] = []
+        self._buffer_stats: BufferStats | None = None
+        self._behind_since: dict[str, float] = {}
+        self._lagging: set[str] = set()
+        self._lagging_after_s = lagging_after_s
+        self._judging: asyncio.Task[None] | None = None
+        self._judged_at = 0.0
+        self._is_line_broken = False
+        """After a rollback: the trainer is to forget its working weights before the next round."""
+        self._phase, self._phase_detail = "waiting", ""
+        self._redis_trouble, self._disk_trouble = Backoff(backoff_s), Backoff(backoff_s)
+        self._trainer_trouble = Backoff(backoff_s)
+
+    async def ensure_first_release(self, draft_dir: str) -> DraftRelease:
+        """What is to serve; the draft in `draft_dir` is published if the store has nothing for this target."""
+        return await self._changes.ensure_first(draft_dir)
+
+    async def run(self) -> None:
+        """Both loops until one ends, which is an error: it is raised under the loop's name."""
+        loops = {"watch": self._watch_loop()} | ({"train": self._train_loop(self._trainer)} if self._trainer else {})
+        tasks = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            ended = done.pop()
+            raise RuntimeError(f"the controller's {ended.get_name()} loop ended") from ended.exception()
+        finally:
+            running = tasks + ([self._judging] if self._judging else [])
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    # Watch
+
+    async def _watch_loop(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except ReplayBufferError as error:
+                await self._redis_trouble.pause(f"history stands still: {error}", log)
+            except ReleaseError as error:
+                await self._disk_trouble.pause(str(error), log)
+            else:
+                self._redis_trouble.over(log)
+                self._disk_trouble.over(log)
+            await asyncio.sleep(self.config.control.seconds_between_looks)
+
+    async def _look(self) -> None:
+        await self._read_feed()
+        await self._observe()
+        await self._changes.restore_wanted()
+        if (current := await self._changes.current()) is not None:
+            await self._note_lagging(current)
+            await self._start_judging(current)
+
+    async def _read_feed(self) -> None:
+        while True:
+            found = await asyncio.to_thread(self._registry.read, self._cursor, FEED_CHUNK)
+            for self._cursor, record in found:
+                self.history.add(record)
+            if len(found) < FEED_CHUNK:
+                return
+
+    async def _observe(self) -> None:
+        self._replicas = await asyncio.to_thread(self._registry.replicas)
+        self._buffer_stats = await asyncio.to_thread(self._buffer.stats)
+        self.history.observe(self._replicas, self._buffer_stats)
+
+    async def _note_lagging(self, current: DraftRelease) -> None:
+        now = time.time()
+        behind = {status.replica: status for status in self._replicas if status.version != current.version}
+        self._behind_since = {name: self._behind_since.get(name, now) for name in behind}
+        lagging = {name for name, since in self._behind_since.items() if now - since >= self._lagging_after_s}
+        for name in sorted(lagging - self._lagging):
+            text = f"{name} still serves v{behind[name].version}, wanted is v{current.version}"
+            await self._tell(Event(at=now, kind="lagging", text=text, version=current.version))
+        self._lagging = lagging
+
+    async def _start_judging(self, current: DraftRelease) -> None:
+        """Ask why the serving draft disappoints, if it does, without holding up the loop."""
+        if self._judging is not None:
+            if not self._judging.done():
+                return
+            self._judging.result()
+        live = self.history.window(current.version, max(self._changes.changed_at, self._judged_at))
+        if self._trainer is None or live is None or not policy.should_judge(live, current, self.config.gate).ok:
+            return
+        if await self._changes.pinned() is None and (parent := await self._changes.previous()) is not None:
+            judgement = self._judge(self._trainer, current, parent, live)
+            self._judging = asyncio.create_task(judgement, name="judge")
+
+    async def _judge(self, trainer: Trainer, current: DraftRelease, parent: DraftRelease, live: SpecWindow) -> None:
+        num_traces = policy.num_to_replay(live, self.config.gate)
+        alphas = await self._ask(lambda: trainer.evaluate_releases([current, parent], num_traces))
+        if not alphas:  # the trainer is away, or has too few held-out traces yet
+            return await asyncio.sleep(self._trainer_trouble.first_s)
+        self._judged_at = time.time()
+        decision = policy.should_rollback(live, current, parent.version, alphas, self.config.gate)
+        if not decision.ok:
+            event = Event(at=time.time(), kind="stays", text=decision.reason, version=current.version)
+            await self._tell(event)
+        elif await self._changes.take_back(current, decision.reason):
+            self._is_line_broken = True
+
+    # Train
+
+    async def _train_loop(self, trainer: Trainer) -> None:
+        while True:
+            if await self._is_round_due(trainer):
+                await self._run_round(trainer)
+            await asyncio.sleep(self.config.control.seconds_between_looks)
+
+    async def _is_round_due(self, trainer: Trainer) -> bool:
+        if self._paused or not self.config.trainer.enabled:
+            return False
+        num_new = await self._ask(trainer.num_new_traces)
+        self._phase_detail = f"{num_new or 0} of {self.config.trainer.min_new_traces} new traces"
+        return num_new is not None and policy.should_train(num_new, self.config.trainer, self._paused)
+
+    async def _run_round(self, trainer: Trainer) -> None:
+        base = await self._changes.current()
+        if base is None:
+            return
+        self._phase, self._phase_detail = "training", f"from v{base.version}"
+        outcome = await self._ask(lambda: self._train_from(trainer, base))
+        self._phase, self._phase_detail = "waiting", ""
+        if outcome is not None:
+            serving = {status.version for status in self._replicas}
+            await self._changes.conclude(outcome, lambda: self._paused, serving)
+
+    async def _train_from(self, trainer: Trainer, base: DraftRelease) -> RoundOutcome:
+        if self._is_line_broken:
+            await trainer.restart_from_base()
+            self._is_line_broken = False
+        return await trainer.run_round(base)
+
+    async def _ask(self, call: Callable[[], Awaitable[T]]) -> T | None:
+        """The trainer's answer; None after an error, which is said once, followed by a growing pause."""
+        try:
+            answer = await call()
+        except Exception as error:  # noqa: BLE001  whatever ended the trainer: serving goes on, Ray restarts it
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            if self._trainer_trouble.num_failures == 0 and not isinstance(error, ReplayBufferError):
+                await self._tell(Event(at=time.time(), kind="trainer_failed", text=text))
+            await self._trainer_trouble.pause(f"trainer: {text}", log)
+            return None
+        if self._trainer_trouble.over(log):
+            await self._tell(Event(at=time.time(), kind="trainer_back", text="the trainer answers again"))
+        return answer
+
+    async def _tell(self, *records: FeedRecord) -> None:
+        """To the feed, from where they reach the history; straight to the history when Redis is away."""
+        for record in records:
+            if isinstance(record, Event):
+                log.info("%s: %s", record.kind, record.text)
+        try:
+            await asyncio.to_thread(self._registry.publish, *records)
+        except ReplayBufferError:
+            for record in records:
+                self.history.add(record)
+
+    # The control port
+
+    async def status(self) -> dict[str, Any]:
+        """What the service is doing now, for `osd status` and the dashboard."""
+        current, pinned = await self._changes.current(), await self._changes.pinned()
+        version = current.version if current is not None else 0
+        rounds = self.history.rounds()
+        return {
+            "deployment": self.config.deployment,
+            "target": self.config.serving.target,
+            "draft": self.config.serving.draft,
+            "served_model_name": self.config.serving.served_model_name or self.config.serving.target,
+            "target_id": self.target_id,
+            "version": version,
+            "pinned": pinned,
+            "paused": self._paused,
+            "training": self._trainer is not None and self.config.trainer.enabled,
+            "phase": self._phase,
+            "phase_detail": self._phase_detail,
+            "k": self.config.serving.num_speculative_tokens,
+            "replicas": [describe_replica(s, version, s.replica in self._lagging) for s in self._replicas],
+            "buffer": self._buffer_stats,
+            "redis": "away" if self._redis_trouble.num_failures else "ok",
+            "trainer": "away" if self._trainer_trouble.num_failures else "ok",
+            "last_round": rounds[-1] if rounds else None,
+            "num_rounds": self.history.total("osd_round_total"),
+            "num_swaps": self.history.total("osd_swap_total"),
+            "num_rollbacks": self.history.total("osd_rollback_total"),
+            "started_at": self._started_at,
+            "uptime_s": time.time() - self._started_at,
+        }
+
+    async def drafts(self) -> list[dict[str, Any]]:
+        """Every release in the store, oldest first."""
+        return await self._changes.describe()
+
+    async def pause(self) -> None:
+        """No training and no publishing, also after a restart. Serving, and rolling back, go on."""
+        await self._set_paused(True)
+
+    async def resume(self) -> None:
+        """Train and publish again."""
+        await self._set_paused(False)
+
+    async def promote(self, version: int) -> DraftRelease:
+        """Serve this version."""
+        return await self._changes.promote(version)
+
+    async def rollback(self) -> DraftRelease:
+        """Serve the parent of what serves now, and let training start from it."""
+        release = await self._changes.rollback()
+        self._is_line_broken = True
+        return release
+
+    async def pin(self, version: int) -> DraftRelease:
+        """Serve this version until unpinned."""
+        return await self._changes.pin(version)
+
+    async def unpin(self) -> None:
+        """Let newer drafts serve again."""
+        await self._changes.unpin()
+
+    async def keep(self, version: int) -> DraftRelease:
+        """Never prune this version."""
+        return await self._changes.keep(version)
+
+    async def purge(self) -> int:
+        """Delete every stored trace; returns how many."""
+        num_purged = await asyncio.to_thread(self._buffer.purge)
+        await self._tell(Event(at=time.time(), kind="purged", text=f"{num_purged} traces deleted"))
+        return num_purged
+
+    async def _set_paused(self, paused: bool) -> None:
+        await asyncio.to_thread(self._releases.set_paused, paused)
+        self._paused = paused
+        text = "no training, no publishing" if paused else "training and publishing"
+        await self._tell(Event(at=time.time(), kind="paused" if paused else "resumed", text=text))

@@ -1,0 +1,94 @@
+// The loop of the page: ask for status, history, drafts and events, show them, and say how fresh they are.
+
+import { Charts } from "./charts.js";
+import * as view from "./view.js";
+
+const RANGES = { "5min": [300, 2], "1h": [3600, 12], "24h": [86400, 180] }; // seconds shown, seconds per point
+const POLL_MS = 1000;
+const TIMEOUT_MS = 5000;
+const HEARTBEAT_OLD = 15; // seconds without a heartbeat after which a replica's figures are called stale
+
+const charts = new Charts();
+let range = RANGES[location.hash.slice(1)] ? location.hash.slice(1) : "5min";
+let lastAnswer = null; // performance.now() of the last complete answer
+let firstFailure = null; // of the first failed attempt since then
+let failure = "";
+let historyDue = 0;
+
+async function get(path) {
+  const response = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" });
+  if (response.ok) return response.json();
+  const { error } = await response.json().catch(() => ({}));
+  throw new Error(error || `${path} answered ${response.status}`);
+}
+
+/** History of the chosen range; over longer ranges a point lasts longer, so it is asked for less often. */
+async function getHistory() {
+  if (performance.now() < historyDue) return null;
+  const [seconds, bucket] = RANGES[range];
+  const history = await get(`osd/history?since=-${seconds}&bucket=${bucket}`);
+  historyDue = performance.now() + Math.min(500 * history.bucket, 10000) - POLL_MS / 2;
+  return history;
+}
+
+async function refresh() {
+  const asked = range;
+  const [status, history, drafts, events] = await Promise.all([get("osd/status"), getHistory(), get("osd/drafts"), get("osd/events?limit=50")]);
+  view.setServerTime(status.now);
+  view.showSubtitle(status);
+  view.showFigures(status);
+  view.showReplicas(status.replicas ?? [], status.version);
+  view.showDrafts(drafts);
+  view.showEvents(events);
+  if (history && asked === range) {
+    charts.update(history);
+    view.showEmpty(status, history.series.at.length === 0 && Object.keys(status.figures).length === 0, range.replace(/(\d)([a-z])/, "$1 $2"));
+  }
+  return status;
+}
+
+async function poll() {
+  try {
+    const status = await refresh();
+    lastAnswer = performance.now();
+    firstFailure = null;
+    showFreshness(status);
+  } catch (error) {
+    firstFailure ??= lastAnswer ?? performance.now();
+    failure = error instanceof TypeError || error.name === "TimeoutError" ? "" : error.message;
+    historyDue = 0;
+    showFailure();
+  }
+  view.tick();
+  setTimeout(poll, document.hidden ? 5 * POLL_MS : POLL_MS);
+}
+
+function showFreshness(status) {
+  const replicas = status.replicas ?? [];
+  const heartbeat = Math.max(0, ...replicas.map((replica) => replica.at));
+  const age = status.now - heartbeat;
+  const isStale = replicas.length > 0 && age > HEARTBEAT_OLD;
+  const trouble = status.redis === "away" ? "Redis is away: traces are dropped and history stands still until it is back. Serving goes on." : "";
+  view.showBanner(isStale ? `Stale: no replica has reported for ${view.duration(age)}. The service answers, but the figures below are old.` : trouble, true);
+  const isIdle = !isStale && Object.keys(status.figures).length === 0;
+  view.showLive(isStale ? "stale" : "live", isStale ? "stale" : isIdle ? "live, no traffic" : "live");
+}
+
+function showFailure() {
+  const seconds = view.duration((performance.now() - firstFailure) / 1000);
+  const shown = lastAnswer === null ? "" : ` Shown is what was last seen, at ${new Date(Date.now() - (performance.now() - lastAnswer)).toLocaleTimeString("en-GB")}.`;
+  view.showBanner(failure ? `The service reports an error, for ${seconds}: ${failure}.${shown}` : `Service unreachable for ${seconds}. Trying again every second.${shown}`);
+  view.showLive("down", failure ? "error" : "unreachable");
+}
+
+for (const input of document.querySelectorAll("input[name=range]")) {
+  input.checked = input.value === range;
+  input.addEventListener("change", () => {
+    range = input.value;
+    historyDue = 0;
+    history.replaceState(null, "", `#${range}`);
+    getHistory().then((answer) => answer && charts.update(answer), () => {});
+  });
+}
+
+poll();

@@ -1,0 +1,141 @@
+"""Counters of a deployment, and their Prometheus text. Upstream's words, base units, counters where one counts."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from osd.records import BufferStats, MetricPoint, ReplicaStatus, SpecWindow, SwapReport
+from osd.registry import FeedRecord
+
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "osd_spec_drafts_total": ("Drafts proposed and verified.", ("draft", "domain")),
+    "osd_spec_draft_tokens_total": ("Draft tokens proposed.", ("draft", "domain")),
+    "osd_spec_accepted_tokens_total": ("Draft tokens accepted.", ("draft", "domain")),
+    "osd_spec_position_tested_total": (
+        "Draft tokens at a position (0 = first) with all before them accepted.",
+        ("draft", "position"),
+    ),
+    "osd_spec_position_accepted_total": (
+        "Draft tokens accepted at a position; over tested it is the conditional acceptance.",
+        ("draft", "position"),
+    ),
+    "osd_capture_rows_total": ("Rows of target logits captured.", ("kind",)),
+    "osd_capture_skipped_total": ("Requests, steps or traces left out of capture.", ("reason",)),
+    "osd_buffer_dropped_total": ("Traces the replay buffer could not take or give.", ("reason",)),
+    "osd_round_total": ("Training rounds by what became of them.", ("outcome",)),
+    "osd_swap_total": ("Draft swaps by whether they succeeded.", ("ok",)),
+    "osd_rollback_total": ("Drafts taken back.", ("reason",)),
+}
+"""Name -> help text and labels of every counter."""
+
+GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "osd_draft_info": ("Always 1: which draft version a replica serves.", ("draft", "version", "replica")),
+    "osd_buffer_traces": ("Traces in the replay buffer, held-out ones included.", ()),
+    "osd_buffer_bytes": ("Bytes in the replay buffer.", ()),
+}
+
+PAUSE_HISTOGRAM = ("osd_swap_pause_seconds", "Time a swap blocked an engine.")
+PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Totals(Collector):
+    """Sums since the feed begins. Not thread-safe: `History` holds the lock."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in COUNTERS}
+        self._pauses: list[int] = [0] * (len(PAUSE_BUCKETS) + 1)
+        self._pause_sum = 0.0
+        self._seen: dict[tuple[str, float], ReplicaStatus] = {}
+        """(replica, started_at) -> its last heartbeat: what a replica counted stays counted when it has gone"""
+        self._living: list[ReplicaStatus] = []
+        self._buffer: BufferStats | None = None
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def add(self, record: FeedRecord) -> None:
+        match record:
+            case SpecWindow():
+                self._add_window(record)
+            case SwapReport():
+                self._counters["osd_swap_total"][str(record.ok).lower(),] += 1
+                if record.ok:
+                    self._pauses[bisect_left(PAUSE_BUCKETS, record.pause_s)] += 1
+                    self._pause_sum += record.pause_s
+            case MetricPoint(name=name) if name in COUNTERS:
+                labels = tuple(record.labels.get(label, "") for label in COUNTERS[name][1])
+                self._counters[name][labels] += int(record.value)
+            case _:
+                pass
+
+    def observe(self, replicas: Iterable[ReplicaStatus], buffer: BufferStats | None) -> None:
+        self._living = list(replicas)
+        self._seen |= {(status.replica, status.started_at): status for status in self._living}
+        self._buffer = buffer or self._buffer
+
+    def total(self, name: str) -> int:
+        return self._counters[name].total()
+
+    def render(self) -> str:
+        return generate_latest(self._registry).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """What `prometheus_client` calls when it renders."""
+        observed = self._observed()
+        for name, (text, labels) in COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=labels)
+            for values, value in sorted((self._counters[name] + observed.get(name, Counter())).items()):
+                counter.add_metric(values, value)
+            yield counter
+        for name, values_of in self._gauges().items():
+            gauge = GaugeMetricFamily(name, GAUGES[name][0], labels=GAUGES[name][1])
+            for values in values_of:
+                gauge.add_metric(values, values_of[values])
+            yield gauge
+        yield self._pause_histogram()
+
+    def _add_window(self, window: SpecWindow) -> None:
+        labels = (window.draft, window.domain)
+        self._counters["osd_spec_drafts_total"][labels] += window.num_drafts
+        self._counters["osd_spec_draft_tokens_total"][labels] += window.num_draft_tokens
+        self._counters["osd_spec_accepted_tokens_total"][labels] += window.num_accepted_tokens
+        for position, num in enumerate(window.num_tested_per_pos):
+            self._counters["osd_spec_position_tested_total"][window.draft, str(position)] += num
+        for position, num in enumerate(window.num_accepted_tokens_per_pos):
+            self._counters["osd_spec_position_accepted_total"][window.draft, str(position)] += num
+
+    def _observed(self) -> dict[str, Counter[tuple[str, ...]]]:
+        """Counters that replicas and buffer keep themselves, summed over all ever seen."""
+        rows, skipped, dropped = Counter[str](), Counter[str](), Counter[str]()
+        for status in self._seen.values():
+            rows.update(status.capture_rows)
+            skipped.update(status.capture_skipped)
+            dropped.update(status.buffer_dropped)
+        dropped.update(self._buffer.dropped if self._buffer else {})
+        by_name = {
+            "osd_capture_rows_total": rows,
+            "osd_capture_skipped_total": skipped,
+            "osd_buffer_dropped_total": dropped,
+        }
+        return {name: Counter({(label,): n for label, n in counts.items()}) for name, counts in by_name.items()}
+
+    def _gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
+        info: dict[tuple[str, ...], float] = {(s.draft, str(s.version), s.replica): 1.0 for s in self._living}
+        buffer = self._buffer
+        return {
+            "osd_draft_info": info,
+            "osd_buffer_traces": {(): float(buffer.num_traces + buffer.num_holdout)} if buffer else {},
+            "osd_buffer_bytes": {(): float(buffer.num_bytes)} if buffer else {},
+        }
+
+    def _pause_histogram(self) -> HistogramMetricFamily:
+        cumulative, buckets = 0, []
+        for limit, num in zip([*map(str, PAUSE_BUCKETS), "+Inf"], self._pauses, strict=True):
+            cumulative += num
+            buckets.append((limit, float(cumulative)))
+        return HistogramMetricFamily(*PAUSE_HISTOGRAM, buckets=buckets, sum_value=self._pause_sum)

@@ -1,0 +1,324 @@
+"""The composition root: a configuration becomes a running service. The one file that builds Ray's parts.
+
+    osd serve ──starts──► private Valkey (or --redis-url)
+       │                  Ray (private, or an existing cluster)
+       │                   ├─ replica actor   vLLM's OpenAI server on the service port
+       │                   ├─ trainer actor   distils the draft
+       │                   └─ control actor   controller, dashboard on the control port
+       └─ supervises the Valkey child, leaves a note for other commands, ends all of it on Ctrl-C
+
+Everything that can be known to be wrong is checked before anything is started.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from osd import models, runtime
+from osd.config import Config
+from osd.errors import ConfigError, OSDError
+from osd.records import DraftRelease
+from osd.registry import Registry
+from osd.releases import ReleaseStore
+
+logger = logging.getLogger(__name__)
+
+SECONDS_TO_STOP = 6.0
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration made concrete: ports chosen, models found, the draft to start with on disk."""
+
+    config: Config
+    target_dir: Path
+    target_id: str
+    release: DraftRelease
+
+
+def plan(config: Config) -> Plan:
+    """Check everything that can be checked before starting. Raises `OSDError` with key, value and remedy."""
+    config = with_free_ports(config)
+    target = models.resolve(config.serving.target, "serving.target")
+    draft = models.resolve(config.serving.draft, "serving.draft")
+    models.check_pair(target, draft)
+    target_id = models.fingerprint(target)
+    return Plan(config, target, target_id, first_release(config, draft, target_id))
+
+
+def with_free_ports(config: Config) -> Config:
+    """Ports 0 replaced by free ones. Raises `ConfigError` for a port somebody else listens on."""
+    taken = []
+    for section in ("serving", "control"):
+        part = getattr(config, section)
+        with socket.socket(socket.AF_INET6 if ":" in part.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((part.host, part.port))
+            except OSError as error:
+                raise ConfigError(
+                    f"{section}.port={part.port}: cannot listen on {part.host}:{part.port} ({error.strerror}); "
+                    f"choose another with {section}.port=N, or 0 for any free one"
+                ) from None
+            port = probe.getsockname()[1]
+        if port in taken:
+            raise ConfigError(f"{section}.port={port}: the service port and the control port must differ")
+        taken.append(port)
+        config = config.model_copy(update={section: part.model_copy(update={"port": port})})
+    return config
+
+
+def first_release(config: Config, draft: Path, target_id: str) -> DraftRelease:
+    """What to serve first: the pinned or current release of this target; published from `draft` when there is none."""
+    store = ReleaseStore(config.releases_path)
+    if (pinned := store.pinned(target_id)) is not None:
+        return store.get(pinned)
+    return store.current(target_id) or store.publish(draft, parent=0, target_id=target_id)
+
+
+class Service:
+    """A running service. `start` raises what kept it from starting, with nothing left behind."""
+
+    def __init__(self, config: Config, report: Report = lambda text: None) -> None:
+        self._report = report
+        self._stack = ExitStack()
+        self.plan = plan(config)
+        self.config = self.plan.config
+        self.log_dir = self.config.data_path / "logs"
+        self.token = secrets.token_urlsafe(24)
+        self.replica: Any = None
+        self.trainer: Any = None
+        self._valkey: Any = None
+
+    def start(self) -> Service:
+        """Bring everything up and wait until it answers."""
+        try:
+            redis_url = self._start_redis()
+            self._start_ray()
+            self._clear_wanted(redis_url)
+            self.replica = self.start_replica("replica-0", self.plan.release, redis_url)
+            self.trainer = self._start_trainer(redis_url) if self.config.trainer.enabled else None
+            control = self._start_control(redis_url)
+            self.control_url = self._wait(control, "control", "control port")
+            self.url = self._wait(self.replica, "replica-0", "engine")
+            self._leave_note()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """End everything that `start` started; safe to call twice."""
+        self._stack.close()
+
+    def supervise(self, stop: threading.Event) -> None:
+        """Until `stop` is set: keep the private Valkey alive."""
+        while not stop.wait(0.5):
+            if self._valkey is not None and not self._valkey.is_alive():
+                logger.warning("the private Valkey died and is started again")
+                with suppress(OSDError):
+                    self._valkey.restart()
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _start_redis(self) -> str:
+        from buffers.redis_stream import RedisTraceBuffer
+        from osd.actors import buffer_settings
+
+        url = self.config.buffer.redis_url
+        if not url:
+            from buffers.embedded import EmbeddedValkey
+
+            self._valkey = EmbeddedValkey(self.config.data_path / "valkey", max_memory=self.config.buffer.max_memory)
+            self._stack.callback(self._valkey.stop)
+            url = self._valkey.url
+        buffer = RedisTraceBuffer(**buffer_settings(self.config, url, self.plan.target_id))
+        buffer.ping()
+        buffer.close()
+        self._report("replay buffer: " + ("private Valkey" if self._valkey else "redis at the given URL"))
+        return url
+
+    def _start_ray(self) -> None:
+        import ray
+
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        # Ray would hide all GPUs from an actor that asks for none, also where there is nothing to share.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        namespace = f"osd-{self.config.deployment}"
+        if self.config.ray.address == "local":
+            directory = tempfile.mkdtemp(prefix="osd-ray-")  # short: socket paths below it have a length limit
+            self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            self._stack.callback(ray.shutdown)
+            ray.init(
+                address="local",
+                namespace=namespace,
+                include_dashboard=False,
+                object_store_memory=128 << 20,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=directory,
+            )
+        else:
+            self._stack.callback(ray.shutdown)
+            try:
+                ray.init(self.config.ray.address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+            except ConnectionError as error:
+                reason = str(error).splitlines()[0]
+                raise ConfigError(f"ray.address={self.config.ray.address}: no Ray cluster there ({reason})") from None
+        self._report(f"ray: {'private' if self.config.ray.address == 'local' else self.config.ray.address}")
+
+    def start_replica(self, name: str, release: DraftRelease | None, redis_url: str, port: int | None = None) -> Any:
+        """One engine in an actor of its own; `release` None serves without speculation."""
+        from osd.actors import ReplicaActor
+
+        config = self.config
+        if port is not None:
+            config = config.model_copy(update={"serving": config.serving.model_copy(update={"port": port})})
+        self._report(f"{name}: starting the engine")
+        handle = self._actor(
+            ReplicaActor,
+            num_gpus=config.serving.num_gpus,
+            env=config.serving.env,
+            args={
+                "config": config,
+                "name": name,
+                "target_dir": str(self.plan.target_dir),
+                "target_id": self.plan.target_id,
+                "draft_release": release,
+                "redis_url": redis_url,
+                "log_dir": str(self.log_dir),
+            },
+        )
+        self._stack.callback(self._stop_actor, handle)
+        return handle
+
+    def _start_trainer(self, redis_url: str) -> Any:
+        from osd.actors import TrainerActor
+
+        return self._actor(
+            TrainerActor,
+            num_gpus=self.config.trainer.num_gpus,
+            env={"OMP_NUM_THREADS": str(self.config.trainer.num_threads)},
+            args={
+                "config": self.config,
+                "redis_url": redis_url,
+                "target_id": self.plan.target_id,
+                "log_dir": str(self.log_dir),
+            },
+        )
+
+    def _start_control(self, redis_url: str) -> Any:
+        from osd.actors import ControlActor
+
+        handle = self._actor(
+            ControlActor,
+            num_gpus=0,
+            env={"OMP_NUM_THREADS": "1"},
+            args={
+                "config": self.config,
+                "redis_url": redis_url,
+                "target_id": self.plan.target_id,
+                "token": self.token,
+                "trainer": self.trainer,
+                "log_dir": str(self.log_dir),
+            },
+        )
+        self._stack.callback(self._stop_actor, handle)
+        return handle
+
+    def _actor(self, cls: type, *, num_gpus: float, env: dict[str, str], args: dict[str, Any]) -> Any:
+        import ray
+
+        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": -1, "max_concurrency": 8}
+        config = args.pop("config")
+        return ray.remote(cls).options(**options, runtime_env={"env_vars": env}).remote(config, **args)
+
+    def _clear_wanted(self, redis_url: str) -> None:
+        """What Redis remembers of an earlier run gives way to what the release store on disk says."""
+        registry = Registry(redis_url, self.config.deployment)
+        registry.set_wanted(self.plan.release)
+        registry.close()
+
+    def _wait(self, handle: Any, name: str, what: str) -> str:
+        import ray
+
+        try:
+            url: str = ray.get(handle.wait_ready.remote())
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, OSDError):
+                raise cause from None
+            log = self.log_dir / f"{name}.log"
+            raise OSDError(f"{name}: the {what} did not start: {reason_from_log(log) or cause}; see {log}") from None
+        self._report(f"{name}: ready at {url}")
+        return url
+
+    def _stop_actor(self, handle: Any) -> None:
+        import ray
+
+        with suppress(Exception):
+            ray.get(handle.stop.remote(), timeout=SECONDS_TO_STOP)
+        with suppress(Exception):
+            ray.kill(handle)
+
+    def _leave_note(self) -> None:
+        running = runtime.Running(self.config.deployment, os.getpid(), self.url, self.control_url, self.token)
+        runtime.write(running)
+        self._stack.callback(runtime.remove, self.config.deployment)
+
+
+def reason_from_log(path: Path) -> str:
+    """The last line of a log that names an error; "" when there is none."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()[-400:]
+    except OSError:
+        return ""
+    marked = [line for line in lines if "Error: " in line and "See root cause" not in line]
+    return marked[-1].split("Error: ", 1)[1].strip()[:300] if marked else ""
+
+
+def serve(config: Config, report: Report) -> None:
+    """Run a service until SIGINT or SIGTERM. Returns when nothing of it is left."""
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: Any) -> None:
+        if stop.is_set():
+            return
+        stop.set()
+        raise KeyboardInterrupt
+
+    def listen_to_signals() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, on_signal)
+
+    listen_to_signals()
+    service = None
+    try:
+        service = Service(config, report).start()
+        listen_to_signals()  # Ray has put a handler of its own in place
+        report(f"serving: {service.url}/v1    dashboard: {service.control_url}/dashboard")
+        service.supervise(stop)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        stop.set()
+        if service is not None:
+            report("stopping")
+            started = time.monotonic()
+            service.stop()
+            report(f"stopped in {time.monotonic() - started:.1f} s")

@@ -1,0 +1,124 @@
+"""Models on disk: find them, tell one target from another, and refuse pairs that cannot work together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from osd.errors import ConfigError
+
+TINY = "tiny"
+TINY_COST_SHAPED = "tiny-cost-shaped"
+BUILT_IN = (TINY, TINY_COST_SHAPED)
+"""Names that stand for models the project builds itself: the tiny pair, and the tiny target with a real model's cost."""
+
+WEIGHTS = "model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+SAMPLE_BYTES = 1 << 16
+SAMPLES_PER_FILE = 64
+
+
+def resolve(name: str, key: str) -> Path:
+    """The directory of a model given as directory, hub name or built-in name. `key` is the configuration key it came
+    from. Raises `ConfigError` naming key and remedy."""
+    if not name:
+        raise ConfigError(f"{key} is not set: give a model directory, a hub name, or {TINY!r}")
+    if name in BUILT_IN:
+        return _built_in(name, key)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{key}={name}: no config.json there; give a model in Hugging Face format")
+        return path.resolve()
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ConfigError(f"{key}={name}: no such directory; give a model directory or a hub name (owner/model)")
+    return _download(name, key)
+
+
+def _built_in(name: str, key: str) -> Path:
+    from osd.tiny import models as tiny
+
+    if name == TINY_COST_SHAPED:
+        if key == "serving.draft":
+            raise ConfigError(f"{key}={name}: is a target, not a draft; use {TINY!r}")
+        return tiny.ensure_cost_shaped()
+    built = tiny.ensure()
+    return built.draft if key == "serving.draft" else built.target
+
+
+def _download(name: str, key: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]))
+    except Exception as error:  # noqa: BLE001  the hub's client raises many types, all meaning "not to be had"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{key}={name}: no such directory, and the hub does not give it ({reason})") from None
+
+
+def fingerprint(directory: Path) -> str:
+    """Identity of a target: 16 hex digits over its configuration, tokenizer and weights.
+
+    Of each weight file the header, the size and samples spread over the data are hashed: reading all of a large model
+    would cost minutes at every start, and two models that agree in all samples but differ elsewhere do not occur.
+    """
+    digest = hashlib.sha256()
+    for name in ("config.json", *TOKENIZER_FILES):
+        file = directory / name
+        digest.update(name.encode() + (file.read_bytes() if file.is_file() else b"-"))
+    for file in sorted(directory.glob("*.safetensors")):
+        digest.update(file.name.encode() + struct.pack("<q", file.stat().st_size))
+        with file.open("rb") as data:
+            step = max(file.stat().st_size // SAMPLES_PER_FILE, SAMPLE_BYTES)
+            for offset in range(0, file.stat().st_size, step):
+                data.seek(offset)
+                digest.update(data.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def check_pair(target: Path, draft: Path) -> None:
+    """Raise `ConfigError` unless the draft can propose tokens to the target: one file of weights, same tokenizer."""
+    if not any(target.glob("*.safetensors")):
+        raise ConfigError(f"serving.target={target}: no *.safetensors there; give a complete model directory")
+    if not (draft / WEIGHTS).is_file():
+        raise ConfigError(
+            f"serving.draft={draft}: no {WEIGHTS} there; save the draft as one file "
+            "(`model.save_pretrained(directory, max_shard_size='100GB')`)"
+        )
+    sizes = {what: _read_json(path / "config.json").get("vocab_size") for what, path in _pair(target, draft)}
+    if sizes["target"] != sizes["draft"]:
+        raise ConfigError(
+            f"serving.draft={draft}: has {sizes['draft']} tokens, the target {sizes['target']}; "
+            "the draft must use the target's tokenizer"
+        )
+    vocabularies = [_vocabulary(path) for _, path in _pair(target, draft)]
+    if vocabularies[0] and vocabularies[1] and vocabularies[0] != vocabularies[1]:
+        token = next(t for t, i in vocabularies[0].items() if vocabularies[1].get(t) != i)
+        raise ConfigError(
+            f"serving.draft={draft}: another tokenizer than the target's (they disagree on {token!r}); "
+            "use a draft trained with the target's tokenizer"
+        )
+
+
+def _pair(target: Path, draft: Path) -> tuple[tuple[str, Path], tuple[str, Path]]:
+    return ("target", target), ("draft", draft)
+
+
+def _vocabulary(directory: Path) -> dict[str, int]:
+    """token -> id; empty when there is no tokenizer.json (vLLM then compares sizes alone)."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    from tokenizers import Tokenizer
+
+    return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); give a model in Hugging Face format") from None

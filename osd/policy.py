@@ -1,0 +1,127 @@
+"""When to train, publish and roll back: pure functions from what was measured to a decision with its reason.
+
+α is conditional acceptance (`osd/records.py`). *Measured* is the candidate's α in the gate's replay, *live* the α it
+serves with, *replayed* the α of a replay on the newest held-out requests, made when live disappoints:
+
+    live near measured                        fine
+    live low, parent replays better           the draft is bad: roll back
+    live low, replay of the same draft high   the engines do not serve what was released (failed swap?): roll back
+    live low, both replay low                 the traffic changed: keep, and go on learning
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from osd.config import GateConfig, TrainerConfig
+from osd.records import HOLDOUT_ONE_IN, DraftRelease, EvalReport, RoundOutcome, SpecWindow
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Yes or no, and one sentence for the dashboard.
+
+    Example:
+        Decision(False, "no gain: held-out α 0.70 -> 0.69 on 40 requests, lower bound -0.02 must exceed 0.00")
+    """
+
+    ok: bool
+    reason: str
+
+
+def should_train(num_new_traces: int, config: TrainerConfig, paused: bool) -> bool:
+    """Whether enough traces arrived since the last round for another one."""
+    return config.enabled and not paused and num_new_traces >= config.min_new_traces
+
+
+def should_publish(outcome: RoundOutcome, current: DraftRelease, gate: GateConfig, pinned: bool) -> Decision:
+    """Whether the candidate of a round may serve in place of `current`."""
+    report = outcome.eval
+    if outcome.discarded:
+        return Decision(False, f"round discarded: {outcome.discarded}")
+    if report is None:
+        return Decision(False, "not judged: too few held-out requests")
+    if not _is_finite(outcome, report):
+        return Decision(False, "not finite: the loss or the measured acceptance is NaN or infinite")
+    if report.num_traces < gate.min_holdout_traces:
+        return Decision(False, f"too few held-out requests: {report.num_traces}, needed are {gate.min_holdout_traces}")
+    if outcome.base_version != current.version:
+        return Decision(
+            False, f"base is no longer current: trained from v{outcome.base_version}, v{current.version} serves"
+        )
+    if outcome.target_id and outcome.target_id != current.target_id:
+        return Decision(False, "trained for another target")
+    if pinned:
+        return Decision(False, f"v{current.version} is pinned")
+    gained = f"held-out α {report.alpha_base:.2f} -> {report.alpha_candidate:.2f} on {report.num_traces} requests"
+    if report.diff_low <= gate.min_gain:
+        return Decision(False, f"no gain: {gained}, lower bound {report.diff_low:+.3f} must exceed {gate.min_gain:.3f}")
+    return Decision(True, f"{gained}, at least {report.diff_low:+.3f}")
+
+
+def should_judge(live: SpecWindow | None, release: DraftRelease, gate: GateConfig) -> Decision:
+    """Whether a serving draft disappoints so much that a replay must tell why."""
+    measured = _measured_alpha(release)
+    if measured is None:
+        return Decision(False, f"v{release.version} was never measured by the gate")
+    if live is None or live.alpha is None or sum(live.num_tested_per_pos) < gate.rollback_min_tested:
+        return Decision(False, f"v{release.version} has not served long enough")
+    if num_to_replay(live, gate) < gate.min_holdout_traces:
+        return Decision(False, f"too few requests ended on v{release.version} to replay some")
+    if measured - live.alpha <= gate.rollback_margin:
+        return Decision(False, f"v{release.version} serves with α {live.alpha:.2f}, measured {measured:.2f}")
+    return Decision(True, f"v{release.version} serves with α {live.alpha:.2f}, {measured:.2f} was measured")
+
+
+def num_to_replay(live: SpecWindow, gate: GateConfig) -> int:
+    """How many of the newest held-out requests belong to the live window: older ones may be other traffic."""
+    return min(live.num_finished // HOLDOUT_ONE_IN, gate.max_holdout_traces)
+
+
+def should_rollback(
+    live: SpecWindow | None,
+    release: DraftRelease,
+    parent_version: int,
+    alphas: Mapping[int, float],
+    gate: GateConfig,
+) -> Decision:
+    """Whether to go back from `release` to `parent_version`; `alphas`: version -> α replayed on the same requests."""
+    suspicion = should_judge(live, release, gate)
+    if not suspicion.ok or live is None or live.alpha is None:
+        return suspicion
+    own, parent = alphas.get(release.version, math.nan), alphas.get(parent_version, math.nan)
+    if not (math.isfinite(own) and math.isfinite(parent)):
+        return Decision(False, f"{suspicion.reason}; a replay was not possible")
+    if parent > own:
+        replay = f"on the newest requests v{parent_version} reaches {parent:.2f}, v{release.version} {own:.2f}"
+        return Decision(True, f"{suspicion.reason}; {replay}")
+    if own - live.alpha > gate.rollback_margin:
+        return Decision(True, f"failed swap? {suspicion.reason}; replayed on the newest requests it reaches {own:.2f}")
+    replay = f"v{release.version} {own:.2f}, v{parent_version} {parent:.2f}"
+    return Decision(False, f"the traffic changed: {suspicion.reason}; on the newest requests {replay}")
+
+
+def _measured_alpha(release: DraftRelease) -> float | None:
+    outcome = release.outcome
+    return outcome.eval.alpha_candidate if outcome is not None and outcome.eval is not None else None
+
+
+def _is_finite(outcome: RoundOutcome, report: EvalReport) -> bool:
+    numbers = (
+        outcome.loss_first,
+        outcome.loss_last,
+        outcome.seconds,
+        outcome.trace_age_mean_s,
+        outcome.trace_age_max_s,
+        report.alpha_base,
+        report.alpha_candidate,
+        report.diff,
+        report.diff_low,
+        report.diff_high,
+        *report.alpha_base_per_pos,
+        *report.alpha_candidate_per_pos,
+        *(alpha for pair in report.alpha_per_domain.values() for alpha in pair),
+    )
+    return all(math.isfinite(number) for number in numbers)

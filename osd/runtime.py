@@ -1,0 +1,84 @@
+"""The note a running service leaves for commands of the same user: its addresses, its process, the admin token."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from osd.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Running:
+    """A running service.
+
+    Example:
+        Running(deployment="default", pid=4242, service_url="http://127.0.0.1:8000",
+                control_url="http://127.0.0.1:8001", token="...")
+    """
+
+    deployment: str
+    pid: int
+    service_url: str
+    control_url: str
+    token: str
+
+
+def directory() -> Path:
+    """`$OSD_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/osd`, else a directory of this user's in the temporary directory."""
+    if path := os.environ.get("OSD_RUNTIME_DIR"):
+        return Path(path)
+    if path := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(path) / "osd"
+    return Path(os.environ.get("TMPDIR", "/tmp")) / f"osd-{os.getuid()}"
+
+
+def write(running: Running) -> Path:
+    """Leave the note (mode 0600). Raises `ConfigError` when the directory cannot be used."""
+    folder = directory()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder.stat()
+        if owner.st_uid != os.getuid() or stat.S_IMODE(owner.st_mode) & 0o022:
+            raise ConfigError(f"{folder}: belongs to another user or is open to others; set OSD_RUNTIME_DIR")
+        path = folder / f"{running.deployment}.json"
+        temporary = path.with_suffix(f".{os.getpid()}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(running), file)
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written ({error.strerror}); set OSD_RUNTIME_DIR") from None
+    return path
+
+
+def remove(deployment: str) -> None:
+    (directory() / f"{deployment}.json").unlink(missing_ok=True)
+
+
+def find_all() -> list[Running]:
+    """Services of this user whose process lives, by name."""
+    found = []
+    for path in sorted(directory().glob("*.json")):
+        try:
+            running = Running(**json.loads(path.read_text()))
+            os.kill(running.pid, 0)
+        except (OSError, ValueError, TypeError):
+            continue
+        found.append(running)
+    return found
+
+
+def find(deployment: str | None = None) -> Running:
+    """The running service a command means. Raises `ConfigError` when there is none, or more than one."""
+    services = [r for r in find_all() if deployment in (None, r.deployment)]
+    if not services:
+        what = f"deployment {deployment!r}" if deployment else "service"
+        raise ConfigError(f"no {what} of this user is running here; start one with `osd serve`, or give --url")
+    if len(services) > 1:
+        names = ", ".join(r.deployment for r in services)
+        raise ConfigError(f"several services are running ({names}); choose one with --deployment")
+    return services[0]

@@ -1,0 +1,59 @@
+"""A cache of built directories: made once, by one process, aside, and renamed when complete."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from osd.errors import ConfigError
+
+
+def cache_root() -> Path:
+    """`$OSD_CACHE_DIR`, else `osd` in the user's cache directory."""
+    if own := os.environ.get("OSD_CACHE_DIR"):
+        return Path(own).expanduser().resolve()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve() / "osd"
+
+
+def build_once(name: str, build: Callable[[Path], None]) -> Path:
+    """The directory `name` in the cache. Where it is missing, `build` fills an empty directory that then takes its place.
+
+    Processes that ask at the same time wait for the one that builds. Raises `ConfigError` where nothing can be written.
+    """
+    final = cache_root() / name
+    if final.is_dir():
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(final.with_name(f".{final.name}.lock")):
+            if not final.is_dir():
+                _build_aside(final, build)
+    except OSError as error:
+        raise ConfigError(
+            f"cache directory {cache_root()}: cannot be used ({error.strerror or error}); set OSD_CACHE_DIR to a "
+            "directory you can write to"
+        ) from error
+    return final
+
+
+def _build_aside(final: Path, build: Callable[[Path], None]) -> None:
+    aside = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    try:
+        build(aside)
+        aside.chmod(0o755)
+        aside.rename(final)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`. The kernel lets go of it when the process ends, however it ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

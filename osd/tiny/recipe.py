@@ -1,0 +1,59 @@
+"""Everything that decides what the tiny models are: sizes, seeds, steps. Its hash names their place in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = (
+    "recipe.py",
+    "traffic.py",
+    "text_words.py",
+    "text_arithmetic.py",
+    "text_sql.py",
+    "text_python.py",
+    "text_finance.py",
+    "tokenizer.py",
+    "training.py",
+)
+"""Files of this package whose text changes the models."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Sizes of a Llama model with as many key-value heads as query heads."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    head_dim: int = 32
+
+
+VOCAB_SIZE = 1280
+MAX_POSITIONS = 2048
+TARGET = Shape(hidden_size=256, intermediate_size=640, num_layers=3)
+DRAFT = Shape(hidden_size=96, intermediate_size=288, num_layers=2)
+
+TRAIN_SEED = 0
+"""Traffic the models learn from. Demo, benchmarks and tests use other seeds."""
+
+NUM_TOKENIZER_REQUESTS = 500
+"""Requests per domain the tokenizer is trained on."""
+
+TARGET_STEPS = 280
+TARGET_BATCH = 32
+TARGET_LEARNING_RATE = 0.008
+
+DRAFT_STEPS = 300
+DRAFT_BATCH = 32
+DRAFT_LEARNING_RATE = 0.01
+
+
+def recipe_hash() -> str:
+    """16 hex digits that change with any constant, any text generator, or the training code."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update(name.encode() + b"\0" + (here / name).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,21 @@
+"""Words shared by the generators of traffic."""
+
+from __future__ import annotations
+
+from random import Random
+
+NAMES = (
+    "Alice Omar Priya Lucas Mei Hannah Carlos Ingrid Kofi Nadia Tom Yuki Elena Samuel Fatima George Lena Ravi Chloe "
+    "Diego Amina Peter Sofia Jack Rosa Victor Grace Hugo Leila Martin Zoe Ivan Clara Daniel Emma Felix Nora Oscar"
+).split()
+
+CITIES = (
+    "Paris London Berlin Madrid Oslo Tokyo Delhi Cairo Lima Boston Chicago Dublin Vienna Prague Rome Lisbon Seoul "
+    "Sydney Toronto Zurich Athens Geneva Milan Dallas Denver Warsaw Lagos Nairobi Bogota Hanoi"
+).split()
+
+
+def two(rng: Random, words: list[str]) -> tuple[str, str]:
+    """Two different words."""
+    first, second = rng.sample(words, 2)
+    return first, second

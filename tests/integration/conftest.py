@@ -1,0 +1,63 @@
+"""One speculating and one plain vLLM engine, shared by all tests of this folder that need real vLLM in this process."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from osd.config import CaptureConfig
+from osd.records import DraftRelease
+from tests.integration.engines import SINK, Engine
+from tests.integration.pairs import VOCABULARY, Pair, build_pair
+
+ReleaseOf = Callable[..., DraftRelease]
+
+
+def release_of(path: Path, version: int) -> DraftRelease:
+    digest = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
+    return DraftRelease(
+        version=version, parent=version - 1, path=str(path), sha256=digest, target_id="target", created_at=0.0
+    )
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def speculating(pair: Pair) -> Engine:
+    """k = 4, capture on. Chunked prefill: at most 48 tokens a step. Tests restore what they change."""
+    engine = Engine(pair.target, release_of(pair.draft, 1), max_num_batched_tokens=384)
+    engine.start_hooks(CaptureConfig(top_k=16))
+    return engine
+
+
+@pytest.fixture
+def engine(speculating: Engine, pair: Pair) -> Iterator[Engine]:
+    """The speculating engine with the first draft live and nothing captured yet."""
+    if speculating.worker.osd_swapper.version != 1:
+        assert speculating.swap(release_of(pair.draft, 1))["error"] == ""
+    speculating.llm.reset_prefix_cache()
+    speculating.traces()
+    speculating.rpc("osd_report", "test", "default")
+    SINK.clear()
+    yield speculating
+    speculating.set_capture(**CaptureConfig(top_k=16).model_dump())
+
+
+@pytest.fixture(scope="session")
+def plain(pair: Pair) -> Engine:
+    """The same target without speculation."""
+    return Engine(pair.target, None)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """24 prompts of 5 to 60 tokens."""
+    random = np.random.default_rng(7)
+    return [random.integers(2, VOCABULARY, random.integers(5, 60)).tolist() for _ in range(24)]

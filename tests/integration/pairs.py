@@ -1,0 +1,58 @@
+"""Random model pairs, small enough to build in a second: for tests of exactness, which need no trained models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 96
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Directories of a target and of drafts that agree with it more or less."""
+
+    target: Path
+    draft: Path
+    """A copy of the target's weights with a little noise: often accepted."""
+    stranger: Path
+    """Same shape, other random weights: hardly ever accepted."""
+
+
+def build_pair(directory: Path, *, scale: float = 3.0, noise: float = 0.08, seed: int = 0) -> Pair:
+    """`scale` sharpens the target's distribution, `noise` is what the draft's weights differ by."""
+    torch.manual_seed(seed)
+    target = LlamaForCausalLM(_config(num_layers=2)).eval()
+    with torch.no_grad():
+        target.lm_head.weight.mul_(scale)
+    draft = LlamaForCausalLM(_config(num_layers=2)).eval()
+    draft.load_state_dict({k: v.clone() for k, v in target.state_dict().items() if k in draft.state_dict()})
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise * parameter.std())
+    stranger = LlamaForCausalLM(_config(num_layers=2)).eval()
+    paths = Pair(directory / "target", directory / "draft", directory / "stranger")
+    for model, path in ((target, paths.target), (draft, paths.draft), (stranger, paths.stranger)):
+        model.save_pretrained(path)
+    return paths
+
+
+def _config(num_layers: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )

@@ -1,0 +1,149 @@
+"""Swapping drafts in a live engine: what does not fit is refused, and the old draft serves on exactly as before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from osd.records import DraftRelease
+from tests.integration.conftest import release_of
+from tests.integration.engines import Engine
+from tests.integration.pairs import Pair
+
+WEIGHTS = "model.safetensors"
+
+
+def truncated(path: Path) -> None:
+    data = (path / WEIGHTS).read_bytes()
+    (path / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+
+def wrong_shape(path: Path) -> None:
+    tensors = load_file(path / WEIGHTS)
+    tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(64, 127)
+    save_file(tensors, path / WEIGHTS)
+
+
+def missing_tensor(path: Path) -> None:
+    tensors = load_file(path / WEIGHTS)
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    save_file(tensors, path / WEIGHTS)
+
+
+def unknown_tensor(path: Path) -> None:
+    tensors = load_file(path / WEIGHTS)
+    tensors["model.layers.9.mlp.down_proj.weight"] = torch.zeros(4)
+    save_file(tensors, path / WEIGHTS)
+
+
+def nan(path: Path) -> None:
+    tensors = load_file(path / WEIGHTS)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, path / WEIGHTS)
+
+
+def wrong_architecture(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4, "head_dim": 16}))
+
+
+def integers(path: Path) -> None:
+    tensors = load_file(path / WEIGHTS)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int32)
+    save_file(tensors, path / WEIGHTS)
+
+
+def deleted(path: Path) -> None:
+    (path / WEIGHTS).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (truncated, "damaged"),
+        (wrong_shape, "down_proj.weight has shape (64, 127), expected (64, 128)"),
+        (missing_tensor, "q_proj.weight"),
+        (unknown_tensor, "unknown"),
+        (nan, "NaN"),
+        (wrong_architecture, "num_attention_heads=4"),
+        (integers, "int32"),
+    ],
+)
+def test_a_bad_release_is_refused_and_nothing_changes(
+    engine: Engine, pair: Pair, prompts: list[list[int]], tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    before = acceptance_and_outputs(engine, prompts)
+    bad = tmp_path / "bad"
+    shutil.copytree(pair.draft, bad)
+    damage(bad)
+    answer = engine.swap(release_of(bad, 2))
+    assert reason in answer["error"]
+    assert acceptance_and_outputs(engine, prompts) == before
+
+
+def test_a_wrong_hash_and_a_deleted_file_are_refused(
+    engine: Engine, pair: Pair, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    before = acceptance_and_outputs(engine, prompts)
+    wrong: DraftRelease = replace(release_of(pair.stranger, 2), sha256="0" * 64)
+    assert "sha256" in engine.swap(wrong)["error"]
+    gone = tmp_path / "gone"
+    shutil.copytree(pair.stranger, gone)
+    release = release_of(gone, 3)
+    deleted(gone)
+    assert "cannot be read" in engine.swap(release)["error"]
+    assert acceptance_and_outputs(engine, prompts) == before
+
+
+def test_a_load_that_fails_half_way_restores_the_old_draft(
+    engine: Engine, pair: Pair, prompts: list[list[int]]
+) -> None:
+    before = acceptance_and_outputs(engine, prompts)
+    swapper = engine.worker.osd_swapper
+    load = swapper._load
+
+    def fail_half_way(tensors: dict[str, torch.Tensor]) -> None:
+        swapper._load = load
+        half = dict(list(tensors.items())[: len(tensors) // 2])
+        load({**half, "model.layers.0.mlp.down_proj.weight": torch.zeros(3, 3)})
+
+    swapper._load = fail_half_way
+    answer = engine.swap(release_of(pair.stranger, 2))
+    assert "previous draft was restored" in answer["error"]
+    assert acceptance_and_outputs(engine, prompts) == before
+
+
+def test_there_and_back_is_exact_and_the_target_is_untouched(
+    engine: Engine, pair: Pair, prompts: list[list[int]]
+) -> None:
+    checksum = engine.rpc("osd_target_checksum")
+    before = acceptance_and_outputs(engine, prompts)
+    assert engine.swap(release_of(pair.stranger, 2))["error"] == ""
+    other = acceptance_and_outputs(engine, prompts)
+    assert other[1] == before[1]
+    assert other[0] != before[0]
+    assert engine.swap(release_of(pair.draft, 3))["error"] == ""
+    assert acceptance_and_outputs(engine, prompts) == before
+    assert engine.rpc("osd_target_checksum") == checksum
+
+
+def test_committing_what_was_not_staged_is_refused(engine: Engine) -> None:
+    assert "not staged" in json.loads(engine.rpc("osd_commit", 77))["error"]
+
+
+def acceptance_and_outputs(engine: Engine, prompts: list[list[int]]) -> tuple[Any, list[list[int]]]:
+    """Counts per position (exact, not a rate) and the tokens of all prompts, with no help from earlier draft KV."""
+    engine.llm.reset_prefix_cache()
+    engine.rpc("osd_report", "test", "default")
+    outputs = engine.generate(prompts, ignore_eos=True)
+    engine.traces()
+    windows = json.loads(engine.rpc("osd_report", "test", "default"))["windows"]
+    return [(w["num_tested_per_pos"], w["num_accepted_tokens_per_pos"]) for w in windows], outputs

@@ -1,0 +1,551 @@
+"""The two loops on fakes: what the outside does, and what is published, taken back, written again, and said."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from osd.config import Config
+from osd.controller import Controller
+from osd.errors import ReleaseError, ReplayBufferError
+from osd.metrics import History
+from osd.records import BufferStats, DraftRelease, EvalReport, Event, ReplicaStatus, RoundOutcome, SpecWindow
+from osd.registry import FeedRecord
+from osd.releases import ReleaseStore
+
+TARGET = "9f2c"
+STATS = BufferStats(num_traces=9, num_holdout=2, num_bytes=80, num_put=11, oldest_at=1.0)
+
+
+class MemoryRegistry:
+    """The registry's methods on two lists and a dict; `is_away` makes each raise as if Redis were gone."""
+
+    def __init__(self) -> None:
+        self.feed: list[FeedRecord] = []
+        self.wishes: dict[str, DraftRelease] = {}
+        self.living: list[ReplicaStatus] = []
+        self.is_away = False
+
+    def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]:
+        self._check()
+        start = int(after)
+        return [(str(start + i + 1), record) for i, record in enumerate(self.feed[start : start + count])]
+
+    def publish(self, *records: FeedRecord) -> None:
+        self._check()
+        self.feed.extend(records)
+
+    def replicas(self) -> list[ReplicaStatus]:
+        self._check()
+        return list(self.living)
+
+    def wanted(self, draft: str = "default") -> DraftRelease | None:
+        self._check()
+        return self.wishes.get(draft)
+
+    def set_wanted(self, release: DraftRelease) -> None:
+        self._check()
+        self.wishes[release.draft] = release
+
+    def _check(self) -> None:
+        if self.is_away:
+            raise ReplayBufferError("Redis at redis://nowhere cannot be used: refused")
+
+
+class FakeBuffer:
+    def stats(self) -> BufferStats:
+        return STATS
+
+    def purge(self) -> int:
+        return 17
+
+
+class FakeTrainer:
+    """Every `rounds` entry is one round: an outcome, or an error to raise. No entry = no new traces."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+        self.rounds: list[RoundOutcome | Exception | Callable[[DraftRelease], RoundOutcome]] = []
+        self.alphas: dict[int, float] = {}
+        self.calls: list[str] = []
+        self.gate_open = asyncio.Event()
+        self.gate_open.set()
+
+    async def num_new_traces(self) -> int:
+        return 100 if self.rounds else 0
+
+    async def run_round(self, base: DraftRelease) -> RoundOutcome:
+        self.calls.append(f"round from v{base.version}")
+        await self.gate_open.wait()
+        step = self.rounds.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return step(base) if callable(step) else step
+
+    async def evaluate_releases(self, versions: list[DraftRelease], num_traces: int) -> dict[int, float]:
+        self.calls.append(f"replay {[release.version for release in versions]} on {num_traces}")
+        return self.alphas
+
+    async def restart_from_base(self) -> None:
+        self.calls.append("restart from base")
+
+    def better(self, base: DraftRelease) -> RoundOutcome:
+        """A candidate the gate lets through: α 0.4 -> 0.7."""
+        return make_outcome(str(self.model), base.version)
+
+
+def make_outcome(path: str, base_version: int, gain: float = 0.3, **fields: object) -> RoundOutcome:
+    report = EvalReport(
+        num_traces=40,
+        num_tokens=1600,
+        k=2,
+        alpha_base=0.4,
+        alpha_candidate=0.4 + gain,
+        alpha_base_per_pos=(0.4, 0.4),
+        alpha_candidate_per_pos=(0.7, 0.7),
+        diff=gain,
+        diff_low=gain - 0.05,
+        diff_high=gain + 0.05,
+    )
+    outcome = RoundOutcome(
+        base_version=base_version,
+        target_id=TARGET,
+        path=path,
+        num_steps=4,
+        num_tokens=99,
+        loss_first=2.0,
+        loss_last=0.5,
+        seconds=1.0,
+        trace_age_mean_s=1.0,
+        trace_age_max_s=2.0,
+        eval=report,
+    )
+    return replace(outcome, **fields)  # type: ignore[arg-type]
+
+
+def live_window(version: int, alpha: float, tested: int = 1000, finished: int = 160) -> SpecWindow:
+    return SpecWindow(
+        at=time.time() + 2,
+        replica="replica-0",
+        version=version,
+        seconds=1.0,
+        k=1,
+        num_drafts=tested,
+        num_draft_tokens=tested,
+        num_accepted_tokens=round(alpha * tested),
+        num_accepted_tokens_per_pos=(round(alpha * tested),),
+        num_tested_per_pos=(tested,),
+        num_output_tokens=tested,
+        num_finished=finished,
+    )
+
+
+def replica(version: int, name: str = "replica-0") -> ReplicaStatus:
+    return ReplicaStatus(
+        at=time.time(),
+        replica=name,
+        url="http://127.0.0.1:8000",
+        version=version,
+        target_id=TARGET,
+        k=2,
+        pid=1,
+        started_at=1.0,
+        engine="fake",
+    )
+
+
+class World:
+    """A controller and everything around it; `restart` starts another one on the same disk and feed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = directory / "candidate"
+        self.model.mkdir()
+        (self.model / "config.json").write_text("{}")
+        (self.model / "model.safetensors").write_bytes(b"weights")
+        self.config = Config.model_validate(
+            {
+                "data_dir": str(directory),
+                "control": {"seconds_between_looks": 0.005},
+                "trainer": {"min_new_traces": 32},
+                "releases": {"keep": 2},
+            }
+        )
+        self.registry = MemoryRegistry()
+        self.trainer = FakeTrainer(self.model)
+        self.restart()
+
+    def restart(self, target_id: str = TARGET) -> None:
+        self.releases = ReleaseStore(self.directory / "releases")
+        self.history = History()
+        self.controller = Controller(
+            self.config,
+            self.registry,
+            self.releases,
+            self.history,
+            self.trainer,
+            FakeBuffer(),
+            target_id=target_id,
+            backoff_s=0.01,
+            lagging_after_s=0.05,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        await self.controller.ensure_first_release(str(self.model))
+        task = asyncio.create_task(self.controller.run())
+        yield
+        assert not task.done(), task.exception()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def publish(self, version: int) -> None:
+        """Have rounds run until this version is current."""
+        self.trainer.rounds.append(self.trainer.better)
+        await self.until(lambda: self.wanted() == version)
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"never happened; events: {self.events()}"
+            await asyncio.sleep(0.005)
+
+    async def a_few_looks(self) -> None:
+        await asyncio.sleep(0.15)
+
+    def wanted(self) -> int | None:
+        release = self.registry.wishes.get("default")
+        return None if release is None else release.version
+
+    def events(self) -> list[str]:
+        return [f"{record.kind}: {record.text}" for record in self.registry.feed if isinstance(record, Event)]
+
+    def kinds(self) -> list[str]:
+        return [record.kind for record in self.registry.feed if isinstance(record, Event)]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def test_first_start_publishes_the_configured_draft_and_tells_the_replicas(world: World) -> None:
+    async with world.running():
+        await world.until(lambda: world.wanted() == 1)
+    assert world.releases.get(1).parent == 0
+    world.restart()
+    assert (await world.controller.ensure_first_release(str(world.model))).version == 1, "only once"
+
+
+async def test_better_candidate_is_published_told_and_explained(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        await world.until(lambda: world.history.total("osd_round_total") == 1)
+        status = await world.controller.status()
+    assert world.trainer.calls == ["round from v1"]
+    assert world.registry.wishes["default"] == world.releases.current()
+    assert world.events() == ["published: v2: held-out α 0.40 -> 0.70 on 40 requests, at least +0.250"]
+    assert (status["version"], status["num_rounds"]) == (2, 1)
+    assert status["last_round"] == world.releases.get(2).outcome
+    assert 'osd_round_total{outcome="published"} 1.0' in world.history.prometheus()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"eval": None}, "refused: not judged: too few held-out requests"),
+        ({"base_version": 7}, "refused: base is no longer current: trained from v7, v1 serves"),
+        ({"loss_last": float("nan")}, "refused: not finite: the loss or the measured acceptance is NaN or infinite"),
+        (
+            {"discarded": "non-finite loss", "path": "", "loss_last": float("nan"), "eval": None},
+            "discarded: round discarded: non-finite loss",
+        ),
+    ],
+)
+async def test_other_candidates_change_nothing(world: World, fields: dict[str, object], expected: str) -> None:
+    async with world.running():
+        world.trainer.rounds.append(make_outcome(str(world.model), 1, **{"base_version": 1} | fields))  # type: ignore[arg-type]
+        await world.until(lambda: bool(world.events()))
+        await world.until(lambda: len(world.history.rounds()) == 1)
+    assert world.events() == [expected]
+    assert world.wanted() == 1
+    assert [release.version for release in world.releases.list()] == [1]
+
+
+async def test_candidate_that_cannot_be_stored_is_an_event_and_life_goes_on(world: World) -> None:
+    async with world.running():
+        world.trainer.rounds.append(make_outcome("/nowhere", 1))
+        await world.until(lambda: world.kinds() == ["publish_failed"])
+        await world.publish(2)
+    assert "/nowhere: no config.json" in world.events()[0]
+
+
+async def test_trainer_that_dies_is_retried_and_said_once(world: World) -> None:
+    async with world.running():
+        world.trainer.rounds += [RuntimeError("the actor\ndied"), OSError("again")]
+        await world.until(lambda: not world.trainer.rounds)
+        await world.publish(2)
+        await world.until(lambda: world.kinds().count("published") == 1)
+    assert world.events()[0] == "trainer_failed: RuntimeError: the actor died"
+    assert sorted(world.kinds()) == sorted(
+        ["trainer_failed", "trainer_back"] * world.kinds().count("trainer_back") + ["published"]
+    )
+
+
+async def test_redis_away_stops_nothing_and_is_caught_up(world: World) -> None:
+    async with world.running():
+        await world.until(lambda: world.wanted() == 1)
+        world.registry.is_away = True
+        world.trainer.rounds.append(world.trainer.better)
+        await world.until(lambda: world.releases.current() == world.releases.get(1) and not world.trainer.rounds)
+        await world.until(lambda: len(world.releases.list()) == 2)
+        assert world.wanted() == 1
+        status = await world.controller.status()
+        await world.until(lambda: [event.kind for event in world.history.events()] == ["published"])
+        world.registry.is_away = False
+        await world.until(lambda: world.wanted() == 2)
+    assert status["redis"] == "away"
+
+
+async def test_wanted_lost_with_redis_is_written_again_from_disk(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        world.registry.wishes.clear()
+        await world.until(lambda: world.wanted() == 2)
+
+
+async def test_draft_that_disappoints_is_taken_back_and_never_offered_again(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        world.trainer.alphas = {2: 0.3, 1: 0.5}
+        world.registry.publish(live_window(2, alpha=0.3))
+        await world.until(lambda: world.wanted() == 1)
+        await world.until(lambda: world.history.total("osd_rollback_total") == 1)
+        assert world.releases.is_bad(2)
+        with pytest.raises(ReleaseError, match="not offered again"):
+            await world.controller.promote(2)
+        await world.publish(3)
+    assert world.trainer.calls[1:] == ["replay [2, 1] on 20", "restart from base", "round from v1"]
+    assert world.events()[1].startswith(
+        "rolled_back: v2 -> v1: v2 serves with α 0.30, 0.70 was measured; on the newest"
+    )
+    assert 'osd_rollback_total{reason="disappointed"} 1.0' in world.history.prometheus()
+
+
+async def test_failed_swap_is_taken_back_as_such(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        world.trainer.alphas = {2: 0.7, 1: 0.4}
+        world.registry.publish(live_window(2, alpha=0.1))
+        await world.until(lambda: world.wanted() == 1)
+        await world.until(lambda: world.history.total("osd_rollback_total") == 1)
+    assert 'osd_rollback_total{reason="failed_swap"} 1.0' in world.history.prometheus()
+
+
+async def test_changed_traffic_is_no_reason_to_go_back_and_is_said_once(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        world.trainer.alphas = {2: 0.3, 1: 0.2}
+        world.registry.publish(live_window(2, alpha=0.3))
+        await world.until(lambda: "stays" in world.kinds())
+        world.registry.feed[-1:] = [record for record in world.registry.feed[-1:]]
+        calls = len(world.trainer.calls)
+        await world.a_few_looks()
+    assert world.wanted() == 2
+    assert world.kinds() == ["published", "stays"]
+    assert len(world.trainer.calls) == calls, "not judged again on the same window"
+
+
+async def test_good_draft_is_never_replayed(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        world.registry.publish(live_window(2, alpha=0.68))
+        await world.a_few_looks()
+    assert world.trainer.calls == ["round from v1"]
+
+
+async def test_rollback_does_not_wait_for_a_training_round(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        world.trainer.gate_open.clear()
+        world.trainer.rounds.append(world.trainer.better)
+        await world.until(lambda: world.trainer.calls[-1] == "round from v2")
+        world.trainer.alphas = {2: 0.3, 1: 0.5}
+        world.registry.publish(live_window(2, alpha=0.3))
+        await world.until(lambda: world.wanted() == 1)
+        world.trainer.gate_open.set()
+        await world.until(lambda: "refused" in world.kinds())
+    assert world.wanted() == 1
+    assert world.events()[-1] == "refused: base is no longer current: trained from v2, v1 serves"
+
+
+async def test_pinned_draft_serves_whatever_happens(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        await world.controller.pin(1)
+        assert world.wanted() == 1
+        world.trainer.rounds.append(world.trainer.better)
+        await world.until(lambda: world.events()[-1] == "refused: v1 is pinned")
+        for change in (world.controller.promote(2), world.controller.rollback()):
+            with pytest.raises(ReleaseError):
+                await change
+        await world.controller.unpin()
+        await world.publish(3)
+    assert world.kinds() == ["published", "pinned", "refused", "unpinned", "published"]
+
+
+async def test_pinned_draft_is_not_taken_back(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        await world.controller.pin(2)
+        world.trainer.alphas = {2: 0.3, 1: 0.5}
+        world.registry.publish(live_window(2, alpha=0.3))
+        await world.a_few_looks()
+    assert world.wanted() == 2
+
+
+async def test_pause_holds_over_a_restart_and_refuses_the_round_under_way(world: World) -> None:
+    async with world.running():
+        world.trainer.gate_open.clear()
+        world.trainer.rounds.append(world.trainer.better)
+        await world.until(lambda: world.trainer.calls == ["round from v1"])
+        await world.controller.pause()
+        world.trainer.gate_open.set()
+        await world.until(lambda: world.kinds() == ["paused", "refused"])
+    world.restart()
+    world.trainer.rounds.append(world.trainer.better)
+    async with world.running():
+        await world.a_few_looks()
+        assert (await world.controller.status())["paused"] is True
+        assert world.trainer.calls == ["round from v1"]
+        await world.controller.resume()
+        await world.until(lambda: world.wanted() == 2)
+
+
+async def test_restart_finds_releases_history_and_wishes_again(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        world.registry.publish(live_window(2, alpha=0.65))
+        await world.until(lambda: world.history.window(2) is not None)
+        before = await world.controller.status(), world.history.events(), world.history.window(2)
+    world.restart()
+    world.registry.wishes.clear()
+    async with world.running():
+        await world.until(lambda: world.wanted() == 2)
+        await world.until(lambda: world.history.window(2) is not None)
+        after = await world.controller.status(), world.history.events(), world.history.window(2)
+    names = ("version", "num_rounds", "num_rollbacks", "last_round", "paused", "pinned")
+    assert [after[0][name] for name in names] == [before[0][name] for name in names]
+    assert after[1:] == before[1:]
+
+
+async def test_changed_target_starts_a_line_of_its_own(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+    world.restart(target_id="other")
+    async with world.running():
+        await world.until(lambda: world.wanted() == 3)
+    assert (world.releases.get(3).parent, world.releases.get(3).target_id) == (0, "other")
+    world.restart()
+    async with world.running():
+        await world.until(lambda: world.wanted() == 2)
+
+
+async def test_lagging_replica_is_shown_and_said_once(world: World) -> None:
+    async with world.running():
+        world.registry.living = [replica(0, "replica-1"), replica(1)]
+        await world.until(lambda: "lagging" in world.kinds())
+        await world.a_few_looks()
+        shown = (await world.controller.status())["replicas"]
+        assert [(r["replica"], r["lagging"], r["wanted"]) for r in shown] == [
+            ("replica-1", True, 1),
+            ("replica-0", False, 1),
+        ]
+        world.registry.living = [replica(1, "replica-1"), replica(1)]
+        await world.a_few_looks()
+        assert not any(r["lagging"] for r in (await world.controller.status())["replicas"])
+    assert world.events() == ["lagging: replica-1 still serves v0, wanted is v1"]
+
+
+async def test_old_releases_are_pruned_but_not_those_that_serve(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        await world.controller.keep(2)
+        await world.publish(3)
+        world.registry.living = [replica(3)]
+        await world.a_few_looks()
+        for version in (4, 5, 6):
+            await world.publish(version)
+        await world.until(lambda: world.kinds().count("published") == 5)
+    assert [release.version for release in world.releases.list()] == [1, 2, 3, 5, 6]
+
+
+async def test_administration_by_hand(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        await world.publish(3)
+        await world.controller.promote(1)
+        assert world.wanted() == 1
+        await world.controller.promote(3)
+        await world.controller.rollback()
+        assert world.wanted() == 2
+        assert await world.controller.purge() == 17
+        with pytest.raises(ReleaseError, match="draft v9: no such release in .*; there are: v1, v2, v3"):
+            await world.controller.promote(9)
+        drafts = {draft["version"]: draft for draft in await world.controller.drafts()}
+        await world.publish(4)
+    assert world.kinds() == ["published", "published", "promoted", "promoted", "rolled_back", "purged", "published"]
+    assert [version for version, draft in drafts.items() if draft["serving"]] == [2]
+    assert drafts[3]["eval"]["alpha_candidate"] == 0.7
+    assert not drafts[3]["bad"], "a rollback by hand condemns nothing"
+    assert world.trainer.calls[-2:] == ["restart from base", "round from v2"]
+
+
+async def test_changes_at_once_leave_disk_and_wishes_in_agreement(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        await world.publish(3)
+        world.trainer.rounds += [world.trainer.better] * 3
+        moves = [world.controller.promote(version) for version in (1, 2, 3, 2, 1, 3)]
+        await asyncio.gather(*moves)
+        await world.until(lambda: not world.trainer.rounds)
+        await world.a_few_looks()
+        current = world.releases.current()
+    assert world.registry.wishes["default"] == current
+
+
+async def test_loop_that_ends_ends_the_controller_by_name(world: World) -> None:
+    class Broken(FakeBuffer):
+        def stats(self) -> BufferStats:
+            raise KeyError("a mistake of ours")
+
+    controller = Controller(
+        world.config, world.registry, world.releases, world.history, None, Broken(), target_id=TARGET
+    )
+    with pytest.raises(RuntimeError, match="the controller's watch loop ended") as caught:
+        await asyncio.wait_for(controller.run(), 10)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+async def test_without_a_trainer_the_first_draft_serves(world: World) -> None:
+    world.controller = Controller(
+        world.config, world.registry, world.releases, world.history, None, FakeBuffer(), target_id=TARGET
+    )
+    async with world.running():
+        await world.until(lambda: world.wanted() == 1)
+        status = await world.controller.status()
+    assert (status["training"], status["version"], status["buffer"]) == (False, 1, STATS)
+
+
+def test_controller_imports_no_engine() -> None:
+    program = "import sys, osd.controller; print([m for m in ('torch', 'vllm', 'ray') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

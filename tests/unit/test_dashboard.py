@@ -1,0 +1,433 @@
+"""The control port over hand-written fakes: every endpoint, administration, errors, and what browsers are told."""
+
+import asyncio
+import json
+import math
+import re
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import osd.dashboard
+from osd.dashboard import ControlServer, build_app
+from osd.dashboard.app import MAX_POINTS, MAX_SPAN, resolve_span
+from osd.dashboard.guard import is_loopback
+from osd.errors import ConfigError, ReleaseError, ReplayBufferError
+from osd.metrics import History
+from osd.records import BufferStats, Event, SpecWindow, SwapReport
+
+TOKEN = "correct-horse"
+RIGHT = {"Authorization": f"Bearer {TOKEN}"}
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+STATIC = Path(osd.dashboard.__file__).parent / "static"
+ACTIONS = ["pause", "resume", "promote", "rollback", "pin", "unpin", "keep", "purge"]
+
+
+class FakeController:
+    """Remembers what it was told; half of it async, as the port takes both."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.error: Exception | None = None
+
+    def _note(self, *call: Any) -> None:
+        if self.error:
+            raise self.error
+        self.calls.append(call)
+
+    def status(self) -> dict[str, Any]:
+        self._note("status")
+        buffer = BufferStats(num_traces=9, num_holdout=1, num_bytes=80, num_put=10, oldest_at=1.0)
+        return {"deployment": HOSTILE, "version": 2, "replicas": [], "buffer": buffer, "num_rounds": np.int64(3)}
+
+    async def drafts(self) -> list[dict[str, Any]]:
+        return [{"version": 2, "parent": 1, "created_at": 5.0, "serving": True, "text": HOSTILE}]
+
+    async def pause(self) -> None:
+        self._note("pause")
+
+    def resume(self) -> None:
+        self._note("resume")
+
+    async def promote(self, version: int) -> None:
+        self._note("promote", version)
+
+    async def rollback(self) -> None:
+        self._note("rollback")
+
+    async def pin(self, version: int) -> None:
+        self._note("pin", version)
+
+    async def unpin(self) -> None:
+        self._note("unpin")
+
+    def keep(self, version: int) -> None:
+        self._note("keep", version)
+
+    async def purge(self) -> int:
+        self._note("purge")
+        return 17
+
+
+class FakeHistory:
+    """Two points of acceptance, two marks, and a list of events a test may add to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, float]] = []
+        self.log = [
+            Event(at=100.0, kind="published", text="v2: " + HOSTILE, version=2),
+            Event(at=50.0, kind="refused", text="no gain"),
+        ]
+        self.error: Exception | None = None
+
+    async def series(self, since: float, bucket_s: float) -> dict[str, list[Any]]:
+        if self.error:
+            raise self.error
+        self.asked.append((since, bucket_s))
+        now = time.time()
+        return {"at": [now - 20, now - 5], "alpha": [0.5, math.nan], "k": [4, 2], "tpot_ms": [None, 8.0]}
+
+    def marks(self) -> list[dict[str, Any]]:
+        return [{"at": 10.0, "version": 1}, {"at": time.time() - 30, "version": 2}]
+
+    async def events(self, limit: int) -> list[Event]:
+        return sorted(self.log, key=lambda event: -event.at)[:limit]
+
+    def prometheus(self) -> str:
+        return "# TYPE osd_swap_total counter\nosd_swap_total 3\n"
+
+
+@pytest.fixture
+def controller() -> FakeController:
+    return FakeController()
+
+
+@pytest.fixture
+def history() -> FakeHistory:
+    return FakeHistory()
+
+
+@pytest.fixture
+async def client(controller: FakeController, history: FakeHistory) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(build_app(controller, history, TOKEN), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8001") as client:
+        yield client
+
+
+def error_of(response: httpx.Response) -> str:
+    """The one line of an error answer."""
+    body = response.json()
+    assert list(body) == ["error"]
+    assert body["error"] and "\n" not in body["error"]
+    return body["error"]
+
+
+async def test_root_leads_to_the_page(client: httpx.AsyncClient) -> None:
+    response = await client.get("/")
+    assert response.status_code in (302, 307)
+    page = await client.get(response.headers["location"])
+    assert page.status_code == 200
+    assert "text/html" in page.headers["content-type"]
+
+
+async def test_page_loads_only_files_that_exist_here(client: httpx.AsyncClient) -> None:
+    page = (await client.get("/dashboard")).text
+    names = re.findall(r'(?:src|href)="(dashboard/static/[^"]+)"', page)
+    assert len(names) == 5
+    for name in [*names, "dashboard/static/charts.js", "dashboard/static/view.js"]:
+        assert (await client.get(f"/{name}")).status_code == 200, name
+    for name in re.findall(r'href="((?:osd/|metrics|openapi)[^"]*)"', page):
+        assert (await client.get(f"/{name}")).status_code == 200, name
+
+
+def test_static_files_refer_to_no_other_host() -> None:
+    for file in STATIC.iterdir():
+        if file.name == "uPlot.LICENSE.txt":
+            continue
+        text = re.sub(r"/\*.*?\*/", "", file.read_text(), flags=re.S).replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"(https?:)?//[a-z0-9-]+\.[a-z]", re.sub(r"^ *//.*$", "", text, flags=re.M)), file.name
+
+
+def test_page_never_makes_html_or_code_from_data() -> None:
+    own = [file for file in STATIC.glob("*.js") if not file.name.startswith("uPlot")]
+    assert len(own) == 3
+    for file in own:
+        forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser"
+        assert not re.search(forbidden, file.read_text()), file.name
+
+
+def test_page_has_no_inline_script_or_style() -> None:
+    page = (STATIC / "index.html").read_text()
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=", page)
+
+
+def test_page_explains_each_acceptance_as_the_records_do() -> None:
+    page = re.sub(r"<[^>]+>", "", (STATIC / "index.html").read_text())
+    for formula in ["accepted / drafted tokens", "1 + accepted / drafts", "accepted / tested tokens"]:
+        assert formula in page
+    records = (Path(osd.__file__).parent / "records.py").read_text()
+    for words in ["falls when k grows, so for display only", "tokens a verification step yields on average"]:
+        assert words in page and words in records
+
+
+@pytest.mark.parametrize("path", ["/dashboard", "/osd/status", "/nothing", "/dashboard/static/app.js", "/metrics"])
+async def test_every_answer_carries_the_security_headers(client: httpx.AsyncClient, path: str) -> None:
+    headers = (await client.get(path)).headers
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy and "http" not in policy and "*" not in policy
+    assert headers["x-frame-options"] == "DENY"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert "access-control-allow-origin" not in headers
+
+
+async def test_status_is_the_controllers_plus_the_figures_of_now(client: httpx.AsyncClient) -> None:
+    response = await client.get("/osd/status")
+    status = response.json()
+    assert status["version"] == 2 and status["num_rounds"] == 3
+    assert status["buffer"]["num_traces"] == 9
+    assert abs(status["now"] - time.time()) < 5
+    figures = status["figures"]
+    assert (figures["alpha"], figures["k"], figures["tpot_ms"]) == (0.5, 2, 8.0)
+    assert response.headers["content-type"] == "application/json"
+    assert status["deployment"] == HOSTILE, "hostile text passes as data"
+
+
+async def test_history_is_valid_json_with_marks_inside_the_span(
+    client: httpx.AsyncClient, history: FakeHistory
+) -> None:
+    answer = json.loads((await client.get("/osd/history?since=-300&bucket=2")).text, parse_constant=pytest.fail)
+    assert answer["series"]["alpha"] == [0.5, None]
+    assert [mark["version"] for mark in answer["marks"]] == [2]
+    assert answer["bucket"] == 2
+    assert history.asked == [(answer["since"], 2.0)]
+    assert 298 <= answer["now"] - answer["since"] <= 303
+
+
+@pytest.mark.parametrize("span", [1, 300, 3600, 86400, 30 * 86400])
+@pytest.mark.parametrize("bucket", [0.0, 0.001, 7.0, 600.0])
+def test_no_span_asks_for_too_many_points(span: float, bucket: float) -> None:
+    now = 1.7e9
+    start, width = resolve_span(now, -span, bucket)
+    assert width >= bucket and now - width - span <= start <= now - span
+    assert (now - start) / width <= MAX_POINTS + 1
+
+
+def test_spans_are_bounded_and_never_in_the_future() -> None:
+    assert resolve_span(1.7e9, 0.0, 1.0)[0] >= 1.7e9 - 1.01 * MAX_SPAN
+    assert resolve_span(1.7e9, 2e9, 1.0)[0] <= 1.7e9
+
+
+@pytest.mark.parametrize("query", ["since=nan", "since=inf", "bucket=-1", "bucket=x", "since="])
+async def test_bad_history_query_names_the_parameter(client: httpx.AsyncClient, query: str) -> None:
+    response = await client.get(f"/osd/history?{query}")
+    assert response.status_code == 400
+    assert query.partition("=")[0] in error_of(response)
+
+
+async def test_real_history_gives_the_figures_the_page_shows(controller: FakeController) -> None:
+    history, now = History(), time.time()
+    counts = {"num_drafts": 10, "num_draft_tokens": 40, "num_accepted_tokens": 20, "num_output_tokens": 30}
+    positions = {"num_accepted_tokens_per_pos": (8, 6, 4, 2), "num_tested_per_pos": (10, 8, 6, 4)}
+    decode = {"num_finished": 2, "decode_seconds": 0.5, "num_decode_tokens": 25}
+    history.add(
+        SpecWindow(at=now - 1, replica="replica-0", version=3, seconds=1.0, k=4, **counts, **positions, **decode)
+    )
+    history.add(SwapReport(at=now - 2, replica="replica-0", version=3, previous=2, ok=True, stage_s=0.1, pause_s=0.01))
+    transport = httpx.ASGITransport(build_app(controller, history, TOKEN))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        figures = (await client.get("/osd/status")).json()["figures"]
+        answer = (await client.get("/osd/history")).json()
+        assert "osd_spec_drafts_total" in (await client.get("/metrics")).text
+        assert (await client.get("/osd/events")).json()[0]["kind"] == "swapped"
+    expected = {"alpha": 20 / 28, "acceptance_rate": 0.5, "acceptance_length": 3.0, "tokens_per_second": 30.0}
+    assert figures == {**expected, "tpot_ms": 20.0, "version": 3, "k": 4, "requests": 2, "seconds": 15.0}
+    assert answer["series"]["alpha"] == [20 / 28]
+    assert [mark["version"] for mark in answer["marks"]] == [3]
+
+
+async def test_an_idle_service_has_no_figures(controller: FakeController) -> None:
+    transport = httpx.ASGITransport(build_app(controller, History(), TOKEN))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        assert (await client.get("/osd/status")).json()["figures"] == {}
+        assert (await client.get("/osd/history?since=-86400")).json()["series"]["at"] == []
+
+
+async def test_drafts_and_events(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/osd/drafts")).json()[0]["version"] == 2
+    events = (await client.get("/osd/events")).json()
+    assert [event["at"] for event in events] == [100.0, 50.0], "newest first"
+    assert events[0] == {"at": 100.0, "kind": "published", "text": "v2: " + HOSTILE, "version": 2}
+    assert len((await client.get("/osd/events?limit=1")).json()) == 1
+    assert (await client.get("/osd/events?limit=0")).status_code == 400
+
+
+async def test_metrics_health_and_openapi(client: httpx.AsyncClient) -> None:
+    metrics = await client.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "osd_swap_total 3" in metrics.text
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    readers = {"/osd/status", "/osd/history", "/osd/drafts", "/osd/events", "/osd/stream", "/metrics", "/health"}
+    assert set(paths) == readers | {f"/osd/admin/{action}" for action in ACTIONS}
+    assert all(paths[f"/osd/admin/{action}"]["post"]["security"] for action in ACTIONS)
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": f"Basic {TOKEN}"}],
+)
+async def test_administration_needs_the_token(
+    client: httpx.AsyncClient, controller: FakeController, action: str, headers: dict[str, str]
+) -> None:
+    response = await client.post(f"/osd/admin/{action}", headers=headers, content=b"{not json")
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert "Authorization: Bearer TOKEN" in error_of(response)
+    assert TOKEN not in response.text
+    assert controller.calls == []
+
+
+async def test_a_token_of_other_letters_is_refused_not_an_error(client: httpx.AsyncClient) -> None:
+    response = await client.post("/osd/admin/pause", headers={"Authorization": "Bearer schlüssel".encode()})
+    assert response.status_code == 401
+
+
+@pytest.mark.parametrize("action", ["pause", "resume", "rollback", "unpin"])
+async def test_plain_actions(client: httpx.AsyncClient, controller: FakeController, action: str) -> None:
+    response = await client.post(f"/osd/admin/{action}", headers=RIGHT)
+    assert response.json() == {"ok": True, "action": action}
+    assert controller.calls == [(action,)]
+
+
+async def test_purge_says_how_many_traces_went(client: httpx.AsyncClient) -> None:
+    response = await client.post("/osd/admin/purge", headers=RIGHT)
+    assert response.json() == {"ok": True, "action": "purge", "purged": 17}
+
+
+@pytest.mark.parametrize("action", ["promote", "pin", "keep"])
+async def test_version_in_query_or_body(client: httpx.AsyncClient, controller: FakeController, action: str) -> None:
+    assert (await client.post(f"/osd/admin/{action}?version=3", headers=RIGHT)).json()["version"] == 3
+    assert (await client.post(f"/osd/admin/{action}", json={"version": 4}, headers=RIGHT)).status_code == 200
+    assert controller.calls == [(action, 3), (action, 4)]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b"[3]", b"{not json", b'{"version": "3"}', b'{"version": 0}', b'{"version": true}', b"\xff"]
+)
+async def test_bad_version_is_one_line(client: httpx.AsyncClient, controller: FakeController, body: bytes) -> None:
+    response = await client.post("/osd/admin/pin", content=body, headers=RIGHT)
+    assert response.status_code == 400
+    assert error_of(response).startswith("pin: ")
+    assert controller.calls == []
+
+
+async def test_a_long_body_is_not_read(client: httpx.AsyncClient) -> None:
+    response = await client.post("/osd/admin/pin", content=b" " * 5000, headers=RIGHT)
+    assert response.status_code == 400 and "4096 bytes" in error_of(response)
+
+
+@pytest.mark.parametrize("query", ["version=0", "version=-1", "version=x", "version=1.5"])
+async def test_bad_version_in_the_query(client: httpx.AsyncClient, query: str) -> None:
+    response = await client.post(f"/osd/admin/keep?{query}", headers=RIGHT)
+    assert response.status_code == 400 and "version" in error_of(response)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ReleaseError("v9: no such\nrelease; `osd drafts list` shows them"), 409),
+        (ConfigError("version=9: pruned"), 400),
+        (ValueError("version 9 is not in the store"), 400),
+        (ReplayBufferError("Redis is away"), 503),
+    ],
+)
+async def test_refusals_are_passed_on_as_one_line(
+    client: httpx.AsyncClient, controller: FakeController, error: Exception, status: int
+) -> None:
+    controller.error = error
+    response = await client.post("/osd/admin/promote?version=9", headers=RIGHT)
+    assert response.status_code == status
+    assert error_of(response) == " ".join(str(error).split())
+
+
+async def test_buffer_away_and_unexpected_errors(client: httpx.AsyncClient, history: FakeHistory) -> None:
+    history.error = ReplayBufferError("Redis at host cannot be used")
+    assert (await client.get("/osd/history")).status_code == 503
+    history.error = ValueError("secret detail")
+    response = await client.get("/osd/history")
+    assert response.status_code == 500
+    assert "secret" not in error_of(response)
+    assert "content-security-policy" in response.headers
+
+
+async def test_unknown_path_and_wrong_method(client: httpx.AsyncClient) -> None:
+    assert "/openapi.json" in error_of(await client.get("/osd/nothing"))
+    response = await client.get("/osd/admin/pause")
+    assert response.status_code == 405 and "GET /osd/admin/pause" in error_of(response)
+
+
+@pytest.mark.parametrize("path", ["../app.py", "%2e%2e/app.py", "..%2fapp.py"])
+async def test_static_serves_nothing_above_itself(client: httpx.AsyncClient, path: str) -> None:
+    assert (await client.get(f"/dashboard/static/{path}")).status_code == 404
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8001", "localhost", "LOCALHOST:1", "[::1]:8001", "a.localhost"])
+async def test_local_names_are_answered(client: httpx.AsyncClient, host: str) -> None:
+    assert (await client.get("/osd/status", headers={"Host": host})).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8001", "localhost.evil.example", ""])
+async def test_foreign_names_are_refused_on_a_local_port(client: httpx.AsyncClient, host: str) -> None:
+    response = await client.get("/osd/status", headers={"Host": host})
+    assert response.status_code == 421
+    assert "control.host" in error_of(response)
+
+
+async def test_a_port_open_to_the_network_answers_to_any_name(controller: FakeController, history: FakeHistory) -> None:
+    transport = httpx.ASGITransport(build_app(controller, history, TOKEN, host="0.0.0.0"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://node-7:8001") as client:
+        assert (await client.get("/osd/status")).status_code == 200
+    assert not is_loopback("0.0.0.0")
+
+
+def test_an_empty_token_is_refused(controller: FakeController, history: FakeHistory) -> None:
+    with pytest.raises(ValueError, match="token"):
+        build_app(controller, history, "")
+
+
+async def test_stream_sends_each_new_event_once_and_never_holds_up_a_stop(
+    controller: FakeController, history: FakeHistory
+) -> None:
+    server = ControlServer.of(build_app(controller, history, TOKEN), host="127.0.0.1", port=0)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    got: list[dict[str, Any]] = []
+
+    async def listen() -> None:
+        url = f"http://127.0.0.1:{server.port}/osd/stream?since=60"
+        async with httpx.AsyncClient() as client, client.stream("GET", url) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    got.append(json.loads(line.removeprefix("data: ")))
+
+    listening = asyncio.create_task(listen())
+    while len(got) < 1:
+        await asyncio.sleep(0.01)
+    history.log.append(Event(at=100.0, kind="swap_failed", text="same\ntime"))
+    history.log.append(Event(at=200.0, kind="rollback", text="later", version=1))
+    while len(got) < 3:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(1.2)
+    server.should_exit = True
+    await asyncio.wait_for(asyncio.gather(serving, listening), 4)
+    assert [event["kind"] for event in got] == ["published", "swap_failed", "rollback"]

@@ -1,0 +1,298 @@
+"""History: what went in as windows and reports comes out as columns, sums, marks and Prometheus text."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from osd.metrics import COLUMNS, NARROW_FOR_S, History
+from osd.records import (
+    BufferStats,
+    Event,
+    MetricPoint,
+    ReplicaStatus,
+    RoundOutcome,
+    SpecWindow,
+    SwapReport,
+    merge_windows,
+)
+
+START = 1_700_000_000.0
+
+
+def window(at: float, **fields: object) -> SpecWindow:
+    """100 drafts of 2: 80 accepted at first, 40 of these 80 at second. α = 120 / 180."""
+    values = {
+        "at": START + at,
+        "replica": "replica-0",
+        "version": 1,
+        "seconds": 0.25,
+        "k": 2,
+        "num_drafts": 100,
+        "num_draft_tokens": 200,
+        "num_accepted_tokens": 120,
+        "num_accepted_tokens_per_pos": (80, 40),
+        "num_tested_per_pos": (100, 80),
+        "num_output_tokens": 220,
+        "num_finished": 2,
+        "decode_seconds": 1.0,
+        "num_decode_tokens": 200,
+    }
+    return SpecWindow(**(values | fields))  # type: ignore[arg-type]
+
+
+def swap(at: float, version: int, previous: int, replica: str = "replica-0", **fields: object) -> SwapReport:
+    values = {"at": START + at, "replica": replica, "version": version, "previous": previous, "ok": True}
+    return SwapReport(**(values | {"stage_s": 0.1, "pause_s": 0.006} | fields))  # type: ignore[arg-type]
+
+
+def status(name: str = "replica-0", **fields: object) -> ReplicaStatus:
+    values = {"at": START, "replica": name, "url": "http://x", "version": 1, "target_id": "9f2c", "k": 2, "pid": 1}
+    return ReplicaStatus(**(values | {"started_at": START, "engine": "fake"} | fields))  # type: ignore[arg-type]
+
+
+def filled(*records: object) -> History:
+    history = History()
+    for record in records:
+        history.add(record)  # type: ignore[arg-type]
+    return history
+
+
+def samples(history: History) -> dict[tuple[str, ...], float]:
+    """(name, label=value, ...) -> value, read by Prometheus' own parser."""
+    families = text_string_to_metric_families(history.prometheus())
+    return {
+        (sample.name, *(f"{name}={value}" for name, value in sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_series_of_nothing_is_empty_columns() -> None:
+    assert History().series(0.0, 1.0) == {name: [] for name in COLUMNS}
+
+
+def test_series_follows_the_three_formulas() -> None:
+    columns = filled(window(0.0)).series(START, 1.0)
+    row = {name: values[0] for name, values in columns.items()}
+    assert row == {
+        "at": START,
+        "alpha": 120 / 180,
+        "acceptance_rate": 120 / 200,
+        "acceptance_length": 1 + 120 / 100,
+        "tokens_per_second": 220 / 0.25,
+        "tpot_ms": 5.0,
+        "version": 1,
+        "k": 2,
+        "requests": 2,
+    }
+
+
+def test_series_has_a_row_per_bucket_and_none_where_nothing_was_seen() -> None:
+    columns = filled(window(0.0), window(1.0), window(30.0)).series(START, 10.0)
+    assert columns["at"] == [START, START + 10, START + 20, START + 30]
+    assert columns["requests"] == [4, None, None, 2]
+    assert columns["alpha"][1] is None
+    assert columns["version"] == [1, None, None, 1]
+
+
+def test_series_starts_at_since() -> None:
+    columns = filled(*(window(float(at)) for at in range(100))).series(START + 90, 1.0)
+    assert columns["at"] == [START + at for at in range(90, 100)]
+
+
+def test_series_without_drafts_or_finished_requests_says_none() -> None:
+    plain = window(
+        0.0,
+        num_drafts=0,
+        num_draft_tokens=0,
+        num_accepted_tokens=0,
+        num_accepted_tokens_per_pos=(0, 0),
+        num_tested_per_pos=(0, 0),
+        num_decode_tokens=0,
+        num_finished=0,
+    )
+    columns = filled(plain).series(START, 1.0)
+    names = ("alpha", "acceptance_rate", "acceptance_length", "tpot_ms")
+    assert [columns[name] for name in names] == [[None]] * 4
+    assert columns["tokens_per_second"] == [880.0]
+
+
+def test_speeds_of_replicas_add_up_and_domains_share_their_seconds() -> None:
+    columns = filled(
+        window(0.1, domain="code"),
+        window(0.1, domain="chat"),
+        window(0.2, replica="replica-1"),
+    ).series(START, 1.0)
+    assert columns["tokens_per_second"] == [440 / 0.25 + 220 / 0.25]
+
+
+def test_bucket_shows_the_version_most_tokens_came_from() -> None:
+    history = filled(window(0.0), window(0.3, version=2, num_output_tokens=500), window(0.6))
+    assert history.series(START, 1.0)["version"] == [2]
+
+
+def test_window_is_the_sum_of_what_was_seen() -> None:
+    parts = [window(0.1), window(0.4, domain="code"), window(1.2), window(1.3, replica="replica-1")]
+    merged, expected = filled(*parts).window(), merge_windows(parts)
+    assert merged is not None and expected is not None
+    assert replace(merged, domain="", seconds=0.0) == replace(expected, domain="", seconds=0.0)
+    assert math.isclose(merged.seconds, 1.0)
+
+
+def test_window_of_a_version_and_a_time() -> None:
+    history = filled(window(0.0), window(5.0, version=2), window(10.0, version=2))
+    assert (both := history.window()) is not None and both.num_drafts == 300
+    assert (two := history.window(version=2)) is not None and (two.num_drafts, two.version) == (200, 2)
+    assert (late := history.window(version=2, since=START + 7)) is not None and late.num_drafts == 100
+    assert history.window(version=3) is None
+    assert history.window(since=START + 11) is None
+
+
+def test_old_windows_are_folded_then_forgotten_and_sums_stay_true() -> None:
+    history = History(history_seconds=4 * NARROW_FOR_S)
+    for at in range(0, int(3 * NARROW_FOR_S), 5):
+        history.add(window(float(at)))
+    total = history.window()
+    assert total is not None and total.num_drafts == 100 * 3 * NARROW_FOR_S / 5
+    columns = history.series(START, 60.0)
+    assert set(columns["alpha"]) == {120 / 180}
+    assert sum(columns["requests"]) == 2 * 3 * NARROW_FOR_S / 5
+    history.add(window(4 * NARROW_FOR_S + 100))
+    assert history.series(0.0, 60.0)["at"][0] >= START
+    history.add(window(10 * NARROW_FOR_S))
+    assert (rest := history.window()) is not None and rest.num_drafts == 100
+
+
+def test_marks_are_where_the_deployment_changed_version() -> None:
+    history = filled(
+        swap(1, 2, 1),
+        swap(1.5, 2, 1, replica="replica-1"),
+        swap(3, 3, 2, replica="replica-1"),
+        swap(3.2, 3, 2, ok=False, error="shape"),
+        swap(4, 4, 3, replica="replica-1"),
+        swap(5, 3, 2),
+        swap(5.5, 4, 3),
+        swap(6, 3, 4),
+        swap(6.1, 3, 4, replica="replica-1"),
+    )
+    marks = [(mark["at"] - START, mark["version"]) for mark in history.marks()]
+    assert marks == [(1, 2), (3, 3), (4, 4), (6, 3)], "late replicas mark nothing, a rollback does"
+
+
+def test_events_are_in_time_and_swaps_are_among_them() -> None:
+    history = filled(
+        Event(at=START + 9, kind="published", text="v2", version=2),
+        swap(10, 2, 1),
+        swap(11, 2, 1, replica="replica-1", ok=False, error="missing tensor"),
+        Event(at=START + 1, kind="refused", text="no gain"),
+    )
+    assert [event.kind for event in history.events()] == ["refused", "published", "swapped", "swap_failed"]
+    assert [event.kind for event in history.events(2)] == ["swapped", "swap_failed"]
+    assert history.events(2)[1].text == "replica-1 keeps v1, v2 was refused: missing tensor"
+
+
+def test_rounds_and_swaps_are_listed() -> None:
+    outcome = RoundOutcome(
+        base_version=1,
+        path="",
+        num_steps=1,
+        num_tokens=1,
+        loss_first=1.0,
+        loss_last=1.0,
+        seconds=1.0,
+        trace_age_mean_s=1.0,
+        trace_age_max_s=1.0,
+        eval=None,
+    )
+    history = filled(outcome, swap(1, 2, 1))
+    assert history.rounds() == [outcome]
+    assert history.swaps() == [swap(1, 2, 1)]
+
+
+def test_prometheus_counts_windows_by_domain_and_position() -> None:
+    found = samples(filled(window(0.0), window(1.0, domain="code"), window(2.0, domain="code")))
+    assert found["osd_spec_drafts_total", "domain=", "draft=default"] == 100
+    assert found["osd_spec_drafts_total", "domain=code", "draft=default"] == 200
+    assert found["osd_spec_draft_tokens_total", "domain=code", "draft=default"] == 400
+    assert found["osd_spec_accepted_tokens_total", "domain=code", "draft=default"] == 240
+    assert found["osd_spec_position_tested_total", "draft=default", "position=1"] == 240
+    assert found["osd_spec_position_accepted_total", "draft=default", "position=0"] == 240
+
+
+def test_prometheus_histogram_of_pauses() -> None:
+    reports = [swap(1, 2, 1), swap(2, 3, 2, pause_s=0.3), swap(3, 4, 3, ok=False, pause_s=9.0)]
+    found = samples(filled(*reports))
+    assert found["osd_swap_total", "ok=true"] == 2
+    assert found["osd_swap_total", "ok=false"] == 1
+    assert found["osd_swap_pause_seconds_bucket", "le=0.005"] == 0
+    assert found["osd_swap_pause_seconds_bucket", "le=0.01"] == 1
+    assert found["osd_swap_pause_seconds_bucket", "le=+Inf"] == found["osd_swap_pause_seconds_count",] == 2
+    assert math.isclose(found["osd_swap_pause_seconds_sum",], 0.306)
+
+
+def test_prometheus_rounds_and_rollbacks_come_as_points() -> None:
+    points = [
+        MetricPoint(at=START, name="osd_round_total", value=1, labels={"outcome": outcome})
+        for outcome in ("published", "refused", "refused")
+    ]
+    back = MetricPoint(at=START, name="osd_rollback_total", value=1, labels={"reason": "disappointed"})
+    history = filled(*points, back, MetricPoint(at=START, name="unknown_total", value=1))
+    found = samples(history)
+    assert found["osd_round_total", "outcome=refused"] == 2
+    assert found["osd_rollback_total", "reason=disappointed"] == 1
+    assert history.total("osd_round_total") == 3
+    assert "unknown_total" not in history.prometheus()
+
+
+def test_prometheus_counters_of_replicas_never_fall() -> None:
+    history = History()
+    first = status(capture_rows={"rejected": 100}, capture_skipped={"opted_out": 2}, buffer_dropped={"redis": 1})
+    stats = BufferStats(num_traces=9, num_holdout=2, num_bytes=80, num_put=11, oldest_at=START, dropped={"schema": 3})
+    history.observe([first, status("replica-1", version=2, capture_rows={"rejected": 5})], stats)
+    found = samples(history)
+    assert found["osd_capture_rows_total", "kind=rejected"] == 105
+    assert found["osd_capture_skipped_total", "reason=opted_out"] == 2
+    assert found["osd_buffer_dropped_total", "reason=redis"] == 1
+    assert found["osd_buffer_dropped_total", "reason=schema"] == 3
+    assert (found["osd_buffer_traces",], found["osd_buffer_bytes",]) == (11, 80)
+    assert found["osd_draft_info", "draft=default", "replica=replica-1", "version=2"] == 1
+    restarted = replace(first, started_at=START + 60, capture_rows={"rejected": 1}, version=2)
+    history.observe([restarted], None)
+    found = samples(history)
+    assert found["osd_capture_rows_total", "kind=rejected"] == 106, "what the gone ones counted stays counted"
+    assert [name for name in found if name[0] == "osd_draft_info"] == [
+        ("osd_draft_info", "draft=default", "replica=replica-0", "version=2")
+    ]
+
+
+def test_prometheus_names_every_promised_series() -> None:
+    text = History().prometheus()
+    promised = "spec_drafts spec_draft_tokens spec_accepted_tokens spec_position_tested spec_position_accepted "
+    promised += "capture_rows capture_skipped buffer_dropped round swap rollback"
+    for name in promised.split():
+        assert f"# TYPE osd_{name}_total counter" in text
+    for line in ("osd_draft_info gauge", "osd_buffer_traces gauge", "osd_buffer_bytes gauge"):
+        assert f"# TYPE {line}" in text
+    assert "# TYPE osd_swap_pause_seconds histogram" in text
+
+
+def test_threads_share_one_history() -> None:
+    history = History()
+
+    def write(replica: str) -> None:
+        for at in range(500):
+            history.add(window(at / 10, replica=replica))
+
+    threads = [threading.Thread(target=write, args=(f"replica-{n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        history.series(0.0, 1.0)
+        history.prometheus()
+    for thread in threads:
+        thread.join()
+    assert (total := history.window()) is not None and total.num_drafts == 4 * 500 * 100

@@ -1,0 +1,212 @@
+"""Traces into tensors: the only place where positions become logit rows.
+
+**The shift.** A trace's `position` t means: the target's distribution for token t given tokens[:t]. A causal model
+fed tokens[:t] gives that distribution at its *last* input, index t − 1. So a captured position t is trained at
+`row_s = t − 1`. It is done once, in `_locate`; everything else uses `row_b`, `row_s`.
+
+Legend: B traces, S tokens (padded on the right), N rows, K top-k.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from osd.records import Trace
+
+logger = logging.getLogger(__name__)
+
+MASS_TOLERANCE = 0.05
+"""How far the probabilities of a row may be from 1 in sum: float16 costs less than 0.01, a wrong capture more."""
+
+Batch = TypeVar("Batch", bound="RowBatch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowBatch:
+    """Token sequences, and the rows of their logits that matter: logits_BSV[row_b_N, row_s_N] predict label_ids_N."""
+
+    ids_BS: Tensor
+    """int64; padding is 0."""
+    attention_mask_BS: Tensor
+    """int64; 1 = token, 0 = padding."""
+    row_b_N: Tensor
+    """int64"""
+    row_s_N: Tensor
+    """int64; logits at row_s predict the token at row_s + 1."""
+    label_ids_N: Tensor
+    """int64: the token that was served at row_s + 1."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_b_N)
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `trainer.draft.RowModel` takes."""
+        return self.ids_BS, self.attention_mask_BS, self.row_b_N, self.row_s_N
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBatch(RowBatch):
+    """The captured rows of several traces with what the target said there.
+
+    Example:
+        Of a trace with tokens [1, 7, 9, 4, 4, 2] and a row at position 4:
+        ids_BS=[[1, 7, 9, 4]], row_b_N=[0], row_s_N=[3], label_ids_N=[4], target_ids_NK=[[4, 2]],
+        target_logprobs_NK=[[-0.1, -2.5]], tail_logprob_N=[-4.1], weight_N=[1.0], draft_ids_N=[8]
+    """
+
+    target_ids_NK: Tensor
+    """int64; 0 where padded."""
+    target_logprobs_NK: Tensor
+    """float32, normalised together with the tail; -inf where padded."""
+    tail_logprob_N: Tensor
+    """float32; -inf when the K hold all mass."""
+    weight_N: Tensor
+    """float32, proportional to 1 / keep_prob, sums to 1."""
+    draft_ids_N: Tensor
+    """int64: the token that was proposed; -1 where none was."""
+
+
+def collate(traces: Sequence[Trace], max_length: int, vocab_size: int) -> TrainBatch:
+    """The captured rows of `traces`, at most `max_length` tokens of each.
+
+    A sequence ends before its last captured position (later tokens teach nothing) and loses its start if it is still
+    too long; rows whose context is gone are dropped. Raises `ValueError` naming trace and field.
+    """
+    if not traces:
+        raise ValueError("a batch needs at least one trace")
+    for trace in traces:
+        check_rows(trace, vocab_size)
+    located = [_locate(trace, trace.position, max_length) for trace in traces]
+    rows = [keep for _, _, keep in located]
+    num_k = max(trace.target_ids.shape[1] for trace in traces)
+    logprobs_NK = np.concatenate(
+        [
+            _pad_k(t.target_logprobs[keep].astype(np.float32), num_k, -np.inf)
+            for t, keep in zip(traces, rows, strict=True)
+        ]
+    )
+    tail_N = _take(traces, rows, "tail_logprob")
+    log_mass_N = np.logaddexp(np.logaddexp.reduce(logprobs_NK, axis=1), tail_N)
+    weight_N = 1.0 / _take(traces, rows, "keep_prob").astype(np.float64)
+    target_ids_NK = np.concatenate([_pad_k(t.target_ids[keep], num_k, 0) for t, keep in zip(traces, rows, strict=True)])
+    return TrainBatch(
+        **_sequences(traces, located),
+        target_ids_NK=torch.from_numpy(target_ids_NK).long(),
+        target_logprobs_NK=torch.from_numpy(logprobs_NK - log_mass_N[:, None]).float(),
+        tail_logprob_N=torch.from_numpy(tail_N - log_mass_N).float(),
+        weight_N=torch.from_numpy(weight_N / weight_N.sum()).float(),
+        draft_ids_N=torch.from_numpy(_take(traces, rows, "draft_ids")).long(),
+    )
+
+
+def collate_outputs(traces: Sequence[Trace], max_length: int, vocab_size: int) -> RowBatch:
+    """Every output token but each trace's first, which prefill produces and no draft ever proposes.
+
+    Rows of one trace are consecutive and in order. Of an output longer than `max_length` only the end is left.
+    """
+    if not traces:
+        raise ValueError("a batch needs at least one trace")
+    for trace in traces:
+        check_tokens(trace, vocab_size)
+    located = []
+    for trace in traces:
+        num_prompt = len(trace.prompt_ids)
+        located.append(_locate(trace, np.arange(num_prompt + 1, num_prompt + len(trace.output_ids)), max_length))
+    return RowBatch(**_sequences(traces, located))
+
+
+def check_rows(trace: Trace, vocab_size: int) -> None:
+    """Raise `ValueError`, naming trace and field, unless the trace can be trained on."""
+    check_tokens(trace, vocab_size)
+    if not trace.num_rows:
+        raise _wrong(trace, "position", "has no rows")
+    if trace.target_ids.min() < 0 or trace.target_ids.max() >= vocab_size:
+        bad = trace.target_ids[(trace.target_ids < 0) | (trace.target_ids >= vocab_size)][0]
+        raise _wrong(trace, "target_ids", f"holds {bad}, the draft's vocabulary has {vocab_size}")
+    sorted_NK = np.sort(trace.target_ids, axis=1)
+    if (sorted_NK[:, 1:] == sorted_NK[:, :-1]).any():
+        raise _wrong(trace, "target_ids", "lists a token twice in one row")
+    mass_N = np.exp(trace.target_logprobs.astype(np.float64)).sum(1) + np.exp(trace.tail_logprob.astype(np.float64))
+    if not (np.abs(mass_N - 1) <= MASS_TOLERANCE).all():
+        worst = int(np.argmax(np.abs(mass_N - 1)))
+        raise _wrong(trace, "target_logprobs", f"and tail_logprob of row {worst} add up to {mass_N[worst]:.3g}, not 1")
+
+
+def check_tokens(trace: Trace, vocab_size: int) -> None:
+    """Raise `ValueError`, naming trace and field, where a token is outside the vocabulary."""
+    for name in ("prompt_ids", "output_ids"):
+        ids = getattr(trace, name)
+        if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+            bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+            raise _wrong(trace, name, f"holds {bad}, the draft's vocabulary has {vocab_size}")
+
+
+def well_formed(traces: Sequence[Trace], check: Callable[[Trace, int], None], vocab_size: int) -> list[Trace]:
+    """The traces that pass. One that does not is logged, not raised: it would stop this and every later round."""
+    passed = []
+    for trace in traces:
+        try:
+            check(trace, vocab_size)
+        except ValueError as error:
+            logger.warning("left out: %s", error)
+        else:
+            passed.append(trace)
+    return passed
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch on `device`."""
+    moved: dict[str, Any] = {f.name: getattr(batch, f.name).to(device) for f in fields(batch)}
+    return type(batch)(**moved)
+
+
+def _locate(trace: Trace, position_N: np.ndarray, max_length: int) -> tuple[int, np.ndarray, np.ndarray]:
+    """Where the predictions of the tokens at `position_N` (ascending) stand: first token fed, row_s, rows kept [N]."""
+    if not len(position_N):
+        return 0, np.zeros(0, np.int64), np.zeros(0, bool)
+    start = max(0, int(position_N[-1]) - max_length)
+    row_s_N = position_N.astype(np.int64) - 1 - start
+    is_kept_N = row_s_N >= 0
+    return start, row_s_N[is_kept_N], is_kept_N
+
+
+def _sequences(traces: Sequence[Trace], located: list[tuple[int, np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
+    """The fields of `RowBatch`."""
+    num_tokens = [int(row_s[-1]) + 1 if len(row_s) else 0 for _, row_s, _ in located]
+    ids_BS = np.zeros((len(traces), max(1, *num_tokens)), np.int64)
+    mask_BS = np.zeros_like(ids_BS)
+    labels = []
+    for b, (trace, (start, row_s, _)) in enumerate(zip(traces, located, strict=True)):
+        tokens = np.concatenate([trace.prompt_ids, trace.output_ids])
+        ids_BS[b, : num_tokens[b]] = tokens[start : start + num_tokens[b]]
+        mask_BS[b, : num_tokens[b]] = 1
+        labels.append(tokens[start + row_s + 1])
+    row_b_N = np.repeat(np.arange(len(traces)), [len(row_s) for _, row_s, _ in located])
+    return {
+        "ids_BS": torch.from_numpy(ids_BS),
+        "attention_mask_BS": torch.from_numpy(mask_BS),
+        "row_b_N": torch.from_numpy(row_b_N),
+        "row_s_N": torch.from_numpy(np.concatenate([row_s for _, row_s, _ in located])),
+        "label_ids_N": torch.from_numpy(np.concatenate(labels)).long(),
+    }
+
+
+def _take(traces: Sequence[Trace], rows: list[np.ndarray], name: str) -> np.ndarray:
+    return np.concatenate([getattr(trace, name)[keep] for trace, keep in zip(traces, rows, strict=True)])
+
+
+def _pad_k(values_NK: np.ndarray, num_k: int, value: float) -> np.ndarray:
+    return np.pad(values_NK, ((0, 0), (0, num_k - values_NK.shape[1])), constant_values=value)
+
+
+def _wrong(trace: Trace, name: str, what: str) -> ValueError:
+    return ValueError(f"trace {trace.trace_id}: {name} {what}")

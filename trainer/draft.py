@@ -1,0 +1,135 @@
+"""The draft in the trainer: loaded in float32 from a Hugging Face directory, exported to one that vLLM can take.
+
+Legend: B traces, S tokens, N rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from osd.errors import ReleaseError
+from trainer.files import sha256, write_aside
+
+WEIGHTS_NAME = "model.safetensors"
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+"""Weights in any form, and the index of sharded ones. Everything else in the base's directory goes with the export."""
+
+
+class RowModel(torch.nn.Module):
+    """A causal model asked for some rows of its logits only: [B, S, V] is never materialised.
+
+    The output layer runs on the hidden states of the rows alone. Models that do more to their logits (a soft cap, a
+    scale) are noticed at construction and computed in full.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+        self._has_plain_head = _has_plain_head(hf)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.hf.config.vocab_size)
+
+    def forward(self, ids_BS: Tensor, attention_mask_BS: Tensor, row_b_N: Tensor, row_s_N: Tensor) -> Tensor:
+        """logits_BSV[row_b_N, row_s_N], [N, V]."""
+        inputs = {"input_ids": ids_BS, "attention_mask": attention_mask_BS, "use_cache": False}
+        if not self._has_plain_head:
+            return self.hf(**inputs).logits[row_b_N, row_s_N]
+        hidden_BSH = self.hf.base_model(**inputs).last_hidden_state
+        return self.hf.get_output_embeddings()(hidden_BSH[row_b_N, row_s_N])
+
+
+def load_draft(path: str | Path) -> RowModel:
+    """The draft in `path`, float32, on the CPU, without dropout.
+
+    Raises `ReleaseError` when it cannot be read, or when its checkpoint does not hold every parameter under the name
+    the model has for it (then it could not be exported again either).
+    """
+    try:
+        names = set(_checkpoint_tensors(Path(path)))
+        hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ReleaseError(f"{path}: not a draft model that can be loaded ({_first_line(error)})") from error
+    covered = {id(p) for name, p in hf.named_parameters(remove_duplicate=False) if name in names}
+    missing = [name for name, parameter in hf.named_parameters() if id(parameter) not in covered]
+    if missing:
+        raise ReleaseError(
+            f"{path}: the checkpoint has no {missing[0]} ({len(missing)} such); use one with tensors named as in "
+            f"{type(hf).__name__}"
+        )
+    return RowModel(hf.eval())
+
+
+def export_draft(model: RowModel, base: str | Path, out: Path) -> str:
+    """Write the draft to `out`, like its base in every file, tensor name, shape and dtype; the sha256 of its weights.
+
+    A sharded base becomes one `model.safetensors`. A tensor of the base that the model does not know is copied.
+    """
+    weights = model.hf.state_dict()
+    tensors: dict[str, Tensor] = {}
+    for name, (file, dtype) in _checkpoint_tensors(Path(base)).items():
+        if name in weights:
+            tensors[name] = weights[name].detach().to("cpu", dtype, copy=True).contiguous()
+        else:
+            with safe_open(file, framework="pt") as opened:
+                tensors[name] = opened.get_tensor(name)
+    with write_aside(out) as aside:
+        save_file(tensors, aside / WEIGHTS_NAME, metadata={"format": "pt"})
+        for path in Path(base).iterdir():
+            if path.is_file() and not path.name.endswith(_NOT_COPIED) and path.name != "release.json":
+                shutil.copyfile(path, aside / path.name)
+        digest = sha256(aside / WEIGHTS_NAME)
+    return digest
+
+
+def _checkpoint_tensors(directory: Path) -> dict[str, tuple[Path, torch.dtype]]:
+    """Tensor name -> (file, dtype) over all safetensors files of a checkpoint."""
+    files = sorted(directory.glob("model*.safetensors"))
+    if not files:
+        raise ReleaseError(f"{directory}: holds no safetensors file; convert the draft to safetensors first")
+    found: dict[str, tuple[Path, torch.dtype]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                found[name] = (file, _DTYPES[opened.get_slice(name).get_dtype()])
+    return found
+
+
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def _has_plain_head(hf: PreTrainedModel) -> bool:
+    """Whether the logits are the output layer of the last hidden states and nothing more."""
+    head: Any = hf.get_output_embeddings()
+    if head is None or hf.base_model is hf:
+        return False
+    with torch.no_grad():
+        ids_BS = torch.arange(min(4, int(hf.config.vocab_size)), device=hf.device)[None]
+        hidden_BSH = hf.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
+        if hidden_BSH.shape[-1] != head.weight.shape[-1]:
+            return False
+        return torch.allclose(head(hidden_BSH), hf(input_ids=ids_BS, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

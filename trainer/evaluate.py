@@ -1,0 +1,154 @@
+"""Acceptance of a draft by replaying served tokens, without serving it.
+
+With greedy drafting (vLLM's default) a draft token is accepted exactly when it equals the token that was served:
+the target accepts x with probability p(x), and after a rejection never emits x itself. So one forward pass over
+prompt and output tells where any draft's argmax would have been accepted, at any temperature; walking the output in
+steps of k gives the counts the engine would have reported. Candidate and base see the same requests: compare in pairs.
+
+Legend: R traces, G draft tokens per step, N rows, V vocabulary, I bootstrap resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from osd.config import GateConfig
+from osd.records import EvalReport, Trace, conditional_acceptance
+from trainer.batch import collate_outputs, to_device
+from trainer.draft import RowModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayCounts:
+    """What the engine's counters would have shown for each trace."""
+
+    tested_RG: np.ndarray
+    """int64: drafts whose first g tokens were all accepted, and that had a token g + 1 to test."""
+    accepted_RG: np.ndarray
+    """int64"""
+
+    @property
+    def alpha(self) -> float | None:
+        """Conditional acceptance over all; None when nothing was tested."""
+        return conditional_acceptance(int(self.accepted_RG.sum()), int(self.tested_RG.sum()))
+
+    @property
+    def alpha_per_pos(self) -> tuple[float, ...]:
+        """[G]; 0 where nothing was tested."""
+        return tuple((self.accepted_RG.sum(0) / np.maximum(self.tested_RG.sum(0), 1)).tolist())
+
+
+def can_replay(trace: Trace) -> bool:
+    """Whether the trace has a token that a draft could have proposed."""
+    return len(trace.output_ids) > 1
+
+
+def replay(model: RowModel, traces: Sequence[Trace], k: int, *, max_length: int, batch_size: int = 8) -> ReplayCounts:
+    """Tested and accepted draft tokens, per trace and position, had `model` drafted k tokens greedily."""
+    tested_RG = np.zeros((len(traces), k), np.int64)
+    accepted_RG = np.zeros((len(traces), k), np.int64)
+    order = np.argsort([len(t.prompt_ids) + len(t.output_ids) for t in traces], kind="stable")
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        matches = _matches(model, [traces[r] for r in chosen], max_length)
+        for r, is_match in zip(chosen, matches, strict=True):
+            tested_RG[r], accepted_RG[r] = count_steps(is_match, k)
+    return ReplayCounts(tested_RG=tested_RG, accepted_RG=accepted_RG)
+
+
+def count_steps(is_match_T: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Walk an output in verification steps: (tested [k], accepted [k]).
+
+    `is_match_T` is, from the second output token on, whether the draft's argmax equals the served token. A step tests
+    up to k tokens (fewer at the end), accepts the leading matches, and moves on past them and the one token that the
+    target adds.
+    """
+    tested, accepted = np.zeros(k, np.int64), np.zeros(k, np.int64)
+    mismatches = np.append(np.flatnonzero(~is_match_T), len(is_match_T))
+    at = 0
+    while at < len(is_match_T):
+        num_drafted = min(k, len(is_match_T) - at)
+        first_mismatch = int(mismatches[np.searchsorted(mismatches, at)])
+        num_accepted = min(first_mismatch - at, num_drafted)
+        accepted[:num_accepted] += 1
+        tested[: min(num_accepted + 1, num_drafted)] += 1
+        at += num_accepted + 1
+    return tested, accepted
+
+
+def compare(
+    candidate: RowModel,
+    base: RowModel,
+    traces: Sequence[Trace],
+    k: int,
+    gate: GateConfig,
+    *,
+    max_length: int,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> EvalReport:
+    """Replay both drafts on the same traces, and say how sure the difference in α is."""
+    counts_candidate = replay(candidate, traces, k, max_length=max_length, batch_size=batch_size)
+    counts_base = replay(base, traces, k, max_length=max_length, batch_size=batch_size)
+    diff_I = bootstrap_diff(counts_candidate, counts_base, gate.num_bootstrap, np.random.default_rng(seed))
+    alpha_candidate, alpha_base = counts_candidate.alpha or 0.0, counts_base.alpha or 0.0
+    return EvalReport(
+        num_traces=len(traces),
+        num_tokens=sum(len(trace.output_ids) for trace in traces),
+        k=k,
+        alpha_base=alpha_base,
+        alpha_candidate=alpha_candidate,
+        alpha_base_per_pos=counts_base.alpha_per_pos,
+        alpha_candidate_per_pos=counts_candidate.alpha_per_pos,
+        diff=alpha_candidate - alpha_base,
+        diff_low=float(np.quantile(diff_I, 1 - gate.confidence)),
+        diff_high=float(np.quantile(diff_I, gate.confidence)),
+        alpha_per_domain=_alpha_per_domain(traces, counts_base, counts_candidate),
+    )
+
+
+def bootstrap_diff(
+    candidate: ReplayCounts, base: ReplayCounts, num_bootstrap: int, rng: np.random.Generator
+) -> np.ndarray:
+    """float64 [I]: α candidate − α base over resampled requests, the same ones for both (paired, percentile bootstrap).
+
+    Whole requests are drawn with replacement, because the tokens of one request are not independent. The gate uses one
+    side of the interval at a time: its `confidence` quantile is a one-sided bound (Efron and Tibshirani 1993, ch. 13).
+    """
+    num_traces = len(candidate.tested_RG)
+    times_IR = rng.multinomial(num_traces, np.full(num_traces, 1 / num_traces), size=num_bootstrap)
+
+    def alpha_I(counts: ReplayCounts) -> np.ndarray:
+        return (times_IR @ counts.accepted_RG.sum(1)) / np.maximum(times_IR @ counts.tested_RG.sum(1), 1)
+
+    return alpha_I(candidate) - alpha_I(base)
+
+
+def _alpha_per_domain(
+    traces: Sequence[Trace], base: ReplayCounts, candidate: ReplayCounts
+) -> dict[str, tuple[float, float]]:
+    domains = np.array([trace.domain for trace in traces])
+    found: dict[str, tuple[float, float]] = {}
+    for domain in sorted(set(domains.tolist())):
+        here = domains == domain
+        alphas = [
+            conditional_acceptance(int(c.accepted_RG[here].sum()), int(c.tested_RG[here].sum()))
+            for c in (base, candidate)
+        ]
+        if alphas[0] is not None and alphas[1] is not None:
+            found[domain] = (alphas[0], alphas[1])
+    return found
+
+
+@torch.no_grad()
+def _matches(model: RowModel, traces: list[Trace], max_length: int) -> list[np.ndarray]:
+    """bool [T − 1] per trace: whether the draft's argmax is the served token, from the second output token on."""
+    device = next(model.parameters()).device
+    batch = to_device(collate_outputs(traces, max_length, model.vocab_size), device)
+    is_match_N = (model(*batch.inputs).argmax(-1) == batch.label_ids_N).cpu().numpy()
+    bounds = np.searchsorted(batch.row_b_N.cpu().numpy(), np.arange(1, len(traces)))
+    return np.split(is_match_N, bounds)

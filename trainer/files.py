@@ -1,0 +1,91 @@
+"""Directories that are there whole or not at all: written aside, renamed, pointed to last."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from osd.errors import OSDError
+
+
+@contextmanager
+def write_aside(final: Path) -> Iterator[Path]:
+    """A new directory to fill, which becomes `final` (replacing what stands there) if the body does not raise.
+
+    A full or read-only disk raises `OSDError`; nothing half-written is left behind.
+    """
+    aside = final.parent / f".{final.name}.tmp"
+    with explain_disk_errors(final):
+        try:
+            _remove(aside)
+            aside.mkdir(parents=True)
+            yield aside
+            for path in aside.iterdir():
+                _sync(path)
+            _remove(final)
+            aside.rename(final)
+            _sync(final.parent)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+
+def point_to(pointer: Path, name: str) -> None:
+    """Make `pointer` a small file that holds `name`, in one step."""
+    with explain_disk_errors(pointer):
+        aside = pointer.with_name(f".{pointer.name}.tmp")
+        aside.write_text(name)
+        _sync(aside)
+        aside.replace(pointer)
+
+
+def sha256(path: Path) -> str:
+    """Hexadecimal digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def numbered(directory: Path) -> list[Path]:
+    """Its subdirectories whose names are numbers, lowest first."""
+    if not directory.is_dir():
+        return []
+    return sorted((p for p in directory.iterdir() if p.name.isdigit() and p.is_dir()), key=lambda p: int(p.name))
+
+
+def prune(directory: Path, newest: int, keep: int) -> None:
+    """Keep the `keep` numbered subdirectories up to `newest`; remove older ones, and what interrupted writers left."""
+    for path in numbered(directory):
+        if not newest - keep < int(path.name) <= newest:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob(".*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def explain_disk_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into one line that says what to do."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OSDError(f"{path}: cannot be written ({reason}); free space there or set another data_dir") from error
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or directory to disk, so that a rename never outlives its content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
