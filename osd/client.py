@@ -14,10 +14,10 @@ from osd.errors import OSDError
 class Client:
     """Found by `--url` / `OSD_URL` (with `OSD_TOKEN`), else the one service running under this user."""
 
-    def __init__(self, url: str | None = None, deployment: str | None = None) -> None:
+    def __init__(self, url: str | None = None, deployment: str | None = None, token: str | None = None) -> None:
         url = url or os.environ.get("OSD_URL")
         if url:
-            self.url, self._token = url.rstrip("/"), os.environ.get("OSD_TOKEN", "")
+            self.url, self._token = url.rstrip("/"), token or os.environ.get("OSD_TOKEN", "")
         else:
             running = runtime.find(deployment)
             self.url, self._token = running.control_url, running.token

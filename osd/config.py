@@ -31,7 +31,16 @@ OWNED_VLLM_KEYS = {
 }
 """vLLM arguments that belong to us, and what to use instead."""
 
-ENVIRONMENT_ALONE = {"OSD_URL", "OSD_VENV", "OSD_PYTHON", "OSD_EXTRA", "OSD_CACHE_DIR", "OSD_RUNTIME_DIR", "OSD_TOKEN"}
+ENVIRONMENT_ALONE = {
+    "OSD_CACHE_DIR",
+    "OSD_DEBUG",
+    "OSD_EXTRA",
+    "OSD_PYTHON",
+    "OSD_RUNTIME_DIR",
+    "OSD_TOKEN",
+    "OSD_URL",
+    "OSD_VENV",
+}
 """Variables with our prefix that are not configuration keys."""
 
 
@@ -198,6 +207,9 @@ class RayConfig(_Section):
 
     address: str = "local"
     """"local" = a private one, started and stopped with the service; "auto" or an address = an existing cluster."""
+    trainer_resource: str = ""
+    """Custom Ray resource of the machine the trainer runs on; empty = the machine the service was started on. Another
+    machine needs the data directory on a shared file system and a `buffer.redis_url` both reach."""
 
 
 class Config(_Section):

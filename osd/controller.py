@@ -29,9 +29,10 @@ from osd.backoff import Backoff
 from osd.config import Config
 from osd.drafts import Drafts
 from osd.errors import ReleaseError, ReplayBufferError
+from osd.judge import Judge
 from osd.metrics import History
 from osd.parts import Buffer, Feed, Trainer
-from osd.records import BufferStats, DraftRelease, Event, ReplicaStatus, RoundOutcome, SpecWindow
+from osd.records import BufferStats, DraftRelease, Event, ReplicaStatus, RoundOutcome
 from osd.registry import FeedRecord
 from osd.releases import ReleaseStore
 from osd.status import describe_replica
@@ -80,13 +81,12 @@ class Controller:
         self._behind_since: dict[str, float] = {}
         self._lagging: set[str] = set()
         self._lagging_after_s = lagging_after_s
-        self._judging: asyncio.Task[None] | None = None
-        self._judged_at = 0.0
         self._is_line_broken = False
         """After a rollback: the trainer is to forget its working weights before the next round."""
         self._phase, self._phase_detail = "waiting", ""
         self._redis_trouble, self._disk_trouble = Backoff(backoff_s), Backoff(backoff_s)
         self._trainer_trouble = Backoff(backoff_s)
+        self._judge = self._make_judge(trainer, 10 * backoff_s) if trainer else None
 
     async def ensure_first_release(self, draft_dir: str) -> DraftRelease:
         """What is to serve; the draft in `draft_dir` is published if the store has nothing for this target."""
@@ -101,10 +101,11 @@ class Controller:
             ended = done.pop()
             raise RuntimeError(f"the controller's {ended.get_name()} loop ended") from ended.exception()
         finally:
-            running = tasks + ([self._judging] if self._judging else [])
-            for task in running:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._judge is not None:
+                await self._judge.close()
 
     # Watch
 
@@ -127,7 +128,8 @@ class Controller:
         await self._changes.restore_wanted()
         if (current := await self._changes.current()) is not None:
             await self._note_lagging(current)
-            await self._start_judging(current)
+            if self._judge is not None:
+                await self._judge.look(current)
 
     async def _read_feed(self) -> None:
         while True:
@@ -152,38 +154,25 @@ class Controller:
             await self._tell(Event(at=now, kind="lagging", text=text, version=current.version))
         self._lagging = lagging
 
-    async def _start_judging(self, current: DraftRelease) -> None:
-        """Ask why the serving draft disappoints, if it does, without holding up the loop."""
-        if self._judging is not None:
-            if not self._judging.done():
-                return
-            self._judging.result()
-        live = self.history.window(current.version, max(self._changes.changed_at, self._judged_at))
-        if self._trainer is None or live is None or not policy.should_judge(live, current, self.config.gate).ok:
-            return
-        if await self._changes.pinned() is None and (parent := await self._changes.previous()) is not None:
-            judgement = self._judge(self._trainer, current, parent, live)
-            self._judging = asyncio.create_task(judgement, name="judge")
+    def _make_judge(self, trainer: Trainer, patience_s: float) -> Judge:
+        def replay(versions: list[DraftRelease], num_traces: int) -> Awaitable[dict[int, float] | None]:
+            return self._ask(lambda: trainer.evaluate_releases(versions, num_traces))
 
-    async def _judge(self, trainer: Trainer, current: DraftRelease, parent: DraftRelease, live: SpecWindow) -> None:
-        num_traces = policy.num_to_replay(live, self.config.gate)
-        alphas = await self._ask(lambda: trainer.evaluate_releases([current, parent], num_traces))
-        if not alphas:  # the trainer is away, or has too few held-out traces yet
-            return await asyncio.sleep(self._trainer_trouble.first_s)
-        self._judged_at = time.time()
-        decision = policy.should_rollback(live, current, parent.version, alphas, self.config.gate)
-        if not decision.ok:
-            event = Event(at=time.time(), kind="stays", text=decision.reason, version=current.version)
-            await self._tell(event)
-        elif await self._changes.take_back(current, decision.reason):
-            self._is_line_broken = True
+        gate, history = self.config.gate, self.history
+        return Judge(gate, history, self._changes, replay, self._tell, self._break_line, patience_s)
+
+    def _break_line(self) -> None:
+        self._is_line_broken = True
 
     # Train
 
     async def _train_loop(self, trainer: Trainer) -> None:
         while True:
-            if await self._is_round_due(trainer):
-                await self._run_round(trainer)
+            try:
+                if await self._is_round_due(trainer):
+                    await self._run_round(trainer)
+            except ReleaseError as error:
+                await self._disk_trouble.pause(str(error), log)
             await asyncio.sleep(self.config.control.seconds_between_looks)
 
     async def _is_round_due(self, trainer: Trainer) -> bool:
@@ -286,7 +275,7 @@ class Controller:
     async def rollback(self) -> DraftRelease:
         """Serve the parent of what serves now, and let training start from it."""
         release = await self._changes.rollback()
-        self._is_line_broken = True
+        self._break_line()
         return release
 
     async def pin(self, version: int) -> DraftRelease:

@@ -28,7 +28,9 @@ def serve_detached(config: Config, argv: Sequence[str], report: Callable[[str], 
         raise OSDError(f"{log}: cannot be written ({error.strerror}); set data_dir") from None
     command = [sys.executable, "-m", "osd", *[a for a in argv[1:] if a != "--detach"]]
     with output:
-        child = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+        )
     deadline = time.monotonic() + SECONDS_TO_START
     while time.monotonic() < deadline:
         if child.poll() is not None:

@@ -90,6 +90,15 @@ def first_release(config: Config, draft: Path, target_id: str) -> DraftRelease:
     return store.current(target_id) or store.publish(draft, parent=0, target_id=target_id)
 
 
+def without_speculation(config: Config) -> Config:
+    """The same engine without a draft, on another free port."""
+    vllm = {k: v for k, v in config.serving.vllm.items() if k != "per_request_spec_decode_metrics"}
+    with socket.socket(socket.AF_INET6 if ":" in config.serving.host else socket.AF_INET) as probe:
+        probe.bind((config.serving.host, 0))
+        port = probe.getsockname()[1]
+    return config.model_copy(update={"serving": config.serving.model_copy(update={"port": port, "vllm": vllm})})
+
+
 class Service:
     """A running service. `start` raises what kept it from starting, with nothing left behind."""
 
@@ -100,26 +109,38 @@ class Service:
         self.config = self.plan.config
         self.log_dir = self.config.data_path / "logs"
         self.token = secrets.token_urlsafe(24)
+        self.redis_url = ""
+        self.url = ""
+        self.control_url = ""
         self.replica: Any = None
         self.trainer: Any = None
+        self.control: Any = None
         self._valkey: Any = None
 
     def start(self) -> Service:
         """Bring everything up and wait until it answers."""
         try:
-            redis_url = self._start_redis()
-            self._start_ray()
-            self._clear_wanted(redis_url)
-            self.replica = self.start_replica("replica-0", self.plan.release, redis_url)
-            self.trainer = self._start_trainer(redis_url) if self.config.trainer.enabled else None
-            control = self._start_control(redis_url)
-            self.control_url = self._wait(control, "control", "control port")
-            self.url = self._wait(self.replica, "replica-0", "engine")
-            self._leave_note()
+            self.launch()
+            self.wait()
         except BaseException:
             self.stop()
             raise
         return self
+
+    def launch(self) -> None:
+        """Start every part; `wait` says when they answer."""
+        self.redis_url = self._start_redis()
+        self._start_ray()
+        self._set_wanted()
+        self.replica = self.start_replica("replica-0", self.plan.release)
+        self.trainer = self._start_trainer() if self.config.trainer.enabled else None
+        self.control = self._start_control()
+
+    def wait(self) -> None:
+        """Block until the control port and the engine answer."""
+        self.control_url = self.wait_for(self.control, "control", "control port")
+        self.url = self.wait_for(self.replica, "replica-0", "engine")
+        self._leave_note()
 
     def stop(self) -> None:
         """End everything that `start` started; safe to call twice."""
@@ -145,6 +166,7 @@ class Service:
 
             self._valkey = EmbeddedValkey(self.config.data_path / "valkey", max_memory=self.config.buffer.max_memory)
             self._stack.callback(self._valkey.stop)
+            self._valkey.start()
             url = self._valkey.url
         buffer = RedisTraceBuffer(**buffer_settings(self.config, url, self.plan.target_id))
         buffer.ping()
@@ -182,13 +204,11 @@ class Service:
                 raise ConfigError(f"ray.address={self.config.ray.address}: no Ray cluster there ({reason})") from None
         self._report(f"ray: {'private' if self.config.ray.address == 'local' else self.config.ray.address}")
 
-    def start_replica(self, name: str, release: DraftRelease | None, redis_url: str, port: int | None = None) -> Any:
-        """One engine in an actor of its own; `release` None serves without speculation."""
+    def start_replica(self, name: str, release: DraftRelease | None) -> Any:
+        """One engine in an actor of its own. `release` None serves without speculation, on a port of its own."""
         from osd.actors import ReplicaActor
 
-        config = self.config
-        if port is not None:
-            config = config.model_copy(update={"serving": config.serving.model_copy(update={"port": port})})
+        config = self.config if release is not None else without_speculation(self.config)
         self._report(f"{name}: starting the engine")
         handle = self._actor(
             ReplicaActor,
@@ -200,29 +220,30 @@ class Service:
                 "target_dir": str(self.plan.target_dir),
                 "target_id": self.plan.target_id,
                 "draft_release": release,
-                "redis_url": redis_url,
+                "redis_url": self.redis_url,
                 "log_dir": str(self.log_dir),
             },
         )
         self._stack.callback(self._stop_actor, handle)
         return handle
 
-    def _start_trainer(self, redis_url: str) -> Any:
+    def _start_trainer(self) -> Any:
         from osd.actors import TrainerActor
 
         return self._actor(
             TrainerActor,
             num_gpus=self.config.trainer.num_gpus,
+            resource=self.config.ray.trainer_resource,
             env={"OMP_NUM_THREADS": str(self.config.trainer.num_threads)},
             args={
                 "config": self.config,
-                "redis_url": redis_url,
+                "redis_url": self.redis_url,
                 "target_id": self.plan.target_id,
                 "log_dir": str(self.log_dir),
             },
         )
 
-    def _start_control(self, redis_url: str) -> Any:
+    def _start_control(self) -> Any:
         from osd.actors import ControlActor
 
         handle = self._actor(
@@ -231,7 +252,7 @@ class Service:
             env={"OMP_NUM_THREADS": "1"},
             args={
                 "config": self.config,
-                "redis_url": redis_url,
+                "redis_url": self.redis_url,
                 "target_id": self.plan.target_id,
                 "token": self.token,
                 "trainer": self.trainer,
@@ -241,20 +262,29 @@ class Service:
         self._stack.callback(self._stop_actor, handle)
         return handle
 
-    def _actor(self, cls: type, *, num_gpus: float, env: dict[str, str], args: dict[str, Any]) -> Any:
+    def _actor(
+        self, cls: type, *, num_gpus: float, env: dict[str, str], args: dict[str, Any], resource: str = ""
+    ) -> Any:
+        """A restartable actor: on this machine (its ports, its files), or where a custom resource is."""
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": -1, "max_concurrency": 8}
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": -1, "max_concurrency": 8}
+        if resource:
+            options["resources"] = {resource: 1}
+        else:
+            here = ray.get_runtime_context().get_node_id()
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         config = args.pop("config")
         return ray.remote(cls).options(**options, runtime_env={"env_vars": env}).remote(config, **args)
 
-    def _clear_wanted(self, redis_url: str) -> None:
+    def _set_wanted(self) -> None:
         """What Redis remembers of an earlier run gives way to what the release store on disk says."""
-        registry = Registry(redis_url, self.config.deployment)
+        registry = Registry(self.redis_url, self.config.deployment)
         registry.set_wanted(self.plan.release)
         registry.close()
 
-    def _wait(self, handle: Any, name: str, what: str) -> str:
+    def wait_for(self, handle: Any, name: str, what: str) -> str:
         import ray
 
         try:

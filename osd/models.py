@@ -13,7 +13,7 @@ from osd.errors import ConfigError
 TINY = "tiny"
 TINY_COST_SHAPED = "tiny-cost-shaped"
 BUILT_IN = (TINY, TINY_COST_SHAPED)
-"""Names that stand for models the project builds itself: the tiny pair, and the tiny target with a real model's cost."""
+"""Names for models the project builds itself: the tiny pair, and the tiny target with a real model's cost."""
 
 WEIGHTS = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")

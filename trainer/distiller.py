@@ -32,7 +32,6 @@ class Distiller:
     def restart(self, model: RowModel, moments: Mapping[str, Tensor] | None = None) -> None:
         """Take these weights and moments (None = a fresh optimizer) in place of the present ones."""
         self.model.hf.load_state_dict(model.hf.state_dict())
-        self.optimizer.state.clear()
         restore_moments(self.optimizer, moments or {})
 
     def step(self, batch: TrainBatch, index: int) -> float | None:

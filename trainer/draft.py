@@ -6,6 +6,7 @@ Legend: B traces, S tokens, N rows, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from trainer.files import sha256, write_aside
 WEIGHTS_NAME = "model.safetensors"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Weights in any form, and the index of sharded ones. Everything else in the base's directory goes with the export."""
+_LOADING = threading.Lock()
+"""Transformers sets process-wide switches while it loads, and drafts are judged in other threads than trained."""
 
 
 class RowModel(torch.nn.Module):
@@ -56,7 +59,8 @@ def load_draft(path: str | Path) -> RowModel:
     """
     try:
         names = set(_checkpoint_tensors(Path(path)))
-        hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        with _LOADING:
+            hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ReleaseError(f"{path}: not a draft model that can be loaded ({_first_line(error)})") from error
     covered = {id(p) for name, p in hf.named_parameters(remove_duplicate=False) if name in names}

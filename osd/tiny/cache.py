@@ -21,7 +21,7 @@ def cache_root() -> Path:
 
 
 def build_once(name: str, build: Callable[[Path], None]) -> Path:
-    """The directory `name` in the cache. Where it is missing, `build` fills an empty directory that then takes its place.
+    """The directory `name` in the cache. Where it is missing, `build` fills an empty one that takes its place.
 
     Processes that ask at the same time wait for the one that builds. Raises `ConfigError` where nothing can be written.
     """

@@ -1,14 +1,12 @@
 """The tiny target and draft: built on first use, then found in the cache.
 
-    models = ensure()
-    models.target, models.draft      Hugging Face directories, each with the tokenizer
-    ensure_cost_shaped()             the same target, with the cost of a model thirty times its size
+`ensure()` gives the two directories, `ensure_cost_shaped()` the same target at the cost of a model forty times its size.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,5 +110,3 @@ def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory
     with quiet_transformers():
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-
-

@@ -63,11 +63,15 @@ def _wide_config(config: dict[str, Any], hidden: int, layers: int, intermediate:
         if value < config[key]:
             raise ValueError(f"{key} {value}: must not be below the source's {config[key]}")
     heads = hidden // head_dim
-    return config | wanted | {
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "rms_norm_eps": config["rms_norm_eps"] * small / hidden,
-    }
+    return (
+        config
+        | wanted
+        | {
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "rms_norm_eps": config["rms_norm_eps"] * small / hidden,
+        }
+    )
 
 
 def _wide_tensors(

@@ -30,8 +30,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="session")
-def speculating(pair: Pair) -> Engine:
-    """k = 4, capture on. Chunked prefill: at most 48 tokens a step. Tests restore what they change."""
+def speculating(pair: Pair, plain: Engine) -> Engine:
+    """k = 4, capture on, at most 384 tokens a step. Built after `plain`: vLLM's metrics are those of the newest engine."""
     engine = Engine(pair.target, release_of(pair.draft, 1), max_num_batched_tokens=384)
     engine.start_hooks(CaptureConfig(top_k=16))
     return engine

@@ -13,9 +13,9 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from osd.config import CaptureConfig  # noqa: E402
-from osd.records import DraftRelease, Trace, encode  # noqa: E402
-from serving.worker import WorkerExtension, trace_settings  # noqa: E402
+from osd.config import CaptureConfig
+from osd.records import DraftRelease, Trace, encode
+from serving.worker import WorkerExtension, trace_settings
 
 SINK: list[Trace] = []
 """Where traces of engines in this process go."""

@@ -22,7 +22,7 @@ class Pair:
     """Same shape, other random weights: hardly ever accepted."""
 
 
-def build_pair(directory: Path, *, scale: float = 3.0, noise: float = 0.08, seed: int = 0) -> Pair:
+def build_pair(directory: Path, *, scale: float = 2.0, noise: float = 0.06, seed: int = 0) -> Pair:
     """`scale` sharpens the target's distribution, `noise` is what the draft's weights differ by."""
     torch.manual_seed(seed)
     target = LlamaForCausalLM(_config(num_layers=2)).eval()

@@ -72,9 +72,7 @@ def test_rows_equal_a_plain_forward_pass_of_the_target(
     assert min((kinds == kind).sum() for kind in (REJECTED, ACCEPTED, PLAIN)) > 10
 
 
-def test_rows_stay_right_under_chunked_prefill_and_prefix_cache_hits(
-    engine: Engine, target: torch.nn.Module
-) -> None:
+def test_rows_stay_right_under_chunked_prefill_and_prefix_cache_hits(engine: Engine, target: torch.nn.Module) -> None:
     keep_all(engine)
     random = np.random.default_rng(3)
     shared = random.integers(2, 90, 150).tolist()
@@ -121,7 +119,9 @@ def test_tokens_past_the_end_of_a_request_are_not_captured(engine: Engine, promp
     free = engine.generate(prompts, ignore_eos=True, max_tokens=30)
     engine.traces()
     stop = [max(set(output), key=output.index) for output in free]  # the last token that first appears in each
-    ids = [engine.add(p, stop_token_ids=[s], max_tokens=30, ignore_eos=True) for p, s in zip(prompts, stop, strict=True)]
+    ids = [
+        engine.add(p, stop_token_ids=[s], max_tokens=30, ignore_eos=True) for p, s in zip(prompts, stop, strict=True)
+    ]
     outputs = engine.run()
     served = {tuple(p): outputs[i][0] for p, i in zip(prompts, ids, strict=True)}
     traces = engine.traces()
@@ -157,16 +157,14 @@ def test_counters_equal_vllms_own(engine: Engine, prompts: list[list[int]]) -> N
         assert sum(w[ours] for w in windows) == after[theirs].value - before[theirs].value > 0
 
 
-def test_each_row_carries_the_version_that_proposed_it(
-    engine: Engine, pair: Pair, prompts: list[list[int]]
-) -> None:
+def test_each_row_carries_the_version_that_proposed_it(engine: Engine, pair: Pair, prompts: list[list[int]]) -> None:
     keep_all(engine)
     swapped_at: dict[str, int] = {}
 
     def swap(step: int) -> None:
         if step == 5:
             assert engine.swap(release_of(pair.stranger, 2))["error"] == ""
-            swapped_at.update({i: 0 for i in ()})
+            swapped_at.update(dict.fromkeys((), 0))
 
     for prompt in prompts[:6]:
         engine.add(prompt, ignore_eos=True, max_tokens=40)
@@ -179,7 +177,9 @@ def test_each_row_carries_the_version_that_proposed_it(
         proposed = trace.draft_version[trace.kind == REJECTED]
         assert proposed[-1] == 2
     report = json.loads(engine.rpc("osd_report", "test", "default"))
-    alphas = {w["version"]: sum(w["num_accepted_tokens_per_pos"]) / sum(w["num_tested_per_pos"]) for w in report["windows"]}
+    alphas = {
+        w["version"]: sum(w["num_accepted_tokens_per_pos"]) / sum(w["num_tested_per_pos"]) for w in report["windows"]
+    }
     assert alphas[1] > 0.3 > 0.15 > alphas[2]
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from buffers.embedded import EmbeddedValkey, find_server
+from buffers.embedded import EmbeddedValkey
+from buffers.program import find_server
 from buffers.redis_stream import RedisTraceBuffer
 from osd.errors import ReplayBufferError
 from tests import servers
@@ -128,7 +129,7 @@ def test_the_thread_that_starts_it_may_end(tmp_path: Path):
 
 @pytest.fixture
 def service(kind: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
-    """Another process that runs a private server (from a thread that has ended): it, the guardian's and server's pid."""
+    """Another process that runs a private server (from a thread that has ended): it, guardian's and server's pid."""
     code = f"""
         import threading, time
         from pathlib import Path

@@ -86,8 +86,6 @@ def test_server_killed_while_putting(server: EmbeddedValkey, buffer: RedisTraceB
     assert slowest < 1
     dropped = buffer.dropped["redis"]
     assert dropped >= 200
-    assert not server.is_alive() or time.sleep(0.5) or not server.is_alive()
-
     server.restart()
     late = make_trace(index=999_999)
     num_tries = put_until_stored(buffer, [late])

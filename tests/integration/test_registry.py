@@ -16,9 +16,7 @@ from osd.errors import ConfigError, ReplayBufferError
 from osd.records import DraftRelease, Event, MetricPoint, ReplicaStatus, RoundOutcome, SpecWindow, SwapReport
 from osd.registry import Registry, mask_password
 
-RELEASE = DraftRelease(
-    version=4, parent=3, path="/data/v000004", sha256="ab12", target_id="9f2c", created_at=1.7e9
-)
+RELEASE = DraftRelease(version=4, parent=3, path="/data/v000004", sha256="ab12", target_id="9f2c", created_at=1.7e9)
 
 
 def status(name: str, version: int = 4) -> ReplicaStatus:
@@ -39,9 +37,8 @@ def status(name: str, version: int = 4) -> ReplicaStatus:
 @pytest.fixture(scope="module")
 def server() -> Iterator[EmbeddedValkey]:
     with tempfile.TemporaryDirectory(prefix="osd") as directory:
-        valkey = EmbeddedValkey(Path(directory), 32 << 20)
-        yield valkey
-        valkey.stop()
+        with EmbeddedValkey(Path(directory), 32 << 20) as valkey:
+            yield valkey
 
 
 @pytest.fixture
@@ -158,7 +155,7 @@ def test_threads_share_one_registry(registry: Registry) -> None:
 
 def test_server_gone_is_one_error_and_its_return_is_noticed() -> None:
     with tempfile.TemporaryDirectory(prefix="osd") as directory:
-        server = EmbeddedValkey(Path(directory), 32 << 20)
+        server = EmbeddedValkey(Path(directory), 32 << 20).start()
         registry = Registry(server.url, "gone")
         registry.ping()
         server.stop()
@@ -174,7 +171,10 @@ def test_server_gone_is_one_error_and_its_return_is_noticed() -> None:
             with pytest.raises(ReplayBufferError) as caught:
                 call()
             assert "\n" not in str(caught.value)
+        server.restart()
+        registry.ping()
         registry.close()
+        server.stop()
 
 
 def test_stale_connections_survive_a_restart(server: EmbeddedValkey, registry: Registry) -> None:

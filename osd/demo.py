@@ -1,0 +1,311 @@
+"""`osd demo`: the whole loop on this machine, with tiny models and real vLLM.
+
+    home traffic ──► the traffic shifts ──► the draft learns ──► training pauses ──► controls on the same requests
+    (the draft's      acceptance and         and is swapped       (nothing moves      frozen first draft · adapted
+     own domain)       speed fall             in, live             while measuring)    draft · no speculation
+
+It starts the service exactly as `osd serve` does and is its client. No request names its domain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TextIO
+
+from osd import config as configuration
+from osd.client import Client
+from osd.errors import ConfigError, OSDError
+from osd.launch import Service
+from osd.load import Answer, Figures, drive, figures
+from osd.records import SwapReport
+from osd.registry import Registry
+from osd.tiny.traffic import HOME, requests
+
+PRESET = Path(__file__).resolve().parent.parent / "configs" / "tiny-cpu.yaml"
+SHIFTED = "sql"
+SEED = 20_000
+"""Traffic seed of demo runs; the models were trained on others."""
+STREAMS = 4
+NUM_HOME, NUM_SHIFTED = 120, 600
+NUM_BEFORE, NUM_AFTER, NUM_RECOVERED = 100, 50, 100
+LINE_EVERY = 24
+"""Requests per printed line."""
+NUM_MORE_COMPARED = 60
+"""Answers from the time of shift and swaps that are compared, besides those of the last window."""
+
+
+@dataclass
+class Story:
+    """What the run has seen so far."""
+
+    home: list[Answer] = field(default_factory=list)
+    shifted: list[Answer] = field(default_factory=list)
+    adapted: list[Answer] = field(default_factory=list)
+    static: list[Answer] = field(default_factory=list)
+    plain: list[Answer] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    swaps: list[SwapReport] = field(default_factory=list)
+    num_compared: int = 0
+    num_different: int = 0
+    version: int = 0
+
+
+def run(*, report_path: Path | None, keep: bool, overrides: Sequence[str] = (), out: TextIO = sys.stdout) -> int:
+    """Run the demo; the exit status is 0 when no request failed and every compared answer was identical."""
+    started = time.time()
+    if report_path is not None and not report_path.resolve().parent.is_dir():
+        raise ConfigError(f"--report {report_path}: no such directory {report_path.resolve().parent}")
+    directory = Path(tempfile.mkdtemp(prefix="osd-demo-"))
+    screen = Screen(out, started)
+    service = None
+    try:
+        service = Service(demo_config(directory, overrides), screen.say)
+        story = asyncio.run(_play(service, screen))
+        report = report_of(story, service, time.time() - started)
+    finally:
+        if service is not None:
+            service.stop()
+        if keep:
+            screen.say(f"kept: {directory}")
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
+    screen.summary(report)
+    if report_path is not None:
+        report_path.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if report["failed_requests"] == 0 and report["lossless"] else 1
+
+
+def demo_config(directory: Path, overrides: Sequence[str]) -> configuration.Config:
+    """The tiny preset on free ports, with its data in `directory`."""
+    if not PRESET.is_file():
+        raise ConfigError(f"{PRESET}: not found; run the demo from a checkout of the project")
+    own = [
+        f"deployment=demo-{directory.name[-8:].lower().replace('_', '-').strip('-')}",
+        f"data_dir={directory}",
+        "serving.port=0",
+        "control.port=0",
+        # The same prompts are sent again to measure; a prefix cache would favour whoever saw them first.
+        "serving.vllm.enable_prefix_caching=false",
+        "serving.vllm.per_request_spec_decode_metrics=summary",
+    ]
+    return configuration.load(PRESET, [*own, *overrides]).config
+
+
+async def _play(service: Service, screen: Screen) -> Story:
+    story = Story()
+    service.launch()
+    plain = service.start_replica("plain", None)
+    service.wait()
+    plain_url = service.wait_for(plain, "plain", "engine without speculation")
+    screen.say(f"dashboard: {service.control_url}/dashboard (while this runs)")
+    await _live_traffic(service, screen, story)
+    await _controls(service, plain_url, screen, story)
+    return story
+
+
+async def _live_traffic(service: Service, screen: Screen, story: Story) -> None:
+    """Home traffic, then the shift; the service does what it always does."""
+    registry = Registry(service.redis_url, service.config.deployment)
+    model = service.config.serving.served_model_name
+    for title, domain, count, answers in (
+        (f"home traffic ({HOME})", HOME, NUM_HOME, story.home),
+        (f"the traffic shifts ({SHIFTED})", SHIFTED, NUM_SHIFTED, story.shifted),
+    ):
+        screen.title(title)
+
+        def on_answer(answer: Answer, answers: list[Answer] = answers) -> None:
+            answers.append(answer)
+            if len(answers) % LINE_EVERY == 0:
+                _read_swaps(registry, story)
+                screen.line(len(answers), answers[-LINE_EVERY:], story.swaps)
+
+        prompts = [r.prompt for r in requests(domain, count, SEED)]
+        answers[:] = await drive(service.url, model, prompts, streams=STREAMS, on_answer=on_answer)
+    _read_swaps(registry, story)
+    story.version = story.swaps[-1].version if story.swaps else service.plan.release.version
+    registry.close()
+
+
+def _read_swaps(registry: Registry, story: Story) -> None:
+    try:
+        story.swaps = [record for _, record in registry.read("0", 100_000) if isinstance(record, SwapReport)]
+    except OSDError:
+        return
+
+
+async def _controls(service: Service, plain_url: str, screen: Screen, story: Story) -> None:
+    """The requests of the last window again: adapted draft, frozen first draft, no speculation, in turns."""
+    screen.title("controls: training paused, the last requests again")
+    client = Client(service.control_url, token=service.token)
+    client.admin("pause")
+    await asyncio.sleep(2)  # a round in flight ends
+    story.version = client.get("/osd/status")["version"]
+    prompts = [r.prompt for r in requests(SHIFTED, NUM_SHIFTED, SEED)]
+    first = NUM_SHIFTED - NUM_RECOVERED
+    half = NUM_RECOVERED // 2
+    frozen = service.plan.release.version
+    model = service.config.serving.served_model_name
+    for start, arms in ((first, ("adapted", "static", "plain")), (first + half, ("plain", "static", "adapted"))):
+        for arm in arms:
+            if arm != "plain":
+                await _serve_version(client, story.version if arm == "adapted" else frozen)
+            url = plain_url if arm == "plain" else service.url
+            clock = time.perf_counter()
+            answers = await drive(url, model, prompts[start : start + half], streams=STREAMS)
+            story.seconds[arm] = story.seconds.get(arm, 0.0) + time.perf_counter() - clock
+            getattr(story, arm).extend(answers)
+    screen.say("comparing answers given across the shift and the swaps with those of the engine without speculation")
+    others = list(range(0, first, max(1, first // NUM_MORE_COMPARED)))
+    again = await drive(plain_url, model, [prompts[i] for i in others], streams=STREAMS)
+    live = [story.shifted[i] for i in others] + story.shifted[first:]
+    _compare(story, [*zip(live, [*again, *story.plain], strict=True)])
+    _compare(story, [*zip(story.adapted, story.plain, strict=True)])
+    _compare(story, [*zip(story.static, story.plain, strict=True)])
+
+
+async def _serve_version(client: Client, version: int) -> None:
+    """Pin a version and wait until every replica serves it."""
+    client.admin("pin", version=version)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        replicas = client.get("/osd/status")["replicas"]
+        if replicas and all(r["version"] == version for r in replicas):
+            return
+        await asyncio.sleep(0.2)
+    raise OSDError(f"no replica served v{version} within 60 s")
+
+
+def _compare(story: Story, pairs: Sequence[tuple[Answer, Answer]]) -> None:
+    both = [(a, b) for a, b in pairs if a.ok and b.ok]
+    story.num_compared += len(both)
+    story.num_different += sum(a.token_ids != b.token_ids for a, b in both)
+
+
+def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
+    """The report of `--report`."""
+    windows = {
+        "before_shift": figures(story.home[-NUM_BEFORE:]),
+        "after_shift": figures(story.shifted[:NUM_AFTER]),
+        "recovered": figures(story.shifted[-NUM_RECOVERED:]),
+        "static_control": figures(story.static),
+    }
+    arms = {
+        "no_speculation": figures(story.plain, story.seconds["plain"]),
+        "static_draft": figures(story.static, story.seconds["static"]),
+        "adapted_draft": figures(story.adapted, story.seconds["adapted"]),
+    }
+    everything = [*story.home, *story.shifted, *story.adapted, *story.static, *story.plain]
+    pauses = sorted(1000 * s.pause_s for s in story.swaps if s.ok)
+    return {
+        "schema_version": 1,
+        "k": service.config.serving.num_speculative_tokens,
+        "acceptance_rate": {name: _rounded(f.acceptance_rate) for name, f in windows.items()},
+        "alpha": {name: _rounded(f.alpha) for name, f in windows.items()},
+        "tokens_per_second": {name: _rounded(f.tokens_per_second, 1) for name, f in arms.items()},
+        "tpot_ms": {name: _rounded(f.tpot_ms, 2) for name, f in arms.items()},
+        "requests": len(everything),
+        "failed_requests": sum(not a.ok for a in everything),
+        "swaps": len(pauses),
+        "swap_pause_ms": {
+            "p50": _rounded(statistics.median(pauses), 2) if pauses else None,
+            "max": _rounded(pauses[-1], 2) if pauses else None,
+        },
+        "lossless": story.num_different == 0 if story.num_compared else None,
+        "compared": story.num_compared,
+        "draft_version": story.version,
+        "target_parameters": _num_parameters(service.plan.target_dir),
+        "seconds": round(seconds, 1),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "ray", "redis")},
+            "engine": _engine_version(),
+        },
+    }
+
+
+def _engine_version() -> str:
+    from serving.vllm_compat import engine_version
+
+    return engine_version()
+
+
+def _num_parameters(directory: Path) -> int:
+    from safetensors import safe_open
+
+    total = 0
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="np") as weights:
+            for name in weights.keys():  # noqa: SIM118
+                size = 1
+                for length in weights.get_slice(name).get_shape():
+                    size *= length
+                total += size
+    return total
+
+
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+class Screen:
+    """What a person sees: lines of plain text, so that it reads the same in a terminal and in a log."""
+
+    WIDTH = 30
+
+    def __init__(self, out: TextIO, started: float) -> None:
+        self._out = out
+        self._started = started
+        self._shown_swaps = 0
+
+    def say(self, text: str) -> None:
+        print(f"[{time.time() - self._started:4.0f} s] {text}", file=self._out, flush=True)
+
+    def title(self, text: str) -> None:
+        self.say("")
+        self.say(text)
+
+    def line(self, count: int, answers: Sequence[Answer], swaps: Sequence[SwapReport]) -> None:
+        """One line per `LINE_EVERY` requests: acceptance as a bar, speed beside it, a mark for each swap."""
+        shown: Figures = figures(answers)
+        rate = shown.acceptance_rate or 0.0
+        bar = "█" * round(rate * self.WIDTH)
+        marks = "".join(f"  ◆ v{s.version}" for s in swaps[self._shown_swaps :] if s.ok)
+        self._shown_swaps = len(swaps)
+        self.say(
+            f"{count:4d}  acceptance {rate:4.2f} {bar:<{self.WIDTH}} {shown.tokens_per_second:5.0f} tok/s"
+            f"{marks}{'  FAILED ' + str(shown.num_failed) if shown.num_failed else ''}"
+        )
+
+    def summary(self, report: dict[str, Any]) -> None:
+        rate, speed, tpot = report["acceptance_rate"], report["tokens_per_second"], report["tpot_ms"]
+        static, plain = speed["static_draft"] or 1, speed["no_speculation"] or 1
+        self.title("summary")
+        for text in (
+            f"acceptance rate   at home {rate['before_shift']}   after the shift {rate['after_shift']}   "
+            f"recovered {rate['recovered']}   (frozen first draft, same requests: {rate['static_control']})",
+            f"tokens/s          adapted draft {speed['adapted_draft']}   frozen draft {speed['static_draft']}   "
+            f"no speculation {speed['no_speculation']}   ({STREAMS} streams, same requests, training paused)",
+            f"TPOT              adapted draft {tpot['adapted_draft']} ms   frozen draft {tpot['static_draft']} ms   "
+            f"no speculation {tpot['no_speculation']} ms",
+            f"speed-up          {speed['adapted_draft'] / plain:.2f}x over no speculation, "
+            f"{speed['adapted_draft'] / static:.2f}x over the frozen draft",
+            f"swaps             {report['swaps']} while serving; the engine was blocked "
+            f"{report['swap_pause_ms']['p50']} ms (median), {report['swap_pause_ms']['max']} ms (longest)",
+            f"answers           {report['compared']} compared with the engine without speculation: "
+            + ("all identical, token for token" if report["lossless"] else "DIFFERENT"),
+            f"requests          {report['requests']}, failed {report['failed_requests']}",
+            f"target            the project's own tiny model widened to {report['target_parameters'] / 1e6:.0f} M parameters: "
+            "same answers, a real model's cost; not a model anyone would deploy",
+        ):
+            self.say(text)

@@ -1,0 +1,94 @@
+"""Judges the serving draft on live traffic: when it disappoints, a replay tells why, and a bad one is taken back.
+
+live α (history) ─► should_judge? ─► replay of the draft and its parent (trainer) ─► should_rollback? ─► take back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from osd import policy
+from osd.config import GateConfig
+from osd.drafts import Drafts, Tell
+from osd.metrics import History
+from osd.records import DraftRelease, Event, SpecWindow
+
+OVER_S = 3600.0
+"""A draft is judged on what it served in so many seconds at most."""
+MAX_PATIENCE_S = 300.0
+
+
+class Replay(Protocol):
+    """α of releases on the newest held-out traces: version -> α; {} or None when that is not possible now."""
+
+    def __call__(self, versions: list[DraftRelease], num_traces: int) -> Awaitable[dict[int, float] | None]: ...
+
+
+class Judge:
+    """Looks at every turn of the watch loop, and replays beside it: one replay at a time.
+
+    A draft that stays although it disappoints (the traffic changed) is judged again on what it served since, at
+    growing intervals, and is spoken of once.
+    """
+
+    def __init__(
+        self,
+        gate: GateConfig,
+        history: History,
+        drafts: Drafts,
+        replay: Replay,
+        tell: Tell,
+        on_rollback: Callable[[], None],
+        patience_s: float = 5.0,
+    ) -> None:
+        self._gate, self._history, self._drafts = gate, history, drafts
+        self._replay, self._tell, self._on_rollback = replay, tell, on_rollback
+        self._patience_s = patience_s
+        self._task: asyncio.Task[None] | None = None
+        self._version = 0
+        self._num_stays = 0
+        self._judged_at = 0.0
+
+    async def look(self, current: DraftRelease) -> None:
+        """Begin a judgement if there is reason for one. An error of the one before is raised here."""
+        if self._task is not None:
+            if not self._task.done():
+                return
+            self._task.result()
+        live = self._history.window(current.version, self._since(current))
+        if live is None or not policy.should_judge(live, current, self._gate).ok or self._is_too_early():
+            return
+        if await self._drafts.pinned() is None and (parent := await self._drafts.previous()) is not None:
+            self._task = asyncio.create_task(self._judge(current, parent, live), name="judge")
+
+    async def close(self) -> None:
+        """Drop a judgement under way."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _since(self, current: DraftRelease) -> float:
+        if current.version != self._version:
+            self._version, self._num_stays, self._judged_at = current.version, 0, 0.0
+        return max(self._drafts.changed_at, self._judged_at, time.time() - OVER_S)
+
+    def _is_too_early(self) -> bool:
+        patience = min(MAX_PATIENCE_S, self._patience_s * 2**self._num_stays)
+        return self._num_stays > 0 and time.time() < self._judged_at + patience
+
+    async def _judge(self, current: DraftRelease, parent: DraftRelease, live: SpecWindow) -> None:
+        alphas = await self._replay([current, parent], policy.num_to_replay(live, self._gate))
+        if not alphas:  # the trainer is away, or has too few held-out traces yet
+            return await asyncio.sleep(self._patience_s)
+        self._judged_at = max(time.time(), live.at)
+        decision = policy.should_rollback(live, current, parent.version, alphas, self._gate)
+        if decision.ok:
+            if await self._drafts.take_back(current, decision.reason):
+                self._on_rollback()
+            return
+        self._num_stays += 1
+        if self._num_stays == 1:
+            await self._tell(Event(at=time.time(), kind="stays", text=decision.reason, version=current.version))

@@ -1,0 +1,87 @@
+"""The generated traffic: seeded, without end, hardly ever the same prompt twice."""
+
+from __future__ import annotations
+
+import ast
+import re
+from itertools import islice
+
+import pytest
+
+from osd.tiny.traffic import DOMAINS, HOME, requests, stream
+
+NUM = 5000
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_prompts_do_not_repeat(domain: str) -> None:
+    prompts = {request.prompt for request in requests(domain, NUM, seed=1)}
+    assert len(prompts) > 0.999 * NUM
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_seeds_share_next_to_no_prompt(domain: str) -> None:
+    first = {request.prompt for request in requests(domain, NUM, seed=0)}
+    second = {request.prompt for request in requests(domain, NUM, seed=1)}
+    assert len(first & second) < 0.001 * NUM
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_same_seed_same_requests(domain: str) -> None:
+    assert requests(domain, 20, seed=3) == requests(domain, 20, seed=3)
+    assert requests(domain, 5, seed=3, start=15) == requests(domain, 20, seed=3)[15:]
+    assert list(islice(stream(domain, 3), 20)) == requests(domain, 20, seed=3)
+    assert requests(domain, 20, seed=3) != requests(domain, 20, seed=4)
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_answers_are_varied_and_of_a_healthy_length(domain: str) -> None:
+    answers = [request.answer for request in requests(domain, 1000, seed=5)]
+    assert len(set(answers)) > 990
+    assert all(60 < len(answer) < 300 for answer in answers)
+
+
+def test_unknown_domain_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'poems'.*arithmetic"):
+        requests("poems", 1, seed=0)
+
+
+def test_home_is_a_domain() -> None:
+    assert HOME in DOMAINS
+
+
+def test_arithmetic_is_right() -> None:
+    for request in requests("arithmetic", 500, seed=6):
+        for left, sign, right, result in re.findall(r"(\d+) ([-+*]) (\d+) = (\d+)", request.answer):
+            expected = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}
+            assert int(result) == expected[sign], request
+        assert request.answer.endswith(f"The answer is {result}.")
+
+
+def test_python_compiles_and_defines_the_function_asked_for() -> None:
+    for request in requests("python", 500, seed=6):
+        (function,) = ast.parse(request.answer).body
+        assert isinstance(function, ast.FunctionDef)
+        assert function.name in request.prompt
+        assert ast.get_docstring(function)
+
+
+def test_sql_runs_on_sqlite() -> None:
+    import sqlite3
+
+    from osd.tiny.text_sql import SCHEMAS
+
+    database = sqlite3.connect(":memory:")
+    for schema in SCHEMAS:
+        columns = ", ".join((schema.label, schema.category, schema.key, *schema.numbers))
+        database.execute(f"CREATE TABLE {schema.table} ({columns})")
+        database.execute(f"CREATE TABLE {schema.parent} ({schema.key}, {schema.place})")
+    for request in requests("sql", 500, seed=6):
+        database.execute(request.answer)
+
+
+def test_finance_summaries_take_their_figures_from_the_news() -> None:
+    for request in requests("finance", 500, seed=6):
+        figures = re.findall(r"\d+(?:\.\d+)?", request.answer)
+        assert figures
+        assert set(figures) <= set(re.findall(r"\d+(?:\.\d+)?", request.prompt)), request
