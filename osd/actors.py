@@ -94,7 +94,7 @@ class ReplicaActor:
         return os.getpid()
 
     def stop(self) -> None:
-        self._replica.stop()
+        self._replica.close()
 
 
 class TrainerActor:
@@ -133,12 +133,14 @@ class TrainerActor:
 
 
 class ControlActor:
-    """`osd.control.ControlPlane` (controller, dashboard) in a process of its own."""
+    """`osd.control.ControlPlane` (controller, dashboard) in a process of its own; `trainer` is the actor's name."""
 
     def __init__(
-        self, config: Config, *, redis_url: str, target_id: str, token: str, trainer: Any, log_dir: str
+        self, config: Config, *, redis_url: str, target_id: str, token: str, trainer: str, log_dir: str
     ) -> None:
         redirect_output(Path(log_dir), "control")
+        import ray
+
         from osd.control import ControlPlane
 
         self._plane = ControlPlane(
@@ -147,7 +149,7 @@ class ControlActor:
             buffer_settings=buffer_settings(config, redis_url, target_id),
             target_id=target_id,
             token=token,
-            trainer=None if trainer is None else RemoteMethods(trainer),
+            trainer=RemoteMethods(ray.get_actor(trainer)) if trainer else None,
         )
         exit_when_failed(self._plane.wait_ready)
 

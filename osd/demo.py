@@ -305,7 +305,7 @@ class Screen:
             f"answers           {report['compared']} compared with the engine without speculation: "
             + ("all identical, token for token" if report["lossless"] else "DIFFERENT"),
             f"requests          {report['requests']}, failed {report['failed_requests']}",
-            f"target            the project's own tiny model widened to {report['target_parameters'] / 1e6:.0f} M parameters: "
-            "same answers, a real model's cost; not a model anyone would deploy",
+            f"target            the project's own tiny model widened to {report['target_parameters'] / 1e6:.0f} M "
+            "parameters: same answers, a real model's cost; not a model anyone would deploy",
         ):
             self.say(text)

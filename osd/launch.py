@@ -21,8 +21,8 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,9 @@ from osd.releases import ReleaseStore
 
 logger = logging.getLogger(__name__)
 
-SECONDS_TO_STOP = 6.0
+SECONDS_TO_STOP = 5.0
+TRAINER_NAME = "trainer"
+"""By which the control actor finds the trainer, also after either was restarted."""
 Report = Callable[[str], None]
 
 
@@ -115,6 +117,7 @@ class Service:
         self.replica: Any = None
         self.trainer: Any = None
         self.control: Any = None
+        self._actors: list[Any] = []
         self._valkey: Any = None
 
     def start(self) -> Service:
@@ -128,18 +131,19 @@ class Service:
         return self
 
     def launch(self) -> None:
-        """Start every part; `wait` says when they answer."""
+        """Begin: the replay buffer, Ray, and the engine, which takes longest."""
         self.redis_url = self._start_redis()
         self._start_ray()
         self._set_wanted()
         self.replica = self.start_replica("replica-0", self.plan.release)
-        self.trainer = self._start_trainer() if self.config.trainer.enabled else None
-        self.control = self._start_control()
 
     def wait(self) -> None:
-        """Block until the control port and the engine answer."""
-        self.control_url = self.wait_for(self.control, "control", "control port")
+        """Block until the engine answers; then the trainer and the control port, which it need not share the CPU with
+        while it loads."""
         self.url = self.wait_for(self.replica, "replica-0", "engine")
+        self.trainer = self._start_trainer() if self.config.trainer.enabled else None
+        self.control = self._start_control()
+        self.control_url = self.wait_for(self.control, "control", "control port")
         self._leave_note()
 
     def stop(self) -> None:
@@ -181,27 +185,26 @@ class Service:
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         # Ray would hide all GPUs from an actor that asks for none, also where there is nothing to share.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        namespace = f"osd-{self.config.deployment}"
+        # Ray runs its workers at niceness 15: an engine would give way to anything else on the machine.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        options: dict[str, Any] = {
+            "address": self.config.ray.address,
+            "namespace": f"osd-{self.config.deployment}",
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+        }
         if self.config.ray.address == "local":
             directory = tempfile.mkdtemp(prefix="osd-ray-")  # short: socket paths below it have a length limit
             self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
-            self._stack.callback(ray.shutdown)
-            ray.init(
-                address="local",
-                namespace=namespace,
-                include_dashboard=False,
-                object_store_memory=128 << 20,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=directory,
-            )
-        else:
-            self._stack.callback(ray.shutdown)
+            options |= {"include_dashboard": False, "object_store_memory": 128 << 20, "_temp_dir": directory}
+        self._stack.callback(ray.shutdown)
+        with signals_kept():  # Ray puts handlers of its own in place
             try:
-                ray.init(self.config.ray.address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+                ray.init(**options)
             except ConnectionError as error:
                 reason = str(error).splitlines()[0]
                 raise ConfigError(f"ray.address={self.config.ray.address}: no Ray cluster there ({reason})") from None
+        self._stack.callback(self._stop_actors)
         self._report(f"ray: {'private' if self.config.ray.address == 'local' else self.config.ray.address}")
 
     def start_replica(self, name: str, release: DraftRelease | None) -> Any:
@@ -224,7 +227,7 @@ class Service:
                 "log_dir": str(self.log_dir),
             },
         )
-        self._stack.callback(self._stop_actor, handle)
+        self._actors.append(handle)
         return handle
 
     def _start_trainer(self) -> Any:
@@ -233,6 +236,7 @@ class Service:
         return self._actor(
             TrainerActor,
             num_gpus=self.config.trainer.num_gpus,
+            name=TRAINER_NAME,
             resource=self.config.ray.trainer_resource,
             env={"OMP_NUM_THREADS": str(self.config.trainer.num_threads)},
             args={
@@ -255,21 +259,30 @@ class Service:
                 "redis_url": self.redis_url,
                 "target_id": self.plan.target_id,
                 "token": self.token,
-                "trainer": self.trainer,
+                "trainer": TRAINER_NAME if self.trainer is not None else "",
                 "log_dir": str(self.log_dir),
             },
         )
-        self._stack.callback(self._stop_actor, handle)
+        self._actors.append(handle)
         return handle
 
     def _actor(
-        self, cls: type, *, num_gpus: float, env: dict[str, str], args: dict[str, Any], resource: str = ""
+        self,
+        cls: type,
+        *,
+        num_gpus: float,
+        env: dict[str, str],
+        args: dict[str, Any],
+        name: str = "",
+        resource: str = "",
     ) -> Any:
         """A restartable actor: on this machine (its ports, its files), or where a custom resource is."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": -1, "max_concurrency": 8}
+        if name:
+            options["name"] = name
         if resource:
             options["resources"] = {resource: 1}
         else:
@@ -298,18 +311,32 @@ class Service:
         self._report(f"{name}: ready at {url}")
         return url
 
-    def _stop_actor(self, handle: Any) -> None:
+    def _stop_actors(self) -> None:
+        """Ports close first, with a moment for requests in flight; then the processes end."""
         import ray
 
         with suppress(Exception):
-            ray.get(handle.stop.remote(), timeout=SECONDS_TO_STOP)
-        with suppress(Exception):
-            ray.kill(handle)
+            ray.wait([a.stop.remote() for a in self._actors], num_returns=len(self._actors), timeout=SECONDS_TO_STOP)
+        for actor in [*self._actors, *([self.trainer] if self.trainer is not None else [])]:
+            with suppress(Exception):
+                ray.kill(actor)
 
     def _leave_note(self) -> None:
         running = runtime.Running(self.config.deployment, os.getpid(), self.url, self.control_url, self.token)
         runtime.write(running)
         self._stack.callback(runtime.remove, self.config.deployment)
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """Whoever listens to SIGINT and SIGTERM goes on doing so, whatever runs inside."""
+    is_main = threading.current_thread() is threading.main_thread()
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def reason_from_log(path: Path) -> str:
@@ -332,15 +359,11 @@ def serve(config: Config, report: Report) -> None:
         stop.set()
         raise KeyboardInterrupt
 
-    def listen_to_signals() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, on_signal)
-
-    listen_to_signals()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
     service = None
     try:
         service = Service(config, report).start()
-        listen_to_signals()  # Ray has put a handler of its own in place
         report(f"serving: {service.url}/v1    dashboard: {service.control_url}/dashboard")
         service.supervise(stop)
     except KeyboardInterrupt:

@@ -38,7 +38,7 @@ SECONDS_BETWEEN_REPORTS = 1.0
 HEARTBEAT_TTL = 10.0
 MAX_UNSENT = 2000
 SECONDS_TO_STAGE = 600.0
-GRACEFUL_SHUTDOWN_SECONDS = 3
+GRACEFUL_SHUTDOWN_SECONDS = 2
 
 
 class Replica:
@@ -74,6 +74,7 @@ class Replica:
         self._report: dict[str, Any] = {}
         self._retry_at: dict[int, tuple[float, float]] = {}
         self._ready = threading.Event()
+        self._closed = threading.Event()
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BaseException | None = None
@@ -100,11 +101,12 @@ class Replica:
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self._rpc(method, *args), self._loop).result(60)
 
-    def stop(self) -> None:
-        """End serving: requests in flight get a moment, the engine's processes end."""
+    def close(self) -> None:
+        """Close the port, with a moment for requests in flight. The engine's processes end with this process, or after
+        some seconds in which vLLM waits for them."""
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(timeout=GRACEFUL_SHUTDOWN_SECONDS + 10)
+            self._closed.wait(timeout=GRACEFUL_SHUTDOWN_SECONDS + 2)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -175,10 +177,9 @@ class Replica:
         import uvicorn
 
         assert self._stop is not None
-        app.add_middleware(HeadersToXargs)
         server = uvicorn.Server(
             uvicorn.Config(
-                app,
+                HeadersToXargs(app),
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_SECONDS,
@@ -194,6 +195,7 @@ class Replica:
         done, _ = await asyncio.wait({http, pull, stop}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await asyncio.wait({http}, timeout=GRACEFUL_SHUTDOWN_SECONDS + 2)
+        self._closed.set()
         for task in (pull, stop):
             task.cancel()
         if stop not in done:

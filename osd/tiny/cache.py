@@ -42,6 +42,9 @@ def build_once(name: str, build: Callable[[Path], None]) -> Path:
 
 
 def _build_aside(final: Path, build: Callable[[Path], None]) -> None:
+    """Build beside `final`, then rename. What a killed build left behind goes first: the lock is ours."""
+    for left_over in final.parent.glob(f".{final.name}.*/"):
+        shutil.rmtree(left_over, ignore_errors=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     try:
         build(aside)

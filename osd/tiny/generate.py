@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
 
 from osd.tiny.training import Example
 
@@ -13,7 +13,7 @@ MAX_ANSWER_TOKENS = 128
 
 
 @torch.no_grad()
-def greedy_answers(model: LlamaForCausalLM, prompts: Sequence[list[int]], batch_size: int = 64) -> list[Example]:
+def greedy_answers(model: Any, prompts: Sequence[list[int]], batch_size: int = 64) -> list[Example]:
     """The model's answers at temperature 0, each with its end token unless it was cut at `MAX_ANSWER_TOKENS`."""
     pad, end = model.config.pad_token_id, model.config.eos_token_id
     answers: list[Example] = []

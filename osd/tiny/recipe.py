@@ -16,6 +16,7 @@ SOURCES = (
     "text_finance.py",
     "tokenizer.py",
     "training.py",
+    "build.py",
 )
 """Files of this package whose text changes the models."""
 
@@ -32,7 +33,7 @@ class Shape:
 
 VOCAB_SIZE = 1280
 MAX_POSITIONS = 2048
-TARGET = Shape(hidden_size=256, intermediate_size=640, num_layers=3)
+TARGET = Shape(hidden_size=256, intermediate_size=832, num_layers=2)
 DRAFT = Shape(hidden_size=96, intermediate_size=288, num_layers=2)
 
 TRAIN_SEED = 0
@@ -41,12 +42,12 @@ TRAIN_SEED = 0
 NUM_TOKENIZER_REQUESTS = 500
 """Requests per domain the tokenizer is trained on."""
 
-TARGET_STEPS = 280
-TARGET_BATCH = 32
+TARGET_STEPS = 360
+TARGET_BATCH = 24
 TARGET_LEARNING_RATE = 0.008
 
-DRAFT_STEPS = 300
-DRAFT_BATCH = 32
+DRAFT_STEPS = 250
+DRAFT_BATCH = 24
 DRAFT_LEARNING_RATE = 0.01
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from random import Random
 
-from osd.tiny.text_words import NAMES, two
+from osd.tiny.text_words import NAMES, two, words
 
-ITEMS = (
+ITEMS = words(
     "apples stamps marbles pencils books coins cookies shells stickers tickets flowers cards candles bottles eggs "
     "oranges buttons beads stones postcards"
-).split()
-PLACES = "market fair library garden museum shop school beach".split()
-BOXES = "box bag basket crate jar tray".split()
-WORKERS = "baker farmer teacher gardener painter nurse driver potter".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+)
+PLACES = words("market fair library garden museum shop school beach")
+BOXES = words("box bag basket crate jar tray")
+WORKERS = words("baker farmer teacher gardener painter nurse driver potter")
+DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
 
 def generate(rng: Random) -> tuple[str, str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
-from osd.tiny.text_words import CITIES, NAMES
+from osd.tiny.text_words import CITIES, NAMES, words
 
-STEMS = "Nova Vertex Orion Delta Summit Harbor Falcon Granite Cedar Aurora Titan Pioneer Atlas Beacon Crown".split()
-FIELDS = "Energy Motors Foods Bank Systems Pharma Steel Retail Airlines Media Insurance Robotics".split()
-MONTHS = "January February March April May June July August September October November December".split()
+STEMS = words("Nova Vertex Orion Delta Summit Harbor Falcon Granite Cedar Aurora Titan Pioneer Atlas Beacon Crown")
+FIELDS = words("Energy Motors Foods Bank Systems Pharma Steel Retail Airlines Media Insurance Robotics")
+MONTHS = words("January February March April May June July August September October November December")
 PERIODS = ("first quarter", "second quarter", "third quarter", "fourth quarter", "full year")
 REASONS = (
     "strong demand",

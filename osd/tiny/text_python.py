@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
-VERBS = "get find pick collect select gather filter extract take build make compute".split()
-KINDS = "new good valid large small daily final main recent local total fresh".split()
-NOUNS = "values items numbers scores prices points sizes weights counts ages rates marks steps totals".split()
+from osd.tiny.text_words import words
+
+VERBS = words("get find pick collect select gather filter extract take build make compute")
+KINDS = words("new good valid large small daily final main recent local total fresh")
+NOUNS = words("values items numbers scores prices points sizes weights counts ages rates marks steps totals")
 COMPARISONS = (
     ("greater than", ">"),
     ("less than", "<"),

@@ -161,9 +161,7 @@ def train_target(tokenizer: PreTrainedTokenizerFast, report: Report) -> LlamaFor
     return model
 
 
-def train_draft(
-    tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM, report: Report
-) -> LlamaForCausalLM:
+def train_draft(tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM, report: Report) -> LlamaForCausalLM:
     """The draft: has seen the home domain only, with the target's distributions to learn from."""
     model = make_model(recipe.DRAFT, tokenizer, seed=2)
     pool = examples(tokenizer, HOME, recipe.TRAIN_SEED + 1)

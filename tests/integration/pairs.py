@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 96
 
@@ -37,7 +40,17 @@ def build_pair(directory: Path, *, scale: float = 2.0, noise: float = 0.06, seed
     paths = Pair(directory / "target", directory / "draft", directory / "stranger")
     for model, path in ((target, paths.target), (draft, paths.draft), (stranger, paths.stranger)):
         model.save_pretrained(path)
+        tokenizer().save_pretrained(path)
     return paths
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One word a token: "t0" to "t95", so that any token ids are a text."""
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t2"))
+    words.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t0", eos_token="t1", pad_token="t1")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return fast
 
 
 def _config(num_layers: int) -> LlamaConfig:

@@ -14,7 +14,7 @@ import redis
 from buffers.embedded import EmbeddedValkey
 from osd.errors import ConfigError, ReplayBufferError
 from osd.records import DraftRelease, Event, MetricPoint, ReplicaStatus, RoundOutcome, SpecWindow, SwapReport
-from osd.registry import Registry, mask_password
+from osd.registry import FeedRecord, Registry, mask_password
 
 RELEASE = DraftRelease(version=4, parent=3, path="/data/v000004", sha256="ab12", target_id="9f2c", created_at=1.7e9)
 
@@ -36,9 +36,11 @@ def status(name: str, version: int = 4) -> ReplicaStatus:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[EmbeddedValkey]:
-    with tempfile.TemporaryDirectory(prefix="osd") as directory:
-        with EmbeddedValkey(Path(directory), 32 << 20) as valkey:
-            yield valkey
+    with (
+        tempfile.TemporaryDirectory(prefix="osd") as directory,
+        EmbeddedValkey(Path(directory), 32 << 20) as valkey,
+    ):
+        yield valkey
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def test_deployments_do_not_meet(server: EmbeddedValkey, registry: Registry) -> 
 
 
 def test_feed_returns_every_kind_in_order_and_continues_where_left(registry: Registry) -> None:
-    records = [
+    records: list[FeedRecord] = [
         SpecWindow(
             at=1.0,
             replica="r",
@@ -132,7 +134,7 @@ def test_feed_is_bounded_and_keeps_the_newest(server: EmbeddedValkey) -> None:
     registry = Registry(server.url, "bounded", feed_length=100)
     for start in range(0, 1000, 50):
         registry.publish(*(Event(at=float(i), kind="n", text="x") for i in range(start, start + 50)))
-    kept = [record.at for _, record in registry.read(count=2000)]
+    kept = [record.at for _, record in registry.read(count=2000) if isinstance(record, Event)]
     assert 100 <= len(kept) < 300
     assert kept == [float(i) for i in range(1000 - len(kept), 1000)]
     registry.close()
@@ -148,7 +150,7 @@ def test_threads_share_one_registry(registry: Registry) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    records = [record for _, record in registry.read()]
+    records = [record for _, record in registry.read() if isinstance(record, MetricPoint)]
     for writer in range(4):
         assert [r.at for r in records if r.name == str(writer)] == [float(i) for i in range(50)]
 

@@ -112,7 +112,30 @@ def test_draft_is_at_home_in_one_domain_only(draft: Any, answers: dict[str, list
     assert sql_rate <= 0.30
 
 
-@pytest.mark.parametrize("size", [(384, 5, 800), None], ids=["small", "default"])
+def test_draft_has_room_for_another_domain(
+    target: Any, tokenizer: Any, models: TinyModels, answers: dict[str, list[Example]]
+) -> None:
+    """A few hundred of the target's answers are enough to learn it; half of the lessons are from home, which stays."""
+    draft = _load(models.draft)
+    lessons = {}
+    for domain, num in (("sql", 320), (HOME, 320)):
+        prompts = [chat_prompt(tokenizer, r.prompt) for r in requests(domain, num, SERVED_SEED + 1)]
+        lessons[domain] = greedy_answers(target, prompts)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=2e-3, weight_decay=0.0)
+    for i in [*range(0, 320, 4)] * 2:
+        batch = collate(lessons["sql"][i : i + 4] + lessons[HOME][i : i + 4])
+        with torch.no_grad():
+            teacher = answer_logits(target, batch).log_softmax(-1)
+        student = answer_logits(draft, batch).log_softmax(-1)
+        torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean").backward()
+        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert _replay(draft, answers["sql"])[0] >= 0.75
+    assert _replay(draft, answers[HOME])[0] >= 0.80
+
+
+@pytest.mark.parametrize("size", [(384, 5, 1000), None], ids=["small", "default"])
 def test_cost_shaped_target_computes_the_same(
     models: TinyModels, target: Any, answers: dict[str, list[Example]], tmp_path: Path, size: Any
 ) -> None:
