@@ -38,6 +38,10 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": (),
+    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.process_weights_after_loading": (
+        "self",
+        "layer",
+    ),
     "vllm.config:set_current_vllm_config": ("vllm_config",),
     "vllm.entrypoints.launchers.cli_args:make_arg_parser": ("parser",),
     "vllm.entrypoints.launchers.app:build_app": ("args", "supported_tasks", "model_config"),
@@ -269,6 +273,24 @@ def load_draft_weights(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None
             draft.load_weights(list(tensors.items()))
         finally:
             finalize_layerwise_reload(draft, draft_config)
+            _repack_tied_heads(draft)
+
+
+def _repack_tied_heads(draft: Any) -> None:
+    """Refresh CPU output heads that are tied to the embedding.
+
+    Their weight is the embedding's own tensor, so a reload loads nothing "into" them, and the packed copy the CPU
+    multiplies with would stay that of the draft the engine started with.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in draft.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)
 
 
 def names_shared_with_target(worker: Any) -> set[str]:

@@ -1,0 +1,17 @@
+# Each target is the only command needed on a fresh machine: set-up comes first, and takes seconds when nothing is to do.
+.PHONY: demo test check setup docs
+
+demo: setup
+	@.venv/bin/osd demo $(DEMO)
+
+test: setup
+	@scripts/test
+
+check: setup
+	@scripts/check
+
+setup:
+	@scripts/setup.sh
+
+docs: setup
+	@.venv/bin/python scripts/make_configuration_docs.py

@@ -1,0 +1,133 @@
+"""The shape of the project: who may import whom, what importing costs, and that our packages are ours."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("osd", "serving", "buffers", "trainer")
+FLOOR = {"osd", "osd.records", "osd.config", "osd.errors", "osd.registry"}
+ROOF = {"osd.launch", "osd.actors", "osd.cli", "osd.control", "osd.worker", "osd.demo", "osd.doctor"}
+"""Composition: the only modules of `osd` that know serving, buffers and trainer."""
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            yield name, ast.parse(path.read_text())
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Modules imported anywhere in a file, but for those under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield node.module
+        else:
+            yield from imports(node)
+
+
+def inner(name: str) -> str:
+    """`trainer.loop.Trainer` -> `trainer.loop`: the module of ours an imported name belongs to."""
+    parts = name.split(".")
+    while (
+        len(parts) > 1 and not (ROOT / Path(*parts)).with_suffix(".py").exists() and not (ROOT / Path(*parts)).is_dir()
+    ):
+        parts.pop()
+    return ".".join(parts)
+
+
+def test_serving_buffers_and_trainer_stand_on_the_floor_alone() -> None:
+    wrong = []
+    for name, tree in modules():
+        package = name.split(".")[0]
+        if package == "osd":
+            continue
+        for imported in {inner(i) for i in imports(tree) if i.split(".")[0] in PACKAGES}:
+            other = imported.split(".")[0]
+            if other != package and imported not in FLOOR:
+                wrong.append(f"{name} imports {imported}")
+    assert not wrong
+
+
+def test_only_the_roof_knows_the_parts() -> None:
+    wrong = []
+    for name, tree in modules():
+        if not name.startswith("osd") or name in ROOF:
+            continue
+        wrong += [f"{name} imports {i}" for i in imports(tree) if i.split(".")[0] in ("serving", "buffers", "trainer")]
+    assert not wrong
+
+
+def test_only_the_composition_root_builds_rays_parts() -> None:
+    users = {name for name, tree in modules() if any(i.split(".")[0] == "ray" for i in imports(tree))}
+    assert users <= {"osd.launch", "osd.actors"}
+
+
+def test_private_names_of_vllm_stand_in_one_file() -> None:
+    users = {name for name, tree in modules() if any(i.split(".")[0] == "vllm" for i in imports(tree))}
+    assert users == {"serving.vllm_compat"}
+
+
+@pytest.mark.parametrize("module", ["osd.cli", "osd.config", "osd.records", "osd.controller", "osd.dashboard"])
+def test_importing_it_loads_nothing_heavy(module: str) -> None:
+    code = f"import {module}, sys; print([m for m in ('torch', 'vllm', 'ray', 'transformers') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "[]"
+
+
+def test_help_answers_at_once() -> None:
+    import time
+
+    best = 9.0
+    for _ in range(3):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "osd", "--help"], capture_output=True, check=True, cwd=ROOT)
+        best = min(best, time.perf_counter() - started)
+    assert best < 0.8
+
+
+def test_each_of_our_names_is_ours() -> None:
+    owners = importlib.metadata.packages_distributions()
+    for package in PACKAGES:
+        assert set(owners.get(package, [])) <= {"online-speculative-distillation"}, f"{package} has other owners"
+        module = __import__(package)
+        assert Path(module.__file__ or "").resolve().is_relative_to(ROOT), f"{package} is loaded from {module.__file__}"
+
+
+def test_every_module_and_public_class_says_what_it_is_for() -> None:
+    missing = []
+    for name, tree in modules():
+        if not ast.get_docstring(tree):
+            missing.append(name)
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node):
+                missing.append(f"{name}.{node.name}")
+    assert not missing
+
+
+def test_no_file_speaks_of_machines_or_registries() -> None:
+    import re
+
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    wrong = []
+    for name in tracked:
+        path = ROOT / name
+        if path.suffix not in {".py", ".md", ".yaml", ".toml", ".sh", ".txt", ""} or not path.exists():
+            continue
+        for number, line in enumerate(path.read_text(errors="ignore").splitlines(), 1):
+            if re.search(r"(^|[\s\"'=(])/(work|root|home)/\w", line) or re.search(r"(extra-)?index-url\s*=", line):
+                wrong.append(f"{name}:{number}")
+    assert wrong in ([], ["tests/unit/test_layout.py:132"]) or all("test_layout" in w for w in wrong)
