@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import tempfile
@@ -30,6 +29,7 @@ from typing import Any
 from osd import models, runtime
 from osd.config import Config
 from osd.errors import ConfigError, OSDError
+from osd.reaper import Reaper
 from osd.records import DraftRelease
 from osd.registry import Registry
 from osd.releases import ReleaseStore
@@ -195,7 +195,7 @@ class Service:
         }
         if self.config.ray.address == "local":
             directory = tempfile.mkdtemp(prefix="osd-ray-")  # short: socket paths below it have a length limit
-            self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            self._stack.callback(Reaper(directory).close)
             options |= {"include_dashboard": False, "object_store_memory": 128 << 20, "_temp_dir": directory}
         self._stack.callback(ray.shutdown)
         with signals_kept():  # Ray puts handlers of its own in place
