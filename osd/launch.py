@@ -28,7 +28,7 @@ from typing import Any
 
 from osd import models, runtime
 from osd.config import Config
-from osd.errors import ConfigError, OSDError
+from osd.errors import ConfigError, OSDError, ReleaseError, ReplayBufferError
 from osd.reaper import Reaper
 from osd.records import DraftRelease
 from osd.registry import Registry
@@ -86,10 +86,14 @@ def with_free_ports(config: Config) -> Config:
 
 def first_release(config: Config, draft: Path, target_id: str) -> DraftRelease:
     """What to serve first: the pinned or current release of this target; published from `draft` when there is none."""
-    store = ReleaseStore(config.releases_path)
-    if (pinned := store.pinned(target_id)) is not None:
-        return store.get(pinned)
-    return store.current(target_id) or store.publish(draft, parent=0, target_id=target_id)
+    try:
+        store = ReleaseStore(config.releases_path)
+        if (pinned := store.pinned(target_id)) is not None:
+            return store.get(pinned)
+        return store.current(target_id) or store.publish(draft, parent=0, target_id=target_id)
+    except ReleaseError as error:
+        key = "releases.dir" if config.releases.dir else "data_dir"
+        raise ConfigError(f"{key}: {error}; choose another with {key}=DIRECTORY") from None
 
 
 def without_speculation(config: Config) -> Config:
@@ -172,11 +176,21 @@ class Service:
             self._stack.callback(self._valkey.stop)
             self._valkey.start()
             url = self._valkey.url
-        buffer = RedisTraceBuffer(**buffer_settings(self.config, url, self.plan.target_id))
-        buffer.ping()
-        buffer.close()
+        self._check_redis(RedisTraceBuffer(**buffer_settings(self.config, url, self.plan.target_id)))
         self._report("replay buffer: " + ("private Valkey" if self._valkey else "redis at the given URL"))
         return url
+
+    def _check_redis(self, buffer: Any) -> None:
+        try:
+            buffer.ping()
+        except ReplayBufferError as error:
+            if self._valkey is not None:
+                raise
+            raise ConfigError(
+                f"buffer.redis_url: {error}; start that server, or leave the key out for a private one"
+            ) from None
+        finally:
+            buffer.close()
 
     def _start_ray(self) -> None:
         import ray

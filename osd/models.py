@@ -96,7 +96,7 @@ def check_pair(target: Path, draft: Path) -> None:
         )
     vocabularies = [_vocabulary(path) for _, path in _pair(target, draft)]
     if vocabularies[0] and vocabularies[1] and vocabularies[0] != vocabularies[1]:
-        token = next(t for t, i in vocabularies[0].items() if vocabularies[1].get(t) != i)
+        token = min(vocabularies[0].items() ^ vocabularies[1].items(), key=lambda entry: entry[::-1])[0]
         raise ConfigError(
             f"serving.draft={draft}: another tokenizer than the target's (they disagree on {token!r}); "
             "use a draft trained with the target's tokenizer"

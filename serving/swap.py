@@ -10,7 +10,6 @@ next step, so nothing reaches the live draft before it has been compared with th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
@@ -23,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from osd.errors import SwapError
+from osd.files import sha256
 from osd.records import DraftRelease
 
 WEIGHTS = "model.safetensors"
@@ -64,7 +64,7 @@ def read_release(release: DraftRelease, expected: DraftShape) -> dict[str, torch
     """The tensors of a release, proved to fit. Raises `SwapError` saying what does not."""
     directory = Path(release.path)
     try:
-        digest = hashlib.file_digest((directory / WEIGHTS).open("rb"), "sha256").hexdigest()
+        digest = sha256(directory / WEIGHTS)
         config = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise SwapError(f"v{release.version}: {directory} cannot be read: {error}") from None

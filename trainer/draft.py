@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from osd.errors import ReleaseError
-from trainer.files import sha256, write_aside
+from osd.files import sha256
+from trainer.files import write_aside
 
 WEIGHTS_NAME = "model.safetensors"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from osd.errors import OSDError
+from osd.files import fsync, replace_file
 
 
 @contextmanager
@@ -27,10 +26,10 @@ def write_aside(final: Path) -> Iterator[Path]:
             aside.mkdir(parents=True)
             yield aside
             for path in aside.iterdir():
-                _sync(path)
+                fsync(path)
             _remove(final)
             aside.rename(final)
-            _sync(final.parent)
+            fsync(final.parent)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -39,16 +38,7 @@ def write_aside(final: Path) -> Iterator[Path]:
 def point_to(pointer: Path, name: str) -> None:
     """Make `pointer` a small file that holds `name`, in one step."""
     with explain_disk_errors(pointer):
-        aside = pointer.with_name(f".{pointer.name}.tmp")
-        aside.write_text(name)
-        _sync(aside)
-        aside.replace(pointer)
-
-
-def sha256(path: Path) -> str:
-    """Hexadecimal digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        replace_file(pointer, name.encode())
 
 
 def numbered(directory: Path) -> list[Path]:
@@ -80,12 +70,3 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
 def _remove(path: Path) -> None:
     if path.exists():
         shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or directory to disk, so that a rename never outlives its content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

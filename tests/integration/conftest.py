@@ -31,7 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="session")
 def speculating(pair: Pair, plain: Engine) -> Engine:
-    """k = 4, capture on, at most 384 tokens a step. Built after `plain`: vLLM's metrics are those of the newest engine."""
+    """k = 4, capture on, at most 384 tokens a step. Built after `plain`: vLLM's metrics are the newest engine's."""
     engine = Engine(pair.target, release_of(pair.draft, 1), max_num_batched_tokens=384)
     engine.start_hooks(CaptureConfig(top_k=16))
     return engine
@@ -53,7 +53,7 @@ def engine(speculating: Engine, pair: Pair) -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def plain(pair: Pair) -> Engine:
     """The same target without speculation."""
-    return Engine(pair.target, None)
+    return Engine(pair.target, None, disable_log_stats=True)
 
 
 @pytest.fixture(scope="session")
@@ -61,3 +61,13 @@ def prompts() -> list[list[int]]:
     """24 prompts of 5 to 60 tokens."""
     random = np.random.default_rng(7)
     return [random.integers(2, VOCABULARY, random.integers(5, 60)).tolist() for _ in range(24)]
+
+
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory: pytest.TempPathFactory, plain: Engine) -> tuple[Engine, Pair]:
+    """An engine whose draft has its output head tied to its embedding, as small models often have. It lives to the end:
+    vLLM takes down what all engines of a process share when one of them is collected."""
+    pair = build_pair(tmp_path_factory.mktemp("tied"), tied=True)
+    engine = Engine(pair.target, release_of(pair.draft, 1), disable_log_stats=True)
+    engine.start_hooks(CaptureConfig(top_k=16))
+    return engine, pair

@@ -25,18 +25,20 @@ class Pair:
     """Same shape, other random weights: hardly ever accepted."""
 
 
-def build_pair(directory: Path, *, scale: float = 2.0, noise: float = 0.06, seed: int = 0) -> Pair:
-    """`scale` sharpens the target's distribution, `noise` is what the draft's weights differ by."""
+def build_pair(directory: Path, *, scale: float = 2.0, noise: float = 0.06, seed: int = 0, tied: bool = False) -> Pair:
+    """`scale` sharpens the target's distribution, `noise` is what the draft's weights differ by; with `tied` weights
+    the output head is the embedding."""
     torch.manual_seed(seed)
-    target = LlamaForCausalLM(_config(num_layers=2)).eval()
-    with torch.no_grad():
-        target.lm_head.weight.mul_(scale)
-    draft = LlamaForCausalLM(_config(num_layers=2)).eval()
+    target = LlamaForCausalLM(_config(tied)).eval()
+    if not tied:
+        with torch.no_grad():
+            target.lm_head.weight.mul_(scale)
+    draft = LlamaForCausalLM(_config(tied)).eval()
     draft.load_state_dict({k: v.clone() for k, v in target.state_dict().items() if k in draft.state_dict()})
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.add_(torch.randn_like(parameter) * noise * parameter.std())
-    stranger = LlamaForCausalLM(_config(num_layers=2)).eval()
+    stranger = LlamaForCausalLM(_config(tied)).eval()
     paths = Pair(directory / "target", directory / "draft", directory / "stranger")
     for model, path in ((target, paths.target), (draft, paths.draft), (stranger, paths.stranger)):
         model.save_pretrained(path)
@@ -53,18 +55,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def _config(num_layers: int) -> LlamaConfig:
+def _config(tied: bool) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=num_layers,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=512,
         initializer_range=0.15,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,

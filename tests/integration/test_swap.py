@@ -17,6 +17,8 @@ from osd.records import DraftRelease
 from tests.integration.conftest import release_of
 from tests.integration.engines import Engine
 from tests.integration.pairs import Pair
+from trainer.draft import load_draft
+from trainer.evaluate import replay
 
 WEIGHTS = "model.safetensors"
 
@@ -147,3 +149,21 @@ def acceptance_and_outputs(engine: Engine, prompts: list[list[int]]) -> tuple[An
     engine.traces()
     windows = json.loads(engine.rpc("osd_report", "test", "default"))["windows"]
     return [(w["num_tested_per_pos"], w["num_accepted_tokens_per_pos"]) for w in windows], outputs
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_a_swapped_in_draft_serves_exactly_as_its_replay_says(
+    request: pytest.FixtureRequest, engine: Engine, pair: Pair, prompts: list[list[int]], kind: str
+) -> None:
+    """The gate judges by replay: what it measures must be what the engine then serves, token by token."""
+    live, drafts = (engine, pair) if kind == "untied" else request.getfixturevalue("tied")
+    for version, path in ((2, drafts.stranger), (3, drafts.draft)):
+        assert live.swap(release_of(path, version))["error"] == ""
+        live.llm.reset_prefix_cache()
+        live.rpc("osd_report", "test", "default")
+        live.generate(prompts, ignore_eos=True, max_tokens=40)
+        traces = live.traces()
+        (window,) = json.loads(live.rpc("osd_report", "test", "default"))["windows"]
+        counts = replay(load_draft(path), traces, live.k, max_length=512)
+        assert counts.tested_RG.sum(0).tolist() == window["num_tested_per_pos"]
+        assert counts.accepted_RG.sum(0).tolist() == window["num_accepted_tokens_per_pos"]

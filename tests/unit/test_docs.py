@@ -89,9 +89,7 @@ def test_files_and_links_named_in_the_docs_exist(page: Path) -> None:
 
 def test_the_osd_commands_in_the_readme_parse() -> None:
     readme = (ROOT / "README.md").read_text()
-    commands = {
-        m for m in re.findall(r"^(?:\.venv/bin/)?osd (\w+(?: (?:list|show|pin|promote|rollback))?)", readme, re.M)
-    }
+    commands = set(re.findall(r"^(?:\.venv/bin/)?osd (\w+(?: (?:list|show|pin|promote|rollback))?)", readme, re.M))
     assert commands
     for command in commands:
         result = subprocess.run(

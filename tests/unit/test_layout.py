@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("osd", "serving", "buffers", "trainer")
-FLOOR = {"osd", "osd.records", "osd.config", "osd.errors", "osd.registry"}
+FLOOR = {"osd", "osd.records", "osd.config", "osd.errors", "osd.files", "osd.registry"}
 ROOF = {"osd.launch", "osd.actors", "osd.cli", "osd.control", "osd.worker", "osd.demo", "osd.doctor"}
 """Composition: the only modules of `osd` that know serving, buffers and trainer."""
 

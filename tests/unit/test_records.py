@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from osd import records
-from osd.records import ACCEPTED, PLAIN, REJECTED, HOLDOUT_ONE_IN, EvalReport, Trace
+from osd.records import ACCEPTED, HOLDOUT_ONE_IN, PLAIN, REJECTED, EvalReport, Trace
 from tests.builders import make_trace
 
 RECORDS = [
