@@ -165,30 +165,34 @@ class Service:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _start_redis(self) -> str:
-        from buffers.redis_stream import RedisTraceBuffer
-        from osd.actors import buffer_settings
-
         url = self.config.buffer.redis_url
-        if not url:
-            from buffers.embedded import EmbeddedValkey
-
-            self._valkey = EmbeddedValkey(self.config.data_path / "valkey", max_memory=self.config.buffer.max_memory)
-            self._stack.callback(self._valkey.stop)
-            self._valkey.start()
-            url = self._valkey.url
-        self._check_redis(RedisTraceBuffer(**buffer_settings(self.config, url, self.plan.target_id)))
+        if url:
+            try:
+                self._reach_redis(url)
+            except ReplayBufferError as error:
+                remedy = "start that server, or leave the key out for a private one"
+                raise ConfigError(f"buffer.redis_url: {error}; {remedy}") from None
+        else:
+            url = self._start_valkey()
+            self._reach_redis(url)
         self._report("replay buffer: " + ("private Valkey" if self._valkey else "redis at the given URL"))
         return url
 
-    def _check_redis(self, buffer: Any) -> None:
+    def _start_valkey(self) -> str:
+        from buffers.embedded import EmbeddedValkey
+
+        self._valkey = EmbeddedValkey(self.config.data_path / "valkey", max_memory=self.config.buffer.max_memory)
+        self._stack.callback(self._valkey.stop)
+        self._valkey.start()
+        return str(self._valkey.url)
+
+    def _reach_redis(self, url: str) -> None:
+        from buffers.redis_stream import RedisTraceBuffer
+        from osd.actors import buffer_settings
+
+        buffer = RedisTraceBuffer(**buffer_settings(self.config, url, self.plan.target_id))
         try:
             buffer.ping()
-        except ReplayBufferError as error:
-            if self._valkey is not None:
-                raise
-            raise ConfigError(
-                f"buffer.redis_url: {error}; start that server, or leave the key out for a private one"
-            ) from None
         finally:
             buffer.close()
 

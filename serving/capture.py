@@ -62,14 +62,13 @@ class Capture:
         self._live: dict[str, _Live] = {}
         self._random = np.random.default_rng(seed)
         self._queue: queue.SimpleQueue[Step | Schedule | threading.Event | None] = queue.SimpleQueue()
-        self._failed = False
         self._thread = threading.Thread(target=self._run, name="osd-capture", daemon=True)
         self._thread.start()
 
     # -- hot path: called by the engine -------------------------------------------------------------------------------
 
     def on_schedule(self, new: list[NewRequest], finished: set[str]) -> None:
-        """Note which requests came and went. Never raises."""
+        """Note which requests came and went."""
         for req_id in finished:
             self._live.pop(req_id, None)
         for request in new:
@@ -78,15 +77,13 @@ class Capture:
         self._queue.put(Schedule(time.time(), new, finished))
 
     def on_verify(self, step: Verification) -> None:
-        """Pick and copy the rows of one step. Never raises: a failure here is counted, and capture goes off."""
-        if self._failed:
-            return
-        try:
-            self._queue.put(self._take(step))
-        except Exception:
-            self._failed = True
-            self.assembler.skipped["hook_error"] += 1
-            logger.exception("capture failed and is off until the engine restarts; serving is not affected")
+        """Pick and copy the rows of one step."""
+        self._queue.put(self._take(step))
+
+    def on_failure(self, error: Exception) -> None:
+        """Capture is off until the engine restarts; serving goes on."""
+        self.assembler.skipped["hook_error"] += 1
+        logger.error("capture failed and is off until the engine restarts; serving is not affected", exc_info=error)
 
     def _take(self, step: Verification) -> Step:
         sampled_BG = step.sampled_BG.cpu().numpy().copy()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -163,22 +163,26 @@ class Verification:
     """[sum of (num_draft_tokens + 1), V]: raw target logits; row j of a request follows j accepted drafts"""
 
 
-class VerificationHook:
-    """Listens to one worker's model runner (V1). `remove()` takes it out again.
+class Listener(Protocol):
+    """Who is told of steps and verifications."""
 
-    `on_schedule(new_requests, finished_req_ids)` runs before each step, `on_verify(Verification)` within it, after
-    sampling and before drafting. Only the live instances are touched, never vLLM's classes.
+    def on_schedule(self, new: list[NewRequest], finished: set[str]) -> None: ...
+    def on_verify(self, step: Verification) -> None: ...
+    def on_failure(self, error: Exception) -> None: ...
+
+
+class VerificationHook:
+    """Tells a listener what one worker's model runner (V1) does. `remove()` takes it out again.
+
+    `on_schedule` is called before each step that brings or ends requests, `on_verify` within each step, after sampling
+    and before drafting. Only the live instances are touched, never vLLM's classes. A request never fails because of us:
+    the first error ends the listening and is handed to `on_failure`.
     """
 
-    def __init__(
-        self,
-        model_runner: Any,
-        on_schedule: Callable[[list[NewRequest], set[str]], None],
-        on_verify: Callable[[Verification], None],
-    ) -> None:
+    def __init__(self, model_runner: Any, listener: Listener) -> None:
         self._runner = model_runner
-        self._on_schedule = on_schedule
-        self._on_verify = on_verify
+        self._listener = listener
+        self.is_listening = True
         self._execute_model = model_runner.execute_model
         model_runner.execute_model = self._execute_and_listen
         self._handle = model_runner.rejection_sampler.register_forward_hook(self._after_verification)
@@ -188,29 +192,41 @@ class VerificationHook:
         self._handle.remove()
 
     def _execute_and_listen(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        new = scheduler_output.scheduled_new_reqs
-        if new or scheduler_output.finished_req_ids:
-            self._on_schedule([_new_request(r) for r in new], set(scheduler_output.finished_req_ids))
+        with self._guard():
+            new, finished = scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids
+            if self.is_listening and (new or finished):
+                self._listener.on_schedule([_new_request(r) for r in new], set(finished))
         return self._execute_model(scheduler_output, *args, **kwargs)
 
     def _after_verification(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        with self._guard():
+            if self.is_listening:
+                self._listener.on_verify(self._verification(args, output))
+
+    def _verification(self, args: tuple[Any, ...], output: Any) -> Verification:
         metadata, _draft_probs, logits, _sampling = args
         runner = self._runner
         num_drafts_B = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
         num_reqs = len(num_drafts_B)
         starts_B = np.concatenate(([0], np.cumsum(num_drafts_B + 1)[:-1]))
         first_rows = metadata.logits_indices[torch.from_numpy(starts_B).to(metadata.logits_indices.device)]
-        self._on_verify(
-            Verification(
-                req_ids=list(runner.input_batch.req_ids[:num_reqs]),
-                num_draft_tokens_B=num_drafts_B,
-                is_partial_B=runner.discard_request_mask.np[:num_reqs].copy(),
-                draft_ids=metadata.draft_token_ids,
-                first_position_B=runner.positions[first_rows.long()] + 1,
-                sampled_BG=output.sampled_token_ids,
-                logits=logits,
-            )
+        return Verification(
+            req_ids=list(runner.input_batch.req_ids[:num_reqs]),
+            num_draft_tokens_B=num_drafts_B,
+            is_partial_B=runner.discard_request_mask.np[:num_reqs].copy(),
+            draft_ids=metadata.draft_token_ids,
+            first_position_B=runner.positions[first_rows.long()] + 1,
+            sampled_BG=output.sampled_token_ids,
+            logits=logits,
         )
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  a request must never fail because of capture
+            self.is_listening = False
+            self._listener.on_failure(error)
 
 
 def _new_request(data: Any) -> NewRequest:

@@ -56,7 +56,7 @@ class WorkerExtension:
             seed=options.get("seed"),
         )
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        self.osd_hook = vllm_compat.VerificationHook(runner, self.osd_capture.on_schedule, self.osd_capture.on_verify)
+        self.osd_hook = vllm_compat.VerificationHook(runner, self.osd_capture)
         return "{}"
 
     def osd_stage(self, release: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from osd.tiny import recipe
 from osd.tiny.recipe import Shape
 from osd.tiny.tokenizer import chat_prompt
-from osd.tiny.traffic import DOMAINS, HOME, stream
+from osd.tiny.traffic import HOME, stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -123,7 +123,7 @@ def train(
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[Any] = [
-        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.0, ns_steps=4, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
     warmup = max(1, steps // 20)
@@ -150,8 +150,8 @@ def train(
 def train_target(tokenizer: PreTrainedTokenizerFast, report: Report) -> LlamaForCausalLM:
     """The target: knows all domains."""
     model = make_model(recipe.TARGET, tokenizer, seed=1)
-    pools = [examples(tokenizer, domain, recipe.TRAIN_SEED) for domain in DOMAINS]
-    mixed = (next(pool) for _ in iter(int, 1) for pool in pools)
+    pools = {domain: examples(tokenizer, domain, recipe.TRAIN_SEED) for domain in recipe.TARGET_MIX}
+    mixed = (next(pools[domain]) for domain in cycle(recipe.TARGET_MIX))
     data = batches(mixed, recipe.TARGET_BATCH, Random(0))
 
     def loss_of(batch: Batch) -> Tensor:

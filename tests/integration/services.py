@@ -168,9 +168,9 @@ def pause_training(service: Service) -> int:
 
 
 def prompt_texts(num: int, seed: int, length: int = 10) -> list[str]:
-    """Random prompts: "t5 t9 ..."."""
+    """Random prompts: "t25 t91 ...". Words that begin with a special token ("t1" in "t13") would be split there."""
     random = np.random.default_rng(seed)
-    return [" ".join(f"t{i}" for i in random.integers(2, VOCABULARY, length)) for _ in range(num)]
+    return [" ".join(f"t{i}" for i in random.integers(20, VOCABULARY, length)) for _ in range(num)]
 
 
 def ids_of(text: str) -> list[int]:

@@ -159,12 +159,10 @@ def test_counters_equal_vllms_own(engine: Engine, prompts: list[list[int]]) -> N
 
 def test_each_row_carries_the_version_that_proposed_it(engine: Engine, pair: Pair, prompts: list[list[int]]) -> None:
     keep_all(engine)
-    swapped_at: dict[str, int] = {}
 
     def swap(step: int) -> None:
         if step == 5:
             assert engine.swap(release_of(pair.stranger, 2))["error"] == ""
-            swapped_at.update(dict.fromkeys((), 0))
 
     for prompt in prompts[:6]:
         engine.add(prompt, ignore_eos=True, max_tokens=40)
@@ -215,13 +213,17 @@ def test_a_spent_budget_drops_traces_and_counts_them(engine: Engine, prompts: li
         assembler._budget = budget
 
 
-def test_a_failing_hook_costs_no_request(engine: Engine, plain: Engine, prompts: list[list[int]]) -> None:
-    capture = engine.worker.osd_capture
-    pick_rows = capture._pick_rows
-    capture._pick_rows = lambda *args: 1 / 0
+@pytest.mark.parametrize("broken", ["_pick_rows", "on_schedule"])
+def test_a_failing_hook_costs_no_request(engine: Engine, plain: Engine, prompts: list[list[int]], broken: str) -> None:
+    capture, hook = engine.worker.osd_capture, engine.worker.osd_hook
+    before = capture.assembler.skipped["hook_error"]
+    setattr(capture, broken, lambda *args: 1 / 0)
     try:
         assert engine.generate(prompts[:4], ignore_eos=True) == plain.generate(prompts[:4], ignore_eos=True)
-        assert capture.assembler.skipped["hook_error"] == 1
+        assert capture.assembler.skipped["hook_error"] == before + 1
+        assert not hook.is_listening
     finally:
-        capture._pick_rows = pick_rows
-        capture._failed = False
+        delattr(capture, broken)
+        hook.is_listening = True
+        engine.generate(prompts[:1])
+        engine.traces()

@@ -1,0 +1,624 @@
+"""The service as a whole, with real vLLM, Ray and Valkey: it learns, swaps, keeps promises, and survives its parts.
+
+One service is shared by all tests, which run in this order: later ones break more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import ray
+import redis
+
+from osd import runtime
+from osd.launch import Service
+from osd.load import Answer
+from osd.models import fingerprint
+from osd.records import DraftRelease, SwapReport, Trace
+from osd.registry import Registry
+from osd.releases import ReleaseStore
+from tests.integration import services
+from tests.integration.pairs import VOCABULARY, Pair
+from tests.integration.services import (
+    MODEL,
+    Served,
+    Traffic,
+    admin,
+    alive,
+    ask,
+    descendants,
+    pause_training,
+    places_of,
+    prompt_texts,
+    replica_version,
+    status,
+    wait_for_version,
+    wait_until,
+)
+
+PROMPTS = prompt_texts(12, seed=1)
+"""The traffic the draft learns: few prompts, so that it learns them within seconds."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.mktemp("run", numbered=True)
+        path.chmod(0o700)
+        patch.setenv("OSD_RUNTIME_DIR", str(path))
+        yield path
+
+
+@pytest.fixture(scope="module")
+def service(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Starts with a draft that knows nothing of its target."""
+    data = tmp_path_factory.mktemp("service")
+    started = time.monotonic()
+    with services.supervised(services.settings("test-main", data, pair.target, pair.stranger)) as service:
+        print(f"started in {time.monotonic() - started:.1f} s")
+        yield service
+
+
+@pytest.fixture(scope="module")
+def learnt(service: Service) -> list[Answer]:
+    """The answers given until a much better draft than the first was current; training is paused then."""
+    answers = []
+    for _ in range(20):
+        answers += ask(service.url, PROMPTS * 3, streams=6)
+        if (release := current(service)).version > 1 and measured_alpha(release) > 0.6:
+            break
+    pause_training(service)
+    return answers
+
+
+def store(service: Service) -> ReleaseStore:
+    return ReleaseStore(service.config.releases_path)
+
+
+def current(service: Service) -> DraftRelease:
+    release = store(service).current(service.plan.target_id)
+    assert release is not None
+    return release
+
+
+def measured_alpha(release: DraftRelease) -> float:
+    """What the gate's replay measured before it was published."""
+    assert release.outcome is not None and release.outcome.eval is not None
+    return release.outcome.eval.alpha_candidate
+
+
+# The loop
+
+
+def test_the_loop_closes_on_unlabelled_traffic(service: Service, learnt: list[Answer]) -> None:
+    assert [answer.error for answer in learnt if not answer.ok] == []
+    release = current(service)
+    first = services.counts(learnt[: len(PROMPTS)])
+    newest = services.counts(ask(service.url, PROMPTS * 2))
+    gain = services.resampled_alphas(newest, len(newest)) - services.resampled_alphas(first, len(first))
+    print(f"live α: v1 {services.alpha(first):.3f}, v{release.version} {services.alpha(newest):.3f}", end=" ")
+    print(f"(+{np.quantile(gain, 0.005):.3f} or more), the gate measured {measured_alpha(release):.3f}")
+    assert release.version > 1
+    assert np.quantile(gain, 0.005) > 0.3
+
+
+def test_what_serves_is_what_was_released(service: Service, learnt: list[Answer]) -> None:
+    """Acceptance served, in the gate's replay, and in a replay here of the file on disk: one and the same."""
+    release = current(service)
+    answers = ask(service.url, PROMPTS * 2)
+    live = services.counts(answers)
+    assert release.outcome is not None and release.outcome.eval is not None
+    samples = services.resampled_alphas(live, release.outcome.eval.num_traces)
+    assert np.quantile(samples, 0.001) <= measured_alpha(release) <= np.quantile(samples, 0.999)
+    assert services.alpha(live) == pytest.approx(replayed_alpha(release, answers), abs=0.01)
+    first = store(service).get(1)
+    assert replayed_alpha(first, answers) < services.alpha(live) - 0.3, "another draft would have shown"
+
+
+def replayed_alpha(release: DraftRelease, answers: list[Answer]) -> float:
+    from trainer.draft import load_draft
+    from trainer.evaluate import replay
+
+    traces = [trace_of(prompt, answer) for prompt, answer in zip(PROMPTS * 2, answers, strict=True)]
+    value = replay(load_draft(release.path), traces, 4, max_length=256).alpha
+    assert value is not None
+    return value
+
+
+def trace_of(prompt: str, answer: Answer) -> Trace:
+    """What a client saw, as a trace without captured rows."""
+    names = ("position", "kind", "draft_ids", "tail_logprob", "keep_prob", "draft_version")
+    empty: dict[str, Any] = {name: np.zeros(0) for name in names}
+    empty |= {name: np.zeros((0, 1)) for name in ("target_ids", "target_logprobs")}
+    empty |= {"prompt_ids": services.ids_of(prompt), "output_ids": answer.token_ids}
+    return Trace(trace_id=str(answer.index), target_id="t", finished_at=0.0, **empty)
+
+
+def test_twenty_swaps_under_traffic_change_nothing_and_fail_nothing(service: Service, learnt: list[Answer]) -> None:
+    newest = current(service).version
+    prompts = prompt_texts(16, seed=2)
+    before = [answer.token_ids for answer in ask(service.url, prompts)]
+    num_before = len(swap_reports(service))
+    with Traffic(service.url, prompts) as traffic:
+        for i in range(20):
+            version = newest if i % 2 else 1
+            admin(service).admin("promote", version=version)
+            wait_until(lambda n=num_before + i + 1: len(swap_reports(service)) >= n, 60, f"swap {i} is reported")
+    reports = swap_reports(service)[num_before:]
+    blocked_ms = [1000 * report.pause_s for report in reports]
+    print(f"{len(reports)} swaps during {len(traffic.answers)} streams: blocked", end=" ")
+    print(f"p50 {np.quantile(blocked_ms, 0.5):.1f} ms, p99 {np.quantile(blocked_ms, 0.99):.1f} ms")
+    assert [report.version for report in reports] == [1, newest] * 10
+    assert all(report.ok for report in reports)
+    assert len(traffic.answers) > 20
+    assert traffic.failed() == []
+    changed = [a.index for a in traffic.answers if a.token_ids != before[a.index]]
+    assert changed == []
+
+
+def swap_reports(service: Service) -> list[SwapReport]:
+    registry = Registry(service.redis_url, service.config.deployment)
+    found = [record for _, record in registry.read("0", 100_000) if isinstance(record, SwapReport)]
+    registry.close()
+    return found
+
+
+# What is kept
+
+
+def test_a_request_that_opts_out_leaves_no_trace(service: Service) -> None:
+    """By header or by argument. A request that does not opt out is found by the same search."""
+    opted_out = [
+        ({"X-OSD-Capture": "off"}, {}),
+        ({}, {"vllm_xargs": {"osd_capture": "off"}}),
+        ({"X-OSD-Capture": "off"}, {"vllm_xargs": {"osd_capture": "on"}}),
+    ]
+    secret = [exchange(service, i, *how) for i, how in enumerate(opted_out)]
+    normal = exchange(service, 100)
+    skipped = status(service.control_url)["replicas"][0]["capture_skipped"]
+    where = (service.redis_url, service.config.data_path, *services.ray_directories(descendants(os.getpid())))
+    assert len(where) == 3
+    for ids in normal:
+        found = wait_until(lambda ids=ids: places_of(ids, *where), 30, "the normal request is stored")
+        assert any(place.startswith("redis ") for place in found)
+        assert any("appendonlydir" in place for place in found)
+    for ids in (ids for both in secret for ids in both):
+        assert places_of(ids, *where) == set()
+    wait_until(
+        lambda: status(service.control_url)["replicas"][0]["capture_skipped"] != skipped, 10, "skips are counted"
+    )
+
+
+def exchange(
+    service: Service, seed: int, headers: dict[str, str] | None = None, more: dict[str, Any] | None = None
+) -> tuple[list[int], list[int]]:
+    """A request that never was before, with an answer drawn at random: prompt and output ids."""
+    prompt = np.random.default_rng([9, seed]).integers(2, VOCABULARY, 24).tolist()
+    body = {"model": MODEL, "prompt": prompt, "temperature": 1.5, "seed": seed, "max_tokens": 24, "ignore_eos": True}
+    body |= {"return_token_ids": True, **(more or {})}
+    response = httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=60)
+    assert response.status_code == 200, response.text
+    output = response.json()["choices"][0]["token_ids"]
+    assert len(output) == 24
+    return prompt, output
+
+
+# The OpenAI API
+
+
+@pytest.fixture
+def client(service: Service) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def messages(prompt: str) -> Any:
+    return [{"role": "user", "content": prompt}]
+
+
+def test_chat_and_completions_agree_streamed_or_not(client: openai.OpenAI) -> None:
+    common: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "temperature": 0}
+    chat = client.chat.completions.create(messages=messages(PROMPTS[0]), **common)
+    plain = client.completions.create(prompt=PROMPTS[0], **common)
+    assert chat.choices[0].message.content == plain.choices[0].text != ""
+    assert chat.usage is not None and chat.usage.completion_tokens == 20 and chat.usage.prompt_tokens == 10
+    chunks = client.chat.completions.create(messages=messages(PROMPTS[0]), stream=True, **common)
+    parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert len(parts) > 1 and "".join(parts) == chat.choices[0].message.content
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_several_answers_and_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=messages(PROMPTS[1]),
+        n=3,
+        temperature=1.0,
+        seed=5,
+        max_tokens=12,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    assert len({choice.message.content for choice in answer.choices}) == 3
+    for choice in answer.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert len(choice.logprobs.content) == 12
+        assert all(token.logprob <= 0 and len(token.top_logprobs) == 3 for token in choice.logprobs.content)
+
+
+def test_stop_ends_an_answer_before_the_word(client: openai.OpenAI) -> None:
+    common: dict[str, Any] = {"model": MODEL, "messages": messages(PROMPTS[2]), "max_tokens": 30, "temperature": 0}
+    whole = client.chat.completions.create(**common).choices[0].message.content or ""
+    word = whole.split()[5]
+    cut = client.chat.completions.create(stop=[word], **common).choices[0]
+    assert cut.finish_reason == "stop"
+    assert cut.message.content == whole[: whole.index(word)]
+
+
+def test_clients_that_leave_mid_stream_disturb_nobody(service: Service, client: openai.OpenAI) -> None:
+    reference = [answer.token_ids for answer in ask(service.url, PROMPTS[:4])]
+    body = {"model": MODEL, "messages": messages(PROMPTS[3]), "max_tokens": 200, "stream": True, "ignore_eos": True}
+    for _ in range(5):
+        with httpx.stream("POST", f"{service.url}/v1/chat/completions", json=body, timeout=30) as response:
+            assert next(response.iter_lines()).startswith("data: ")
+    assert [answer.token_ids for answer in ask(service.url, PROMPTS[:4])] == reference
+    wait_until(lambda: status(service.control_url)["replicas"][0]["num_running"] == 0, 30, "nothing runs any more")
+
+
+def test_health_and_metrics(service: Service) -> None:
+    assert httpx.get(f"{service.url}/health").status_code == 200
+    assert "vllm:spec_decode_num_accepted_tokens_total" in httpx.get(f"{service.url}/metrics").text
+    ours = httpx.get(f"{service.control_url}/metrics").text
+    for name in ("osd_spec_draft_tokens_total", "osd_swap_total", "osd_buffer_traces", "osd_draft_info"):
+        assert f"\n{name}" in ours
+    assert httpx.get(f"{service.control_url}/dashboard").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["collective_rpc", "update_weights", "init_weight_transfer_engine", "pause", "resume", "sleep",
+             "reset_prefix_cache", "server_info"],
+)  # fmt: skip
+def test_development_routes_are_closed(service: Service, path: str) -> None:
+    assert httpx.post(f"{service.url}/{path}", json={}).status_code == 404
+    assert httpx.get(f"{service.url}/{path}").status_code == 404
+
+
+# Administration
+
+
+def osd(*arguments: object, ok: bool = True) -> Any:
+    """A command as a user runs it: it finds the service by the note in the runtime directory."""
+    command = [sys.executable, "-m", "osd", *map(str, arguments)]
+    done = subprocess.run(command, cwd=services.ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0) is ok, done
+    return json.loads(done.stdout) if ok else done.stderr
+
+
+def test_drafts_are_chosen_by_command(service: Service, learnt: list[Answer]) -> None:
+    newest = max(release.version for release in store(service).list())
+    drafts = osd("drafts", "list")
+    assert [draft["version"] for draft in drafts] == [release.version for release in store(service).list()]
+    assert [draft["version"] for draft in drafts if draft["serving"]] == [current(service).version]
+
+    osd("drafts", "promote", 1)
+    wait_for_version(service.control_url, 1)
+    osd("drafts", "pin", newest)
+    wait_for_version(service.control_url, newest)
+    assert f"draft v{newest} is pinned" in osd("drafts", "promote", 1, ok=False)
+    osd("drafts", "unpin")
+    parent = store(service).get(newest).parent
+    osd("drafts", "rollback")
+    wait_for_version(service.control_url, parent)
+    osd("drafts", "promote", newest)
+    wait_for_version(service.control_url, newest)
+    assert "no such release" in osd("drafts", "promote", 999, ok=False)
+
+
+def test_a_pause_holds_training_until_resumed(service: Service, learnt: list[Answer]) -> None:
+    osd("resume")
+    assert osd("status")["paused"] is False
+    rounds = status(service.control_url)["num_rounds"]
+    with Traffic(service.url, PROMPTS):
+        wait_until(lambda: status(service.control_url)["num_rounds"] > rounds, 120, "a round after the resume")
+    osd("pause")
+    wait_until(lambda: osd("status")["phase"] == "waiting", 60, "no round is under way")
+    rounds = osd("status")["num_rounds"]
+    put = status(service.control_url)["buffer"]["num_put"]
+    ask(service.url, PROMPTS * 4)
+    wait_until(lambda: status(service.control_url)["buffer"]["num_put"] >= put + 24, 30, "new traces are stored")
+    assert (state := osd("status"))["paused"] is True and state["num_rounds"] == rounds
+
+
+def test_nothing_is_changed_without_the_token(service: Service) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        response = httpx.post(f"{service.control_url}/osd/admin/promote", json={"version": 1}, headers=headers)
+        assert response.status_code == 401
+
+
+# Faults. Every part is killed with SIGKILL.
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def pid_of(actor: Any) -> int:
+    """Of the process that runs the actor now; 0 while there is none."""
+    with suppress(ray.exceptions.RayError):
+        return int(ray.get(actor.pid.remote(), timeout=10))
+    return 0
+
+
+def test_requests_do_not_notice_that_valkey_died(service: Service) -> None:
+    def server_pid() -> int:
+        with suppress(redis.RedisError), redis.Redis.from_url(service.redis_url, protocol=2) as client:
+            return int(client.info("server")["process_id"])
+        return 0
+
+    before = status(service.control_url)["buffer"]["num_put"]
+    first = server_pid()
+    with Traffic(service.url, PROMPTS) as traffic:
+        wait_until(lambda: traffic.answers, 60, "answers before")
+        kill(first)
+        clock = time.monotonic()
+        wait_until(lambda: server_pid() not in (0, first), 60, "Valkey is back")
+        print(f"Valkey killed and back after {time.monotonic() - clock:.1f} s")
+        put = wait_until(lambda: (status(service.control_url).get("buffer") or {}).get("num_put"), 30, "stats")
+        assert put >= before - 24, "what was stored is there again, but for the last second"
+        wait_until(lambda: status(service.control_url)["buffer"]["num_put"] > put, 30, "capture goes on")
+    assert traffic.failed() == []
+    wait_until(lambda: status(service.control_url)["redis"] == "ok", 30, "the control plane is content")
+
+
+def test_a_killed_trainer_goes_on_from_its_checkpoint(service: Service, learnt: list[Answer]) -> None:
+    latest = service.config.checkpoint_path / service.plan.target_id / "checkpoints" / "latest"
+    rounds = int(latest.read_text())
+    assert rounds >= 1
+    trainer = pid_of(service.trainer)
+    kill(trainer)
+    clock = time.monotonic()
+    admin(service).admin("resume")
+    with Traffic(service.url, PROMPTS) as traffic:
+        wait_until(lambda: pid_of(service.trainer) not in (0, trainer), 120, "the trainer is back")
+        print(f"trainer killed and back after {time.monotonic() - clock:.1f} s")
+        wait_until(lambda: int(latest.read_text()) > rounds, 180, "a round after the checkpoint's")
+    assert traffic.failed() == []
+    log = (service.log_dir / "trainer.log").read_text()
+    assert f"trainer resumes after round {rounds}" in log
+    pause_training(service)
+
+
+def test_a_killed_control_plane_finds_history_and_version_again(service: Service, learnt: list[Answer]) -> None:
+    version = pause_training(service)
+    events = {(e["at"], e["text"]) for e in httpx.get(f"{service.control_url}/osd/events").json()}
+    control = pid_of(service.control)
+    with Traffic(service.url, PROMPTS) as traffic:
+        kill(control)
+        clock = time.monotonic()
+        wait_until(lambda: pid_of(service.control) not in (0, control), 120, "the control actor is back")
+        state = wait_until(lambda: status(service.control_url), 60, "the control port answers")
+        print(f"control plane killed and back after {time.monotonic() - clock:.1f} s")
+    assert traffic.failed() == []
+    assert state["version"] == version and state["paused"] is True
+
+    def is_history_back() -> bool:
+        found = httpx.get(f"{service.control_url}/osd/events").json()
+        return events <= {(e["at"], e["text"]) for e in found}
+
+    wait_until(is_history_back, 30, "every event from before is there")
+    assert httpx.get(f"{service.control_url}/osd/history").json()["series"]["at"]
+    assert osd("drafts", "list")[-1]["version"] == max(r.version for r in store(service).list())
+    osd("drafts", "promote", version)  # the token is still the same
+
+
+@pytest.mark.parametrize("part", ["VLLM::EngineCore", "VLLM::Worker"])
+def test_a_killed_engine_comes_back_with_the_newest_draft(service: Service, learnt: list[Answer], part: str) -> None:
+    version = pause_training(service)
+    assert version > 1
+    replica = pid_of(service.replica)
+    process = services.named(descendants(replica), part)
+    assert len(process) == 1
+    endings: list[str] = []
+    streams = [threading.Thread(target=lambda i=i: endings.append(long_stream(service, i))) for i in range(4)]
+    for stream in streams:
+        stream.start()
+    wait_until(lambda: status(service.control_url)["replicas"][0]["num_running"] == 4, 30, "all four are running")
+    old = descendants(replica)
+    kill(process[0])
+    clock = time.monotonic()
+    for stream in streams:
+        stream.join(30)
+    print(f"streams ended {time.monotonic() - clock:.1f} s after the kill: {sorted(set(endings))}")
+    assert len(endings) == 4 and all("error" in ending for ending in endings)
+    wait_until(lambda: is_healthy(service.url) and pid_of(service.replica) not in (0, replica), 300, "it is back")
+    print(f"{part} killed, serving again after {time.monotonic() - clock:.1f} s")
+    wait_for_version(service.control_url, version)
+    wait_until(lambda: not alive(old), 30, "nothing of the old engine is left")
+    answers = ask(service.url, PROMPTS)
+    assert all(answer.ok for answer in answers)
+    expected = replayed_alpha(current(service), answers * 2)
+    assert services.alpha(services.counts(answers)) == pytest.approx(expected, abs=0.01)
+
+
+def long_stream(service: Service, seed: int) -> str:
+    """Stream until the end; how it ended."""
+    body = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 240, "ignore_eos": True, "stream": True}
+    body |= {"temperature": 1.0, "seed": seed, "n": 8}
+    lines = ["none"]
+    try:
+        with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as response:
+            lines += [line for line in response.iter_lines() if line]
+    except httpx.HTTPError as error:
+        return f"connection error: {type(error).__name__}"
+    return "error event" if any('"error"' in line for line in lines[-2:]) else lines[-1]
+
+
+def is_healthy(url: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    return False
+
+
+# A second deployment beside the first, as a process of its own, which is then ended in every way there is
+
+
+@dataclass
+class Beside:
+    """The second deployment: one `osd serve` after another on the same data directory."""
+
+    arguments: list[str]
+    directory: Path
+    served: Served | None = None
+    note: runtime.Running | None = None
+    processes: set[services.Identity] = field(default_factory=set)
+
+    def start(self) -> Served:
+        self.served = Served(self.arguments, self.directory / f"serve-{time.time():.0f}.log")
+        return self.served
+
+    def running(self) -> tuple[Served, runtime.Running]:
+        assert self.served is not None and self.note is not None
+        return self.served, self.note
+
+    def look(self) -> set[services.Identity]:
+        """All processes it has; fails unless they include Ray's, Valkey's and the engine's."""
+        assert self.served is not None
+        self.processes |= descendants(self.served.process.pid)
+        return self.processes
+
+
+@pytest.fixture(scope="module")
+def beside(pair: Pair, tmp_path_factory: pytest.TempPathFactory, service: Service) -> Iterator[Beside]:
+    directory = tmp_path_factory.mktemp("beside")
+    target_id = fingerprint(pair.target)
+    releases = ReleaseStore(directory / "data" / "releases")
+    releases.publish(pair.draft, parent=0, target_id=target_id)
+    releases.publish(pair.stranger, parent=1, target_id=target_id)
+    arguments = services.settings("test-beside", directory / "data", pair.target, pair.draft)
+    beside = Beside(arguments, directory)
+    yield beside
+    if beside.served is not None:
+        beside.served.end()
+
+
+def assert_gone(beside: Beside, seconds: float) -> float:
+    """Nothing of it is left `seconds` from now at the latest; returns when that was."""
+    directories = services.ray_directories(beside.processes)
+    clock = time.monotonic()
+    wait_until(lambda: not alive(beside.processes), seconds, f"all processes end: {alive(beside.processes)}")
+    took = time.monotonic() - clock
+    wait_until(lambda: not any(path.exists() for path in directories), 2, f"{directories} are removed")
+    return took
+
+
+def assert_nothing_listens_and_nothing_is_half_done(beside: Beside, note: runtime.Running) -> None:
+    assert not services.is_listening(note.service_url)
+    assert not services.is_listening(note.control_url)
+    leftovers = [p for p in beside.directory.rglob("*") if p.name.startswith(".tmp-") or p.name.endswith(".tmp")]
+    assert leftovers == []
+
+
+def test_two_deployments_side_by_side(service: Service, beside: Beside, learnt: list[Answer]) -> None:
+    served = beside.start()
+    beside.note = note = served.wait_ready()
+    assert len({service.url, service.control_url, note.service_url, note.control_url}) == 4
+    theirs, ours = beside.look(), descendants(os.getpid()) - beside.processes
+    for name in ("valkey-server", "raylet", "VLLM::EngineCore"):
+        assert len(services.named(theirs, name)) >= 1, name
+    assert services.ray_directories(theirs).isdisjoint(services.ray_directories(ours))
+    wait_for_version(note.control_url, 2)
+
+    pause_training(service)
+    before = status(service.control_url)
+    ask(note.service_url, PROMPTS * 2)
+    wait_until(lambda: status(note.control_url)["buffer"]["num_put"] > 0, 30, "their traffic is stored there")
+    after = status(service.control_url)
+    assert after["buffer"]["num_put"] == before["buffer"]["num_put"]
+    assert after["replicas"][0]["capture_rows"] == before["replicas"][0]["capture_rows"]
+
+    put = status(note.control_url)["buffer"]["num_put"]
+    ask(service.url, PROMPTS * 2)
+    wait_until(
+        lambda: status(service.control_url)["buffer"]["num_put"] > after["buffer"]["num_put"], 30, "ours is stored"
+    )
+    assert status(note.control_url)["buffer"]["num_put"] == put
+
+    mine = current(service).version
+    assert "several services are running" in osd("status", ok=False)
+    osd("drafts", "promote", 1, "--deployment", "test-beside")
+    wait_for_version(note.control_url, 1)
+    assert replica_version(service.control_url) == mine
+
+
+def test_ctrl_c_while_requests_stream_leaves_nothing_within_ten_seconds(service: Service, beside: Beside) -> None:
+    served, note = beside.running()
+    with Traffic(note.service_url, PROMPTS, max_tokens=200):
+        time.sleep(1)
+        beside.look()
+        served.interrupt()
+        print(f"Ctrl-C: everything gone after {assert_gone(beside, 10):.1f} s")
+        assert served.process.wait(1) == 0
+    assert "Traceback" not in served.log.read_text()
+    assert_nothing_listens_and_nothing_is_half_done(beside, note)
+    assert [r.deployment for r in runtime.find_all()] == ["test-main"]
+    assert all(answer.ok for answer in ask(service.url, PROMPTS)), "the other deployment serves on"
+
+
+def test_ctrl_c_during_the_start_leaves_nothing(beside: Beside) -> None:
+    served = beside.start()
+    wait_until(lambda: services.named(beside.look(), "VLLM::"), 120, "the engine begins to load")
+    time.sleep(1)
+    beside.look()
+    served.interrupt()
+    print(f"Ctrl-C during the start: everything gone after {assert_gone(beside, 10):.1f} s")
+    assert "Traceback" not in served.log.read_text()
+    assert [r.deployment for r in runtime.find_all()] == ["test-main"]
+
+
+def test_a_restart_finds_its_version_again(beside: Beside) -> None:
+    beside.note = note = beside.start().wait_ready()
+    assert status(note.control_url)["version"] == 1, "the one promoted by hand, not the newest"
+    wait_for_version(note.control_url, 1)
+    assert all(answer.ok for answer in ask(note.service_url, PROMPTS))
+    assert status(note.control_url)["buffer"]["num_put"] > 0, "the replay buffer is there again"
+
+
+def test_nothing_outlives_a_killed_service(service: Service, beside: Beside) -> None:
+    served, note = beside.running()
+    beside.look()
+    served.kill()
+    served.process.wait()
+    print(f"kill -9 of the service: everything gone after {assert_gone(beside, 15):.1f} s")
+    assert_nothing_listens_and_nothing_is_half_done(beside, note)
+    assert [r.deployment for r in runtime.find_all()] == ["test-main"]
+    assert all(answer.ok for answer in ask(service.url, PROMPTS)), "the other deployment serves on"
+
+
+def test_a_stopped_service_leaves_nothing(service: Service) -> None:
+    processes = descendants(os.getpid())
+    directories = services.ray_directories(processes)
+    assert directories
+    clock = time.monotonic()
+    service.stop()
+    print(f"stopped in {time.monotonic() - clock:.1f} s")
+    left = {
+        pid: line for pid, line in alive(processes).items() if pid != os.getpid() and "resource_tracker" not in line
+    }
+    assert left == {}
+    assert not any(path.exists() for path in directories)
+    assert not services.is_listening(service.url) and not services.is_listening(service.control_url)
+    assert runtime.find_all() == []
