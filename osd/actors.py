@@ -5,6 +5,7 @@ Nothing here decides anything; these classes only build a part inside its proces
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -17,10 +18,12 @@ from osd.records import DraftRelease, RoundOutcome
 from serving import vllm_compat
 
 SECONDS_BEFORE_RESTART = 3.0
+OURS = ("osd", "serving", "buffers", "trainer")
+"""Packages whose information, not only warnings, goes to the log."""
 
 
 def redirect_output(directory: Path, name: str) -> None:
-    """Send what this process and its children print to `directory/name.log`."""
+    """Send what this process and its children print or log to `directory/name.log`."""
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
@@ -28,6 +31,9 @@ def redirect_output(directory: Path, name: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for package in OURS:
+        logging.getLogger(package).setLevel(logging.INFO)
 
 
 def was_restarted() -> bool:

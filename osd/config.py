@@ -28,6 +28,10 @@ OWNED_VLLM_KEYS = {
     "worker_cls": "nothing: the service relies on vLLM's own worker",
     "scheduler_cls": "nothing: the service relies on vLLM's own scheduler",
     "middleware": "nothing: the service sets it",
+    "enable_ssl_refresh": "a restart to load new certificates",
+    "root_path": "nothing: the service does not sit behind a path",
+    "data_parallel_size": "nothing: one engine per service",
+    "api_server_count": "nothing: one API process per engine",
 }
 """vLLM arguments that belong to us, and what to use instead."""
 

@@ -37,11 +37,11 @@ SHIFTED = "sql"
 SEED = 20_000
 """Traffic seed of demo runs; the models were trained on others."""
 STREAMS = 4
-NUM_HOME, NUM_SHIFTED = 120, 600
+NUM_HOME, NUM_SHIFTED = 120, 504
 NUM_BEFORE, NUM_AFTER, NUM_RECOVERED = 100, 50, 100
 LINE_EVERY = 24
 """Requests per printed line."""
-NUM_MORE_COMPARED = 60
+NUM_MORE_COMPARED = 36
 """Answers from the time of shift and swaps that are compared, besides those of the last window."""
 
 

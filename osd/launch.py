@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import secrets
 import signal
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ from osd.releases import ReleaseStore
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_STOP = 5.0
+PORTS = range(20_000, 32_000)
+"""Where free ports are looked for."""
 TRAINER_NAME = "trainer"
 """By which the control actor finds the trainer, also after either was restarted."""
 Report = Callable[[str], None]
@@ -64,24 +67,40 @@ def plan(config: Config) -> Plan:
 
 def with_free_ports(config: Config) -> Config:
     """Ports 0 replaced by free ones. Raises `ConfigError` for a port somebody else listens on."""
-    taken = []
+    taken: list[int] = []
     for section in ("serving", "control"):
         part = getattr(config, section)
-        with socket.socket(socket.AF_INET6 if ":" in part.host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((part.host, part.port))
-            except OSError as error:
-                raise ConfigError(
-                    f"{section}.port={part.port}: cannot listen on {part.host}:{part.port} ({error.strerror}); "
-                    f"choose another with {section}.port=N, or 0 for any free one"
-                ) from None
-            port = probe.getsockname()[1]
+        port = part.port or free_port(part.host, taken)
+        try:
+            try_port(part.host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"{section}.port={port}: cannot listen on {part.host}:{port} ({error.strerror}); "
+                f"choose another with {section}.port=N, or 0 for any free one"
+            ) from None
         if port in taken:
             raise ConfigError(f"{section}.port={port}: the service port and the control port must differ")
         taken.append(port)
         config = config.model_copy(update={section: part.model_copy(update={"port": port})})
     return config
+
+
+def free_port(host: str, taken: Sequence[int] = ()) -> int:
+    """A port nobody listens on. It is used only when the engine has loaded, so it is none of those that the system
+    (32768 and up) or Ray (10002 to 19999) hands out to others meanwhile."""
+    for port in random.sample(PORTS, 100):
+        with suppress(OSError):
+            try_port(host, port)
+            if port not in taken:
+                return port
+    raise ConfigError(f"no free port on {host} between {PORTS[0]} and {PORTS[-1]}; name one instead of 0")
+
+
+def try_port(host: str, port: int) -> None:
+    """Raise `OSError` when one cannot listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
 
 
 def first_release(config: Config, draft: Path, target_id: str) -> DraftRelease:
@@ -99,9 +118,7 @@ def first_release(config: Config, draft: Path, target_id: str) -> DraftRelease:
 def without_speculation(config: Config) -> Config:
     """The same engine without a draft, on another free port."""
     vllm = {k: v for k, v in config.serving.vllm.items() if k != "per_request_spec_decode_metrics"}
-    with socket.socket(socket.AF_INET6 if ":" in config.serving.host else socket.AF_INET) as probe:
-        probe.bind((config.serving.host, 0))
-        port = probe.getsockname()[1]
+    port = free_port(config.serving.host, [config.serving.port, config.control.port])
     return config.model_copy(update={"serving": config.serving.model_copy(update={"port": port, "vllm": vllm})})
 
 
@@ -326,6 +343,9 @@ class Service:
                 raise cause from None
             log = self.log_dir / f"{name}.log"
             raise OSDError(f"{name}: the {what} did not start: {reason_from_log(log) or cause}; see {log}") from None
+        except ray.exceptions.RayError:
+            log = self.log_dir / f"{name}.log"
+            raise OSDError(f"{name}: the process of the {what} ended: {reason_from_log(log)}; see {log}") from None
         self._report(f"{name}: ready at {url}")
         return url
 

@@ -35,8 +35,12 @@ from serving.worker import trace_settings
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_REPORTS = 1.0
+SECONDS_ACTIVE = 3.0
+"""How long after its last request an engine is asked for its counters. Being asked keeps a vLLM worker spinning for a
+second, so an idle one that was asked every second would burn a core."""
 HEARTBEAT_TTL = 10.0
 MAX_UNSENT = 2000
+MAX_PAUSE = 30.0
 SECONDS_TO_STAGE = 600.0
 GRACEFUL_SHUTDOWN_SECONDS = 2
 
@@ -72,7 +76,10 @@ class Replica:
         self._started_at = time.time()
         self._unsent: deque[SpecWindow | SwapReport] = deque(maxlen=MAX_UNSENT)
         self._report: dict[str, Any] = {}
+        self._report_at = 0.0
         self._retry_at: dict[int, tuple[float, float]] = {}
+        self._num_open = 0
+        self._last_active = time.monotonic()
         self._ready = threading.Event()
         self._closed = threading.Event()
         self._stop: asyncio.Event | None = None
@@ -94,7 +101,8 @@ class Replica:
 
     @property
     def url(self) -> str:
-        return f"http://{self._config.serving.host}:{self._config.serving.port}"
+        scheme = "https" if self._config.serving.vllm.get("ssl_certfile") else "http"
+        return f"{scheme}://{self._config.serving.host}:{self._config.serving.port}"
 
     def call(self, method: str, *args: Any) -> Any:
         """A worker extension method from another thread (diagnostics and tests)."""
@@ -145,10 +153,10 @@ class Replica:
                 "num_speculative_tokens": serving.num_speculative_tokens,
             }
         try:
-            args = vllm_compat.engine_arguments(self._target_dir, extra)
+            self._args = vllm_compat.engine_arguments(self._target_dir, extra)
         except ValueError as error:
             raise ConfigError(f"serving.vllm: {error}") from None
-        return await vllm_compat.build_engine_and_app(args)
+        return await vllm_compat.build_engine_and_app(self._args)
 
     def _newest_release(self) -> DraftRelease | None:
         if self._release is None or self._registry is None:
@@ -174,17 +182,9 @@ class Replica:
         self._version = self._release.version
 
     async def _serve(self, app: Any, sock: socket.socket) -> None:
-        import uvicorn
-
         assert self._stop is not None
-        server = uvicorn.Server(
-            uvicorn.Config(
-                HeadersToXargs(app),
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_SECONDS,
-            )
-        )
+        watched = self._watched(HeadersToXargs(app))
+        server = vllm_compat.http_server(watched, self._args, seconds_to_finish=GRACEFUL_SHUTDOWN_SECONDS)
         app.state.server = server
         http = asyncio.create_task(server.serve(sockets=[sock]), name="http")
         pull = asyncio.create_task(self._pull_loop(), name="pull")
@@ -201,19 +201,45 @@ class Replica:
         if stop not in done:
             raise next(iter(done)).exception() or RuntimeError("the HTTP server ended by itself")
 
+    def _watched(self, app: Any) -> Any:
+        """The application, with a note of whether anything was asked of the engine lately."""
+
+        async def watched(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] != "http" or scope["method"] != "POST":
+                return await app(scope, receive, send)
+            self._num_open += 1
+            try:
+                await app(scope, receive, send)
+            finally:
+                self._num_open -= 1
+                self._last_active = time.monotonic()
+
+        return watched
+
+    def _is_active(self) -> bool:
+        return self._num_open > 0 or time.monotonic() - self._last_active < SECONDS_ACTIVE
+
     # -- the pull loop ------------------------------------------------------------------------------------------------
 
     async def _pull_loop(self) -> None:
-        report_at = 0.0
-        while True:
-            if self._engine.errored:
-                raise RuntimeError("the engine died")
-            if self._release is not None and self._registry is not None:
-                await self._swap_if_wanted()
-                if time.monotonic() >= report_at:
-                    report_at = time.monotonic() + SECONDS_BETWEEN_REPORTS
-                    await self._send_report()
-            await asyncio.sleep(self._config.serving.seconds_between_polls)
+        """Ends only when the engine is dead: whatever else goes wrong here, requests are still answered."""
+        pause = self._config.serving.seconds_between_polls
+        while not self._engine.errored:
+            try:
+                if self._release is not None and self._registry is not None:
+                    await self._pull_and_report()
+                pause = self._config.serving.seconds_between_polls
+            except Exception:
+                pause = min(2 * pause, MAX_PAUSE)
+                logger.exception("pulling drafts failed; serving goes on, the next try is in %.1f s", pause)
+            await asyncio.sleep(pause)
+        raise RuntimeError("the engine died")
+
+    async def _pull_and_report(self) -> None:
+        await self._swap_if_wanted()
+        if time.monotonic() >= self._report_at:
+            self._report_at = time.monotonic() + SECONDS_BETWEEN_REPORTS
+            await self._send_report()
 
     async def _swap_if_wanted(self) -> None:
         assert self._registry is not None and self._release is not None
@@ -263,8 +289,9 @@ class Replica:
 
     async def _send_report(self) -> None:
         assert self._registry is not None and self._release is not None
-        self._report = json.loads(await self._rpc("osd_report", self.name, self._release.draft))
-        self._unsent.extend(msgspec.convert(self._report["windows"], list[SpecWindow]))
+        if self._is_active():
+            self._report = json.loads(await self._rpc("osd_report", self.name, self._release.draft))
+            self._unsent.extend(msgspec.convert(self._report["windows"], list[SpecWindow]))
         try:
             await asyncio.to_thread(self._registry.heartbeat, self._status(), HEARTBEAT_TTL)
             batch = list(self._unsent)

@@ -84,6 +84,7 @@ def prepare_environment(environ: Any = os.environ) -> None:
     The hooks below are those of the V1 model runner, which vLLM would otherwise leave for V2 on CUDA.
     """
     environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    environ["VLLM_SERVER_DEV_MODE"] = "0"  # its routes let anybody who reaches the port change weights
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -359,3 +360,24 @@ async def build_engine_and_app(args: Any) -> tuple[Any, Any]:
         engine.shutdown()
         raise
     return engine, app
+
+
+def http_server(app: Any, args: Any, *, seconds_to_finish: int) -> Any:
+    """The uvicorn server vLLM would run: its TLS, log level and header limits. Requests in flight get
+    `seconds_to_finish` when it stops. Access is not logged."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning" if args.uvicorn_log_level == "info" else args.uvicorn_log_level,
+        access_log=False,
+        timeout_graceful_shutdown=seconds_to_finish,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers,
+    )
+    config.h11_max_incomplete_event_size = args.h11_max_incomplete_event_size
+    config.h11_max_header_count = args.h11_max_header_count  # type: ignore[attr-defined]
+    return uvicorn.Server(config)
