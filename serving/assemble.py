@@ -149,7 +149,10 @@ class TraceAssembler:
                 request.num_drafts += 1
                 request.num_draft_tokens += num_drafts
                 request.num_accepted_tokens += len(emitted) - 1
-            self._windows.add_step(int(step.version_B[b]), request.domain, num_drafts, len(emitted) - 1, served)
+            # Drafts are judged by replaying held-out traces: what leaves no trace must not be held against them.
+            is_judged = request.captured or not self._config.enabled
+            version = int(step.version_B[b])
+            self._windows.add_step(version, request.domain, num_drafts, len(emitted) - 1, served, is_judged)
         return served_B
 
     def _add_rows(self, step: Step, rows: Rows, served_B: np.ndarray) -> None:

@@ -39,8 +39,17 @@ class WindowCounter:
     _since: float = field(default_factory=time.time)
     _last_version: int = 0
 
-    def add_step(self, version: int, domain: str, num_drafts: int, num_accepted: int, num_served: int) -> None:
-        """One request in one verification step: tokens drafted, accepted, and emitted tokens that were served."""
+    def add_step(
+        self,
+        version: int,
+        domain: str,
+        num_drafts: int,
+        num_accepted: int,
+        num_served: int,
+        is_judged: bool = True,
+    ) -> None:
+        """One request in one verification step: tokens drafted, accepted, and emitted tokens that were served.
+        What is not judged does not enter the counts per position, on which decisions rest."""
         with self._lock:
             self._last_version = version
             counts = self._of(version, domain)
@@ -49,6 +58,7 @@ class WindowCounter:
                 counts.num_drafts += 1
                 counts.num_draft_tokens += num_drafts
                 counts.num_accepted_tokens += num_accepted
+            if num_drafts and is_judged:
                 counts.tested_G[: min(num_served, num_drafts)] += 1
                 counts.accepted_G[: min(num_served, num_accepted)] += 1
 

@@ -140,6 +140,9 @@ def test_an_opted_out_request_leaves_counts_and_nothing_else(engine: Engine, pro
     assert [t.prompt_ids.tolist() for t in traces] == [prompts[0]]
     report = json.loads(engine.rpc("osd_report", "test", "default"))
     assert sum(w["num_output_tokens"] for w in report["windows"]) == 48
+    # It counts for load and speed, but a draft is not judged on what leaves no trace.
+    assert sum(w["num_drafts"] for w in report["windows"]) > traces[0].num_drafts
+    assert sum(w["num_tested_per_pos"][0] for w in report["windows"]) == traces[0].num_drafts
     assert report["skipped"]["opted_out"] >= 1
 
 

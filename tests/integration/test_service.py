@@ -51,6 +51,8 @@ from tests.integration.services import (
     wait_until,
 )
 
+pytestmark = pytest.mark.timeout(1200)
+
 PROMPTS = prompt_texts(12, seed=1)
 """The traffic the draft learns: few prompts, so that it learns them within seconds."""
 
@@ -473,10 +475,10 @@ def test_a_killed_engine_comes_back_with_the_newest_draft(service: Service, lear
     kill(process[0])
     clock = time.monotonic()
     for stream in streams:
-        stream.join(30)
+        stream.join(60)
     print(f"streams ended {time.monotonic() - clock:.1f} s after the kill: {sorted(set(endings))}")
     assert len(endings) == 4 and all("error" in ending for ending in endings)
-    wait_until(lambda: is_healthy(service.url) and pid_of(service.replica) not in (0, replica), 300, "it is back")
+    wait_until(lambda: is_healthy(service.url) and pid_of(service.replica) not in (0, replica), 600, "it is back")
     print(f"{part} killed, serving again after {time.monotonic() - clock:.1f} s")
     wait_for_version(service.control_url, version)
     wait_until(lambda: not alive(old), 30, "nothing of the old engine is left")
@@ -597,19 +599,16 @@ def test_two_deployments_side_by_side(service: Service, beside: Beside, learnt: 
     wait_for_version(note.control_url, 2)
 
     pause_training(service)
-    before = status(service.control_url)
+    ours_before, theirs_before = num_stored(service.control_url), num_stored(note.control_url)
+    rows_before = status(service.control_url)["replicas"][0]["capture_rows"]
     ask(note.service_url, PROMPTS * 2)
-    wait_until(lambda: status(note.control_url)["buffer"]["num_put"] > 0, 30, "their traffic is stored there")
-    after = status(service.control_url)
-    assert after["buffer"]["num_put"] == before["buffer"]["num_put"]
-    assert after["replicas"][0]["capture_rows"] == before["replicas"][0]["capture_rows"]
-
-    put = status(note.control_url)["buffer"]["num_put"]
+    theirs_after = num_stored(note.control_url)
+    assert theirs_after > theirs_before
+    assert num_stored(service.control_url) == ours_before
+    assert status(service.control_url)["replicas"][0]["capture_rows"] == rows_before
     ask(service.url, PROMPTS * 2)
-    wait_until(
-        lambda: status(service.control_url)["buffer"]["num_put"] > after["buffer"]["num_put"], 30, "ours is stored"
-    )
-    assert status(note.control_url)["buffer"]["num_put"] == put
+    assert num_stored(service.control_url) > ours_before
+    assert num_stored(note.control_url) == theirs_after
 
     mine = current(service).version
     assert "several services are running" in osd("status", ok=False)
@@ -634,7 +633,7 @@ def test_ctrl_c_while_requests_stream_leaves_nothing_within_ten_seconds(service:
 
 def test_ctrl_c_during_the_start_leaves_nothing(beside: Beside) -> None:
     served = beside.start()
-    wait_until(lambda: services.named(beside.look(), "VLLM::"), 120, "the engine begins to load")
+    wait_until(lambda: services.named(beside.look(), "VLLM::"), 300, "the engine begins to load")
     time.sleep(1)
     beside.look()
     served.interrupt()

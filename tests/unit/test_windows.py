@@ -44,3 +44,12 @@ def test_versions_and_domains_are_apart_and_domains_bounded() -> None:
     assert total is not None
     assert total.num_drafts == MAX_DOMAINS + 51
     assert total.num_tested_per_pos == (MAX_DOMAINS + 51, MAX_DOMAINS + 51)
+
+
+def test_what_is_not_judged_counts_in_the_totals_alone() -> None:
+    counter = WindowCounter(4)
+    counter.add_step(version=1, domain="", num_drafts=4, num_accepted=3, num_served=4, is_judged=False)
+    (window,) = counter.take("r", "default")
+    assert (window.num_drafts, window.num_accepted_tokens, window.num_output_tokens) == (1, 3, 4)
+    assert sum(window.num_tested_per_pos) == 0
+    assert window.alpha is None
