@@ -23,7 +23,9 @@ app = typer.Typer(
 )
 drafts_app = typer.Typer(help="The drafts a running service has: list them, choose one.", no_args_is_help=True)
 config_app = typer.Typer(help="The configuration: what it is and where each value comes from.", no_args_is_help=True)
+traces_app = typer.Typer(help="The traces a running service has stored.", no_args_is_help=True)
 app.add_typer(drafts_app, name="drafts")
+app.add_typer(traces_app, name="traces")
 app.add_typer(config_app, name="config")
 
 UrlOption = Annotated[str | None, typer.Option("--url", help="Control port of the service (default: the one running).")]
@@ -163,6 +165,12 @@ def unpin(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
 def keep(version: int, url: UrlOption = None, deployment: DeploymentOption = None) -> None:
     """Never prune VERSION."""
     _show(_client(url, deployment).admin("keep", version=version))
+
+
+@traces_app.command(epilog="Example:  osd traces purge")
+def purge(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """Delete every stored trace."""
+    _show(_client(url, deployment).admin("purge"))
 
 
 @config_app.command("show", epilog="Example:  osd config show configs/tiny-cpu.yaml serving.port=9000")

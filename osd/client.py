@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 
 from osd import runtime
-from osd.errors import OSDError
+from osd.errors import ConfigError, OSDError
+
+SECONDS_TO_ANSWER = 10
 
 
 class Client:
@@ -16,6 +18,8 @@ class Client:
 
     def __init__(self, url: str | None = None, deployment: str | None = None, token: str | None = None) -> None:
         url = url or os.environ.get("OSD_URL")
+        if url and not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url={url}: must begin with http://, like http://127.0.0.1:8001")
         if url:
             self.url, self._token = url.rstrip("/"), token or os.environ.get("OSD_TOKEN", "")
         else:
@@ -31,7 +35,7 @@ class Client:
 
     def _request(self, method: str, path: str, **kwargs: Any) -> Any:
         try:
-            response = httpx.request(method, self.url + path, timeout=30, **kwargs)
+            response = httpx.request(method, self.url + path, timeout=SECONDS_TO_ANSWER, **kwargs)
         except httpx.HTTPError as error:
             raise OSDError(f"{self.url}: no answer ({error}); is the service running?") from None
         if response.status_code >= 400:

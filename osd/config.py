@@ -74,7 +74,8 @@ class ServingConfig(_Section):
     seconds_between_polls: float = Field(0.25, gt=0)
     """How often a replica looks for a newer draft and reports its counters."""
     num_gpus: float = Field(0, ge=0)
-    """GPUs of the engine, as Ray counts them (0.7 of one leaves room for the trainer). 0 = the CPU."""
+    """GPUs reserved for the engine with Ray (0.7 of one leaves room for the trainer). 0 = none is reserved; a
+    vLLM built for GPUs still uses those it sees."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the engine's processes (`OMP_NUM_THREADS: "1"`)."""
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -134,10 +135,10 @@ class TrainerConfig(_Section):
 
     enabled: bool = True
     """Off = serve and capture, but never train."""
-    device: str = "auto"
-    """auto, cpu, or cuda."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the draft is trained; auto = a GPU where one is visible."""
     num_gpus: float = Field(0, ge=0)
-    """GPUs of the trainer, as Ray counts them. 0 = the CPU."""
+    """GPUs reserved for the trainer with Ray. 0 = none is reserved; `trainer.device` says what it runs on."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision of the trainer. The draft's own weights stay float32 while training."""
     num_threads: int = Field(1, ge=1)
@@ -385,18 +386,36 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+PLAIN_WORDS = {
+    "int_parsing": "must be a whole number",
+    "int_type": "must be a whole number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "string_pattern_mismatch": "must be lower-case letters, digits and -, at most 32, beginning with a letter or digit",
+}
+"""For the validation errors whose own words are those of a library."""
+
+
 def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"])
     origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(key + ".")), "defaults")
     if problem["type"] == "extra_forbidden":
-        return ConfigError(f"{key} ({origin}): no such key{_suggest(key, known_keys())}")
-    message = problem["msg"].removeprefix("Value error, ")
+        given = next((k for k in origins if k.startswith(key)), key)
+        return ConfigError(f"{given} ({origin}): no such key{_suggest(given, known_keys())}")
+    message = PLAIN_WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
     return ConfigError(f"{key}={problem['input']!r} ({origin}): {message}")
 
 
 def _suggest(name: str, known: Any) -> str:
+    """The likeliest meaning of a misspelt key: the leaf counts for more than the section it stands in."""
     import difflib
 
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else "; `osd config show` lists all keys"
+    def likeness(candidate: str) -> float:
+        parts = [(a.rpartition(".")[2].lower(), a.lower()) for a in (name, candidate)]
+        return sum(difflib.SequenceMatcher(None, a, b).ratio() for a, b in zip(*parts, strict=True))
+
+    best = max(known, key=likeness)
+    return f"; did you mean {best}?" if likeness(best) > 1.5 else "; `osd config show` lists all keys"

@@ -26,7 +26,8 @@ ENVIRONMENT_TEXTS = {
     "OSD_DEBUG": "set to anything: errors come with their traceback",
     "OSD_EXTRA": "set-up only: `cpu` or `gpu` (default: `gpu` where `nvidia-smi` answers)",
     "OSD_PYTHON": "set-up only: the Python to use (default `python3`)",
-    "OSD_RUNTIME_DIR": "where a running service leaves its note for other commands",
+    "OSD_RUNTIME_DIR": "where a running service leaves its note for other commands (default `$XDG_RUNTIME_DIR/osd`, "
+    "else `osd-UID` in the temporary directory)",
     "OSD_TOKEN": "the admin token, for commands that name a service with `--url` or `OSD_URL`",
     "OSD_URL": "the control port commands talk to",
     "OSD_VENV": "set-up only: where the environment goes (default `.venv`)",

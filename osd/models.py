@@ -25,7 +25,7 @@ def resolve(name: str, key: str) -> Path:
     """The directory of a model given as directory, hub name or built-in name. `key` is the configuration key it came
     from. Raises `ConfigError` naming key and remedy."""
     if not name:
-        raise ConfigError(f"{key} is not set: give a model directory, a hub name, or {TINY!r}")
+        raise ConfigError(f"{key} is not set: give models, as in `osd serve ./target --draft ./draft`")
     if name in BUILT_IN:
         return _built_in(name, key)
     path = Path(name).expanduser()

@@ -42,6 +42,7 @@ from tests.integration.services import (
     alive,
     ask,
     descendants,
+    num_stored,
     pause_training,
     places_of,
     prompt_texts,
