@@ -31,6 +31,8 @@ OWNED_VLLM_KEYS = {
     "enable_ssl_refresh": "a restart to load new certificates",
     "root_path": "nothing: the service does not sit behind a path",
     "data_parallel_size": "nothing: one engine per service",
+    "tensor_parallel_size": "nothing: an engine is one worker for now",
+    "pipeline_parallel_size": "nothing: an engine is one worker for now",
     "api_server_count": "nothing: one API process per engine",
 }
 """vLLM arguments that belong to us, and what to use instead."""

@@ -122,8 +122,7 @@ class Drafts:
                 text = f"v{current.version} should go, but {error}"
                 await self._tell(Event(at=time.time(), kind="rollback_failed", text=text, version=current.version))
                 return False
-        label = "failed_swap" if reason.startswith("failed swap?") else "disappointed"
-        await self._tell_rollback(current.version, parent.version, reason, label)
+        await self._tell_rollback(current.version, parent.version, reason, "disappointed")
         return True
 
     # Changes by hand

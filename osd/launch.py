@@ -108,11 +108,26 @@ def first_release(config: Config, draft: Path, target_id: str) -> DraftRelease:
     try:
         store = ReleaseStore(config.releases_path)
         if (pinned := store.pinned(target_id)) is not None:
-            return store.get(pinned)
-        return store.current(target_id) or store.publish(draft, parent=0, target_id=target_id)
+            release = store.get(pinned)
+            store.verify(release)
+            return release
+        return newest_undamaged(store, target_id) or store.publish(draft, parent=0, target_id=target_id)
     except ReleaseError as error:
         key = "releases.dir" if config.releases.dir else "data_dir"
         raise ConfigError(f"{key}: {error}; choose another with {key}=DIRECTORY") from None
+
+
+def newest_undamaged(store: ReleaseStore, target_id: str) -> DraftRelease | None:
+    """The current release, its weights read again; damaged ones are marked bad and passed over."""
+    while (release := store.current(target_id)) is not None:
+        try:
+            store.verify(release)
+        except ReleaseError as error:
+            logger.warning("%s", error)
+            store.mark_bad(release.version, "damaged on disk")
+            continue
+        return release
+    return None
 
 
 def without_speculation(config: Config) -> Config:

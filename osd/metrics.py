@@ -247,7 +247,7 @@ def _row(found: list[tuple[SlotKey, Slot]]) -> dict[str, Any]:
     version, k = max(tokens, key=lambda key: (tokens[key], key))
     speeds = [slot.num_output_tokens / slot.seconds for slot in per_replica.values() if slot.seconds > 0]
     return {
-        "alpha": conditional_acceptance(total.num_accepted_tokens, sum(total.tested_per_pos)),
+        "alpha": conditional_acceptance(sum(total.accepted_per_pos), sum(total.tested_per_pos)),
         "acceptance_rate": acceptance_rate(total.num_accepted_tokens, total.num_draft_tokens),
         "acceptance_length": acceptance_length(total.num_accepted_tokens, total.num_drafts),
         "tokens_per_second": sum(speeds) if speeds else None,

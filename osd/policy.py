@@ -4,8 +4,8 @@
 serves with, *replayed* the α of a replay on the newest held-out requests, made when live disappoints:
 
     live near measured                        fine
-    live low, parent replays better           the draft is bad: roll back
-    live low, replay of the same draft high   the engines do not serve what was released (failed swap?): roll back
+    live low, parent replays clearly better   the draft is bad: roll back
+    live low, replay of the same draft high   mixed traffic, or the engine does not serve what was released: say so
     live low, both replay low                 the traffic changed: keep, and go on learning
 """
 
@@ -94,11 +94,15 @@ def should_rollback(
     own, parent = alphas.get(release.version, math.nan), alphas.get(parent_version, math.nan)
     if not (math.isfinite(own) and math.isfinite(parent)):
         return Decision(False, f"{suspicion.reason}; a replay was not possible")
-    if parent > own:
+    if parent - own > gate.rollback_margin / 2:
         replay = f"on the newest requests v{parent_version} reaches {parent:.2f}, v{release.version} {own:.2f}"
         return Decision(True, f"{suspicion.reason}; {replay}")
     if own - live.alpha > gate.rollback_margin:
-        return Decision(True, f"failed swap? {suspicion.reason}; replayed on the newest requests it reaches {own:.2f}")
+        return Decision(
+            False,
+            f"{suspicion.reason}, but replayed on the newest held-out requests it reaches {own:.2f}: "
+            "the traffic is mixed, or the engine does not serve what was released",
+        )
     replay = f"v{release.version} {own:.2f}, v{parent_version} {parent:.2f}"
     return Decision(False, f"the traffic changed: {suspicion.reason}; on the newest requests {replay}")
 

@@ -13,6 +13,7 @@ Three numbers are called "acceptance". Here they are told apart:
 
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
@@ -25,6 +26,9 @@ REJECTED, ACCEPTED, PLAIN = 0, 1, 2
 
 HOLDOUT_ONE_IN = 8
 """One trace in so many is held out: the gate judges drafts on it, training never sees it."""
+
+_SAMPLE_NUMBER = re.compile(r"^\d+_")
+"""vLLM names sample i of request R `i_R`."""
 
 R = TypeVar("R")
 
@@ -148,7 +152,8 @@ class Trace:
     @property
     def is_holdout(self) -> bool:
         """Whether the gate may judge on this trace and the trainer must not see it (a stable hash of its id)."""
-        return zlib.crc32(self.trace_id.encode()) % HOLDOUT_ONE_IN == 0
+        request_id = _SAMPLE_NUMBER.sub("", self.trace_id)  # all samples of a request are on the same side
+        return zlib.crc32(request_id.encode()) % HOLDOUT_ONE_IN == 0
 
     @property
     def num_bytes(self) -> int:

@@ -64,6 +64,8 @@ def find_all() -> list[Running]:
     found = []
     for path in sorted(directory().glob("*.json")):
         try:
+            if path.stat().st_uid != os.getuid():
+                continue
             running = Running(**json.loads(path.read_text()))
             os.kill(running.pid, 0)
         except (OSError, ValueError, TypeError):

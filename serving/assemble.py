@@ -289,7 +289,9 @@ class ByteBudget:
 
 
 def domain_of(request: NewRequest) -> str:
-    """The traffic class the client named, cut to a bounded length; "" when it named none."""
+    """The traffic class the client named, cut to a bounded length; "" when it named none, or wants nothing kept."""
+    if skip_reason(request) == "opted_out":
+        return ""
     return str(request.extra_args.get("osd_domain", ""))[:MAX_DOMAIN_LENGTH]
 
 

@@ -32,6 +32,10 @@ from serving.windows import WindowCounter
 logger = logging.getLogger(__name__)
 
 
+MAX_QUEUED_BYTES = 256 << 20
+"""Logits waiting for the capture thread; beyond that, rows are dropped as if the queue were full."""
+
+
 @dataclass(slots=True)
 class _Live:
     """What the hot path must know about a running request."""
@@ -61,6 +65,7 @@ class Capture:
         self._config = config
         self._live: dict[str, _Live] = {}
         self._random = np.random.default_rng(seed)
+        self._num_queued_bytes = 0
         self._queue: queue.SimpleQueue[Step | Schedule | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="osd-capture", daemon=True)
         self._thread.start()
@@ -78,7 +83,9 @@ class Capture:
 
     def on_verify(self, step: Verification) -> None:
         """Pick and copy the rows of one step."""
-        self._queue.put(self._take(step))
+        taken = self._take(step)
+        self._num_queued_bytes += _num_bytes(taken)
+        self._queue.put(taken)
 
     def on_failure(self, error: Exception) -> None:
         """Capture is off until the engine restarts; serving goes on."""
@@ -94,7 +101,7 @@ class Capture:
         for live in lives:
             if live is not None:
                 live.proposed_by = self.draft_version
-        if self._queue.qsize() >= self._config.queue_size:
+        if self._queue.qsize() >= self._config.queue_size or self._num_queued_bytes > MAX_QUEUED_BYTES:
             self.assembler.skipped["queue_full"] += 1
             captured_B[:] = False
         return Step(
@@ -140,6 +147,7 @@ class Capture:
                 if isinstance(item, threading.Event):
                     item.set()
                 else:
+                    self._num_queued_bytes -= _num_bytes(item)
                     self.assembler.add(item)
             except Exception:
                 self.assembler.skipped["assembly_error"] += 1
@@ -154,3 +162,7 @@ class Capture:
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join(timeout=5)
+
+
+def _num_bytes(item: Step | Schedule) -> int:
+    return item.rows.logits_RV.nbytes if isinstance(item, Step) and item.rows is not None else 0

@@ -13,7 +13,8 @@ from typing import Any
 
 CAPTURE_HEADER = b"x-osd-capture"
 DOMAIN_HEADER = b"x-osd-domain"
-MAX_BODY = 64 << 20
+ROUTES_THAT_CAN_BE_TOLD = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+"""Where vLLM hands `vllm_xargs` on to the engine. Elsewhere, and in beam search, it drops them."""
 
 
 class HeadersToXargs:
@@ -30,7 +31,7 @@ class HeadersToXargs:
         body = await _read_body(receive)
         if body is None:
             return  # the client went away
-        changed = _with_xargs(body, wanted)
+        changed = _with_xargs(body, wanted) if scope["path"] in ROUTES_THAT_CAN_BE_TOLD else None
         if changed is None:
             if "osd_capture" in wanted:
                 return await _refuse(send)
@@ -41,28 +42,25 @@ class HeadersToXargs:
 
 
 def _wanted(scope: Any) -> dict[str, str]:
-    headers = dict(scope["headers"])
     wanted = {}
-    if CAPTURE_HEADER in headers and headers[CAPTURE_HEADER].decode("latin-1").strip().lower() != "on":
-        wanted["osd_capture"] = "off"
-    if DOMAIN_HEADER in headers:
-        wanted["osd_domain"] = headers[DOMAIN_HEADER].decode("latin-1").strip()
+    for name, value in scope["headers"]:
+        text = value.decode("latin-1").strip()
+        if name == CAPTURE_HEADER and text.lower() != "on":
+            wanted["osd_capture"] = "off"
+        if name == DOMAIN_HEADER:
+            wanted["osd_domain"] = text
     return wanted
 
 
 async def _read_body(receive: Any) -> bytes | None:
     parts: list[bytes] = []
-    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
-        part = message.get("body", b"")
-        size += len(part)
-        if size <= MAX_BODY:
-            parts.append(part)
+        parts.append(message.get("body", b""))
         if not message.get("more_body", False):
-            return b"".join(parts) if size <= MAX_BODY else b""
+            return b"".join(parts)
 
 
 def _with_xargs(body: bytes, wanted: dict[str, str]) -> bytes | None:
@@ -71,7 +69,7 @@ def _with_xargs(body: bytes, wanted: dict[str, str]) -> bytes | None:
         request = json.loads(body)
     except ValueError:
         return None
-    if not isinstance(request, dict):
+    if not isinstance(request, dict) or ("osd_capture" in wanted and request.get("use_beam_search")):
         return None
     xargs = request.get("vllm_xargs")
     merged = {**wanted, **(xargs if isinstance(xargs, dict) else {})}
@@ -95,7 +93,11 @@ def _replay(body: bytes, receive: Any) -> Any:
 
 
 async def _refuse(send: Any) -> None:
-    message = "X-OSD-Capture: off needs a JSON object as body, so that the engine can be told"
+    message = (
+        "X-OSD-Capture: off cannot be kept for this request: the engine can be told on "
+        + ", ".join(ROUTES_THAT_CAN_BE_TOLD)
+        + " only, with a JSON object as body and without beam search"
+    )
     body = json.dumps({"error": {"message": message, "type": "BadRequestError", "code": 400}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 400, "headers": headers})

@@ -237,6 +237,9 @@ class Replica:
 
     async def _pull_and_report(self) -> None:
         await self._swap_if_wanted()
+        await self._report_if_due()
+
+    async def _report_if_due(self) -> None:
         if time.monotonic() >= self._report_at:
             self._report_at = time.monotonic() + SECONDS_BETWEEN_REPORTS
             await self._send_report()
@@ -269,6 +272,7 @@ class Replica:
         staging: dict[str, Any] = {"done": False, "error": "", "seconds": 0.0}
         while not staging["done"] and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+            await self._report_if_due()
             staging = json.loads(await self._rpc("osd_staging"))
         outcome: dict[str, Any] = {"pause_s": 0.0, "error": staging["error"] or "staging took too long"}
         if staging["done"] and not staging["error"]:

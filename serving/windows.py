@@ -10,6 +10,9 @@ import numpy as np
 
 from osd.records import SpecWindow
 
+LONGEST_GAP = 2.0
+"""Seconds without a step after which idle time no longer counts as part of a window."""
+
 MAX_DOMAINS = 64
 """Labels counted apart; further ones count as unlabelled, so that clients cannot grow the counters without bound."""
 
@@ -52,6 +55,8 @@ class WindowCounter:
         What is not judged does not enter the counts per position, on which decisions rest."""
         with self._lock:
             self._last_version = version
+            if not self._counts and time.time() - self._since > LONGEST_GAP:
+                self._since = time.time()  # nothing ran since the last report: the window begins here
             counts = self._of(version, domain)
             counts.num_output_tokens += num_served
             if num_drafts:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from osd.files import sha256
 from osd.records import ACCEPTED, REJECTED, DraftRelease, Trace
 from tests.builders import trace_id
-from trainer.files import sha256
 
 VOCAB_SIZE = 64
 TARGET_ID = "target-a"

@@ -110,7 +110,7 @@ def test_a_missing_draft(serve: Osd, tmp_path: Path) -> None:
 
 def test_no_target_at_all(osd: Osd, tmp_path: Path) -> None:
     line = refusal(osd("serve", "serving.port=0", "control.port=0"), tmp_path)
-    assert line.startswith("osd: serving.target is not set: give a model directory")
+    assert line == "osd: serving.target is not set: give models, as in `osd serve ./target --draft ./draft`"
 
 
 def test_a_directory_that_holds_no_model(serve: Osd, tmp_path: Path) -> None:

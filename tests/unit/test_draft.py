@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from osd.errors import OSDError, ReleaseError
+from osd.files import sha256
 from tests.tiny_drafts import files_of_at_most, save_draft, tiny_llama
 from trainer.draft import RowModel, export_draft, load_draft
-from trainer.files import sha256
 
 
 def layout(directory: Path) -> dict[str, tuple[tuple[int, ...], str]]:

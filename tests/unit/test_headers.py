@@ -56,3 +56,23 @@ async def test_what_cannot_be_told_not_to_be_captured_is_refused() -> None:
     assert "X-OSD-Capture" in answer.json()["error"]["message"]
     # Without the wish, what is wrong with the body is vLLM's to say.
     assert (await post(b"not json", {"X-OSD-Domain": "x"})).content == b"not json"
+
+
+async def test_of_contradicting_headers_off_wins() -> None:
+    transport = httpx.ASGITransport(app=HeadersToXargs(echo))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        headers = [("X-OSD-Capture", "off"), ("X-OSD-Capture", "on"), ("Content-Type", "application/json")]
+        answer = await client.post("/v1/completions", content=b"{}", headers=headers)
+    assert answer.json() == {"vllm_xargs": {"osd_capture": "off"}}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/inference/v1/generate", "/generative_scoring"])
+async def test_routes_on_which_the_engine_cannot_be_told_refuse_an_opt_out(path: str) -> None:
+    transport = httpx.ASGITransport(app=HeadersToXargs(echo))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        assert (await client.post(path, content=b"{}", headers={"X-OSD-Capture": "off"})).status_code == 400
+        assert (await client.post(path, content=b"{}", headers={"X-OSD-Domain": "x"})).content == b"{}"
+
+
+async def test_beam_search_cannot_opt_out_and_says_so() -> None:
+    assert (await post(b'{"use_beam_search": true}', {"X-OSD-Capture": "off"})).status_code == 400

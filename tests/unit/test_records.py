@@ -64,3 +64,9 @@ def test_about_one_trace_in_eight_is_held_out_and_always_the_same() -> None:
     held = sum(t.is_holdout for t in traces)
     assert abs(held - 4000 / HOLDOUT_ONE_IN) < 4 * np.sqrt(4000 / HOLDOUT_ONE_IN)
     assert [t.is_holdout for t in traces[:50]] == [make_trace(trace_id=f"cmpl-{i}").is_holdout for i in range(50)]
+
+
+def test_all_samples_of_a_request_are_on_the_same_side() -> None:
+    for i in range(200):
+        sides = {make_trace(trace_id=f"{n}_cmpl-{i}").is_holdout for n in range(4)}
+        assert sides == {make_trace(trace_id=f"cmpl-{i}").is_holdout}

@@ -368,5 +368,8 @@ def test_releases_are_told_apart_on_recent_traffic(base: DraftRelease, taught: T
 
 
 def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="trainer.device='tpu'"):
+    with pytest.raises(ValueError, match="device"):
         trainer_at(tmp_path, buffer_with(), device="tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="trainer.device='cuda': no CUDA device here"):
+            trainer_at(tmp_path, buffer_with(), device="cuda")

@@ -53,3 +53,11 @@ def test_what_is_not_judged_counts_in_the_totals_alone() -> None:
     assert (window.num_drafts, window.num_accepted_tokens, window.num_output_tokens) == (1, 3, 4)
     assert sum(window.num_tested_per_pos) == 0
     assert window.alpha is None
+
+
+def test_idle_time_is_no_part_of_a_window() -> None:
+    counter = WindowCounter(4)
+    counter._since -= 300
+    counter.add_step(version=1, domain="", num_drafts=4, num_accepted=1, num_served=2)
+    (window,) = counter.take("r", "default")
+    assert window.seconds < 1
