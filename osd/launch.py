@@ -229,6 +229,10 @@ class Service:
             buffer.close()
 
     def _start_ray(self) -> None:
+        if self.config.ray.address == "local":
+            # Ray listens on all addresses: without a token whoever reaches its ports could run code here.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
         import ray
 
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -254,6 +258,9 @@ class Service:
             except ConnectionError as error:
                 reason = str(error).splitlines()[0]
                 raise ConfigError(f"ray.address={self.config.ray.address}: no Ray cluster there ({reason})") from None
+            except Exception as error:  # noqa: BLE001  Ray's own limits on a start, which it raises as plain exceptions
+                reason = str(error).splitlines()[0]
+                raise OSDError(f"ray does not start: {reason}; is the machine overloaded? Try again") from None
         self._stack.callback(self._stop_actors)
         self._report(f"ray: {'private' if self.config.ray.address == 'local' else self.config.ray.address}")
 

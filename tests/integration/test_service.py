@@ -22,7 +22,6 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import ray
 import redis
 
 from osd import runtime
@@ -83,8 +82,9 @@ def service(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 @pytest.fixture(scope="module")
 def learnt(service: Service) -> list[Answer]:
     """The answers given until a much better draft than the first was current; training is paused then."""
-    answers = []
-    for _ in range(20):
+    answers: list[Answer] = []
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
         answers += ask(service.url, PROMPTS * 3, streams=6)
         if (release := current(service)).version > 1 and measured_alpha(release) > 0.6:
             break
@@ -393,6 +393,8 @@ def kill(pid: int) -> None:
 
 def pid_of(actor: Any) -> int:
     """Of the process that runs the actor now; 0 while there is none."""
+    import ray  # only now: the service sets Ray's environment before it imports it
+
     with suppress(ray.exceptions.RayError):
         return int(ray.get(actor.pid.remote(), timeout=10))
     return 0
