@@ -376,7 +376,8 @@ class Service:
         import ray
 
         with suppress(Exception):
-            ray.wait([a.stop.remote() for a in self._actors], num_returns=len(self._actors), timeout=SECONDS_TO_STOP)
+            seconds = SECONDS_TO_STOP if self.url else 0  # before that there are no requests to wait for
+            ray.wait([a.stop.remote() for a in self._actors], num_returns=len(self._actors), timeout=seconds)
         for actor in [*self._actors, *([self.trainer] if self.trainer is not None else [])]:
             with suppress(Exception):
                 ray.kill(actor)

@@ -1,0 +1,53 @@
+"""The note a running service leaves: for this user alone, and only while its process lives."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from osd import runtime
+from osd.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OSD_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+def note(deployment: str = "a", pid: int | None = None) -> runtime.Running:
+    return runtime.Running(deployment, pid or os.getpid(), "http://127.0.0.1:1", "http://127.0.0.1:2", "secret")
+
+
+def test_the_note_is_for_this_user_alone(folder: Path) -> None:
+    path = runtime.write(note())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [p.name for p in folder.iterdir()] == ["a.json"]
+
+
+def test_a_directory_open_to_others_is_refused(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="open to others; set OSD_RUNTIME_DIR"):
+        runtime.write(note())
+
+
+def test_a_dead_service_is_not_found_and_one_of_several_must_be_named(folder: Path) -> None:
+    child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    runtime.write(note("dead", int(child.stdout)))
+    with pytest.raises(ConfigError, match="no service of this user is running"):
+        runtime.find()
+    runtime.write(note("a"))
+    assert runtime.find().token == "secret"
+    runtime.write(note("b"))
+    with pytest.raises(ConfigError, match="several services are running"):
+        runtime.find()
+    assert runtime.find("b").deployment == "b"
+    runtime.remove("b")
+    assert runtime.find().deployment == "a"
