@@ -37,7 +37,7 @@ SHIFTED = "sql"
 SEED = 20_000
 """Traffic seed of demo runs; the models were trained on others."""
 STREAMS = 4
-NUM_HOME, NUM_SHIFTED = 120, 504
+NUM_HOME, NUM_SHIFTED = 120, 432
 NUM_BEFORE, NUM_AFTER, NUM_RECOVERED = 100, 50, 100
 LINE_EVERY = 24
 """Requests per printed line."""
