@@ -125,9 +125,11 @@ def test_no_file_speaks_of_machines_or_registries() -> None:
     wrong = []
     for name in tracked:
         path = ROOT / name
+        if path == Path(__file__):
+            continue  # it holds the pattern itself
         if path.suffix not in {".py", ".md", ".yaml", ".toml", ".sh", ".txt", ""} or not path.exists():
             continue
         for number, line in enumerate(path.read_text(errors="ignore").splitlines(), 1):
             if re.search(r"(^|[\s\"'=(])/(work|root|home)/\w", line) or re.search(r"(extra-)?index-url\s*=", line):
                 wrong.append(f"{name}:{number}")
-    assert wrong in ([], ["tests/unit/test_layout.py:132"]) or all("test_layout" in w for w in wrong)
+    assert not wrong
