@@ -1,13 +1,14 @@
 """What a replay buffer promises, and the rules every implementation shares.
 
-serving ─ put ─► [training stream per domain]  ─ read (new, by cursor), sample (old, uniform) ─► trainer
-                 [held-out stream per domain]  ─ holdout ─► gate
+serving ─ put ─► [training stream per domain]  ─ read (new, by cursor), sample (old, per domain) ─► trainer ─┐
+                 [held-out stream per domain]  ─ holdout ─► gate                                              │
+                 [anchors, by slot]  ◄─ set_anchors, anchors ─────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -56,11 +57,18 @@ class TraceBuffer(Protocol):
     def num_unread(self, cursor: Cursor) -> int:
         """Training traces newer than the cursor."""
 
-    def sample(self, n: int, rng: np.random.Generator, cursor: Cursor) -> list[Trace]:
-        """`n` different training traces at or before the cursor, uniform over all of them; fewer when there are fewer.
+    def sample(self, n: int, rng: np.random.Generator, cursor: Cursor, *, since: Cursor | None = None) -> list[Trace]:
+        """`n` different training traces at or before the cursor, and after `since` where that is given; fewer when
+        there are fewer. Every domain gives as many as the others while it has them; within one, all are equally likely.
 
         The same `rng` state and content give the same traces.
         """
+
+    def set_anchors(self, anchors: Mapping[int, Trace]) -> None:
+        """Keep each trace in its numbered slot, apart from the streams: until it is replaced, or all are purged."""
+
+    def anchors(self, slots: Sequence[int]) -> list[Trace]:
+        """What stands in these slots; empty or unreadable ones are left out."""
 
     def holdout(self, n: int) -> list[Trace]:
         """The newest `n` held-out traces of all domains by `finished_at`, newest last."""

@@ -85,20 +85,39 @@ def merge_by_time(entries: Mapping[str, Iterable[Entry]]) -> Iterator[tuple[str,
     return heapq.merge(*labelled, key=lambda pair: pair[1].at)
 
 
-def choose_seen(spans: Mapping[str, Span], cursor: Cursor, n: int, rng: np.random.Generator) -> list[tuple[str, int]]:
-    """`n` different (domain, id) at or before the cursor, uniform over all ids; all of them when there are fewer."""
-    seen = {
-        domain: max(min(span.last, cursor.get(domain, 0)) - span.first + 1, 0) for domain, span in sorted(spans.items())
-    }
-    ends = np.cumsum(list(seen.values()), dtype=np.int64)
-    total = int(ends[-1]) if len(ends) else 0
-    chosen = rng.choice(total, size=min(n, total), replace=False) if total and n > 0 else np.zeros(0, np.int64)
-    domains = list(seen)
-    which = np.searchsorted(ends, chosen, side="right")
+def choose_seen(
+    spans: Mapping[str, Span], cursor: Cursor, n: int, rng: np.random.Generator, since: Cursor | None = None
+) -> list[tuple[str, int]]:
+    """`n` different (domain, id) at or before the cursor and after `since`; all of them when there are fewer.
+
+    Domains take turns, in random order, until they have no more; within one, all ids are equally likely.
+    """
+    seen: dict[str, Span] = {}
+    for domain, span in sorted(spans.items()):
+        first = max(span.first, (since or {}).get(domain, 0) + 1)
+        last = min(span.last, cursor.get(domain, 0))
+        if last >= first:
+            seen[domain] = Span(first, last)
+    quotas = _take_turns([span.num for span in seen.values()], n, rng)
     return [
-        (domains[d], spans[domains[d]].first + int(index - (ends[d] - seen[domains[d]])))
-        for d, index in zip(which.tolist(), chosen.tolist(), strict=True)
+        (domain, span.first + int(index))
+        for (domain, span), quota in zip(seen.items(), quotas, strict=True)
+        for index in rng.choice(span.num, size=quota, replace=False)
     ]
+
+
+def _take_turns(available: list[int], n: int, rng: np.random.Generator) -> list[int]:
+    """How many each gets when `n` are given out one at a time, round and round, while there are any."""
+    quotas = [0] * len(available)
+    order = rng.permutation(len(available)).tolist()
+    left = max(0, min(n, sum(available)))
+    while left:
+        open_ones = [i for i in order if quotas[i] < available[i]]
+        each = max(1, min(left // len(open_ones), *(available[i] - quotas[i] for i in open_ones)))
+        for i in open_ones[:left]:
+            quotas[i] += each
+            left -= each
+    return quotas
 
 
 def _label(domain: str, stream: Iterable[Entry]) -> Iterator[tuple[str, Entry]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,7 @@ class MemoryTraceBuffer:
         self._max_traces = max_traces
         self._max_domains = max_domains
         self._domains: dict[str, _Domain] = {}
+        self._anchors: dict[int, Trace] = {}
         self._num_put = 0
         self._next_base = 0
         self._dropped: Counter[str] = Counter()
@@ -82,10 +83,18 @@ class MemoryTraceBuffer:
         with self._lock:
             return cursors.num_unread(self._spans(), cursor)
 
-    def sample(self, n: int, rng: np.random.Generator, cursor: Cursor) -> list[Trace]:
+    def sample(self, n: int, rng: np.random.Generator, cursor: Cursor, *, since: Cursor | None = None) -> list[Trace]:
         with self._lock:
-            chosen = cursors.choose_seen(self._spans(), cursor, n, rng)
+            chosen = cursors.choose_seen(self._spans(), cursor, n, rng, since)
             return [self._domains[d].traces[seq - self._domains[d].span.first] for d, seq in chosen]
+
+    def set_anchors(self, anchors: Mapping[int, Trace]) -> None:
+        with self._lock:
+            self._anchors |= anchors
+
+    def anchors(self, slots: Sequence[int]) -> list[Trace]:
+        with self._lock:
+            return [self._anchors[slot] for slot in slots if slot in self._anchors]
 
     def holdout(self, n: int) -> list[Trace]:
         with self._lock:
@@ -111,6 +120,7 @@ class MemoryTraceBuffer:
             num = sum(len(domain.traces) + len(domain.holdout) for domain in self._domains.values())
             self._next_base = max((domain.last for domain in self._domains.values()), default=self._next_base)
             self._domains.clear()
+            self._anchors.clear()
             self._num_put = 0
             return num
 

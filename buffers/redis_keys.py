@@ -3,6 +3,7 @@
     osd:DEPLOYMENT:{DRAFT:DOMAIN}:TARGET_ID:train     stream, dense ids SEQ-0, at most max_traces
     osd:DEPLOYMENT:{DRAFT:DOMAIN}:TARGET_ID:holdout   the same for held-out traces
     osd:DEPLOYMENT:{DRAFT}:TARGET_ID:domains          set of domains other than ""
+    osd:DEPLOYMENT:{DRAFT}:TARGET_ID:anchors          hash, slot -> trace: the trainer's sample of all times
     osd:DEPLOYMENT:buffers                            set of "DRAFT TARGET_ID" that ever took a trace
 
 The braces are Redis Cluster's hash tag: a script touches the keys of one slot only.
@@ -34,6 +35,10 @@ class Keys:
     @property
     def domains(self) -> str:
         return f"osd:{self.deployment}:{{{self.draft}}}:{self.target_id}:domains"
+
+    @property
+    def anchors(self) -> str:
+        return f"osd:{self.deployment}:{{{self.draft}}}:{self.target_id}:anchors"
 
     @property
     def buffers(self) -> str:

@@ -6,7 +6,7 @@ longer and raises `ReplayBufferError`. Keys stand in `redis_keys.py`, the script
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,15 +14,16 @@ import numpy as np
 from buffers import cursor as cursors
 from buffers import scripts
 from buffers.base import Cursor
-from buffers.codec import CorruptTrace, UnknownSchema, decode_trace
+from buffers.codec import CorruptTrace, UnknownSchema, decode_trace, encode_trace
 from buffers.cursor import UNREADABLE_AT, Entry, Span
 from buffers.link import Link
 from buffers.redis_keys import Keys
 from buffers.redis_writer import Drops, RedisWriter
 from osd.records import BufferStats, Trace
 
-PUT_SECONDS = 0.4
-"""How long `put` waits for one answer; after so long it sends nothing more."""
+PUT_SECONDS = 2.0
+"""How long `put` waits for one answer; after so long it sends nothing more. On a busy machine a healthy server may need
+half a second; the capture thread, which waits here, has a queue before it."""
 READ_SECONDS = 15.0
 """How long every other call waits for one answer."""
 _READ_CHUNK = 32
@@ -97,14 +98,27 @@ class RedisTraceBuffer:
         with self._link.errors():
             return cursors.num_unread(self._spans(), cursor)
 
-    def sample(self, n: int, rng: np.random.Generator, cursor: Cursor) -> list[Trace]:
+    def sample(self, n: int, rng: np.random.Generator, cursor: Cursor, *, since: Cursor | None = None) -> list[Trace]:
         entries: list[Entry] = []
         with self._link.errors():
-            chosen = cursors.choose_seen(self._spans(), cursor, n, rng)
+            chosen = cursors.choose_seen(self._spans(), cursor, n, rng, since)
             for i in range(0, len(chosen), _READ_CHUNK):
                 some = chosen[i : i + _READ_CHUNK]
                 ranges = [("XRANGE", self._keys.train(domain), f"{seq}-0", f"{seq}-0") for domain, seq in some]
                 entries += [self._entry(*row) for rows in self._link.commands(ranges) for row in rows]
+        return [entry.trace for entry in entries if entry.trace is not None]
+
+    def set_anchors(self, anchors: Mapping[int, Trace]) -> None:
+        with self._link.errors():
+            for slot, trace in anchors.items():
+                self._link.command("HSET", self._keys.anchors, slot, encode_trace(trace))
+
+    def anchors(self, slots: Sequence[int]) -> list[Trace]:
+        if not slots:
+            return []
+        with self._link.errors():
+            found = self._link.command("HMGET", self._keys.anchors, *slots)
+        entries = [self._entry(b"0-0", {b"p": data}) for data in found if data is not None]
         return [entry.trace for entry in entries if entry.trace is not None]
 
     def holdout(self, n: int) -> list[Trace]:
@@ -147,7 +161,7 @@ class RedisTraceBuffer:
         domains = self._domains(keys)
         calls = [(scripts.REMOVE, [keys.train(domain), keys.holdout(domain)], ()) for domain in domains]
         num = sum(self._link.script(*call) for call in calls)
-        self._link.command("DEL", keys.domains)
+        self._link.command("DEL", keys.domains, keys.anchors)
         self._link.command("SREM", keys.buffers, keys.member)
         return num
 

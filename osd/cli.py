@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import osd
+from osd.bench import BENCHES
 from osd.errors import ConfigError, OSDError
 
 app = typer.Typer(
@@ -27,10 +28,14 @@ traces_app = typer.Typer(help="The traces a running service has stored.", no_arg
 app.add_typer(drafts_app, name="drafts")
 app.add_typer(traces_app, name="traces")
 app.add_typer(config_app, name="config")
+bench_app = typer.Typer(help="Measured costs, with raw runs, intervals and a report kept.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 UrlOption = Annotated[str | None, typer.Option("--url", help="Control port of the service (default: the one running).")]
 DeploymentOption = Annotated[str | None, typer.Option("--deployment", help="Which running service, by name.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
+OutOption = Annotated[Path, typer.Option(help="New directory for the draft, in Hugging Face format.")]
+EpochsOption = Annotated[int, typer.Option(min=1, help="Passes over the traces.")]
 
 
 def main() -> None:
@@ -80,9 +85,9 @@ def serve(
         "buffer.redis_url": redis_url,
         "ray.address": address,
     }
-    from osd import config as configuration
+    from osd import config_reading
 
-    resolved = configuration.load(config, overrides, flags)
+    resolved = config_reading.load(config, overrides, flags)
     if detach:
         from osd.detach import serve_detached
 
@@ -113,10 +118,21 @@ def demo(
     sys.exit(run(report_path=report, keep=keep, overrides=overrides or []))
 
 
-@app.command(epilog="Example:  osd status")
-def status(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
-    """What a running service is doing, as JSON."""
-    _show(_client(url, deployment).get("/osd/status"))
+@app.command(epilog="Examples:  osd status    osd status --json")
+def status(
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All of it, as JSON.")] = False,
+) -> None:
+    """What a running service is doing; the first line is what is wrong, and the remedy."""
+    client = _client(url, deployment)
+    state = client.get("/osd/status")
+    if as_json:
+        _show(state)
+        return
+    from osd.status_page import page
+
+    typer.echo(page(state, client.get("/osd/events")))
 
 
 @app.command(epilog="Example:  osd pause")
@@ -173,28 +189,132 @@ def purge(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
     _show(_client(url, deployment).admin("purge"))
 
 
+@traces_app.command(epilog="Example:  osd traces export monday.traces")
+def export(
+    file: Annotated[Path, typer.Argument(help="File to write; only this user may read it.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+) -> None:
+    """Write every stored trace to FILE, for `osd train`."""
+    from osd import recorded
+
+    recorded.export(_client(url, deployment), file, force=force, say=typer.echo)
+
+
+@app.command(epilog="Example:  osd train --traces monday.traces --draft ./draft --out ./draft-2")
+def train(
+    traces: Annotated[list[Path], typer.Option(help="File of traces; more may follow.")],
+    out: OutOption,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE]... [SECTION.KEY=VALUE]...", help="More files; overrides.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft to begin with: directory, hub name, or tiny.")] = None,
+    config: ConfigOption = None,
+    epochs: EpochsOption = 3,
+    force: Annotated[bool, typer.Option("--force", help="Take the draft even if it is not better.")] = False,
+) -> None:
+    """Distil from recorded traces alone: no engine, no cluster, no Redis. Exits with 1 when the draft is not better."""
+    from osd import config_reading, offline
+
+    files = [*traces, *(Path(a) for a in arguments or [] if not _is_override(a))]
+    overrides = [a for a in arguments or [] if _is_override(a)]
+    resolved = config_reading.load(config, overrides, {"serving.draft": draft}).config
+    job = offline.Job(config=resolved, draft=offline.check_draft(resolved), out=out, epochs=epochs, force=force)
+    sys.exit(offline.run(job, files, typer.echo, _warn))
+
+
+@app.command(
+    epilog="Examples:  osd distil ./llama-8b --draft ./llama-160m --prompts prompts.txt --out ./draft-0    "
+    "osd distil --config configs/tiny-cpu.yaml --prompts prompts.jsonl --out ./draft-0 --keep-traces day0.traces"
+)
+def distil(
+    prompts: Annotated[Path, typer.Option(help=".txt (a prompt on each line) or .jsonl (a request on each).")],
+    out: OutOption,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft to begin with: directory, hub name, or tiny.")] = None,
+    config: ConfigOption = None,
+    keep_traces: Annotated[Path | None, typer.Option(help="Keep what was captured in this file.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, where a prompt does not say.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature of the answers.")] = 0.0,
+    streams: Annotated[int, typer.Option(min=1, help="Prompts answered at a time.")] = 16,
+    epochs: EpochsOption = 3,
+    force: Annotated[
+        bool, typer.Option("--force", help="Take the draft even if it is not better; replace --keep-traces.")
+    ] = False,
+) -> None:
+    """A draft before there is traffic: TARGET answers the prompts, the draft learns. Exits with 1 if no better."""
+    from osd import config_reading
+    from osd import distil as command
+    from osd.prompts import Asking
+
+    target, overrides = split_arguments(arguments or [])
+    flags = {"serving.target": target, "serving.draft": draft}
+    sys.exit(
+        command.run(
+            lambda own: config_reading.load(config, overrides, flags | own).config,
+            prompts_file=prompts,
+            out=out,
+            keep_traces=keep_traces,
+            asking=Asking(max_tokens=max_tokens, temperature=temperature, streams=streams),
+            epochs=epochs,
+            force=force,
+            say=typer.echo,
+            warn=_warn,
+        )
+    )
+
+
 @config_app.command("show", epilog="Example:  osd config show configs/tiny-cpu.yaml serving.port=9000")
 def config_show(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [SECTION.KEY=VALUE]...")] = None,
 ) -> None:
     """The resolved configuration, each value with its origin."""
-    from osd import config as configuration
+    from osd import config_reading
 
     file, overrides = split_arguments(arguments or [])
-    resolved = configuration.load(file, overrides)
-    for key, value in configuration.leaves(resolved.config).items():
+    resolved = config_reading.load(file, overrides)
+    for key, value in config_reading.leaves(resolved.config).items():
         origin = resolved.origins.get(key) or next(
             (o for k, o in resolved.origins.items() if k.startswith(key + ".")), "default"
         )
         typer.echo(f"{key} = {json.dumps(value)}    # {origin}")
 
 
-@app.command(epilog="Example:  osd doctor")
-def doctor() -> None:
-    """What is installed, which engine will be used and why, and what is missing."""
+def _add_bench(name: str, summary: str) -> None:
+    @bench_app.command(name, help=summary, short_help=summary, epilog=f"Example:  osd bench {name} --quick")
+    def bench(
+        quick: Annotated[
+            bool, typer.Option("--quick", help="Smaller models, fewer repeats: a look, no result.")
+        ] = False,
+        out: Annotated[
+            Path | None, typer.Option(help="Directory for its files (default: one in bench-results/).")
+        ] = None,
+    ) -> None:
+        from osd.bench.runner import run
+
+        run(name, quick=quick, out=out, say=typer.echo)
+
+
+for _name, _summary in BENCHES.items():
+    _add_bench(_name, _summary)
+
+
+@app.command(
+    epilog="Examples:  osd doctor    osd doctor --config configs/tiny-cpu.yaml    "
+    "osd doctor serving.target=./llama-8b serving.draft=./llama-160m"
+)
+def doctor(
+    config: ConfigOption = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
+) -> None:
+    """What is installed, which engine runs and why, whether the models fit, what the draft costs, what is broken."""
+    from osd import config_reading
     from osd.doctor import run
 
-    sys.exit(run(typer.echo))
+    sys.exit(run(config_reading.load(config, overrides or []).config, typer.echo))
 
 
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -214,6 +334,10 @@ def _client(url: str | None, deployment: str | None) -> Any:
     from osd.client import Client
 
     return Client(url, deployment)
+
+
+def _warn(line: str) -> None:
+    typer.echo(f"osd: {line}", err=True)
 
 
 def _show(answer: Any) -> None:

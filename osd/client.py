@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -11,6 +13,7 @@ from osd import runtime
 from osd.errors import ConfigError, OSDError
 
 SECONDS_TO_ANSWER = 10
+SECONDS_BETWEEN_CHUNKS = 60
 
 
 class Client:
@@ -32,6 +35,19 @@ class Client:
     def admin(self, action: str, **body: Any) -> Any:
         headers = {"Authorization": f"Bearer {self._token}"}
         return self._request("POST", f"/osd/admin/{action}", json=body, headers=headers)
+
+    @contextmanager
+    def stream(self, path: str) -> Iterator[Iterator[bytes]]:
+        """The chunks of a long answer that only an administrator gets."""
+        headers = {"Authorization": f"Bearer {self._token}"}
+        try:
+            with httpx.stream("GET", self.url + path, headers=headers, timeout=SECONDS_BETWEEN_CHUNKS) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    raise OSDError(_reason(response))
+                yield response.iter_bytes()
+        except httpx.HTTPError as error:
+            raise OSDError(f"{self.url}: no answer ({error}); is the service running?") from None
 
     def _request(self, method: str, path: str, **kwargs: Any) -> Any:
         try:

@@ -1,22 +1,16 @@
-"""The whole configuration: one strict typed tree, and how it is read.
+"""The whole configuration as one strict typed tree: every key, its default and its limits.
 
-Precedence: command line flags > overrides (`section.key=value`) > environment (`OSD_SECTION__KEY`) > file > defaults.
-An unknown key fails wherever it stands. The text under a field is its documentation (`docs/configuration.md` is
-made from it).
+The text under a field is its documentation (`docs/configuration.md` is made from it). How a configuration is read
+stands in `osd/config_reading.py`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-
-from osd.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 OWNED_VLLM_KEYS = {
     "model": "serving.target",
@@ -36,22 +30,6 @@ OWNED_VLLM_KEYS = {
     "api_server_count": "nothing: one API process per engine",
 }
 """vLLM arguments that belong to us, and what to use instead."""
-
-ENVIRONMENT_ALONE = {
-    "OSD_CACHE_DIR",
-    "OSD_DEBUG",
-    "OSD_EXTRA",
-    "OSD_PYTHON",
-    "OSD_RUNTIME_DIR",
-    "OSD_TOKEN",
-    "OSD_URL",
-    "OSD_VENV",
-}
-"""Variables with our prefix that are not configuration keys."""
-
-
-MAPPINGS = ("serving.vllm", "serving.env")
-"""Keys whose values are free mappings: what stands below them is not ours to check."""
 
 
 class _Section(BaseModel):
@@ -105,12 +83,15 @@ class CaptureConfig(_Section):
     """Whether traces are captured at all. Off = a plain server with a frozen draft."""
     top_k: int = Field(64, ge=1, le=1024)
     """Target log-probabilities kept per row; the rest of the mass is one number."""
-    accepted_fraction: float = Field(0.25, ge=0, le=1)
+    accepted_fraction: float = Field(0.5, ge=0, le=1)
     """Probability with which a row whose draft token was accepted is kept. They anchor the draft to what it knows."""
-    plain_fraction: float = Field(0.25, ge=0, le=1)
+    plain_fraction: float = Field(0.5, ge=0, le=1)
     """Probability with which a row without a proposal (first token, bonus token) is kept."""
     max_context: int = Field(2048, ge=16)
     """Prompt tokens kept per trace, counted from the end."""
+    max_repeated_context: int = Field(512, ge=16)
+    """Of the leading prompt tokens that earlier traces of the same worker have already stored (the turns of a chat so
+    far, a common system prompt), so many are kept, counted from their end. With `max_context` or more, all of them."""
     max_output: int = Field(2048, ge=16)
     """A request's trace is closed after so many output tokens."""
     max_bytes_per_second: int = Field(8 << 20, ge=0)
@@ -145,8 +126,19 @@ class TrainerConfig(_Section):
     """Mixed precision of the trainer. The draft's own weights stay float32 while training."""
     num_threads: int = Field(1, ge=1)
     """CPU threads of the trainer."""
+    method: Literal["full", "lora"] = "full"
+    """full = every weight of the draft is trained; lora = low-rank adapters beside its linear layers, merged into them
+    before anything leaves the trainer. LoRA needs less memory for gradients and moments, and a higher learning rate."""
+    lora_rank: int = Field(16, ge=1)
+    """Rank of the adapters."""
+    lora_alpha: int = Field(32, ge=1)
+    """The adapters count lora_alpha / lora_rank times."""
+    loss: Literal[
+        "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "negative_log_acceptance", "lk_hybrid"
+    ] = "forward_kl"
+    """What the draft minimises at the captured rows; the formulas stand in `trainer/loss.py`."""
     learning_rate: float = Field(1e-4, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW. A round that made things worse halves it; later rounds let it recover."""
     warmup_steps: int = Field(8, ge=0)
     """Steps over which each round's learning rate rises from zero."""
     weight_decay: float = Field(0.0, ge=0)
@@ -161,8 +153,14 @@ class TrainerConfig(_Section):
     """A round starts when so many traces have arrived since the last one."""
     max_new_traces: int = Field(512, ge=1)
     """New traces used in one round; of more, only the newest."""
-    replay_batches: int = Field(4, ge=0)
+    replay_batches: int = Field(8, ge=0)
     """Older batches replayed for every batch of new traces. Replay keeps the draft from forgetting."""
+    recent_fraction: float = Field(0.5, ge=0, le=1)
+    """Share of the replayed traces that comes from the last eight rounds; the others come from the whole buffer, each
+    domain alike."""
+    num_anchors: int = Field(256, ge=0)
+    """Traces kept as anchors: a uniform sample of all there ever were, also when the buffer has long let go of them.
+    One replayed trace in eight is an anchor. 0 = none."""
     seed: int = 0
     """Seed of sampling in the trainer."""
 
@@ -247,177 +245,3 @@ class Config(_Section):
     @property
     def checkpoint_path(self) -> Path:
         return self.data_path / "trainer"
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A configuration and, for each key (`serving.port`), where its value came from."""
-
-    config: Config
-    origins: dict[str, str]
-
-
-def load(
-    path: str | Path | None = None,
-    overrides: Sequence[str] = (),
-    flags: Mapping[str, Any] | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> Resolved:
-    """Read a configuration. `overrides` are `section.key=value` with YAML values; `flags` are dotted keys.
-
-    Raises `ConfigError` naming the key, its origin, the value and what would fit.
-    """
-    values: dict[str, tuple[Any, str]] = {}
-    if path is not None:
-        values |= {key: (value, str(path)) for key, value in _read_file(Path(path)).items()}
-    for key, value in _read_environment(os.environ if environ is None else environ).items():
-        values[key] = (value, f"environment variable {_variable_name(key)}")
-    for text in overrides:
-        key, value = _parse_override(text)
-        values[key] = (value, "command line")
-    values |= {key: (value, "command line") for key, value in (flags or {}).items() if value is not None}
-    origins = {key: origin for key, (_, origin) in values.items()}
-    try:
-        config = Config.model_validate(_nest({key: value for key, (value, _) in values.items()}))
-    except ValidationError as error:
-        raise _first_problem(error, origins) from None
-    return Resolved(config, origins)
-
-
-def leaves(config: BaseModel, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of every field."""
-    out: dict[str, Any] = {}
-    for name in type(config).model_fields:
-        value = getattr(config, name)
-        if isinstance(value, BaseModel):
-            out |= leaves(value, f"{prefix}{name}.")
-        else:
-            out[prefix + name] = value
-    return out
-
-
-def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every dotted key there is."""
-    keys: list[str] = []
-    for name, info in section.model_fields.items():
-        inner = info.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            keys += known_keys(inner, f"{prefix}{name}.")
-        else:
-            keys.append(prefix + name)
-    return keys
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from None
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" line {where.line + 1}" if where else ""
-        raise ConfigError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must be a mapping of sections, not {type(tree).__name__}")
-    return _flatten(tree, str(path))
-
-
-def _flatten(tree: dict[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and name not in MAPPINGS:
-            flat |= _flatten(value, where, f"{name}.")
-        elif isinstance(value, dict):
-            flat |= {f"{name}.{k}": v for k, v in value.items()}
-        else:
-            flat[name] = value
-    return flat
-
-
-def _variable_name(key: str) -> str:
-    return "OSD_" + key.replace(".", "__").upper()
-
-
-def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    by_name = {_variable_name(key): key for key in known_keys()}
-    out: dict[str, Any] = {}
-    for name, text in environ.items():
-        if not name.startswith("OSD_") or name in ENVIRONMENT_ALONE:
-            continue
-        if name.startswith("OSD_SERVING__VLLM__"):
-            out["serving.vllm." + name.removeprefix("OSD_SERVING__VLLM__").lower()] = _parse_value(text)
-        elif name in by_name:
-            out[by_name[name]] = _parse_value(text)
-        else:
-            raise ConfigError(f"environment variable {name}: no such key{_suggest(name, by_name)}")
-    return out
-
-
-def _parse_override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"{text!r}: an override has the form section.key=value")
-    return key.strip(), _parse_value(value)
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return yaml.safe_load(text) if text else ""
-    except yaml.YAMLError:
-        return text
-
-
-def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in flat.items():
-        is_mapped = any(key.startswith(mapping + ".") for mapping in MAPPINGS)
-        *parents, leaf = key.split(".", 2) if is_mapped else key.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise ConfigError(f"{key}: {parent} is a value, not a section")
-        leaf_value = node.get(leaf)
-        if isinstance(leaf_value, dict) and isinstance(value, dict):
-            leaf_value.update(value)
-        else:
-            node[leaf] = value
-    return tree
-
-
-PLAIN_WORDS = {
-    "int_parsing": "must be a whole number",
-    "int_type": "must be a whole number",
-    "float_parsing": "must be a number",
-    "float_type": "must be a number",
-    "bool_parsing": "must be true or false",
-    "string_type": "must be text",
-    "string_pattern_mismatch": "must be lower-case letters, digits and -, at most 32, beginning with a letter or digit",
-}
-"""For the validation errors whose own words are those of a library."""
-
-
-def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
-    problem = error.errors()[0]
-    key = ".".join(str(part) for part in problem["loc"])
-    origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(key + ".")), "defaults")
-    if problem["type"] == "extra_forbidden":
-        given = next((k for k in origins if k.startswith(key)), key)
-        return ConfigError(f"{given} ({origin}): no such key{_suggest(given, known_keys())}")
-    message = PLAIN_WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
-    return ConfigError(f"{key}={problem['input']!r} ({origin}): {message}")
-
-
-def _suggest(name: str, known: Any) -> str:
-    """The likeliest meaning of a misspelt key: the leaf counts for more than the section it stands in."""
-    import difflib
-
-    def likeness(candidate: str) -> float:
-        parts = [(a.rpartition(".")[2].lower(), a.lower()) for a in (name, candidate)]
-        return sum(difflib.SequenceMatcher(None, a, b).ratio() for a, b in zip(*parts, strict=True))
-
-    best = max(known, key=likeness)
-    return f"; did you mean {best}?" if likeness(best) > 1.5 else "; `osd config show` lists all keys"

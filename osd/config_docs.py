@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from osd.config import ENVIRONMENT_ALONE, OWNED_VLLM_KEYS, Config
+from osd.config import OWNED_VLLM_KEYS, Config
+from osd.config_reading import ENVIRONMENT_ALONE
 
 HEAD = """# Configuration
 

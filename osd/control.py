@@ -9,8 +9,10 @@ import asyncio
 import logging
 import os
 import threading
+from functools import partial
 from typing import Any
 
+from buffers import trace_stream
 from buffers.redis_stream import RedisTraceBuffer
 from osd.config import Config
 from osd.controller import Controller
@@ -38,13 +40,15 @@ class ControlPlane:
         self._config = config
         self._token = token
         self._history = History(config.control.history_seconds)
+        buffer = RedisTraceBuffer(**buffer_settings)
+        self._traces = partial(trace_stream.stream, buffer, target_id)
         self._controller = Controller(
             config,
             Registry(redis_url, config.deployment),
             ReleaseStore(config.releases_path),
             self._history,
             trainer,
-            RedisTraceBuffer(**buffer_settings),
+            buffer,
             target_id=target_id,
         )
         self._ready = threading.Event()
@@ -83,7 +87,7 @@ class ControlPlane:
 
     async def _main(self) -> None:
         control = self._config.control
-        app = build_app(self._controller, self._history, self._token, host=control.host)
+        app = build_app(self._controller, self._history, self._token, host=control.host, traces=self._traces)
         self._server = ControlServer.of(app, host=control.host, port=control.port)
         http = asyncio.create_task(self._server.serve(), name="http")
         loops = asyncio.create_task(self._controller.run(), name="controller")

@@ -23,8 +23,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
-from osd import config as configuration
+from osd import config_reading
 from osd.client import Client
+from osd.config import Config
 from osd.errors import ConfigError, OSDError
 from osd.launch import Service
 from osd.load import Answer, Figures, drive, figures
@@ -37,11 +38,14 @@ SHIFTED = "sql"
 SEED = 20_000
 """Traffic seed of demo runs; the models were trained on others."""
 STREAMS = 4
-NUM_HOME, NUM_SHIFTED = 120, 432
+NUM_HOME, NUM_SHIFTED = 120, 264
 NUM_BEFORE, NUM_AFTER, NUM_RECOVERED = 100, 50, 100
 LINE_EVERY = 24
 """Requests per printed line."""
-NUM_MORE_COMPARED = 36
+NUM_TIMED = 48
+"""Of the last window, so many requests are timed in every arm; the others are only counted, and sent more at a time."""
+STREAMS_UNTIMED = 16
+NUM_MORE_COMPARED = 16
 """Answers from the time of shift and swaps that are compared, besides those of the last window."""
 
 
@@ -54,6 +58,8 @@ class Story:
     adapted: list[Answer] = field(default_factory=list)
     static: list[Answer] = field(default_factory=list)
     plain: list[Answer] = field(default_factory=list)
+    static_untimed: list[Answer] = field(default_factory=list)
+    plain_untimed: list[Answer] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     swaps: list[SwapReport] = field(default_factory=list)
     num_compared: int = 0
@@ -86,7 +92,7 @@ def run(*, report_path: Path | None, keep: bool, overrides: Sequence[str] = (), 
     return 0 if report["failed_requests"] == 0 and report["lossless"] else 1
 
 
-def demo_config(directory: Path, overrides: Sequence[str]) -> configuration.Config:
+def demo_config(directory: Path, overrides: Sequence[str]) -> Config:
     """The tiny preset on free ports, with its data in `directory`."""
     if not PRESET.is_file():
         raise ConfigError(f"{PRESET}: not found; run the demo from a checkout of the project")
@@ -99,7 +105,7 @@ def demo_config(directory: Path, overrides: Sequence[str]) -> configuration.Conf
         "serving.vllm.enable_prefix_caching=false",
         "serving.vllm.per_request_spec_decode_metrics=summary",
     ]
-    return configuration.load(PRESET, [*own, *overrides]).config
+    return config_reading.load(PRESET, [*own, *overrides]).config
 
 
 async def _play(service: Service, screen: Screen) -> Story:
@@ -153,7 +159,7 @@ async def _controls(service: Service, plain_url: str, screen: Screen, story: Sto
     story.version = client.get("/osd/status")["version"]
     prompts = [r.prompt for r in requests(SHIFTED, NUM_SHIFTED, SEED)]
     first = NUM_SHIFTED - NUM_RECOVERED
-    half = NUM_RECOVERED // 2
+    half = NUM_TIMED // 2
     frozen = service.plan.release.version
     model = service.config.serving.served_model_name
     for start, arms in ((first, ("adapted", "static", "plain")), (first + half, ("plain", "static", "adapted"))):
@@ -165,13 +171,18 @@ async def _controls(service: Service, plain_url: str, screen: Screen, story: Sto
             answers = await drive(url, model, prompts[start : start + half], streams=STREAMS)
             story.seconds[arm] = story.seconds.get(arm, 0.0) + time.perf_counter() - clock
             getattr(story, arm).extend(answers)
+    untimed = prompts[first + NUM_TIMED :]
+    await _serve_version(client, frozen)
+    story.static_untimed = await drive(service.url, model, untimed, streams=STREAMS_UNTIMED)
+    story.plain_untimed = await drive(plain_url, model, untimed, streams=STREAMS_UNTIMED)
     screen.say("comparing answers given across the shift and the swaps with those of the engine without speculation")
     others = list(range(0, first, max(1, first // NUM_MORE_COMPARED)))
-    again = await drive(plain_url, model, [prompts[i] for i in others], streams=STREAMS)
+    again = await drive(plain_url, model, [prompts[i] for i in others], streams=STREAMS_UNTIMED)
     live = [story.shifted[i] for i in others] + story.shifted[first:]
-    _compare(story, [*zip(live, [*again, *story.plain], strict=True)])
+    _compare(story, [*zip(live, [*again, *story.plain, *story.plain_untimed], strict=True)])
     _compare(story, [*zip(story.adapted, story.plain, strict=True)])
     _compare(story, [*zip(story.static, story.plain, strict=True)])
+    _compare(story, [*zip(story.static_untimed, story.plain_untimed, strict=True)])
 
 
 async def _serve_version(client: Client, version: int) -> None:
@@ -198,14 +209,15 @@ def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
         "before_shift": figures(story.home[-NUM_BEFORE:]),
         "after_shift": figures(story.shifted[:NUM_AFTER]),
         "recovered": figures(story.shifted[-NUM_RECOVERED:]),
-        "static_control": figures(story.static),
+        "static_control": figures([*story.static, *story.static_untimed]),
     }
     arms = {
         "no_speculation": figures(story.plain, story.seconds["plain"]),
         "static_draft": figures(story.static, story.seconds["static"]),
         "adapted_draft": figures(story.adapted, story.seconds["adapted"]),
     }
-    everything = [*story.home, *story.shifted, *story.adapted, *story.static, *story.plain]
+    timed = [*story.adapted, *story.static, *story.plain]
+    everything = [*story.home, *story.shifted, *timed, *story.static_untimed, *story.plain_untimed]
     pauses = sorted(1000 * s.pause_s for s in story.swaps if s.ok)
     return {
         "schema_version": 1,

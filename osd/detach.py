@@ -8,11 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from osd import runtime
 from osd.config import Config
-from osd.errors import OSDError
+from osd.errors import ConfigError, OSDError
 
 SECONDS_TO_START = 900
 SECONDS_TO_STOP = 20
@@ -35,7 +34,8 @@ def serve_detached(config: Config, argv: Sequence[str], report: Callable[[str], 
     while time.monotonic() < deadline:
         if child.poll() is not None:
             lines = [line for line in log.read_text().splitlines() if line.strip()]
-            raise OSDError((lines[-1] if lines else "the service ended at once").removeprefix("osd: "))
+            said = (lines[-1] if lines else "the service ended at once").removeprefix("osd: ")
+            raise (ConfigError if child.returncode == ConfigError.exit_status else OSDError)(said)
         for running in runtime.find_all():
             if running.pid == child.pid:
                 report(f"serving: {running.service_url}/v1    dashboard: {running.control_url}/dashboard")
@@ -52,11 +52,7 @@ def stop_service(deployment: str | None) -> None:
     os.kill(running.pid, signal.SIGTERM)
     deadline = time.monotonic() + SECONDS_TO_STOP
     while time.monotonic() < deadline:
-        with suppress(ChildProcessError):
-            os.waitpid(running.pid, os.WNOHANG)
-        try:
-            os.kill(running.pid, 0)
-        except ProcessLookupError:
+        if not runtime.is_alive(running.pid):
             return
         time.sleep(0.1)
     raise OSDError(f"{running.deployment} (process {running.pid}) did not end within {SECONDS_TO_STOP} s")

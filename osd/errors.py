@@ -4,6 +4,7 @@ OSDError              one line: what is wrong, where, and the remedy
 ├── ConfigError       a configuration key, value, file or command line is wrong (exit status 2)
 ├── ReplayBufferError      the replay buffer's server cannot be reached or used
 ├── ReleaseError      a draft release is missing, incomplete or does not fit
+├── CaptureError      an engine's verifications cannot be captured; it serves on without
 └── SwapError         an engine refused a draft; the previous one keeps serving
 """
 
@@ -26,6 +27,10 @@ class ReplayBufferError(OSDError):
 
 class ReleaseError(OSDError):
     """A draft release is missing, incomplete, or does not fit the served draft."""
+
+
+class CaptureError(OSDError):
+    """An engine's verifications cannot be captured; it serves on without."""
 
 
 class SwapError(OSDError):

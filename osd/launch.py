@@ -7,134 +7,37 @@
        │                   └─ control actor   controller, dashboard on the control port
        └─ supervises the Valkey child, leaves a note for other commands, ends all of it on Ctrl-C
 
-Everything that can be known to be wrong is checked before anything is started.
+Everything that can be known to be wrong is checked before anything is started (`osd/plan.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import random
 import secrets
 import signal
-import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osd import models, runtime
+from osd import runtime
 from osd.config import Config
-from osd.errors import ConfigError, OSDError, ReleaseError, ReplayBufferError
+from osd.errors import ConfigError, OSDError, ReplayBufferError
+from osd.plan import plan, without_speculation
 from osd.reaper import Reaper
 from osd.records import DraftRelease
 from osd.registry import Registry
-from osd.releases import ReleaseStore
 
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_STOP = 5.0
-PORTS = range(20_000, 32_000)
-"""Where free ports are looked for."""
 TRAINER_NAME = "trainer"
 """By which the control actor finds the trainer, also after either was restarted."""
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A configuration made concrete: ports chosen, models found, the draft to start with on disk."""
-
-    config: Config
-    target_dir: Path
-    target_id: str
-    release: DraftRelease
-
-
-def plan(config: Config) -> Plan:
-    """Check everything that can be checked before starting. Raises `OSDError` with key, value and remedy."""
-    config = with_free_ports(config)
-    target = models.resolve(config.serving.target, "serving.target")
-    draft = models.resolve(config.serving.draft, "serving.draft")
-    models.check_pair(target, draft)
-    target_id = models.fingerprint(target)
-    return Plan(config, target, target_id, first_release(config, draft, target_id))
-
-
-def with_free_ports(config: Config) -> Config:
-    """Ports 0 replaced by free ones. Raises `ConfigError` for a port somebody else listens on."""
-    taken: list[int] = []
-    for section in ("serving", "control"):
-        part = getattr(config, section)
-        port = part.port or free_port(part.host, taken)
-        try:
-            try_port(part.host, port)
-        except OSError as error:
-            raise ConfigError(
-                f"{section}.port={port}: cannot listen on {part.host}:{port} ({error.strerror}); "
-                f"choose another with {section}.port=N, or 0 for any free one"
-            ) from None
-        if port in taken:
-            raise ConfigError(f"{section}.port={port}: the service port and the control port must differ")
-        taken.append(port)
-        config = config.model_copy(update={section: part.model_copy(update={"port": port})})
-    return config
-
-
-def free_port(host: str, taken: Sequence[int] = ()) -> int:
-    """A port nobody listens on. It is used only when the engine has loaded, so it is none of those that the system
-    (32768 and up) or Ray (10002 to 19999) hands out to others meanwhile."""
-    for port in random.sample(PORTS, 100):
-        with suppress(OSError):
-            try_port(host, port)
-            if port not in taken:
-                return port
-    raise ConfigError(f"no free port on {host} between {PORTS[0]} and {PORTS[-1]}; name one instead of 0")
-
-
-def try_port(host: str, port: int) -> None:
-    """Raise `OSError` when one cannot listen there."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-
-
-def first_release(config: Config, draft: Path, target_id: str) -> DraftRelease:
-    """What to serve first: the pinned or current release of this target; published from `draft` when there is none."""
-    try:
-        store = ReleaseStore(config.releases_path)
-        if (pinned := store.pinned(target_id)) is not None:
-            release = store.get(pinned)
-            store.verify(release)
-            return release
-        return newest_undamaged(store, target_id) or store.publish(draft, parent=0, target_id=target_id)
-    except ReleaseError as error:
-        key = "releases.dir" if config.releases.dir else "data_dir"
-        raise ConfigError(f"{key}: {error}; choose another with {key}=DIRECTORY") from None
-
-
-def newest_undamaged(store: ReleaseStore, target_id: str) -> DraftRelease | None:
-    """The current release, its weights read again; damaged ones are marked bad and passed over."""
-    while (release := store.current(target_id)) is not None:
-        try:
-            store.verify(release)
-        except ReleaseError as error:
-            logger.warning("%s", error)
-            store.mark_bad(release.version, "damaged on disk")
-            continue
-        return release
-    return None
-
-
-def without_speculation(config: Config) -> Config:
-    """The same engine without a draft, on another free port."""
-    vllm = {k: v for k, v in config.serving.vllm.items() if k != "per_request_spec_decode_metrics"}
-    port = free_port(config.serving.host, [config.serving.port, config.control.port])
-    return config.model_copy(update={"serving": config.serving.model_copy(update={"port": port, "vllm": vllm})})
 
 
 class Service:

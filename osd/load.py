@@ -1,4 +1,4 @@
-"""A client that sends chat requests in a fixed number of streams and measures each answer."""
+"""A client that sends requests in a fixed number of streams and measures each answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any
 import httpx
 
 from osd.records import acceptance_rate, conditional_acceptance
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,24 +86,38 @@ async def drive(
     temperature: float = 0.0,
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> list[Answer]:
-    """Send the prompts in order, `streams` at a time; answers in the order of the prompts. Failures are answers too."""
-    answers: list[Answer | None] = [None] * len(prompts)
-    waiting = iter(enumerate(prompts))
+    """Ask each prompt as a user message of its own, as `send` does."""
+    bodies = [
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+        }
+        for prompt in prompts
+    ]
+    return await send(url, bodies, streams=streams, on_answer=on_answer)
+
+
+async def send(
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    *,
+    streams: int,
+    on_answer: Callable[[Answer], None] = lambda answer: None,
+) -> list[Answer]:
+    """Send requests in order, `streams` at a time: chats where they have messages, else completions.
+
+    Answers come in the order of the requests. Failures are answers too.
+    """
+    answers: list[Answer | None] = [None] * len(bodies)
+    waiting = iter(enumerate(bodies))
     limits = httpx.Limits(max_connections=streams, max_keepalive_connections=streams)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
 
         async def one_stream() -> None:
-            for index, prompt in waiting:
-                body = {
-                    "model": model,
-                    "messages": [{"role": "user", "content": prompt}],
-                    "max_tokens": max_tokens,
-                    "temperature": temperature,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                    "return_token_ids": True,
-                }
-                answers[index] = answer = await _ask(client, index, body)
+            for index, body in waiting:
+                answers[index] = answer = await _ask(client, index, {**body, **STREAMED})
                 on_answer(answer)
 
         await asyncio.gather(*(one_stream() for _ in range(streams)))
@@ -114,7 +131,7 @@ async def _ask(client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> A
     ttft, ended = 0.0, 0.0
     speculation: dict[str, Any] = {}
     try:
-        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        async with client.stream("POST", CHAT if "messages" in body else COMPLETION, json=body) as response:
             if response.status_code != 200:
                 reason = (await response.aread()).decode(errors="replace")[:200]
                 return Answer(index=index, ok=False, error=f"{response.status_code}: {reason}", started=started)
@@ -126,7 +143,7 @@ async def _ask(client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> A
                     return Answer(index=index, ok=False, error=str(chunk["error"])[:200], started=started)
                 speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or speculation
                 for choice in chunk["choices"]:
-                    text.append(choice["delta"].get("content") or "")
+                    text.append(choice["delta"].get("content") or "" if "delta" in choice else choice["text"])
                     if choice.get("token_ids"):
                         ended = time.perf_counter() - clock
                         ttft = ttft or ended

@@ -1,12 +1,10 @@
-"""Models on disk: find them, tell one target from another, and refuse pairs that cannot work together."""
+"""Models on disk: find them, and tell one target from another."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from pathlib import Path
-from typing import Any
 
 from osd.errors import ConfigError
 
@@ -15,7 +13,6 @@ TINY_COST_SHAPED = "tiny-cost-shaped"
 BUILT_IN = (TINY, TINY_COST_SHAPED)
 """Names for models the project builds itself: the tiny pair, and the tiny target with a real model's cost."""
 
-WEIGHTS = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
 SAMPLE_BYTES = 1 << 16
 SAMPLES_PER_FILE = 64
@@ -77,48 +74,3 @@ def fingerprint(directory: Path) -> str:
                 data.seek(offset)
                 digest.update(data.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
-
-
-def check_pair(target: Path, draft: Path) -> None:
-    """Raise `ConfigError` unless the draft can propose tokens to the target: one file of weights, same tokenizer."""
-    if not any(target.glob("*.safetensors")):
-        raise ConfigError(f"serving.target={target}: no *.safetensors there; give a complete model directory")
-    if not (draft / WEIGHTS).is_file():
-        raise ConfigError(
-            f"serving.draft={draft}: no {WEIGHTS} there; save the draft as one file "
-            "(`model.save_pretrained(directory, max_shard_size='100GB')`)"
-        )
-    sizes = {what: _read_json(path / "config.json").get("vocab_size") for what, path in _pair(target, draft)}
-    if sizes["target"] != sizes["draft"]:
-        raise ConfigError(
-            f"serving.draft={draft}: has {sizes['draft']} tokens, the target {sizes['target']}; "
-            "the draft must use the target's tokenizer"
-        )
-    vocabularies = [_vocabulary(path) for _, path in _pair(target, draft)]
-    if vocabularies[0] and vocabularies[1] and vocabularies[0] != vocabularies[1]:
-        token = min(vocabularies[0].items() ^ vocabularies[1].items(), key=lambda entry: entry[::-1])[0]
-        raise ConfigError(
-            f"serving.draft={draft}: another tokenizer than the target's (they disagree on {token!r}); "
-            "use a draft trained with the target's tokenizer"
-        )
-
-
-def _pair(target: Path, draft: Path) -> tuple[tuple[str, Path], tuple[str, Path]]:
-    return ("target", target), ("draft", draft)
-
-
-def _vocabulary(directory: Path) -> dict[str, int]:
-    """token -> id; empty when there is no tokenizer.json (vLLM then compares sizes alone)."""
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        return {}
-    from tokenizers import Tokenizer
-
-    return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); give a model in Hugging Face format") from None

@@ -216,7 +216,8 @@ class RoundOutcome:
     draft: str = "default"
     base_version: int
     target_id: str = ""
-    kind: Literal["full"] = "full"
+    kind: Literal["full", "lora"] = "full"
+    """What was trained. The candidate is a whole, plain model either way."""
     path: str
     """Directory with the candidate in Hugging Face format; "" when the round was discarded."""
     num_steps: int
@@ -231,6 +232,13 @@ class RoundOutcome:
     """None when there were too few held-out traces, or the round was discarded."""
     discarded: str = ""
     """Why the round produced no candidate ("non-finite loss"); "" when it did."""
+    learning_rate: float = 0.0
+    """Peak learning rate of this round."""
+    holdout_loss_before: float | None = None
+    holdout_loss_after: float | None = None
+    """Mean loss over the newest held-out traces; None when there were too few."""
+    padding: float = 0.0
+    """Share of the tokens computed that were padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,7 +254,7 @@ class DraftRelease:
     version: int
     parent: int
     """Version it was trained from; 0 for the first."""
-    kind: Literal["full"] = "full"
+    kind: Literal["full", "lora"] = "full"
     path: str
     sha256: str
     """Of `model.safetensors`."""
@@ -345,6 +353,8 @@ class ReplicaStatus:
     """kind -> rows kept since it started"""
     capture_skipped: dict[str, int] = field(default_factory=dict)
     """reason -> requests, steps or traces left out since it started"""
+    num_traces: int = 0
+    """Requests handed to the buffer as traces since it started"""
     buffer_dropped: dict[str, int] = field(default_factory=dict)
     """reason -> traces the buffer could not take since it started"""
     num_running: int = 0

@@ -15,7 +15,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -119,15 +119,21 @@ class ReleaseStore:
     # Changing
 
     def publish(
-        self, source_dir: str | Path, *, parent: int, target_id: str, outcome: RoundOutcome | None = None
+        self,
+        source_dir: str | Path,
+        *,
+        parent: int,
+        target_id: str,
+        outcome: RoundOutcome | None = None,
+        copy: Callable[[Path, Path], None] = copy_model,
     ) -> DraftRelease:
-        """Copy a candidate aside, hash it, move it into place, and only then point at it."""
+        """Copy a candidate aside (`copy(source, aside)`), hash it, move it into place, and only then point at it."""
         with self._changing():
             self._refuse_if_pinned(target_id)
             aside = Path(tempfile.mkdtemp(prefix=".tmp-publish-", dir=self.root))
             try:
                 aside.chmod(0o755)
-                copy_model(Path(source_dir), aside)
+                copy(Path(source_dir), aside)
                 version = self._next_version()
                 release = DraftRelease(
                     draft=self.draft,
@@ -137,6 +143,7 @@ class ReleaseStore:
                     sha256=sha256(aside / WEIGHTS),
                     target_id=target_id,
                     created_at=time.time(),
+                    kind=outcome.kind if outcome else "full",
                     outcome=outcome,
                 )
                 write_record(aside, release)

@@ -67,11 +67,24 @@ def find_all() -> list[Running]:
             if path.stat().st_uid != os.getuid():
                 continue
             running = Running(**json.loads(path.read_text()))
-            os.kill(running.pid, 0)
         except (OSError, ValueError, TypeError):
             continue
-        found.append(running)
+        if is_alive(running.pid):
+            found.append(running)
     return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs. One that has ended counts as gone also while nobody has collected its exit status,
+    which in a container without an init process nobody ever does."""
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return not Path("/proc/self").exists()
 
 
 def find(deployment: str | None = None) -> Running:

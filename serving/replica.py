@@ -4,7 +4,8 @@
                                         ▲
     Redis ──wanted release──► pull loop ┘ ──heartbeat, windows, swap reports──► Redis
 
-The path of a request is vLLM's. The loop beside it never touches a request; what fails in it is tried again later.
+The path of a request is vLLM's. The loop beside it (`serving/pull.py`) never touches a request; what fails in it is
+tried again later.
 Everything runs in one thread with its own event loop, started by the constructor: when the process is restarted by
 whoever supervises it, the constructor runs again and the replica comes up with the newest draft.
 """
@@ -12,36 +13,25 @@ whoever supervises it, the constructor runs again and the replica comes up with 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
 import threading
-import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from osd.config import Config
 from osd.errors import ConfigError, OSDError
-from osd.records import DraftRelease, ReplicaStatus, SpecWindow, SwapReport, decode, encode
+from osd.records import DraftRelease
 from osd.registry import Registry
 from serving import vllm_compat
 from serving.headers import HeadersToXargs
+from serving.pull import Activity, DraftPuller
 from serving.worker import trace_settings
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN_REPORTS = 1.0
-SECONDS_ACTIVE = 3.0
-"""How long after its last request an engine is asked for its counters. Being asked keeps a vLLM worker spinning for a
-second, so an idle one that was asked every second would burn a core."""
-HEARTBEAT_TTL = 10.0
-MAX_UNSENT = 2000
 MAX_PAUSE = 30.0
-SECONDS_TO_STAGE = 600.0
 GRACEFUL_SHUTDOWN_SECONDS = 2
 
 
@@ -72,14 +62,8 @@ class Replica:
         self._registry = registry
         self._extension = worker_extension
         self._sink = sink
-        self._version = 0
-        self._started_at = time.time()
-        self._unsent: deque[SpecWindow | SwapReport] = deque(maxlen=MAX_UNSENT)
-        self._report: dict[str, Any] = {}
-        self._report_at = 0.0
-        self._retry_at: dict[int, tuple[float, float]] = {}
-        self._num_open = 0
-        self._last_active = time.monotonic()
+        self._puller: DraftPuller | None = None
+        self._activity = Activity()
         self._ready = threading.Event()
         self._closed = threading.Event()
         self._stop: asyncio.Event | None = None
@@ -179,15 +163,24 @@ class Replica:
             target_id=self._target_id,
         )
         await self._rpc("osd_start", settings)
-        self._version = self._release.version
+        if self._registry is not None:
+            self._puller = DraftPuller(
+                self._registry,
+                self._rpc,
+                self._activity,
+                name=self.name,
+                url=self.url,
+                k=self._config.serving.num_speculative_tokens,
+                release=self._release,
+            )
 
     async def _serve(self, app: Any, sock: socket.socket) -> None:
         assert self._stop is not None
-        watched = self._watched(HeadersToXargs(app))
+        watched = self._activity.watching(HeadersToXargs(app))
         server = vllm_compat.http_server(watched, self._args, seconds_to_finish=GRACEFUL_SHUTDOWN_SECONDS)
         app.state.server = server
         http = asyncio.create_task(server.serve(sockets=[sock]), name="http")
-        pull = asyncio.create_task(self._pull_loop(), name="pull")
+        pull = asyncio.create_task(self._look_after(), name="pull")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         while not server.started and not http.done():
             await asyncio.sleep(0.02)
@@ -201,129 +194,19 @@ class Replica:
         if stop not in done:
             raise next(iter(done)).exception() or RuntimeError("the HTTP server ended by itself")
 
-    def _watched(self, app: Any) -> Any:
-        """The application, with a note of whether anything was asked of the engine lately."""
-
-        async def watched(scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] != "http" or scope["method"] != "POST":
-                return await app(scope, receive, send)
-            self._num_open += 1
-            try:
-                await app(scope, receive, send)
-            finally:
-                self._num_open -= 1
-                self._last_active = time.monotonic()
-
-        return watched
-
-    def _is_active(self) -> bool:
-        return self._num_open > 0 or time.monotonic() - self._last_active < SECONDS_ACTIVE
-
-    # -- the pull loop ------------------------------------------------------------------------------------------------
-
-    async def _pull_loop(self) -> None:
+    async def _look_after(self) -> None:
         """Ends only when the engine is dead: whatever else goes wrong here, requests are still answered."""
         pause = self._config.serving.seconds_between_polls
         while not self._engine.errored:
             try:
-                if self._release is not None and self._registry is not None:
-                    await self._pull_and_report()
+                if self._puller is not None:
+                    await self._puller.look()
                 pause = self._config.serving.seconds_between_polls
             except Exception:
                 pause = min(2 * pause, MAX_PAUSE)
                 logger.exception("pulling drafts failed; serving goes on, the next try is in %.1f s", pause)
             await asyncio.sleep(pause)
         raise RuntimeError("the engine died")
-
-    async def _pull_and_report(self) -> None:
-        await self._swap_if_wanted()
-        await self._report_if_due()
-
-    async def _report_if_due(self) -> None:
-        if time.monotonic() >= self._report_at:
-            self._report_at = time.monotonic() + SECONDS_BETWEEN_REPORTS
-            await self._send_report()
-
-    async def _swap_if_wanted(self) -> None:
-        assert self._registry is not None and self._release is not None
-        try:
-            wanted = await asyncio.to_thread(self._registry.wanted, self._release.draft)
-        except OSDError:
-            return  # Redis is away: serve on with what we have
-        if wanted is None or wanted.version == self._version or wanted.target_id != self._target_id:
-            return
-        retry_at, delay = self._retry_at.get(wanted.version, (0.0, 1.0))
-        if time.monotonic() < retry_at:
-            return
-        report = await self.swap(wanted)
-        self._unsent.append(report)
-        if report.ok:
-            self._retry_at.clear()
-        else:
-            logger.warning("swap to v%d failed: %s", wanted.version, report.error)
-            self._retry_at[wanted.version] = (time.monotonic() + delay, min(delay * 2, 60.0))
-        await self._send_report()
-
-    async def swap(self, release: DraftRelease) -> SwapReport:
-        """Stage, validate and commit a release. Never raises for a bad one: the report says what happened."""
-        previous = self._version
-        await self._rpc("osd_stage", encode(release).decode())
-        deadline = time.monotonic() + SECONDS_TO_STAGE
-        staging: dict[str, Any] = {"done": False, "error": "", "seconds": 0.0}
-        while not staging["done"] and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-            await self._report_if_due()
-            staging = json.loads(await self._rpc("osd_staging"))
-        outcome: dict[str, Any] = {"pause_s": 0.0, "error": staging["error"] or "staging took too long"}
-        if staging["done"] and not staging["error"]:
-            outcome = json.loads(await self._rpc("osd_commit", release.version))
-        if not outcome["error"]:
-            self._version = release.version
-        return SwapReport(
-            at=time.time(),
-            replica=self.name,
-            draft=release.draft,
-            version=release.version,
-            previous=previous,
-            ok=not outcome["error"],
-            stage_s=staging["seconds"],
-            pause_s=outcome["pause_s"],
-            error=outcome["error"],
-        )
-
-    async def _send_report(self) -> None:
-        assert self._registry is not None and self._release is not None
-        if self._is_active():
-            self._report = json.loads(await self._rpc("osd_report", self.name, self._release.draft))
-            self._unsent.extend(msgspec.convert(self._report["windows"], list[SpecWindow]))
-        try:
-            await asyncio.to_thread(self._registry.heartbeat, self._status(), HEARTBEAT_TTL)
-            batch = list(self._unsent)
-            if batch:
-                await asyncio.to_thread(self._registry.publish, *batch)
-                for _ in batch:
-                    self._unsent.popleft()
-        except OSDError:
-            return  # Redis is away: what is unsent waits, the oldest leave first
-
-    def _status(self) -> ReplicaStatus:
-        assert self._release is not None
-        return ReplicaStatus(
-            at=time.time(),
-            replica=self.name,
-            draft=self._release.draft,
-            url=self.url,
-            version=self._version,
-            target_id=self._target_id,
-            k=self._config.serving.num_speculative_tokens,
-            pid=os.getpid(),
-            started_at=self._started_at,
-            engine=vllm_compat.engine_version(),
-            capture_rows=self._report.get("rows", {}),
-            capture_skipped=self._report.get("skipped", {}),
-            buffer_dropped=self._report.get("dropped", {}),
-            num_running=self._report.get("num_running", 0),
-        )
 
     async def _rpc(self, method: str, *args: Any) -> Any:
         """Call the worker extension; the first rank answers for all, an error in any of them counts."""
@@ -345,8 +228,3 @@ def listen(host: str, port: int) -> socket.socket:
             "choose another port or end what uses it"
         ) from None
     return sock
-
-
-def load_release(text: str) -> DraftRelease | None:
-    """A release from its JSON; None from an empty text."""
-    return decode(text, DraftRelease) if text else None

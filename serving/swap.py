@@ -28,6 +28,7 @@ from osd.records import DraftRelease
 WEIGHTS = "model.safetensors"
 ARCHITECTURE_KEYS = (
     "architectures",
+    "hidden_act",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -37,8 +38,12 @@ ARCHITECTURE_KEYS = (
     "vocab_size",
     "tie_word_embeddings",
     "rms_norm_eps",
+    "layer_norm_eps",
     "rope_theta",
     "rope_parameters",
+    "rotary_pct",
+    "use_parallel_residual",
+    "max_position_embeddings",
 )
 """Entries of `config.json` that must not change from one draft to the next: weights alone are swapped."""
 
@@ -51,13 +56,19 @@ class DraftShape:
 
     shapes: Mapping[str, tuple[int, ...]]
     architecture: Mapping[str, object]
+    masks: frozenset[str]
+    """Names of tensors that are not numbers: masks, which older checkpoints (Pythia) hold as well."""
 
     @classmethod
     def of(cls, directory: Path) -> DraftShape:
         with safe_open(directory / WEIGHTS, framework="pt") as weights:
-            shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+            slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            masks = frozenset(
+                n for n, part in slices.items() if part.get_dtype() == "BOOL" or part.get_dtype()[0] in "IU"
+            )
         config = json.loads((directory / "config.json").read_text())
-        return cls(shapes, {key: config.get(key) for key in ARCHITECTURE_KEYS})
+        return cls(shapes, {key: config.get(key) for key in ARCHITECTURE_KEYS}, masks)
 
 
 def read_release(release: DraftRelease, expected: DraftShape) -> dict[str, torch.Tensor]:
@@ -79,12 +90,13 @@ def read_release(release: DraftRelease, expected: DraftShape) -> dict[str, torch
         tensors = load_file(directory / WEIGHTS)
     except Exception as error:  # noqa: BLE001  safetensors raises its own types for damaged files
         raise SwapError(f"v{release.version}: {WEIGHTS} is damaged: {error}") from None
-    check_tensors(tensors, expected.shapes, f"v{release.version}")
+    check_tensors(tensors, expected, f"v{release.version}")
     return tensors
 
 
-def check_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
+def check_tensors(tensors: Tensors, expected: DraftShape, what: str) -> None:
     """Raise `SwapError` unless names and shapes are those expected and every number is finite."""
+    shapes = expected.shapes
     if missing := sorted(set(shapes) - set(tensors)):
         raise SwapError(f"{what}: {len(missing)} tensors are missing, first {missing[0]}")
     if unknown := sorted(set(tensors) - set(shapes)):
@@ -92,6 +104,8 @@ def check_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], what:
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name]:
             raise SwapError(f"{what}: {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
+        if name in expected.masks:
+            continue
         if not tensor.is_floating_point():
             raise SwapError(f"{what}: {name} is {tensor.dtype}, expected floating point")
         if not torch.isfinite(tensor).all():

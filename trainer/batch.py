@@ -4,7 +4,10 @@
 fed tokens[:t] gives that distribution at its *last* input, index t − 1. So a captured position t is trained at
 `row_s = t − 1`. It is done once, in `_locate`; everything else uses `row_b`, `row_s`.
 
-Legend: B traces, S tokens (padded on the right), N rows, K top-k.
+**Packing.** Traces differ in length, so several share a line of the batch, one after the other (`trainer/pack.py`).
+`position_ids_BS` begins at 0 for each of them; transformers keeps them from seeing each other by that alone.
+
+Legend: B lines, S tokens (padded on the right), N rows, K top-k.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from osd.records import Trace
+from trainer.pack import one_a_line, pack
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +38,18 @@ class RowBatch:
 
     ids_BS: Tensor
     """int64; padding is 0."""
-    attention_mask_BS: Tensor
-    """int64; 1 = token, 0 = padding."""
+    position_ids_BS: Tensor
+    """int64; begins at 0 for every trace; 0 throughout the padding, so no position is beyond what a trace needs."""
     row_b_N: Tensor
     """int64"""
     row_s_N: Tensor
-    """int64; logits at row_s predict the token at row_s + 1."""
+    """int64; logits at row_s predict the token that follows there."""
     label_ids_N: Tensor
-    """int64: the token that was served at row_s + 1."""
+    """int64: the token that was served after row_s."""
+    trace_N: Tensor
+    """int64: index of the trace a row belongs to; ascending."""
+    num_tokens: int
+    """Tokens in the batch, padding left out."""
 
     @property
     def num_rows(self) -> int:
@@ -50,7 +58,12 @@ class RowBatch:
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `trainer.draft.RowModel` takes."""
-        return self.ids_BS, self.attention_mask_BS, self.row_b_N, self.row_s_N
+        return self.ids_BS, self.position_ids_BS, self.row_b_N, self.row_s_N
+
+    @property
+    def padding(self) -> float:
+        """Share of the batch that is padding."""
+        return 1 - self.num_tokens / self.ids_BS.numel()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +88,8 @@ class TrainBatch(RowBatch):
     """int64: the token that was proposed; -1 where none was."""
 
 
-def collate(traces: Sequence[Trace], max_length: int, vocab_size: int) -> TrainBatch:
-    """The captured rows of `traces`, at most `max_length` tokens of each.
+def collate(traces: Sequence[Trace], max_length: int, vocab_size: int, *, packed: bool = True) -> TrainBatch:
+    """The captured rows of `traces`, at most `max_length` tokens of each; a line for each trace unless `packed`.
 
     A sequence ends before its last captured position (later tokens teach nothing) and loses its start if it is still
     too long; rows whose context is gone are dropped. Raises `ValueError` naming trace and field.
@@ -99,7 +112,7 @@ def collate(traces: Sequence[Trace], max_length: int, vocab_size: int) -> TrainB
     weight_N = 1.0 / _take(traces, rows, "keep_prob").astype(np.float64)
     target_ids_NK = np.concatenate([_pad_k(t.target_ids[keep], num_k, 0) for t, keep in zip(traces, rows, strict=True)])
     return TrainBatch(
-        **_sequences(traces, located),
+        **_sequences(traces, located, packed),
         target_ids_NK=torch.from_numpy(target_ids_NK).long(),
         target_logprobs_NK=torch.from_numpy(logprobs_NK - log_mass_N[:, None]).float(),
         tail_logprob_N=torch.from_numpy(tail_N - log_mass_N).float(),
@@ -108,7 +121,7 @@ def collate(traces: Sequence[Trace], max_length: int, vocab_size: int) -> TrainB
     )
 
 
-def collate_outputs(traces: Sequence[Trace], max_length: int, vocab_size: int) -> RowBatch:
+def collate_outputs(traces: Sequence[Trace], max_length: int, vocab_size: int, *, packed: bool = True) -> RowBatch:
     """Every output token but each trace's first, which prefill produces and no draft ever proposes.
 
     Rows of one trace are consecutive and in order. Of an output longer than `max_length` only the end is left.
@@ -121,7 +134,7 @@ def collate_outputs(traces: Sequence[Trace], max_length: int, vocab_size: int) -
     for trace in traces:
         num_prompt = len(trace.prompt_ids)
         located.append(_locate(trace, np.arange(num_prompt + 1, num_prompt + len(trace.output_ids)), max_length))
-    return RowBatch(**_sequences(traces, located))
+    return RowBatch(**_sequences(traces, located, packed))
 
 
 def check_rows(trace: Trace, vocab_size: int) -> None:
@@ -165,8 +178,9 @@ def well_formed(traces: Sequence[Trace], check: Callable[[Trace, int], None], vo
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The same batch on `device`."""
-    moved: dict[str, Any] = {f.name: getattr(batch, f.name).to(device) for f in fields(batch)}
-    return type(batch)(**moved)
+    values: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+    return type(batch)(**(values | moved))
 
 
 def _locate(trace: Trace, position_N: np.ndarray, max_length: int) -> tuple[int, np.ndarray, np.ndarray]:
@@ -179,24 +193,30 @@ def _locate(trace: Trace, position_N: np.ndarray, max_length: int) -> tuple[int,
     return start, row_s_N[is_kept_N], is_kept_N
 
 
-def _sequences(traces: Sequence[Trace], located: list[tuple[int, np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
+def _sequences(
+    traces: Sequence[Trace], located: list[tuple[int, np.ndarray, np.ndarray]], packed: bool
+) -> dict[str, Any]:
     """The fields of `RowBatch`."""
     num_tokens = [int(row_s[-1]) + 1 if len(row_s) else 0 for _, row_s, _ in located]
-    ids_BS = np.zeros((len(traces), max(1, *num_tokens)), np.int64)
-    mask_BS = np.zeros_like(ids_BS)
-    labels = []
-    for b, (trace, (start, row_s, _)) in enumerate(zip(traces, located, strict=True)):
+    places, num_lines, length = pack(num_tokens) if packed else one_a_line(num_tokens)
+    ids_BS = np.zeros((num_lines, length), np.int64)
+    position_ids_BS = np.zeros_like(ids_BS)
+    labels, row_b, row_s = [], [], []
+    for trace, place, (start, row_s_N, _), num in zip(traces, places, located, num_tokens, strict=True):
         tokens = np.concatenate([trace.prompt_ids, trace.output_ids])
-        ids_BS[b, : num_tokens[b]] = tokens[start : start + num_tokens[b]]
-        mask_BS[b, : num_tokens[b]] = 1
-        labels.append(tokens[start + row_s + 1])
-    row_b_N = np.repeat(np.arange(len(traces)), [len(row_s) for _, row_s, _ in located])
+        ids_BS[place.line, place.start : place.start + num] = tokens[start : start + num]
+        position_ids_BS[place.line, place.start : place.start + num] = np.arange(num)
+        labels.append(tokens[start + row_s_N + 1])
+        row_b.append(np.full(len(row_s_N), place.line, np.int64))
+        row_s.append(row_s_N + place.start)
     return {
         "ids_BS": torch.from_numpy(ids_BS),
-        "attention_mask_BS": torch.from_numpy(mask_BS),
-        "row_b_N": torch.from_numpy(row_b_N),
-        "row_s_N": torch.from_numpy(np.concatenate([row_s for _, row_s, _ in located])),
+        "position_ids_BS": torch.from_numpy(position_ids_BS),
+        "row_b_N": torch.from_numpy(np.concatenate(row_b)),
+        "row_s_N": torch.from_numpy(np.concatenate(row_s)),
         "label_ids_N": torch.from_numpy(np.concatenate(labels)).long(),
+        "trace_N": torch.from_numpy(np.repeat(np.arange(len(traces)), [len(rows) for rows in row_s])),
+        "num_tokens": sum(num_tokens),
     }
 
 

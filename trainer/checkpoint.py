@@ -2,25 +2,29 @@
 
 checkpoints/latest            name of the newest complete one, written last
 checkpoints/12/state.json     TrainerState
-checkpoints/12/model.safetensors, config.json     working weights, float32
+checkpoints/12/model.safetensors, config.json     working weights, float32; with LoRA those below the adapters
+checkpoints/12/adapter.safetensors                A and B of every adapter; empty when all weights are trained
 checkpoints/12/optimizer.safetensors              AdamW's moments, "3.exp_avg"
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from osd.errors import ReleaseError
 from osd.records import decode, encode
+from trainer import adapter
+from trainer.distiller import Distiller
 from trainer.draft import RowModel, load_draft
 from trainer.files import numbered, point_to, prune, write_aside
+from trainer.optimizer import moments_of
+from trainer.replay import ReplayState
 
 logger = logging.getLogger(__name__)
 
@@ -47,41 +51,48 @@ class TrainerState:
     """Of the last candidate's weights, which may come back as a release."""
     cursor: dict[str, int] = field(default_factory=dict)
     """Traces read so far, in the buffer's terms."""
+    replay: ReplayState = field(default_factory=ReplayState)
+    rate_scale: float = 1.0
+    """Part of the configured learning rate that is used, after rounds that made things worse."""
 
 
-def save_checkpoint(directory: Path, state: TrainerState, model: RowModel, optimizer: torch.optim.Optimizer) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A round's end, read back."""
+
+    state: TrainerState
+    model: RowModel
+    """A plain model: with LoRA, what is below the adapters."""
+    moments: dict[str, Tensor]
+    adapters: dict[str, Tensor]
+
+
+def save_checkpoint(directory: Path, state: TrainerState, distiller: Distiller) -> None:
     """Write the state after round `state.round`. Raises `OSDError` when the disk does not take it."""
-    moments = {
-        f"{index}.{name}": value.detach().cpu().contiguous()
-        for index, values in optimizer.state_dict()["state"].items()
-        for name, value in values.items()
-    }
+    hf = distiller.model.hf
     with write_aside(directory / str(state.round)) as aside:
-        model.hf.save_pretrained(aside)
-        save_file(moments, aside / "optimizer.safetensors")
+        hf.save_pretrained(aside, state_dict=adapter.below(hf))
+        save_file(adapter.adapters(hf), aside / "adapter.safetensors")
+        save_file(moments_of(distiller.optimizer), aside / "optimizer.safetensors")
         (aside / "state.json").write_bytes(encode(state))
     point_to(directory / "latest", str(state.round))
     prune(directory, state.round, KEEP)
 
 
-def load_checkpoint(directory: Path) -> tuple[TrainerState, RowModel, dict[str, torch.Tensor]] | None:
-    """State, weights and optimizer moments of the newest readable checkpoint; None when there is none."""
+def load_checkpoint(directory: Path) -> Checkpoint | None:
+    """The newest readable one; None when there is none."""
     for path in _candidates(directory):
         try:
             state = decode((path / "state.json").read_bytes(), TrainerState)
-            return state, load_draft(path), load_file(path / "optimizer.safetensors")
+            return Checkpoint(
+                state=state,
+                model=load_draft(path),
+                moments=load_file(path / "optimizer.safetensors"),
+                adapters=load_file(path / "adapter.safetensors"),
+            )
         except (OSError, ValueError, SafetensorError, ReleaseError) as error:
             logger.warning("checkpoint %s cannot be used (%s)", path, error)
     return None
-
-
-def restore_moments(optimizer: torch.optim.Optimizer, moments: Mapping[str, torch.Tensor]) -> None:
-    """Give the optimizer its moments back; learning rate and the like stay as configured now."""
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in moments.items():
-        index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _candidates(directory: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from accelerate import Accelerator
@@ -11,43 +11,64 @@ from torch import Tensor
 
 from osd.config import TrainerConfig
 from osd.errors import ConfigError
-from trainer.batch import TrainBatch, to_device
-from trainer.checkpoint import restore_moments
+from osd.records import Trace
+from trainer import adapter
+from trainer.batch import TrainBatch, collate, to_device
 from trainer.draft import RowModel
-from trainer.loss import forward_kl, weighted_mean
+from trainer.loss import LOSSES, coarsen, weighted_mean
+from trainer.optimizer import restore_moments
 
 
 class Distiller:
-    """A draft, its AdamW, and the step that moves the one by the other. Only for full fine-tuning on one device."""
+    """A draft, its AdamW, and the step that moves the one by the other, on one device.
+
+    With `trainer.method` lora the given model gets adapters, and only they move.
+    """
 
     def __init__(self, model: RowModel, config: TrainerConfig) -> None:
         self.model = model
+        self.max_length = min(config.max_length, model.max_length)
         self._config = config
+        self._loss = LOSSES[config.loss]
         self._accelerator = accelerator(config)
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
-        )
+        if config.method == "lora":
+            adapter.add_lora(model.hf, config.lora_rank, config.lora_alpha)
+        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self._trainable, lr=config.learning_rate, weight_decay=config.weight_decay)
         self._prepared, self._prepared_optimizer = self._accelerator.prepare(model, self.optimizer)
 
-    def restart(self, model: RowModel, moments: Mapping[str, Tensor] | None = None) -> None:
-        """Take these weights and moments (None = a fresh optimizer) in place of the present ones."""
-        self.model.hf.load_state_dict(model.hf.state_dict())
-        restore_moments(self.optimizer, moments or {})
+    def restart(
+        self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], adapters: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Take the weights of a plain model, moments ({} = a fresh optimizer) and adapters (None = fresh ones)."""
+        adapter.restart_from(self.model.hf, weights)
+        if adapters is not None:
+            adapter.restore(self.model.hf, adapters)
+        restore_moments(self.optimizer, moments)
 
-    def step(self, batch: TrainBatch, index: int) -> float | None:
-        """One optimizer step, the `index`-th of its round; the loss, or None (and no step) when it is not finite."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._config.learning_rate * min(1.0, (index + 1) / max(1, self._config.warmup_steps))
+    def collate(self, traces: Sequence[Trace]) -> TrainBatch:
+        """The batch as this draft can take it."""
+        return collate(traces, self.max_length, self.model.vocab_size, packed=self.model.can_pack)
+
+    def losses(self, batch: TrainBatch) -> Tensor:
+        """float32 [N], on the device."""
         batch = to_device(batch, self._accelerator.device)
         logits_NV = self._prepared(*batch.inputs)
-        loss_N = forward_kl(logits_NV, batch.target_ids_NK, batch.target_logprobs_NK, batch.tail_logprob_N)
-        loss = weighted_mean(loss_N, batch.weight_N)
+        return self._loss(coarsen(logits_NV, batch.target_ids_NK, batch.target_logprobs_NK, batch.tail_logprob_N))
+
+    def step(self, batch: TrainBatch, index: int, scale: float = 1.0) -> float | None:
+        """One optimizer step, the `index`-th of its round, at `scale` times the configured learning rate; the loss, or
+        None (and no step) when it is not finite."""
+        peak = self._config.learning_rate * scale
+        for group in self.optimizer.param_groups:
+            group["lr"] = peak * min(1.0, (index + 1) / max(1, self._config.warmup_steps))
+        loss = weighted_mean(self.losses(batch), batch.weight_N.to(self._accelerator.device))
         value = float(loss.detach())
         if not math.isfinite(value):
             return None
         self._prepared_optimizer.zero_grad()
         self._accelerator.backward(loss)
-        norm = self._accelerator.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+        norm = self._accelerator.clip_grad_norm_(self._trainable, self._config.max_grad_norm)
         # With fp16 an infinite gradient is how the loss scale is found: the scaler skips that step by itself.
         if self._config.precision != "fp16" and not math.isfinite(float(norm)):
             return None
@@ -56,7 +77,7 @@ class Distiller:
 
     def is_finite(self) -> bool:
         """Whether every weight is a number."""
-        return all(bool(torch.isfinite(parameter).all()) for parameter in self.model.parameters())
+        return all(bool(torch.isfinite(parameter).all()) for parameter in self._trainable)
 
 
 def accelerator(config: TrainerConfig) -> Accelerator:

@@ -1,10 +1,11 @@
 """The draft in the trainer: loaded in float32 from a Hugging Face directory, exported to one that vLLM can take.
 
-Legend: B traces, S tokens, N rows, H hidden size, V vocabulary.
+Legend: B lines, S tokens, N rows, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import threading
 from pathlib import Path
@@ -18,7 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from osd.errors import ReleaseError
 from osd.files import sha256
+from trainer import adapter
 from trainer.files import write_aside
+from trainer.names import names_in_model
 
 WEIGHTS_NAME = "model.safetensors"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -31,21 +34,30 @@ class RowModel(torch.nn.Module):
     """A causal model asked for some rows of its logits only: [B, S, V] is never materialised.
 
     The output layer runs on the hidden states of the rows alone. Models that do more to their logits (a soft cap, a
-    scale) are noticed at construction and computed in full.
+    scale) are noticed at construction and computed in full; so are models that cannot tell sequences on one line apart
+    (`can_pack`).
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
         self._has_plain_head = _has_plain_head(hf)
+        self.can_pack = _can_pack(hf)
 
     @property
     def vocab_size(self) -> int:
         return int(self.hf.config.vocab_size)
 
-    def forward(self, ids_BS: Tensor, attention_mask_BS: Tensor, row_b_N: Tensor, row_s_N: Tensor) -> Tensor:
-        """logits_BSV[row_b_N, row_s_N], [N, V]."""
-        inputs = {"input_ids": ids_BS, "attention_mask": attention_mask_BS, "use_cache": False}
+    @property
+    def max_length(self) -> int:
+        """Tokens the model can see at once."""
+        return int(getattr(self.hf.config, "max_position_embeddings", None) or 2**31)
+
+    def forward(self, ids_BS: Tensor, position_ids_BS: Tensor, row_b_N: Tensor, row_s_N: Tensor) -> Tensor:
+        """logits_BSV[row_b_N, row_s_N], [N, V]. Padding stands on the right, where causal attention does not look."""
+        inputs: dict[str, Any] = {"input_ids": ids_BS, "use_cache": False}
+        if self.can_pack:
+            inputs["position_ids"] = position_ids_BS
         if not self._has_plain_head:
             return self.hf(**inputs).logits[row_b_N, row_s_N]
         hidden_BSH = self.hf.base_model(**inputs).last_hidden_state
@@ -59,12 +71,14 @@ def load_draft(path: str | Path) -> RowModel:
     the model has for it (then it could not be exported again either).
     """
     try:
-        names = set(_checkpoint_tensors(Path(path)))
+        stored = _checkpoint_tensors(Path(path))
         with _LOADING:
             hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ReleaseError(f"{path}: not a draft model that can be loaded ({_first_line(error)})") from error
-    covered = {id(p) for name, p in hf.named_parameters(remove_duplicate=False) if name in names}
+    parameters = dict(hf.named_parameters(remove_duplicate=False))
+    names = set(names_in_model(hf, stored, parameters).values())
+    covered = {id(p) for name, p in parameters.items() if name in names}
     missing = [name for name, parameter in hf.named_parameters() if id(parameter) not in covered]
     if missing:
         raise ReleaseError(
@@ -79,11 +93,13 @@ def export_draft(model: RowModel, base: str | Path, out: Path) -> str:
 
     A sharded base becomes one `model.safetensors`. A tensor of the base that the model does not know is copied.
     """
-    weights = model.hf.state_dict()
+    weights = adapter.merged(model.hf)
+    stored = _checkpoint_tensors(Path(base))
+    own_name = names_in_model(model.hf, stored, weights)
     tensors: dict[str, Tensor] = {}
-    for name, (file, dtype) in _checkpoint_tensors(Path(base)).items():
-        if name in weights:
-            tensors[name] = weights[name].detach().to("cpu", dtype, copy=True).contiguous()
+    for name, (file, dtype) in stored.items():
+        if own_name[name] in weights:
+            tensors[name] = weights[own_name[name]].detach().to("cpu", dtype, copy=True).contiguous()
         else:
             with safe_open(file, framework="pt") as opened:
                 tensors[name] = opened.get_tensor(name)
@@ -134,6 +150,18 @@ def _has_plain_head(hf: PreTrainedModel) -> bool:
         if hidden_BSH.shape[-1] != head.weight.shape[-1]:
             return False
         return torch.allclose(head(hidden_BSH), hf(input_ids=ids_BS, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+
+
+def _can_pack(hf: PreTrainedModel) -> bool:
+    """Whether two sequences on one line, told apart by their positions, come out as they do alone."""
+    if "position_ids" not in inspect.signature(hf.forward).parameters:
+        return False
+    with torch.no_grad():
+        ids_S = torch.arange(6, device=hf.device) % int(hf.config.vocab_size)
+        position_ids_BS = torch.tensor([[0, 1, 2, 0, 1, 2]], device=hf.device)
+        packed_SV = hf(input_ids=ids_S[None], position_ids=position_ids_BS, use_cache=False).logits[0, 3:]
+        alone_SV = hf(input_ids=ids_S[None, 3:], use_cache=False).logits[0]
+        return torch.allclose(packed_SV, alone_SV, atol=1e-4, rtol=1e-4)
 
 
 def _first_line(error: Exception) -> str:

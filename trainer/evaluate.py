@@ -144,11 +144,17 @@ def _alpha_per_domain(
     return found
 
 
+def is_match(model: RowModel, trace: Trace, max_length: int) -> np.ndarray:
+    """bool [T − 1]: whether the draft's argmax is the served token, from the second output token on."""
+    return _matches(model, [trace], max_length)[0]
+
+
 @torch.no_grad()
 def _matches(model: RowModel, traces: list[Trace], max_length: int) -> list[np.ndarray]:
     """bool [T − 1] per trace: whether the draft's argmax is the served token, from the second output token on."""
     device = next(model.parameters()).device
-    batch = to_device(collate_outputs(traces, max_length, model.vocab_size), device)
+    max_length = min(max_length, model.max_length)
+    batch = to_device(collate_outputs(traces, max_length, model.vocab_size, packed=model.can_pack), device)
     is_match_N = (model(*batch.inputs).argmax(-1) == batch.label_ids_N).cpu().numpy()
-    bounds = np.searchsorted(batch.row_b_N.cpu().numpy(), np.arange(1, len(traces)))
+    bounds = np.searchsorted(batch.trace_N.cpu().numpy(), np.arange(1, len(traces)))
     return np.split(is_match_N, bounds)

@@ -1,8 +1,8 @@
 """Training rounds: new traces, mixed with replayed ones, are distilled into the draft; a candidate comes out.
 
     TraceBuffer ─read──► fresh ──┐
-                └sample─► replay ┴► collate ► forward KL ► AdamW ► candidates/N ► judge on held-out ► RoundOutcome
-                                                                                └► checkpoints/N
+                └sample─► replay ┴► collate ► loss ► AdamW ► helped? ► candidates/N ► judge on held-out ► RoundOutcome
+                                                             └ no: undo, halve the rate          └► checkpoints/N
 
 A round is all or nothing: weights, moments and cursor reach the disk together, after it. A trainer killed at any
 moment starts again from the last finished round and, given the same traces, ends with the same weights: what is drawn
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,22 +24,30 @@ from transformers.utils.logging import disable_progress_bar
 
 from osd.config import GateConfig, TrainerConfig
 from osd.records import DraftRelease, EvalReport, RoundOutcome, Trace
-from trainer.batch import TrainBatch, check_rows, collate, well_formed
+from trainer import adapter
+from trainer.batch import TrainBatch, check_rows, well_formed
 from trainer.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from trainer.distiller import Distiller
 from trainer.draft import RowModel, export_draft, load_draft
 from trainer.files import prune
+from trainer.guard import LossGuard, has_risen
 from trainer.judge import Judge
+from trainer.replay import ReplayMix
 
 if TYPE_CHECKING:
     from buffers.base import TraceBuffer
 
 logger = logging.getLogger(__name__)
 
+PART = 64
+"""New traces that are trained on together with what is replayed beside them."""
 KEEP_CANDIDATES = 3
 """Candidates left on disk; the releases made of them are copies."""
 NO_TRACES, NON_FINITE = "no traces", "non-finite loss"
-"""`RoundOutcome.discarded`."""
+"""`RoundOutcome.discarded`, beside a held-out loss that rose."""
+OnStep = Callable[[int, int, float], None]
+RECOVERY = 1.1
+"""A learning rate that was halved grows by so much with every good round, up to the configured one."""
 
 
 @dataclass(slots=True)
@@ -48,7 +56,19 @@ class _Progress:
 
     losses: list[float] = field(default_factory=list)
     num_rows: int = 0
+    num_tokens: int = 0
+    num_computed: int = 0
+    """Tokens, padding included."""
     is_finite: bool = True
+    holdout: tuple[float, float] | None = None
+    """Mean loss over the watched traces before and after."""
+    has_risen: bool = False
+
+    def add(self, loss: float, batch: TrainBatch) -> None:
+        self.losses.append(loss)
+        self.num_rows += batch.num_rows
+        self.num_tokens += batch.num_tokens
+        self.num_computed += batch.ids_BS.numel()
 
 
 class Trainer:
@@ -56,7 +76,8 @@ class Trainer:
 
     It keeps its own line of weights from round to round, also when the gate refused them, so nothing learnt is lost.
     It goes back to the serving release when that is not one it grew from (rollback, promote, pin), when its last
-    candidate was significantly worse, and after a non-finite loss.
+    candidate was significantly worse, and after a non-finite loss. A round that raised the loss on held-out traces is
+    undone. After either, the learning rate is halved.
 
     Not safe for use by several threads, except that `evaluate_releases` and `num_new_traces` may run during a round.
     """
@@ -76,13 +97,19 @@ class Trainer:
         self._config, self._buffer = config, buffer
         self._checkpoints, self._candidates = Path(directory) / "checkpoints", Path(directory) / "candidates"
         self._judge = Judge(config, gate, k, buffer)
+        self._guard = LossGuard(config, gate, buffer)
+        self._mix = ReplayMix(config, buffer)
         self._state = TrainerState(draft=draft, target_id=target_id)
         self._distiller: Distiller | None = None
         self._is_mid_round = False
+        self._is_from_base = False
+        """Whether the round under way began with its base's weights, not with those of the last checkpoint."""
         self._resume()
 
-    def run_round(self, base: DraftRelease) -> RoundOutcome:
+    def run_round(self, base: DraftRelease, on_step: OnStep | None = None) -> RoundOutcome:
         """Train on what is new, write a candidate, judge it against `base` (the draft that serves now).
+
+        `on_step` hears how many of the round's steps are done, of about how many, and the last loss.
 
         Raises `OSDError` when the disk does not take candidate or checkpoint, and `ReleaseError` when `base` cannot be
         loaded. After any error the next round begins as if this one never had.
@@ -90,14 +117,15 @@ class Trainer:
         started = time.monotonic()
         if self._is_mid_round:
             self._resume()
-        self._is_mid_round = True
+        self._is_mid_round, self._is_from_base = True, False
         distiller = self._follow(base)
         self._state = replace(self._state, round=self._state.round + 1)
         fresh, cursor = self._read_new(distiller.model.vocab_size)
-        progress = self._train(distiller, fresh, cursor)
+        progress = self._train(distiller, fresh, cursor, on_step)
         outcome = self._conclude(distiller, base, fresh, progress)
-        self._state = replace(self._state, cursor=cursor)
-        save_checkpoint(self._checkpoints, self._state, distiller.model, distiller.optimizer)
+        seen = self._mix.remember(fresh, self._state.cursor, self._state.replay, self._rng(1))
+        self._state = replace(self._state, cursor=cursor, replay=seen)
+        save_checkpoint(self._checkpoints, self._state, distiller)
         self._is_mid_round = False
         return replace(outcome, seconds=time.monotonic() - started)
 
@@ -115,7 +143,7 @@ class Trainer:
             self._resume()
         self._state = replace(self._state, base_version=None, candidate_sha256="")
         if self._distiller is not None:
-            save_checkpoint(self._checkpoints, self._state, self._distiller.model, self._distiller.optimizer)
+            save_checkpoint(self._checkpoints, self._state, self._distiller)
 
     def evaluate_releases(self, versions: Sequence[DraftRelease], num_traces: int) -> dict[int, float]:
         """Version -> α of each release on the same newest held-out traces; {} when there are too few to judge."""
@@ -129,11 +157,18 @@ class Trainer:
         draft, target_id = self._state.draft, self._state.target_id
         self._state = TrainerState(draft=draft, target_id=target_id)
         found = load_checkpoint(self._checkpoints)
-        if found is None or (found[0].draft, found[0].target_id) != (draft, target_id):
+        if found is None or (found.state.draft, found.state.target_id) != (draft, target_id):
             return
-        self._state, model, moments = found
-        self._distiller = self._distiller or Distiller(model, self._config)
-        self._distiller.restart(model, moments)
+        self._state = found.state
+        weights = adapter.below(found.model.hf)
+        self._distiller = self._distiller or Distiller(found.model, self._config)
+        try:
+            self._distiller.restart(weights, found.moments, found.adapters)
+        except ValueError as error:
+            logger.warning(
+                "the next round starts from the serving draft: the checkpoint is of other settings (%s)", error
+            )
+            self._state = replace(self._state, base_version=None, candidate_sha256="")
         logger.info("trainer resumes after round %d", self._state.round)
 
     def _follow(self, base: DraftRelease) -> Distiller:
@@ -151,8 +186,10 @@ class Trainer:
 
     def _start_from(self, base: DraftRelease) -> Distiller:
         model = load_draft(base.path)
+        weights = adapter.below(model.hf)
         self._distiller = self._distiller or Distiller(model, self._config)
-        self._distiller.restart(model)
+        self._distiller.restart(weights, {})
+        self._is_from_base = True
         self._state = replace(self._state, base_version=base.version, candidate_sha256="")
         return self._distiller
 
@@ -170,48 +207,76 @@ class Trainer:
             read += more
         return well_formed([t for t in read if t.num_rows], check_rows, vocab_size), cursor
 
-    def _train(self, distiller: Distiller, fresh: Sequence[Trace], cursor: dict[str, int]) -> _Progress:
-        """Steps over the fresh traces, each followed by replayed ones. Stops at the first that is not finite."""
+    def _train(
+        self, distiller: Distiller, fresh: Sequence[Trace], cursor: dict[str, int], on_step: OnStep | None
+    ) -> _Progress:
+        """Steps over fresh and replayed traces. Stops at the first that is not finite."""
         progress = _Progress()
-        for index, batch in enumerate(self._batches(fresh, cursor, distiller.model.vocab_size)):
-            loss = distiller.step(batch, index)
+        watched = self._guard.watched(distiller.model.vocab_size) if fresh else []
+        before = self._guard.losses(distiller, watched)
+        for index, (traces, num_steps) in enumerate(self._batches(distiller, fresh, cursor)):
+            batch = distiller.collate(traces)
+            loss = distiller.step(batch, index, self._state.rate_scale)
             if loss is None:
                 progress.is_finite = False
                 return progress
-            progress.losses.append(loss)
-            progress.num_rows += batch.num_rows
+            progress.add(loss, batch)
+            if on_step is not None:
+                on_step(index + 1, num_steps, loss)
         progress.is_finite = distiller.is_finite()
+        if watched and progress.is_finite:
+            after = self._guard.losses(distiller, watched)
+            progress.holdout = (float(before.mean()), float(after.mean()))
+            progress.has_risen = has_risen(before, after)
         return progress
 
-    def _batches(self, fresh: Sequence[Trace], cursor: dict[str, int], vocab_size: int) -> Iterator[TrainBatch]:
-        """One batch of fresh traces, then `replay_batches` drawn from all that was ever read, and so on."""
-        size, max_length = self._config.batch_size, self._config.max_length
-        rng = np.random.default_rng([self._config.seed, self._state.round])
-        for start in range(0, len(fresh), size):
-            yield collate(fresh[start : start + size], max_length, vocab_size)
-            for _ in range(self._config.replay_batches):
-                seen = [t for t in self._buffer.sample(size, rng, cursor) if t.num_rows]
-                if seen := well_formed(seen, check_rows, vocab_size):
-                    yield collate(seen, max_length, vocab_size)
+    def _batches(
+        self, distiller: Distiller, fresh: Sequence[Trace], cursor: dict[str, int]
+    ) -> Iterator[tuple[list[Trace], int]]:
+        """The traces of each step, and how many steps the round will have, as far as is known by then.
+
+        Drawn in parts: what replay adds to a large round would not fit in memory at once.
+        """
+        vocab_size, size, rng = distiller.model.vocab_size, self._config.batch_size, self._rng(0)
+        done = 0
+        for start in range(0, len(fresh), PART):
+            part, num_left = fresh[start : start + PART], max(0, len(fresh) - start - PART)
+            pool = [t for t in self._mix.pool(part, cursor, self._state.replay, rng) if t.num_rows]
+            pool = well_formed(pool, check_rows, vocab_size)
+            steps = [pool[i : i + size] for i in range(0, len(pool), size)]
+            num_steps = done + len(steps) + round(len(steps) * num_left / len(part))
+            for traces in steps:
+                yield traces, num_steps
+            done += len(steps)
+
+    def _rng(self, use: int) -> np.random.Generator:
+        """The round's own randomness, one stream for each use."""
+        return np.random.default_rng([self._config.seed, self._state.round, use])
 
     def _conclude(
         self, distiller: Distiller, base: DraftRelease, fresh: Sequence[Trace], progress: _Progress
     ) -> RoundOutcome:
         """Export and judge, or discard."""
         path, report, discarded = "", None, ""
+        rate = self._config.learning_rate * self._state.rate_scale
         if not fresh:
             discarded = NO_TRACES
         elif not progress.is_finite:
             discarded = NON_FINITE
             self._start_from(base)
+        elif progress.has_risen:
+            discarded = self._undo(base, progress)
         else:
             path, report = self._export_and_judge(distiller.model, base)
+        if fresh:
+            self._adapt_rate(went_well=not discarded)
         ages = [max(0.0, time.time() - trace.finished_at) for trace in fresh]
         return RoundOutcome(
             draft=self._state.draft,
             base_version=base.version,
             target_id=self._state.target_id,
             path=path,
+            kind=self._config.method,
             num_steps=len(progress.losses),
             num_tokens=progress.num_rows,
             loss_first=progress.losses[0] if progress.losses else 0.0,
@@ -221,7 +286,25 @@ class Trainer:
             trace_age_max_s=max(ages, default=0.0),
             eval=report,
             discarded=discarded,
+            learning_rate=rate,
+            holdout_loss_before=progress.holdout[0] if progress.holdout else None,
+            holdout_loss_after=progress.holdout[1] if progress.holdout else None,
+            padding=1 - progress.num_tokens / progress.num_computed if progress.num_computed else 0.0,
         )
+
+    def _undo(self, base: DraftRelease, progress: _Progress) -> str:
+        """Go back to the weights before this round; why, in words."""
+        assert progress.holdout is not None
+        found = None if self._is_from_base else load_checkpoint(self._checkpoints)
+        if found is None or self._distiller is None:
+            self._start_from(base)
+        else:
+            self._distiller.restart(adapter.below(found.model.hf), found.moments, found.adapters)
+        return "held-out loss rose from {:.3g} to {:.3g}; the learning rate is halved".format(*progress.holdout)
+
+    def _adapt_rate(self, *, went_well: bool) -> None:
+        scale = min(1.0, self._state.rate_scale * RECOVERY) if went_well else self._state.rate_scale / 2
+        self._state = replace(self._state, rate_scale=scale)
 
     def _export_and_judge(self, model: RowModel, base: DraftRelease) -> tuple[str, EvalReport | None]:
         candidate = self._candidates / str(self._state.round)

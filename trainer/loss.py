@@ -1,38 +1,128 @@
-"""Distillation losses: pure functions of logits and the target's truncated distribution.
+"""Distillation losses: pure functions of the draft's logits and the target's truncated distribution.
 
-Legend: N rows, K top-k, V vocabulary. p is the target's distribution, q the draft's.
+Both distributions are coarsened to the K listed tokens and one bucket for all others ("the rest"); every loss is exact
+for the coarsened pair. Coarsening never raises a divergence (data processing inequality), leaves it as it is when
+K = V, and keeps the draft honest about the mass of the rest. Renormalising the K instead would teach it to be
+over-confident (arXiv 2503.16870).
+
+    forward_kl                 Σ p log(p / q)               mass-covering; OSD's loss (arXiv 2310.07177)
+    reverse_kl                 Σ q log(q / p)               mode-seeking
+    jensen_shannon             ½ KL(p‖m) + ½ KL(q‖m)        m = (p + q) / 2, bounded by log 2
+    total_variation            ½ Σ |p − q| = 1 − α          α = Σ min(p, q): acceptance when the draft samples
+    negative_log_acceptance    −log α                       total variation's gradient, scaled by 1 / α
+    lk_hybrid                  λ KL(p‖q) + (1 − λ) TV       λ = exp(−3 α), α as a constant (arXiv 2602.23881)
+
+Legend: N rows, K top-k, V vocabulary, C = K + 1 buckets (the last one is the rest). p is the target's distribution,
+q the draft's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+LOWEST_LOGPROB = -30.0
+"""Less than this of the target's mass counts as this much: reverse KL would be infinite where p = 0."""
+LK_RATE = 3.0
+"""How fast `lk_hybrid` turns from KL to total variation as α rises (the value of the paper's released code)."""
 
-def forward_kl(logits_NV: Tensor, target_ids_NK: Tensor, target_logprobs_NK: Tensor, tail_logprob_N: Tensor) -> Tensor:
-    """KL(p‖q) per row, float32 [N], of both distributions coarsened to the K listed tokens and one bucket for the rest:
 
-        Σ_k p_k (log p_k − log q_k) + p_rest (log p_rest − log q_rest),   q_rest = 1 − Σ_k q_k
+@dataclass(frozen=True, slots=True)
+class Coarse:
+    """p and q over the same C buckets. A bucket that does not exist in a row is 0 everywhere, and not in `is_in_NC`."""
 
-    It is a lower bound of the full KL (data processing inequality), equal to it when K = V, and zero only where the
-    draft agrees on every listed token and on the mass of the rest. Renormalising the K instead would teach the draft
-    to be over-confident (arXiv 2503.16870).
+    logp_NC: Tensor
+    """float32, at least `LOWEST_LOGPROB`"""
+    logq_NC: Tensor
+    """float32, with gradient"""
+    p_NC: Tensor
+    """float32, rows sum to 1; exactly 0 where the target gave nothing"""
+    is_in_NC: Tensor
+    """bool"""
+
+    @property
+    def q_NC(self) -> Tensor:
+        return torch.where(self.is_in_NC, self.logq_NC.exp(), 0.0)
+
+
+Loss = Callable[[Coarse], Tensor]
+"""float32 [N], one value a row."""
+
+
+def coarsen(logits_NV: Tensor, target_ids_NK: Tensor, target_logprobs_NK: Tensor, tail_logprob_N: Tensor) -> Coarse:
+    """Both distributions over the K listed tokens and the rest.
 
     A listed token of probability zero (log-probability -inf, also how shorter rows are padded) counts as part of the
-    rest. Gradients are finite throughout: q_rest is a log-sum-exp over the unlisted logits, never 1 minus a sum.
+    rest. Gradients are finite throughout: the rest of q is a log-sum-exp over the unlisted logits, never 1 minus a sum.
     """
     logits_NV = logits_NV.float()
     log_z_N = logits_NV.logsumexp(-1)
     is_listed_NK = target_logprobs_NK > -torch.inf
-    p_NK = target_logprobs_NK.exp()
     logq_NK = logits_NV.gather(1, target_ids_NK) - log_z_N[:, None]
-    listed_N = (p_NK * (target_logprobs_NK.masked_fill(~is_listed_NK, 0.0) - logq_NK)).sum(-1)
-
     logq_rest_N, has_rest_N = _log_rest(logits_NV, log_z_N, target_ids_NK, is_listed_NK)
-    has_rest_N = has_rest_N & (tail_logprob_N > -torch.inf)
-    p_rest_N = tail_logprob_N.exp()
-    rest_N = p_rest_N * (tail_logprob_N.masked_fill(~has_rest_N, 0.0) - logq_rest_N)
-    return listed_N + torch.where(has_rest_N, rest_N, 0.0)
+    is_in_NC = torch.cat([is_listed_NK, has_rest_N[:, None]], dim=1)
+    logp_NC = torch.cat([target_logprobs_NK, tail_logprob_N[:, None]], dim=1)
+    return Coarse(
+        logp_NC=torch.where(is_in_NC, logp_NC.clamp(min=LOWEST_LOGPROB), 0.0),
+        logq_NC=torch.where(is_in_NC, torch.cat([logq_NK, logq_rest_N[:, None]], dim=1), 0.0),
+        p_NC=torch.where(is_in_NC, logp_NC.exp(), 0.0),
+        is_in_NC=is_in_NC,
+    )
+
+
+def forward_kl(both: Coarse) -> Tensor:
+    """KL(p‖q) = Σ p (log p − log q)."""
+    return (both.p_NC * (both.logp_NC - both.logq_NC)).sum(-1)
+
+
+def reverse_kl(both: Coarse) -> Tensor:
+    """KL(q‖p) = Σ q (log q − log p)."""
+    return (both.q_NC * (both.logq_NC - both.logp_NC)).sum(-1)
+
+
+def jensen_shannon(both: Coarse) -> Tensor:
+    """½ KL(p‖m) + ½ KL(q‖m) with m = (p + q) / 2."""
+    logm_NC = torch.logaddexp(both.logp_NC, both.logq_NC) - torch.log(torch.tensor(2.0))
+    of_p_N = (both.p_NC * (both.logp_NC - logm_NC)).sum(-1)
+    of_q_N = (both.q_NC * (both.logq_NC - logm_NC)).sum(-1)
+    return 0.5 * (of_p_N + of_q_N)
+
+
+def total_variation(both: Coarse) -> Tensor:
+    """½ Σ |p − q|, which is 1 − Σ min(p, q)."""
+    return 0.5 * (both.p_NC - both.q_NC).abs().sum(-1)
+
+
+def negative_log_acceptance(both: Coarse) -> Tensor:
+    """−log Σ min(p, q). In log space: also finite where p and q hardly overlap."""
+    least_NC = torch.minimum(both.logp_NC, both.logq_NC).masked_fill(~both.is_in_NC, -torch.inf)
+    return -least_NC.logsumexp(-1)
+
+
+def lk_hybrid(both: Coarse) -> Tensor:
+    """λ KL(p‖q) + (1 − λ) TV with λ = exp(−3 α): KL while they hardly overlap, where the gradient of TV vanishes."""
+    variation_N = total_variation(both)
+    lambda_N = torch.exp(-LK_RATE * (1 - variation_N.detach()))
+    return lambda_N * forward_kl(both) + (1 - lambda_N) * variation_N
+
+
+LOSSES: dict[str, Loss] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jensen_shannon": jensen_shannon,
+    "total_variation": total_variation,
+    "negative_log_acceptance": negative_log_acceptance,
+    "lk_hybrid": lk_hybrid,
+}
+"""By the names `trainer.loss` takes."""
+
+
+def weighted_mean(loss_N: Tensor, weight_N: Tensor) -> Tensor:
+    """Σ w·loss, a scalar, for weights that sum to 1 (`TrainBatch.weight_N`)."""
+    return (loss_N * weight_N).sum()
 
 
 def _log_rest(logits_NV: Tensor, log_z_N: Tensor, target_ids_NK: Tensor, is_listed_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,8 +134,3 @@ def _log_rest(logits_NV: Tensor, log_z_N: Tensor, target_ids_NK: Tensor, is_list
     # A row without unlisted tokens would be a log-sum-exp of nothing, whose gradient is NaN: give it zeros.
     rest_NV = logits_NV.masked_fill(~is_rest_NV & has_rest_N[:, None], -torch.inf)
     return torch.where(has_rest_N, rest_NV.logsumexp(-1) - log_z_N, 0.0), has_rest_N
-
-
-def weighted_mean(loss_N: Tensor, weight_N: Tensor) -> Tensor:
-    """Σ w·loss, a scalar, for weights that sum to 1 (`TrainBatch.weight_N`)."""
-    return (loss_N * weight_N).sum()

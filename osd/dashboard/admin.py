@@ -41,7 +41,7 @@ def admin_routes(controller: Any, token: str) -> APIRouter:
     """The routes of administration. Raises `ValueError` for an empty token."""
     if not token:
         raise ValueError("the control port needs a non-empty admin token")
-    router = APIRouter(prefix="/osd/admin", tags=["admin"], dependencies=[Depends(_require(token))])
+    router = APIRouter(prefix="/osd/admin", tags=["admin"], dependencies=[Depends(require_token(token))])
     for action, summary in WITHOUT_VERSION.items():
         router.post(f"/{action}", summary=summary, name=action)(_plain(controller, action))
     for action, summary in WITH_VERSION.items():
@@ -49,7 +49,8 @@ def admin_routes(controller: Any, token: str) -> APIRouter:
     return router
 
 
-def _require(token: str) -> Any:
+def require_token(token: str) -> Any:
+    """What a route depends on to let in only who sends the admin token."""
     expected = token.encode()
     bearer = HTTPBearer(auto_error=False, description="The admin token, generated when the service starts.")
 

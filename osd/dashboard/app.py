@@ -1,7 +1,7 @@
 """The control port's FastAPI application: the live page and the JSON, SSE and Prometheus twins of what it shows.
 
-Reading is open to whoever reaches the port, changing (`/osd/admin/...`) needs the admin token. It runs in a process
-of its own: nobody watching costs the engine anything.
+Reading is open to whoever reaches the port; changing (`/osd/admin/...`) and taking traces out (`/osd/traces`) need the
+admin token. It runs in a process of its own: nobody watching costs the engine anything.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from osd.dashboard.admin import admin_routes
 from osd.dashboard.answers import add_error_answers, as_json, maybe, to_builtins
 from osd.dashboard.guard import Guard
 from osd.dashboard.stream import event_stream
+from osd.dashboard.traces import TracesOf, trace_routes
 
 STATIC = Path(__file__).parent / "static"
 MAX_POINTS = 600
@@ -29,16 +30,21 @@ MAX_SPAN = 31 * 24 * 3600.0
 """Seconds of history one answer may reach back."""
 NOW_SECONDS = (15.0, 60.0)
 """The headline figures are taken over so many seconds; the longer span when the shorter one saw no traffic."""
+RECENT_SECONDS = (300.0,)
+"""What `osd status` shows is taken over so many seconds."""
 ALL_IN_ONE = 1e9
 """A bucket wide enough to take any span as one row."""
 MAX_EVENTS = 1000
 
 
-def build_app(controller: Any, history: Any, token: str, *, host: str = "127.0.0.1") -> FastAPI:
+def build_app(
+    controller: Any, history: Any, token: str, *, host: str = "127.0.0.1", traces: TracesOf | None = None
+) -> FastAPI:
     """The control port over `osd.controller` and `osd.metrics`' history (their methods may be async or not).
 
     `host` is the address the port is bound to (`control.host`): on a loopback address, requests that name
-    another host are refused. Raises `ValueError` for an empty token.
+    another host are refused. `traces` begins a stream of all stored traces; without it there is no route for them.
+    Raises `ValueError` for an empty token.
     """
     app = FastAPI(title="Online speculative distillation", version=osd.__version__, docs_url=None, redoc_url=None)
     app.state.stopping = asyncio.Event()
@@ -47,6 +53,8 @@ def build_app(controller: Any, history: Any, token: str, *, host: str = "127.0.0
     _add_readers(app, controller, history)
     _add_stream(app, history)
     app.include_router(admin_routes(controller, token))
+    if traces is not None:
+        app.include_router(trace_routes(traces, token))
     app.add_middleware(Guard, host=host)
     return app
 
@@ -79,8 +87,9 @@ class _Static(StaticFiles):
 def _add_readers(app: FastAPI, controller: Any, history: Any) -> None:
     @app.get("/osd/status", tags=["status"], summary="Training, replicas, buffer, and the figures of this moment.")
     async def status() -> Response:
-        state, figures = to_builtins(await maybe(controller.status())), await _figures_now(history)
-        return as_json({**state, "now": time.time(), "figures": figures})
+        state = to_builtins(await maybe(controller.status()))
+        figures, recent = await _figures(history, NOW_SECONDS), await _figures(history, RECENT_SECONDS)
+        return as_json({**state, "now": time.time(), "figures": figures, "recent": recent})
 
     @app.get("/osd/history", tags=["status"], summary="Acceptance and speed over time, as columns.")
     async def series(
@@ -132,9 +141,10 @@ def resolve_span(now: float, since: float, bucket: float) -> tuple[float, float]
     return math.floor(start / bucket) * bucket, bucket
 
 
-async def _figures_now(history: Any) -> dict[str, Any]:
-    """The columns of `series` over the last `seconds`, as single values; empty without traffic."""
-    for seconds in NOW_SECONDS:
+async def _figures(history: Any, spans: tuple[float, ...]) -> dict[str, Any]:
+    """The columns of `series` as single values over the last `seconds`: the first of `spans` in which there was
+    traffic; empty without."""
+    for seconds in spans:
         columns = to_builtins(await maybe(history.series(time.time() - seconds, ALL_IN_ONE)))
         figures = {name: _last_number(values) for name, values in columns.items() if name != "at"}
         figures = {name: value for name, value in figures.items() if value is not None}

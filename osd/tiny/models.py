@@ -43,7 +43,7 @@ def ensure(progress: bool = True) -> TinyModels:
     `progress`: show a bar while building. Raises `ConfigError` where the cache directory cannot be written.
     """
     name = recipe.recipe_hash()
-    root = build_once(f"tiny-{name}", lambda directory: _build(directory, progress))
+    root = build_once(f"tiny-{name}", lambda directory: run_build("osd.tiny.build", directory, progress=progress))
     return TinyModels(target=root / "target", draft=root / "draft", recipe_hash=name)
 
 
@@ -54,11 +54,16 @@ def ensure_cost_shaped(
     progress: bool = True,
 ) -> Path:
     """Directory of a target with the tiny target's logits and the cost of the given sizes."""
+    sizes = (hidden_size, num_layers, intermediate_size)
+    return cost_shaped("wide", ensure(progress), sizes, progress)
+
+
+def cost_shaped(prefix: str, models: TinyModels, sizes: tuple[int, int, int], progress: bool) -> Path:
+    """Directory, in the cache as `prefix`-..., of a widened target; sizes: hidden, layers, intermediate."""
     from osd.tiny import widen
 
-    models = ensure(progress)
+    hidden_size, num_layers, intermediate_size = sizes
     source = hashlib.sha256(Path(widen.__file__).read_bytes() + models.recipe_hash.encode()).hexdigest()[:16]
-    name = f"wide-{source}-{hidden_size}x{num_layers}x{intermediate_size}"
 
     def build(directory: Path) -> None:
         with progress_bar(progress) as begin:
@@ -71,12 +76,12 @@ def ensure_cost_shaped(
                 intermediate_size=intermediate_size,
             )
 
-    return build_once(name, build)
+    return build_once(f"{prefix}-{source}-{hidden_size}x{num_layers}x{intermediate_size}", build)
 
 
-def _build(directory: Path, progress: bool) -> None:
+def run_build(module: str, directory: Path, *arguments: str, progress: bool) -> None:
     """Train in a process of its own: torch's threads, memory and random state here stay as they are."""
-    command = [sys.executable, "-m", "osd.tiny.build", str(directory), *([] if progress else ["--quiet"])]
+    command = [sys.executable, "-m", module, str(directory), *arguments, *["--quiet"] * (not progress)]
     status = subprocess.run(command, env=BUILD_ENVIRONMENT | os.environ).returncode
     if status:
-        raise RuntimeError(f"building the tiny models failed with status {status}; its output says why")
+        raise RuntimeError(f"{module} failed with status {status}; its output says why")

@@ -291,14 +291,32 @@ def test_holdout_returns_the_newest_of_all_domains(buffer: TraceBuffer):
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
-def test_sampling_is_uniform_over_traces_not_domains(buffer: TraceBuffer):
-    traces = make_traces(6, domain="small") + make_traces(18, start=6, domain="large")
-    buffer.put(traces)
+def test_every_domain_gives_as_many_and_within_one_all_are_equally_likely(buffer: TraceBuffer):
+    small, large = make_traces(6, domain="small"), make_traces(18, start=6, domain="large")
+    buffer.put(small + large)
     cursor = seen(buffer)
     rng = np.random.default_rng(7)
-    counts = Counter(name for _ in range(300) for name in ids(buffer.sample(8, rng, cursor)))
-    assert set(counts) == set(ids(traces))
-    assert chisquare(list(counts.values())).pvalue > 1e-3
+    counts: Counter[str] = Counter()
+    for _ in range(300):
+        sample = buffer.sample(8, rng, cursor)
+        assert Counter(trace.domain for trace in sample) == {"small": 4, "large": 4}
+        counts.update(ids(sample))
+    for domain in (small, large):
+        assert chisquare([counts[name] for name in ids(domain)]).pvalue > 1e-3
+    # One that has no more leaves its turns to the others.
+    assert Counter(trace.domain for trace in buffer.sample(20, rng, cursor)) == {"small": 6, "large": 14}
+
+
+def test_what_cannot_be_shared_equally_falls_to_any_domain(buffer: TraceBuffer):
+    for i, domain in enumerate(["", "a", "b"]):
+        buffer.put(make_traces(10, start=10 * i, domain=domain))
+    cursor = seen(buffer)
+    rng = np.random.default_rng(1)
+    singles = Counter(trace.domain for _ in range(300) for trace in buffer.sample(1, rng, cursor))
+    assert chisquare([singles[domain] for domain in ("", "a", "b")]).pvalue > 1e-3
+    for _ in range(20):
+        counts = Counter(trace.domain for trace in buffer.sample(8, rng, cursor))
+        assert sorted(counts.values()) == [2, 3, 3]
 
 
 def test_a_sample_holds_no_trace_twice(buffer: TraceBuffer):
@@ -333,6 +351,62 @@ def test_only_traces_at_or_before_the_cursor_are_sampled(open_buffer: Open):
     assert buffer.sample(100, rng, {}) == []
 
 
+def test_a_sample_since_a_cursor_holds_nothing_from_before_it(open_buffer: Open):
+    buffer = open_buffer(max_traces=30)
+    buffer.put(make_traces(10, domain="code") + make_traces(10, start=10))
+    _, since = buffer.read({}, 14)
+    buffer.put(make_traces(5, start=20, domain="chat"))
+    _, cursor = buffer.read(since, 8)
+    buffer.put(make_traces(5, start=30))
+    rng = np.random.default_rng(0)
+    assert sorted(ids(buffer.sample(100, rng, cursor, since=since))) == sorted(ids(make_traces(8, start=14)))
+    assert len(buffer.sample(3, rng, cursor, since=since)) == 3
+    assert buffer.sample(100, rng, since, since=since) == []
+    assert sorted(ids(buffer.sample(100, rng, since, since={}))) == sorted(ids(make_traces(14)))
+    # A place that was trimmed since, or was before a purge, is as good as the start.
+    buffer.put(make_traces(30, start=40))
+    assert len(buffer.sample(100, rng, seen(buffer), since={"": since[""]})) == 10 + 5 + 30
+    buffer.purge()
+    buffer.put(make_traces(4, start=90))
+    assert sorted(ids(buffer.sample(9, rng, seen(buffer), since=since))) == ids(make_traces(4, start=90))
+
+
+# -- anchors -----------------------------------------------------------------------------------------------------------
+
+
+def test_anchors_stand_in_their_slots_until_replaced(buffer: TraceBuffer):
+    old, new = make_traces(5, domain="code", top_k=7), make_traces(2, start=10)
+    buffer.set_anchors(dict(enumerate(old)))
+    buffer.set_anchors({3: new[0], 700: new[1]})
+    got = buffer.anchors([700, 0, 3, 0])
+    for trace, expected in zip(got, [new[1], old[0], new[0], old[0]], strict=True):
+        assert_same_trace(trace, expected)
+    assert ids(buffer.anchors([1, 5, 6, 2])) == ids(old[1:3]), "empty slots are left out"
+    assert buffer.anchors([]) == buffer.anchors([99]) == []
+    buffer.set_anchors({})
+    assert len(buffer.anchors(range(701))) == 6
+
+
+def test_anchors_are_no_part_of_the_streams(open_buffer: Open):
+    buffer = open_buffer(max_traces=16)
+    anchors = make_traces(4, domain="gone")
+    buffer.set_anchors(dict(enumerate(anchors)))
+    assert (read_all(buffer), buffer.num_unread({}), buffer.stats().num_traces) == ([], 0, 0)
+    buffer.put(make_traces(50, start=100))
+    assert sorted(read_all(buffer)) == sorted(ids(make_traces(16, start=134)))
+    assert len(buffer.sample(100, np.random.default_rng(0), seen(buffer))) == 16
+    assert ids(buffer.anchors([0, 1, 2, 3])) == ids(anchors), "they outlive what the streams let go of"
+
+
+def test_a_purge_takes_the_anchors_too(buffer: TraceBuffer):
+    buffer.put(make_traces(3))
+    buffer.set_anchors(dict(enumerate(make_traces(3))))
+    assert buffer.purge() == 3
+    assert buffer.anchors([0, 1, 2]) == []
+    buffer.set_anchors({1: make_traces(1)[0]})
+    assert ids(buffer.anchors([0, 1])) == ids(make_traces(1))
+
+
 # -- kept apart --------------------------------------------------------------------------------------------------------
 
 
@@ -349,10 +423,13 @@ def test_targets_deployments_and_drafts_never_meet(open_buffer: Open):
         traces = make_traces(3, start=10 * i, domain="code", **fields)
         traces += make_traces(2, start=10 * i, holdout=True, **fields)
         assert open_buffer(**place).put(traces) == 5
+        open_buffer(**place).set_anchors({0: traces[0]})
     for i, place in enumerate(places):
         assert read_all(open_buffer(**place)) == ids(make_traces(3, start=10 * i))
         assert ids(open_buffer(**place).holdout(9)) == ids(make_traces(2, start=10 * i, holdout=True))
+        assert ids(open_buffer(**place).anchors([0])) == ids(make_traces(1, start=10 * i))
     assert open_buffer(**places[0]).purge() == 5
+    assert [len(open_buffer(**place).anchors([0])) for place in places] == [0, 1, 1, 1, 1]
     assert all(open_buffer(**place).stats().num_traces == 3 for place in places[1:])
 
 

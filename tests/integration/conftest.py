@@ -71,3 +71,23 @@ def tied(tmp_path_factory: pytest.TempPathFactory, plain: Engine) -> tuple[Engin
     engine = Engine(pair.target, release_of(pair.draft, 1), disable_log_stats=True)
     engine.start_hooks(CaptureConfig(top_k=16))
     return engine, pair
+
+
+@pytest.fixture(scope="session")
+def tight(pair: Pair, plain: Engine) -> Engine:
+    """A KV cache of 448 tokens, so that requests are preempted as soon as a few are long; with a tokenizer, so that
+    grammars work, with room for an adapter, and asked to schedule asynchronously."""
+    engine = Engine(
+        pair.target,
+        release_of(pair.draft, 1),
+        disable_log_stats=True,
+        skip_tokenizer_init=False,
+        block_size=32,
+        num_gpu_blocks_override=14,
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=1,
+        async_scheduling=True,
+    )
+    engine.start_hooks(CaptureConfig(top_k=16, accepted_fraction=1.0, plain_fraction=1.0))
+    return engine

@@ -21,8 +21,7 @@ import httpx
 import numpy as np
 import redis
 
-from osd import config as configuration
-from osd import runtime
+from osd import config_reading, runtime
 from osd.client import Client
 from osd.launch import Service
 from osd.load import Answer, drive
@@ -64,7 +63,7 @@ def settings(deployment: str, data_dir: Path, target: Path, draft: Path) -> list
 @contextmanager
 def supervised(arguments: Sequence[str]) -> Iterator[Service]:
     """A service in this process, with its supervisor in a thread."""
-    service = Service(configuration.load(None, arguments).config, lambda text: print(text, flush=True))
+    service = Service(config_reading.load(None, arguments).config, lambda text: print(text, flush=True))
     stop = threading.Event()
     supervisor = threading.Thread(target=service.supervise, args=(stop,), daemon=True)
     try:
@@ -119,6 +118,30 @@ class Served:
                 self.process.wait(30)
             self.process.kill()
         self.process.wait()
+
+
+class Detached:
+    """`osd serve --detach`: the command has ended when this has begun, the service runs on."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.deployment = arguments[0].removeprefix("deployment=")
+        command = [sys.executable, "-m", "osd", "serve", "--detach", *arguments]
+        started = time.monotonic()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done
+        print(f"{self.deployment}: detached after {time.monotonic() - started:.1f} s")
+        self.said = done.stdout
+        self.note = next(r for r in runtime.find_all() if r.deployment == self.deployment)
+
+    def stop(self) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "osd", "stop", "--deployment", self.deployment]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    def end(self) -> None:
+        """Whatever happened: nothing of it stays."""
+        if any(r.pid == self.note.pid for r in runtime.find_all()):
+            with suppress(ProcessLookupError):
+                os.kill(self.note.pid, signal.SIGKILL)  # its reaper ends the rest
 
 
 # Waiting

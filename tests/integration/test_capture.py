@@ -204,19 +204,19 @@ def test_sampled_rows_keep_the_promised_fraction(engine: Engine, prompts: list[l
 def test_a_spent_budget_drops_traces_and_counts_them(engine: Engine, prompts: list[list[int]]) -> None:
     assembler = engine.worker.osd_capture.assembler
     budget = assembler._budget
-    assembler._budget = type(budget)(4096)
+    assembler._budget = type(budget)(8192)
     try:
         before = assembler.skipped["budget"]
         outputs = engine.generate(prompts, ignore_eos=True)
         traces = engine.traces()
         assert assembler.skipped["budget"] - before + len(traces) == len(prompts)
-        assert 0 < sum(t.num_bytes for t in traces) < 3 * 4096
+        assert 0 < sum(t.num_bytes for t in traces) < 3 * 8192
         assert all(len(output) == 24 for output in outputs)
     finally:
         assembler._budget = budget
 
 
-@pytest.mark.parametrize("broken", ["_pick_rows", "on_schedule"])
+@pytest.mark.parametrize("broken", ["_take", "on_schedule"])
 def test_a_failing_hook_costs_no_request(engine: Engine, plain: Engine, prompts: list[list[int]], broken: str) -> None:
     capture, hook = engine.worker.osd_capture, engine.worker.osd_hook
     before = capture.assembler.skipped["hook_error"]

@@ -11,6 +11,8 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def buffer(server: EmbeddedValkey) -> Iterator[RedisTraceBuffer]:
 
 
 def open_buffer(url: str, **options: Any) -> RedisTraceBuffer:
-    return RedisTraceBuffer(url, **({"deployment": "a", "target_id": "target-a"} | options))
+    return RedisTraceBuffer(url, **({"deployment": "a", "target_id": "target-a", "put_seconds": 0.4} | options))
 
 
 def timed_put(buffer: RedisTraceBuffer, traces: list) -> tuple[int, float]:
@@ -119,6 +121,19 @@ def test_a_server_that_hangs_costs_put_less_than_a_second(buffer: RedisTraceBuff
     finally:
         os.kill(pid, signal.SIGCONT)
     put_until_stored(buffer, [make_trace(index=2)])
+
+
+def test_a_server_busy_for_a_second_costs_no_trace_with_the_default_limit(server: EmbeddedValkey):
+    buffer = RedisTraceBuffer(server.url, deployment="a", target_id="target-a")
+    pid = servers.server_pid(server)
+    with closing(buffer), ThreadPoolExecutor() as pool:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            put = pool.submit(buffer.put, [make_trace()])
+            time.sleep(1)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert (put.result(), buffer.dropped) == (1, {})
 
 
 def test_a_server_that_never_answers_costs_put_less_than_a_second():
@@ -330,5 +345,14 @@ def answer_info(listener: socket.socket, info: bytes) -> None:
                 connection.sendall(b"+OK\r\n" * data.count(b"CLIENT\r\n"))
 
 
-def test_ping_accepts_both_servers(buffer: RedisTraceBuffer):
+def test_ping_asks_the_server_and_accepts_both_kinds(buffer: RedisTraceBuffer, server: EmbeddedValkey):
+    with servers.admin(server) as client:
+        before = client.info("stats")["total_connections_received"]
+        buffer.ping()
+        assert client.info("stats")["total_connections_received"] == before + 1
+    server.stop()
+    with pytest.raises(ReplayBufferError, match="--redis-url"):
+        buffer.ping()
+    server.restart()
     buffer.ping()
+    assert buffer.put([make_trace()]) == 1, "what ping accepts also stores"

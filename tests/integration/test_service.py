@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -226,9 +227,12 @@ def test_a_request_that_opts_out_leaves_no_trace(service: Service) -> None:
     where = (service.redis_url, service.config.data_path, *services.ray_directories(descendants(os.getpid())))
     assert len(where) == 3
     for ids in normal:
-        found = wait_until(lambda ids=ids: places_of(ids, *where), 30, "the normal request is stored")
-        assert any(place.startswith("redis ") for place in found)
-        assert any("appendonlydir" in place for place in found)
+
+        def is_stored(ids: list[int] = ids) -> bool:
+            found = places_of(ids, *where)
+            return any(p.startswith("redis ") for p in found) and any("appendonlydir" in p for p in found)
+
+        wait_until(is_stored, 30, "the normal request is stored")
     for ids in (ids for both in secret for ids in both):
         assert places_of(ids, *where) == set()
 
@@ -236,6 +240,20 @@ def test_a_request_that_opts_out_leaves_no_trace(service: Service) -> None:
         return int(status(service.control_url)["replicas"][0]["capture_skipped"].get("opted_out", 0))
 
     wait_until(lambda: num_skipped() == skipped + len(opted_out), 10, "what was left out is counted")
+
+
+def test_a_request_with_a_grammar_is_counted_on_the_metrics_page(service: Service) -> None:
+    def num_skipped() -> int:
+        text = httpx.get(f"{service.control_url}/metrics").text
+        found = re.search(r'osd_capture_skipped_total{reason="structured_output"} (\d+)', text)
+        return int(found[1]) if found else 0
+
+    before = num_skipped()
+    body = {"model": MODEL, "prompt": "t5 t6", "max_tokens": 4, "structured_outputs": {"choice": ["t7", "t8"]}}
+    answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"].strip() in ("t7", "t8")
+    wait_until(lambda: num_skipped() == before + 1, 10, "what was left out is counted")
 
 
 def exchange(
@@ -365,17 +383,17 @@ def test_drafts_are_chosen_by_command(service: Service, learnt: list[Answer]) ->
 
 def test_a_pause_holds_training_until_resumed(service: Service, learnt: list[Answer]) -> None:
     osd("resume")
-    assert osd("status")["paused"] is False
+    assert osd("status", "--json")["paused"] is False
     rounds = status(service.control_url)["num_rounds"]
     with Traffic(service.url, PROMPTS):
         wait_until(lambda: status(service.control_url)["num_rounds"] > rounds, 120, "a round after the resume")
     osd("pause")
-    wait_until(lambda: osd("status")["phase"] == "waiting", 60, "no round is under way")
-    rounds = osd("status")["num_rounds"]
+    wait_until(lambda: osd("status", "--json")["phase"] == "waiting", 60, "no round is under way")
+    rounds = osd("status", "--json")["num_rounds"]
     put = status(service.control_url)["buffer"]["num_put"]
     ask(service.url, PROMPTS * 4)
     wait_until(lambda: status(service.control_url)["buffer"]["num_put"] >= put + 24, 30, "new traces are stored")
-    assert (state := osd("status"))["paused"] is True and state["num_rounds"] == rounds
+    assert (state := osd("status", "--json"))["paused"] is True and state["num_rounds"] == rounds
 
 
 def test_nothing_is_changed_without_the_token(service: Service) -> None:
@@ -661,6 +679,46 @@ def test_nothing_outlives_a_killed_service(service: Service, beside: Beside) -> 
     print(f"kill -9 of the service: everything gone after {assert_gone(beside, 15):.1f} s")
     assert_nothing_listens_and_nothing_is_half_done(beside, note)
     assert [r.deployment for r in runtime.find_all()] == ["test-main"]
+    assert all(answer.ok for answer in ask(service.url, PROMPTS)), "the other deployment serves on"
+
+
+@pytest.fixture
+def detached(beside: Beside) -> Iterator[services.Detached]:
+    """The second deployment once more, on what the killed one left."""
+    detached = services.Detached(beside.arguments)
+    beside.processes |= descendants(detached.note.pid)
+    yield detached
+    detached.end()
+
+
+def test_a_detached_service_runs_on_until_it_is_told_to_stop(
+    service: Service, beside: Beside, detached: services.Detached, pair: Pair
+) -> None:
+    """`osd stop` sends SIGTERM. Requests are streaming then."""
+    note, log = detached.note, beside.directory / "data" / "serve.log"
+    assert detached.said.splitlines() == [
+        f"serving: {note.service_url}/v1    dashboard: {note.control_url}/dashboard",
+        f"log: {log}    end it with `osd stop --deployment test-beside`",
+    ]
+    assert os.getsid(note.pid) == note.pid, "no terminal's hang-up or Ctrl-C reaches it"
+    newest = ReleaseStore(beside.directory / "data" / "releases").current(fingerprint(pair.target))
+    assert newest is not None and osd("status", "--json", "--deployment", "test-beside")["version"] == newest.version
+    assert all(answer.ok for answer in ask(note.service_url, PROMPTS))
+
+    assert "several services are running" in osd("stop", ok=False)
+    with Traffic(note.service_url, PROMPTS, max_tokens=200) as traffic:
+        wait_until(lambda: traffic.answers, 60, "requests stream")
+        beside.processes |= descendants(note.pid)
+        clock = time.monotonic()
+        done = detached.stop()
+        print(f"osd stop: returned after {time.monotonic() - clock:.1f} s")
+        assert_gone(beside, 1)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "stopped in" in log.read_text() and "Traceback" not in log.read_text()
+    assert_nothing_listens_and_nothing_is_half_done(beside, note)
+    assert [r.deployment for r in runtime.find_all()] == ["test-main"]
+    assert not (runtime.directory() / "test-beside.json").exists(), "the note went with it"
+    assert "no deployment 'test-beside'" in osd("stop", "--deployment", "test-beside", ok=False)
     assert all(answer.ok for answer in ask(service.url, PROMPTS)), "the other deployment serves on"
 
 

@@ -11,7 +11,7 @@ import torch
 
 from osd.records import REJECTED, Trace
 from tests.builders import VOCAB_SIZE, make_minimal_trace, make_trace
-from trainer.batch import check_rows, collate, collate_outputs, well_formed
+from trainer.batch import RowBatch, check_rows, collate, collate_outputs, to_device, well_formed
 
 
 def example(**fields: Any) -> Trace:
@@ -50,20 +50,55 @@ def test_float16_rounding_is_taken_out_of_the_mass() -> None:
     assert (mass_N - 1).abs().max() < 1e-6
 
 
+def fed_before(batch: RowBatch, b: int, s: int) -> list[int]:
+    """What the model sees of the sequence that ends at logits [b, s]: as many tokens as its position says."""
+    num = int(batch.position_ids_BS[b, s]) + 1
+    assert batch.position_ids_BS[b, s + 1 - num : s + 1].tolist() == list(range(num))
+    return batch.ids_BS[b, s + 1 - num : s + 1].tolist()
+
+
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("max_length", [5, 9, 14, 100])
-def test_every_row_keeps_its_label_whatever_is_cut_off(max_length: int) -> None:
-    traces = [make_trace(index=i, num_prompt=3 + i, num_output=8, num_rows=8) for i in range(4)]
-    batch = collate(traces, max_length=max_length, vocab_size=VOCAB_SIZE)
-    assert batch.ids_BS.shape[1] <= max_length
-    expected = {t: min(8, max_length) for t in range(4)}
-    assert np.bincount(batch.row_b_N).tolist() == list(expected.values())
-    for b, s, label in zip(batch.row_b_N.tolist(), batch.row_s_N.tolist(), batch.label_ids_N.tolist(), strict=True):
-        tokens = np.concatenate([traces[b].prompt_ids, traces[b].output_ids]).tolist()
-        fed = batch.ids_BS[b, : s + 1].tolist()
-        assert batch.attention_mask_BS[b, : s + 1].all()
-        end = len(tokens) - 1 - (int(batch.attention_mask_BS[b].sum()) - (s + 1))
-        assert tokens[end - len(fed) : end] == fed  # the tokens right before ...
-        assert tokens[end] == label  # ... the one that is predicted
+@pytest.mark.parametrize("num_traces", [1, 4, 9])
+def test_every_row_keeps_its_label_whatever_is_cut_off(num_traces: int, max_length: int, packed: bool) -> None:
+    traces = [make_trace(index=i, num_prompt=3 + i, num_output=8, num_rows=8) for i in range(num_traces)]
+    batch = collate(traces, max_length=max_length, vocab_size=VOCAB_SIZE, packed=packed)
+    assert batch.trace_N.bincount().tolist() == [min(8, max_length)] * num_traces
+    if not packed:
+        assert batch.ids_BS.shape == (num_traces, min(num_traces + 9, max_length))
+        assert batch.row_b_N.tolist() == batch.trace_N.tolist()
+    places = zip(batch.trace_N.tolist(), batch.row_b_N.tolist(), batch.row_s_N.tolist(), strict=True)
+    for row, (index, b, s) in enumerate(places):
+        trace = traces[index]
+        tokens = np.concatenate([trace.prompt_ids, trace.output_ids]).tolist()
+        nth = row - int((batch.trace_N < index).sum())  # of the rows that are left, all at the end
+        position = int(trace.position[nth + 8 - min(8, max_length)])
+        fed = fed_before(batch, b, s)
+        assert len(fed) <= max_length
+        assert fed == tokens[max(0, len(tokens) - 1 - max_length) : position]  # the tokens right before ...
+        assert int(batch.label_ids_N[row]) == tokens[position]  # ... the one that is predicted
+        # and what the target said there, not elsewhere
+        kept = int(np.flatnonzero(trace.position == position)[0])
+        assert batch.target_ids_NK[row].tolist() == trace.target_ids[kept].tolist()
+        assert int(batch.draft_ids_N[row]) == trace.draft_ids[kept]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tokens_and_padding_add_up(packed: bool) -> None:
+    traces = [make_trace(index=i, num_prompt=1 + 3 * i) for i in range(7)]
+    batch = collate_outputs(traces, max_length=64, vocab_size=VOCAB_SIZE, packed=packed)
+    assert batch.num_tokens == sum(len(t.prompt_ids) + len(t.output_ids) - 1 for t in traces)
+    assert batch.padding == pytest.approx(1 - batch.num_tokens / batch.ids_BS.numel())
+    assert (batch.padding < 0.15) is packed
+    # No position is beyond what a sequence needs: a learnt position embedding has no more.
+    assert int(batch.position_ids_BS.max()) == len(traces[-1].prompt_ids) + 7 - 1
+
+
+def test_a_batch_moves_whole() -> None:
+    batch = to_device(collate([example()], max_length=16, vocab_size=10), torch.device("meta"))
+    tensors = [value for value in map(batch.__getattribute__, batch.__dataclass_fields__) if torch.is_tensor(value)]
+    assert len(tensors) == 11 and all(tensor.device.type == "meta" for tensor in tensors)
+    assert batch.num_tokens == 4
 
 
 def test_tokens_after_the_last_row_are_not_fed() -> None:

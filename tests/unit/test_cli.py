@@ -120,18 +120,29 @@ def test_a_directory_that_holds_no_model(serve: Osd, tmp_path: Path) -> None:
 def test_a_draft_with_another_tokenizer(serve: Osd, tmp_path: Path) -> None:
     other = model_at(tmp_path / "other", ["a", "b", "d", "c"])
     line = refusal(serve(draft=other), tmp_path)
-    assert line.startswith(f"osd: serving.draft={other}: another tokenizer than the target's (they disagree on 'c')")
+    assert line.startswith(f"osd: serving.draft={other}: another tokenizer than the target's (they disagree on 'c': ")
 
 
-def test_a_draft_with_another_vocabulary_size(serve: Osd, tmp_path: Path) -> None:
+def test_a_draft_of_another_size_whose_tokenizer_is_not_there(serve: Osd, tmp_path: Path) -> None:
     other = model_at(tmp_path / "other", ["a", "b", "c", "d"], vocab_size=8)
+    (other / "tokenizer.json").unlink()
     line = refusal(serve(draft=other), tmp_path)
-    assert f"serving.draft={other}: has 8 tokens, the target 4; the draft must use the target's tokenizer" in line
+    assert f"serving.draft={other}: has 8 tokens, the target 4, and {other} holds no tokenizer.json" in line
 
 
 def test_a_draft_without_weights(serve: Osd, tmp_path: Path, models: tuple[Path, Path]) -> None:
     (models[1] / "model.safetensors").unlink()
     assert "no model.safetensors there" in refusal(serve(), tmp_path)
+
+
+def test_a_detached_start_says_why_it_failed(serve: Osd, tmp_path: Path) -> None:
+    """What the service itself said last, not merely that it ended."""
+    line = refusal(serve("--detach", draft="./nowhere"), tmp_path)
+    assert line.startswith("osd: serving.draft=./nowhere: no such directory;")
+
+
+def test_there_is_nothing_to_stop(osd: Osd, tmp_path: Path) -> None:
+    assert refusal(osd("stop"), tmp_path).startswith("osd: no service of this user is running here;")
 
 
 # Configuration

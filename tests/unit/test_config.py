@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from osd import config
+from osd import config, config_reading
 from osd.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -16,7 +16,7 @@ def test_precedence_is_flags_overrides_environment_file_defaults(tmp_path: Path)
     file = tmp_path / "c.yaml"
     file.write_text("serving: {port: 1, host: h1, num_speculative_tokens: 2, draft: d1}\ndeployment: fromfile\n")
     environ = {"OSD_SERVING__PORT": "2", "OSD_SERVING__HOST": "h2", "OSD_SERVING__NUM_SPECULATIVE_TOKENS": "3"}
-    resolved = config.load(file, ["serving.port=3", "serving.host=h3"], {"serving.port": 4}, environ)
+    resolved = config_reading.load(file, ["serving.port=3", "serving.host=h3"], {"serving.port": 4}, environ)
     serving = resolved.config.serving
     assert (serving.port, serving.host, serving.num_speculative_tokens, serving.draft) == (4, "h3", 3, "d1")
     assert serving.target == ""
@@ -46,7 +46,7 @@ def test_precedence_is_flags_overrides_environment_file_defaults(tmp_path: Path)
 )
 def test_what_is_wrong_is_named_in_one_line(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.load(overrides=overrides, environ={})
+        config_reading.load(overrides=overrides, environ={})
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
@@ -56,10 +56,10 @@ def test_an_unknown_key_fails_in_file_and_environment_too(tmp_path: Path) -> Non
     file = tmp_path / "c.yaml"
     file.write_text("trainer:\n  lerning_rate: 1\n")
     with pytest.raises(ConfigError, match=r"trainer.lerning_rate .*c.yaml.*did you mean trainer.learning_rate"):
-        config.load(file, environ={})
+        config_reading.load(file, environ={})
     with pytest.raises(ConfigError, match="OSD_TRAINER__LERNING_RATE: no such key"):
-        config.load(environ={"OSD_TRAINER__LERNING_RATE": "1"})
-    config.load(environ={"OSD_URL": "http://x", "PATH": "/"})
+        config_reading.load(environ={"OSD_TRAINER__LERNING_RATE": "1"})
+    config_reading.load(environ={"OSD_URL": "http://x", "PATH": "/"})
 
 
 @pytest.mark.parametrize(
@@ -70,19 +70,19 @@ def test_a_bad_file_is_one_line(tmp_path: Path, text: str | None, says: str) -> 
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        config.load(file, environ={})
+        config_reading.load(file, environ={})
 
 
 def test_vllm_arguments_pass_through_and_merge() -> None:
     overrides = ["serving.vllm.dtype=bfloat16", "serving.vllm.max_model_len=512", "serving.env.OMP_NUM_THREADS=1"]
-    serving = config.load(overrides=overrides, environ={}).config.serving
+    serving = config_reading.load(overrides=overrides, environ={}).config.serving
     assert serving.vllm == {"dtype": "bfloat16", "max_model_len": 512}
     assert serving.env == {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("path", sorted(p for p in CONFIGS.glob("*.yaml") if not p.name.startswith("cluster-")))
 def test_every_preset_loads(path: Path) -> None:
-    resolved = config.load(path, environ={})
+    resolved = config_reading.load(path, environ={})
     assert resolved.config.serving.target
     assert resolved.config.serving.draft
 

@@ -195,6 +195,7 @@ async def test_status_is_the_controllers_plus_the_figures_of_now(client: httpx.A
     assert abs(status["now"] - time.time()) < 5
     figures = status["figures"]
     assert (figures["alpha"], figures["k"], figures["tpot_ms"]) == (0.5, 2, 8.0)
+    assert (figures["seconds"], status["recent"]["seconds"], status["recent"]["alpha"]) == (15.0, 300.0, 0.5)
     assert response.headers["content-type"] == "application/json"
     assert status["deployment"] == HOSTILE, "hostile text passes as data"
 
@@ -255,7 +256,8 @@ async def test_real_history_gives_the_figures_the_page_shows(controller: FakeCon
 async def test_an_idle_service_has_no_figures(controller: FakeController) -> None:
     transport = httpx.ASGITransport(build_app(controller, History(), TOKEN))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-        assert (await client.get("/osd/status")).json()["figures"] == {}
+        status = (await client.get("/osd/status")).json()
+        assert status["figures"] == status["recent"] == {}
         assert (await client.get("/osd/history?since=-86400")).json()["series"]["at"] == []
 
 

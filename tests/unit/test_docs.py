@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from osd import config_docs
-from osd.config import ENVIRONMENT_ALONE, known_keys
+from osd.config_reading import ENVIRONMENT_ALONE, known_keys
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -44,8 +44,8 @@ def test_every_endpoint_is_documented() -> None:
         pass
 
     page = (DOCS / "operations.md").read_text()
-    paths = build_app(Nothing(), Nothing(), "token").openapi()["paths"]
-    assert len(paths) >= 14
+    paths = build_app(Nothing(), Nothing(), "token", traces=lambda: iter([])).openapi()["paths"]
+    assert len(paths) >= 15
     for path in [*paths, "/dashboard", "/openapi.json"]:
         assert path in page, path
 
@@ -100,3 +100,15 @@ def test_the_osd_commands_in_the_readme_parse() -> None:
             check=False,
         )
         assert result.returncode == 0, f"osd {command}: {result.stderr}"
+
+
+def test_the_capture_page_names_every_field_and_every_reason() -> None:
+    from osd.records import Trace
+    from serving.skips import SKIP_REASONS
+
+    page = (DOCS / "capture.md").read_text()
+    table = page[page.index("## The trace") : page.index("## Chats")]
+    documented = {name for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", cell)}
+    assert documented == set(Trace.__dataclass_fields__)
+    reasons = page[page.index("## What is left out") :]
+    assert set(re.findall(r"^\| `(\w+)` \|", reasons, re.M)) == set(SKIP_REASONS)

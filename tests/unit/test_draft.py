@@ -110,9 +110,10 @@ def test_everything_but_weights_and_the_release_record_is_copied(tmp_path: Path)
 def test_rows_of_logits_are_those_of_the_whole_model(hf: torch.nn.Module) -> None:
     model = RowModel(hf.eval())
     ids_BS = torch.arange(20).reshape(2, 10)
+    position_ids_BS = torch.arange(10).repeat(2, 1)
     row_b_N, row_s_N = torch.tensor([0, 1, 1]), torch.tensor([4, 0, 9])
     with torch.no_grad():
-        rows_NV = model(ids_BS, torch.ones_like(ids_BS), row_b_N, row_s_N)
+        rows_NV = model(ids_BS, position_ids_BS, row_b_N, row_s_N)
         torch.testing.assert_close(rows_NV, hf(ids_BS).logits[row_b_N, row_s_N])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -117,6 +118,50 @@ def test_publish_killed_before_the_pointer_changes_nothing(store: ReleaseStore, 
     again = ReleaseStore(store.root)
     assert current_version(again) == 1
     assert again.publish(model, parent=1, target_id=TARGET).version == 3, "no version is given twice"
+
+
+PUBLISH_AND_DIE = """
+import itertools, os, pathlib, sys
+from osd.releases import ReleaseStore
+
+def die(event, args):
+    global left
+    if event == "open" or event.partition(".")[0] in ("os", "shutil", "tempfile", "fcntl"):
+        left -= 1
+        if left < 0:
+            os._exit(9)
+
+for left in itertools.count():
+    store = ReleaseStore(pathlib.Path(sys.argv[1], f"{left:03d}"))
+    store.publish(sys.argv[2], parent=0, target_id="9f2c")
+    if not (pid := os.fork()):
+        sys.addaudithook(die)
+        store.publish(sys.argv[2], parent=1, target_id="9f2c")
+        os._exit(0)
+    if os.waitpid(pid, 0)[1] == 0:
+        break
+"""
+"""Store after store: publishes v1, then v2 in a process that is gone before its n-th file operation, with nothing
+flushed, as by kill -9. Ends with the first that gets through."""
+
+
+def test_publish_killed_anywhere_never_points_at_what_is_not_there(tmp_path: Path, model: Path) -> None:
+    """What is in place is whole, and the pointer names what is in place."""
+    (tmp_path / "stores").mkdir()
+    command = [sys.executable, "-c", PUBLISH_AND_DIE, str(tmp_path / "stores"), str(model)]
+    subprocess.run(command, check=True, timeout=120)
+    pointed: list[int] = []
+    for root in sorted((tmp_path / "stores").iterdir()):
+        pointed.append(json.loads((root / "CURRENT").read_bytes())["version"])
+        assert (root / f"v{pointed[-1]:06d}" / "model.safetensors").is_file(), f"after {root.name} operations"
+        again = ReleaseStore(root)
+        in_place = [path.name for path in sorted(root.glob("v*"))]
+        assert in_place == [f"v{version:06d}" for version in versions(again)], f"after {root.name} operations"
+        assert current_version(again, TARGET) == pointed[-1]
+        for release in again.list():
+            again.verify(release)
+    assert pointed == sorted(pointed) and {*pointed} == {1, 2}, "v1 serves until v2 is complete"
+    assert len(pointed) > 10
 
 
 def test_first_publish_killed_before_the_pointer_still_serves(store: ReleaseStore, model: Path) -> None:

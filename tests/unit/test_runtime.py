@@ -51,3 +51,13 @@ def test_a_dead_service_is_not_found_and_one_of_several_must_be_named(folder: Pa
     assert runtime.find("b").deployment == "b"
     runtime.remove("b")
     assert runtime.find().deployment == "a"
+
+
+def test_a_process_that_ended_counts_as_gone_before_anybody_collected_it(folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        runtime.write(note("a", child.pid))
+        assert runtime.find().pid == child.pid
+        assert child.stdin is not None
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended; its exit status stays uncollected
+        assert runtime.find_all() == []

@@ -8,6 +8,7 @@ from itertools import islice
 
 import pytest
 
+from osd.tiny.text_words import CITIES
 from osd.tiny.traffic import DOMAINS, HOME, requests, stream
 
 NUM = 5000
@@ -66,7 +67,7 @@ def test_python_compiles_and_defines_the_function_asked_for() -> None:
         assert ast.get_docstring(function)
 
 
-def test_sql_runs_on_sqlite() -> None:
+def test_sql_runs_on_sqlite_and_gives_what_was_asked_for() -> None:
     import sqlite3
 
     from osd.tiny.text_sql import SCHEMAS
@@ -76,8 +77,14 @@ def test_sql_runs_on_sqlite() -> None:
         columns = ", ".join((schema.label, schema.category, schema.key, *schema.numbers))
         database.execute(f"CREATE TABLE {schema.table} ({columns})")
         database.execute(f"CREATE TABLE {schema.parent} ({schema.key}, {schema.place})")
-    for request in requests("sql", 500, seed=6):
-        database.execute(request.answer)
+        for key, city in enumerate(CITIES):
+            database.execute(f"INSERT INTO {schema.parent} VALUES (?, ?)", (key, city))
+            for number in range(5, 400, 7):
+                row = (f"{schema.label} {number}", f"category {number % 3}", key, *(number for _ in schema.numbers))
+                database.execute(f"INSERT INTO {schema.table} VALUES ({', '.join('?' * len(row))})", row)
+    num_rows = [len(database.execute(request.answer).fetchall()) for request in requests("sql", 500, seed=6)]
+    assert min(num_rows) > 0, "every question has an answer in a database that holds all cities"
+    assert len(set(num_rows)) > 5, "and not always the same"
 
 
 def test_finance_summaries_take_their_figures_from_the_news() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,50 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from buffers.base import Cursor
 from buffers.memory import MemoryTraceBuffer
-from osd.config import GateConfig, TrainerConfig
 from osd.errors import ConfigError, OSDError
 from osd.records import DraftRelease, RoundOutcome, Trace
 from tests.tiny_drafts import TARGET_ID, VOCAB_SIZE, after, chain_traces, files_of_at_most, release_of, save_draft
+from tests.tiny_rounds import GATE, alpha, buffer_with, config, same_weights, trainer_at
 from trainer.batch import collate
 from trainer.distiller import Distiller
 from trainer.draft import load_draft
-from trainer.evaluate import replay
-from trainer.loop import Trainer
-
-GATE = GateConfig(min_holdout_traces=4, max_holdout_traces=16)
-
-
-def config(**fields: Any) -> TrainerConfig:
-    values: dict[str, Any] = {"device": "cpu", "learning_rate": 1e-2, "warmup_steps": 2, "max_length": 64}
-    return TrainerConfig(**(values | fields))
-
-
-def buffer_with(*traces: Trace) -> MemoryTraceBuffer:
-    buffer = MemoryTraceBuffer(target_id=TARGET_ID)
-    assert buffer.put(traces) == len(traces)
-    return buffer
-
-
-def trainer_at(directory: Path, buffer: MemoryTraceBuffer, **fields: Any) -> Trainer:
-    return Trainer(config(**fields), GATE, 4, buffer, directory, TARGET_ID)
-
-
-def alpha(directory: str | Path, traces: list[Trace]) -> float:
-    value = replay(load_draft(directory), traces, 4, max_length=64).alpha
-    assert value is not None
-    return value
-
-
-def weights(directory: str | Path) -> dict[str, torch.Tensor]:
-    return load_file(Path(directory) / "model.safetensors")
-
-
-def same_weights(one: str | Path, other: str | Path) -> bool:
-    left, right = weights(one), weights(other)
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+from trainer.guard import NUM_WATCHED
+from trainer.loop import PART, Trainer
+from trainer.loss import LOSSES
 
 
 @pytest.fixture
@@ -103,6 +74,16 @@ def test_a_round_makes_a_better_draft(tmp_path: Path, base: DraftRelease) -> Non
     assert report.alpha_candidate == pytest.approx(alpha(outcome.path, buffer.holdout(12)))
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_makes_a_better_draft(tmp_path: Path, base: DraftRelease, loss: str) -> None:
+    buffer = buffer_with(*chain_traces(96), *chain_traces(12, start=500, holdout=True))
+    outcome = trainer_at(tmp_path / "t", buffer, loss=loss).run_round(base)
+    assert outcome.discarded == ""
+    assert outcome.loss_last < outcome.loss_first
+    assert outcome.eval is not None
+    assert outcome.eval.alpha_candidate > outcome.eval.alpha_base + 0.3
+
+
 def test_too_few_held_out_traces_give_no_report(tmp_path: Path, base: DraftRelease) -> None:
     outcome = trainer_at(
         tmp_path / "t", buffer_with(*chain_traces(8), *chain_traces(3, start=500, holdout=True))
@@ -111,10 +92,13 @@ def test_too_few_held_out_traces_give_no_report(tmp_path: Path, base: DraftRelea
 
 
 def test_held_out_traces_are_never_trained_on(tmp_path: Path, base: DraftRelease) -> None:
-    # Held-out traces speak another language: a draft that had seen them would speak it too.
+    # Held-out traces speak another language: a draft that had seen them would speak it too. The newest speak the
+    # trained one, so that the loss on those that are watched falls.
     poison = chain_traces(40, start=500, holdout=True, step=7)
-    with_poison = trainer_at(tmp_path / "a", buffer_with(*chain_traces(64), *poison)).run_round(base)
+    newest = chain_traces(NUM_WATCHED, start=600, holdout=True)
+    with_poison = trainer_at(tmp_path / "a", buffer_with(*chain_traces(64), *poison, *newest)).run_round(base)
     without = trainer_at(tmp_path / "b", buffer_with(*chain_traces(64))).run_round(base)
+    assert with_poison.holdout_loss_before is not None and without.holdout_loss_before is None
     assert same_weights(with_poison.path, without.path)
     assert alpha(with_poison.path, poison) < 0.1
     assert alpha(with_poison.path, chain_traces(8, start=900)) > 0.5
@@ -154,55 +138,105 @@ def test_of_too_many_new_traces_the_newest_are_used(tmp_path: Path, base: DraftR
 # What survives a kill
 
 
+def test_a_large_round_is_drawn_in_parts(tmp_path: Path, base: DraftRelease, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = buffer_with(*chain_traces(200))
+    asked: list[int] = []
+    sample, steps = buffer.sample, []
+
+    def counting(n: int, *arguments: Any, **options: Any) -> list[Trace]:
+        asked.append(n)
+        return sample(n, *arguments, **options)
+
+    monkeypatch.setattr(buffer, "sample", counting)
+    trainer = trainer_at(tmp_path / "t", buffer, batch_size=32, max_new_traces=512)
+    num_fresh = trainer.num_new_traces()
+    assert num_fresh > 2 * PART
+    outcome = trainer.run_round(base, lambda done, total, _: steps.append((done, total)))
+    assert max(asked) <= 4 * PART
+    assert sum(asked) == 4 * num_fresh
+    assert outcome.num_steps == len(steps) == steps[-1][1]
+    assert [done for done, _ in steps] == list(range(1, len(steps) + 1))
+    assert all(done <= total <= len(steps) + 1 for done, total in steps)
+
+
 class Killed(BaseException):
     """The process is gone."""
 
 
 class DyingBuffer(MemoryTraceBuffer):
-    """Takes the process down when asked for the n-th sample."""
+    """Takes the process down at a call that is asked for, or right after it."""
 
-    samples_left = 10**9
+    dies_at = ""
 
-    def sample(self, n: int, rng: np.random.Generator, cursor: dict[str, int]) -> list[Trace]:
-        if not self.samples_left:
+    def sample(self, n: int, rng: np.random.Generator, cursor: Cursor, *, since: Cursor | None = None) -> list[Trace]:
+        self._maybe_die("the recent" if since is not None else "the whole buffer")
+        return super().sample(n, rng, cursor, since=since)
+
+    def read(self, cursor: Cursor, limit: int) -> tuple[list[Trace], Cursor]:
+        self._maybe_die("reading")
+        return super().read(cursor, limit)
+
+    def set_anchors(self, anchors: Mapping[int, Trace]) -> None:
+        self._maybe_die("new anchors")
+        super().set_anchors(anchors)
+        self._maybe_die("new anchors, after")
+
+    def _maybe_die(self, at: str) -> None:
+        if at == self.dies_at:
             raise Killed
-        self.samples_left -= 1
-        return super().sample(n, rng, cursor)
 
 
-def run_three_rounds(directory: Path, base: DraftRelease, kill: str) -> list[RoundOutcome]:
-    """Three rounds, each on 24 new traces and each candidate published, with one kill somewhere."""
+def run_four_rounds(
+    directory: Path, base: DraftRelease, kill: tuple[int, str, str], **options: Any
+) -> list[RoundOutcome]:
+    """Four rounds, each on 16 new traces and each candidate published, with one kill (round, place, what dies)."""
     buffer = DyingBuffer(target_id=TARGET_ID)
     buffer.put(chain_traces(8, start=500, holdout=True))
-    trainer = trainer_at(directory, buffer)
+    options = {"num_anchors": 24} | options
+    trainer = trainer_at(directory, buffer, **options)
     outcomes: list[RoundOutcome] = []
-    for index in range(3):
-        buffer.put(chain_traces(24, start=24 * index))
-        if kill == f"before round {index + 1}":
-            trainer = trainer_at(directory, buffer)
-        if kill.startswith(f"in round {index + 1}"):
-            buffer.samples_left = 5
+    for index in range(4):
+        buffer.put(chain_traces(16, start=16 * index))
+        if kill[:2] == (index + 1, "before"):
+            trainer = trainer_at(directory, buffer, **options)
+        elif kill[0] == index + 1:
+            buffer.dies_at = kill[1]
             with pytest.raises(Killed):
                 trainer.run_round(base)
-            buffer.samples_left = 10**9
-            if not kill.endswith("and only the round"):
-                trainer = trainer_at(directory, buffer)
-        outcomes.append(trainer.run_round(base))
-        base = release_of(Path(outcomes[-1].path), version=base.version + 1)
+            buffer.dies_at = ""
+            if kill[2] == "trainer":
+                trainer = trainer_at(directory, buffer, **options)
+        outcome = trainer.run_round(base)
+        published = directory / "releases" / str(index)
+        shutil.copytree(outcome.path, published)  # candidates are pruned
+        outcomes.append(replace(outcome, path=str(published)))
+        base = release_of(published, version=base.version + 1)
     return outcomes
 
 
-@pytest.mark.parametrize(
-    "kill",
-    ["before round 2", "before round 3", "in round 1", "in round 2", "in round 3", "in round 2 and only the round"],
-)
-def test_a_killed_trainer_ends_with_the_same_weights(tmp_path: Path, base: DraftRelease, kill: str) -> None:
-    unharmed = run_three_rounds(tmp_path / "a", base, kill="never")
-    killed = run_three_rounds(tmp_path / "b", base, kill=kill)
-    for expected, got in zip(unharmed, killed, strict=True):
-        assert same_weights(expected.path, got.path)
-        assert (got.loss_first, got.loss_last, got.eval) == (expected.loss_first, expected.loss_last, expected.eval)
-    assert unharmed[0].loss_last > unharmed[2].loss_last
+KILLS = [
+    (3, "before", "trainer"),
+    (2, "the whole buffer", "trainer"),
+    (3, "new anchors, after", "trainer"),
+    (1, "the recent", "trainer"),
+    (2, "reading", "trainer"),
+    (3, "new anchors", "trainer"),
+    (4, "the whole buffer", "round"),
+    (3, "new anchors, after", "round"),
+]
+
+
+@pytest.mark.parametrize("method, kills", [("full", KILLS), ("lora", KILLS[:3])])
+def test_a_killed_trainer_ends_with_the_same_weights(
+    tmp_path: Path, base: DraftRelease, method: str, kills: list[tuple[int, str, str]]
+) -> None:
+    unharmed = run_four_rounds(tmp_path / "unharmed", base, (0, "", ""), method=method)
+    assert unharmed[0].loss_last > unharmed[3].loss_last
+    for index, kill in enumerate(kills):
+        killed = run_four_rounds(tmp_path / str(index), base, kill, method=method)
+        for expected, got in zip(unharmed, killed, strict=True):
+            assert same_weights(expected.path, got.path), kill
+            assert (got.loss_first, got.loss_last, got.eval) == (expected.loss_first, expected.loss_last, expected.eval)
 
 
 def test_a_damaged_checkpoint_costs_one_round_not_all(tmp_path: Path, base: DraftRelease) -> None:
@@ -305,12 +339,17 @@ def test_a_live_rollback_means_the_base_again(
 
 def test_a_clearly_worse_candidate_is_not_built_upon(tmp_path: Path, taught: Taught) -> None:
     good = release_of(Path(taught[2].path), version=2)
-    buffer = buffer_with(*chain_traces(64, step=7), *chain_traces(16, start=500, holdout=True))
+    # Held-out requests of which nothing was captured: no loss can be watched, but their tokens can be replayed.
+    none: dict[str, Any] = {name: [] for name in ("position", "kind", "draft_ids", "tail_logprob", "keep_prob")}
+    none |= {"target_ids": np.zeros((0, 2)), "target_logprobs": np.zeros((0, 2)), "draft_version": []}
+    buffer = buffer_with(*chain_traces(64, step=7), *chain_traces(16, start=500, holdout=True, **none))
     trainer = trainer_at(tmp_path / "t", buffer)
     worse = trainer.run_round(good)
+    assert worse.discarded == "" and worse.holdout_loss_after is None
     assert worse.eval is not None and worse.eval.diff_high < 0
     buffer.put(chain_traces(8, start=900))
-    assert trainer.run_round(good).loss_first == pytest.approx(taught[2].loss_last, abs=0.3)
+    next_one = trainer_at(tmp_path / "t", buffer, replay_batches=0).run_round(good)
+    assert next_one.loss_first == pytest.approx(taught[2].loss_last, abs=0.3)
 
 
 def test_divergence_discards_the_round_and_nothing_else(tmp_path: Path, base: DraftRelease) -> None:
@@ -322,11 +361,16 @@ def test_divergence_discards_the_round_and_nothing_else(tmp_path: Path, base: Dr
     assert np.isfinite([outcome.loss_first, outcome.loss_last]).all()
     assert wild.num_new_traces() == 0, "the traces count as read: they must not stop every later round"
     assert not (tmp_path / "t" / "candidates").exists()
-    # The weights are the base's again, here and after a restart, and the optimizer remembers nothing.
-    buffer.put(chain_traces(32, start=100))
+    # The weights are the base's again, here and after a restart, and the optimizer remembers nothing: the next round
+    # is that of a trainer that had nothing to do in the first, but for half the learning rate.
+    idle_buffer = buffer_with()
+    idle = trainer_at(tmp_path / "u", idle_buffer, replay_batches=0, learning_rate=5e-3)
+    assert idle.run_round(base).discarded == "no traces"
+    for each in (buffer, idle_buffer):
+        each.put(chain_traces(32, start=100))
     calm = trainer_at(tmp_path / "t", buffer, replay_batches=0).run_round(base)
-    other = trainer_at(tmp_path / "u", buffer_with(*chain_traces(32, start=100)), replay_batches=0).run_round(base)
-    assert same_weights(calm.path, other.path)
+    assert calm.learning_rate == 5e-3
+    assert same_weights(calm.path, idle.run_round(base).path)
 
 
 def test_a_last_step_that_diverges_discards_the_round_too(tmp_path: Path, base: DraftRelease) -> None:

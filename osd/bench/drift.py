@@ -1,0 +1,122 @@
+"""`osd bench drift`: who proposes best when the traffic changes, and who forgets: seven schedules, the same requests.
+
+    configs/drift/NAME.yaml ─► requests ─► recorded once (target's answers and distributions, cached)
+                                               └─► replayed for each contender ─► counts per request ─► figures
+
+With greedy drafting the replay is exact: a draft token is accepted where it equals the served one
+(`osd/bench/recording.py`). Training takes no time here; what it costs in CPU seconds is counted, what it costs while
+serving is measured by `osd bench drift_speed`. Nobody is told the domain of a request, and no prompt comes twice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import Any
+
+from osd.bench import drift_jobs as jobs
+from osd.bench import drift_names as names
+from osd.bench.drift_family import FAMILIES, FIRST_SERVED, TRAINING
+from osd.bench.drift_report import LAST, TO_REACH, WINDOW, summarise
+from osd.bench.drift_schedule import Schedule, arrivals, read_all
+from osd.bench.record import Notebook, Options, Protocol
+from osd.bench.result import Result
+
+__all__ = ["protocol", "run", "summarise"]
+
+NUM_PROCESSES = 2
+QUICK_ARMS = (names.FROZEN, names.CEILING, names.NGRAM, *names.OSD_PUBLISHED, names.OURS)
+QUICK_SCHEDULE = "sharp"
+SUFFIX_PACKAGE, SUFFIX_MODULE = "arctic-inference", "arctic_inference"
+"""What vLLM needs for suffix decoding too. It changes vLLM by a plugin, so it is no part of this project's environment:
+`pip install --target DIRECTORY --no-deps arctic-inference==0.1.1`, then PYTHONPATH=DIRECTORY for this bench alone."""
+
+
+def protocol(options: Options) -> Protocol:
+    """What will be measured."""
+    schedules = read_all()
+    chosen = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE]} if options.quick else schedules
+    arms = QUICK_ARMS if options.quick else names.ALL
+    without = () if importlib.util.find_spec(SUFFIX_MODULE) else (names.SUFFIX, names.SUFFIX_LONG)
+    left_out = {arm: f"{SUFFIX_PACKAGE} is not installed" for arm in arms if arm in without}
+    config = jobs.base_config()
+    return Protocol(
+        bench="drift",
+        question="Whose draft tokens are accepted when the traffic changes, how soon after, and what is forgotten?",
+        arms=tuple(arm for arm in arms if arm not in left_out),
+        order="Every contender on the same recorded requests, as if training took no time; two at a time.",
+        sizes={
+            "schedules": {name: schedule.model_dump() for name, schedule in chosen.items()},
+            "seeds": [0] if options.quick else [0, 1, 2],
+            "left_out": left_out,
+            "k": config.serving.num_speculative_tokens,
+            "trainer": config.trainer.model_dump(),
+            "gate": config.gate.model_dump(),
+            "capture": config.capture.model_dump(),
+            "moving_window": WINDOW,
+            "last_requests": LAST,
+            "share_of_the_ceiling_to_reach": TO_REACH,
+            "ceiling_requests_per_domain": jobs.TRAINING_REQUESTS,
+            "n_gram": {names.NGRAM: "vLLM's defaults: 5 and 5", names.NGRAM_TUNED: names.LOOKUP_TUNED},
+            "OSD": "the better of its two published pairs of rate and interval, by α over all requests",
+        },
+    )
+
+
+def run(options: Options) -> Result:
+    """Record, train ceilings, then run every contender over every schedule."""
+    plan = protocol(options)
+    notebook = Notebook(options, plan)
+    for arm, reason in plan.sizes["left_out"].items():
+        options.say(f"left out: {arm}: {reason}")
+    schedules = {name: Schedule.model_validate(tree) for name, tree in plan.sizes["schedules"].items()}
+    for family in dict.fromkeys(schedule.family for schedule in schedules.values()):
+        FAMILIES[family].models()  # built by one process, with its progress to be seen
+    with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn"), initializer=jobs.prepare) as pool:
+        options.say("recording the target's answers, where they are not in the cache")
+        _wait([pool.submit(jobs.record_stream, *stream) for stream in _streams(schedules, plan.sizes["seeds"])])
+        options.say("training the ceilings, where they are not in the cache, and running the contenders")
+        domains = {(schedule.family, tuple(sorted(schedule.domains))) for schedule in schedules.values()}
+        ceilings: list[Future[Any]] = [pool.submit(jobs.ceiling, *one) for one in sorted(domains)]
+        found = [
+            pool.submit(jobs.run_one, name, schedule, seed, arm)
+            for arm in sorted(plan.arms, key=names.CEILING.__eq__)  # last: nobody is to wait for what is in training
+            for name, schedule in schedules.items()
+            for seed in plan.sizes["seeds"]
+        ]
+        for done in _as_they_end([*ceilings, *found]):
+            row = done.result()
+            if done not in ceilings:
+                notebook.add(**row)
+                number, who = len(notebook.rows), f"{row['schedule']}, seed {row['seed']}, {row['contender']}"
+                options.say(f"{number} of {len(found)}: {who}")
+    return summarise(plan, notebook.rows)
+
+
+def _streams(schedules: dict[str, Schedule], seeds: Sequence[int]) -> list[tuple[str, str, int, int]]:
+    """(family, domain, block, requests) of all that must be recorded."""
+    needed: dict[tuple[str, str, int], int] = {}
+    for name, schedule in schedules.items():
+        for domain in schedule.domains:
+            needed.setdefault((schedule.family, domain, TRAINING), jobs.TRAINING_REQUESTS)
+        for seed in seeds:
+            for arrival in arrivals(schedule, name, seed):
+                key = schedule.family, arrival.domain, FIRST_SERVED + seed
+                needed[key] = max(needed.get(key, 0), arrival.index + 1)
+    return [(*key, num) for key, num in needed.items()]
+
+
+def _wait(futures: Sequence[Future[Any]]) -> None:
+    for done in _as_they_end(futures):
+        done.result()
+
+
+def _as_they_end(futures: Sequence[Future[Any]]) -> Iterator[Future[Any]]:
+    """What raises keeps the rest from being started."""
+    for done in as_completed(futures):
+        if done.exception() is not None:
+            for future in futures:
+                future.cancel()
+        yield done

@@ -1,0 +1,14 @@
+"""Names and settings of the drift benchmark's contenders, apart from what they do: naming one loads nothing heavy."""
+
+FROZEN, CEILING, NGRAM, SUFFIX = "frozen draft", "ceiling", "n-gram", "suffix decoding"
+NGRAM_TUNED, SUFFIX_LONG = "n-gram, 1 to 5", "suffix decoding, k 24"
+OURS, OURS_LORA = "ours", "ours, LoRA"
+OSD, OSD_TUNED = "OSD", "OSD, our rate"
+OSD_PUBLISHED = {"OSD, 1e-4 every 8": (8, 1e-4), "OSD, 1e-5 every 1": (1, 1e-5)}
+"""Both pairs of (requests between updates, learning rate) of OSD's released scripts. Reported as `OSD`: the better."""
+ALL = (FROZEN, CEILING, NGRAM, NGRAM_TUNED, SUFFIX, SUFFIX_LONG, *OSD_PUBLISHED, OSD_TUNED, OURS, OURS_LORA)
+LORA_RATE = 3.0
+"""How many times the learning rate of full training LoRA gets. Not tuned."""
+LOOKUP_TUNED = {"prompt_lookup_min": 1, "prompt_lookup_max": 5}
+"""What n-gram lookup gets instead of vLLM's 5 and 5, of which short answers hardly ever repeat any: the best of seven
+pairs on the tiny models."""

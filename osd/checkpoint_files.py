@@ -1,0 +1,138 @@
+"""Safetensors files read and written as bytes: no tensor is ever held whole, and no torch is needed.
+
+The format (https://github.com/huggingface/safetensors#format): the length of the header (8 bytes, little-endian), the
+header (JSON: name -> dtype, shape, [begin, end) in what follows), the tensors one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+from osd.errors import ConfigError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CHUNK = 16 << 20
+"""Bytes held in memory at a time."""
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor on disk."""
+
+    file: Path
+    dtype: str
+    """As safetensors writes it: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+    num_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.num_bytes // self.shape[0]
+
+    def chunks(self, num_bytes: int | None = None) -> Iterator[bytes]:
+        """Its first `num_bytes` (None = all), in whole rows, piece by piece."""
+        left = self.num_bytes if num_bytes is None else num_bytes
+        size = CHUNK if not self.shape else max(1, CHUNK // max(1, self.row_bytes)) * max(1, self.row_bytes)
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            while left:
+                data = file.read(min(size, left))
+                if not data:
+                    raise ConfigError(f"{self.file}: ends too early; copy the draft again")
+                left -= len(data)
+                yield data
+
+    def with_rows(self, num_rows: int) -> StoredTensor:
+        """Its description once it has `num_rows`."""
+        shape = (num_rows, *self.shape[1:])
+        return replace(self, shape=shape, num_bytes=self.row_bytes * num_rows)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The file of a checkpoint, or its shards. Raises `ConfigError` when they are not all there."""
+    if (directory / WEIGHTS).is_file():
+        return [directory / WEIGHTS]
+    try:
+        names = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"serving.draft={directory}: no {WEIGHTS} there, nor shards with {INDEX}; save the draft as safetensors "
+            "(`model.save_pretrained(directory)`)"
+        ) from None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{directory / INDEX}: cannot be read ({error}); copy the draft again") from None
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        raise ConfigError(f"serving.draft={directory}: {missing[0]} is missing; copy the draft again")
+    return [directory / name for name in names]
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor over all files of a checkpoint. Raises `ConfigError` for a damaged one."""
+    found: dict[str, StoredTensor] = {}
+    for file in weight_files(directory):
+        try:
+            found |= _read_header(file)
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            raise ConfigError(
+                f"{file}: not a safetensors file that can be read ({error}); copy the draft again"
+            ) from None
+    return found
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    with file.open("rb") as data:
+        (length,) = struct.unpack("<Q", data.read(8))
+        header = json.loads(data.read(length))
+    found = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            found[name] = StoredTensor(file, entry["dtype"], shape, 8 + length + begin, end - begin)
+    if max((t.offset + t.num_bytes for t in found.values()), default=0) > file.stat().st_size:
+        raise ValueError("it is shorter than its header says")
+    return found
+
+
+def write_checkpoint(
+    path: Path, tensors: Mapping[str, StoredTensor], content: Callable[[str], Iterator[bytes]]
+) -> None:
+    """Write one safetensors file of these tensors, the bytes of each as `content(name)` gives them."""
+    # Wide types first: then every tensor begins at a multiple of its own width, as readers that map the file want.
+    names = sorted(tensors, key=lambda name: (-_width(tensors[name]), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in names:
+        tensor = tensors[name]
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.num_bytes],
+        }
+        at += tensor.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            _write(file, name, tensors[name], content(name))
+
+
+def _write(file: BinaryIO, name: str, tensor: StoredTensor, chunks: Iterator[bytes]) -> None:
+    written = sum(file.write(chunk) for chunk in chunks)
+    assert written == tensor.num_bytes, f"{name}: {written} bytes written, {tensor.num_bytes} promised"
+
+
+def _width(tensor: StoredTensor) -> int:
+    """Bytes per number."""
+    return tensor.num_bytes // max(1, prod(tensor.shape))

@@ -1,0 +1,136 @@
+"""What `osd status` prints: one short page of plain text from the JSON of `/osd/status` and `/osd/events`.
+
+The first line is the worst problem with its remedy, or "all is well"; what is below it explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from osd.troubles import learnable, troubles
+from osd.wording import counted, percent, size, span
+
+NUM_EVENTS = 3
+ENDS_OF_A_ROUND = ("published", "refused", "discarded", "publish_failed")
+LEFT_OUT_SHOWN = 4
+
+
+def page(status: dict[str, Any], events: list[dict[str, Any]]) -> str:
+    """The page. `events`: newest first, enough of them to find the last training round's end."""
+    outcome = next((event for event in events if event["kind"] in ENDS_OF_A_ROUND), None)
+    return "\n".join(
+        [
+            *_headline(troubles(status, outcome)),
+            *_service(status),
+            _row("recent", _figures(status.get("recent") or {})),
+            *_training(status, outcome),
+            *_buffer(status),
+            *_replicas(status),
+            _row("learnable", _learnable(status)),
+            *_events(status, events[:NUM_EVENTS]),
+        ]
+    )
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:<11} {text}"
+
+
+def _headline(found: list[str]) -> Iterator[str]:
+    yield found[0] if found else "all is well"
+    for text in found[1:]:
+        yield _row("also", text)
+
+
+def _service(status: dict[str, Any]) -> Iterator[str]:
+    where = ", ".join(replica["url"] for replica in status["replicas"]) or "no address"
+    yield _row("service", f"{status['deployment']} at {where}, up {span(status['uptime_s'])}")
+    yield _row("target", f"{status['target']} (id {status['target_id']})")
+    version = f"v{status['version']}" + (" (pinned)" if status["pinned"] else "")
+    yield _row("draft", f"{version}, begun from {status['draft']}; proposes {counted(status['k'], 'token')} a step")
+
+
+def _figures(recent: dict[str, Any]) -> str:
+    if not recent:
+        return "no traffic in the last 5 min"
+    rate = recent.get("acceptance_rate")
+    parts = [
+        f"acceptance rate {percent(rate, 1)}" if rate is not None else "",
+        _figure(recent, "alpha", "alpha {:.3f}"),
+        _figure(recent, "acceptance_length", "length {:.2f}"),
+        _figure(recent, "tokens_per_second", "{:.0f} tokens/s"),
+        _figure(recent, "requests", "{:.0f} requests"),
+    ]
+    return f"{', '.join(part for part in parts if part)} in the last {span(recent['seconds'])}"
+
+
+def _figure(recent: dict[str, Any], name: str, text: str) -> str:
+    return text.format(recent[name]) if recent.get(name) is not None else ""
+
+
+def _training(status: dict[str, Any], outcome: dict[str, Any] | None) -> Iterator[str]:
+    yield _row("trainer", _trainer_state(status))
+    if outcome is not None:
+        yield _row("last round", f"{outcome['kind']} {span(status['now'] - outcome['at'])} ago: {outcome['text']}")
+    rounds, swaps, rollbacks = (status[f"num_{name}"] for name in ("rounds", "swaps", "rollbacks"))
+    yield _row(
+        "so far", f"{counted(rounds, 'round')}, {counted(swaps, 'swap')}, {counted(rollbacks, 'rollback')} in history"
+    )
+
+
+def _trainer_state(status: dict[str, Any]) -> str:
+    if not status["training"]:
+        return "off: trainer.enabled is false"
+    if status["trainer"] != "ok":
+        return "failing, tried again with growing pauses"
+    detail = status["phase_detail"]
+    if status["phase"] == "training":
+        return f"training {detail}"
+    if status["paused"]:
+        return "idle: paused by hand"
+    return f"idle: it has {detail}" if detail else "idle: looking for new traces"
+
+
+def _buffer(status: dict[str, Any]) -> Iterator[str]:
+    stats = status["buffer"]
+    if stats is None:
+        yield _row("buffer", "not read yet")
+        return
+    oldest = f", oldest {span(status['now'] - stats['oldest_at'])} old" if stats["oldest_at"] else ""
+    dropped = dict(stats["dropped"])
+    for replica in status["replicas"]:
+        for reason, num in replica["buffer_dropped"].items():
+            dropped[reason] = dropped.get(reason, 0) + num
+    lost = ", ".join(f"{reason} {num}" for reason, num in sorted(dropped.items()) if num)
+    held = f"{counted(stats['num_traces'], 'trace')} and {stats['num_holdout']} held out, {size(stats['num_bytes'])}"
+    yield _row("buffer", f"{held}{oldest}; dropped: {lost or 'none'}")
+
+
+def _replicas(status: dict[str, Any]) -> Iterator[str]:
+    for replica in status["replicas"]:
+        state = "in step"
+        if replica["version"] != replica["wanted"]:
+            state = f"{'lagging' if replica['lagging'] else 'swapping'}, wanted is v{replica['wanted']}"
+        running = counted(replica["num_running"], "request")
+        yield _row(replica["replica"], f"v{replica['version']} ({state}), {running} running, {replica['engine']}")
+
+
+def _learnable(status: dict[str, Any]) -> str:
+    num_learnt, left_out = learnable(status)
+    num_all = num_learnt + left_out.total()
+    if not num_all:
+        return "no request was captured or left out since the replicas started"
+    text = f"{percent(num_learnt, num_all)} of {counted(num_all, 'request')} became traces"
+    shown = [f"{reason} {percent(num, num_all)}" for reason, num in left_out.most_common(LEFT_OUT_SHOWN)]
+    rest = left_out.total() - sum(num for _, num in left_out.most_common(LEFT_OUT_SHOWN))
+    shown += [f"others {percent(rest, num_all)}"] if rest else []
+    return f"{text}; left out: {', '.join(shown)}" if shown else text
+
+
+def _events(status: dict[str, Any], events: list[dict[str, Any]]) -> Iterator[str]:
+    if not events:
+        yield _row("events", "none yet")
+    for number, event in enumerate(events):
+        ago = f"{span(status['now'] - event['at'])} ago"
+        yield _row("" if number else "events", f"{ago}, {event['kind']}: {event['text']}")

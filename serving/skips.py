@@ -1,0 +1,27 @@
+"""Why something is left out of capture. Each reason is counted as `osd_capture_skipped_total{reason}`."""
+
+from __future__ import annotations
+
+from serving.vllm_compat import NewRequest
+
+SKIP_REASONS = {
+    "opted_out": "requests whose client asked for it (`X-OSD-Capture: off`)",
+    "structured_output": "requests with a grammar, whose mask is already in the logits",
+    "multimodal": "requests with images or audio, which the draft's tokens do not show",
+    "prompt_embeds": "requests whose prompt is not made of tokens",
+    "target_adapter": "requests for a LoRA adapter of the target: another distribution than the target's",
+    "pooling": "requests that generate nothing (embeddings, scores)",
+    "queue_full": "steps whose rows were dropped because the capture thread had too many waiting",
+    "budget": "traces beyond `capture.max_bytes_per_second`",
+    "gap": "traces of requests some of whose tokens were never seen",
+    "hook_error": "the hook failed, and capture is off until the engine restarts",
+    "assembly_error": "steps the capture thread failed on",
+}
+"""Every reason there is, and what one count of it stands for."""
+
+
+def skip_reason(request: NewRequest) -> str:
+    """Why nothing of a request may be captured: its own wish first; "" when it may."""
+    if str(request.extra_args.get("osd_capture", "")).lower() in ("off", "0", "false", "no"):
+        return "opted_out"
+    return request.skip_reason

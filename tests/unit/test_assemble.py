@@ -1,0 +1,477 @@
+"""Traces out of steps: replays, skip reasons, budget, repeated prefixes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from buffers.codec import encode_trace
+from osd.config import CaptureConfig
+from osd.exposition import Totals
+from osd.records import ReplicaStatus, Trace
+from serving.assemble import STORED_OVERHEAD, Schedule, Step, TraceAssembler
+from serving.budget import ByteBudget
+from serving.capture import Capture
+from serving.pick import Lot, pick_on_host
+from serving.prefixes import BLOCK, StoredPrefixes
+from serving.skips import SKIP_REASONS, skip_reason
+from serving.vllm_compat import NewRequest, Verification, new_request
+from serving.windows import WindowCounter
+
+VOCAB = 100
+
+
+class Clock:
+    """A clock that is told the time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_request(req_id: str = "r", prompt_ids: Sequence[int] = (1, 2, 3), **fields: Any) -> NewRequest:
+    values: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "max_tokens": None,
+        "stop_ids": frozenset(),
+        "min_tokens": 0,
+        "extra_args": {},
+        "skip_reason": "",
+    }
+    return NewRequest(req_id=req_id, prompt_ids=list(prompt_ids), **(values | fields))
+
+
+def verification(position: int, emitted: Sequence[int], num_drafts: int, req_id: str = "r") -> Verification:
+    """One request's step: token t + 1 is the most likely one wherever t was emitted, so that rows can be told apart."""
+    sampled = torch.full((1, num_drafts + 1), -1)
+    sampled[0, : len(emitted)] = torch.tensor(emitted)
+    logits = torch.zeros(num_drafts + 1, VOCAB)
+    logits[torch.arange(len(emitted)), torch.tensor(emitted) + 1] = 9.0
+    return Verification(
+        req_ids=[req_id],
+        num_draft_tokens_B=np.array([num_drafts]),
+        is_partial_B=np.array([False]),
+        draft_ids=torch.arange(num_drafts) + 50,
+        first_position_B=torch.tensor([position]),
+        sampled_BG=sampled,
+        logits=logits,
+    )
+
+
+def step(position: int, emitted: Sequence[int], num_drafts: int = 0, req_id: str = "r", chance: float = 0.0) -> Step:
+    """All rows are kept, or with a `chance` of 0.9 only those of rejected draft tokens."""
+    shown = verification(position, emitted, num_drafts, req_id)
+    lot = Lot(np.array([True]), np.full((1, num_drafts + 1), chance), np.array([1.0, 0.5, 0.5]), top_k=8)
+    return Step(1.0, [req_id], np.array([1]), shown.num_draft_tokens_B, pick_on_host(shown, lot))
+
+
+class Bench:
+    """An assembler, and what it handed out."""
+
+    def __init__(self, budget: ByteBudget | None = None, **config: Any) -> None:
+        self.traces: list[Trace] = []
+        self.windows = WindowCounter(4)
+        self.assembler = TraceAssembler(
+            CaptureConfig(**{"top_k": 8, **config}),
+            draft="default",
+            target_id="target",
+            put=self._put,
+            windows=self.windows,
+            budget=budget,
+        )
+
+    def _put(self, traces: Sequence[Trace]) -> int:
+        self.traces += traces
+        return len(traces)
+
+    def begin(self, *requests: NewRequest) -> None:
+        self.assembler.add(Schedule(0.0, list(requests), set()))
+
+    def add(self, *steps: Step) -> None:
+        for one in steps:
+            self.assembler.add(one)
+
+    def finish(self, *req_ids: str) -> None:
+        self.assembler.add(Schedule(2.0, [], set(req_ids)))
+
+    def only_trace(self) -> Trace:
+        (trace,) = self.traces
+        return trace
+
+
+# ------------------------------------------------------------------------------------------------------------- replays
+
+
+def test_each_position_is_there_once_with_its_own_row() -> None:
+    bench = Bench()
+    bench.begin(make_request())
+    bench.add(step(3, [10]), step(4, [11, 12, 13], num_drafts=4), step(7, [14], num_drafts=4))
+    bench.finish("r")
+    trace = bench.only_trace()
+    assert trace.output_ids.tolist() == [10, 11, 12, 13, 14]
+    assert trace.position.tolist() == [3, 4, 5, 6, 7]
+    assert trace.target_ids[:, 0].tolist() == [11, 12, 13, 14, 15]
+
+
+def test_a_replay_replaces_what_it_computes_again() -> None:
+    """The engine threw away the step at positions 4 to 8 and came back with other tokens and fewer rows."""
+    bench = Bench()
+    bench.begin(make_request())
+    bench.add(step(3, [10]), step(4, [11, 12, 13, 14, 15], num_drafts=4))
+    bench.add(step(4, [21, 22], num_drafts=4, chance=0.9), step(6, [23]))
+    bench.finish("r")
+    trace = bench.only_trace()
+    assert trace.output_ids.tolist() == [10, 21, 22, 23]
+    # Position 4 was an accepted token whose row was not drawn this time: the old one must not stand in for it.
+    assert trace.position.tolist() == [3, 5, 6]
+    assert trace.target_ids[:, 0].tolist() == [11, 23, 24]
+
+
+def test_a_replayed_end_is_no_end() -> None:
+    bench = Bench()
+    bench.begin(make_request(stop_ids=frozenset({7})))
+    bench.add(step(3, [10, 7, 11], num_drafts=4), step(3, [10, 12], num_drafts=4), step(5, [13]))
+    bench.finish("r")
+    assert bench.only_trace().output_ids.tolist() == [10, 12, 13]
+
+
+def test_a_request_announced_again_goes_on() -> None:
+    """vLLM's V2 model runner is told of a resumed request as if it were new."""
+    bench = Bench()
+    bench.begin(make_request())
+    bench.add(step(3, [10]), step(4, [11]))
+    bench.begin(make_request())
+    bench.add(step(5, [12]))
+    bench.finish("r")
+    trace = bench.only_trace()
+    assert trace.output_ids.tolist() == [10, 11, 12]
+    assert trace.position.tolist() == [3, 4, 5]
+    assert bench.assembler.skipped == {}
+
+
+def test_a_request_whose_prompt_grew_starts_over_and_what_was_is_counted() -> None:
+    bench = Bench()
+    bench.begin(make_request())
+    bench.add(step(3, [10]))
+    bench.begin(make_request(prompt_ids=[1, 2, 3, 10, 5]))
+    bench.add(step(5, [12]))
+    bench.finish("r")
+    assert bench.only_trace().output_ids.tolist() == [12]
+    assert bench.assembler.skipped == {"gap": 1}
+
+
+def test_steps_past_the_end_change_nothing() -> None:
+    """Under asynchronous scheduling the engine runs one step more before it sees that a request has ended."""
+    bench = Bench()
+    bench.begin(make_request(stop_ids=frozenset({7})))
+    bench.add(step(3, [10, 7], num_drafts=4), step(5, [12, 13], num_drafts=4))
+    bench.finish("r")
+    trace = bench.only_trace()
+    assert trace.output_ids.tolist() == [10, 7]
+    assert trace.position.tolist() == [3, 4]
+    (window,) = bench.windows.take("r", "default")
+    assert window.num_output_tokens == 2
+
+
+def test_a_request_with_a_gap_leaves_no_trace_and_is_counted() -> None:
+    bench = Bench()
+    bench.begin(make_request())
+    bench.add(step(3, [10]), step(6, [13]))
+    bench.finish("r")
+    assert bench.traces == []
+    assert bench.assembler.skipped == {"gap": 1}
+
+
+# -------------------------------------------------------------------------------------------------------- skip reasons
+
+
+def announced(**fields: Any) -> Any:
+    """A request as vLLM's scheduler announces it to the worker (the fields of `NewRequestData` that are read)."""
+    params: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "stop_token_ids": [],
+        "all_stop_token_ids": set(),
+        "min_tokens": 0,
+        "extra_args": None,
+        "structured_outputs": None,
+    }
+    data: dict[str, Any] = {
+        "req_id": "r",
+        "prompt_token_ids": [1, 2, 3],
+        "prompt_embeds": None,
+        "mm_features": [],
+        "lora_request": None,
+    }
+    params |= {k: fields.pop(k) for k in list(fields) if k in params}
+    return SimpleNamespace(sampling_params=SimpleNamespace(**params), **(data | fields))
+
+
+ANNOUNCED = {
+    "": announced(),
+    "opted_out": announced(extra_args={"osd_capture": "off"}),
+    "structured_output": announced(structured_outputs=SimpleNamespace(json="{}")),
+    "multimodal": announced(mm_features=[object()]),
+    "prompt_embeds": announced(prompt_token_ids=None, prompt_embeds=torch.zeros(3, 4)),
+    "target_adapter": announced(lora_request=object()),
+    "pooling": SimpleNamespace(req_id="r", sampling_params=None),
+}
+
+
+@pytest.mark.parametrize("reason", ANNOUNCED)
+def test_what_must_not_be_captured_is_left_out_and_counted(reason: str) -> None:
+    request = new_request(ANNOUNCED[reason])
+    assert skip_reason(request) == reason
+    bench = Bench()
+    bench.begin(request)
+    bench.add(step(len(request.prompt_ids), [10]))
+    bench.finish("r")
+    assert dict(bench.assembler.skipped) == ({reason: 1} if reason else {})
+    assert bench.assembler.num_traces == (0 if reason else 1)
+    assert len(bench.traces) == (0 if reason else 1)
+
+
+def test_prompts_of_tokens_and_embeddings_count_as_embeddings() -> None:
+    assert new_request(announced(prompt_embeds=torch.zeros(3, 4))).skip_reason == "prompt_embeds"
+
+
+def test_a_wish_to_be_left_out_comes_before_other_reasons() -> None:
+    both = announced(extra_args={"osd_capture": "off", "osd_domain": "mine"}, lora_request=object())
+    assert skip_reason(new_request(both)) == "opted_out"
+
+
+class Stuck:
+    """A sink that holds the capture thread until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered, self.let_go = threading.Event(), threading.Event()
+        self.traces: list[Trace] = []
+
+    def __call__(self, traces: Sequence[Trace]) -> int:
+        self.entered.set()
+        self.let_go.wait(10)
+        self.traces += traces
+        return len(traces)
+
+
+def make_capture(put: Any, **config: Any) -> Capture:
+    return Capture(
+        CaptureConfig(top_k=8, accepted_fraction=1, plain_fraction=1, **config),
+        draft="default",
+        target_id="target",
+        num_speculative_tokens=4,
+        put=put,
+        draft_version=1,
+        seed=0,
+    )
+
+
+def test_a_full_queue_drops_rows_but_no_tokens_and_is_counted() -> None:
+    sink = Stuck()
+    capture = make_capture(sink, queue_size=4)
+    try:
+        capture.on_schedule([make_request("first"), make_request("second")], set())
+        capture.on_verify(verification(3, [10], 0, "first"))
+        capture.drain()
+        capture.on_schedule([], {"first"})
+        assert sink.entered.wait(5)
+        for i in range(20):
+            capture.on_verify(verification(3 + i, [10 + i], 0, "second"))
+        assert capture.assembler.skipped["queue_full"] == 16
+        sink.let_go.set()
+        capture.on_schedule([], {"second"})
+        capture.drain()
+        _, trace = sink.traces
+        assert len(trace.output_ids) == 20
+        assert trace.position.tolist() == [3, 4, 5, 6]
+        assert capture._num_bytes_in == capture._num_bytes_out > 0
+    finally:
+        sink.let_go.set()
+        capture.close()
+
+
+def test_failures_of_hook_and_thread_are_counted() -> None:
+    def broken(traces: Sequence[Trace]) -> int:
+        raise OSError("no space")
+
+    capture = make_capture(broken)
+    try:
+        capture.on_schedule([make_request()], set())
+        capture.on_verify(verification(3, [10], 0))
+        capture.on_schedule([], {"r"})
+        capture.on_failure(ValueError("a tensor was missing"))
+        capture.drain()
+        assert capture.assembler.skipped == {"assembly_error": 1, "hook_error": 1}
+    finally:
+        capture.close()
+
+
+def test_every_reason_reaches_the_metrics_by_its_name() -> None:
+    status = ReplicaStatus(
+        at=1.0,
+        replica="replica-0",
+        url="",
+        version=1,
+        target_id="target",
+        k=4,
+        pid=1,
+        started_at=0.0,
+        engine="",
+        capture_skipped={reason: i + 1 for i, reason in enumerate(SKIP_REASONS)},
+    )
+    totals = Totals()
+    totals.observe([status], None)
+    text = totals.render()
+    for i, reason in enumerate(SKIP_REASONS):
+        assert f'osd_capture_skipped_total{{reason="{reason}"}} {i + 1}.0' in text
+
+
+# -------------------------------------------------------------------------------------------------------------- budget
+
+
+def test_a_budget_bounds_the_bytes_of_any_stretch_of_time() -> None:
+    clock = Clock()
+    budget = ByteBudget(10_000, clock)
+    spent: list[tuple[float, int]] = []
+    rng = np.random.default_rng(0)
+    while clock.now < 120:
+        clock.now += float(rng.exponential(0.002))  # 500 traces of 200 to 3000 bytes a second: 80 times the budget
+        size = int(rng.integers(200, 3000))
+        if budget.spend(size):
+            spent.append((clock.now, size))
+    assert sum(size for _, size in spent) > 0.95 * 120 * 10_000
+    for start in np.arange(0, 110, 0.37):
+        for length in (0.1, 1.0, 10.0):
+            inside = sum(size for at, size in spent if start <= at < start + length)
+            assert inside <= 10_000 * (length + 1)
+
+
+def test_a_flood_of_requests_stores_what_the_budget_allows_and_counts_the_rest() -> None:
+    clock = Clock()
+    bench = Bench(ByteBudget(20_000, clock))
+    num_seconds, per_second = 30, 40
+    for i in range(num_seconds * per_second):
+        clock.now = i / per_second
+        req_id = f"r{i}"
+        bench.begin(make_request(req_id))
+        bench.add(*(step(3 + t, [t], req_id=req_id) for t in range(12)))
+        bench.finish(req_id)
+    stored = sum(len(encode_trace(trace)) for trace in bench.traces)
+    assert 0.5 * num_seconds * 20_000 < stored <= (num_seconds + 1) * 20_000
+    assert bench.assembler.skipped == {"budget": num_seconds * per_second - len(bench.traces)}
+    assert bench.assembler.num_traces == len(bench.traces)
+    assert 0 < len(bench.traces) < 0.5 * num_seconds * per_second
+    assert bench.assembler.rows["plain"] == 12 * len(bench.traces)
+
+
+def full_trace(num_prompt: int, num_output: int) -> Trace:
+    """A captured row for every other output token, at the default top-k."""
+    bench = Bench(top_k=64)
+    bench.begin(make_request("chatcmpl-" + "0" * 41, range(num_prompt), extra_args={"osd_domain": "d" * 64}))
+    for t in range(num_output):
+        lot = Lot(np.array([t % 2 == 0]), np.zeros((1, 1)), np.ones(3), top_k=64)
+        shown = verification(num_prompt + t, [t % 90], 0, "chatcmpl-" + "0" * 41)
+        bench.add(Step(1.0, shown.req_ids, np.array([1]), shown.num_draft_tokens_B, pick_on_host(shown, lot)))
+    bench.finish("chatcmpl-" + "0" * 41)
+    return bench.only_trace()
+
+
+def test_a_stored_row_costs_about_four_hundred_bytes_and_a_trace_little_more() -> None:
+    trace = full_trace(num_prompt=300, num_output=200)
+    assert trace.num_rows == 100
+    tokens = trace.prompt_ids.nbytes + trace.output_ids.nbytes
+    assert (trace.num_bytes - tokens) / trace.num_rows == 405
+    encoded = len(encode_trace(trace))
+    assert encoded / trace.num_rows < 450
+    assert encoded - trace.num_bytes < STORED_OVERHEAD
+
+
+# ---------------------------------------------------------------------------------------------------- repeated prefixes
+
+
+def chat(bench: Bench, num_turns: int, tokens_per_turn: int = 200) -> list[Trace]:
+    """Turns of a user's 50 tokens and an answer, each turn's prompt being all that was said before."""
+    rng = np.random.default_rng(0)
+    said: list[int] = []
+    for turn in range(num_turns):
+        said += rng.integers(0, VOCAB - 1, 50).tolist()
+        answer = rng.integers(0, VOCAB - 1, tokens_per_turn - 50).tolist()
+        req_id = f"turn-{turn}"
+        bench.begin(make_request(req_id, said))
+        bench.add(*(step(len(said) + i, [token], req_id=req_id) for i, token in enumerate(answer)))
+        bench.finish(req_id)
+        said += answer
+    return bench.traces
+
+
+def test_turns_of_a_chat_do_not_store_the_chat_again_and_again() -> None:
+    whole = chat(Bench(max_context=1 << 20, max_repeated_context=1 << 20), 16)
+    cut = chat(Bench(max_context=1 << 20, max_repeated_context=256), 16)
+    sizes = [len(trace.prompt_ids) for trace in cut]
+    assert [len(trace.prompt_ids) for trace in whole] == [50 + 200 * turn for turn in range(16)]
+    assert max(sizes) <= 256 + 50 + 31  # a block may be cut by the end of what was stored
+    assert len(set(sizes[4:])) <= 4  # turns cost the same from then on
+    for long, short in zip(whole, cut, strict=True):
+        # The context that is left is the end of the whole one, and rows stand at the same tokens as before.
+        gone = len(long.prompt_ids) - len(short.prompt_ids)
+        assert short.prompt_ids.tolist() == long.prompt_ids[gone:].tolist()
+        assert short.output_ids.tolist() == long.output_ids.tolist()
+        assert (short.position + gone).tolist() == long.position.tolist()
+        assert short.target_ids.tolist() == long.target_ids.tolist()
+
+
+def test_a_prefix_counts_as_stored_only_when_it_was() -> None:
+    bench = Bench(max_repeated_context=64, max_bytes_per_second=0)
+    chat(bench, 4)
+    assert bench.assembler.skipped == {"budget": 4}
+    bench.assembler._budget = ByteBudget(1 << 30)
+    assert [len(trace.prompt_ids) for trace in chat(bench, 4)] == [50, 64 + 50 + 8, 64 + 50 + 16, 64 + 50 + 24]
+
+
+def test_prompts_that_share_nothing_are_kept_whole() -> None:
+    bench = Bench(max_repeated_context=16)
+    rng = np.random.default_rng(1)
+    for i in range(5):
+        bench.begin(make_request(f"r{i}", rng.integers(0, VOCAB, 300).tolist()))
+        bench.add(step(300, [1], req_id=f"r{i}"))
+        bench.finish(f"r{i}")
+    assert [len(trace.prompt_ids) for trace in bench.traces] == [300] * 5
+
+
+def test_the_same_prompt_again_keeps_its_end_and_all_rows() -> None:
+    bench = Bench(max_repeated_context=16)
+    for i in range(2):
+        bench.begin(make_request(f"r{i}", range(64)))
+        bench.add(*(step(64 + t, [t], req_id=f"r{i}") for t in range(3)))
+        bench.finish(f"r{i}")
+    first, second = bench.traces
+    assert first.prompt_ids.tolist() == list(range(64))
+    assert second.prompt_ids.tolist() == list(range(48, 64))
+    assert second.position.tolist() == [16, 17, 18]
+
+
+def test_what_is_remembered_is_bounded_and_the_oldest_is_forgotten() -> None:
+    prefixes = StoredPrefixes(max_blocks=10)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, VOCAB, 4 * BLOCK + 5) for _ in range(4)]
+    for prompt in prompts:
+        prefixes.remember(prompt)
+    assert [prefixes.repeated(prompt) for prompt in prompts] == [0, 0, 4 * BLOCK, 4 * BLOCK]
+    assert len(prefixes._seen) == 10
+    assert prefixes.repeated(prompts[3][: 2 * BLOCK - 1]) == BLOCK
+    changed = prompts[3].copy()
+    changed[0] += 1  # a block counts only after all that came before it
+    assert prefixes.repeated(changed) == 0

@@ -1,0 +1,170 @@
+"""Which rows of a step are kept, on the host and on a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from osd.records import ACCEPTED, PLAIN, REJECTED
+from serving.pick import Landed, Lot, pick, pick_on_device, pick_on_host
+from serving.rows import Logits, TopK, kinds_of, summarise, summarise_rows
+from serving.vllm_compat import Verification
+
+VOCAB = 40
+G = 4
+
+
+def make_step(rng: np.random.Generator, num_requests: int) -> Verification:
+    """Requests with 0 to 4 draft tokens, any of them accepted, some in an unfinished prefill."""
+    num_drafts = rng.integers(0, G + 1, num_requests)
+    sampled = np.full((num_requests, G + 1), -1)
+    for b, n in enumerate(num_drafts):
+        num_emitted = rng.integers(1, n + 2)
+        sampled[b, :num_emitted] = rng.integers(0, VOCAB, num_emitted)
+    return Verification(
+        req_ids=[f"r{b}" for b in range(num_requests)],
+        num_draft_tokens_B=num_drafts,
+        is_partial_B=rng.random(num_requests) < 0.2,
+        draft_ids=torch.from_numpy(rng.integers(0, VOCAB, num_drafts.sum())).int(),
+        first_position_B=torch.from_numpy(rng.integers(1, 100, num_requests)),
+        sampled_BG=torch.from_numpy(sampled).int(),
+        logits=torch.from_numpy(rng.normal(size=((num_drafts + 1).sum(), VOCAB))).float(),
+    )
+
+
+def make_lot(
+    rng: np.random.Generator, step: Verification, accepted: float = 0.4, plain: float = 0.6, captured: float = 0.8
+) -> Lot:
+    num_requests = len(step.req_ids)
+    chance_BG = rng.random((num_requests, G + 1))
+    return Lot(rng.random(num_requests) < captured, chance_BG, np.array([1.0, accepted, plain]), top_k=8)
+
+
+def top_of(landed: Landed) -> TopK:
+    assert landed.rows is not None
+    return landed.rows.scores.top(np.arange(len(landed.rows.kind_R)), 8)
+
+
+@pytest.mark.parametrize(("accepted", "plain"), [(0.4, 0.6), (0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (0.7, 0.1)])
+def test_a_device_keeps_the_rows_a_host_keeps(accepted: float, plain: float) -> None:
+    rng = np.random.default_rng(1)
+    num_rows = 0
+    for size in [1, 2, 3, 7, 12] * 8:
+        step = make_step(rng, size)
+        lot = make_lot(rng, step, accepted, plain)
+        expected, got = pick_on_host(step, lot).land(), pick_on_device(step, lot).land()
+        np.testing.assert_array_equal(got.sampled_BG, expected.sampled_BG)
+        np.testing.assert_array_equal(got.position_B, expected.position_B)
+        if expected.rows is None:
+            assert got.rows is None
+            continue
+        assert got.rows is not None
+        for name in ("request_R", "offset_R", "kind_R", "draft_id_R", "keep_prob_R"):
+            np.testing.assert_array_equal(getattr(got.rows, name), getattr(expected.rows, name), err_msg=name)
+        for name in ("ids_RK", "logprobs_RK", "tail_R"):
+            left, right = getattr(top_of(got), name), getattr(top_of(expected), name)
+            assert left.dtype == right.dtype
+            np.testing.assert_array_equal(left, right, err_msg=name)
+        num_rows += len(expected.rows.kind_R)
+    assert num_rows > 40
+
+
+def test_rows_are_those_of_their_request_and_offset() -> None:
+    """Two requests, drafts [5, 6] and [7, 8, 9]; one draft accepted of the first, all of the second."""
+    step = Verification(
+        req_ids=["a", "b"],
+        num_draft_tokens_B=np.array([2, 3]),
+        is_partial_B=np.array([False, False]),
+        draft_ids=torch.tensor([5, 6, 7, 8, 9]),
+        first_position_B=torch.tensor([10, 20]),
+        sampled_BG=torch.tensor([[5, 1, -1, -1], [7, 8, 9, 2]]),
+        logits=torch.arange(7.0)[:, None] * torch.ones(7, VOCAB),
+    )
+    lot = Lot(np.array([True, True]), np.zeros((2, 4)), np.array([1.0, 0.5, 0.25]), top_k=4)
+    rows = pick_on_host(step, lot).land().rows
+    assert rows is not None
+    assert isinstance(rows.scores, Logits)
+    assert rows.request_R.tolist() == [0, 0, 1, 1, 1, 1]
+    assert rows.offset_R.tolist() == [0, 1, 0, 1, 2, 3]
+    assert rows.kind_R.tolist() == [ACCEPTED, REJECTED, ACCEPTED, ACCEPTED, ACCEPTED, PLAIN]
+    assert rows.draft_id_R.tolist() == [5, 6, 7, 8, 9, -1]
+    assert rows.keep_prob_R.tolist() == [0.5, 1.0, 0.5, 0.5, 0.5, 0.25]
+    assert rows.scores.logits_RV[:, 0].tolist() == [0, 1, 3, 4, 5, 6]
+
+
+def test_the_device_is_asked_for_nothing() -> None:
+    """On `meta` tensors, which hold no data, any read of a value or of a size that depends on values raises."""
+    rng = np.random.default_rng(2)
+    step = make_step(rng, 9)
+    on_meta = Verification(
+        req_ids=step.req_ids,
+        num_draft_tokens_B=step.num_draft_tokens_B,
+        is_partial_B=step.is_partial_B,
+        draft_ids=step.draft_ids.to("meta"),
+        first_position_B=step.first_position_B.to("meta"),
+        sampled_BG=step.sampled_BG.to("meta"),
+        logits=step.logits.to("meta"),
+    )
+    picked = pick(on_meta, make_lot(rng, step))
+    # Bounded by the lot: never all rows of the step, let alone the whole vocabulary.
+    assert 0 < picked.nbytes < 9 * (G + 1) * (8 * 6 + 4) + 9 * (G + 3) * 8
+    with pytest.raises(NotImplementedError):
+        on_meta.sampled_BG.cpu()
+
+
+def test_copies_are_the_hosts_own_since_the_engine_uses_its_buffers_again() -> None:
+    rng = np.random.default_rng(3)
+    step = make_step(rng, 6)
+    lot = make_lot(rng, step, captured=1.0)
+    for way in (pick_on_host, pick_on_device):
+        first = way(step, lot)
+        again = way(step, lot).land()
+        sampled, positions, logits = step.sampled_BG.clone(), step.first_position_B.clone(), step.logits.clone()
+        step.sampled_BG.fill_(3)
+        step.first_position_B.fill_(3)
+        step.logits.fill_(3.0)
+        landed = first.land()
+        np.testing.assert_array_equal(landed.sampled_BG, again.sampled_BG)
+        np.testing.assert_array_equal(landed.position_B, again.position_B)
+        np.testing.assert_array_equal(top_of(landed).ids_RK, top_of(again).ids_RK)
+        step.sampled_BG.copy_(sampled)
+        step.first_position_B.copy_(positions)
+        step.logits.copy_(logits)
+
+
+def test_kept_fractions_are_those_promised() -> None:
+    rng = np.random.default_rng(4)
+    kinds = []
+    everything = []
+    for _ in range(300):
+        step = make_step(rng, 12)
+        lot = make_lot(rng, step, accepted=0.25, plain=0.5, captured=1.0)
+        landed = pick_on_device(step, lot).land()
+        if landed.rows is not None:
+            kinds.append(landed.rows.kind_R)
+        everything.append(kinds_of(landed.sampled_BG, step.num_draft_tokens_B).ravel())
+    kept, total = np.concatenate(kinds), np.concatenate(everything)
+    for kind, fraction in ((REJECTED, 1.0), (ACCEPTED, 0.25), (PLAIN, 0.5)):
+        num = (total == kind).sum()
+        assert num > 500
+        assert abs((kept == kind).sum() - num * fraction) <= 4 * np.sqrt(num * fraction * (1 - fraction))
+
+
+def test_a_summary_is_the_log_softmax_and_the_rest_of_its_mass() -> None:
+    logits = torch.randn(5, VOCAB, dtype=torch.bfloat16)
+    ids, logprobs, tail = summarise(logits, 7)
+    expected = logits.float().log_softmax(-1)
+    assert (ids.dtype, logprobs.dtype, tail.dtype) == (torch.int32, torch.float16, torch.float32)
+    torch.testing.assert_close(logprobs.float(), expected.gather(1, ids.long()), atol=5e-3, rtol=1e-3)
+    rest = expected.scatter(1, ids.long(), -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(tail, rest)
+    some = torch.tensor([4, 0, 2])
+    before = logits.float()
+    for max_elements in (1, 2 * VOCAB, 1 << 20):
+        for part, all_ in zip(summarise_rows(before, some, 7, max_elements), (ids, logprobs, tail), strict=True):
+            torch.testing.assert_close(part, all_[some])
+    assert torch.equal(before, logits.float())
+    whole = summarise(logits, 100)
+    assert whole[0].shape == (5, VOCAB)
+    assert (whole[2] == -torch.inf).all()

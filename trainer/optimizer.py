@@ -1,0 +1,26 @@
+"""The optimizer's memory as named tensors: what a checkpoint holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's moments, "3.exp_avg" for the fourth parameter."""
+    return {
+        f"{index}.{name}": value.detach().cpu().contiguous()
+        for index, values in optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+    }
+
+
+def restore_moments(optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor]) -> None:
+    """Give the optimizer its moments back; learning rate and the like stay as configured now."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in moments.items():
+        index, _, name = key.partition(".")
+        state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,124 @@
+"""What a round is trained on: new traces, and older ones replayed beside them.
+
+    new ─────────────────────────────────────────┐
+    last eight rounds ── recent_fraction ──┐     ├─► shuffled ─► batches
+    whole buffer, domain by domain ────────┤ ×   │
+    anchors, one in eight ─────────────────┘ replay_batches
+
+New traffic is learnt from many passes over little data, so replay leans on the recent; the rest keeps the draft from
+forgetting. Anchors outlive the buffer: a uniform sample of everything ever read (reservoir sampling, Vitter 1985,
+algorithm R). What is drawn depends on the seed and the round's number alone.
+
+Anchors stand in the buffer, not in the checkpoint. So that a round which was killed can be had again as it was, each
+slot has two places: a new anchor goes to the one that the last checkpoint does not know of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from osd.config import TrainerConfig
+from osd.errors import ReplayBufferError
+from osd.records import Trace
+
+if TYPE_CHECKING:
+    from buffers.base import TraceBuffer
+
+logger = logging.getLogger(__name__)
+
+RECENT_ROUNDS = 8
+ANCHOR_ONE_IN = 8
+Cursor = dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayState:
+    """What must be remembered from round to round.
+
+    Example:
+        ReplayState(past=[{"": 40}, {"": 72}], num_offered=3, places=[0, 1, 0])
+    """
+
+    past: list[Cursor] = field(default_factory=list)
+    """Where the cursor stood before each of the last rounds, oldest first."""
+    num_offered: int = 0
+    """Traces the anchors were drawn from."""
+    places: list[int] = field(default_factory=list)
+    """Slot -> which of its two places, 0 or 1, holds its anchor."""
+
+
+class ReplayMix:
+    """Chooses older traces from a buffer."""
+
+    def __init__(self, config: TrainerConfig, buffer: TraceBuffer) -> None:
+        self._config, self._buffer = config, buffer
+
+    def pool(self, fresh: Sequence[Trace], cursor: Cursor, state: ReplayState, rng: np.random.Generator) -> list[Trace]:
+        """New traces and those replayed beside them, in the order they are trained on. One may come twice."""
+        num = len(fresh) * self._config.replay_batches
+        num_kept = min(self._config.num_anchors, len(state.places))
+        slots = rng.integers(num_kept, size=num // ANCHOR_ONE_IN).tolist() if num_kept else []
+        anchors = self._buffer.anchors([_number(slot, state.places[slot]) for slot in slots])
+        num_recent = round((num - len(anchors)) * self._config.recent_fraction)
+        since = state.past[0] if state.past else {}
+        pool = [
+            *fresh,
+            *anchors,
+            *self._sample(num_recent, rng, cursor, since),
+            *self._sample(num - len(anchors) - num_recent, rng, cursor, None),
+        ]
+        return [pool[i] for i in rng.permutation(len(pool))]
+
+    def remember(
+        self, fresh: Sequence[Trace], before: Cursor, state: ReplayState, rng: np.random.Generator
+    ) -> ReplayState:
+        """The state after a round that read `fresh` from the cursor `before` on; some of them become anchors.
+
+        A server that does not take them (it may be full) costs these anchors, not the round.
+        """
+        try:
+            state = self._offer(fresh, state, rng)
+        except ReplayBufferError as error:
+            logger.warning("no new anchors are kept of this round: %s", error)
+        return replace(state, past=[*state.past, before][-RECENT_ROUNDS:])
+
+    def _offer(self, fresh: Sequence[Trace], state: ReplayState, rng: np.random.Generator) -> ReplayState:
+        """Draw the anchors among all there were and these.
+
+        Slot 0 is filled first: where it is empty, the anchors were purged or lost, and are begun anew.
+        """
+        if state.places and not self._buffer.anchors([_number(0, state.places[0])]):
+            state = replace(state, num_offered=0, places=[])
+        places = list(state.places)
+        chosen: dict[int, Trace] = {}
+        for index, trace in enumerate(fresh, start=state.num_offered):
+            slot = index if index < self._config.num_anchors else int(rng.integers(index + 1))
+            if slot >= self._config.num_anchors:
+                continue
+            places += [0] * (slot + 1 - len(places))
+            if slot < len(state.places):
+                places[slot] = 1 - state.places[slot]
+            chosen[_number(slot, places[slot])] = trace
+        if chosen:
+            self._buffer.set_anchors(chosen)
+        return replace(state, num_offered=state.num_offered + len(fresh), places=places)
+
+    def _sample(self, num: int, rng: np.random.Generator, cursor: Cursor, since: Cursor | None) -> list[Trace]:
+        """`num` traces; where there are fewer different ones, each as often as needed."""
+        found: list[Trace] = []
+        while len(found) < num:
+            more = self._buffer.sample(num - len(found), rng, cursor, since=since)
+            if not more:
+                break
+            found += more
+        return found
+
+
+def _number(slot: int, place: int) -> int:
+    """Where the buffer keeps it."""
+    return 2 * slot + place
