@@ -19,6 +19,7 @@ SOURCES = (
     "natural_build.py",
     "tokenizer.py",
     "training.py",
+    "muon.py",
 )
 """Files of this package whose text changes the models."""
 

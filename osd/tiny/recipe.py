@@ -16,6 +16,7 @@ SOURCES = (
     "text_finance.py",
     "tokenizer.py",
     "training.py",
+    "muon.py",
     "build.py",
 )
 """Files of this package whose text changes the models."""

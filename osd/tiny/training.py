@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from osd.tiny import recipe
+from osd.tiny.muon import Muon
 from osd.tiny.recipe import Shape
 from osd.tiny.tokenizer import chat_prompt
 from osd.tiny.traffic import HOME, stream
@@ -123,7 +124,7 @@ def train(
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[Any] = [
-        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.0, ns_steps=4, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=learning_rate),
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
     warmup = max(1, steps // 20)

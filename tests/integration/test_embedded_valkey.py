@@ -131,9 +131,10 @@ def test_the_thread_that_starts_it_may_end(tmp_path: Path):
 def service(kind: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
     """Another process that runs a private server (from a thread that has ended): it, guardian's and server's pid."""
     code = f"""
-        import threading, time
+        import signal, threading, time
         from pathlib import Path
         from tests import servers
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
         running = []
         thread = threading.Thread(target=lambda: running.append(servers.start({kind!r}, Path({str(tmp_path)!r}))))
         thread.start()

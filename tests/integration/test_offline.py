@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -75,6 +76,13 @@ class Distilled:
             return bool(held["num_traces"] > 10 and held["num_holdout"])
 
         wait_until(is_some_stored, 60, "traces are stored")
+        os.kill(process.pid, signal.SIGSTOP)  # or it might be done, and the buffer emptied, before all is looked at
+        try:
+            self.look(found)
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+
+    def look(self, found: runtime.Running) -> None:
         body = {"model": services.MODEL, "prompt": "t30 t31", "max_tokens": 5, "vllm_xargs": {"osd_capture": "off"}}
         (self.completion,) = asyncio.run(send(found.service_url, [body], streams=1))
         recorded.export(Client(found.control_url, token=found.token), self.exported, force=False, say=print)
