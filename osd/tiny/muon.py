@@ -25,7 +25,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "ns_steps": ns_steps})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 buffer = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
