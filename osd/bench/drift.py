@@ -28,7 +28,9 @@ __all__ = ["protocol", "run", "summarise"]
 
 NUM_PROCESSES = 2
 QUICK_ARMS = (names.FROZEN, names.CEILING, names.NGRAM, *names.OSD_PUBLISHED, names.OURS)
-QUICK_SCHEDULE = "sharp"
+QUICK_SCHEDULE, QUICK_PHASES = "sharp", (96, 240)
+CEILING_REQUESTS, QUICK_CEILING_REQUESTS = 384, 192
+"""Requests per domain the ceiling is trained on."""
 SUFFIX_PACKAGE, SUFFIX_MODULE = "arctic-inference", "arctic_inference"
 """What vLLM needs for suffix decoding too. It changes vLLM by a plugin, so it is no part of this project's environment:
 `pip install --target DIRECTORY --no-deps arctic-inference==0.1.1`, then PYTHONPATH=DIRECTORY for this bench alone."""
@@ -37,7 +39,7 @@ SUFFIX_PACKAGE, SUFFIX_MODULE = "arctic-inference", "arctic_inference"
 def protocol(options: Options) -> Protocol:
     """What will be measured."""
     schedules = read_all()
-    chosen = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE]} if options.quick else schedules
+    chosen = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE].shortened(QUICK_PHASES)} if options.quick else schedules
     arms = QUICK_ARMS if options.quick else names.ALL
     without = () if importlib.util.find_spec(SUFFIX_MODULE) else (names.SUFFIX, names.SUFFIX_LONG)
     left_out = {arm: f"{SUFFIX_PACKAGE} is not installed" for arm in arms if arm in without}
@@ -58,7 +60,7 @@ def protocol(options: Options) -> Protocol:
             "moving_window": WINDOW,
             "last_requests": LAST,
             "share_of_the_ceiling_to_reach": TO_REACH,
-            "ceiling_requests_per_domain": jobs.TRAINING_REQUESTS,
+            "ceiling_requests_per_domain": QUICK_CEILING_REQUESTS if options.quick else CEILING_REQUESTS,
             "n_gram": {names.NGRAM: "vLLM's defaults: 5 and 5", names.NGRAM_TUNED: names.LOOKUP_TUNED},
             "OSD": "the better of its two published pairs of rate and interval, by α over all requests",
         },
@@ -74,14 +76,15 @@ def run(options: Options) -> Result:
     schedules = {name: Schedule.model_validate(tree) for name, tree in plan.sizes["schedules"].items()}
     for family in dict.fromkeys(schedule.family for schedule in schedules.values()):
         FAMILIES[family].models()  # built by one process, with its progress to be seen
+    num = plan.sizes["ceiling_requests_per_domain"]
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn"), initializer=jobs.prepare) as pool:
         options.say("recording the target's answers, where they are not in the cache")
-        _wait([pool.submit(jobs.record_stream, *stream) for stream in _streams(schedules, plan.sizes["seeds"])])
+        _wait([pool.submit(jobs.record_stream, *stream) for stream in _streams(schedules, plan.sizes["seeds"], num)])
         options.say("training the ceilings, where they are not in the cache, and running the contenders")
         domains = {(schedule.family, tuple(sorted(schedule.domains))) for schedule in schedules.values()}
-        ceilings: list[Future[Any]] = [pool.submit(jobs.ceiling, *one) for one in sorted(domains)]
+        ceilings: list[Future[Any]] = [pool.submit(jobs.ceiling, *one, num) for one in sorted(domains)]
         found = [
-            pool.submit(jobs.run_one, name, schedule, seed, arm)
+            pool.submit(jobs.run_one, name, schedule, seed, arm, num)
             for arm in sorted(plan.arms, key=names.CEILING.__eq__)  # last: nobody is to wait for what is in training
             for name, schedule in schedules.items()
             for seed in plan.sizes["seeds"]
@@ -95,12 +98,14 @@ def run(options: Options) -> Result:
     return summarise(plan, notebook.rows)
 
 
-def _streams(schedules: dict[str, Schedule], seeds: Sequence[int]) -> list[tuple[str, str, int, int]]:
+def _streams(
+    schedules: dict[str, Schedule], seeds: Sequence[int], ceiling_requests: int
+) -> list[tuple[str, str, int, int]]:
     """(family, domain, block, requests) of all that must be recorded."""
     needed: dict[tuple[str, str, int], int] = {}
     for name, schedule in schedules.items():
         for domain in schedule.domains:
-            needed.setdefault((schedule.family, domain, TRAINING), jobs.TRAINING_REQUESTS)
+            needed.setdefault((schedule.family, domain, TRAINING), ceiling_requests)
         for seed in seeds:
             for arrival in arrivals(schedule, name, seed):
                 key = schedule.family, arrival.domain, FIRST_SERVED + seed

@@ -18,8 +18,6 @@ from osd.bench.record import Row
 from osd.config import Config
 
 PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny-cpu.yaml"
-TRAINING_REQUESTS = 384
-"""Requests per domain the ceiling is trained on."""
 
 
 def prepare() -> None:
@@ -43,8 +41,8 @@ def record_stream(family: str, domain: str, block: int, num: int) -> None:
     take(family, domain, block, num)
 
 
-def ceiling(family: str, domains: Sequence[str]) -> Path:
-    """The ceiling's draft for a set of domains, from the cache or trained now."""
+def ceiling(family: str, domains: Sequence[str], num: int) -> Path:
+    """The ceiling's draft for a set of domains, learnt from `num` requests of each, from the cache or trained now."""
     from osd.bench import contenders, drift_recordings
     from osd.models import fingerprint
     from osd.tiny.cache import build_once
@@ -54,26 +52,26 @@ def ceiling(family: str, domains: Sequence[str]) -> Path:
     target, draft = FAMILIES[family].models()
     sources = [*sorted(Path(contenders.__file__).parents[2].glob("trainer/*.py")), Path(contenders.__file__)]
     digest = hashlib.sha256(config.trainer.model_dump_json().encode())
-    for part in (fingerprint(target), fingerprint(draft), family, *sorted(domains), str(TRAINING_REQUESTS)):
+    for part in (fingerprint(target), fingerprint(draft), family, *sorted(domains), str(num)):
         digest.update(part.encode() + b"\0")
     for source in sources:
         digest.update(source.read_bytes())
 
     def build(directory: Path) -> None:
-        requests = [r for d in sorted(domains) for r in drift_recordings.take(family, d, TRAINING, TRAINING_REQUESTS)]
+        requests = [r for d in sorted(domains) for r in drift_recordings.take(family, d, TRAINING, num)]
         contenders.train_ceiling(config, draft, requests, directory / "draft")
 
     return build_once(f"ceilings/{digest.hexdigest()[:16]}", build) / "draft"
 
 
-def run_one(name: str, schedule: Schedule, seed: int, contender: str) -> Row:
-    """One contender over one schedule, from the cached recordings."""
+def run_one(name: str, schedule: Schedule, seed: int, contender: str, ceiling_requests: int) -> Row:
+    """One contender over one schedule, from the cached recordings; the ceiling learnt from so many of each domain."""
     from osd.bench import contenders, drift_recordings
 
     _one_thread()
     coming = arrivals(schedule, name, seed)
     if contender == names.CEILING:
-        draft = ceiling(schedule.family, schedule.domains)
+        draft = ceiling(schedule.family, schedule.domains, ceiling_requests)
     else:
         draft = FAMILIES[schedule.family].models()[1]
     with tempfile.TemporaryDirectory(prefix="osd-drift-") as directory:

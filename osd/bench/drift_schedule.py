@@ -7,6 +7,7 @@ until the phase ends. Who is measured never sees which domain a request is of.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,11 @@ class Schedule(_Part):
     def domains(self) -> tuple[str, ...]:
         """Every domain that may come, in the order of first mention."""
         return tuple(dict.fromkeys(d for phase in self.phases for d in (*phase.mix, *phase.mix_at_end)))
+
+    def shortened(self, requests: Sequence[int]) -> Schedule:
+        """The first phases of it, with so many requests each."""
+        phases = tuple(p.model_copy(update={"requests": n}) for p, n in zip(self.phases, requests, strict=False))
+        return self.model_copy(update={"phases": phases})
 
     @property
     def num_requests(self) -> int:

@@ -52,7 +52,7 @@ def protocol(options: Options) -> Protocol:
     """What will be measured."""
     schedules = {name: schedule for name, schedule in read_all().items() if name in SCHEDULES}
     if options.quick:
-        schedules = {name: _shortened(schedule) for name, schedule in schedules.items()}
+        schedules = {name: schedule.shortened(QUICK_PHASES) for name, schedule in schedules.items()}
     config = drift_jobs.base_config()
     return Protocol(
         bench="drift_speed",
@@ -83,13 +83,6 @@ def run(options: Options) -> Result:
             options.say(f"{name}: {arm}")
             _measure(options, notebook, name, schedule, arm)
     return summarise(plan, notebook.rows)
-
-
-def _shortened(schedule: Schedule) -> Schedule:
-    """The same phases with fewer requests."""
-    pairs = zip(schedule.phases, QUICK_PHASES, strict=False)
-    phases = tuple(phase.model_copy(update={"requests": num}) for phase, num in pairs)
-    return schedule.model_copy(update={"phases": phases})
 
 
 def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule, arm: str) -> None:
