@@ -151,6 +151,9 @@ class TrainerConfig(_Section):
     """Tokens per trace in training; longer ones lose the start of their prompt."""
     min_new_traces: int = Field(32, ge=1)
     """A round starts when so many traces have arrived since the last one."""
+    max_wait_seconds: float = Field(600, gt=0)
+    """A round starts, too, when the first new trace is so old and at least `trainer.batch_size` have arrived: where
+    requests are few, the draft learns all the same."""
     max_new_traces: int = Field(512, ge=1)
     """New traces used in one round; of more, only the newest."""
     replay_batches: int = Field(8, ge=0)

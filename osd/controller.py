@@ -84,6 +84,8 @@ class Controller:
         self._is_line_broken = False
         """After a rollback: the trainer is to forget its working weights before the next round."""
         self._phase, self._phase_detail = "waiting", ""
+        self._waiting_since: float | None = None
+        """When the first trace that is still new was seen."""
         self._redis_trouble, self._disk_trouble = Backoff(backoff_s), Backoff(backoff_s)
         self._trainer_trouble = Backoff(backoff_s)
         self._judge = self._make_judge(trainer, 10 * backoff_s) if trainer else None
@@ -180,13 +182,19 @@ class Controller:
             return False
         num_new = await self._ask(trainer.num_new_traces)
         self._phase_detail = f"{num_new or 0} of {self.config.trainer.min_new_traces} new traces"
-        return num_new is not None and policy.should_train(num_new, self.config.trainer, self._paused)
+        if not num_new:
+            self._waiting_since = None
+            return False
+        now = time.monotonic()
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        return policy.should_train(num_new, now - self._waiting_since, self.config.trainer, self._paused)
 
     async def _run_round(self, trainer: Trainer) -> None:
         base = await self._changes.current()
         if base is None:
             return
         self._phase, self._phase_detail = "training", f"from v{base.version}"
+        self._waiting_since = None
         outcome = await self._ask(lambda: self._train_from(trainer, base))
         self._phase, self._phase_detail = "waiting", ""
         if outcome is not None:

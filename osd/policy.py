@@ -31,9 +31,11 @@ class Decision:
     reason: str
 
 
-def should_train(num_new_traces: int, config: TrainerConfig, paused: bool) -> bool:
-    """Whether enough traces arrived since the last round for another one."""
-    return config.enabled and not paused and num_new_traces >= config.min_new_traces
+def should_train(num_new_traces: int, waited_s: float, config: TrainerConfig, paused: bool) -> bool:
+    """Whether enough traces arrived since the last round, or a few did and the first has `waited_s` long enough."""
+    is_enough = num_new_traces >= config.min_new_traces
+    is_late = waited_s >= config.max_wait_seconds and num_new_traces >= config.batch_size
+    return config.enabled and not paused and (is_enough or is_late)
 
 
 def should_publish(outcome: RoundOutcome, current: DraftRelease, gate: GateConfig, pinned: bool) -> Decision:

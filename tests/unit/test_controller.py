@@ -77,6 +77,8 @@ class FakeTrainer:
         self.alphas: dict[int, float] = {}
         self.calls: list[str] = []
         self.death: Exception | None = None
+        self.num_new = 100
+        """Traces that wait for each round."""
         self.gate_open = asyncio.Event()
         self.gate_open.set()
 
@@ -84,7 +86,7 @@ class FakeTrainer:
         if self.death is not None:
             self.calls.append("dead")
             raise self.death
-        return 100 if self.rounds else 0
+        return self.num_new if self.rounds else 0
 
     async def run_round(self, base: DraftRelease) -> RoundOutcome:
         self.calls.append(f"round from v{base.version}")
@@ -246,6 +248,20 @@ async def test_first_start_publishes_the_configured_draft_and_tells_the_replicas
     assert world.releases.get(1).parent == 0
     world.restart()
     assert (await world.controller.ensure_first_release(str(world.model))).version == 1, "only once"
+
+
+async def test_a_few_traces_wait_for_more_but_not_forever(world: World) -> None:
+    world.trainer.num_new = 9  # a batch is 8, a round 32
+    trainer = world.config.trainer.model_copy(update={"max_wait_seconds": 0.4})
+    world.config = world.config.model_copy(update={"trainer": trainer})
+    world.restart()
+    async with world.running():
+        world.trainer.rounds += [world.trainer.better, world.trainer.better]
+        started = time.monotonic()
+        await world.a_few_looks()
+        assert world.trainer.calls == []
+        await world.until(lambda: len(world.trainer.calls) == 2)
+        assert time.monotonic() - started >= 0.8, "each round waited anew"
 
 
 async def test_better_candidate_is_published_told_and_explained(world: World) -> None:

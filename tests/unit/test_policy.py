@@ -60,18 +60,22 @@ def live(alpha: float, tested: int = 1000, finished: int = 160) -> SpecWindow:
 
 
 @pytest.mark.parametrize(
-    ("num_new_traces", "enabled", "paused", "expected"),
+    ("num_new_traces", "waited_s", "enabled", "paused", "expected"),
     [
-        (32, True, False, True),
-        (500, True, False, True),
-        (31, True, False, False),
-        (32, True, True, False),
-        (32, False, False, False),
+        (32, 0, True, False, True),
+        (500, 0, True, False, True),
+        (31, 59.9, True, False, False),
+        (32, 0, True, True, False),
+        (32, 0, False, False, False),
+        (8, 60, True, False, True),
+        (7, 1e9, True, False, False),
+        (8, 60, True, True, False),
+        (8, 60, False, False, False),
     ],
 )
-def test_should_train(num_new_traces: int, enabled: bool, paused: bool, expected: bool) -> None:
-    config = TrainerConfig(min_new_traces=32, enabled=enabled)
-    assert should_train(num_new_traces, config, paused) is expected
+def test_should_train(num_new_traces: int, waited_s: float, enabled: bool, paused: bool, expected: bool) -> None:
+    config = TrainerConfig(min_new_traces=32, max_wait_seconds=60, batch_size=8, enabled=enabled)
+    assert should_train(num_new_traces, waited_s, config, paused) is expected
 
 
 @pytest.mark.parametrize(
