@@ -4,8 +4,9 @@
                                                └─► replayed for each contender ─► counts per request ─► figures
 
 With greedy drafting the replay is exact: a draft token is accepted where it equals the served one
-(`osd/bench/recording.py`). Training takes no time here; what it costs in CPU seconds is counted, what it costs while
-serving is measured by `osd bench drift_speed`. Nobody is told the domain of a request, and no prompt comes twice.
+(`osd/bench/recording.py`). Speeds follow from the steps of a run and what such steps take (`osd/bench/step_times.py`).
+Training takes no time here; its CPU seconds are counted, what it costs while serving is measured by `osd bench
+drift_speed`. Nobody is told the domain of a request, and no prompt comes twice.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import Any
 from osd.bench import drift_jobs as jobs
 from osd.bench import drift_names as names
 from osd.bench.drift_family import FAMILIES, FIRST_SERVED, TRAINING
-from osd.bench.drift_report import LAST, TO_REACH, WINDOW, summarise
+from osd.bench.drift_report import BEST_RATIO, FROZEN_RATIO, LAST, TO_REACH, WINDOW, summarise
 from osd.bench.drift_schedule import Schedule, arrivals, read_all
-from osd.bench.record import Notebook, Options, Protocol
+from osd.bench.record import Goal, Notebook, Options, Protocol
 from osd.bench.result import Result
+from osd.bench.step_times import CYCLES, STREAMS, WIDTHS, measure
 
 __all__ = ["protocol", "run", "summarise"]
 
@@ -62,8 +64,10 @@ def protocol(options: Options) -> Protocol:
             "share_of_the_ceiling_to_reach": TO_REACH,
             "ceiling_requests_per_domain": QUICK_CEILING_REQUESTS if options.quick else CEILING_REQUESTS,
             "n_gram": {names.NGRAM: "vLLM's defaults: 5 and 5", names.NGRAM_TUNED: names.LOOKUP_TUNED},
+            "step_times": {"streams": STREAMS, "widths": WIDTHS, "cycles": 0 if options.quick else CYCLES},
             "OSD": "the better of its two published pairs of rate and interval, by α over all requests",
         },
+        goals=(Goal(figure=BEST_RATIO, at_least=0.97), Goal(figure=FROZEN_RATIO, at_least=1.2)),
     )
 
 
@@ -76,6 +80,11 @@ def run(options: Options) -> Result:
     schedules = {name: Schedule.model_validate(tree) for name, tree in plan.sizes["schedules"].items()}
     for family in dict.fromkeys(schedule.family for schedule in schedules.values()):
         FAMILIES[family].models()  # built by one process, with its progress to be seen
+    if num_cycles := plan.sizes["step_times"]["cycles"]:
+        options.say("timing steps of the cost-shaped target")
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=jobs.prepare) as alone:
+            for row in alone.submit(measure, num_cycles).result():
+                notebook.add(**row)
     num = plan.sizes["ceiling_requests_per_domain"]
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn"), initializer=jobs.prepare) as pool:
         options.say("recording the target's answers, where they are not in the cache")
@@ -89,12 +98,10 @@ def run(options: Options) -> Result:
             for name, schedule in schedules.items()
             for seed in plan.sizes["seeds"]
         ]
-        for done in _as_they_end([*ceilings, *found]):
-            row = done.result()
-            if done not in ceilings:
-                notebook.add(**row)
-                number, who = len(notebook.rows), f"{row['schedule']}, seed {row['seed']}, {row['contender']}"
-                options.say(f"{number} of {len(found)}: {who}")
+        runs = (done.result() for done in _as_they_end([*ceilings, *found]) if done not in ceilings)
+        for number, row in enumerate(runs, 1):
+            notebook.add(**row)
+            options.say(f"{number} of {len(found)}: {row['schedule']}, seed {row['seed']}, {row['contender']}")
     return summarise(plan, notebook.rows)
 
 

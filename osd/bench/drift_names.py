@@ -12,3 +12,7 @@ LORA_RATE = 3.0
 LOOKUP_TUNED = {"prompt_lookup_min": 1, "prompt_lookup_max": 5}
 """What n-gram lookup gets instead of vLLM's 5 and 5, of which short answers hardly ever repeat any: the best of seven
 pairs on the tiny models."""
+NO_DRAFT_MODEL = (NGRAM, NGRAM_TUNED, SUFFIX, SUFFIX_LONG)
+"""Who proposes what stands in the text already."""
+UNTRAINED = (FROZEN, *NO_DRAFT_MODEL)
+"""Who never learns."""

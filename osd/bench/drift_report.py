@@ -17,6 +17,7 @@ from osd.bench.drift_family import FAMILIES
 from osd.bench.drift_schedule import Schedule, returns, shifts
 from osd.bench.record import Protocol, Row
 from osd.bench.result import Figure, Lines, Result
+from osd.bench.step_times import STREAMS, WIDTHS, StepTimes
 
 WINDOW = 48
 """Requests of a moving window, and of "first": right after a shift."""
@@ -28,6 +29,9 @@ EVERY = 6
 """Requests between two points of a drawing."""
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t at 0.975 for 1 to 9 degrees of freedom."""
+
+BEST_RATIO, FROZEN_RATIO = "ours over the best that never learns", "ours over the frozen draft"
+"""Goals are held to these. No speculation counts among those that never learn."""
 
 Measure = Callable[[Curve], float]
 
@@ -44,9 +48,12 @@ class Contest:
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     """Figures and drawings of every schedule."""
-    figures: list[Figure] = []
+    timed = [row for row in rows if "step_s" in row]
+    times = StepTimes.of(timed) if timed else None
+    figures = _step_times(times) if times else []
     drawings: list[Lines] = []
-    for contest in contests(plan, rows):
+    for contest in contests(plan, [row for row in rows if "schedule" in row]):
+        figures += _speeds(contest, times) if times else []
         figures += [*_overall(contest), *_windows(contest), *_recovery(contest), *_memory(contest)]
         figures += [*_costs(contest), *_differences(contest)]
         drawings.append(_drawing(contest))
@@ -193,6 +200,50 @@ def _differences(contest: Contest) -> list[Figure]:
         if ours and name != names.OURS:
             values = [a.alpha_of_steps() - b.alpha_of_steps() for a, b in zip(ours, curves, strict=True)]
             figures.append(mean_with_interval(group, name, values))
+    return figures
+
+
+def _step_times(times: StepTimes) -> list[Figure]:
+    group = f"a step of {STREAMS} requests of the cost-shaped target"
+    found = [(f"verifying {w} draft tokens each", seconds) for w, seconds in zip(WIDTHS, times.verify_s, strict=True)]
+    found.append(("what the draft model adds", times.draft_s))
+    return [Figure(group=group, name=name, value=1e3 * seconds, unit="ms") for name, seconds in found]
+
+
+def _speeds(contest: Contest, times: StepTimes) -> list[Figure]:
+    """Modelled decode speed, over that without speculation."""
+
+    def speed(
+        curve: Curve, name: str, start: int = 0, stop: int | None = None, *, counts_trainer: bool = False
+    ) -> float:
+        seconds = times.seconds(curve, has_draft_model=name not in names.NO_DRAFT_MODEL)[start:stop].sum()
+        training = float(curve.cpu_s[-1]) if counts_trainer else 0.0
+        return float(curve.total("tokens", start, stop) / (seconds + training) / times.tokens_per_second_without())
+
+    def compared(title: str, *window: int, counts_trainer: bool = False) -> list[Figure]:
+        return [
+            mean_with_interval(
+                f"{contest.name}: modelled speed over no speculation, {title}",
+                name,
+                [speed(curve, name, *window, counts_trainer=counts_trainer) for curve in curves],
+            )
+            for name, curves in contest.curves.items()
+        ]
+
+    figures = compared("all requests")
+    figures += compared("all requests, the trainer's CPU seconds added", counts_trainer=True)
+    for phase, stop in zip(contest.schedule.phases, contest.schedule.bounds[1:], strict=True):
+        figures += compared(f"last {LAST} of {phase.name}", stop - LAST, stop)
+    by_name = {name: [speed(curve, name) for curve in curves] for name, curves in contest.curves.items()}
+    if names.OURS not in by_name:
+        return figures
+    rivals = [by_name[name] for name in names.UNTRAINED if name in by_name]
+    best = [max(1.0, *speeds) for speeds in zip(*rivals, strict=True)]  # 1 is no speculation
+    ratios = [ours / other for ours, other in zip(by_name[names.OURS], best, strict=True)]
+    figures.append(mean_with_interval(f"{contest.name}: modelled speed", BEST_RATIO, ratios))
+    if names.FROZEN in by_name and shifts(contest.schedule, FAMILIES[contest.schedule.family]):
+        ratios = [ours / other for ours, other in zip(by_name[names.OURS], by_name[names.FROZEN], strict=True)]
+        figures.append(mean_with_interval(f"{contest.name}: modelled speed", FROZEN_RATIO, ratios))
     return figures
 
 

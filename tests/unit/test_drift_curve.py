@@ -9,11 +9,12 @@ import pytest
 
 from osd.bench import drift_names as names
 from osd.bench.curve import Counts, Curve
-from osd.bench.drift_report import WINDOW, mean_with_interval, requests_to_reach, summarise
+from osd.bench.drift_report import BEST_RATIO, FROZEN_RATIO, WINDOW, mean_with_interval, requests_to_reach, summarise
 from osd.bench.lookup import ngram, prompt_lookup, walk
-from osd.bench.record import Protocol
+from osd.bench.record import Protocol, Row
 from osd.bench.recording import Recorded
 from osd.bench.result import Figure
+from osd.bench.step_times import DRAFT, StepTimes
 
 
 def a_request(prompt: list[int], output: list[int]) -> Recorded:
@@ -150,7 +151,7 @@ SHAPES = {
 }
 
 
-def report() -> dict[tuple[str, str], Figure]:
+def report(*timed: Row) -> dict[tuple[str, str], Figure]:
     plan = Protocol(
         bench="drift",
         question="?",
@@ -158,7 +159,7 @@ def report() -> dict[tuple[str, str], Figure]:
         order="",
         sizes={"schedules": {"some": {"family": "tiny", "phases": PHASES}}},
     )
-    rows = []
+    rows: list[Row] = [*timed]
     for name, shape in SHAPES.items():
         for seed in (0, 1):
             learns = name not in (names.FROZEN, names.CEILING)
@@ -205,3 +206,52 @@ def test_training_is_counted() -> None:
     assert (figures[group, "rounds"].value, figures[group, "refused"].value) == (9, 5)
     assert figures[group, "CPU"].value == pytest.approx(39.9)
     assert not any(group == f"some: training, {names.FROZEN}" for group, _ in figures)
+
+
+# -- speed ------------------------------------------------------------------------------------------------------------
+
+TIMED = [{"arm": arm, "step_s": ms / 1e3} for arm, ms in (("0", 40), ("4", 60), ("24", 160), (DRAFT, 70))]
+
+
+def test_a_step_costs_what_it_verifies_and_drafts() -> None:
+    times = StepTimes.of([*TIMED, *TIMED])
+    assert times.verify_s == (0.04, 0.06, 0.16)
+    assert times.draft_s == pytest.approx(0.01)
+    assert times.tokens_per_second_without() == pytest.approx(100)
+    counts = [
+        Counts(tokens=12, steps=10, drafts=0, drafted=0, tested=0, accepted=2),
+        Counts(tokens=12, steps=10, drafts=10, drafted=40, tested=10, accepted=2),
+        Counts(tokens=12, steps=10, drafts=5, drafted=5 * 14, tested=10, accepted=2),
+    ]
+    # Four requests share a step.
+    expected = [10 * 0.01, 10 * 0.015, 5 * 0.01 + 5 * (0.06 + 0.16) / 2 / 4]
+    assert times.seconds(Curve.of(counts), has_draft_model=False) == pytest.approx(expected)
+    with_model = times.seconds(Curve.of(counts), has_draft_model=True)
+    assert with_model - expected == pytest.approx([0, 10 * 0.0025, 5 * 0.0025])
+
+
+def test_speed_is_over_no_speculation_and_who_never_learns() -> None:
+    figures = report(*TIMED)
+    frozen, ours = (
+        figures["some: modelled speed over no speculation, all requests", n] for n in (names.FROZEN, names.OURS)
+    )
+    # Requests of `a_curve`: 20 tokens, 5 steps with a draft, 5 - accepted / 2 without, seeds 0 and 1.
+    seconds = [5 * 0.07 / 4 + (5 - accepted / 2) * 0.01 for accepted in [8] * 200 + [0] * 200]
+    first_seed = 400 * 20 / sum(seconds) / 100
+    assert frozen.low is not None and frozen.high is not None
+    assert frozen.low < first_seed < frozen.high
+    assert figures["some: modelled speed", FROZEN_RATIO].value == pytest.approx(ours.value / frozen.value, rel=0.01)
+    assert figures["some: modelled speed", BEST_RATIO].value == pytest.approx(
+        ours.value / max(1.0, frozen.value), rel=0.01
+    )
+    title = "some: modelled speed over no speculation, all requests, the trainer's CPU seconds added"
+    assert figures[title, names.OURS].value < 0.7 * ours.value
+    assert figures[title, names.FROZEN].value == frozen.value
+    assert not any("modelled" in group for group, _ in report())
+
+
+def test_a_slow_draft_is_measured_against_no_speculation() -> None:
+    slow = [row | {"step_s": 9.0} if row["arm"] == DRAFT else row for row in TIMED]
+    figures = report(*slow)
+    ours = figures["some: modelled speed over no speculation, all requests", names.OURS]
+    assert figures["some: modelled speed", BEST_RATIO].value == pytest.approx(ours.value) and ours.value < 0.1
