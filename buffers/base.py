@@ -64,8 +64,9 @@ class TraceBuffer(Protocol):
         The same `rng` state and content give the same traces.
         """
 
-    def set_anchors(self, anchors: Mapping[int, Trace]) -> None:
-        """Keep each trace in its numbered slot, apart from the streams: until it is replaced, or all are purged."""
+    def set_anchors(self, anchors: Mapping[int, Trace | None]) -> None:
+        """Keep each trace in its numbered slot, apart from the streams: until it is replaced, or all are purged. None
+        empties a slot."""
 
     def anchors(self, slots: Sequence[int]) -> list[Trace]:
         """What stands in these slots; empty or unreadable ones are left out."""

@@ -88,9 +88,12 @@ class MemoryTraceBuffer:
             chosen = cursors.choose_seen(self._spans(), cursor, n, rng, since)
             return [self._domains[d].traces[seq - self._domains[d].span.first] for d, seq in chosen]
 
-    def set_anchors(self, anchors: Mapping[int, Trace]) -> None:
+    def set_anchors(self, anchors: Mapping[int, Trace | None]) -> None:
         with self._lock:
-            self._anchors |= anchors
+            for slot, trace in anchors.items():
+                self._anchors.pop(slot, None)
+                if trace is not None:
+                    self._anchors[slot] = trace
 
     def anchors(self, slots: Sequence[int]) -> list[Trace]:
         with self._lock:

@@ -108,10 +108,13 @@ class RedisTraceBuffer:
                 entries += [self._entry(*row) for rows in self._link.commands(ranges) for row in rows]
         return [entry.trace for entry in entries if entry.trace is not None]
 
-    def set_anchors(self, anchors: Mapping[int, Trace]) -> None:
+    def set_anchors(self, anchors: Mapping[int, Trace | None]) -> None:
         with self._link.errors():
             for slot, trace in anchors.items():
-                self._link.command("HSET", self._keys.anchors, slot, encode_trace(trace))
+                if trace is None:
+                    self._link.command("HDEL", self._keys.anchors, slot)
+                else:
+                    self._link.command("HSET", self._keys.anchors, slot, encode_trace(trace))
 
     def anchors(self, slots: Sequence[int]) -> list[Trace]:
         if not slots:

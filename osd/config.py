@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 OWNED_VLLM_KEYS = {
     "model": "serving.target",
@@ -172,8 +172,8 @@ class GateConfig(_Section):
     """What a candidate must show before it serves, and what makes a serving draft go back."""
 
     min_holdout_traces: int = Field(8, ge=2)
-    """Held-out traces needed to judge at all."""
-    max_holdout_traces: int = Field(64, ge=2)
+    """Held-out traces needed to judge at all; at most `gate.max_holdout_traces`."""
+    max_holdout_traces: int = Field(64, ge=2, validate_default=True)
     """Newest held-out traces a candidate is judged on."""
     confidence: float = Field(0.9, gt=0.5, lt=1)
     """The candidate must be better with this (one-sided) confidence, by paired bootstrap over requests."""
@@ -186,6 +186,13 @@ class GateConfig(_Section):
     before it does better on the same recent requests."""
     rollback_min_tested: int = Field(400, ge=1)
     """Draft tokens tested live before a new draft is judged on them."""
+
+    @field_validator("max_holdout_traces")
+    @classmethod
+    def _some_can_be_judged(cls, value: int, info: ValidationInfo) -> int:
+        if value < info.data.get("min_holdout_traces", 2):
+            raise ValueError(f"must be at least gate.min_holdout_traces={info.data['min_holdout_traces']}")
+        return value
 
 
 class ControlConfig(_Section):

@@ -53,8 +53,9 @@ def write_fitting(source: Path, aside: Path, num_tokens: int) -> None:
 
 def _set_vocab_size(file: Path, num_tokens: int) -> None:
     config = json.loads(file.read_text())
-    text = config if "vocab_size" in config else config["text_config"]
-    text["vocab_size"] = num_tokens
+    for part in (config, config.get("text_config") or {}):
+        if "vocab_size" in part:
+            part["vocab_size"] = num_tokens
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 

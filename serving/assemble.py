@@ -170,7 +170,8 @@ class TraceAssembler:
             self.skipped["budget"] += 1
             return
         self.num_traces += 1
-        if self._put([trace]):
+        num_left_out = len(prompt_ids) - len(trace.prompt_ids)
+        if self._put([trace]) and num_left_out <= num_repeated:  # else the prompt's beginning is stored nowhere
             self._prefixes.remember(np.concatenate([prompt_ids, trace.output_ids]))
         for kind, name in ((REJECTED, "rejected"), (ACCEPTED, "accepted"), (PLAIN, "plain")):
             self.rows[name] += int((trace.kind == kind).sum())

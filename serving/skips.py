@@ -22,6 +22,6 @@ SKIP_REASONS = {
 
 def skip_reason(request: NewRequest) -> str:
     """Why nothing of a request may be captured: its own wish first; "" when it may."""
-    if str(request.extra_args.get("osd_capture", "")).lower() in ("off", "0", "false", "no"):
+    if str(request.extra_args.get("osd_capture", "on")).lower() not in ("on", "1", "true", "yes"):
         return "opted_out"
     return request.skip_reason

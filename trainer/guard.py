@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from buffers.base import TraceBuffer
 
 NUM_WATCHED = 24
-"""Held-out traces looked at: enough to see a learning rate that is too high, few enough to cost little."""
+"""Held-out traces looked at, or the least the gate wants where that is more: enough to see a learning rate that is too
+high, few enough to cost little."""
 NUM_ERRORS = 2.0
 """A rise counts when it is so many standard errors of the paired differences,"""
 LEAST_RISE = 0.02
@@ -33,7 +34,9 @@ class LossGuard:
 
     def watched(self, vocab_size: int) -> list[Trace]:
         """The traces to look at; none when there are too few to judge by."""
-        newest = [trace for trace in self._buffer.holdout(NUM_WATCHED) if trace.num_rows]
+        newest = [
+            trace for trace in self._buffer.holdout(max(NUM_WATCHED, self._gate.min_holdout_traces)) if trace.num_rows
+        ]
         traces = well_formed(newest, check_rows, vocab_size)
         return traces if len(traces) >= self._gate.min_holdout_traces else []
 

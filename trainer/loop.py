@@ -47,7 +47,7 @@ NO_TRACES, NON_FINITE = "no traces", "non-finite loss"
 """`RoundOutcome.discarded`, beside a held-out loss that rose."""
 OnStep = Callable[[int, int, float], None]
 RECOVERY = 1.1
-"""A learning rate that was halved grows by so much with every good round, up to the configured one."""
+"""A learning rate that was halved grows by so much with every round that is not undone, up to the configured one."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Trainer:
     It keeps its own line of weights from round to round, also when the gate refused them, so nothing learnt is lost.
     It goes back to the serving release when that is not one it grew from (rollback, promote, pin), when its last
     candidate was significantly worse, and after a non-finite loss. A round that raised the loss on held-out traces is
-    undone. After either, the learning rate is halved.
+    undone. After these two, the learning rate is halved.
 
     Not safe for use by several threads, except that `evaluate_releases` and `num_new_traces` may run during a round.
     """
@@ -123,7 +123,7 @@ class Trainer:
         fresh, cursor = self._read_new(distiller.model.vocab_size)
         progress = self._train(distiller, fresh, cursor, on_step)
         outcome = self._conclude(distiller, base, fresh, progress)
-        seen = self._mix.remember(fresh, self._state.cursor, self._state.replay, self._rng(1))
+        seen = self._mix.remember(fresh, self._state.cursor, cursor, self._state.replay, self._rng(1))
         self._state = replace(self._state, cursor=cursor, replay=seen)
         save_checkpoint(self._checkpoints, self._state, distiller)
         self._is_mid_round = False

@@ -1,4 +1,4 @@
-"""What a round is trained on: new traces, and older ones replayed beside them.
+"""What a round is trained on: new traces, and stored ones replayed beside them, of this round or older.
 
     new ─────────────────────────────────────────┐
     last eight rounds ── recent_fraction ──┐     ├─► shuffled ─► batches
@@ -75,14 +75,19 @@ class ReplayMix:
         return [pool[i] for i in rng.permutation(len(pool))]
 
     def remember(
-        self, fresh: Sequence[Trace], before: Cursor, state: ReplayState, rng: np.random.Generator
+        self, fresh: Sequence[Trace], before: Cursor, after: Cursor, state: ReplayState, rng: np.random.Generator
     ) -> ReplayState:
-        """The state after a round that read `fresh` from the cursor `before` on; some of them become anchors.
+        """The state after a round that read `fresh` between two cursors; some of them become anchors.
 
-        A server that does not take them (it may be full) costs these anchors, not the round.
+        A server that does not take them (it may be full) costs these anchors, not the round. What was purged while the
+        round ran does not come back.
         """
         try:
-            state = self._offer(fresh, state, rng)
+            if fresh and self._is_stored(before, after):
+                state = self._offer(fresh, state, rng)
+            if fresh and not self._is_stored(before, after):  # purged, perhaps just now
+                self._buffer.set_anchors(dict.fromkeys(_numbers(state)))
+                state = replace(state, num_offered=0, places=[])
         except ReplayBufferError as error:
             logger.warning("no new anchors are kept of this round: %s", error)
         return replace(state, past=[*state.past, before][-RECENT_ROUNDS:])
@@ -108,6 +113,10 @@ class ReplayMix:
             self._buffer.set_anchors(chosen)
         return replace(state, num_offered=state.num_offered + len(fresh), places=places)
 
+    def _is_stored(self, before: Cursor, after: Cursor) -> bool:
+        """Whether the buffer still has any of what was read between these cursors."""
+        return bool(self._buffer.sample(1, np.random.default_rng(0), after, since=before))
+
     def _sample(self, num: int, rng: np.random.Generator, cursor: Cursor, since: Cursor | None) -> list[Trace]:
         """`num` traces; where there are fewer different ones, each as often as needed."""
         found: list[Trace] = []
@@ -122,3 +131,8 @@ class ReplayMix:
 def _number(slot: int, place: int) -> int:
     """Where the buffer keeps it."""
     return 2 * slot + place
+
+
+def _numbers(state: ReplayState) -> list[int]:
+    """Both places of every slot."""
+    return [_number(slot, place) for slot in range(len(state.places)) for place in (0, 1)]

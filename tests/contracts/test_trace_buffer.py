@@ -385,6 +385,8 @@ def test_anchors_stand_in_their_slots_until_replaced(buffer: TraceBuffer):
     assert buffer.anchors([]) == buffer.anchors([99]) == []
     buffer.set_anchors({})
     assert len(buffer.anchors(range(701))) == 6
+    buffer.set_anchors({0: None, 5: None, 2: new[0]})
+    assert ids(buffer.anchors([0, 2, 5])) == ids(new[:1])
 
 
 def test_anchors_are_no_part_of_the_streams(open_buffer: Open):

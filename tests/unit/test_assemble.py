@@ -339,6 +339,25 @@ def test_every_reason_reaches_the_metrics_by_its_name() -> None:
         assert f'osd_capture_skipped_total{{reason="{reason}"}} {i + 1}.0' in text
 
 
+def test_a_queue_of_large_steps_is_full_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = Stuck()
+    capture = make_capture(sink, queue_size=1000)
+    try:
+        capture.on_schedule([make_request("first"), make_request("second")], set())
+        capture.on_verify(verification(3, [10], 0, "first"))
+        capture.drain()
+        size = capture._num_bytes_in
+        monkeypatch.setattr("serving.capture.MAX_QUEUED_BYTES", 2 * size)
+        capture.on_schedule([], {"first"})
+        assert sink.entered.wait(5)
+        for i in range(20):
+            capture.on_verify(verification(3 + i, [10 + i], 0, "second"))
+        assert capture.assembler.skipped["queue_full"] == 17, "three steps exceed two steps' worth"
+    finally:
+        sink.let_go.set()
+        capture.close()
+
+
 # -------------------------------------------------------------------------------------------------------------- budget
 
 
@@ -357,6 +376,13 @@ def test_a_budget_bounds_the_bytes_of_any_stretch_of_time() -> None:
         for length in (0.1, 1.0, 10.0):
             inside = sum(size for at, size in spent if start <= at < start + length)
             assert inside <= 10_000 * (length + 1)
+
+
+def test_a_rest_saves_up_for_one_second_alone() -> None:
+    clock = Clock()
+    budget = ByteBudget(10_000, clock)
+    clock.now += 3600
+    assert [budget.spend(4_000) for _ in range(4)] == [True, True, False, False]
 
 
 def test_a_flood_of_requests_stores_what_the_budget_allows_and_counts_the_rest() -> None:
@@ -439,6 +465,26 @@ def test_a_prefix_counts_as_stored_only_when_it_was() -> None:
     assert bench.assembler.skipped == {"budget": 4}
     bench.assembler._budget = ByteBudget(1 << 30)
     assert [len(trace.prompt_ids) for trace in chat(bench, 4)] == [50, 64 + 50 + 8, 64 + 50 + 16, 64 + 50 + 24]
+
+
+def test_a_prefix_the_buffer_did_not_take_does_not_count() -> None:
+    bench = Bench(max_repeated_context=64)
+    bench.assembler._put = lambda traces: 0
+    chat(bench, 4)
+    bench.assembler._put = bench._put
+    assert [len(trace.prompt_ids) for trace in chat(bench, 4)] == [50, 64 + 50 + 8, 64 + 50 + 16, 64 + 50 + 24]
+
+
+def test_what_the_context_limit_cut_off_was_never_stored() -> None:
+    bench = Bench(max_context=64, max_repeated_context=16)
+    system = list(range(64))
+    for number, prompt in enumerate([system + [7] * 128, system + [9] * 4]):
+        bench.begin(make_request(f"r{number}", prompt))
+        bench.add(step(len(prompt), [1], req_id=f"r{number}"))
+        bench.finish(f"r{number}")
+    first, second = bench.traces
+    assert first.prompt_ids.tolist() == [7] * 64
+    assert second.prompt_ids.tolist() == (system + [9] * 4)[-64:], "nothing of it was there before"
 
 
 def test_prompts_that_share_nothing_are_kept_whole() -> None:

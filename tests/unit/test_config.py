@@ -36,6 +36,10 @@ def test_precedence_is_flags_overrides_environment_file_defaults(tmp_path: Path)
         (["serving.port=99999"], "serving.port=99999 (command line)"),
         (["serving.port=abc"], "serving.port='abc'"),
         (["trainer.learning_rate=0"], "trainer.learning_rate=0"),
+        (
+            ["gate.min_holdout_traces=65"],
+            "gate.max_holdout_traces=64 (defaults): must be at least gate.min_holdout_traces=65",
+        ),
         (["deployment=Has Spaces"], "deployment='Has Spaces'"),
         (["serving.vllm.model=x"], "use serving.target"),
         (["serving.vllm.speculative-config=x"], "use serving.draft"),

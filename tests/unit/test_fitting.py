@@ -25,7 +25,8 @@ from transformers import (
 
 from osd.config import Config
 from osd.errors import ConfigError
-from osd.fitting import write_fitting
+from osd.fitting import _set_vocab_size, write_fitting
+from osd.pairs import read_config, vocab_size
 from osd.plan import first_release
 from osd.releases import ReleaseStore
 
@@ -161,6 +162,14 @@ def test_what_cannot_be_padded_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="shorter than its header says"):
         fit(tmp_path / "draft", 98)
+
+
+def test_a_config_with_the_size_in_two_places_is_changed_in_both(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"vocab_size": 8, "text_config": {"vocab_size": 8, "hidden_size": 4}}))
+    _set_vocab_size(file, 10)
+    assert json.loads(file.read_text()) == {"vocab_size": 10, "text_config": {"vocab_size": 10, "hidden_size": 4}}
+    assert vocab_size(read_config(tmp_path), tmp_path) == 10
 
 
 def test_a_first_release_is_padded_once(draft: Path, tmp_path: Path) -> None:

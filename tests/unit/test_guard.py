@@ -72,6 +72,12 @@ def test_the_newest_held_out_traces_with_rows_are_watched() -> None:
     assert [t.trace_id for t in guard.watched(64)] == [t.trace_id for t in traces[-NUM_WATCHED:]]
 
 
+def test_a_gate_that_wants_more_is_given_more() -> None:
+    traces = chain_traces(64, start=500, holdout=True)
+    gate = GateConfig(min_holdout_traces=NUM_WATCHED + 8)
+    assert len(LossGuard(config(), gate, buffer_with(*traces)).watched(64)) == NUM_WATCHED + 8
+
+
 def test_too_few_are_not_watched_at_all() -> None:
     gate = GateConfig(min_holdout_traces=5)
     assert LossGuard(config(), gate, buffer_with(*chain_traces(4, holdout=True))).watched(64) == []

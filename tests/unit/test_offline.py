@@ -109,6 +109,22 @@ def test_more_passes_are_more_steps(train: Run, tmp_path: Path) -> None:
     assert steps[1] == 3 * steps[0]
 
 
+def test_many_small_rounds_become_fewer(train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd.offline.MAX_ROUNDS", 4)
+    rounds = []
+    monkeypatch.setattr("osd.offline._figures", lambda outcome: rounds.append(outcome) or "")
+    train(
+        write(tmp_path / "a.traces", TRAINING + HELD_OUT), epochs=2, settings=("trainer.max_new_traces=8",), force=True
+    )
+    assert len(rounds) == 4, "not one for every eight of 2 x 64 traces, nor four an epoch"
+
+
+def test_the_buffer_holds_all_that_was_held_out() -> None:
+    held_out = chain_traces(200, holdout=True)
+    whole = recorded.Recorded(target_id=TARGET_ID, training=chain_traces(10, start=900), holdout=held_out)
+    assert len(whole.buffer().holdout(1000)) == 200
+
+
 def test_small_rounds_train_on_all_traces_too(train: Run, tmp_path: Path) -> None:
     file = write(tmp_path / "a.traces", TRAINING + HELD_OUT)
     assert train(file, settings=("trainer.max_new_traces=16",)) == 0

@@ -97,7 +97,7 @@ def test_a_request_leaves_a_trace_with_its_domain(worker: Worker) -> None:
     assert (window.domain, window.num_tested_per_pos) == ("legal", (1, 1, 1, 0))
 
 
-@pytest.mark.parametrize("wish", ["off", "OFF", "0", "false", "No", False, 0])
+@pytest.mark.parametrize("wish", ["off", "OFF", "0", "false", "No", False, 0, "", "disabled", "of"])
 def test_a_request_that_opted_out_leaves_counts_alone(worker: Worker, wish: object) -> None:
     worker.serve("secret", {"osd_capture": wish, "osd_domain": "legal"})
     assert worker.traces == []

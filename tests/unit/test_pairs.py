@@ -139,6 +139,7 @@ def test_the_served_context_is_the_one_the_engine_is_told(key: str) -> None:
     [
         ({"max_position_embeddings": 2048}, 2048),
         ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 4096, "n_positions": 2048}, 2048),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 2.0}}, 4096),
         ({"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 8192),
         ({"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default"}}, 8192),

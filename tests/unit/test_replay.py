@@ -18,7 +18,7 @@ from buffers.memory import MemoryTraceBuffer
 from osd.errors import ReplayBufferError
 from osd.records import DraftRelease, Trace
 from tests.builders import ids
-from tests.tiny_drafts import VOCAB_SIZE, chain_traces, release_of, save_draft
+from tests.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, release_of, save_draft
 from tests.tiny_rounds import alpha, buffer_with, config, trainer_at
 from trainer.replay import RECENT_ROUNDS, ReplayMix, ReplayState
 
@@ -43,7 +43,7 @@ class Rounds:
         fresh, cursor = self.buffer.read(self.cursor, 10_000)
         pool = self.mix.pool(fresh, cursor, self.state, np.random.default_rng([self.seed, self.num, 0]))
         rng = np.random.default_rng([self.seed, self.num, 1])
-        self.state = self.mix.remember(fresh, self.cursor, self.state, rng)
+        self.state = self.mix.remember(fresh, self.cursor, cursor, self.state, rng)
         self.cursor = cursor
         return pool
 
@@ -62,7 +62,8 @@ class MarkedBuffer(MemoryTraceBuffer):
 
     def sample(self, n: int, rng: np.random.Generator, cursor: dict[str, int], *, since: Any = None) -> list[Trace]:
         found = super().sample(n, rng, cursor, since=since)
-        self.marked["recent" if since is not None else "all"] += len(found)
+        if n > 1:  # one alone is asked for to see whether any is left
+            self.marked["recent" if since is not None else "all"] += len(found)
         return found
 
     def anchors(self, slots: Sequence[int]) -> list[Trace]:
@@ -179,6 +180,43 @@ def test_a_purge_begins_the_anchors_anew() -> None:
     assert rounds.state.num_offered == 40
 
 
+class PurgedBuffer(MemoryTraceBuffer):
+    """Somebody purges it just before, or just after, anchors are set."""
+
+    when = ""
+
+    def set_anchors(self, anchors: Mapping[int, Trace | None]) -> None:
+        if self.when == "before":
+            self.purge()
+        super().set_anchors(anchors)
+        if self.when == "after":
+            self.purge()
+        self.when = ""
+
+
+@pytest.mark.parametrize("when", ["while it trains", "before", "after"])
+@pytest.mark.parametrize("num_earlier", [0, 40])
+def test_what_is_purged_during_a_round_does_not_come_back(when: str, num_earlier: int) -> None:
+    buffer = PurgedBuffer(target_id=TARGET_ID)
+    rounds = Rounds(buffer, num_anchors=16)
+    if num_earlier:
+        rounds.round(*chain_traces(num_earlier))
+    assert bool(rounds.anchors()) == bool(num_earlier)
+    buffer.put(chain_traces(40, start=500))
+    fresh, after = buffer.read(rounds.cursor, 1000)
+    if when == "while it trains":
+        buffer.purge()
+    buffer.when = when
+    rng = np.random.default_rng(0)
+    rounds.state = rounds.mix.remember(fresh, rounds.cursor, after, rounds.state, rng)
+    rounds.cursor = after
+    assert buffer.anchors(range(64)) == []
+    assert (rounds.state.num_offered, rounds.state.places) == (0, [])
+    later = chain_traces(40, start=1000)
+    rounds.round(*later)
+    assert set(ids(rounds.anchors())) <= set(ids(later)) and len(rounds.anchors()) == 16
+
+
 class RecordingBuffer(MemoryTraceBuffer):
     """Notes the order of its calls."""
 
@@ -186,7 +224,7 @@ class RecordingBuffer(MemoryTraceBuffer):
         super().__init__(**options)
         self.replaced: list[set[str]] = []
 
-    def set_anchors(self, anchors: Mapping[int, Trace]) -> None:
+    def set_anchors(self, anchors: Mapping[int, Trace | None]) -> None:
         before = set(ids(list(self._anchors.values())))
         super().set_anchors(anchors)
         self.replaced.append(before - set(ids(list(self._anchors.values()))))

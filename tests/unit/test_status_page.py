@@ -138,6 +138,12 @@ def test_a_few_dropped_traces_are_shown_but_no_problem() -> None:
     assert "dropped: redis 4" in text and "buffer: redis under 1 %" in text
 
 
+@pytest.mark.parametrize(("num", "is_well"), [(4, True), (5, False)])
+def test_one_in_a_hundred_is_the_least_that_is_a_problem(num: int, is_well: bool) -> None:
+    text = page(status(replicas=[replica(buffer_dropped={"redis": num})]), EVENTS)  # of 500 requests
+    assert (first_line(text) == "all is well") == is_well
+
+
 def test_a_budget_that_is_too_small() -> None:
     skipped = {"budget": 90}
     text = page(status(replicas=[replica(capture_skipped=skipped)]), EVENTS)

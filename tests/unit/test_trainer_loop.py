@@ -16,6 +16,7 @@ from buffers.base import Cursor
 from buffers.memory import MemoryTraceBuffer
 from osd.errors import ConfigError, OSDError
 from osd.records import DraftRelease, RoundOutcome, Trace
+from tests.builders import ids
 from tests.tiny_drafts import TARGET_ID, VOCAB_SIZE, after, chain_traces, files_of_at_most, release_of, save_draft
 from tests.tiny_rounds import GATE, alpha, buffer_with, config, same_weights, trainer_at
 from trainer.batch import collate
@@ -141,11 +142,15 @@ def test_of_too_many_new_traces_the_newest_are_used(tmp_path: Path, base: DraftR
 def test_a_large_round_is_drawn_in_parts(tmp_path: Path, base: DraftRelease, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = buffer_with(*chain_traces(200))
     asked: list[int] = []
+    given: list[list[str]] = []
     sample, steps = buffer.sample, []
 
     def counting(n: int, *arguments: Any, **options: Any) -> list[Trace]:
-        asked.append(n)
-        return sample(n, *arguments, **options)
+        found = sample(n, *arguments, **options)
+        if n > 1:  # one alone is asked for to see whether any is left
+            asked.append(n)
+            given.append(ids(found))
+        return found
 
     monkeypatch.setattr(buffer, "sample", counting)
     trainer = trainer_at(tmp_path / "t", buffer, batch_size=32, max_new_traces=512)
@@ -154,6 +159,7 @@ def test_a_large_round_is_drawn_in_parts(tmp_path: Path, base: DraftRelease, mon
     outcome = trainer.run_round(base, lambda done, total, _: steps.append((done, total)))
     assert max(asked) <= 4 * PART
     assert sum(asked) == 4 * num_fresh
+    assert len(set(map(tuple, given))) == len(given), "every part has draws of its own"
     assert outcome.num_steps == len(steps) == steps[-1][1]
     assert [done for done, _ in steps] == list(range(1, len(steps) + 1))
     assert all(done <= total <= len(steps) + 1 for done, total in steps)
