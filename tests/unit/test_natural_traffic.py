@@ -125,7 +125,7 @@ def test_hash_follows_the_recipe(tmp_path: Path) -> None:
 def test_hash_covers_every_file_that_shapes_the_models() -> None:
     here = Path(__file__).parents[2] / "osd" / "tiny"
     shaping = {path.name for path in here.glob("natural_*.py")} - {"natural_report.py"}
-    assert shaping | {"tokenizer.py", "training.py"} == set(SOURCES)
+    assert shaping | {"tokenizer.py", "training.py", "muon.py"} == set(SOURCES)
 
 
 def test_a_python_without_source_is_one_clear_error(tmp_path: Path) -> None:
