@@ -41,7 +41,7 @@ class TinyModels:
 
 
 def ensure(progress: bool = True) -> TinyModels:
-    """The tiny models, built first if this recipe never was (about two minutes on two cores).
+    """The tiny models, built first if this recipe never was (minutes on two cores).
 
     `progress`: show a bar while building. Raises `ConfigError` where the cache directory cannot be written.
     """
