@@ -116,7 +116,7 @@ class TrainerActor:
         self._trainer = Trainer(
             config.trainer,
             config.gate,
-            config.serving.num_speculative_tokens,
+            config.speculation.k_max,
             RedisTraceBuffer(**buffer_settings(config, redis_url, target_id)),
             config.checkpoint_path / target_id,
             target_id,

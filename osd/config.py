@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 OWNED_VLLM_KEYS = {
     "model": "serving.target",
-    "speculative_config": "serving.draft and serving.num_speculative_tokens",
+    "speculative_config": "serving.draft and the section speculation",
     "served_model_name": "serving.served_model_name",
     "host": "serving.host",
     "port": "serving.port",
     "worker_extension_cls": "nothing: the service sets it",
     "worker_cls": "nothing: the service relies on vLLM's own worker",
-    "scheduler_cls": "nothing: the service relies on vLLM's own scheduler",
+    "scheduler_cls": "speculation.mode: the service controls vLLM's own scheduler",
     "middleware": "nothing: the service sets it",
     "enable_ssl_refresh": "a restart to load new certificates",
     "root_path": "nothing: the service does not sit behind a path",
@@ -45,8 +45,6 @@ class ServingConfig(_Section):
     """Directory or hub name of the draft to start with. "tiny" = the small draft the project builds itself."""
     served_model_name: str = ""
     """Name clients use for the model; empty = the target as given."""
-    num_speculative_tokens: int = Field(4, ge=1, le=16)
-    """Draft tokens proposed per step (k)."""
     host: str = "127.0.0.1"
     """Address of the service port. 0.0.0.0 opens it to the network."""
     port: int = Field(8000, ge=0, le=65535)
@@ -73,6 +71,35 @@ class ServingConfig(_Section):
             name = key.replace("-", "_")
             if name in OWNED_VLLM_KEYS:
                 raise ValueError(f"{key} is not yours to set here; use {OWNED_VLLM_KEYS[name]}")
+        return value
+
+
+class SpeculationConfig(_Section):
+    """How many tokens are proposed per step, and by whom."""
+
+    mode: Literal["auto", "fixed", "off"] = "auto"
+    """auto = whatever delivers most tokens per second now: k, the proposer, or no speculation at all. fixed = always
+    `speculation.k_max` tokens of the first of `speculation.proposers`. off = nothing is proposed; the draft still
+    learns from what the target writes."""
+    k_max: int = Field(5, ge=1, le=16)
+    """Most draft tokens proposed per step (k). The engine keeps room for so many."""
+    proposers: list[Literal["draft", "ngram"]] = Field(["draft", "ngram"], min_length=1)
+    """Who may propose: the draft model, and n-grams looked up in the request itself. n-grams need an engine without
+    asynchronous scheduling."""
+    calibration_seconds: float = Field(20, ge=0, le=60)
+    """Longest time an engine's start may take to measure its steps. 0 = learn from traffic alone. What was measured is
+    kept for the next start on the same hardware with the same models and versions (`osd profile`)."""
+    net_interval_seconds: float = Field(600, ge=0)
+    """Mean time between two measurements of what speculation gains: the whole engine does without it for a moment.
+    0 = never."""
+    net_window_seconds: float = Field(2, gt=0)
+    """How long that moment is."""
+
+    @field_validator("proposers")
+    @classmethod
+    def _each_once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError("names a proposer twice")
         return value
 
 
@@ -235,6 +262,7 @@ class Config(_Section):
     data_dir: str = ""
     """Where releases, checkpoints and the private Valkey's file live; empty = `~/.local/share/osd/DEPLOYMENT`."""
     serving: ServingConfig = ServingConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     capture: CaptureConfig = CaptureConfig()
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()

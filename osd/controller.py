@@ -251,7 +251,7 @@ class Controller:
             "training": self._trainer is not None and self.config.trainer.enabled,
             "phase": self._phase,
             "phase_detail": self._phase_detail,
-            "k": self.config.serving.num_speculative_tokens,
+            "k": self.config.speculation.k_max,
             "replicas": [describe_replica(s, version, s.replica in self._lagging) for s in self._replicas],
             "buffer": self._buffer_stats,
             "redis": "away" if self._redis_trouble.num_failures else "ok",

@@ -221,7 +221,7 @@ def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
     pauses = sorted(1000 * s.pause_s for s in story.swaps if s.ok)
     return {
         "schema_version": 1,
-        "k": service.config.serving.num_speculative_tokens,
+        "k": service.config.speculation.k_max,
         "acceptance_rate": {name: _rounded(f.acceptance_rate) for name, f in windows.items()},
         "alpha": {name: _rounded(f.alpha) for name, f in windows.items()},
         "tokens_per_second": {name: _rounded(f.tokens_per_second, 1) for name, f in arms.items()},

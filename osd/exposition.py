@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from osd.records import BufferStats, MetricPoint, ReplicaStatus, SpecWindow, SwapReport
 from osd.registry import FeedRecord
+from osd.status import speculation_figures
 
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "osd_spec_drafts_total": ("Drafts proposed and verified.", ("draft", "domain")),
@@ -39,6 +40,40 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "osd_buffer_traces": ("Traces in the replay buffer, held-out ones included.", ()),
     "osd_buffer_bytes": ("Bytes in the replay buffer.", ()),
 }
+
+SPECULATION: dict[str, tuple[str, tuple[str, ...]]] = {
+    "osd_speculation_steps_total": ("Pure decoding steps by what was speculated.", ("replica", "plan")),
+    "osd_speculation_seconds_total": ("Time of these steps.", ("replica", "plan")),
+    "osd_speculation_tokens_total": ("Tokens these steps brought.", ("replica", "plan")),
+    "osd_step_seconds_total": ("Host time of the worker by part of a step.", ("replica", "part")),
+    "osd_speculation_probes_total": ("Times an unused draft was tried.", ("replica",)),
+    "osd_speculation_position_tested_total": (
+        "Draft tokens at a position (0 = first) with all before them accepted.",
+        ("replica", "position"),
+    ),
+    "osd_speculation_position_accepted_total": (
+        "Draft tokens accepted at a position; over tested it is the conditional acceptance.",
+        ("replica", "position"),
+    ),
+    "osd_speculation_context_tested_total": (
+        "Draft tokens tested, by the length of the context in tokens.",
+        ("replica", "context"),
+    ),
+    "osd_speculation_context_accepted_total": (
+        "Draft tokens accepted, by the length of the context in tokens.",
+        ("replica", "context"),
+    ),
+    "osd_speculation_k": ("Draft tokens that the present plan proposes.", ("replica",)),
+    "osd_speculation_predicted_tokens_per_second": (
+        "Estimated for the present plan: tokens expected of a step over its expected time.",
+        ("replica",),
+    ),
+    "osd_speculation_net_ratio": (
+        "Measured speed with speculation over without: mean, and the ends of its 95 % interval.",
+        ("replica", "bound"),
+    ),
+}
+"""Name -> help text and labels of what living replicas report of their speculation; shown once there is any."""
 
 PAUSE_HISTOGRAM = ("osd_swap_pause_seconds", "Time a swap blocked an engine.")
 PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -97,6 +132,7 @@ class Totals(Collector):
             for values in values_of:
                 gauge.add_metric(values, values_of[values])
             yield gauge
+        yield from self._speculation()
         yield self._pause_histogram()
 
     def _add_window(self, window: SpecWindow) -> None:
@@ -133,9 +169,47 @@ class Totals(Collector):
             "osd_buffer_bytes": {(): float(buffer.num_bytes)} if buffer else {},
         }
 
+    def _speculation(self) -> Iterator[Metric]:
+        """The families of `SPECULATION` that have a sample. A restarted engine counts from 0 again, as its own."""
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for status in self._living:
+            for name, labels, value in _speculation_samples(status):
+                family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                if name not in families:
+                    families[name] = family(name, SPECULATION[name][0], labels=SPECULATION[name][1])
+                families[name].add_metric((status.replica, *labels), value)
+        return iter(families.values())
+
     def _pause_histogram(self) -> HistogramMetricFamily:
         cumulative, buckets = 0, []
         for limit, num in zip([*map(str, PAUSE_BUCKETS), "+Inf"], self._pauses, strict=True):
             cumulative += num
             buckets.append((limit, float(cumulative)))
         return HistogramMetricFamily(*PAUSE_HISTOGRAM, buckets=buckets, sum_value=self._pause_sum)
+
+
+def _speculation_samples(status: ReplicaStatus) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """(name, labels after the replica, value) of what one replica reports; none of what it does not know."""
+    figures = speculation_figures(status.speculation)
+    if figures is None:
+        return
+    for plan, totals in figures.plans.items():
+        for name, value in totals.items():
+            yield f"osd_speculation_{name}_total", (plan,), value
+    for part, seconds in figures.seconds_per_part.items():
+        yield "osd_step_seconds_total", (part,), seconds
+    tallies = {"position": enumerate(figures.places), "context": figures.contexts.items()}
+    for kind, items in tallies.items():
+        for label, (tested, accepted) in items:
+            yield f"osd_speculation_{kind}_tested_total", (str(label),), tested
+            yield f"osd_speculation_{kind}_accepted_total", (str(label),), accepted
+    for name, bound, known in (
+        ("osd_speculation_probes_total", (), figures.num_probes),
+        ("osd_speculation_k", (), figures.k),
+        ("osd_speculation_predicted_tokens_per_second", (), figures.predicted_tokens_per_second),
+        ("osd_speculation_net_ratio", ("mean",), figures.net_ratio),
+        ("osd_speculation_net_ratio", ("low",), figures.net_low),
+        ("osd_speculation_net_ratio", ("high",), figures.net_high),
+    ):
+        if known is not None:
+            yield name, bound, known

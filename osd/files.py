@@ -22,6 +22,13 @@ REMEDIES = {
 }
 
 
+def cache_root() -> Path:
+    """`$OSD_CACHE_DIR`, else `osd` in the user's cache directory."""
+    if own := os.environ.get("OSD_CACHE_DIR"):
+        return Path(own).expanduser().resolve()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve() / "osd"
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file so that readers see the old or the new content, never a part."""
     handle, name = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)

@@ -3,7 +3,7 @@
 It is rebuilt from the registry's feed at start. Windows are folded into slots, narrow for the last two hours and wide
 before, so that a day of history costs megabytes:
 
-    feed ─► add ─► slots (1 s, then 10 s) ─► series, window        events, swaps, rounds ─► lists
+    feed ─► add ─► slots (1 s, then 10 s) ─► series, window        events, swaps, rounds, changes of plan ─► lists
                 └► totals ─► prometheus
 """
 
@@ -31,12 +31,15 @@ from osd.records import (
     conditional_acceptance,
 )
 from osd.registry import FeedRecord
+from osd.status import plan_changes
 
 NARROW_S, WIDE_S = 1.0, 10.0
 NARROW_FOR_S = 7200.0
 """Seconds for which slots stay narrow."""
 MAX_LISTED = 2000
 """Events, swaps and rounds kept."""
+MAX_CHANGES = 200
+"""Changes of plan kept."""
 COLUMNS = (
     "at",
     "alpha",
@@ -58,6 +61,7 @@ class Slot:
     """Sum of windows that end in the same short time, of one replica, version and k; over all domains."""
 
     seconds: float = 0.0
+    num_steps: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -81,6 +85,7 @@ class Slot:
         self.tested_per_pos = _sum(self.tested_per_pos, other.tested_per_pos)
 
     def _add_counts(self, other: SpecWindow | Slot) -> None:
+        self.num_steps += other.num_steps
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
@@ -108,6 +113,9 @@ class History:
         self._events: deque[Event] = deque(maxlen=MAX_LISTED)
         self._swaps: deque[SwapReport] = deque(maxlen=MAX_LISTED)
         self._rounds: deque[RoundOutcome] = deque(maxlen=MAX_LISTED)
+        self._changes: deque[dict[str, Any]] = deque(maxlen=MAX_CHANGES)
+        self._changed_at: dict[str, float] = {}
+        """replica -> time of its newest change of plan; a heartbeat is seen more than once"""
         self._totals = Totals()
         self._lock = threading.RLock()
 
@@ -130,14 +138,17 @@ class History:
 
     def observe(self, replicas: Iterable[ReplicaStatus], buffer: BufferStats | None) -> None:
         """Take what does not come by the feed: the living replicas, and what the buffer holds."""
+        replicas = list(replicas)
         with self._lock:
             self._totals.observe(replicas, buffer)
+            for status in replicas:
+                self._add_changes(status)
 
     def series(self, since: float, bucket_s: float) -> dict[str, list[Any]]:
         """Columns (`COLUMNS`) with one row per bucket from `since` to the newest window; None where nothing was seen.
 
-        `at` is a bucket's start, `version` and `k` are those most tokens came from, `tokens_per_second` counts
-        only the time in which a replica had work, and adds replicas up.
+        `at` is a bucket's start, `version` is the one most tokens came from, `k` the draft tokens proposed per request
+        and step, `tokens_per_second` counts only the time in which a replica had work, and adds replicas up.
         """
         bucket_s = max(bucket_s, NARROW_S)
         buckets: dict[int, list[tuple[SlotKey, Slot]]] = {}
@@ -167,6 +178,7 @@ class History:
             version=newest_version,
             seconds=total.seconds,
             k=k,
+            num_steps=total.num_steps,
             num_drafts=total.num_drafts,
             num_draft_tokens=total.num_draft_tokens,
             num_accepted_tokens=total.num_accepted_tokens,
@@ -205,6 +217,14 @@ class History:
         with self._lock:
             return list(self._swaps)
 
+    def changes(self, limit: int = 50) -> list[dict[str, Any]]:
+        """The newest changes of what is speculated, oldest first: {"at", "replica", "from", "to", "batch", "reason"}.
+
+        From heartbeats: those of before this process are not known.
+        """
+        with self._lock:
+            return sorted(self._changes, key=lambda change: change["at"])[-limit:]
+
     def total(self, name: str) -> int:
         """Sum of a counter over its labels: `total("osd_rollback_total")`."""
         with self._lock:
@@ -221,6 +241,12 @@ class History:
         key = (_floor(window.at, NARROW_S), window.replica, window.version, window.k)
         self._narrow.setdefault(key, Slot()).add_window(window, 0.0 if is_same_look else window.seconds)
         self._forget(window.at)
+
+    def _add_changes(self, status: ReplicaStatus) -> None:
+        changed_at = self._changed_at.get(status.replica, 0.0)
+        new = [change for change in plan_changes(status) if change["at"] > changed_at]
+        self._changes.extend(new)
+        self._changed_at[status.replica] = max([changed_at, *(change["at"] for change in new)])
 
     def _forget(self, now: float) -> None:
         """Fold what is no longer recent into wide slots, and drop what is too old."""
@@ -253,9 +279,18 @@ def _row(found: list[tuple[SlotKey, Slot]]) -> dict[str, Any]:
         "tokens_per_second": sum(speeds) if speeds else None,
         "tpot_ms": 1000 * total.decode_seconds / total.num_decode_tokens if total.num_decode_tokens else None,
         "version": version,
-        "k": k,
+        "k": _k_used([slot for _, slot in found], k),
         "requests": total.num_finished,
     }
+
+
+def _k_used(slots: list[Slot], k: int) -> float | None:
+    """Draft tokens per request and step; `k`, the most there may be, where steps were not counted; None without any."""
+    counted = [slot for slot in slots if slot.num_steps]
+    num_steps = sum(slot.num_steps for slot in counted)
+    if num_steps:
+        return round(sum(slot.num_draft_tokens for slot in counted) / num_steps, 2)
+    return k if any(slot.num_output_tokens for slot in slots) else None
 
 
 def _swap_event(report: SwapReport) -> Event:

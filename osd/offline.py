@@ -98,7 +98,7 @@ def _run_rounds(job: Job, traces: Recorded, release: DraftRelease, work: Path, s
     total = job.epochs * len(traces.training)
     size = max(job.config.trainer.max_new_traces, math.ceil(total / MAX_ROUNDS))
     config = job.config.trainer.model_copy(update={"max_new_traces": size})
-    buffer, k = traces.buffer(), job.config.serving.num_speculative_tokens
+    buffer, k = traces.buffer(), job.config.speculation.k_max
     trainer = Trainer(config, job.config.gate, k, buffer, work, traces.target_id)
     kept: list[RoundOutcome] = []
     undone: list[RoundOutcome] = []

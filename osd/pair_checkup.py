@@ -73,8 +73,8 @@ def _is_hub_name(name: str) -> bool:
 
 
 def _is_built(name: str) -> bool:
+    from osd.files import cache_root
     from osd.tiny import recipe
-    from osd.tiny.cache import cache_root
 
     is_there = (cache_root() / f"tiny-{recipe.recipe_hash()}").is_dir()
     return is_there and (name == models.TINY or any(cache_root().glob("wide-*")))

@@ -304,6 +304,7 @@ class SpecWindow:
     domain: str = ""
     seconds: float
     k: int
+    """Most draft tokens a step may propose."""
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -311,6 +312,9 @@ class SpecWindow:
     """[G]"""
     num_tested_per_pos: tuple[int, ...]
     """[G]: drafts whose first g tokens were all accepted, and that had a token g + 1 to test."""
+    num_steps: int = 0
+    """Times a request was in a step, with draft tokens of the draft model or without. `num_draft_tokens / num_steps` is
+    the k that was really used."""
     num_output_tokens: int = 0
     """Tokens emitted by the engine, bonus and undrafted ones included."""
     num_finished: int = 0
@@ -359,6 +363,8 @@ class ReplicaStatus:
     """reason -> traces the buffer could not take since it started"""
     num_running: int = 0
     """Requests in the engine."""
+    speculation: dict[str, Any] = field(default_factory=dict)
+    """What the control of speculation last said of itself (`serving/speculation.py`); empty = k is fixed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -444,6 +450,7 @@ def merge_windows(windows: list[SpecWindow]) -> SpecWindow | None:
 
 
 _SUMMED = (
+    "num_steps",
     "num_drafts",
     "num_draft_tokens",
     "num_accepted_tokens",

@@ -21,7 +21,7 @@ def page(status: dict[str, Any], events: list[dict[str, Any]]) -> str:
     outcome = next((event for event in events if event["kind"] in ENDS_OF_A_ROUND), None)
     return "\n".join(
         [
-            *_headline(troubles(status, outcome)),
+            *_headline([*troubles(status, outcome), *_ended_controls(status)]),
             *_service(status),
             _row("recent", _figures(status.get("recent") or {})),
             *_training(status, outcome),
@@ -43,12 +43,22 @@ def _headline(found: list[str]) -> Iterator[str]:
         yield _row("also", text)
 
 
+def _ended_controls(status: dict[str, Any]) -> Iterator[str]:
+    for replica in status["replicas"]:
+        if problem := (replica.get("speculation_figures") or {}).get("problem"):
+            yield (
+                f"the control of speculation has ended on {replica['replica']} ({problem}), so it always proposes "
+                f"{counted(replica['k'], 'token')}: restart the service; the replica's log says why"
+            )
+
+
 def _service(status: dict[str, Any]) -> Iterator[str]:
     where = ", ".join(replica["url"] for replica in status["replicas"]) or "no address"
     yield _row("service", f"{status['deployment']} at {where}, up {span(status['uptime_s'])}")
     yield _row("target", f"{status['target']} (id {status['target_id']})")
     version = f"v{status['version']}" + (" (pinned)" if status["pinned"] else "")
-    yield _row("draft", f"{version}, begun from {status['draft']}; proposes {counted(status['k'], 'token')} a step")
+    most = counted(status["k"], "token")
+    yield _row("draft", f"{version}, begun from {status['draft']}; proposes up to {most} a step")
 
 
 def _figures(recent: dict[str, Any]) -> str:
@@ -114,6 +124,40 @@ def _replicas(status: dict[str, Any]) -> Iterator[str]:
             state = f"{'lagging' if replica['lagging'] else 'swapping'}, wanted is v{replica['wanted']}"
         running = counted(replica["num_running"], "request")
         yield _row(replica["replica"], f"v{replica['version']} ({state}), {running} running, {replica['engine']}")
+        if figures := replica.get("speculation_figures"):
+            yield from _speculation(figures)
+
+
+def _speculation(figures: dict[str, Any]) -> Iterator[str]:
+    """What the replica speculates now, and what that brings."""
+    plan = " ".join(part for part in (figures["plan"], _figure(figures, "batch", "at batch {:.0f}")) if part)
+    speeds = [
+        _figure(figures, "predicted_tokens_per_second", "{:.0f} tokens/s predicted"),
+        _figure(figures, "measured_tokens_per_second", "{:.0f} tokens/s measured so far"),
+    ]
+    share = figures["off_share"]
+    without = f"{percent(share, 1)} of steps without speculation" if share is not None else ""
+    now = ", ".join(part for part in (plan, *speeds, without) if part)
+    yield _row("", f"{figures['mode'] or 'speculation'}: {now or 'nothing is known yet'}")
+    yield _row("", "; ".join(part for part in (_net(figures), _step_time(figures["seconds_per_part"])) if part))
+    if figures["problem"]:
+        yield _row("", f"problem: the control has ended: {figures['problem']}")
+
+
+def _net(figures: dict[str, Any]) -> str:
+    if figures["net_ratio"] is None:
+        return "net speed-up not measured yet"
+    windows = counted(round(figures["num_net_windows"]), "window")
+    ratio, low, high = (figures[name] for name in ("net_ratio", "net_low", "net_high"))
+    if low is None or high is None:
+        return f"net speed-up {ratio:.2f}x in {windows}, too few for an interval"
+    return f"net speed-up {ratio:.2f}x ({low:.2f} to {high:.2f}) in {windows}"
+
+
+def _step_time(seconds: dict[str, float]) -> str:
+    whole = sum(seconds.values())
+    shares = ", ".join(f"{part} {percent(s, whole)}" for part, s in seconds.items())
+    return f"step time: {shares}" if whole else ""
 
 
 def _learnable(status: dict[str, Any]) -> str:

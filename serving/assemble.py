@@ -35,9 +35,11 @@ class Step:
     at: float
     req_ids: list[str]
     version_B: np.ndarray
-    """version of the draft that proposed, per request"""
+    """version of the draft that proposed, per request; 0 where none did"""
     num_drafts_B: np.ndarray
     picked: Picked
+    is_model_draft: bool = True
+    """Whether the draft model proposed; else n-grams did, and the draft is not to be credited with them."""
 
 
 @dataclass(slots=True)
@@ -117,11 +119,11 @@ class TraceAssembler:
             served_B[b] = served
             request.first_at = request.first_at or step.at
             request.last_at = step.at
-            num_drafts = int(step.num_drafts_B[b])
+            num_drafts = int(step.num_drafts_B[b]) if step.is_model_draft else 0
             request.count_draft(num_drafts, len(emitted) - 1)
             # Drafts are judged by replaying held-out traces: what leaves no trace must not be held against them.
             is_judged = request.captured or not self._config.enabled
-            version = int(step.version_B[b])
+            version = int(step.version_B[b]) or self._windows.last_version
             self._windows.add_step(version, request.domain, num_drafts, len(emitted) - 1, served, is_judged)
         return served_B
 

@@ -114,7 +114,10 @@ class Capture:
             captured_B[:] = False
         keep_prob = np.array([1.0, self._config.accepted_fraction, self._config.plain_fraction])
         lot = Lot(captured_B, self._random.random(step.sampled_BG.shape), keep_prob, self._config.top_k)
-        return Step(time.time(), step.req_ids, version_B, step.num_draft_tokens_B, self._pick(step, lot))
+        if not step.is_model_draft:
+            version_B[:] = 0
+        picked = self._pick(step, lot)
+        return Step(time.time(), step.req_ids, version_B, step.num_draft_tokens_B, picked, step.is_model_draft)
 
     def _is_full(self) -> bool:
         num_queued_bytes = self._num_bytes_in - self._num_bytes_out

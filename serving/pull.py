@@ -24,6 +24,7 @@ from osd.errors import OSDError
 from osd.records import DraftRelease, ReplicaStatus, SpecWindow, SwapReport, encode
 from osd.registry import Registry
 from serving import vllm_compat
+from serving.steering import Steering
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +82,11 @@ class DraftPuller:
         url: str,
         k: int,
         release: DraftRelease,
+        steering: Steering | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._steering = steering
+        self._speculation: dict[str, Any] = {}
         self._registry, self._rpc, self._activity, self._clock = registry, rpc, activity, clock
         self._name, self._url, self._k = name, url, k
         self._draft, self._target_id, self._version = release.draft, release.target_id, release.version
@@ -107,6 +111,8 @@ class DraftPuller:
             outcome = json.loads(await self._rpc("osd_commit", release.version))
         if not outcome["error"]:
             self._version = release.version
+            if self._steering is not None:
+                await self._steering.restart(release)
         return SwapReport(
             at=time.time(),
             replica=self._name,
@@ -158,6 +164,8 @@ class DraftPuller:
         if self._activity.is_recent():
             self._counters = json.loads(await self._rpc("osd_report", self._name, self._draft))
             self._unsent.extend(msgspec.convert(self._counters["windows"], list[SpecWindow]))
+            if self._steering is not None:
+                self._speculation = {**await self._steering.report(), "split": self._counters.get("split", {})}
         try:
             await asyncio.to_thread(self._registry.heartbeat, self._status(), HEARTBEAT_TTL)
             batch = list(self._unsent)
@@ -185,4 +193,5 @@ class DraftPuller:
             num_traces=self._counters.get("num_traces", 0),
             buffer_dropped=self._counters.get("dropped", {}),
             num_running=self._counters.get("num_running", 0),
+            speculation=self._speculation,
         )

@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from osd.registry import Registry
 from serving import vllm_compat
 from serving.headers import HeadersToXargs
 from serving.pull import Activity, DraftPuller
+from serving.steering import Steering, profile_path, settings_for
 from serving.worker import trace_settings
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class Replica:
         self._extension = worker_extension
         self._sink = sink
         self._puller: DraftPuller | None = None
+        self._is_controlled = False
         self._activity = Activity()
         self._ready = threading.Event()
         self._closed = threading.Event()
@@ -134,13 +137,26 @@ class Replica:
             extra["speculative_config"] = {
                 "method": "draft_model",
                 "model": self._release.path,
-                "num_speculative_tokens": serving.num_speculative_tokens,
+                "num_speculative_tokens": self._config.speculation.k_max,
             }
+            extra |= self._control_arguments()
         try:
             self._args = vllm_compat.engine_arguments(self._target_dir, extra)
         except ValueError as error:
             raise ConfigError(f"serving.vllm: {error}") from None
         return await vllm_compat.build_engine_and_app(self._args)
+
+    def _control_arguments(self) -> dict[str, Any]:
+        """vLLM arguments under which the control of speculation runs in the engine; {} where this vLLM has changed
+        under it."""
+        assert self._release is not None
+        if problem := vllm_compat.problem_with_control():
+            logger.warning("speculation is not controlled: %s; k stays at %d", problem, self._config.speculation.k_max)
+            return {}
+        self._is_controlled = True
+        given = dict(self._config.serving.vllm.get("additional_config") or {})
+        given["osd"] = settings_for(self._config.speculation, self._release)
+        return {"scheduler_cls": "serving.scheduler.controlled_scheduler", "additional_config": given}
 
     def _newest_release(self) -> DraftRelease | None:
         if self._release is None or self._registry is None:
@@ -158,11 +174,18 @@ class Replica:
         settings = trace_settings(
             self._release,
             self._config.capture,
-            k=self._config.serving.num_speculative_tokens,
+            k=self._config.speculation.k_max,
             sink=self._sink,
             target_id=self._target_id,
+            is_controlled=self._is_controlled,
         )
         await self._rpc("osd_start", settings)
+        steering = None
+        if self._is_controlled:
+            steering = Steering(partial(vllm_compat.call_core, self._engine), self._config)
+            path = profile_path(self._config, self._target_id, self._release.path)
+            await steering.prepare(self._engine, path)
+            await self._rpc("osd_report", self.name, self._release.draft)  # what measuring left behind
         if self._registry is not None:
             self._puller = DraftPuller(
                 self._registry,
@@ -170,8 +193,9 @@ class Replica:
                 self._activity,
                 name=self.name,
                 url=self.url,
-                k=self._config.serving.num_speculative_tokens,
+                k=self._config.speculation.k_max,
                 release=self._release,
+                steering=steering,
             )
 
     async def _serve(self, app: Any, sock: socket.socket) -> None:

@@ -6,6 +6,7 @@ from serving.vllm_compat import NewRequest
 
 SKIP_REASONS = {
     "opted_out": "requests whose client asked for it (`X-OSD-Capture: off`)",
+    "calibration": "requests with which a starting engine measures what its steps take",
     "structured_output": "requests with a grammar, whose mask is already in the logits",
     "multimodal": "requests with images or audio, which the draft's tokens do not show",
     "prompt_embeds": "requests whose prompt is not made of tokens",
@@ -24,4 +25,4 @@ def skip_reason(request: NewRequest) -> str:
     """Why nothing of a request may be captured: its own wish first; "" when it may."""
     if str(request.extra_args.get("osd_capture", "on")).lower() not in ("on", "1", "true", "yes"):
         return "opted_out"
-    return request.skip_reason
+    return "calibration" if request.extra_args.get("osd_calibration") else request.skip_reason

@@ -8,10 +8,12 @@ runner, which vLLM has on CUDA only, was tested on its own data classes, never i
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -82,6 +84,41 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.distributed.weight_transfer.base:WeightTransferEngine.receive_weights": ("self", "update_info"),
 }
 """`module:attribute` -> names of its first parameters."""
+
+CONTROL_NAMES: dict[str, tuple[str, ...]] = {
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule": ("self",),
+    "vllm.v1.core.sched.scheduler:Scheduler.add_request": ("self", "request"),
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": ("self", "scheduler_output", "model_runner_output"),
+    "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": ("self", "draft_token_ids"),
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": ("self", "scheduler_output"),
+    "vllm.v1.engine.core:EngineCore.post_step": ("self", "model_executed"),
+}
+"""What controls speculation: without any of these, k stays what it is and serving goes on."""
+
+DRAFTER_NAMES: dict[str, tuple[str, ...]] = {
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose": (
+        "self",
+        "num_speculative_tokens",
+        "target_token_ids",
+    ),
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata": (
+        "self",
+        "common_attn_metadata",
+    ),
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._determine_batch_execution_and_padding": (
+        "self",
+        "num_tokens",
+    ),
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_model_inputs_first_pass": (
+        "self",
+        "num_tokens",
+        "num_input_tokens",
+    ),
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._get_slot_mapping": ("self", "num_tokens"),
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._set_positions": ("self", "num_tokens"),
+    "vllm.forward_context:set_forward_context": ("attn_metadata", "vllm_config"),
+}
+"""What lets the draft sleep at k = 0: without any of these, vLLM's own way is kept."""
 
 
 def resolve(name: str) -> Any:
@@ -189,6 +226,8 @@ class Verification:
     """[B, G + 1], -1 after the last emitted token"""
     logits: torch.Tensor
     """[sum of (num_draft_tokens + 1), V]: raw target logits; row j of a request follows j accepted drafts"""
+    is_model_draft: bool = True
+    """Whether the draft model proposed; else n-grams did."""
 
 
 class Listener(Protocol):
@@ -211,6 +250,8 @@ class VerificationHook:
         self._runner = model_runner
         self._listener = listener
         self.is_listening = True
+        self.is_model_draft = True
+        """Whether the draft tokens of this step are the draft model's."""
         self._detach: Callable[[], None] = lambda: None
         with self._guard():
             self._detach = _listen_v2(self) if is_v2(model_runner) else self._listen_v1()
@@ -223,6 +264,7 @@ class VerificationHook:
 
     def _execute_and_listen(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         with self._guard():
+            self.is_model_draft = getattr(scheduler_output, "osd_proposer", "draft") == "draft"
             new, finished = scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids
             if self.is_listening and (new or finished):
                 self._listener.on_schedule([new_request(r) for r in new], set(finished))
@@ -238,7 +280,8 @@ class VerificationHook:
         """Hand on what `read` makes of a step."""
         with self._guard():
             if self.is_listening:
-                self._listener.on_verify(read())
+                step = read()
+                self._listener.on_verify(step if self.is_model_draft else replace(step, is_model_draft=False))
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -486,6 +529,50 @@ async def build_engine_and_app(args: Any) -> tuple[Any, Any]:
         engine.shutdown()
         raise
     return engine, app
+
+
+async def generate_synthetic(engine: Any, prompt_ids: list[int], num_tokens: int) -> None:
+    """A request of exactly `num_tokens` tokens through `AsyncLLM`, of which nothing is kept and nothing is learnt."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={"osd_calibration": 1},
+    )
+    async for _ in engine.generate({"prompt_token_ids": prompt_ids}, params, f"osd-calibration-{uuid.uuid4().hex}"):
+        pass
+
+
+async def call_core(engine: Any, method: str, *args: Any) -> Any:
+    """A method of the engine core, between two of its steps."""
+    return await engine.engine_core.call_utility_async(method, *args)
+
+
+def problem_with_control() -> str:
+    """What keeps speculation from being controlled in the vLLM that is installed; "" when nothing does."""
+    try:
+        for name, wanted in CONTROL_NAMES.items():
+            owner, _, method = name.rpartition(".")
+            if method not in vars(resolve(owner)):
+                return f"there is no {name} any more"
+            found = resolve(name)
+            parameters = tuple(inspect.signature(found).parameters)
+            if any(parameter not in parameters for parameter in wanted):
+                return f"{name} no longer takes ({', '.join(wanted)})"
+        fields = resolve("vllm.v1.core.sched.output:SchedulerOutput").__dataclass_fields__
+        for field in ("num_spec_tokens_to_schedule", "scheduled_spec_decode_tokens", "num_invalid_spec_tokens"):
+            if field not in fields:
+                return f"SchedulerOutput no longer has {field}"
+        if "dynamic_sd_lookup" not in inspect.getsource(resolve("vllm.v1.core.sched.scheduler:Scheduler.schedule")):
+            return "Scheduler.schedule no longer reads dynamic_sd_lookup"
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def http_server(app: Any, args: Any, *, seconds_to_finish: int) -> Any:

@@ -21,6 +21,7 @@ MAX_DOMAINS = 64
 class _Counts:
     accepted_G: np.ndarray
     tested_G: np.ndarray
+    num_steps: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -40,7 +41,7 @@ class WindowCounter:
     _domains: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _since: float = field(default_factory=time.time)
-    _last_version: int = 0
+    last_version: int = 0
 
     def add_step(
         self,
@@ -54,11 +55,12 @@ class WindowCounter:
         """One request in one verification step: tokens drafted, accepted, and emitted tokens that were served.
         What is not judged does not enter the counts per position, on which decisions rest."""
         with self._lock:
-            self._last_version = version
+            self.last_version = version
             if not self._counts and time.time() - self._since > LONGEST_GAP:
                 self._since = time.time()  # nothing ran since the last report: the window begins here
             counts = self._of(version, domain)
             counts.num_output_tokens += num_served
+            counts.num_steps += 1
             if num_drafts:
                 counts.num_drafts += 1
                 counts.num_draft_tokens += num_drafts
@@ -70,7 +72,7 @@ class WindowCounter:
     def add_finished(self, domain: str, decode_seconds: float, num_decode_tokens: int) -> None:
         """A request ended: seconds from its first to its last token, and tokens after the first."""
         with self._lock:
-            counts = self._of(self._last_version, domain)
+            counts = self._of(self.last_version, domain)
             counts.num_finished += 1
             counts.decode_seconds += decode_seconds
             counts.num_decode_tokens += num_decode_tokens
@@ -90,6 +92,7 @@ class WindowCounter:
                 domain=domain,
                 seconds=seconds,
                 k=self.num_speculative_tokens,
+                num_steps=c.num_steps,
                 num_drafts=c.num_drafts,
                 num_draft_tokens=c.num_draft_tokens,
                 num_accepted_tokens=c.num_accepted_tokens,

@@ -17,6 +17,8 @@ from osd.errors import SwapError
 from osd.records import DraftRelease, Trace, decode, encode
 from serving import vllm_compat
 from serving.capture import Capture
+from serving.lazy_draft import LazyDraft, can_sleep
+from serving.step_split import StepSplit
 from serving.swap import DraftSwapper
 
 vllm_compat.fix_cpu_sampling()
@@ -28,6 +30,8 @@ class WorkerExtension:
     osd_capture: Capture
     osd_swapper: DraftSwapper
     osd_hook: vllm_compat.VerificationHook
+    osd_split: StepSplit
+    osd_lazy_draft: LazyDraft | None
     osd_sink_stats: Callable[[], dict[str, int]]
 
     def osd_open_sink(
@@ -57,6 +61,10 @@ class WorkerExtension:
         )
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         self.osd_hook = vllm_compat.VerificationHook(runner, self.osd_capture)
+        self.osd_split = StepSplit()
+        self.osd_lazy_draft = None
+        if options.get("is_controlled") and can_sleep(runner):
+            self.osd_lazy_draft = LazyDraft(runner)
         return "{}"
 
     def osd_stage(self, release: str) -> str:
@@ -80,7 +88,7 @@ class WorkerExtension:
 
     def osd_report(self, replica: str, draft: str) -> str:
         """Counters since the last report: {"windows": [SpecWindow], "rows", "skipped", "num_traces", "dropped",
-        "num_running"}."""
+        "num_running", "split"}."""
         assembler = self.osd_capture.assembler
         return msgspec.json.encode(
             {
@@ -90,6 +98,7 @@ class WorkerExtension:
                 "num_traces": assembler.num_traces,
                 "dropped": self.osd_sink_stats(),
                 "num_running": assembler.num_running,
+                "split": self.osd_split.report(),
             }
         ).decode()
 
@@ -104,5 +113,5 @@ class WorkerExtension:
 
 
 def trace_settings(release: DraftRelease, capture: CaptureConfig, **more: Any) -> str:
-    """The argument of `osd_start`."""
+    """The argument of `osd_start`. `is_controlled`: k may be 0, and the draft may sleep then."""
     return json.dumps({"release": json.loads(encode(release)), "capture": capture.model_dump(), **more})

@@ -12,6 +12,7 @@ BENCHES = {
     "buffer": "Traces per second through the replay buffer, bytes per trace, minutes of traffic per GB.",
     "serving": "The service over a bare vLLM server: throughput, TTFT, TPOT, latency.",
     "trainer": "The trainer's step over a padded Hugging Face loop: tokens per second, peak memory.",
+    "control": "The closed loop of speculation against every fixed choice, by draft and load.",
     "ablation": "Which part of the trainer's recipe matters: one change at a time, over a recording.",
     "drift": "Whose draft tokens are accepted when the traffic changes: seven schedules, replayed for each contender.",
     "drift_speed": "Tokens per second and per CPU second on drifting traffic, over an engine without speculation.",

@@ -39,7 +39,7 @@ class Setup:
 
     @property
     def k(self) -> int:
-        return self.config.serving.num_speculative_tokens
+        return self.config.speculation.k_max
 
 
 def fixed(setup: Setup) -> Curve:

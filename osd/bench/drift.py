@@ -55,7 +55,7 @@ def protocol(options: Options) -> Protocol:
             "schedules": {name: schedule.model_dump() for name, schedule in chosen.items()},
             "seeds": [0] if options.quick else [0, 1, 2],
             "left_out": left_out,
-            "k": config.serving.num_speculative_tokens,
+            "k": config.speculation.k_max,
             "trainer": config.trainer.model_dump(),
             "gate": config.gate.model_dump(),
             "capture": config.capture.model_dump(),

@@ -82,7 +82,7 @@ def both(arm: str, target: Path, draft: Path, directory: Path, logs: Path) -> It
         if arm in SERVICE_ARMS:
             contender = _start_service(stack, arm, config, target, draft, directory, logs / "contender.log")
         else:
-            speculation = {"method": "ngram", "num_speculative_tokens": config.serving.num_speculative_tokens}
+            speculation = {"method": "ngram", "num_speculative_tokens": config.speculation.k_max}
             speculation |= LOOKUPS[arm]
             contender = _start_bare(stack, config, target, speculation, logs / "contender.log")
         yield contender(), reference()

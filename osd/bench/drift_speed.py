@@ -64,7 +64,7 @@ def protocol(options: Options) -> Protocol:
             "chunk": CHUNK,
             "streams": STREAMS,
             "seed": SEED,
-            "k": config.serving.num_speculative_tokens,
+            "k": config.speculation.k_max,
             "trainer": config.trainer.model_dump(),
             "gate": config.gate.model_dump(),
             "engine": config.serving.vllm,

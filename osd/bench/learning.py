@@ -45,7 +45,7 @@ def learn(
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    k = config.serving.num_speculative_tokens
+    k = config.speculation.k_max
     buffer = MemoryTraceBuffer(target_id=TARGET_ID, max_traces=config.buffer.max_traces)
     store = ReleaseStore(directory / "releases")
     serving = store.publish(draft, parent=0, target_id=TARGET_ID)

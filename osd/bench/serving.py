@@ -92,14 +92,15 @@ def _start(stack: ExitStack, options: Options, plan: Protocol) -> _Both:
     data = stack.enter_context(tempfile.TemporaryDirectory(prefix="osd-bench-"))
     deployment = f"bench-{os.getpid()}"
     overrides = _overrides(target, deployment, data)
-    serving = config_reading.load(PRESET, overrides).config.serving
+    config = config_reading.load(PRESET, overrides).config
+    serving = config.serving
     port = free_port("127.0.0.1")
     bare = servers.vllm_command(
         target_dir,
         ensure().draft,
         name=NAME,
         port=port,
-        k=serving.num_speculative_tokens,
+        k=config.speculation.k_max,
         options=serving.vllm,
     )
     options.say("starting vLLM and the service")

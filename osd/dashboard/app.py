@@ -91,7 +91,7 @@ def _add_readers(app: FastAPI, controller: Any, history: Any) -> None:
         figures, recent = await _figures(history, NOW_SECONDS), await _figures(history, RECENT_SECONDS)
         return as_json({**state, "now": time.time(), "figures": figures, "recent": recent})
 
-    @app.get("/osd/history", tags=["status"], summary="Acceptance and speed over time, as columns.")
+    @app.get("/osd/history", tags=["status"], summary="Acceptance and speed over time, as columns; changes of plan.")
     async def series(
         since: float = Query(-300.0, allow_inf_nan=False, description="Unix time; negative = seconds before now"),
         bucket: float = Query(0.0, ge=0, allow_inf_nan=False, description="seconds per point; 0 = by the span"),
@@ -101,7 +101,10 @@ def _add_readers(app: FastAPI, controller: Any, history: Any) -> None:
         columns = await maybe(history.series(since, bucket))
         marks = to_builtins(await maybe(history.marks()))
         marks = [mark for mark in marks if mark["at"] >= since]
-        return as_json({"now": now, "since": since, "bucket": bucket, "series": columns, "marks": marks})
+        changes = to_builtins(await maybe(history.changes()))
+        return as_json(
+            {"now": now, "since": since, "bucket": bucket, "series": columns, "marks": marks, "changes": changes}
+        )
 
     @app.get("/osd/drafts", tags=["status"], summary="Every draft release in the store, with how it was judged.")
     async def drafts() -> Response:

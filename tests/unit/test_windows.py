@@ -19,6 +19,7 @@ def test_counts_per_position_are_of_tested_tokens_only() -> None:
     assert window.num_accepted_tokens_per_pos == (2, 2, 1, 1)
     assert (window.num_drafts, window.num_draft_tokens, window.num_accepted_tokens) == (3, 12, 6)
     assert window.num_output_tokens == 10
+    assert window.num_steps == 4, "the one without a draft is among them"
     assert window.alpha == pytest.approx(6 / 8)
     assert counter.take("replica-0", "default") == []
 
@@ -42,7 +43,7 @@ def test_versions_and_domains_are_apart_and_domains_bounded() -> None:
     assert {w.version for w in windows} == {1, 2}
     total = merge_windows(windows)
     assert total is not None
-    assert total.num_drafts == MAX_DOMAINS + 51
+    assert total.num_drafts == total.num_steps == MAX_DOMAINS + 51
     assert total.num_tested_per_pos == (MAX_DOMAINS + 51, MAX_DOMAINS + 51)
 
 

@@ -38,10 +38,12 @@ async function refresh() {
   view.showSubtitle(status);
   view.showFigures(status);
   view.showReplicas(status.replicas ?? [], status.version);
+  view.showSpeculation(status.replicas ?? []);
   view.showDrafts(drafts);
   view.showEvents(events);
   if (history && asked === range) {
     charts.update(history);
+    view.showChanges(history.changes, (status.replicas ?? []).length > 1);
     view.showEmpty(status, history.series.at.length === 0 && Object.keys(status.figures).length === 0, range.replace(/(\d)([a-z])/, "$1 $2"));
   }
   return status;

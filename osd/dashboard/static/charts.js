@@ -29,10 +29,10 @@ const CHARTS = [
     name: "load", height: [120, 120], time: true,
     series: [
       { label: "finished requests/s", color: "--load", value: (s, bucket) => s.requests.map((n) => n === null ? null : n / bucket), show: figure(2, "/s"), area: true },
-      { label: "k (right axis)", color: "--k", value: (s) => s.k, show: (v) => `${v}`, step: true, right: true },
+      { label: "k (right axis)", color: "--k", value: (s) => s.k, show: (v) => Number.isInteger(v) ? `${v}` : v.toFixed(2), step: true, right: true },
     ],
     left: { range: upFromZero, text: short },
-    right: { range: (_, low, high) => [0, Math.max(2, Math.ceil((high ?? 0) + 1))], text: (v) => Number.isInteger(v) ? `${v}` : "" },
+    right: { range: (_, low, high) => [0, Math.max(2, Math.ceil((high ?? 0) + 1))], space: 18, text: (v) => Number.isInteger(v) ? `${v}` : "" },
   },
 ];
 
@@ -122,7 +122,7 @@ function options(chart, frame, { width, height }) {
     axes: [
       { ...axis, show: true, size: chart.time ? 30 : 0, space: width < NARROW ? 56 : 70, values: chart.time ? clock : (_, splits) => splits.map(() => "") },
       { ...axis, size: side, space: 34, gap: 6, values: (_, splits) => splits.map(chart.left.text) },
-      ...(chart.right ? [{ ...axis, scale: "right", side: 1, size: side, space: 34, gap: 6, grid: { show: false }, values: (_, splits) => splits.map(chart.right.text) }] : []),
+      ...(chart.right ? [{ ...axis, scale: "right", side: 1, size: side, space: chart.right.space ?? 34, gap: 6, grid: { show: false }, values: (_, splits) => splits.map(chart.right.text) }] : []),
     ],
     series: [{}, ...chart.series.map(seriesOptions)],
     hooks: {

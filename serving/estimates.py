@@ -1,0 +1,169 @@
+"""How likely each request's next draft tokens are to be accepted, from those that were tested.
+
+A token at place j of a draft is tested when the j before it were accepted; those behind a rejection say nothing. A
+request is believed as far as it has been tested, and stands for its class of traffic until then, its class for all:
+
+    request ──shrunk──► domain ──shrunk──► everything ──shrunk──► place j - 1, or what a release predicted
+
+Each finished request counts once for its class: counted by steps, the class would end up like the requests that
+stay longest, which are those that are accepted least.
+
+Legend: B requests of a step, G places in a draft, S slots (running requests).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+MEMORY = 0.98
+"""What a request's evidence is worth after one more test."""
+FADING = 0.997
+"""What it is worth after a step without a test: what was true of an unused draft becomes less and less so."""
+MIN_WEIGHT, MAX_WEIGHT = 4.0, 60.0
+"""Tests a request must show to be believed half: few where requests differ, many where they are alike."""
+MAX_FINISHED = 64
+"""Newest finished requests by which it is told how much they differ."""
+DOMAIN_WEIGHT = 20.0
+GLOBAL_WEIGHT = 2.0
+MAX_SHARE = 20.0
+"""Tests that one finished request may add to its class."""
+CLASS_MEMORY = 400.0
+"""Tests a class remembers."""
+UNKNOWN = 0.7
+"""Conditional acceptance of a draft nobody knows: high enough to try it."""
+MAX_DOMAINS = 64
+
+
+class Acceptance:
+    """Conditional acceptance α at each place, per request. Requests live in slots `open` hands out."""
+
+    def __init__(self, num_places: int, predicted: float = UNKNOWN) -> None:
+        self._G = num_places
+        self._place_G = np.arange(num_places)
+        self._free: list[int] = []
+        nothing = np.zeros((0, num_places))
+        self._tested_SG, self._accepted_SG = nothing, nothing
+        """what a request showed lately"""
+        self._all_tested_SG, self._all_accepted_SG = nothing, nothing
+        """what it showed in all"""
+        self._domain_S = np.zeros(0, np.int64)
+        self._grow(16)
+        self._domains: dict[str, int] = {}
+        self._tested_DG = np.zeros((MAX_DOMAINS, num_places))
+        self._accepted_DG = np.zeros((MAX_DOMAINS, num_places))
+        self._tested_G = np.zeros(num_places)
+        self._accepted_G = np.zeros(num_places)
+        self._predicted = predicted
+        self._weight = MIN_WEIGHT
+        self._finished: deque[tuple[float, float]] = deque(maxlen=MAX_FINISHED)
+        """acceptance and tests of finished requests"""
+        self._prior_DG = np.empty((MAX_DOMAINS, num_places))
+        self._update_priors()
+
+    # -- requests come and go -----------------------------------------------------------------------------------------
+
+    def open(self, domain: str) -> int:
+        """A slot for a request."""
+        if not self._free:
+            self._grow(2 * len(self._tested_SG))
+        slot = self._free.pop()
+        self._domain_S[slot] = self._domain(domain)
+        for counts in (self._tested_SG, self._accepted_SG, self._all_tested_SG, self._all_accepted_SG):
+            counts[slot] = 0
+        return slot
+
+    def close(self, slot: int) -> float:
+        """The request has ended: its class learns of it. Returns its acceptance, NaN if it was never tested."""
+        tested_G, accepted_G = self._all_tested_SG[slot], self._all_accepted_SG[slot]
+        self._free.append(slot)
+        if not tested_G[0]:
+            return float("nan")
+        share = min(1.0, MAX_SHARE / tested_G[0])
+        d = self._domain_S[slot]
+        for tested, accepted in ((self._tested_DG[d], self._accepted_DG[d]), (self._tested_G, self._accepted_G)):
+            keep = max(0.0, 1 - tested_G[0] * share / CLASS_MEMORY)
+            tested[:] = tested * keep + tested_G * share
+            accepted[:] = accepted * keep + accepted_G * share
+        self._update_priors()
+        acceptance, num_tests = float(accepted_G.sum() / tested_G.sum()), float(tested_G.sum())
+        self._finished.append((acceptance, num_tests))
+        self._update_weight()
+        return acceptance
+
+    # -- what steps show ----------------------------------------------------------------------------------------------
+
+    def add(self, slot_B: np.ndarray, drafted_B: np.ndarray, accepted_B: np.ndarray) -> None:
+        """One verification step; requests without drafts only fade."""
+        tested_BG = self._place_G < np.minimum(drafted_B, accepted_B + 1)[:, None]
+        accepted_BG = self._place_G < accepted_B[:, None]
+        fade_BG = np.where(tested_BG, MEMORY, FADING)
+        self._tested_SG[slot_B] = self._tested_SG[slot_B] * fade_BG + tested_BG
+        self._accepted_SG[slot_B] = self._accepted_SG[slot_B] * fade_BG + accepted_BG
+        self._all_tested_SG[slot_B] += tested_BG
+        self._all_accepted_SG[slot_B] += accepted_BG
+
+    def fade(self, slot_B: np.ndarray, num_steps: int) -> None:
+        """Steps in which nothing was tested."""
+        self._tested_SG[slot_B] *= FADING**num_steps
+        self._accepted_SG[slot_B] *= FADING**num_steps
+
+    def restart(self, slots: Sequence[int], predicted: float | None) -> None:
+        """Another draft serves, or the old one is no longer what it was: forget all evidence. `predicted`: its
+        conditional acceptance as measured elsewhere; None = unknown."""
+        self._predicted = UNKNOWN if predicted is None else predicted
+        for counts in (self._tested_DG, self._accepted_DG, self._tested_G, self._accepted_G):
+            counts[:] = 0
+        for counts_SG in (self._tested_SG, self._accepted_SG, self._all_tested_SG, self._all_accepted_SG):
+            counts_SG[list(slots)] = 0
+        self._finished.clear()
+        self._weight = MIN_WEIGHT
+        self._update_priors()
+
+    # -- what they say ------------------------------------------------------------------------------------------------
+
+    def survival(self, slot_B: np.ndarray) -> np.ndarray:
+        """float [B, G]: probability that a request's draft is accepted up to and including each place."""
+        prior_BG = self._prior_DG[self._domain_S[slot_B]]
+        tested_BG, accepted_BG = self._tested_SG[slot_B], self._accepted_SG[slot_B]
+        # A request better than its class where it was tested is thought better where it was not.
+        expected_B = (tested_BG * prior_BG).sum(1) + self._weight * prior_BG[:, 0]
+        better_B = (accepted_BG.sum(1) + self._weight * prior_BG[:, 0]) / np.maximum(expected_B, 1e-9)
+        prior_BG = np.minimum(prior_BG * better_B[:, None], 1 - (1 - prior_BG) / np.maximum(better_B, 1.0)[:, None])
+        alpha_BG = (accepted_BG + self._weight * prior_BG) / (tested_BG + self._weight)
+        return np.cumprod(np.clip(alpha_BG, 0.0, 1.0), 1)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _domain(self, name: str) -> int:
+        if name not in self._domains and len(self._domains) < MAX_DOMAINS:
+            self._domains[name] = len(self._domains)
+        return self._domains.get(name, 0)
+
+    def _update_priors(self) -> None:
+        shrunk = self._predicted
+        for j in range(self._G):
+            shrunk = (self._accepted_G[j] + GLOBAL_WEIGHT * shrunk) / (self._tested_G[j] + GLOBAL_WEIGHT)
+            self._prior_DG[:, j] = (self._accepted_DG[:, j] + DOMAIN_WEIGHT * shrunk) / (
+                self._tested_DG[:, j] + DOMAIN_WEIGHT
+            )
+
+    def _update_weight(self) -> None:
+        """Empirical Bayes: what requests differ by beyond chance, against what chance makes of one test."""
+        if len(self._finished) < 4:
+            return
+        acceptance, tests = np.array(self._finished).T
+        mean = float((acceptance * tests).sum() / tests.sum())
+        chance = mean * (1 - mean)
+        beyond = float(((acceptance - mean) ** 2).mean()) - chance * float((1 / tests).mean())
+        self._weight = float(np.clip(chance / max(beyond, 1e-6), MIN_WEIGHT, MAX_WEIGHT))
+
+    def _grow(self, size: int) -> None:
+        old = len(self._domain_S)
+        more_SG = np.zeros((size - old, self._G))
+        for name in ("_tested_SG", "_accepted_SG", "_all_tested_SG", "_all_accepted_SG"):
+            setattr(self, name, np.concatenate([getattr(self, name), more_SG]))
+        self._domain_S = np.concatenate([self._domain_S, np.zeros(size - old, np.int64)])
+        self._free += range(size - 1, old - 1, -1)

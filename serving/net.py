@@ -1,0 +1,106 @@
+"""What speculation gains, measured: short windows in which the whole engine runs without it, between two with it.
+
+    ... with ──► before (with) ──► off (without) ──► after (with) ──► ...      ratio = rate(before + after) / rate(off)
+
+Windows come at random times, so that they fall into no rhythm of the traffic. One whose batches differ too much from
+those around it is thrown away: another load would be compared, not another way to speculate.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+SETTLING_STEPS = 3
+"""First steps of each window that do not count: their drafts, or their want of any, stem from the window before."""
+MIN_STEPS = 10
+MAX_DIFFERENCE = 0.25
+"""By which mean batches may differ."""
+MAX_KEPT = 200
+MIN_FOR_INTERVAL = 3
+
+
+@dataclass(slots=True)
+class _Window:
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    batch: int = 0
+
+    @property
+    def counted(self) -> int:
+        return self.steps - SETTLING_STEPS
+
+    def add(self, seconds: float, tokens: int, batch: int) -> None:
+        self.steps += 1
+        if self.steps > SETTLING_STEPS:
+            self.seconds += seconds
+            self.tokens += tokens
+            self.batch += batch
+
+
+class NetWindows:
+    """Counts steps; `is_off` says whether the engine must now do without speculation. Interval 0 = never."""
+
+    def __init__(self, interval_s: float, window_s: float, seed: int, clock: Callable[[], float]) -> None:
+        self._interval_s, self._window_s, self._clock = interval_s, window_s, clock
+        self._random = random.Random(seed)
+        self._windows: list[_Window] = []
+        self._ratios: deque[float] = deque(maxlen=MAX_KEPT)
+        self._num_discarded = 0
+        self._next_at = clock() + self._wait()
+
+    def is_off(self) -> bool:
+        return len(self._windows) == 2
+
+    def add_step(self, seconds: float, tokens: int, batch: int) -> None:
+        """A step was taken."""
+        if not self._interval_s:
+            return
+        if not self._windows:
+            if self._clock() >= self._next_at:
+                self._windows = [_Window()]
+            return
+        window = self._windows[-1]
+        window.add(seconds, tokens, batch)
+        if window.seconds < self._window_s:
+            return
+        if len(self._windows) < 3:
+            self._windows.append(_Window())
+            return
+        self._judge(*self._windows)
+        self._windows = []
+        self._next_at = self._clock() + self._wait()
+
+    def report(self) -> dict[str, Any]:
+        """{"ratio", "low", "high", "windows", "discarded"}: geometric mean with its 95 % interval, both None while too
+        few windows have been."""
+        logs = [math.log(ratio) for ratio in self._ratios]
+        found: dict[str, Any] = {"ratio": None, "low": None, "high": None}
+        if logs:
+            mean = sum(logs) / len(logs)
+            found["ratio"] = math.exp(mean)
+            if len(logs) >= MIN_FOR_INTERVAL:
+                from scipy.stats import t
+
+                deviation = math.sqrt(sum((x - mean) ** 2 for x in logs) / (len(logs) - 1) / len(logs))
+                half = float(t.ppf(0.975, len(logs) - 1)) * deviation
+                found["low"], found["high"] = math.exp(mean - half), math.exp(mean + half)
+        return {**found, "windows": len(logs), "discarded": self._num_discarded}
+
+    def _judge(self, before: _Window, off: _Window, after: _Window) -> None:
+        with_s = before.seconds + after.seconds
+        mean_batch = (before.batch + after.batch) / max(before.counted + after.counted, 1)
+        off_batch = off.batch / max(off.counted, 1)
+        differs = abs(mean_batch - off_batch) > MAX_DIFFERENCE * max(mean_batch, off_batch)
+        if differs or min(w.counted for w in (before, off, after)) < MIN_STEPS or not off.tokens:
+            self._num_discarded += 1
+            return
+        self._ratios.append((before.tokens + after.tokens) / with_s / (off.tokens / off.seconds))
+
+    def _wait(self) -> float:
+        return self._random.expovariate(1 / self._interval_s) if self._interval_s else math.inf

@@ -1,0 +1,44 @@
+"""Prompt lookup: what followed the last tokens where they stood before. No model, next to no cost.
+
+The scheduler knows every token of a request, so a lookup needs neither the worker nor the draft; what it would have
+proposed is checked against what the target then wrote, and so its worth is known without ever verifying it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SIZES = (4, 2)
+"""Lengths of the suffix looked up, the longest first."""
+MAX_INDEXED = 1024
+"""Tokens indexed at a time, so that a long prompt does not hold up a step."""
+
+
+class Lookup:
+    """The places of one request's n-grams."""
+
+    __slots__ = ("_ends", "_indexed")
+
+    def __init__(self) -> None:
+        self._indexed = 0
+        self._ends: dict[tuple[int, ...], int] = {}
+        """n-gram -> index of the token after its last occurrence but the newest"""
+
+    def index(self, tokens: Sequence[int]) -> bool:
+        """Take in the tokens so far, a part at a time; True once all but the last are."""
+        end = min(len(tokens), self._indexed + MAX_INDEXED)
+        for i in range(self._indexed, end):
+            for size in SIZES:
+                if i >= size:
+                    self._ends[tuple(tokens[i - size : i])] = i
+        self._indexed = max(self._indexed, end)
+        return self._indexed >= len(tokens)
+
+    def propose(self, tokens: Sequence[int], k: int) -> list[int]:
+        """Up to k tokens that may follow; none when the last ones never stood anywhere before."""
+        if k <= 0 or not self.index(tokens):
+            return []
+        for size in SIZES:
+            if len(tokens) >= size and (at := self._ends.get(tuple(tokens[-size:]))) is not None:
+                return list(tokens[at : at + k])
+        return []

@@ -1,0 +1,255 @@
+"""vLLM's schedulers with a closed loop: before each step they ask how to speculate, after it they tell what it brought.
+
+    schedule()                 the plan's k becomes this step's number of draft tokens (vLLM's `dynamic_sd_lookup`)
+    update_from_output()       drafted and accepted tokens and the time of the step go to `serving/speculation.py`
+    update_draft_token_ids()   n-grams are looked up, and drafts cut to what is worth verifying
+
+vLLM loads one of the two classes by name (`scheduler_cls`), in the process of the engine core, from which the replica
+asks for reports through `EngineCore.osd_speculation`. A request never fails because of us: the first error ends the
+control, is logged once, and leaves the engine at its largest k.
+
+With asynchronous scheduling drafts never visit the scheduler: k is chosen per step all the same, but n-grams are left
+out, and requests differ in k only by their placeholders.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+
+from serving.goodput import Plan
+from serving.speculation import MAX_LOG, Settings, Speculation, StepSeen
+
+logger = logging.getLogger(__name__)
+
+SETTINGS_KEY = "osd"
+"""Of vLLM's `additional_config`, where the settings are."""
+MAX_IDLE_SECONDS = 0.002
+"""A step scheduled so soon after the one before it began where that one ended."""
+
+
+class _Controlled:
+    """Mixed into vLLM's schedulers."""
+
+    IS_ASYNC = False
+    running: list[Any]
+    requests: dict[str, Any]
+    dynamic_sd_lookup: list[int] | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.vllm_config  # type: ignore[attr-defined]
+        settings = settings_of(config.additional_config)
+        if self.IS_ASYNC:
+            settings = replace(settings, proposers=tuple(p for p in settings.proposers if p != "ngram"))
+        self.osd = Speculation(settings, padded=padded_sizes(config))
+        self._osd_problem = ""
+        self._osd_lookups: dict[int, list[int]] = {}
+        self._osd_open: dict[int, tuple[float, str]] = {}
+        """id of a scheduled step -> when it was scheduled, who proposed what it verifies"""
+        self._osd_proposer = "draft"
+        """who proposed the draft tokens that the next step verifies"""
+        self._osd_last_end = 0.0
+
+    # -- vLLM's methods -----------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        added = super().add_request(request, *args, **kwargs)  # type: ignore[misc]
+        self._osd_guard(lambda: self._osd_begin(request))
+        return added
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        plan = self._osd_guard(self._osd_plan)
+        k = self.num_spec_tokens if plan is None else plan.k if plan.proposer == "draft" else 0  # type: ignore[attr-defined]
+        # Never None: that would make vLLM pad new decodes with draft tokens from nowhere.
+        self.dynamic_sd_lookup = self._osd_lookup_table(k)
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._osd_guard(lambda: self._osd_scheduled(output, started))
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        # Before vLLM's own: it trims what was sampled, and the last step of a request would look rejected.
+        seen = self._osd_guard(lambda: self._osd_read(scheduler_output, model_runner_output))
+        if seen is not None:
+            self._osd_guard(lambda: self.osd.observe(seen, lambda r: self.requests[r].all_token_ids))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self._osd_guard(self._osd_close)
+        return outputs
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        self._osd_guard(lambda: self._osd_redraft(draft_token_ids))
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        if self.IS_ASYNC:
+            self._osd_guard(lambda: self._osd_cut_placeholders(scheduler_output))
+
+    # -- from the replica ---------------------------------------------------------------------------------------------
+
+    def osd_command(self, name: str, argument: str) -> str:
+        """`report`, `rows`, `load_rows`, `restart`, `force`, `log`; arguments and results are JSON text."""
+        given = json.loads(argument or "null")
+        result: Any = {}
+        if name == "report":
+            result = {**self.osd.report(), "problem": self._osd_problem, "is_async": self.IS_ASYNC}
+        elif name == "rows":
+            self.osd.times.fit()
+            result = self.osd.times.to_rows()
+        elif name == "load_rows":
+            self.osd.times.load_rows(given)
+        elif name == "restart":
+            self.osd.restart(given)
+        elif name == "force":
+            self.osd.force(Plan(*given) if given else None)
+        elif name == "log":
+            result = list(self.osd.log or ())
+            from collections import deque
+
+            self.osd.log = deque(maxlen=MAX_LOG) if given else None
+        else:
+            raise ValueError(f"unknown command {name!r}")
+        return json.dumps(result)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _osd_guard(self, act: Callable[[], Any]) -> Any:
+        if self._osd_problem:
+            return None
+        try:
+            return act()
+        except Exception as error:
+            self._osd_problem = f"{type(error).__name__}: {error}"
+            logger.exception(
+                "control of speculation has ended, until the engine restarts: k stays at %d; serving is not affected",
+                self.num_spec_tokens,  # type: ignore[attr-defined]
+            )
+            return None
+
+    def _osd_begin(self, request: Any) -> None:
+        params = request.sampling_params
+        extra = (params.extra_args if params is not None else None) or {}
+        cap = extra.get("osd_spec_k")
+        self.osd.begin(
+            request.request_id,
+            domain=str(extra.get("osd_domain", "")),
+            client_cap=cap if isinstance(cap, int) and not isinstance(cap, bool) else None,
+            is_counted=not extra.get("osd_calibration"),
+        )
+
+    def _osd_plan(self) -> Plan:
+        decoding = [r for r in self.running if r.num_output_tokens > 0]
+        return self.osd.plan([r.request_id for r in decoding], sum(r.num_tokens for r in decoding))
+
+    def _osd_lookup_table(self, k: int) -> list[int]:
+        table = self._osd_lookups.get(k)
+        if table is None:
+            size = self.scheduler_config.max_num_seqs + 1  # type: ignore[attr-defined]
+            table = self._osd_lookups.setdefault(k, [k] * size)
+        return table
+
+    def _osd_scheduled(self, output: Any, started: float) -> None:
+        self._osd_open[id(output)] = (started, self._osd_proposer)
+        # The worker's counters must know whose tokens these are.
+        output.osd_proposer = self._osd_proposer
+        self._osd_proposer = self.osd._plan.proposer if self.osd._plan.proposer == "ngram" else "draft"
+
+    def _osd_read(self, output: Any, result: Any) -> StepSeen | None:
+        now = time.perf_counter()
+        started, proposer = self._osd_open.pop(id(output), (now, "draft"))
+        began = self._osd_last_end if started - self._osd_last_end < MAX_IDLE_SECONDS or self.IS_ASYNC else started
+        self._osd_last_end = now
+        sampled, index = result.sampled_token_ids, result.req_id_to_index
+        drafts, scheduled = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
+        if not sampled or not scheduled:
+            return None
+        invalid = output.num_invalid_spec_tokens or {}
+        seen = StepSeen([], [], [], proposer, 0, 0, True, now - began, [])
+        for req_id, num_scheduled in scheduled.items():
+            request, emitted = self.requests.get(req_id), sampled[index[req_id]]
+            drafted = len(drafts.get(req_id, ()))
+            if num_scheduled != 1 + drafted or request is None or not request.num_output_tokens:
+                seen.is_pure = False
+            if not emitted or request is None:
+                continue
+            seen.req_ids.append(req_id)
+            seen.drafted.append(drafted - invalid.get(req_id, 0))
+            seen.accepted.append(len(emitted) - 1)
+            seen.num_tokens.append(request.num_tokens)
+        seen.context = sum(seen.num_tokens)
+        seen.passes = output.num_spec_tokens_to_schedule
+        return seen if seen.req_ids else None
+
+    def _osd_close(self) -> None:
+        if len(self.osd._requests) > len(self.requests):
+            for req_id in self.osd._requests.keys() - self.requests.keys():
+                self.osd.end(req_id)
+
+    def _osd_redraft(self, draft_token_ids: Any) -> None:
+        """In place: what the next step is to verify."""
+        drafts = draft_token_ids.draft_token_ids
+        if self._osd_proposer == "ngram":
+            for i, req_id in enumerate(draft_token_ids.req_ids):
+                request = self.requests.get(req_id)
+                if request is not None and not request.is_finished():
+                    drafts[i] = self.osd.lookup(req_id, request.all_token_ids)
+        elif self.osd.has_caps:
+            for i, req_id in enumerate(draft_token_ids.req_ids):
+                if (cap := self.osd.cap(req_id)) < len(drafts[i]):
+                    drafts[i] = drafts[i][:cap]
+
+    def _osd_cut_placeholders(self, output: Any) -> None:
+        if not self.osd.has_caps:
+            return
+        for req_id in output.num_scheduled_tokens:
+            request = self.requests[req_id]
+            if not request.is_prefill_chunk and (cap := self.osd.cap(req_id)) < len(request.spec_token_ids):
+                request.spec_token_ids = [-1] * cap
+
+
+class ControlledScheduler(_Controlled, Scheduler):
+    """For engines that schedule a step when the one before it is done (all on CPUs)."""
+
+
+class ControlledAsyncScheduler(_Controlled, AsyncScheduler):
+    """For engines that schedule ahead."""
+
+    IS_ASYNC = True
+
+
+def controlled_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `scheduler_cls` names: the class that fits the engine, once vLLM has settled how it schedules."""
+    cls = ControlledAsyncScheduler if vllm_config.scheduler_config.async_scheduling else ControlledScheduler
+    return cls(vllm_config, *args, **kwargs)
+
+
+def settings_of(additional_config: Any) -> Settings:
+    """The settings within vLLM's `additional_config`."""
+    given = additional_config.get(SETTINGS_KEY, {}) if isinstance(additional_config, dict) else {}
+    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    return Settings(**values)
+
+
+def padded_sizes(config: Any) -> list[int]:
+    """Numbers of tokens to which CUDA graphs round a step up; empty without graphs."""
+    compilation = config.compilation_config
+    mode = compilation.cudagraph_mode
+    has_graphs = mode is not None and getattr(mode, "name", str(mode)) != "NONE"
+    return list(compilation.cudagraph_capture_sizes or ()) if has_graphs else []
+
+
+def _command(core: Any, name: str, argument: str = "null") -> str:
+    """For `engine_core.call_utility(...)`: vLLM calls a method of the engine core by its name."""
+    return str(core.scheduler.osd_command(name, argument))
+
+
+EngineCore.osd_speculation = _command  # type: ignore[attr-defined]

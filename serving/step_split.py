@@ -1,0 +1,62 @@
+"""Where a step's time goes in the worker: draft, verify, sample, other, from vLLM's own named scopes.
+
+vLLM enters a scope around each part of a step and asks one global for the context manager; ours adds up seconds. On a
+GPU, which works behind the host's back, these are the times of launching, and are labelled so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+PARTS = {
+    "gpu_model_runner: forward": "verify",
+    "gpu_model_runner: sample": "sample",
+    "gpu_model_runner: draft": "draft",
+    "gpu_model_runner: preprocess": "other",
+    "gpu_model_runner: postprocess": "other",
+    "gpu_model_runner: bookkeep": "other",
+}
+
+
+class StepSplit:
+    """Adds up from its making on. Scopes of one part do not nest."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PARTS.values(), 0.0)
+        self._num_steps = 0
+        try:
+            from vllm.v1 import utils
+
+            utils.record_function_or_nullcontext  # noqa: B018  an older or newer vLLM may not have it
+            utils._PROFILER_FUNC = self._scope  # type: ignore[assignment]
+        except (ImportError, AttributeError) as error:
+            logger.warning("the time split of steps is not known: %s", error)
+
+    def report(self) -> dict[str, Any]:
+        """{"steps", "draft", "verify", "sample", "other"}: seconds since the start."""
+        return {"steps": self._num_steps, **self._seconds}
+
+    def _scope(self, name: str) -> _Scope:
+        return _Scope(self, PARTS.get(name))
+
+    def add(self, part: str, seconds: float) -> None:
+        self._seconds[part] += seconds
+        self._num_steps += part == "verify"
+
+
+class _Scope:
+    __slots__ = ("_at", "_part", "_split")
+
+    def __init__(self, split: StepSplit, part: str | None) -> None:
+        self._split, self._part = split, part
+
+    def __enter__(self) -> None:
+        self._at = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._part is not None:
+            self._split.add(self._part, time.perf_counter() - self._at)

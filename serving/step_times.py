@@ -1,0 +1,175 @@
+"""What an engine step costs, learnt from the steps themselves: T(batch, verified tokens, context, draft passes).
+
+    pure-decode step ──► cell (same batch, width, draft passes) ──median──► non-negative least squares ──► T(shape)
+
+The last few steps of each cell are kept, so old ones leave, and a spike among them does not move their median. A cell
+that has been seen corrects the fit where the fit is wrong there. Recursive least squares would not do: while the shape
+stays the same it forgets all others and diverges.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+CELL_SIZE = 15
+"""Newest steps kept of each cell."""
+MAX_CELLS = 512
+STEPS_PER_FIT = 100
+CELL_WEIGHT = 4
+"""A cell counts n / (n + CELL_WEIGHT) against the fit."""
+KNEES = (8, 32, 128)
+"""Verified tokens from which each costs more: small batches wait for memory, large ones compute."""
+
+
+_KNEES = np.array(KNEES, np.float64)
+
+
+class Shape(NamedTuple):
+    """A decode step: requests, tokens verified (1 + k of each), tokens of context in all, passes of the draft."""
+
+    batch: int
+    tokens: int
+    context: int
+    drafted: int
+
+
+Key = tuple[int, int, int]
+
+
+def key_of(shape: Shape) -> Key:
+    """The cell of a shape; widths differ by an eighth of a doubling."""
+    return shape.batch, round(8 * math.log2(shape.tokens)) if shape.tokens > 1 else 0, shape.drafted
+
+
+@dataclass(slots=True)
+class _Cell:
+    shapes: deque[Shape] = field(default_factory=lambda: deque(maxlen=CELL_SIZE))
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=CELL_SIZE))
+
+
+class StepTimes:
+    """Learns and predicts. `padded` are the sizes CUDA graphs were captured for, to which the number of verified tokens
+    is rounded up; none = a step costs what its tokens cost."""
+
+    def __init__(self, padded: Sequence[int] = ()) -> None:
+        self._padded = np.array(sorted(padded), np.float64)
+        self._cells: dict[Key, _Cell] = {}
+        self._fit: np.ndarray | None = None
+        self._corrections: dict[Key, float] = {}
+        self._num_since_fit = 0
+        self._fitting: threading.Thread | None = None
+
+    @property
+    def is_fitted(self) -> bool:
+        return self._fit is not None
+
+    @property
+    def num_cells(self) -> int:
+        return len(self._cells)
+
+    def add(self, shape: Shape, seconds: float) -> None:
+        """A step of nothing but decoding. Every `STEPS_PER_FIT` steps a thread fits anew."""
+        self._remember(shape, seconds)
+        self._num_since_fit += 1
+        if self._num_since_fit >= STEPS_PER_FIT and (self._fitting is None or not self._fitting.is_alive()):
+            self._num_since_fit = 0
+            self._fitting = threading.Thread(target=self._refit, args=(self._medians(),), daemon=True)
+            self._fitting.start()
+
+    def fit(self) -> None:
+        """Fit now, in this thread."""
+        self._refit(self._medians())
+
+    def predict(self, shapes: Sequence[Shape]) -> np.ndarray:
+        """float [shapes]: seconds. Before the first fit, every step costs the same."""
+        if self._fit is None:
+            return np.ones(len(shapes))
+        seconds = self._features(np.array(shapes, np.float64)) @ self._fit
+        ratio = [self._corrections.get(key_of(shape), 1.0) for shape in shapes]
+        return np.maximum(seconds * ratio, 1e-6)
+
+    def num_steps(self, shape: Shape) -> int:
+        """How many of the newest steps of this shape are known."""
+        cell = self._cells.get(key_of(shape))
+        return len(cell.seconds) if cell is not None else 0
+
+    def seconds_per_token(self, shape: Shape) -> float:
+        """What one more verified token costs at this shape; none where it only fills up a CUDA graph."""
+        if self._fit is None or len(self._padded):
+            return 0.0
+        _, _, per_token, *rest = self._fit.tolist()
+        per_token += sum(cost for knee, cost in zip(KNEES, rest, strict=False) if shape.tokens > knee)
+        return per_token + (rest[len(KNEES) + 2] if shape.drafted else 0.0)
+
+    # -- the profile that outlives a process --------------------------------------------------------------------------
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Cells as JSON: {"batch", "tokens", "context", "drafted", "seconds", "steps"}."""
+        return [
+            {**shape._asdict(), "seconds": seconds, "steps": steps}
+            for shape, seconds, steps in self._medians().values()
+        ]
+
+    def load_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Begin with what an earlier engine measured; own steps soon outweigh it. Raises `KeyError`, `TypeError` or
+        `ValueError` for rows of another form."""
+        for row in rows:
+            shape = Shape(*(int(row[name]) for name in Shape._fields))
+            for _ in range(min(int(row["steps"]), CELL_SIZE // 2)):
+                self._remember(shape, float(row["seconds"]))
+        self.fit()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _remember(self, shape: Shape, seconds: float) -> None:
+        key = key_of(shape)
+        cell = self._cells.pop(key, None) or _Cell()
+        self._cells[key] = cell  # the newest last
+        cell.shapes.append(shape)
+        cell.seconds.append(seconds)
+        if len(self._cells) > MAX_CELLS:
+            del self._cells[next(iter(self._cells))]
+
+    def _medians(self) -> dict[Key, tuple[Shape, float, int]]:
+        return {
+            key: (Shape(*map(int, np.median(cell.shapes, 0))), float(np.median(cell.seconds)), len(cell.seconds))
+            for key, cell in list(self._cells.items())
+        }
+
+    def _refit(self, medians: dict[Key, tuple[Shape, float, int]]) -> None:
+        from scipy.optimize import nnls
+
+        if not medians:
+            return
+        shapes = np.array([shape for shape, _, _ in medians.values()], np.float64)
+        seconds = np.array([seconds for _, seconds, _ in medians.values()])
+        steps = np.array([steps for _, _, steps in medians.values()])
+        features = self._features(shapes)
+        weight = np.sqrt(steps) / seconds  # relative errors count, and cells that were seen often
+        scale = np.maximum(features.max(0), 1e-9)
+        fit = nnls(features / scale * weight[:, None], seconds * weight)[0] / scale
+        ratio = seconds / np.maximum(features @ fit, 1e-9)
+        trust = steps / (steps + CELL_WEIGHT)
+        self._corrections = dict(zip(medians, 1 + (ratio - 1) * trust, strict=True))
+        self._fit = fit
+
+    def _features(self, shapes: np.ndarray) -> np.ndarray:
+        """float [shapes, features], all non-negative, each with a cost that cannot be below nothing."""
+        batch, tokens, context, drafted = shapes.T
+        if len(self._padded):
+            at = np.searchsorted(self._padded, tokens)
+            tokens = np.where(at < len(self._padded), self._padded[np.minimum(at, len(self._padded) - 1)], tokens)
+        found = np.empty((len(shapes), 8 + len(KNEES)))
+        found[:, 0], found[:, 1], found[:, 2] = 1, batch, tokens
+        found[:, 3 : 3 + len(KNEES)] = np.maximum(tokens[:, None] - _KNEES, 0)
+        rest = found[:, 3 + len(KNEES) :]
+        rest[:, 0], rest[:, 1] = context / 1000, drafted > 0
+        rest[:, 2], rest[:, 3], rest[:, 4] = rest[:, 1] * tokens, drafted, drafted * batch
+        return found

@@ -1,0 +1,332 @@
+"""Acceptance learnt from tested places: by hand where it is short, by what it must lead to where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from serving.estimates import FADING, MAX_DOMAINS, MIN_WEIGHT, UNKNOWN, Acceptance
+
+
+def step(estimates: Acceptance, slot: int, drafted: int, accepted: int, times: int = 1) -> None:
+    for _ in range(times):
+        estimates.add(np.array([slot]), np.array([drafted]), np.array([accepted]))
+
+
+def first(estimates: Acceptance, slot: int) -> float:
+    """Probability that the next draft token of a request is accepted."""
+    return float(estimates.survival(np.array([slot]))[0, 0])
+
+
+def of_new(estimates: Acceptance, domain: str) -> float:
+    """The same of a request that comes now, which leaves no trace."""
+    slot = estimates.open(domain)
+    found = first(estimates, slot)
+    estimates.close(slot)
+    return found
+
+
+def finish(estimates: Acceptance, domain: str, accepted: Iterable[int]) -> float:
+    """A request that is drafted one token per step."""
+    slot = estimates.open(domain)
+    for num in accepted:
+        step(estimates, slot, 1, num)
+    return estimates.close(slot)
+
+
+def share(num: int, num_accepted: int) -> list[int]:
+    """So many tests of which so many are accepted, evenly mixed."""
+    return [(i + 1) * num_accepted // num - i * num_accepted // num for i in range(num)]
+
+
+# -- what is tested ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "drafted, accepted, tested",
+    [(4, 0, 1), (4, 1, 2), (4, 3, 4), (4, 4, 4), (1, 0, 1), (1, 1, 1)],
+)
+def test_only_tokens_up_to_the_first_rejection_are_tested(drafted: int, accepted: int, tested: int) -> None:
+    estimates = Acceptance(4)
+    slot = estimates.open("")
+    step(estimates, slot, drafted, accepted)
+    assert estimates.close(slot) == accepted / tested
+
+
+def test_acceptance_of_a_request_is_accepted_by_tested_of_all_its_steps() -> None:
+    estimates = Acceptance(4)
+    slot = estimates.open("")
+    for drafted, accepted in [(4, 1), (4, 4), (0, 0), (2, 2)]:  # 2, 4, 0 and 2 were tested
+        step(estimates, slot, drafted, accepted)
+    assert estimates.close(slot) == 7 / 8
+
+
+def test_a_request_that_was_never_tested_says_nothing() -> None:
+    estimates = Acceptance(4, predicted=0.6)
+    slot = estimates.open("sql")
+    step(estimates, slot, 0, 0, times=50)
+    assert np.isnan(estimates.close(slot))
+    assert of_new(estimates, "sql") == pytest.approx(0.6)
+
+
+def test_survival_by_hand() -> None:
+    estimates = Acceptance(2, predicted=0.5)
+    slot = estimates.open("")
+    assert estimates.survival(np.array([slot])).tolist() == [[0.5, 0.25]]
+    step(estimates, slot, 1, 1)
+    # One token accepted where a half was expected, against the weight of four tests: 3 / 2.5 = 1.2 times better than
+    # its class, whose misses become 0.5 / 1.2; one accepted of one joins four tests of that.
+    prior = 1 - 0.5 / 1.2
+    place_0 = (1 + MIN_WEIGHT * prior) / (1 + MIN_WEIGHT)
+    assert estimates.survival(np.array([slot]))[0].tolist() == pytest.approx([place_0, place_0 * prior])
+    assert place_0 == pytest.approx(2 / 3)
+
+
+def test_places_behind_a_rejection_keep_what_was_thought_of_them_among_themselves() -> None:
+    """100 rejections at place 0 say that the request is bad; nothing tells places 1 and 2 apart."""
+    estimates = Acceptance(3, predicted=0.8)
+    slot = estimates.open("")
+    step(estimates, slot, 3, 0, times=100)
+    place_0, place_1, place_2 = estimates.survival(np.array([slot]))[0]
+    assert place_0 < 0.1
+    assert place_2 / place_1 == pytest.approx(place_1 / place_0)
+
+
+def test_each_place_is_learnt_for_itself() -> None:
+    estimates = Acceptance(3, predicted=0.5)
+    slot = estimates.open("")
+    for i in range(400):
+        step(estimates, slot, 3, [3, 1, 1, 1][i % 4])  # place 0 always, place 1 a quarter, place 2 always
+    place_0, place_1, place_2 = estimates.survival(np.array([slot]))[0]
+    assert place_0 > 0.95
+    assert place_1 / place_0 == pytest.approx(0.25, abs=0.06)
+    assert place_2 / place_1 > 0.9
+
+
+def test_a_request_good_where_it_was_tested_is_thought_good_where_it_was_not() -> None:
+    estimates = Acceptance(4, predicted=0.5)
+    good, bad = estimates.open(""), estimates.open("")
+    step(estimates, good, 1, 1, times=40)
+    step(estimates, bad, 1, 0, times=40)
+    survival_BG = estimates.survival(np.array([good, bad]))
+    alpha_good, alpha_bad = (survival_BG[:, 1:] / survival_BG[:, :-1]).mean(1)
+    assert alpha_good > 0.65
+    assert alpha_bad < 0.35
+
+
+def test_survival_is_a_probability_and_falls_along_the_draft() -> None:
+    rng = np.random.default_rng(0)
+    estimates = Acceptance(5)
+    slot_B = np.array([estimates.open(f"d{i % 3}") for i in range(40)])
+    for _ in range(60):
+        drafted_B = rng.integers(0, 6, 40)
+        estimates.add(slot_B, drafted_B, np.minimum(rng.integers(0, 6, 40), drafted_B))
+        survival_BG = estimates.survival(slot_B)
+        assert survival_BG.min() >= 0
+        assert survival_BG.max() <= 1
+        assert np.diff(survival_BG, axis=1).max() <= 0
+
+
+def test_requests_of_a_step_do_not_touch_each_other() -> None:
+    together, alone = Acceptance(3), Acceptance(3)
+    slot_B = np.array([together.open("") for _ in range(3)])
+    others = [alone.open("") for _ in range(3)]
+    for drafted_B, accepted_B in [([3, 0, 2], [1, 0, 2]), ([1, 3, 3], [1, 0, 3])]:
+        together.add(slot_B, np.array(drafted_B), np.array(accepted_B))
+        for slot, drafted, accepted in zip(others, drafted_B, accepted_B, strict=True):
+            step(alone, slot, drafted, accepted)
+    assert together.survival(slot_B).tolist() == alone.survival(np.array(others)).tolist()
+
+
+# -- classes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_request_counts_once_however_long_it_stayed() -> None:
+    """Bad requests stay twenty times as long: by steps 27 % would be accepted, by requests 75 %."""
+    estimates = Acceptance(1)
+    for _ in range(10):
+        for _ in range(3):
+            finish(estimates, "", share(20, 19))
+        finish(estimates, "", share(400, 60))
+    assert of_new(estimates, "") == pytest.approx(0.75, abs=0.05)
+
+
+def test_the_order_in_which_requests_end_matters_little() -> None:
+    estimates = Acceptance(1)
+    for _ in range(5):
+        finish(estimates, "", share(20, 19))
+    for _ in range(5):
+        finish(estimates, "", share(400, 60))
+    assert of_new(estimates, "") == pytest.approx(0.55, abs=0.1)
+
+
+def test_a_request_is_believed_as_its_class_until_it_is_tested() -> None:
+    estimates = Acceptance(1)
+    for _ in range(12):
+        finish(estimates, "code", share(20, 18))
+        finish(estimates, "chat", share(20, 4))
+    assert of_new(estimates, "code") == pytest.approx(0.9, abs=0.06)
+    assert of_new(estimates, "chat") == pytest.approx(0.2, abs=0.06)
+    assert of_new(estimates, "never seen") == pytest.approx(0.55, abs=0.05)
+    slot = estimates.open("code")
+    step(estimates, slot, 1, 0, times=60)
+    assert first(estimates, slot) < 0.2
+
+
+def test_a_class_with_little_evidence_lies_between_its_own_and_everything() -> None:
+    estimates = Acceptance(1)
+    for _ in range(12):
+        finish(estimates, "chat", share(20, 4))
+    before = of_new(estimates, "code")
+    finish(estimates, "code", [1] * 20)
+    once = of_new(estimates, "code")
+    for _ in range(5):
+        finish(estimates, "code", [1] * 20)
+    assert before == pytest.approx(0.2, abs=0.05)
+    assert 0.4 < once < 0.75
+    assert of_new(estimates, "code") > 0.88
+
+
+def test_a_place_never_tested_is_thought_like_the_one_before() -> None:
+    estimates = Acceptance(3, predicted=0.5)
+    for _ in range(30):
+        finish(estimates, "", share(20, 18))  # drafts of one token
+    slot = estimates.open("")
+    assert estimates.survival(np.array([slot]))[0].tolist() == pytest.approx([0.9, 0.81, 0.729], abs=0.02)
+
+
+def test_a_class_forgets() -> None:
+    estimates = Acceptance(1)
+    for _ in range(200):
+        finish(estimates, "", share(20, 2))
+    for _ in range(60):
+        finish(estimates, "", share(20, 18))
+    assert of_new(estimates, "") > 0.8
+
+
+def test_domains_beyond_the_bound_are_served_too() -> None:
+    estimates = Acceptance(1, predicted=0.6)
+    for i in range(MAX_DOMAINS + 20):
+        assert of_new(estimates, f"d{i}") == pytest.approx(0.6)
+
+
+def test_a_request_is_believed_later_where_requests_are_alike() -> None:
+    def shift(rates: tuple[float, float]) -> float:
+        """What five rejections make of a request, where half of all requests are accepted at each rate."""
+        rng = np.random.default_rng(0)
+        estimates = Acceptance(1)
+        for i in range(40):
+            finish(estimates, "", (rng.random(30) < rates[i % 2]).astype(int).tolist())
+        slot = estimates.open("")
+        before = first(estimates, slot)
+        assert before == pytest.approx(0.5, abs=0.08)
+        step(estimates, slot, 1, 0, times=5)
+        return before - first(estimates, slot)
+
+    alike, unlike = shift((0.5, 0.5)), shift((0.95, 0.05))
+    assert unlike > 0.25
+    assert alike < 0.4 * unlike
+
+
+# -- another draft ----------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_begins_with_what_was_predicted() -> None:
+    estimates = Acceptance(2)
+    running = estimates.open("code")
+    for _ in range(10):
+        finish(estimates, "code", [0] * 20)
+    step(estimates, running, 2, 0, times=50)
+    assert first(estimates, running) < 0.1
+    estimates.restart([running], 0.9)
+    assert estimates.survival(np.array([running]))[0].tolist() == pytest.approx([0.9, 0.81])
+    assert of_new(estimates, "code") == pytest.approx(0.9)
+    step(estimates, running, 2, 1)
+    assert estimates.close(running) == 0.5, "what it showed before belongs to the other draft"
+
+
+def test_a_restart_with_nothing_predicted_begins_with_the_unknown() -> None:
+    estimates = Acceptance(2, predicted=0.2)
+    estimates.restart([], None)
+    assert of_new(estimates, "") == pytest.approx(UNKNOWN)
+
+
+def test_a_restart_believes_requests_as_soon_as_at_first() -> None:
+    """How alike requests were under the other draft says nothing of this one."""
+    estimates = Acceptance(1, predicted=0.5)
+    for _ in range(40):
+        finish(estimates, "", share(30, 15))
+    estimates.restart([], 0.5)
+    fresh = Acceptance(1, predicted=0.5)
+    slots = estimates.open(""), fresh.open("")
+    step(estimates, slots[0], 1, 0, times=5)
+    step(fresh, slots[1], 1, 0, times=5)
+    assert first(estimates, slots[0]) == first(fresh, slots[1])
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_evidence_fades_while_nothing_is_tested() -> None:
+    estimates = Acceptance(2, predicted=0.8)
+    slot = estimates.open("")
+    step(estimates, slot, 2, 0, times=50)
+    shown = first(estimates, slot)
+    assert shown < 0.05
+    estimates.fade(np.array([slot]), 700)
+    later = first(estimates, slot)
+    assert 0.1 < later < 0.7
+    estimates.fade(np.array([slot]), 3000)
+    assert first(estimates, slot) == pytest.approx(0.8, abs=0.02)
+
+
+def test_steps_without_a_draft_fade_like_time_does() -> None:
+    estimates = Acceptance(3)
+    by_steps, at_once = estimates.open(""), estimates.open("")
+    for slot in (by_steps, at_once):
+        step(estimates, slot, 3, 1, times=20)
+    step(estimates, by_steps, 0, 0, times=100)
+    estimates.fade(np.array([at_once]), 100)
+    assert first(estimates, by_steps) == pytest.approx(first(estimates, at_once), rel=1e-9)
+    assert FADING**100 < 0.8, "what was shown is worth clearly less by then"
+
+
+def test_the_newest_tests_count_most() -> None:
+    estimates = Acceptance(1)
+    slot = estimates.open("")
+    step(estimates, slot, 1, 0, times=300)
+    step(estimates, slot, 1, 1, times=100)
+    assert first(estimates, slot) > 0.8
+
+
+# -- slots ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_handed_on_clean() -> None:
+    estimates = Acceptance(2)
+    slot = estimates.open("bad")
+    step(estimates, slot, 2, 0, times=80)
+    estimates.close(slot)
+    again, never_used = estimates.open("good"), estimates.open("good")
+    assert again == slot != never_used
+    assert estimates.survival(np.array([again])).tolist() == estimates.survival(np.array([never_used])).tolist()
+    step(estimates, again, 1, 1)
+    assert estimates.close(again) == 1.0
+
+
+def test_more_requests_than_slots_keep_their_evidence() -> None:
+    estimates = Acceptance(1)
+    good = estimates.open("")
+    step(estimates, good, 1, 1, times=50)
+    before = first(estimates, good)
+    slots = [estimates.open("") for _ in range(100)]
+    assert len({good, *slots}) == 101
+    assert first(estimates, good) == before
+    step(estimates, slots[-1], 1, 0, times=50)
+    assert first(estimates, slots[-1]) < 0.2
+    assert first(estimates, slots[-2]) == pytest.approx(UNKNOWN)
+    for slot in slots:
+        estimates.close(slot)
+    assert {estimates.open("") for _ in range(100)} == set(slots)

@@ -1,0 +1,184 @@
+"""Goodput by hand: a table of step times, a few acceptances, and the choice they must lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from serving.goodput import (
+    ENOUGH_STEPS,
+    HYSTERESIS,
+    MARGIN,
+    NEARLY,
+    OFF,
+    Load,
+    Plan,
+    candidates,
+    caps,
+    choose,
+    shape_of,
+    unmeasured,
+    with_threshold,
+)
+from serving.step_times import Shape, StepTimes
+
+
+class Table(StepTimes):
+    """Step times as given: (verified tokens, draft passes) -> seconds; `known` shapes have been measured."""
+
+    def __init__(self, seconds: dict[tuple[int, int], float], per_token: float = 0.0) -> None:
+        super().__init__()
+        self.seconds, self.per_token = seconds, per_token
+        self.known: dict[tuple[int, int], int] = {}
+
+    def predict(self, shapes: Sequence[Shape]) -> np.ndarray:
+        return np.array([self.seconds[shape.tokens, shape.drafted] for shape in shapes])
+
+    def num_steps(self, shape: Shape) -> int:
+        return self.known.get((shape.tokens, shape.drafted), 0)
+
+    def seconds_per_token(self, shape: Shape) -> float:
+        return self.per_token
+
+
+SURVIVAL_BG = np.array([[0.5, 0.25, 0.1], [0.9, 0.8, 0.7]])
+"""Of two requests; the sums of its columns are 1.4, 1.05 and 0.8."""
+DRAFT_ONLY = Load(2, 200, {"draft": SURVIVAL_BG})
+BOTH = Load(2, 200, {"draft": SURVIVAL_BG, "ngram": np.array([[0.2, 0.1, 0.0], [0.6, 0.5, 0.4]])})
+
+
+def seconds(off: float, draft: Sequence[float], ngram: Sequence[float] = ()) -> dict[tuple[int, int], float]:
+    """Of steps of two requests."""
+    table = {(2, 0): off}
+    table |= {(2 * (1 + k), k): took for k, took in enumerate(draft, start=1)}
+    table |= {(2 * (1 + k), 0): took for k, took in enumerate(ngram, start=1)}
+    return table
+
+
+def test_goodput_is_expected_tokens_by_time() -> None:
+    plans = candidates(DRAFT_ONLY, Table(seconds(0.10, [0.16, 0.20, 0.25])))
+    assert [plan.name for plan in plans] == ["off", "draft 1", "draft 2", "draft 3"]
+    assert [plan.goodput for plan in plans] == pytest.approx([2 / 0.10, 3.4 / 0.16, 4.45 / 0.20, 5.25 / 0.25])
+    assert [plan.seconds for plan in plans] == [0.10, 0.16, 0.20, 0.25]
+
+
+@pytest.mark.parametrize(
+    "table, best",
+    [
+        (seconds(0.10, [0.16, 0.20, 0.25]), "draft 2"),  # 20, 21.25, 22.25, 21
+        (seconds(0.10, [0.14, 0.20, 0.25]), "draft 1"),  # 20, 24.3, 22.25, 21
+        (seconds(0.10, [0.16, 0.20, 0.22]), "draft 3"),  # 20, 21.25, 22.25, 23.9
+        (seconds(0.10, [0.18, 0.23, 0.28]), "off"),  # 20, 18.9, 19.3, 18.75
+    ],
+)
+def test_the_choice_with_most_tokens_per_second_wins(table: dict[tuple[int, int], float], best: str) -> None:
+    assert choose(candidates(DRAFT_ONLY, Table(table)), Plan("ngram", 9)).name == best
+
+
+def test_n_grams_pay_no_passes_of_the_draft() -> None:
+    # n-grams expect 0.8, 1.4 and 1.8 tokens, and only the wider verification costs them.
+    times = Table(seconds(0.10, [0.16, 0.20, 0.25], [0.101, 0.102, 0.14]))
+    plans = candidates(BOTH, times)
+    assert choose(plans, OFF).name == "ngram 2"
+    assert max(plan.goodput for plan in plans) == pytest.approx(3.4 / 0.102)
+
+
+def test_a_shape_holds_all_requests_and_only_the_drafts_passes() -> None:
+    assert shape_of(BOTH, "draft", 3) == Shape(2, 8, 200, 3)
+    assert shape_of(BOTH, "ngram", 3) == Shape(2, 8, 200, 0)
+    assert shape_of(BOTH, "off", 0) == Shape(2, 2, 200, 0)
+
+
+def test_the_present_choice_stays_until_another_is_clearly_better() -> None:
+    present = Plan("draft", 2, 100.0)
+    a_little = Plan("draft", 3, 100.0 * (1 + HYSTERESIS) - 0.1)
+    clearly = Plan("draft", 3, 100.0 * (1 + HYSTERESIS) + 0.1)
+    assert choose([OFF, present, a_little], Plan("draft", 2)) == present
+    assert choose([OFF, present, clearly], Plan("draft", 2)) == clearly
+
+
+def test_the_present_choice_is_judged_by_what_it_promises_now() -> None:
+    now = Plan("draft", 2, 50.0)
+    better = Plan("off", 0, 80.0)
+    assert choose([better, now], Plan("draft", 2, 200.0)) == better
+    assert choose([Plan("off", 0, 50.5), now], Plan("draft", 2, 10.0)) == now
+
+
+def test_n_grams_of_the_same_k_are_another_choice() -> None:
+    plans = [Plan("draft", 2, 100.0), Plan("ngram", 2, 101.0)]
+    assert choose(plans, Plan("ngram", 2)).proposer == "ngram"
+    assert choose(plans, Plan("draft", 2)).proposer == "draft"
+    assert choose(plans, Plan("off", 0)).proposer == "ngram", "what is no longer a choice is no reason to stay"
+
+
+def test_a_promising_choice_is_unmeasured_until_its_step_was_seen_often_enough() -> None:
+    times = Table(seconds(0.10, [0.16, 0.20, 0.25]))
+    plans = candidates(DRAFT_ONLY, times)  # 20, 21.25, 22.25, 21: all but `off` are near the best
+    times.known = {(2, 0): 99, (4, 1): 0, (6, 2): ENOUGH_STEPS, (8, 3): ENOUGH_STEPS}
+    trial = unmeasured(plans, DRAFT_ONLY, times)
+    assert trial is not None
+    assert trial.name == "draft 1"
+    times.known[4, 1] = ENOUGH_STEPS - 1
+    assert unmeasured(plans, DRAFT_ONLY, times) == trial
+    times.known[4, 1] = ENOUGH_STEPS
+    assert unmeasured(plans, DRAFT_ONLY, times) is None
+
+
+def test_the_most_promising_of_the_unmeasured_is_tried_first() -> None:
+    times = Table(seconds(0.10, [0.16, 0.20, 0.25]))
+    trial = unmeasured(candidates(DRAFT_ONLY, times), DRAFT_ONLY, times)
+    assert trial is not None
+    assert trial.name == "draft 2"
+
+
+def test_what_is_far_from_the_best_is_never_tried() -> None:
+    times = Table(seconds(0.10, [0.16, 0.20, 0.25]))
+    plans = [Plan("off", 0, 100.0 * NEARLY - 0.1), Plan("draft", 1, 100.0)]
+    times.known = {(4, 1): 99}
+    assert unmeasured(plans, DRAFT_ONLY, times) is None
+    near = Plan("off", 0, 100.0 * NEARLY + 0.1)
+    assert unmeasured([near, plans[1]], DRAFT_ONLY, times) == near
+
+
+def test_a_draft_token_must_be_worth_the_time_of_its_verification() -> None:
+    times = Table(seconds(0.10, [0.16, 0.20, 0.25]), per_token=0.02)
+    plan = with_threshold(Plan("draft", 3, 22.0, 0.25), DRAFT_ONLY, times)
+    assert plan.min_survival == pytest.approx(MARGIN * 22.0 * 0.02)  # 0.396
+    assert (plan.proposer, plan.k, plan.goodput, plan.seconds) == ("draft", 3, 22.0, 0.25)
+    assert caps(SURVIVAL_BG, plan).tolist() == [1, 3]
+
+
+def test_no_more_is_verified_than_the_plan_says() -> None:
+    assert caps(SURVIVAL_BG, Plan("draft", 2, min_survival=0.05)).tolist() == [2, 2]
+    assert caps(SURVIVAL_BG, Plan("draft", 2, min_survival=0.3)).tolist() == [1, 2]
+    assert caps(SURVIVAL_BG, Plan("draft", 3, min_survival=0.95)).tolist() == [0, 0]
+
+
+def test_where_tokens_cost_nothing_all_are_verified() -> None:
+    plan = with_threshold(Plan("draft", 3, 22.0, 0.25), DRAFT_ONLY, Table({}, per_token=0.0))
+    assert plan.min_survival == 0
+    assert caps(np.array([[0.01, 0.0, 0.0]]), plan).tolist() == [3]
+
+
+@pytest.mark.parametrize("plan", [Plan("ngram", 3, 22.0, 0.25), Plan("off", 0, 22.0, 0.25)])
+def test_only_drafts_are_cut(plan: Plan) -> None:
+    assert with_threshold(plan, DRAFT_ONLY, Table({}, per_token=0.02)) == plan
+
+
+def test_cutting_by_the_threshold_delivers_more_where_requests_differ() -> None:
+    """What the threshold is for: of four requests, two good and two bad, the same k for all wastes verification."""
+    good, bad = 0.9 ** np.arange(1, 5), 0.1 ** np.arange(1, 5)
+    survival_BG = np.array([good, good, bad, bad])
+    per_token = 0.004
+
+    def goodput(tokens_B: Sequence[int]) -> float:
+        gain = sum(survival_BG[i, :num].sum() for i, num in enumerate(tokens_B))
+        return float((4 + gain) / (0.04 + per_token * (4 + sum(tokens_B))))
+
+    same_for_all = max(goodput([k] * 4) for k in range(5))
+    plan = with_threshold(Plan("draft", 4, same_for_all), Load(4, 0, {}), Table({}, per_token))
+    cut = caps(survival_BG, plan).tolist()
+    assert cut == [4, 4, 0, 0]
+    assert goodput(cut) > 1.1 * same_for_all

@@ -1,0 +1,501 @@
+"""The closed loop against a simulated engine, whose best choice is known by formula, and step by step by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving.goodput import MARGIN, OFF, Plan
+from serving.speculation import PROBE_SHARE, PROBE_STEPS, STEPS_PER_DECISION, Settings, Speculation, StepSeen
+from tests.simulated_engine import SimulatedEngine, StepTime, best_fixed, cpu
+
+K_MAX = 5
+AUTO = Settings(k_max=K_MAX)
+
+
+def gpu(batch: int, tokens: int, passes: int) -> float:
+    """Waits for memory up to 128 tokens: the opposite of `cpu`, where a batch of 16 has no room for drafts."""
+    draft = 0.0005 + 0.0006 * passes if passes else 0.0
+    return 0.012 + 0.000002 * tokens + 0.00015 * max(tokens - 128, 0) + draft
+
+
+def of_best(engine: SimulatedEngine, num_steps: int, batch: int) -> float:
+    """Tokens per second of the next steps, as a part of what the best fixed k would deliver."""
+    return engine.run(num_steps, batch) / best_fixed(engine, batch, range(K_MAX + 1))[1]
+
+
+def rate_off(engine: SimulatedEngine, batch: int) -> float:
+    return batch / engine.step_time(batch, batch, 0)
+
+
+def shares(engine: SimulatedEngine, num_steps: int) -> dict[str, float]:
+    """Of the newest steps: what part was planned by whom."""
+    names = Counter(name.split()[0] for name in engine.plans[-num_steps:])
+    return {proposer: names[proposer] / num_steps for proposer in ("draft", "ngram", "off")}
+
+
+# -- the best choice, where nothing changes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "alpha, batch",
+    [(0.05, 1), (0.5, 1), (0.9, 1), (0.3, 4), (0.7, 4), (0.9, 4), (0.7, 8), (0.9, 16)],
+)
+def test_the_best_fixed_choice_is_found(alpha: float, batch: int) -> None:
+    engine = SimulatedEngine(AUTO, alpha=alpha)
+    engine.run(200, batch)
+    rate = engine.run(400, batch)
+    assert rate >= 0.95 * best_fixed(engine, batch, range(K_MAX + 1))[1]
+    assert rate >= 0.97 * rate_off(engine, batch)
+
+
+def test_the_best_choices_that_are_found_differ() -> None:
+    """Else the test above would say little."""
+    engine = SimulatedEngine(AUTO)
+    best = set()
+    for engine.alpha, batch in [(0.05, 1), (0.5, 1), (0.9, 1), (0.9, 4), (0.9, 8)]:
+        best.add(best_fixed(engine, batch, range(K_MAX + 1))[0])
+    assert best == {"off", "draft 2", "draft 5", "draft 3", "draft 1"}
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_an_engine_of_another_shape_gets_another_choice(batch: int) -> None:
+    engine = SimulatedEngine(AUTO, gpu, alpha=0.85)
+    assert best_fixed(engine, batch, range(K_MAX + 1))[0] == "draft 5"
+    engine.run(200, batch)
+    assert of_best(engine, 300, batch) >= 0.95
+    assert shares(engine, 300)["draft"] > 0.95
+
+
+# -- a useless draft --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_useless_draft_is_not_used_and_trying_it_costs_little(batch: int) -> None:
+    """What probes and trials lose is measured against an engine that never drafts; at most 1.5 % of the time."""
+    engine = SimulatedEngine(AUTO, alpha=0.0, noise=0.0)
+    engine.run(200, batch)
+    num_probes = engine.control.report()["num_probes"]
+    lost = 1 - engine.run(800, batch) / rate_off(engine, batch)
+    assert engine.control.report()["num_probes"] - num_probes >= 2
+    assert 0 < lost <= 0.015
+    assert shares(engine, 800)["draft"] < 0.03
+
+
+def test_a_costlier_draft_is_probed_less_often() -> None:
+    def probes(passes_s: float) -> int:
+        settings = Settings(k_max=K_MAX, proposers=("draft",))
+        engine = SimulatedEngine(settings, lambda b, t, p: 0.015 + passes_s * p, alpha=0.0, noise=0.0)
+        engine.run(800, 1)
+        return int(engine.control.report()["num_probes"])
+
+    # Two passes of a draft that takes a tenth as long as the target: 4 * 0.2 / 0.01 = 80 steps; half as long: 400.
+    assert probes(0.0015) >= 4 * probes(0.0075) >= 4
+
+
+# -- what changes without notice --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("batch, steps", [(1, 200), (4, 300)])
+def test_a_draft_that_becomes_good_is_found_by_probes(batch: int, steps: int, seed: int) -> None:
+    """Bad to good, without notice: the mean over the 400 steps that follow the first `steps` after the change. With
+    four requests a probe is due only every 245 steps, or it would cost more than its hundredth of the time."""
+    engine = SimulatedEngine(AUTO, alpha=0.05, seed=seed)
+    engine.run(250, batch)
+    assert shares(engine, 100)["draft"] < 0.2
+    engine.alpha = 0.9
+    engine.run(steps, batch)
+    assert of_best(engine, 400, batch) >= 0.95
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_draft_that_becomes_bad_is_dropped(batch: int) -> None:
+    """Good to bad, without notice: the mean over the steps 200 to 600 after the change."""
+    engine = SimulatedEngine(AUTO, alpha=0.9)
+    engine.run(250, batch)
+    assert shares(engine, 100)["draft"] > 0.9
+    engine.alpha = 0.05
+    engine.run(200, batch)
+    assert of_best(engine, 400, batch) >= 0.95
+
+
+# -- releases ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_release_that_is_predicted_good_is_used_at_once() -> None:
+    """Mean over the steps 20 to 120 after the release, long before a probe would have been due."""
+    engine = SimulatedEngine(AUTO, alpha=0.05)
+    engine.run(250, 4)
+    assert shares(engine, 100)["draft"] < 0.1
+    engine.alpha = 0.9
+    engine.control.restart(predicted=0.9)
+    engine.run(20, 4)
+    assert of_best(engine, 100, 4) >= 0.95
+    assert shares(engine, 120)["draft"] > 0.95
+
+
+def test_a_release_that_is_worse_than_predicted_is_dropped() -> None:
+    """Mean over the steps 200 to 600 after the release."""
+    engine = SimulatedEngine(AUTO, alpha=0.9)
+    engine.run(250, 4)
+    engine.alpha = 0.05
+    engine.control.restart(predicted=0.9)
+    engine.run(200, 4)
+    assert of_best(engine, 400, 4) >= 0.95
+
+
+# -- load -------------------------------------------------------------------------------------------------------------
+
+
+def test_load_comes_and_goes() -> None:
+    """1, 16, 1 requests: a batch never seen is known after the next fit of step times, a known one at once. Means over
+    the steps 120 to 320 and 20 to 220 after each change."""
+    engine = SimulatedEngine(AUTO, alpha=0.7)
+    engine.run(250, 1)
+    engine.run(120, 16)
+    assert of_best(engine, 200, 16) >= 0.95
+    assert shares(engine, 200)["draft"] < 0.1
+    engine.run(20, 1)
+    assert of_best(engine, 200, 1) >= 0.95
+    assert shares(engine, 200)["draft"] > 0.9
+    changes = engine.control.report()["changes"]
+    assert any(change["reason"] == "load" for change in changes), "the report says why"
+
+
+# -- n-grams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_good_n_grams_take_the_place_of_a_useless_draft(batch: int) -> None:
+    engine = SimulatedEngine(AUTO, alpha=0.05, found=0.9, copied=0.9)
+    engine.run(250, batch)
+    assert engine.run(300, batch) > 2 * rate_off(engine, batch)
+    assert shares(engine, 300)["ngram"] > 0.9
+
+
+def test_n_grams_that_find_nothing_do_not_displace_a_good_draft() -> None:
+    engine = SimulatedEngine(AUTO, alpha=0.8)
+    engine.run(250, 4)
+    assert of_best(engine, 300, 4) >= 0.95
+    assert shares(engine, 300)["draft"] > 0.95
+
+
+@pytest.mark.parametrize("period, proposer", [(9, "ngram"), (0, "draft")])
+def test_n_grams_are_found_worth_using_by_lookups_in_shadow(period: int, proposer: str) -> None:
+    """The texts begin to repeat while the draft is in use; what lookups do not see (period 0) changes nothing."""
+    engine = SimulatedEngine(AUTO, alpha=0.5)
+    engine.run(200, 1)
+    assert shares(engine, 100)["draft"] > 0.9
+    engine.found, engine.copied, engine.period = 0.9, 0.95, period
+    engine.run(250, 1)
+    assert shares(engine, 100)[proposer] > 0.9
+
+
+# -- modes, forces, clients -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, plan",
+    [
+        (Settings(mode="off", k_max=3), "off"),
+        (Settings(mode="fixed", k_max=3), "draft 3"),
+        (Settings(mode="fixed", k_max=3, proposers=("ngram", "draft")), "ngram 3"),
+        (Settings(mode="fixed", k_max=3, proposers=()), "off"),
+    ],
+)
+@pytest.mark.parametrize("alpha", [0.0, 0.9])
+def test_other_modes_decide_nothing(settings: Settings, plan: str, alpha: float) -> None:
+    engine = SimulatedEngine(settings, alpha=alpha)
+    engine.run(150, 2)
+    assert set(engine.plans) == {plan}
+
+
+@pytest.mark.parametrize("proposers, absent", [(("draft",), "ngram"), (("ngram",), "draft")])
+def test_only_the_proposers_of_the_settings_are_used(proposers: tuple[str, ...], absent: str) -> None:
+    engine = SimulatedEngine(Settings(k_max=3, proposers=proposers), alpha=0.9, found=0.9, copied=0.9)
+    engine.run(300, 2)
+    assert shares(engine, 300)[absent] == 0
+    assert shares(engine, 100)[proposers[0]] > 0.9
+
+
+def test_a_forced_plan_stays_until_it_is_lifted() -> None:
+    engine = SimulatedEngine(AUTO, alpha=0.9)
+    engine.run(200, 1)
+    engine.control.force(Plan("draft", 1))
+    engine.run(50, 1)
+    assert set(engine.plans[-50:]) == {"draft 1"}
+    engine.control.force(OFF)
+    engine.run(50, 4)
+    assert set(engine.plans[-50:]) == {"off"}
+    engine.control.force(None)
+    engine.run(50, 1)
+    assert set(engine.plans[-20:]) <= {"draft 3", "draft 4", "draft 5"}
+
+
+def test_a_forced_plan_ends_a_probe() -> None:
+    engine = SimulatedEngine(AUTO, alpha=0.0)
+    while not engine.control.report()["num_probes"]:
+        engine.run(1, 1)
+    engine.control.force(Plan("ngram", 2))
+    engine.run(1, 1)
+    assert engine.plans[-1] == "ngram 2"
+
+
+@pytest.mark.parametrize("client_cap, expected", [(None, 5), (0, 0), (2, 2), (99, 5), (-1, 0)])
+def test_a_client_gets_no_more_draft_tokens_than_it_allows(client_cap: int | None, expected: int) -> None:
+    control = Speculation(Settings(mode="fixed", k_max=K_MAX))
+    control.begin("capped", client_cap=client_cap)
+    control.begin("other")
+    for _ in range(10):
+        control.plan(["capped", "other"], 100)
+    assert (control.cap("capped"), control.cap("other")) == (expected, K_MAX)
+    assert control.has_caps == (expected < K_MAX)
+    assert control.lookup("capped", [*range(9), *range(9)]) == [*range(9)][:expected]
+
+
+def test_the_caps_of_clients_hold_whatever_is_decided() -> None:
+    engine = SimulatedEngine(AUTO, alpha=0.95)
+    engine.run(200, 1)
+    engine.control.begin("capped", client_cap=1)
+    for _ in range(40):
+        engine.run(1, 1)
+        assert engine.control.cap("capped") <= 1
+        assert engine.control.has_caps
+    assert shares(engine, 40)["draft"] == 1
+    assert max(engine.control.cap(req_id) for req_id in engine._left) > 1
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def rows(batches: Sequence[int], step_time: StepTime) -> list[dict[str, Any]]:
+    """A profile of an engine, with steps of every width and number of passes."""
+    return [
+        {"batch": b, "tokens": t, "context": 100 * b, "drafted": k, "seconds": step_time(b, t, k), "steps": 15}
+        for b in batches
+        for t in range(b, b * (2 + K_MAX), b)
+        for k in range(K_MAX + 1)
+    ]
+
+
+def profiled(
+    settings: Settings = AUTO, step_time: StepTime = cpu, batches: Sequence[int] = (1, 2, 4, 8)
+) -> Speculation:
+    """Needs no warm-up."""
+    control = Speculation(settings)
+    control.times.load_rows(rows(batches, step_time))
+    return control
+
+
+def step(control: Speculation, accepted: dict[str, tuple[int, int]], proposer: str = "draft") -> None:
+    """One in which of so many tokens drafted for each request so many were accepted; its time teaches nothing."""
+    drafted, num_accepted = zip(*accepted.values(), strict=True)
+    num = len(accepted)
+    seen = StepSeen([*accepted], [*drafted], [*num_accepted], proposer, 0, 100 * num, False, 0.01, [100] * num)
+    control.observe(seen, lambda _: [1, 2, 3])
+
+
+def test_a_profile_makes_the_warm_up_needless() -> None:
+    control = profiled(Settings(k_max=K_MAX, predicted=0.9))
+    control.begin("a")
+    assert control.plan(["a"], 100).name == "draft 5"
+    doubtful = profiled(Settings(k_max=K_MAX, predicted=0.02, proposers=("draft",)))
+    doubtful.begin("a")
+    assert doubtful.plan(["a"], 100).name == "off"
+
+
+def test_without_a_profile_each_k_is_tried_first() -> None:
+    engine = SimulatedEngine(AUTO, alpha=0.05)
+    engine.run(40, 1)
+    assert Counter(engine.plans) == {"draft 5": 8, "draft 3": 8, "draft 1": 8, "off": 8, "ngram 5": 8}
+    assert not engine.control.times.is_fitted
+    engine.run(1, 1)
+    assert engine.control.times.is_fitted
+
+
+@pytest.mark.parametrize("predicted, plan", [(None, "draft 3"), (0.9, "draft 5"), (0.05, "off")])
+def test_a_release_is_judged_at_once_by_what_was_predicted(predicted: float | None, plan: str) -> None:
+    """Where nothing was, it is tried."""
+    control = profiled(Settings(k_max=K_MAX, proposers=("draft",)))
+    for req_id in ("a", "b"):
+        control.begin(req_id)
+    for _ in range(40):
+        step(control, {"a": (2, 0), "b": (2, 0)})
+    assert control.plan(["a", "b"], 200).name == "off"
+    control.restart(predicted)
+    assert control.plan(["a", "b"], 200).name == plan
+
+
+def test_requests_in_one_batch_get_as_many_draft_tokens_as_are_worth_verifying() -> None:
+    """Eight requests, where verification is dear and drafting cheap: half are always right, half never."""
+    control = profiled(AUTO, lambda batch, tokens, passes: 0.02 + 0.001 * tokens + 0.0005 * passes)
+    good, bad = [f"good{i}" for i in range(4)], [f"bad{i}" for i in range(4)]
+    for req_id in good + bad:
+        control.begin(req_id)
+    for _ in range(30):
+        step(control, dict.fromkeys(good, (2, 2)) | dict.fromkeys(bad, (2, 0)))
+    plan = control.plan(good + bad, 800)
+    assert plan.proposer == "draft"
+    assert plan.min_survival == pytest.approx(MARGIN * plan.goodput * 0.001, rel=0.2)
+    assert control.has_caps
+    assert {control.cap(r) for r in good} == {plan.k}
+    assert {control.cap(r) for r in bad} == {0}
+
+
+def test_requests_that_are_not_counted_teach_nothing() -> None:
+    def next_survival(is_counted: bool) -> list[float]:
+        control = profiled()
+        for _ in range(5):
+            control.begin("probe", domain="sql", is_counted=is_counted)
+            for _ in range(30):
+                step(control, {"probe": (K_MAX, 0)})
+                step(control, {"probe": (K_MAX, 0)}, "ngram")
+            control.end("probe")
+        control.begin("next", domain="sql")
+        load = control._load(["next"], 100)
+        return [load.survival[name][0].sum() for name in ("draft", "ngram")]
+
+    fresh = profiled()
+    fresh.begin("next", domain="sql")
+    untouched = [float(fresh._load(["next"], 100).survival[name][0].sum()) for name in ("draft", "ngram")]
+    assert next_survival(is_counted=False) == untouched
+    draft, ngram = next_survival(is_counted=True)
+    assert draft < 0.2 * untouched[0]
+    assert ngram < 0.5 * untouched[1]
+
+
+def test_shadow_lookups_of_requests_that_are_not_counted_teach_nothing() -> None:
+    def survival(is_counted: bool) -> float:
+        control = profiled()
+        control.begin("a", is_counted=is_counted)
+        text = [0, 1, 2, 3, 4, 5, 6] * 4
+        for _ in range(200):
+            seen = StepSeen(["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)])
+            control.observe(seen, lambda _: text)
+            text.append(len(text) % 7)
+        return float(control._load(["a"], 100).survival["ngram"][0, 0])
+
+    assert survival(is_counted=False) == pytest.approx(0.3)
+    assert survival(is_counted=True) > 0.7
+
+
+def test_a_finished_request_teaches_its_domain() -> None:
+    control = profiled(batches=(1,))
+    for i in range(20):
+        for domain, accepted in (("good", 5), ("bad", 0)):
+            control.begin(f"{domain}{i}", domain=domain)
+            for _ in range(20):
+                step(control, {f"{domain}{i}": (5, accepted)})
+            control.end(f"{domain}{i}")
+    for domain, proposers in (("good", {"draft"}), ("bad", {"ngram", "off"})):
+        control.begin("new", domain=domain)
+        plans = [control.plan(["new"], 100) for _ in range(STEPS_PER_DECISION)]
+        assert plans[-1].proposer in proposers
+        control.end("new")
+
+
+def test_steps_with_prefills_and_steps_that_catch_up_do_not_count_as_step_times() -> None:
+    control = profiled(batches=(1,))
+    control.begin("a")
+    before = sum(row["steps"] for row in control.times.to_rows())
+
+    def seen(passes: int, is_pure: bool = True) -> None:
+        control.observe(StepSeen(["a"], [0], [0], "draft", passes, 100, is_pure, 5.0, [100]), lambda _: [1])
+
+    for _ in range(3):
+        seen(0, is_pure=False)
+    assert sum(row["steps"] for row in control.times.to_rows()) == before
+    seen(2)  # the draft reads what it has missed
+    assert sum(row["steps"] for row in control.times.to_rows()) == before
+    seen(2)
+    assert sum(row["steps"] for row in control.times.to_rows()) == before + 1
+
+
+def test_requests_that_are_not_known_are_passed_over() -> None:
+    control = profiled()
+    control.begin("a")
+    step(control, {"unknown": (2, 1), "a": (5, 5)})
+    control.end("unknown")
+    assert control.cap("unknown") == control.plan(["a"], 100).k
+    assert control.lookup("unknown", [1, 2, 3, 1, 2]) == []
+    assert control.report()["accepted_per_place"] == [1, 1, 1, 1, 1]
+
+
+# -- what it says of itself -------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_json_and_adds_up() -> None:
+    engine = SimulatedEngine(AUTO, alpha=0.6, found=0.3, copied=0.5)
+    engine.run(300, 4)
+    report = json.loads(json.dumps(engine.control.report(), allow_nan=False))
+    assert report["plan"] == engine.control._plan.name == engine.plans[-1]
+    assert (report["mode"], report["batch"]) == ("auto", 4)
+    assert {name: plan["steps"] for name, plan in report["plans"].items()} == Counter(engine.plans)
+    assert sum(plan["seconds"] for plan in report["plans"].values()) == pytest.approx(engine.now)
+    used = report["plans"][Counter(engine.plans[100:]).most_common(1)[0][0]]
+    assert used["predicted_seconds"] == pytest.approx(used["seconds"], rel=0.3)
+    assert report["predicted_tokens_per_second"] == pytest.approx(engine.run(200, 4), rel=0.15)
+    assert report["tested_per_place"] == sorted(report["tested_per_place"], reverse=True)
+    assert [a <= t for a, t in zip(report["accepted_per_place"], report["tested_per_place"], strict=True)] == [True] * 5
+    assert report["accepted_per_place"][0] / report["tested_per_place"][0] == pytest.approx(0.6, abs=0.05)
+    assert report["by_context"]["<256"] == [sum(report["tested_per_place"]), sum(report["accepted_per_place"])]
+    assert report["spread"]["0.5"] == pytest.approx(0.6, abs=0.1)
+    assert report["num_cells"] == engine.control.times.num_cells > 3
+    assert 0 < report["decision_us"] < 100_000
+
+
+def test_the_changes_form_a_chain_and_are_told_once() -> None:
+    engine = SimulatedEngine(AUTO, alpha=0.2)
+    engine.run(150, 4)
+    changes = engine.control.report()["changes"]
+    assert {"warm-up", "goodput"} <= {change["reason"] for change in changes}
+    assert all(before["to"] == after["from"] for before, after in pairwise(changes))
+    assert changes[-1]["to"] == engine.plans[-1]
+    assert engine.control.report()["changes"] == []
+
+
+def test_a_fresh_engine_has_a_report() -> None:
+    report = json.loads(json.dumps(Speculation(AUTO).report(), allow_nan=False))
+    assert (report["plan"], report["plans"], report["net"]["ratio"]) == ("draft 5", {}, None)
+
+
+def test_a_log_is_kept_where_asked() -> None:
+    engine = SimulatedEngine(AUTO)
+    engine.run(5, 2)
+    engine.control.log = deque(maxlen=100)
+    engine.run(5, 2)
+    log = json.loads(json.dumps(list(engine.control.log)))
+    assert [entry["plan"] for entry in log] == engine.plans[5:]
+    assert {entry["batch"] for entry in log} == {2}
+
+
+def test_net_windows_measure_what_speculation_gains() -> None:
+    settings = Settings(k_max=K_MAX, net_interval_seconds=4.0, net_window_seconds=1.0)
+    engine = SimulatedEngine(settings, alpha=0.8)
+    engine.run(200, 1)
+    best = best_fixed(engine, 1, range(K_MAX + 1))[1]
+    while engine.control.report()["net"]["windows"] < 3:
+        engine.run(20, 1)
+    net = engine.control.report()["net"]
+    assert net["ratio"] == pytest.approx(best / rate_off(engine, 1), rel=0.1)
+    assert net["low"] < net["ratio"] < net["high"]
+    assert "off" in engine.plans[200:]
+
+
+def test_a_probe_is_as_short_as_it_says() -> None:
+    engine = SimulatedEngine(Settings(k_max=K_MAX, proposers=("draft",)), alpha=0.0, noise=0.0)
+    engine.run(400, 1)
+    runs, length = [], 0
+    for name in engine.plans[150:]:
+        if name == "off" and length:
+            runs.append(length)
+        length = 0 if name == "off" else length + 1
+    assert runs == [PROBE_STEPS] * len(runs) != []
+    assert np.mean([name != "off" for name in engine.plans[150:]]) < 4 * PROBE_SHARE
