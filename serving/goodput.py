@@ -23,7 +23,7 @@ Proposer = Literal["draft", "ngram", "off"]
 
 HYSTERESIS = 0.02
 """What another choice must promise above the present one."""
-NEARLY = 0.92
+NEARLY = 0.85
 """A choice that promises this part of the best one may be the best."""
 ENOUGH_STEPS = 6
 """Steps of a shape that make its time known."""

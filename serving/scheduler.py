@@ -97,11 +97,18 @@ class _Controlled:
     # -- from the replica ---------------------------------------------------------------------------------------------
 
     def osd_command(self, name: str, argument: str) -> str:
-        """`report`, `rows`, `load_rows`, `restart`, `force`, `log`; arguments and results are JSON text."""
+        """`report`, `sweep`, `sweep_steps_left`, `rows`, `load_rows`, `restart`, `force` or `log`.
+
+        Arguments and results are JSON text.
+        """
         given = json.loads(argument or "null")
         result: Any = {}
         if name == "report":
             result = {**self.osd.report(), "problem": self._osd_problem, "is_async": self.IS_ASYNC}
+        elif name == "sweep":
+            self.osd.sweep(given)
+        elif name == "sweep_steps_left":
+            result = self.osd.num_sweep_steps_left
         elif name == "rows":
             self.osd.times.fit()
             result = self.osd.times.to_rows()

@@ -42,8 +42,8 @@ SURPRISE = 2.5
 """Standard deviations by which a probe must differ from what was thought, for that to be forgotten."""
 STEPS_PER_TRIAL = 24
 """Steps between two tries of a choice whose step time is not known well enough."""
-WARM_UP_STEPS = 8
-"""Steps of each k that an engine without a profile begins with."""
+SWEEP_STEPS = 8
+"""Steps of each choice in a sweep, with which step times are measured."""
 MAX_CHANGES = 50
 MAX_LOG = 20_000
 
@@ -118,7 +118,10 @@ class Speculation:
         self._num_since_trial = 0
         self._probe: list[int] | None = None
         """[steps left, tested, accepted] of a running probe"""
-        self._num_warm_up = 0
+        self._sweep: list[Plan] = []
+        """plans of the next steps, the last first"""
+        self._sweep_batch = 0
+        self._has_swept = False
         self._needs_catching_up = False
         self._num_probes = 0
         self._changes: deque[dict[str, Any]] = deque(maxlen=MAX_CHANGES)
@@ -149,6 +152,8 @@ class Speculation:
         self._num_since_trial += 1
         if self._forced is not None:
             return self._adopt(self._forced, "forced", req_ids)
+        if self._sweep and len(req_ids) >= self._sweep_batch:
+            return self._adopt(self._sweep.pop(), "sweep", req_ids)
         if self.net.is_off():
             return self._adopt(OFF, "net window", req_ids)
         if self.settings.mode != "auto":
@@ -156,7 +161,8 @@ class Speculation:
         if not req_ids:
             return self._plan
         if not self.times.is_fitted:
-            return self._adopt(self._warm_up_plan(), "warm-up", req_ids)
+            self._begin_or_end_first_sweep(len(req_ids))
+            return self._plan
         if self._probe is not None:
             return self._plan
         is_due = self._num_since_decision >= STEPS_PER_DECISION or len(req_ids) != self._batch
@@ -203,9 +209,8 @@ class Speculation:
         accepted_B = np.array([step.accepted[i] for i in known], np.int64)
         if requests:
             self._learn_acceptance(step, requests, drafted_B, accepted_B)
-        if self._may_look_up:
-            for i, request in zip(known, requests, strict=True):
-                self._shadow(request, tokens_of(step.req_ids[i]), is_live=step.proposer == "ngram")
+        if self._may_look_up and step.proposer != "ngram":
+            self._look_up_in_shadow(requests, [step.req_ids[i] for i in known], tokens_of)
         tokens = len(step.req_ids) + sum(step.accepted)
         is_catching_up = step.passes > 0 and self._needs_catching_up
         self._needs_catching_up = step.passes == 0
@@ -229,6 +234,23 @@ class Speculation:
         """Do this whatever the goodput says; None = decide again."""
         self._forced, self._probe = plan, None
         self._num_since_decision = STEPS_PER_DECISION
+
+    def sweep(self, batch: int) -> None:
+        """Take a few steps of every kind, as soon as so many requests decode, to learn what they cost."""
+        k_max, steps = self.settings.k_max, SWEEP_STEPS
+        many, one = Plan("draft", k_max), Plan("draft", 1)
+        self._sweep_batch = batch
+        self._sweep = [OFF] * steps
+        if "draft" in self.settings.proposers:
+            # In turns, steps that verify much draft little, and the other way round: else the two costs are one.
+            self._sweep = [many] * steps + [one] * steps + [one, many] * (steps // 2) + self._sweep
+        self._sweep.reverse()
+        self._has_swept = True
+
+    @property
+    def num_sweep_steps_left(self) -> int:
+        """Of the sweep under way."""
+        return len(self._sweep)
 
     # -- what it says of itself ---------------------------------------------------------------------------------------
 
@@ -271,18 +293,12 @@ class Speculation:
             return OFF
         return Plan(proposer, self.settings.k_max)  # type: ignore[arg-type]
 
-    def _warm_up_plan(self) -> Plan:
-        k_max = self.settings.k_max
-        series = sorted({k_max, (k_max + 1) // 2, 1}, reverse=True)
-        plans = [Plan("draft", k) for k in series] + [OFF] if "draft" in self.settings.proposers else [OFF]
-        if "ngram" in self.settings.proposers:
-            plans.append(Plan("ngram", k_max))
-        index = self._num_warm_up // WARM_UP_STEPS
-        self._num_warm_up += 1
-        if index >= len(plans):
+    def _begin_or_end_first_sweep(self, batch: int) -> None:
+        """An engine that was not measured beforehand measures its first steps."""
+        if self._has_swept:
             self.times.fit()
-            return self._plan
-        return plans[index]
+        else:
+            self.sweep(min(batch, 1))
 
     def _load(self, req_ids: Sequence[str], context: int) -> Load:
         requests = [self._requests[r] for r in req_ids if r in self._requests]
@@ -342,23 +358,29 @@ class Speculation:
         if num_tested:
             self.anatomy.add_step(drafted_B, accepted_B, step.num_tokens)
 
-    def _shadow(self, request: _Request, tokens: Sequence[int], *, is_live: bool) -> None:
-        request.num_steps += 1
-        if is_live:
-            request.shadow = None
-            return
-        if request.shadow is not None:
+    def _look_up_in_shadow(
+        self, requests: Sequence[_Request], req_ids: Sequence[str], tokens_of: Callable[[str], Sequence[int]]
+    ) -> None:
+        """Judge what n-grams would have proposed by what has been written since, and look up anew now and then."""
+        slots, proposed_B, accepted_B = [], [], []
+        for request, req_id in zip(requests, req_ids, strict=True):
+            request.num_steps += 1
+            if request.shadow is None:
+                if request.num_steps % STEPS_PER_SHADOW == 0:
+                    tokens = tokens_of(req_id)
+                    request.shadow = len(tokens), request.lookup.propose(tokens, self.settings.k_max)
+                continue
             at, proposed = request.shadow
-            written = list(tokens[at : at + len(proposed)])
-            if len(written) == len(proposed) or written != proposed[: len(written)]:
-                pairs = list(zip(proposed, written, strict=False))
-                num = next((j for j, (a, b) in enumerate(pairs) if a != b), len(pairs))
+            written = tokens_of(req_id)[at : at + len(proposed)]
+            num = next((j for j, (a, b) in enumerate(zip(proposed, written, strict=False)) if a != b), len(written))
+            if num < len(written) or len(written) == len(proposed):
                 request.shadow = None
                 if request.is_counted:
-                    slot = np.array([request.ngram_slot])
-                    self._ngram.add(slot, np.array([max(len(proposed), 1)]), np.array([num]))
-        elif request.num_steps % STEPS_PER_SHADOW == 0:
-            request.shadow = len(tokens), request.lookup.propose(tokens, self.settings.k_max)
+                    slots.append(request.ngram_slot)
+                    proposed_B.append(max(len(proposed), 1))
+                    accepted_B.append(num)
+        if slots:
+            self._ngram.add(np.array(slots), np.array(proposed_B), np.array(accepted_B))
 
     def _interval(self, plans: Sequence[Plan]) -> int:
         """Steps between probes such that they take their share of the time."""

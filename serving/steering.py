@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 BATCHES = (1, 4, 16, 64)
 """Requests that run at once while the engine is measured."""
-STEPS_PER_CELL = 12
+SECONDS_BETWEEN_LOOKS = 0.05
 PROMPT_TOKENS = 64
 SCHEMA_VERSION = 1
 
@@ -82,33 +82,31 @@ class Steering:
         started = time.monotonic()
         try:
             await self.calibrate(engine)
-            rows = await self._call("rows")
-            if rows:
+            if rows := await self._call("rows"):
                 write_profile(path, rows)
                 logger.info("step times measured in %.1f s and kept in %s", time.monotonic() - started, path)
         except Exception:
             logger.exception("step times could not be measured; they are learnt from traffic")
-        finally:
-            await self._call("force", None)
 
     async def calibrate(self, engine: Any) -> None:
-        """Steps of every batch size and width, by synthetic requests, as long as the time allows."""
+        """Steps of every kind at several batch sizes, by synthetic requests, as long as the time allows."""
         deadline = time.monotonic() + self._config.calibration_seconds
         max_seqs = engine.vllm_config.scheduler_config.max_num_seqs
-        max_len = engine.vllm_config.model_config.max_model_len
+        length = engine.vllm_config.model_config.max_model_len - PROMPT_TOKENS - 2 * self._config.k_max
         vocab = engine.vllm_config.model_config.get_vocab_size()
-        k_max = self._config.k_max
-        plans: list[tuple[str, int]] = [("off", 0)]
-        if "draft" in self._config.proposers:
-            plans += [("draft", k) for k in sorted({1, (k_max + 1) // 2, k_max})]
         for batch in (b for b in BATCHES if b <= max_seqs):
-            for proposer, k in plans:
-                if time.monotonic() > deadline:
-                    return
-                await self._call("force", [proposer, k])
-                length = min(STEPS_PER_CELL * (1 + k), max_len - PROMPT_TOKENS - 2 * k_max)
-                jobs = [vllm_compat.generate_synthetic(engine, _prompt(i, vocab), length) for i in range(batch)]
-                await asyncio.wait_for(asyncio.gather(*jobs), max(1.0, deadline - time.monotonic()))
+            await self._call("sweep", batch)
+            prompts = [_prompt(i, vocab) for i in range(batch)]
+            jobs = [asyncio.create_task(vllm_compat.generate_synthetic(engine, p, length)) for p in prompts]
+            try:
+                while await self._call("sweep_steps_left") and not any(job.done() for job in jobs):
+                    if time.monotonic() > deadline:
+                        return
+                    await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            finally:
+                for job in jobs:
+                    job.cancel()
+                await asyncio.gather(*jobs, return_exceptions=True)
 
     async def _call(self, name: str, argument: Any = None) -> Any:
         try:

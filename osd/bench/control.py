@@ -1,8 +1,8 @@
 """`osd bench control`: does the closed loop find the best speculation, and what does it cost?
 
 Three drafts, four loads, every fixed choice and `auto`, in turns on the same prompts. The best fixed choice of a cell
-is picked on half of the repeats and scored on the others, so that luck does not choose it. `auto` runs in engines of its
-own, which learn from nothing but their own steps.
+is picked on half of the repeats and scored on the others, so that luck does not choose it. `auto` runs in engines of
+its own, which learn from nothing but their own steps.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def protocol(options: Options) -> Protocol:
             "loads": loads,
             "output_tokens": OUTPUT_TOKENS,
             "k_max": K_MAX,
-            "num_repeats": 2 if options.quick else 6,
-            "num_cost_repeats": 4 if options.quick else 20,
+            "num_repeats": 2 if options.quick else 4,
+            "num_cost_repeats": 4 if options.quick else 12,
             "target": "the tiny target at the cost of a model of 114 M parameters",
         },
         goals=(

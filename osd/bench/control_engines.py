@@ -21,10 +21,10 @@ MAX_STREAMS = 16
 Phase = tuple[int, int]
 """(streams kept busy, tokens to be delivered before the next phase)"""
 LOADS: dict[str, tuple[Phase, ...]] = {
-    "1 stream": ((1, 96),),
-    "4 streams": ((4, 288),),
-    "16 streams": ((16, 960),),
-    "ramp 1-16-1": ((1, 48), (4, 192), (16, 768), (4, 192), (1, 48)),
+    "1 stream": ((1, 48),),
+    "4 streams": ((4, 160),),
+    "16 streams": ((16, 512),),
+    "ramp 1-16-1": ((1, 24), (4, 96), (16, 384), (4, 96), (1, 24)),
 }
 NOISE = {"good": 0.0, "middling": 0.5, "useless": 3.0}
 """Draft -> noise added to the weights of the one that was trained, in units of their own deviation."""

@@ -31,7 +31,7 @@ def test_every_key_and_variable_has_its_heading() -> None:
 
 def test_every_metric_is_documented_and_every_documented_metric_exists() -> None:
     sources = "\n".join(p.read_text() for p in (ROOT / "osd").rglob("*.py"))
-    named = set(re.findall(r'"(osd_(?:spec|draft|capture|buffer|round|swap|rollback)_\w+)"', sources))
+    named = set(re.findall(r'"(osd_(?:spec|speculation|step|draft|capture|buffer|round|swap|rollback)_\w+)"', sources))
     page = (DOCS / "operations.md").read_text()
     documented = set(re.findall(r"`(osd_\w+)", page))
     assert {n.removesuffix("_total") for n in named} == {n.removesuffix("_total") for n in documented}

@@ -217,8 +217,8 @@ def test_a_request_is_believed_later_where_requests_are_alike() -> None:
         """What five rejections make of a request, where half of all requests are accepted at each rate."""
         rng = np.random.default_rng(0)
         estimates = Acceptance(1)
-        for i in range(40):
-            finish(estimates, "", (rng.random(30) < rates[i % 2]).astype(int).tolist())
+        for i in range(60):
+            finish(estimates, "", (rng.random(8) < rates[i % 2]).astype(int).tolist())
         slot = estimates.open("")
         before = first(estimates, slot)
         assert before == pytest.approx(0.5, abs=0.08)
@@ -227,7 +227,8 @@ def test_a_request_is_believed_later_where_requests_are_alike() -> None:
 
     alike, unlike = shift((0.5, 0.5)), shift((0.95, 0.05))
     assert unlike > 0.25
-    assert alike < 0.4 * unlike
+    # By chance alone eight tests differ as if requests did: not told apart, that would halve the effect of both.
+    assert alike < 0.25 * unlike
 
 
 # -- another draft ----------------------------------------------------------------------------------------------------
@@ -260,10 +261,14 @@ def test_a_restart_believes_requests_as_soon_as_at_first() -> None:
         finish(estimates, "", share(30, 15))
     estimates.restart([], 0.5)
     fresh = Acceptance(1, predicted=0.5)
-    slots = estimates.open(""), fresh.open("")
-    step(estimates, slots[0], 1, 0, times=5)
-    step(fresh, slots[1], 1, 0, times=5)
-    assert first(estimates, slots[0]) == first(fresh, slots[1])
+    for num_finished in (0, 8):
+        for i in range(num_finished):
+            finish(estimates, "", share(30, 30 * (i % 2)))
+            finish(fresh, "", share(30, 30 * (i % 2)))
+        slots = estimates.open(""), fresh.open("")
+        step(estimates, slots[0], 1, 0, times=5)
+        step(fresh, slots[1], 1, 0, times=5)
+        assert first(estimates, slots[0]) == first(fresh, slots[1])
 
 
 # -- time -------------------------------------------------------------------------------------------------------------

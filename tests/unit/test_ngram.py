@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import string
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,26 @@ def test_nothing_is_proposed_before_a_prompt_is_indexed_to_its_end() -> None:
     lookup = Lookup()
     assert lookup.propose(tokens, 2) == []
     assert lookup.propose(tokens, 2) == [3, 4]
+
+
+class Watched(list[int]):
+    """Counts how often it is read."""
+
+    num_reads = 0
+
+    def __getitem__(self, item: Any) -> Any:
+        self.num_reads += 1
+        return super().__getitem__(item)
+
+
+def test_what_is_indexed_is_not_read_again() -> None:
+    lookup, tokens = Lookup(), Watched(range(500))
+    lookup.propose(tokens, 3)
+    assert tokens.num_reads > 500
+    tokens.num_reads = 0
+    tokens.append(7)
+    lookup.propose(tokens, 3)
+    assert tokens.num_reads <= 2 * len(SIZES)
 
 
 def test_lookups_agree_with_a_search_from_the_end() -> None:

@@ -153,14 +153,14 @@ def test_the_newest_steps_replace_the_old() -> None:
 
 def test_cells_are_bounded_and_those_in_use_stay() -> None:
     times = StepTimes()
-    used = a_shape(1, 1)
-    for batch in range(2, MAX_CELLS + 50):
-        times.add(used, 0.01)
+    old, used = a_shape(1, 2), a_shape(1, 1)
+    for shape in [old, used] * 5 + [a_shape(batch, 0) for batch in range(1, 300)] + [used]:
+        times.add(shape, 0.01)
+    for batch in range(300, MAX_CELLS + 1):
         times.add(a_shape(batch, 0), 0.01)
     assert times.num_cells == MAX_CELLS
-    assert times.num_steps(used) == CELL_SIZE
-    assert times.num_steps(a_shape(2, 0)) == 0
-    assert times.num_steps(a_shape(MAX_CELLS + 49, 0)) == 1
+    assert [times.num_steps(shape) for shape in (old, a_shape(1, 0), used)] == [0, 0, 6]
+    assert times.num_steps(a_shape(MAX_CELLS, 0)) == 1
 
 
 def test_a_cell_holds_one_batch_and_one_number_of_passes_and_nearly_one_width() -> None:
@@ -269,6 +269,8 @@ def test_every_so_many_steps_are_fitted_without_being_asked() -> None:
     times.add(GRID[0], true_seconds(GRID[0]))
     assert times._fitting is not None
     times._fitting.join()
+    for shape in shapes[: STEPS_PER_FIT // 2]:
+        times.add(shape, true_seconds(shape))
     assert (times.is_fitted, times.num_fits) == (True, 1)
     assert np.abs(errors(times, GRID)).max() < 0.01
 
