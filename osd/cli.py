@@ -98,6 +98,29 @@ def serve(
     launch.serve(resolved.config, typer.echo)
 
 
+@app.command(
+    epilog="Examples:  osd profile ./llama-8b --draft ./llama-160m    "
+    "osd profile --config configs/tiny-cpu.yaml --again"
+)
+def profile(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model: directory, hub name, or tiny.")] = None,
+    config: ConfigOption = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure even if a stored profile fits.")] = False,
+) -> None:
+    """Measure what steps take on this hardware with these models, keep it for `osd serve`, and print it."""
+    target, overrides = split_arguments(arguments or [])
+    from osd import config_reading
+
+    flags = {"serving.target": target, "serving.draft": draft}
+    resolved = config_reading.load(config, overrides, flags)
+    from osd.profile import run
+
+    run(resolved.config, again=again, say=typer.echo)
+
+
 @app.command(epilog="Example:  osd stop")
 def stop(deployment: DeploymentOption = None) -> None:
     """End a running service of this user."""

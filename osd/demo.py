@@ -220,8 +220,10 @@ def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
     everything = [*story.home, *story.shifted, *timed, *story.static_untimed, *story.plain_untimed]
     pauses = sorted(1000 * s.pause_s for s in story.swaps if s.ok)
     return {
-        "schema_version": 1,
-        "k": service.config.speculation.k_max,
+        "schema_version": 2,
+        "speculation_mode": service.config.speculation.mode,
+        "k_max": service.config.speculation.k_max,
+        "k": {name: _rounded(f.k, 2) for name, f in windows.items()},
         "acceptance_rate": {name: _rounded(f.acceptance_rate) for name, f in windows.items()},
         "alpha": {name: _rounded(f.alpha) for name, f in windows.items()},
         "tokens_per_second": {name: _rounded(f.tokens_per_second, 1) for name, f in arms.items()},
@@ -295,7 +297,8 @@ class Screen:
         marks = "".join(f"  ◆ v{s.version}" for s in swaps[self._shown_swaps :] if s.ok)
         self._shown_swaps = len(swaps)
         self.say(
-            f"{count:4d}  acceptance {rate:4.2f} {bar:<{self.WIDTH}} {shown.tokens_per_second:5.0f} tok/s"
+            f"{count:4d}  acceptance {rate:4.2f} {bar:<{self.WIDTH}} k {shown.k or 0:3.1f} "
+            f"{shown.tokens_per_second:5.0f} tok/s"
             f"{marks}{'  FAILED ' + str(shown.num_failed) if shown.num_failed else ''}"
         )
 
@@ -303,9 +306,12 @@ class Screen:
         rate, speed, tpot = report["acceptance_rate"], report["tokens_per_second"], report["tpot_ms"]
         static, plain = speed["static_draft"] or 1, speed["no_speculation"] or 1
         self.title("summary")
+        k = report["k"]
         for text in (
             f"acceptance rate   at home {rate['before_shift']}   after the shift {rate['after_shift']}   "
             f"recovered {rate['recovered']}   (frozen first draft, same requests: {rate['static_control']})",
+            f"k chosen          at home {k['before_shift']}   after the shift {k['after_shift']}   recovered "
+            f"{k['recovered']}   (frozen first draft: {k['static_control']}; at most {report['k_max']})",
             f"tokens/s          adapted draft {speed['adapted_draft']}   frozen draft {speed['static_draft']}   "
             f"no speculation {speed['no_speculation']}   ({STREAMS} streams, same requests, training paused)",
             f"TPOT              adapted draft {tpot['adapted_draft']} ms   frozen draft {tpot['static_draft']} ms   "

@@ -30,6 +30,9 @@ def settings(data_dir: Path) -> dict[str, Any]:
         "serving.port": 0,
         "control.port": 0,
         "trainer.enabled": False,
+        # A draft that knows nothing yet is worth no speculation, but what it gets wrong is what it is to learn.
+        "speculation.mode": "fixed",
+        "speculation.proposers": ["draft"],
         "capture.enabled": True,
         "capture.accepted_fraction": 1.0,
         "capture.plain_fraction": 1.0,

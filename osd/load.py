@@ -48,6 +48,8 @@ class Figures:
     num_failed: int
     acceptance_rate: float | None
     alpha: float | None
+    k: float | None
+    """Draft tokens proposed per step of a request, steps without any included."""
     tokens_per_second: float
     """Output tokens over the wall time of all of them together."""
     tpot_ms: float | None
@@ -66,11 +68,13 @@ def figures(answers: Sequence[Answer], wall_seconds: float | None = None) -> Fig
     later_seconds = sum(a.seconds - a.ttft_s for a in good)
     accepted = sum(j * count for a in good for j, count in enumerate(a.histogram))
     tested = sum(min(j + 1, len(a.histogram) - 1) * count for a in good for j, count in enumerate(a.histogram))
+    drafted, steps = sum(a.num_draft_tokens for a in good), num_tokens - accepted
     return Figures(
         num_requests=len(answers),
         num_failed=len(answers) - len(good),
-        acceptance_rate=acceptance_rate(accepted, sum(a.num_draft_tokens for a in good)),
+        acceptance_rate=acceptance_rate(accepted, drafted),
         alpha=conditional_acceptance(accepted, tested),
+        k=drafted / steps if steps > 0 else None,
         tokens_per_second=num_tokens / wall_seconds if wall_seconds > 0 else 0.0,
         tpot_ms=1000 * later_seconds / later_tokens if later_tokens else None,
     )

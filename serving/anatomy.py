@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
-EDGES = (64, 256, 1024, 4096)
-"""Lengths of context that part the buckets."""
+CONTEXT_EDGES = (64, 256, 1024, 4096)
+"""Lengths of context, in tokens, that part the buckets."""
+OUTPUT_EDGES = (16, 64, 256, 1024)
+"""Places in the output that part the buckets."""
 MAX_FINISHED = 500
 """Newest finished requests whose spread is reported."""
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -26,18 +28,20 @@ class Anatomy:
         self._place_G = np.arange(num_places)
         self._tested_G = np.zeros(num_places, np.int64)
         self._accepted_G = np.zeros(num_places, np.int64)
-        self._tested_L = np.zeros(len(EDGES) + 1, np.int64)
-        self._accepted_L = np.zeros(len(EDGES) + 1, np.int64)
+        self._by_context = _Buckets(CONTEXT_EDGES)
+        self._by_output = _Buckets(OUTPUT_EDGES)
         self._finished: deque[float] = deque(maxlen=MAX_FINISHED)
 
-    def add_step(self, drafted_B: np.ndarray, accepted_B: np.ndarray, lengths: Sequence[int]) -> None:
-        """One verification step; `lengths`: tokens of each request before it."""
+    def add_step(
+        self, drafted_B: np.ndarray, accepted_B: np.ndarray, lengths: Sequence[int], outputs: Sequence[int] = ()
+    ) -> None:
+        """One verification step. `lengths`: tokens of each request before it; `outputs`: its output among them."""
         tested_B = np.minimum(drafted_B, accepted_B + 1)
         self._tested_G += (self._place_G[:, None] < tested_B).sum(1)
         self._accepted_G += (self._place_G[:, None] < accepted_B).sum(1)
-        bucket_B = np.searchsorted(EDGES, np.asarray(lengths[: len(tested_B)]), "right")
-        np.add.at(self._tested_L, bucket_B, tested_B)
-        np.add.at(self._accepted_L, bucket_B, accepted_B)
+        self._by_context.add(lengths, tested_B, accepted_B)
+        if outputs:
+            self._by_output.add(outputs, tested_B, accepted_B)
 
     def add_finished(self, acceptance: float) -> None:
         """A request has ended with this conditional acceptance; NaN = never tested."""
@@ -45,15 +49,31 @@ class Anatomy:
             self._finished.append(acceptance)
 
     def report(self) -> dict[str, Any]:
-        """{"tested_per_place", "accepted_per_place", "by_context", "spread"}."""
-        names = [f"<{edge}" for edge in EDGES] + [f">={EDGES[-1]}"]
+        """{"tested_per_place", "accepted_per_place", "by_context", "by_output", "spread"}."""
         spread = np.quantile(self._finished, QUANTILES).tolist() if self._finished else []
         return {
             "tested_per_place": self._tested_G.tolist(),
             "accepted_per_place": self._accepted_G.tolist(),
-            "by_context": {
-                name: [int(tested), int(accepted)]
-                for name, tested, accepted in zip(names, self._tested_L, self._accepted_L, strict=True)
-            },
+            "by_context": self._by_context.report(),
+            "by_output": self._by_output.report(),
             "spread": dict(zip(map(str, QUANTILES), spread, strict=False)),
         }
+
+
+class _Buckets:
+    """Tested and accepted tokens by some length."""
+
+    def __init__(self, edges: Sequence[int]) -> None:
+        self._edges = edges
+        self._tested_L = np.zeros(len(edges) + 1, np.int64)
+        self._accepted_L = np.zeros(len(edges) + 1, np.int64)
+
+    def add(self, lengths: Sequence[int], tested_B: np.ndarray, accepted_B: np.ndarray) -> None:
+        bucket_B = np.searchsorted(self._edges, np.asarray(lengths[: len(tested_B)]), "right")
+        np.add.at(self._tested_L, bucket_B, tested_B)
+        np.add.at(self._accepted_L, bucket_B, accepted_B)
+
+    def report(self) -> dict[str, list[int]]:
+        names = [f"<{edge}" for edge in self._edges] + [f">={self._edges[-1]}"]
+        counts = zip(self._tested_L.tolist(), self._accepted_L.tolist(), strict=True)
+        return dict(zip(names, map(list, counts), strict=True))

@@ -51,7 +51,7 @@ class Acceptance:
         """what it showed in all"""
         self._domain_S = np.zeros(0, np.int64)
         self._grow(16)
-        self._domains: dict[str, int] = {}
+        self._domains: dict[str, int] = {"": 0}
         self._tested_DG = np.zeros((MAX_DOMAINS, num_places))
         self._accepted_DG = np.zeros((MAX_DOMAINS, num_places))
         self._tested_G = np.zeros(num_places)
@@ -104,11 +104,6 @@ class Acceptance:
         self._accepted_SG[slot_B] = self._accepted_SG[slot_B] * fade_BG + accepted_BG
         self._all_tested_SG[slot_B] += tested_BG
         self._all_accepted_SG[slot_B] += accepted_BG
-
-    def fade(self, slot_B: np.ndarray, num_steps: int) -> None:
-        """Steps in which nothing was tested."""
-        self._tested_SG[slot_B] *= FADING**num_steps
-        self._accepted_SG[slot_B] *= FADING**num_steps
 
     def restart(self, slots: Sequence[int], predicted: float | None) -> None:
         """Another draft serves, or the old one is no longer what it was: forget all evidence. `predicted`: its

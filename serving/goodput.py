@@ -27,7 +27,7 @@ NEARLY = 0.85
 """A choice that promises this part of the best one may be the best."""
 ENOUGH_STEPS = 6
 """Steps of a shape that make its time known."""
-MARGIN = 0.9
+MARGIN = 0.6
 """A draft token is verified when its survival is worth this part of the time it takes: a guess that is a little wrong
 should verify too much rather than too little."""
 
@@ -85,6 +85,8 @@ def shape_of(load: Load, proposer: Proposer, k: int) -> Shape:
 def choose(plans: Sequence[Plan], present: Plan) -> Plan:
     """The best of `candidates`, or the present one if no other is clearly better."""
     best = max(plans, key=_goodput)
+    if best.goodput <= plans[0].goodput * (1 + HYSTERESIS):
+        best = plans[0]  # what gains next to nothing is left out
     for plan in plans:
         if plan.k == present.k and plan.proposer == present.proposer:
             return plan if best.goodput <= plan.goodput * (1 + HYSTERESIS) else best

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from serving import vllm_compat
+
 logger = logging.getLogger(__name__)
 
 
@@ -35,6 +37,20 @@ def can_sleep(runner: Any) -> bool:
         and not getattr(runner.drafter, "uses_mrope", False)
         and not getattr(runner.drafter, "use_heterogeneous_vocab", False)
     )
+
+
+def lazy_draft(runner: Any) -> LazyDraft | None:
+    """Let the draft of this model runner sleep at k = 0, where that can be done; else vLLM's own way is kept."""
+    try:
+        if not can_sleep(runner):
+            return None
+        if problem := vllm_compat.missing(vllm_compat.DRAFTER_NAMES):
+            logger.warning("the draft runs at k = 0 too: %s", problem)
+            return None
+        return LazyDraft(runner)
+    except Exception:
+        logger.exception("the draft runs at k = 0 too; serving is not affected")
+        return None
 
 
 class LazyDraft:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from scipy.special import stdtrit
+
 SETTLING_STEPS = 3
 """First steps of each window that do not count: their drafts, or their want of any, stem from the window before."""
 MIN_STEPS = 10
@@ -85,18 +87,15 @@ class NetWindows:
             mean = sum(logs) / len(logs)
             found["ratio"] = math.exp(mean)
             if len(logs) >= MIN_FOR_INTERVAL:
-                from scipy.stats import t
-
                 deviation = math.sqrt(sum((x - mean) ** 2 for x in logs) / (len(logs) - 1) / len(logs))
-                half = float(t.ppf(0.975, len(logs) - 1)) * deviation
+                half = float(stdtrit(len(logs) - 1, 0.975)) * deviation
                 found["low"], found["high"] = math.exp(mean - half), math.exp(mean + half)
         return {**found, "windows": len(logs), "discarded": self._num_discarded}
 
     def _judge(self, before: _Window, off: _Window, after: _Window) -> None:
         with_s = before.seconds + after.seconds
-        mean_batch = (before.batch + after.batch) / max(before.counted + after.counted, 1)
-        off_batch = off.batch / max(off.counted, 1)
-        differs = abs(mean_batch - off_batch) > MAX_DIFFERENCE * max(mean_batch, off_batch)
+        batches = [w.batch / max(w.counted, 1) for w in (before, off, after)]
+        differs = max(batches) - min(batches) > MAX_DIFFERENCE * max(batches)
         if differs or min(w.counted for w in (before, off, after)) < MIN_STEPS or not off.tokens:
             self._num_discarded += 1
             return

@@ -40,5 +40,9 @@ class Lookup:
             return []
         for size in SIZES:
             if len(tokens) >= size and (at := self._ends.get(tuple(tokens[-size:]))) is not None:
-                return list(tokens[at : at + k])
+                found = list(tokens[at : at + k])
+                period = len(found)
+                while len(found) < k:  # it ends where the request does: the loop goes on
+                    found.append(found[-period])
+                return found
         return []

@@ -83,10 +83,11 @@ class DraftPuller:
         k: int,
         release: DraftRelease,
         steering: Steering | None = None,
+        uncontrolled: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._steering = steering
-        self._speculation: dict[str, Any] = {}
+        self._speculation: dict[str, Any] = {"problem": uncontrolled} if uncontrolled else {}
         self._registry, self._rpc, self._activity, self._clock = registry, rpc, activity, clock
         self._name, self._url, self._k = name, url, k
         self._draft, self._target_id, self._version = release.draft, release.target_id, release.version

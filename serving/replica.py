@@ -66,6 +66,8 @@ class Replica:
         self._sink = sink
         self._puller: DraftPuller | None = None
         self._is_controlled = False
+        self._steering: Steering | None = None
+        self._uncontrolled = ""
         self._activity = Activity()
         self._ready = threading.Event()
         self._closed = threading.Event()
@@ -95,6 +97,13 @@ class Replica:
         """A worker extension method from another thread (diagnostics and tests)."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self._rpc(method, *args), self._loop).result(60)
+
+    def step_times(self) -> list[dict[str, Any]]:
+        """Cells of measured step times, from another thread; [] where speculation is not controlled."""
+        assert self._loop is not None
+        if self._steering is None:
+            return []
+        return asyncio.run_coroutine_threadsafe(self._steering.rows(), self._loop).result(60)
 
     def close(self) -> None:
         """Close the port, with a moment for requests in flight. The engine's processes end with this process, or after
@@ -151,7 +160,8 @@ class Replica:
         under it."""
         assert self._release is not None
         if problem := vllm_compat.problem_with_control():
-            logger.warning("speculation is not controlled: %s; k stays at %d", problem, self._config.speculation.k_max)
+            self._uncontrolled = f"{problem}; k stays at {self._config.speculation.k_max}"
+            logger.warning("speculation is not controlled: %s", self._uncontrolled)
             return {}
         self._is_controlled = True
         given = dict(self._config.serving.vllm.get("additional_config") or {})
@@ -180,11 +190,10 @@ class Replica:
             is_controlled=self._is_controlled,
         )
         await self._rpc("osd_start", settings)
-        steering = None
         if self._is_controlled:
-            steering = Steering(partial(vllm_compat.call_core, self._engine), self._config)
+            self._steering = Steering(partial(vllm_compat.call_core, self._engine), self._config)
             path = profile_path(self._config, self._target_id, self._release.path)
-            await steering.prepare(self._engine, path)
+            await self._steering.prepare(self._engine, path)
             await self._rpc("osd_report", self.name, self._release.draft)  # what measuring left behind
         if self._registry is not None:
             self._puller = DraftPuller(
@@ -195,7 +204,8 @@ class Replica:
                 url=self.url,
                 k=self._config.speculation.k_max,
                 release=self._release,
-                steering=steering,
+                steering=self._steering,
+                uncontrolled=self._uncontrolled,
             )
 
     async def _serve(self, app: Any, sock: socket.socket) -> None:

@@ -49,12 +49,16 @@ class _Controlled:
         config = self.vllm_config  # type: ignore[attr-defined]
         settings = settings_of(config.additional_config)
         if self.IS_ASYNC:
+            if "ngram" in settings.proposers:
+                logger.warning("n-grams are left out of speculation.proposers: the engine schedules asynchronously")
             settings = replace(settings, proposers=tuple(p for p in settings.proposers if p != "ngram"))
         self.osd = Speculation(settings, padded=padded_sizes(config))
         self._osd_problem = ""
+        self._osd_resting_k = 0 if settings.mode == "off" else self.num_spec_tokens  # type: ignore[attr-defined]
         self._osd_lookups: dict[int, list[int]] = {}
-        self._osd_open: dict[int, tuple[float, str]] = {}
-        """id of a scheduled step -> when it was scheduled, who proposed what it verifies"""
+        self._osd_open: dict[int, tuple[float, str, bool]] = {}
+        """id of a scheduled step -> when it was scheduled, who proposed what it verifies, and whether the step before
+        it was under way or just over"""
         self._osd_proposer = "draft"
         """who proposed the draft tokens that the next step verifies"""
         self._osd_last_end = 0.0
@@ -69,7 +73,7 @@ class _Controlled:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         plan = self._osd_guard(self._osd_plan)
-        k = self.num_spec_tokens if plan is None else plan.k if plan.proposer == "draft" else 0  # type: ignore[attr-defined]
+        k = self._osd_resting_k if plan is None else plan.k if plan.proposer == "draft" else 0
         # Never None: that would make vLLM pad new decodes with draft tokens from nowhere.
         self.dynamic_sd_lookup = self._osd_lookup_table(k)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -97,7 +101,7 @@ class _Controlled:
     # -- from the replica ---------------------------------------------------------------------------------------------
 
     def osd_command(self, name: str, argument: str) -> str:
-        """`report`, `sweep`, `sweep_steps_left`, `rows`, `load_rows`, `restart`, `force` or `log`.
+        """`report`, `sweep`, `end_sweep`, `sweep_steps_left`, `rows`, `load_rows`, `restart`, `force` or `log`.
 
         Arguments and results are JSON text.
         """
@@ -107,6 +111,8 @@ class _Controlled:
             result = {**self.osd.report(), "problem": self._osd_problem, "is_async": self.IS_ASYNC}
         elif name == "sweep":
             self.osd.sweep(given)
+        elif name == "end_sweep":
+            self.osd.end_sweep()
         elif name == "sweep_steps_left":
             result = self.osd.num_sweep_steps_left
         elif name == "rows":
@@ -114,6 +120,7 @@ class _Controlled:
             result = self.osd.times.to_rows()
         elif name == "load_rows":
             self.osd.times.load_rows(given)
+            result = True
         elif name == "restart":
             self.osd.restart(given)
         elif name == "force":
@@ -138,7 +145,7 @@ class _Controlled:
             self._osd_problem = f"{type(error).__name__}: {error}"
             logger.exception(
                 "control of speculation has ended, until the engine restarts: k stays at %d; serving is not affected",
-                self.num_spec_tokens,  # type: ignore[attr-defined]
+                self._osd_resting_k,
             )
             return None
 
@@ -149,7 +156,7 @@ class _Controlled:
         self.osd.begin(
             request.request_id,
             domain=str(extra.get("osd_domain", "")),
-            client_cap=cap if isinstance(cap, int) and not isinstance(cap, bool) else None,
+            client_cap=_whole_number(cap),
             is_counted=not extra.get("osd_calibration"),
         )
 
@@ -165,15 +172,16 @@ class _Controlled:
         return table
 
     def _osd_scheduled(self, output: Any, started: float) -> None:
-        self._osd_open[id(output)] = (started, self._osd_proposer)
+        follows = bool(self._osd_open) or started - self._osd_last_end < MAX_IDLE_SECONDS
+        self._osd_open[id(output)] = (started, self._osd_proposer, follows)
         # The worker's counters must know whose tokens these are.
         output.osd_proposer = self._osd_proposer
         self._osd_proposer = self.osd._plan.proposer if self.osd._plan.proposer == "ngram" else "draft"
 
     def _osd_read(self, output: Any, result: Any) -> StepSeen | None:
         now = time.perf_counter()
-        started, proposer = self._osd_open.pop(id(output), (now, "draft"))
-        began = self._osd_last_end if started - self._osd_last_end < MAX_IDLE_SECONDS or self.IS_ASYNC else started
+        started, proposer, follows = self._osd_open.pop(id(output), (now, "draft", False))
+        began = self._osd_last_end if follows else started
         self._osd_last_end = now
         sampled, index = result.sampled_token_ids, result.req_id_to_index
         drafts, scheduled = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
@@ -192,6 +200,7 @@ class _Controlled:
             seen.drafted.append(drafted - invalid.get(req_id, 0))
             seen.accepted.append(len(emitted) - 1)
             seen.num_tokens.append(request.num_tokens)
+            seen.num_outputs.append(request.num_output_tokens)
         seen.context = sum(seen.num_tokens)
         seen.passes = output.num_spec_tokens_to_schedule
         return seen if seen.req_ids else None
@@ -252,6 +261,14 @@ def padded_sizes(config: Any) -> list[int]:
     mode = compilation.cudagraph_mode
     has_graphs = mode is not None and getattr(mode, "name", str(mode)) != "NONE"
     return list(compilation.cudagraph_capture_sizes or ()) if has_graphs else []
+
+
+def _whole_number(value: Any) -> int | None:
+    """`vllm_xargs` may say 3, 3.0 or "3"; anything else says nothing."""
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _command(core: Any, name: str, argument: str = "null") -> str:

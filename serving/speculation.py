@@ -44,6 +44,8 @@ STEPS_PER_TRIAL = 24
 """Steps between two tries of a choice whose step time is not known well enough."""
 SWEEP_STEPS = 8
 """Steps of each choice in a sweep, with which step times are measured."""
+DECISIONS_PER_OPENING = 16
+"""At every so many decisions, all drafts are verified whole."""
 MAX_CHANGES = 50
 MAX_LOG = 20_000
 
@@ -76,6 +78,22 @@ class _Request:
 
 
 @dataclass(slots=True)
+class _Probe:
+    """A try of the draft that was not used."""
+
+    expected: float
+    """acceptance of the first place, as it was thought to be"""
+    steps_left: int = PROBE_STEPS
+    tested: int = 0
+    accepted: int = 0
+
+    @property
+    def is_surprise(self) -> bool:
+        deviation = max(self.tested * self.expected * (1 - self.expected), 0.1) ** 0.5
+        return self.accepted - self.tested * self.expected > SURPRISE * deviation
+
+
+@dataclass(slots=True)
 class StepSeen:
     """What one step did, read before vLLM trims anything. Lists in the order of requests."""
 
@@ -93,6 +111,8 @@ class StepSeen:
     seconds: float
     num_tokens: list[int]
     """tokens of each request so far, before this step's"""
+    num_outputs: list[int] = field(default_factory=list)
+    """how many of them are output"""
 
 
 class Speculation:
@@ -106,7 +126,6 @@ class Speculation:
         self.anatomy = Anatomy(settings.k_max)
         self.net = NetWindows(settings.net_interval_seconds, settings.net_window_seconds, settings.seed, clock)
         self.log: deque[dict[str, Any]] | None = None
-        self._clock = clock
         self._draft = Acceptance(settings.k_max, UNKNOWN if settings.predicted is None else settings.predicted)
         self._ngram = Acceptance(settings.k_max, 0.3)
         self._requests: dict[str, _Request] = {}
@@ -116,18 +135,19 @@ class Speculation:
         self._num_since_decision = STEPS_PER_DECISION
         self._num_since_tested = 0
         self._num_since_trial = 0
-        self._probe: list[int] | None = None
-        """[steps left, tested, accepted] of a running probe"""
+        self._probe: _Probe | None = None
         self._sweep: list[Plan] = []
         """plans of the next steps, the last first"""
         self._sweep_batch = 0
         self._has_swept = False
+        self._is_sweeping = False
         self._needs_catching_up = False
         self._num_probes = 0
         self._changes: deque[dict[str, Any]] = deque(maxlen=MAX_CHANGES)
         self._totals: dict[str, list[float]] = {}
         """plan -> [steps, seconds, tokens, seconds predicted]"""
         self._decisions = [0, 0.0]
+        self._num_set_caps = 0
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -154,7 +174,7 @@ class Speculation:
             return self._adopt(self._forced, "forced", req_ids)
         if self._sweep and len(req_ids) >= self._sweep_batch:
             return self._adopt(self._sweep.pop(), "sweep", req_ids)
-        if self.net.is_off():
+        if self.settings.mode == "auto" and self.net.is_off():
             return self._adopt(OFF, "net window", req_ids)
         if self.settings.mode != "auto":
             return self._adopt(self._resting_plan(), self.settings.mode, req_ids)
@@ -172,10 +192,10 @@ class Speculation:
         load = self._load(req_ids, context)
         plans = candidates(load, self.times)
         plan, reason = with_threshold(choose(plans, self._plan), load, self.times), "goodput"
-        if plan.proposer != "draft" and "draft" in load.survival and self._num_since_tested >= self._interval(plans):
-            self._probe = [PROBE_STEPS, 0, 0]
+        if plan.proposer != "draft" and self._num_since_tested >= self._interval(plans) and self._can_probe(req_ids):
+            self._probe = _Probe(expected=float(load.survival["draft"][:, 0].mean()))
             self._num_probes += 1
-            plan, reason = Plan("draft", min(PROBE_K, self.settings.k_max)), "probe"
+            plan, reason = self._probe_plan(plans), "probe"
         elif self._num_since_trial >= STEPS_PER_TRIAL and (trial := unmeasured(plans, load, self.times)):
             self._num_since_trial = 0
             plan, reason = trial, "trial"
@@ -208,7 +228,7 @@ class Speculation:
         drafted_B = np.array([step.drafted[i] for i in known], np.int64)
         accepted_B = np.array([step.accepted[i] for i in known], np.int64)
         if requests:
-            self._learn_acceptance(step, requests, drafted_B, accepted_B)
+            self._learn_acceptance(step, known, requests, drafted_B, accepted_B)
         if self._may_look_up and step.proposer != "ngram":
             self._look_up_in_shadow(requests, [step.req_ids[i] for i in known], tokens_of)
         tokens = len(step.req_ids) + sum(step.accepted)
@@ -218,8 +238,10 @@ class Speculation:
             shape = Shape(len(step.req_ids), len(step.req_ids) + sum(step.drafted), step.context, step.passes)
             if not is_catching_up:
                 self.times.add(shape, step.seconds)
-            self._account(step, tokens)
-        self.net.add_step(step.seconds, tokens, len(step.req_ids))
+            if not self._is_sweeping:
+                self._account(step, tokens)
+        if self.settings.mode == "auto":
+            self.net.add_step(step.seconds, tokens, len(step.req_ids))
         self._continue_probe()
         if self.log is not None:
             self._write_log(step)
@@ -247,6 +269,10 @@ class Speculation:
         self._sweep.reverse()
         self._has_swept = True
 
+    def end_sweep(self) -> None:
+        """Leave out what is left of it."""
+        self._sweep = []
+
     @property
     def num_sweep_steps_left(self) -> int:
         """Of the sweep under way."""
@@ -255,9 +281,7 @@ class Speculation:
     # -- what it says of itself ---------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """Counters since the start, and the changes since the last report."""
-        changes = list(self._changes)
-        self._changes.clear()
+        """Counters since the start, and the newest changes of plan."""
         num, seconds = self._decisions
         return {
             "mode": self.settings.mode,
@@ -270,7 +294,7 @@ class Speculation:
                 name: {"steps": int(steps), "seconds": took, "tokens": int(tokens), "predicted_seconds": predicted}
                 for name, (steps, took, tokens, predicted) in self._totals.items()
             },
-            "changes": changes,
+            "changes": list(self._changes),
             "num_probes": self._num_probes,
             "decision_us": 1e6 * seconds / num if num else 0.0,
             "net": self.net.report(),
@@ -307,10 +331,15 @@ class Speculation:
             survival["draft"] = self._draft.survival(np.array([r.slot for r in requests], np.int64))
         if "ngram" in self.settings.proposers:
             survival["ngram"] = self._ngram.survival(np.array([r.ngram_slot for r in requests], np.int64))
+        for b, request in enumerate(requests):
+            if request.client_cap < self.settings.k_max:
+                for survival_BG in survival.values():
+                    survival_BG[b, request.client_cap :] = 0.0
         return Load(len(req_ids), context, survival)
 
     def _adopt(self, plan: Plan, reason: str, req_ids: Sequence[str], load: Load | None = None) -> Plan:
-        if (plan.proposer, plan.k) != (self._plan.proposer, self._plan.k):
+        self._is_sweeping = reason == "sweep"
+        if (plan.proposer, plan.k) != (self._plan.proposer, self._plan.k) and not self._is_sweeping:
             self._changes.append(
                 {
                     "at": time.time(),
@@ -331,7 +360,9 @@ class Speculation:
 
     def _set_caps(self, plan: Plan, req_ids: Sequence[str], load: Load) -> None:
         requests = [self._requests[r] for r in req_ids if r in self._requests]
-        if plan.proposer != "draft" or plan.min_survival <= 0:
+        self._num_set_caps += 1
+        is_open = self._num_set_caps % DECISIONS_PER_OPENING == 0  # who is never verified never shows that it changed
+        if plan.proposer != "draft" or plan.min_survival <= 0 or is_open:
             for request in requests:
                 request.cap = request.client_cap
             return
@@ -339,24 +370,31 @@ class Speculation:
             request.cap = cap
 
     def _learn_acceptance(
-        self, step: StepSeen, requests: list[_Request], drafted_B: np.ndarray, accepted_B: np.ndarray
+        self,
+        step: StepSeen,
+        known: Sequence[int],
+        requests: list[_Request],
+        drafted_B: np.ndarray,
+        accepted_B: np.ndarray,
     ) -> None:
         counted_B = np.array([r.is_counted for r in requests])
         slot_B = np.array([r.slot for r in requests], np.int64)
         if step.proposer == "ngram":
             # Nothing found is a draft that was not accepted.
             ngram_B = np.array([r.ngram_slot for r in requests], np.int64)
-            self._ngram.add(ngram_B[counted_B], np.maximum(drafted_B, 1)[counted_B], accepted_B[counted_B])
+            judged_B = counted_B & np.array([r.client_cap > 0 for r in requests])
+            self._ngram.add(ngram_B[judged_B], np.maximum(drafted_B, 1)[judged_B], accepted_B[judged_B])
             drafted_B = np.zeros_like(drafted_B)
             accepted_B = np.zeros_like(accepted_B)
         self._draft.add(slot_B[counted_B], drafted_B[counted_B], accepted_B[counted_B])
         num_tested = int(((drafted_B > 0) & counted_B).sum())
         self._num_since_tested = 0 if num_tested else self._num_since_tested + 1
         if self._probe is not None:
-            self._probe[1] += num_tested
-            self._probe[2] += int(((accepted_B > 0) & counted_B).sum())
+            self._probe.tested += num_tested
+            self._probe.accepted += int(((accepted_B > 0) & counted_B).sum())
         if num_tested:
-            self.anatomy.add_step(drafted_B, accepted_B, step.num_tokens)
+            lengths = [step.num_tokens[i] for i in known], [step.num_outputs[i] for i in known if step.num_outputs]
+            self.anatomy.add_step(drafted_B * counted_B, accepted_B * counted_B, *lengths)
 
     def _look_up_in_shadow(
         self, requests: Sequence[_Request], req_ids: Sequence[str], tokens_of: Callable[[str], Sequence[int]]
@@ -368,7 +406,8 @@ class Speculation:
             if request.shadow is None:
                 if request.num_steps % STEPS_PER_SHADOW == 0:
                     tokens = tokens_of(req_id)
-                    request.shadow = len(tokens), request.lookup.propose(tokens, self.settings.k_max)
+                    if request.lookup.index(tokens):  # a long prompt takes several turns
+                        request.shadow = len(tokens), request.lookup.propose(tokens, self.settings.k_max)
                 continue
             at, proposed = request.shadow
             written = tokens_of(req_id)[at : at + len(proposed)]
@@ -382,30 +421,36 @@ class Speculation:
         if slots:
             self._ngram.add(np.array(slots), np.array(proposed_B), np.array(accepted_B))
 
+    def _can_probe(self, req_ids: Sequence[str]) -> bool:
+        """Whether a probe would show anything."""
+        requests = (self._requests.get(req_id) for req_id in req_ids)
+        may_draft = any(r is not None and r.is_counted and r.client_cap > 0 for r in requests)
+        return may_draft and "draft" in self.settings.proposers
+
+    def _probe_plan(self, plans: Sequence[Plan]) -> Plan:
+        k = min(PROBE_K, self.settings.k_max)
+        return next(plan for plan in plans if plan.proposer == "draft" and plan.k == k)
+
     def _interval(self, plans: Sequence[Plan]) -> int:
         """Steps between probes such that they take their share of the time."""
+        if "draft" not in self.settings.proposers:
+            return MAX_STEPS_TO_PROBE
         off_s = plans[0].seconds
-        k = min(PROBE_K, self.settings.k_max)
-        probe_s = next(plan.seconds for plan in plans if plan.proposer == "draft" and plan.k == k)
-        extra_s = (PROBE_STEPS + 1) * max(probe_s - off_s, 0.0)
+        extra_s = (PROBE_STEPS + 1) * max(self._probe_plan(plans).seconds - off_s, 0.0)
         return int(min(max(extra_s / (PROBE_SHARE * off_s), MIN_STEPS_TO_PROBE), MAX_STEPS_TO_PROBE))
 
     def _continue_probe(self) -> None:
         if self._probe is None:
             return
-        self._probe[0] -= 1
-        if self._probe[0] > 0:
+        self._probe.steps_left -= 1
+        if self._probe.steps_left > 0:
             return
-        _, tested, accepted = self._probe
-        self._probe = None
+        probe, self._probe = self._probe, None
+        self._num_since_tested = 0
         self._num_since_decision = STEPS_PER_DECISION
-        if not tested:
-            return
-        slots = [request.slot for request in self._requests.values()]
-        expected = float(self._draft.survival(np.array(slots, np.int64))[:, 0].mean()) if slots else UNKNOWN
-        deviation = max(tested * expected * (1 - expected), 0.1) ** 0.5
-        if accepted - tested * expected > SURPRISE * deviation:
-            self._draft.restart(slots, (accepted + 1) / (tested + 2))
+        if probe.is_surprise:
+            slots = [request.slot for request in self._requests.values()]
+            self._draft.restart(slots, (probe.accepted + 1) / (probe.tested + 2))
 
     def _account(self, step: StepSeen, tokens: int) -> None:
         totals = self._totals.setdefault(self._plan.name, [0, 0.0, 0, 0.0])

@@ -17,7 +17,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,25 +71,28 @@ class Steering:
         """What the control says of itself; {} when it does not answer."""
         return dict(await self._call("report") or {})
 
+    async def rows(self) -> list[dict[str, Any]]:
+        """The cells of step times as they are known now."""
+        return list(await self._call("rows") or [])
+
     async def prepare(self, engine: Any, path: Path) -> None:
         """Load the stored profile, or measure one and store it."""
-        if (rows := read_profile(path)) is not None:
-            await self._call("load_rows", rows)
+        if (rows := read_profile(path)) is not None and await self._call("load_rows", rows):
             logger.info("step times from %s", path)
             return
         if not self._config.calibration_seconds or self._config.mode != "auto":
             return
         started = time.monotonic()
         try:
-            await self.calibrate(engine)
-            if rows := await self._call("rows"):
+            is_complete = await self.calibrate(engine)
+            if (rows := await self.rows()) and is_complete:
                 write_profile(path, rows)
                 logger.info("step times measured in %.1f s and kept in %s", time.monotonic() - started, path)
         except Exception:
             logger.exception("step times could not be measured; they are learnt from traffic")
 
-    async def calibrate(self, engine: Any) -> None:
-        """Steps of every kind at several batch sizes, by synthetic requests, as long as the time allows."""
+    async def calibrate(self, engine: Any) -> bool:
+        """Steps of every kind at several batch sizes, by synthetic requests; False where the time did not allow all."""
         deadline = time.monotonic() + self._config.calibration_seconds
         max_seqs = engine.vllm_config.scheduler_config.max_num_seqs
         length = engine.vllm_config.model_config.max_model_len - PROMPT_TOKENS - 2 * self._config.k_max
@@ -101,12 +104,14 @@ class Steering:
             try:
                 while await self._call("sweep_steps_left") and not any(job.done() for job in jobs):
                     if time.monotonic() > deadline:
-                        return
+                        return False
                     await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
             finally:
+                await self._call("end_sweep")
                 for job in jobs:
                     job.cancel()
                 await asyncio.gather(*jobs, return_exceptions=True)
+        return True
 
     async def _call(self, name: str, argument: Any = None) -> Any:
         try:
@@ -132,6 +137,7 @@ def profile_path(config: Config, target_id: str, draft_dir: str) -> Path:
         "target": target_id,
         "draft": sha256(Path(draft_dir) / "config.json"),
         "k_max": config.speculation.k_max,
+        "proposers": config.speculation.proposers,
         "env": config.serving.env,
         "vllm": {key: str(value) for key, value in sorted(config.serving.vllm.items())},
     }
@@ -166,7 +172,7 @@ def read_profile(path: Path) -> list[dict[str, Any]] | None:
         return None
 
 
-def write_profile(path: Path, rows: list[Mapping[str, Any]]) -> None:
+def write_profile(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Keep the cells for the next start."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"schema_version": SCHEMA_VERSION, "hardware": hardware(), "cells": rows}, indent=1)

@@ -17,12 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import nnls
 
 CELL_SIZE = 15
 """Newest steps kept of each cell."""
 MAX_CELLS = 512
-STEPS_PER_FIT = 100
-CELL_WEIGHT = 4
+STEPS_PER_FIT, MIN_STEPS_PER_FIT = 100, 8
+NEW_SHAPE_STEPS = 4
+"""Steps of a shape by which its time is known well enough to fit anew."""
+CELL_WEIGHT = 1.5
 """A cell counts n / (n + CELL_WEIGHT) against the fit."""
 KNEES = (8, 32, 128)
 """Verified tokens from which each costs more: small batches wait for memory, large ones compute."""
@@ -75,10 +78,12 @@ class StepTimes:
         return len(self._cells)
 
     def add(self, shape: Shape, seconds: float) -> None:
-        """A step of nothing but decoding. Every `STEPS_PER_FIT` steps a thread fits anew."""
-        self._remember(shape, seconds)
+        """A step of nothing but decoding. Every `STEPS_PER_FIT` steps, and when a shape has become known, a thread fits
+        anew."""
+        is_new = self._remember(shape, seconds) == NEW_SHAPE_STEPS
         self._num_since_fit += 1
-        if self._num_since_fit >= STEPS_PER_FIT and (self._fitting is None or not self._fitting.is_alive()):
+        is_due = self._num_since_fit >= (MIN_STEPS_PER_FIT if is_new and self.is_fitted else STEPS_PER_FIT)
+        if is_due and (self._fitting is None or not self._fitting.is_alive()):
             self._num_since_fit = 0
             self._fitting = threading.Thread(target=self._refit, args=(self._medians(),), daemon=True)
             self._fitting.start()
@@ -120,15 +125,20 @@ class StepTimes:
     def load_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Begin with what an earlier engine measured; own steps soon outweigh it. Raises `KeyError`, `TypeError` or
         `ValueError` for rows of another form."""
+        found = []
         for row in rows:
             shape = Shape(*(int(row[name]) for name in Shape._fields))
-            for _ in range(min(int(row["steps"]), CELL_SIZE // 2)):
-                self._remember(shape, float(row["seconds"]))
+            seconds, steps = float(row["seconds"]), int(row["steps"])
+            if not (math.isfinite(seconds) and seconds > 0 < shape.tokens and shape.batch > 0 <= shape.drafted):
+                raise ValueError(f"no step takes such time: {dict(row)}")
+            found += [(shape, seconds)] * min(steps, CELL_SIZE // 2)
+        for shape, seconds in found:
+            self._remember(shape, seconds)
         self.fit()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _remember(self, shape: Shape, seconds: float) -> None:
+    def _remember(self, shape: Shape, seconds: float) -> int:
         key = key_of(shape)
         cell = self._cells.pop(key, None) or _Cell()
         self._cells[key] = cell  # the newest last
@@ -136,6 +146,7 @@ class StepTimes:
         cell.seconds.append(seconds)
         if len(self._cells) > MAX_CELLS:
             del self._cells[next(iter(self._cells))]
+        return len(cell.seconds)
 
     def _medians(self) -> dict[Key, tuple[Shape, float, int]]:
         return {
@@ -144,8 +155,6 @@ class StepTimes:
         }
 
     def _refit(self, medians: dict[Key, tuple[Shape, float, int]]) -> None:
-        from scipy.optimize import nnls
-
         if not medians:
             return
         shapes = np.array([shape for shape, _, _ in medians.values()], np.float64)

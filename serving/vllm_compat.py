@@ -553,17 +553,26 @@ async def call_core(engine: Any, method: str, *args: Any) -> Any:
     return await engine.engine_core.call_utility_async(method, *args)
 
 
-def problem_with_control() -> str:
-    """What keeps speculation from being controlled in the vLLM that is installed; "" when nothing does."""
+def missing(names: Mapping[str, tuple[str, ...]]) -> str:
+    """The first of the methods and functions that is gone or takes other parameters; "" when all are there."""
     try:
-        for name, wanted in CONTROL_NAMES.items():
-            owner, _, method = name.rpartition(".")
-            if method not in vars(resolve(owner)):
+        for name, wanted in names.items():
+            owner, dot, method = name.partition(":")[2].rpartition(".")
+            if dot and method not in vars(resolve(f"{name.partition(':')[0]}:{owner}")):
                 return f"there is no {name} any more"
-            found = resolve(name)
-            parameters = tuple(inspect.signature(found).parameters)
+            parameters = tuple(inspect.signature(resolve(name)).parameters)
             if any(parameter not in parameters for parameter in wanted):
                 return f"{name} no longer takes ({', '.join(wanted)})"
+    except (ImportError, AttributeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def problem_with_control() -> str:
+    """What keeps speculation from being controlled in the vLLM that is installed; "" when nothing does."""
+    if problem := missing(CONTROL_NAMES):
+        return problem
+    try:
         fields = resolve("vllm.v1.core.sched.output:SchedulerOutput").__dataclass_fields__
         for field in ("num_spec_tokens_to_schedule", "scheduled_spec_decode_tokens", "num_invalid_spec_tokens"):
             if field not in fields:

@@ -17,7 +17,7 @@ from osd.errors import SwapError
 from osd.records import DraftRelease, Trace, decode, encode
 from serving import vllm_compat
 from serving.capture import Capture
-from serving.lazy_draft import LazyDraft, can_sleep
+from serving.lazy_draft import LazyDraft, lazy_draft
 from serving.step_split import StepSplit
 from serving.swap import DraftSwapper
 
@@ -63,8 +63,8 @@ class WorkerExtension:
         self.osd_hook = vllm_compat.VerificationHook(runner, self.osd_capture)
         self.osd_split = StepSplit()
         self.osd_lazy_draft = None
-        if options.get("is_controlled") and can_sleep(runner):
-            self.osd_lazy_draft = LazyDraft(runner)
+        if options.get("is_controlled"):
+            self.osd_lazy_draft = lazy_draft(runner)
         return "{}"
 
     def osd_stage(self, release: str) -> str:

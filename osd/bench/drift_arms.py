@@ -93,6 +93,7 @@ def overrides(arm: str, config: Config, target: Path, draft: Path, directory: Pa
     found = [
         f"serving.target={target}",
         f"serving.draft={draft}",
+        "speculation.mode=fixed",
         f"serving.served_model_name={NAME}",
         f"deployment=drift-{os.getpid()}",
         f"data_dir={directory}",

@@ -122,6 +122,7 @@ def _overrides(target: str, deployment: str, data: str) -> list[str]:
         f"serving.vllm.max_num_seqs={max(REQUESTS)}",
         # The same prompts are sent to the service twice; a prefix cache would favour the second time.
         "serving.vllm.enable_prefix_caching=false",
+        "speculation.mode=fixed",  # as vLLM's own: what is measured is capture and training
         "gate.min_gain=0.99",
         "trainer.min_new_traces=1",
     ]

@@ -49,6 +49,8 @@ def settings(deployment: str, data_dir: Path, target: Path, draft: Path) -> list
         " max_num_seqs: 16, per_request_spec_decode_metrics: summary}",
         # In this process other tests run engines of their own, without processes.
         "serving.env={OMP_NUM_THREADS: 1, VLLM_CPU_OMP_THREADS_BIND: nobind, VLLM_ENABLE_V1_MULTIPROCESSING: 1}",
+        "speculation.mode=fixed",  # acceptance is measured here, at whatever cost
+        "speculation.k_max=4",
         "capture.accepted_fraction=1.0",
         "trainer.learning_rate=5.0e-3",
         "trainer.min_new_traces=24",

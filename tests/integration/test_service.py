@@ -565,6 +565,7 @@ def beside(pair: Pair, tmp_path_factory: pytest.TempPathFactory, service: Servic
     releases.publish(pair.draft, parent=0, target_id=target_id)
     releases.publish(pair.stranger, parent=1, target_id=target_id)
     arguments = services.settings("test-beside", directory / "data", pair.target, pair.draft)
+    arguments.append("speculation.mode=auto")
     beside = Beside(arguments, directory)
     yield beside
     if beside.served is not None:
@@ -636,6 +637,34 @@ def test_two_deployments_side_by_side(service: Service, beside: Beside, learnt: 
     osd("drafts", "promote", 1, "--deployment", "test-beside")
     wait_for_version(note.control_url, 1)
     assert replica_version(service.control_url) == mine
+
+
+def test_a_served_engine_controls_its_speculation(beside: Beside) -> None:
+    _, note = beside.running()
+    ask(note.service_url, PROMPTS * 2)
+    wait_until(lambda: speculation(note)["plans"], 10, "the control is reported")
+    found = speculation(note)
+    print(f"plan {found['plan']}, {found['num_cells']} shapes known, a decision takes {found['decision_us']:.0f} us")
+    assert (found["mode"], found["problem"], found["is_async"]) == ("auto", "", False)
+    assert sum(plan["steps"] for plan in found["plans"].values()) > 20
+    assert found["num_cells"] > 8, "the engine was measured before it served"
+    log = (beside.directory / "data" / "logs" / "replica-0.log").read_text()
+    assert "step times measured in" in log or "step times from" in log
+    assert "Traceback" not in log
+    text = httpx.get(f"{note.control_url}/metrics").text
+    assert re.search(r'^osd_speculation_steps_total\{plan="[^"]+",replica="replica-0"\} \d', text, re.M), text
+    capped = {"model": services.MODEL, "prompt": PROMPTS[0], "max_tokens": 40, "temperature": 0}
+    for cap in (0, 1):
+        answer = httpx.post(f"{note.service_url}/v1/completions", json={**capped, "vllm_xargs": {"osd_spec_k": cap}})
+        assert answer.status_code == 200
+        drafted = (answer.json().get("metrics") or {}).get("speculative_decoding") or {}
+        assert drafted.get("num_draft_tokens", 0) <= cap * drafted.get("num_drafts", 0)
+
+
+def speculation(note: runtime.Running) -> dict[str, Any]:
+    """What the control last said of itself."""
+    found: dict[str, Any] = status(note.control_url)["replicas"][0]["speculation"]
+    return found or {"plans": {}}
 
 
 def test_ctrl_c_while_requests_stream_leaves_nothing_within_ten_seconds(service: Service, beside: Beside) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from serving.estimates import FADING, MAX_DOMAINS, MIN_WEIGHT, UNKNOWN, Acceptance
+from serving.estimates import MAX_DOMAINS, MIN_WEIGHT, UNKNOWN, Acceptance
 
 
 def step(estimates: Acceptance, slot: int, drafted: int, accepted: int, times: int = 1) -> None:
@@ -210,6 +210,11 @@ def test_domains_beyond_the_bound_are_served_too() -> None:
     estimates = Acceptance(1, predicted=0.6)
     for i in range(MAX_DOMAINS + 20):
         assert of_new(estimates, f"d{i}") == pytest.approx(0.6)
+    for _ in range(12):
+        finish(estimates, "d0", share(20, 18))
+        finish(estimates, "one too many", share(20, 2))
+    assert of_new(estimates, "d0") > 0.8, "domains of which nothing is kept share no class with those that have one"
+    assert of_new(estimates, "another too many") < 0.3
 
 
 def test_a_request_is_believed_later_where_requests_are_alike() -> None:
@@ -280,22 +285,11 @@ def test_evidence_fades_while_nothing_is_tested() -> None:
     step(estimates, slot, 2, 0, times=50)
     shown = first(estimates, slot)
     assert shown < 0.05
-    estimates.fade(np.array([slot]), 700)
+    step(estimates, slot, 0, 0, times=700)
     later = first(estimates, slot)
     assert 0.1 < later < 0.7
-    estimates.fade(np.array([slot]), 3000)
+    step(estimates, slot, 0, 0, times=3000)
     assert first(estimates, slot) == pytest.approx(0.8, abs=0.02)
-
-
-def test_steps_without_a_draft_fade_like_time_does() -> None:
-    estimates = Acceptance(3)
-    by_steps, at_once = estimates.open(""), estimates.open("")
-    for slot in (by_steps, at_once):
-        step(estimates, slot, 3, 1, times=20)
-    step(estimates, by_steps, 0, 0, times=100)
-    estimates.fade(np.array([at_once]), 100)
-    assert first(estimates, by_steps) == pytest.approx(first(estimates, at_once), rel=1e-9)
-    assert FADING**100 < 0.8, "what was shown is worth clearly less by then"
 
 
 def test_the_newest_tests_count_most() -> None:

@@ -110,7 +110,14 @@ def test_n_grams_of_the_same_k_are_another_choice() -> None:
     plans = [Plan("draft", 2, 100.0), Plan("ngram", 2, 101.0)]
     assert choose(plans, Plan("ngram", 2)).proposer == "ngram"
     assert choose(plans, Plan("draft", 2)).proposer == "draft"
-    assert choose(plans, Plan("off", 0)).proposer == "ngram", "what is no longer a choice is no reason to stay"
+    plans = [Plan("off", 0, 50.0), *plans]
+    assert choose(plans, Plan("draft", 5)).proposer == "ngram", "what is no longer a choice is no reason to stay"
+
+
+def test_what_gains_next_to_nothing_is_left_out() -> None:
+    plans = [Plan("off", 0, 100.0), Plan("ngram", 2, 101.0)]
+    assert choose(plans, Plan("draft", 1)).proposer == "off"
+    assert choose([plans[0], Plan("ngram", 2, 103.0)], Plan("draft", 1)).proposer == "ngram"
 
 
 def test_a_promising_choice_is_unmeasured_until_its_step_was_seen_often_enough() -> None:

@@ -25,6 +25,8 @@ ROOF = {
     "osd.answering",
     "osd.offline",
     "osd.recorded",
+    "osd.profile",
+    "osd.profile_worker",
 }
 """Composition: the only modules of `osd` that know serving, buffers and trainer, besides the benches of `osd.bench`,
 which measure them."""

@@ -165,3 +165,17 @@ def test_windows_come_at_other_times_with_another_seed() -> None:
 
     assert first(1) == first(1)
     assert len({first(seed) for seed in range(5)}) == 5
+
+
+def test_a_load_that_grows_through_the_windows_is_no_comparison() -> None:
+    """The mean of before and after would be that of the window between them."""
+    engine = Engine()
+    for _ in range(20):
+        engine.batch = 2
+        engine.until(True)
+        engine.batch = 7
+        engine.until(False)
+        engine.batch = 12
+        engine.run(1)
+    assert engine.net.report()["windows"] == 0
+    assert engine.net.report()["discarded"] >= 15

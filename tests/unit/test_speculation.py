@@ -5,14 +5,26 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from serving.goodput import MARGIN, OFF, Plan
-from serving.speculation import PROBE_SHARE, PROBE_STEPS, STEPS_PER_DECISION, Settings, Speculation, StepSeen
+from serving.goodput import MARGIN, OFF, Load, Plan
+from serving.ngram import MAX_INDEXED
+from serving.speculation import (
+    DECISIONS_PER_OPENING,
+    PROBE_SHARE,
+    PROBE_STEPS,
+    STEPS_PER_DECISION,
+    STEPS_PER_SHADOW,
+    Settings,
+    Speculation,
+    StepSeen,
+)
+from serving.step_times import Shape
 from tests.simulated_engine import SimulatedEngine, StepTime, best_fixed, cpu
 
 K_MAX = 5
@@ -45,7 +57,7 @@ def shares(engine: SimulatedEngine, num_steps: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "alpha, batch",
-    [(0.05, 1), (0.5, 1), (0.9, 1), (0.3, 4), (0.7, 4), (0.9, 4), (0.7, 8), (0.9, 16)],
+    [(0.05, 1), (0.5, 1), (0.9, 1), (0.3, 4), (0.7, 4), (0.9, 4), (0.9, 8), (0.9, 16)],
 )
 def test_the_best_fixed_choice_is_found(alpha: float, batch: int) -> None:
     engine = SimulatedEngine(AUTO, alpha=alpha)
@@ -181,21 +193,20 @@ def test_good_n_grams_take_the_place_of_a_useless_draft(batch: int) -> None:
 
 
 def test_n_grams_that_find_nothing_do_not_displace_a_good_draft() -> None:
-    engine = SimulatedEngine(AUTO, alpha=0.8)
+    engine = SimulatedEngine(AUTO, alpha=0.9)
     engine.run(250, 4)
     assert of_best(engine, 300, 4) >= 0.95
     assert shares(engine, 300)["draft"] > 0.95
 
 
-@pytest.mark.parametrize("period, proposer", [(9, "ngram"), (0, "draft")])
-def test_n_grams_are_found_worth_using_by_lookups_in_shadow(period: int, proposer: str) -> None:
-    """The texts begin to repeat while the draft is in use; what lookups do not see (period 0) changes nothing."""
-    engine = SimulatedEngine(AUTO, alpha=0.5)
+def test_n_grams_are_found_worth_using_by_lookups_in_shadow() -> None:
+    """The texts begin to repeat while the draft is in use."""
+    engine = SimulatedEngine(AUTO, alpha=0.7)
     engine.run(200, 1)
     assert shares(engine, 100)["draft"] > 0.9
-    engine.found, engine.copied, engine.period = 0.9, 0.95, period
+    engine.found, engine.copied, engine.period = 0.9, 0.95, 9
     engine.run(250, 1)
-    assert shares(engine, 100)[proposer] > 0.9
+    assert shares(engine, 100)["ngram"] > 0.9
 
 
 # -- modes, forces, clients -------------------------------------------------------------------------------------------
@@ -243,9 +254,12 @@ def test_a_forced_plan_ends_a_probe() -> None:
     engine = SimulatedEngine(AUTO, alpha=0.0)
     while not engine.control.report()["num_probes"]:
         engine.run(1, 1)
-    engine.control.force(Plan("ngram", 2))
+    engine.control.force(Plan("draft", 4))
     engine.run(1, 1)
-    assert engine.plans[-1] == "ngram 2"
+    assert engine.plans[-1] == "draft 4"
+    engine.control.force(None)
+    engine.run(1, 1)
+    assert not engine.plans[-1].startswith("draft"), "decided anew: the probe is not gone on with"
 
 
 @pytest.mark.parametrize("client_cap, expected", [(None, 5), (0, 0), (2, 2), (99, 5), (-1, 0)])
@@ -258,6 +272,13 @@ def test_a_client_gets_no_more_draft_tokens_than_it_allows(client_cap: int | Non
     assert (control.cap("capped"), control.cap("other")) == (expected, K_MAX)
     assert control.has_caps == (expected < K_MAX)
     assert control.lookup("capped", [*range(9), *range(9)]) == [*range(9)][:expected]
+
+
+@pytest.mark.parametrize("client_cap, plan", [(None, "draft 5"), (3, "draft 3"), (1, "draft 1"), (0, "off")])
+def test_what_clients_allow_is_all_that_a_choice_is_thought_to_bring(client_cap: int | None, plan: str) -> None:
+    control = profiled(Settings(k_max=K_MAX, predicted=0.95, proposers=("draft",)))
+    control.begin("a", client_cap=client_cap)
+    assert control.plan(["a"], 100).name == plan
 
 
 def test_the_caps_of_clients_hold_whatever_is_decided() -> None:
@@ -288,7 +309,7 @@ def rows(batches: Sequence[int], step_time: StepTime) -> list[dict[str, Any]]:
 def profiled(
     settings: Settings = AUTO, step_time: StepTime = cpu, batches: Sequence[int] = (1, 2, 4, 8)
 ) -> Speculation:
-    """Needs no warm-up."""
+    """Has its step times."""
     control = Speculation(settings)
     control.times.load_rows(rows(batches, step_time))
     return control
@@ -302,7 +323,7 @@ def step(control: Speculation, accepted: dict[str, tuple[int, int]], proposer: s
     control.observe(seen, lambda _: [1, 2, 3])
 
 
-def test_a_profile_makes_the_warm_up_needless() -> None:
+def test_a_profile_makes_the_sweep_needless() -> None:
     control = profiled(Settings(k_max=K_MAX, predicted=0.9))
     control.begin("a")
     assert control.plan(["a"], 100).name == "draft 5"
@@ -311,13 +332,83 @@ def test_a_profile_makes_the_warm_up_needless() -> None:
     assert doubtful.plan(["a"], 100).name == "off"
 
 
-def test_without_a_profile_each_k_is_tried_first() -> None:
+def test_without_a_profile_the_first_steps_are_a_sweep() -> None:
     engine = SimulatedEngine(AUTO, alpha=0.05)
-    engine.run(40, 1)
-    assert Counter(engine.plans) == {"draft 5": 8, "draft 3": 8, "draft 1": 8, "off": 8, "ngram 5": 8}
+    engine.run(33, 1)
+    assert Counter(engine.plans) == {"draft 5": 13, "draft 1": 12, "off": 8}
     assert not engine.control.times.is_fitted
     engine.run(1, 1)
     assert engine.control.times.is_fitted
+    report = engine.control.report()
+    assert sum(plan["steps"] for plan in report["plans"].values()) == 1, "a sweep is no step of the service"
+    assert report["changes"] == []
+
+
+def test_a_sweep_tells_drafting_from_verifying() -> None:
+    engine = SimulatedEngine(AUTO, alpha=0.7, noise=0.0)
+    engine.run(40, 4)
+    seen = [Shape(4, tokens, 400, passes) for tokens, passes in [(24, 5), (8, 1), (24, 1), (8, 5), (4, 0)]]
+    expected = [cpu(shape.batch, shape.tokens, shape.drafted) for shape in seen]
+    assert engine.control.times.predict(seen) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_sweep_waits_for_its_batch() -> None:
+    engine = SimulatedEngine(AUTO, alpha=0.0)
+    engine.run(150, 1)
+    engine.control.sweep(4)
+    left = engine.control.num_sweep_steps_left
+    engine.run(10, 3)
+    assert engine.control.num_sweep_steps_left == left == 32
+    engine.run(10, 4)
+    assert engine.control.num_sweep_steps_left == left - 10
+    engine.run(10, 1)
+    assert engine.control.num_sweep_steps_left == left - 10
+    engine.run(22, 4)
+    assert engine.control.num_sweep_steps_left == 0
+    assert Counter(engine.plans[-22:])["off"] == 8
+    assert {name.split()[0] for name in engine.plans[-22:]} == {"draft", "off"}
+
+
+def test_a_batch_that_changes_is_decided_for_at_once_and_one_that_does_not_every_few_steps() -> None:
+    control = profiled(Settings(k_max=K_MAX, predicted=0.7, proposers=("draft",)))
+    ids = [f"r{i}" for i in range(8)]
+    for req_id in ids:
+        control.begin(req_id)
+    alone = control.plan(ids[:1], 100)
+    together = control.plan(ids, 800)
+    assert alone.k > together.k
+    assert control.plan(ids[:1], 100).k > together.k
+    for _ in range(40):
+        step(control, {"r0": (2, 0)})
+    plans = [control.plan(ids[:1], 100).proposer for _ in range(STEPS_PER_DECISION)]
+    assert plans == ["draft"] * (STEPS_PER_DECISION - 1) + ["off"]
+
+
+@pytest.mark.parametrize("num_running", [1, 2, 4])
+def test_a_probe_that_surprises_makes_void_what_was_known_of_all(num_running: int) -> None:
+    """Requests that come later, too: their class was learnt from a draft that is no more."""
+    control = profiled(Settings(k_max=K_MAX, proposers=("draft",)))
+    for i in range(30):
+        control.begin(f"old{i}")
+        for _ in range(20):
+            step(control, {f"old{i}": (2, 0)})
+        control.end(f"old{i}")
+    running = ["a", "b", "c", "d"][:num_running]
+    for req_id in running:
+        control.begin(req_id)
+    names = []
+    while (plan := control.plan(running, 400)).proposer == "off":
+        names.append(plan.name)
+        step(control, dict.fromkeys(running, (0, 0)))
+    assert (plan.name, control.report()["num_probes"]) == ("draft 2", 1)
+    assert len(names) > 50
+    for drafted in (0, 2, 2):
+        control.plan(running, 400)
+        step(control, dict.fromkeys(running, (drafted, drafted)))
+    for req_id in running:
+        control.end(req_id)
+    control.begin("new")
+    assert control.plan(["new"], 100).proposer == "draft"
 
 
 @pytest.mark.parametrize("predicted, plan", [(None, "draft 3"), (0.9, "draft 5"), (0.05, "off")])
@@ -338,14 +429,15 @@ def test_requests_in_one_batch_get_as_many_draft_tokens_as_are_worth_verifying()
     control = profiled(AUTO, lambda batch, tokens, passes: 0.02 + 0.001 * tokens + 0.0005 * passes)
     good, bad = [f"good{i}" for i in range(4)], [f"bad{i}" for i in range(4)]
     for req_id in good + bad:
-        control.begin(req_id)
+        control.begin(req_id, client_cap=1 if req_id == "good0" else None)
     for _ in range(30):
         step(control, dict.fromkeys(good, (2, 2)) | dict.fromkeys(bad, (2, 0)))
     plan = control.plan(good + bad, 800)
     assert plan.proposer == "draft"
     assert plan.min_survival == pytest.approx(MARGIN * plan.goodput * 0.001, rel=0.2)
     assert control.has_caps
-    assert {control.cap(r) for r in good} == {plan.k}
+    assert plan.k > 1
+    assert [control.cap(r) for r in good] == [1, plan.k, plan.k, plan.k], "the first one's client allows one"
     assert {control.cap(r) for r in bad} == {0}
 
 
@@ -372,7 +464,7 @@ def test_requests_that_are_not_counted_teach_nothing() -> None:
 
 
 def test_shadow_lookups_of_requests_that_are_not_counted_teach_nothing() -> None:
-    def survival(is_counted: bool) -> float:
+    def survival(is_counted: bool) -> list[float]:
         control = profiled()
         control.begin("a", is_counted=is_counted)
         text = [0, 1, 2, 3, 4, 5, 6] * 4
@@ -380,10 +472,23 @@ def test_shadow_lookups_of_requests_that_are_not_counted_teach_nothing() -> None
             seen = StepSeen(["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)])
             control.observe(seen, lambda _: text)
             text.append(len(text) % 7)
-        return float(control._load(["a"], 100).survival["ngram"][0, 0])
+        return [float(x) for x in control._load(["a"], 100).survival["ngram"][0]]
 
-    assert survival(is_counted=False) == pytest.approx(0.3)
-    assert survival(is_counted=True) > 0.7
+    assert survival(is_counted=False) == pytest.approx(0.3 ** np.arange(1, K_MAX + 1))
+    assert min(survival(is_counted=True)) > 0.5, "a proposal is judged when all of it has been written, or some refuted"
+
+
+def test_a_prompt_that_is_still_being_indexed_says_nothing_of_n_grams() -> None:
+    control = profiled()
+    control.begin("a")
+    text = [i % 7 for i in range(20 * MAX_INDEXED)]
+    survival = []
+    for _ in range(20 * STEPS_PER_SHADOW + 30):
+        control.observe(StepSeen(["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)]), lambda _: text)
+        text.append(len(text) % 7)
+        survival.append(float(control._load(["a"], 100).survival["ngram"][0, 0]))
+    assert survival[: 19 * STEPS_PER_SHADOW] == pytest.approx([0.3] * 19 * STEPS_PER_SHADOW)
+    assert survival[-1] > 0.5
 
 
 def test_a_finished_request_teaches_its_domain() -> None:
@@ -421,11 +526,15 @@ def test_steps_with_prefills_and_steps_that_catch_up_do_not_count_as_step_times(
 def test_requests_that_are_not_known_are_passed_over() -> None:
     control = profiled()
     control.begin("a")
-    step(control, {"unknown": (2, 1), "a": (5, 5)})
+    step(control, {"unknown": (2, 1), "a": (5, 2)})
     control.end("unknown")
-    assert control.cap("unknown") == control.plan(["a"], 100).k
+    plan = control.plan(["a"], 100)
+    assert control.cap("unknown") == plan.k
     assert control.lookup("unknown", [1, 2, 3, 1, 2]) == []
-    assert control.report()["accepted_per_place"] == [1, 1, 1, 1, 1]
+    report = control.report()
+    assert report["tested_per_place"] == [1, 1, 1, 0, 0]
+    assert report["accepted_per_place"] == [1, 1, 0, 0, 0]
+    assert report["by_context"]["<256"] == [3, 2]
 
 
 # -- what it says of itself -------------------------------------------------------------------------------------------
@@ -433,12 +542,15 @@ def test_requests_that_are_not_known_are_passed_over() -> None:
 
 def test_a_report_is_json_and_adds_up() -> None:
     engine = SimulatedEngine(AUTO, alpha=0.6, found=0.3, copied=0.5)
-    engine.run(300, 4)
+    engine.run(40, 4)
+    swept, began = engine.control.report()["plans"], engine.now
+    engine.run(260, 4)
     report = json.loads(json.dumps(engine.control.report(), allow_nan=False))
     assert report["plan"] == engine.control._plan.name == engine.plans[-1]
     assert (report["mode"], report["batch"]) == ("auto", 4)
-    assert {name: plan["steps"] for name, plan in report["plans"].items()} == Counter(engine.plans)
-    assert sum(plan["seconds"] for plan in report["plans"].values()) == pytest.approx(engine.now)
+    steps, seconds = ({name: plan[key] for name, plan in report["plans"].items()} for key in ("steps", "seconds"))
+    assert Counter(steps) - Counter({name: plan["steps"] for name, plan in swept.items()}) == Counter(engine.plans[40:])
+    assert sum(seconds.values()) - sum(plan["seconds"] for plan in swept.values()) == pytest.approx(engine.now - began)
     used = report["plans"][Counter(engine.plans[100:]).most_common(1)[0][0]]
     assert used["predicted_seconds"] == pytest.approx(used["seconds"], rel=0.3)
     assert report["predicted_tokens_per_second"] == pytest.approx(engine.run(200, 4), rel=0.15)
@@ -451,19 +563,32 @@ def test_a_report_is_json_and_adds_up() -> None:
     assert 0 < report["decision_us"] < 100_000
 
 
-def test_the_changes_form_a_chain_and_are_told_once() -> None:
+def test_the_changes_of_plan_form_a_chain() -> None:
     engine = SimulatedEngine(AUTO, alpha=0.2)
     engine.run(150, 4)
     changes = engine.control.report()["changes"]
-    assert {"warm-up", "goodput"} <= {change["reason"] for change in changes}
+    assert {"goodput"} < {change["reason"] for change in changes} <= {"goodput", "trial", "probe", "load"}
+    assert len(changes) > 3
     assert all(before["to"] == after["from"] for before, after in pairwise(changes))
     assert changes[-1]["to"] == engine.plans[-1]
-    assert engine.control.report()["changes"] == []
+
+
+def test_a_report_changes_nothing() -> None:
+    engine = SimulatedEngine(AUTO, alpha=0.2)
+    engine.run(150, 4)
+    assert engine.control.report() == engine.control.report()
 
 
 def test_a_fresh_engine_has_a_report() -> None:
     report = json.loads(json.dumps(Speculation(AUTO).report(), allow_nan=False))
     assert (report["plan"], report["plans"], report["net"]["ratio"]) == ("draft 5", {}, None)
+
+
+def test_requests_without_drafts_are_no_part_of_the_spread() -> None:
+    engine = SimulatedEngine(Settings(mode="off"))
+    engine.run(200, 2)
+    assert engine._next > 2
+    assert engine.control.report()["spread"] == {}
 
 
 def test_a_log_is_kept_where_asked() -> None:
@@ -499,3 +624,42 @@ def test_a_probe_is_as_short_as_it_says() -> None:
         length = 0 if name == "off" else length + 1
     assert runs == [PROBE_STEPS] * len(runs) != []
     assert np.mean([name != "off" for name in engine.plans[150:]]) < 4 * PROBE_SHARE
+
+
+@pytest.mark.parametrize("given", [{"client_cap": 0}, {"is_counted": False}])
+def test_where_a_probe_would_show_nothing_there_is_none(given: dict[str, Any]) -> None:
+    control = profiled(Settings(k_max=K_MAX, proposers=("draft",), predicted=0.05))
+    for req_id in ("a", "b"):
+        control.begin(req_id, **given)
+    for _ in range(400):
+        assert control.plan(["a", "b"], 200).proposer == "off"
+        step(control, {"a": (0, 0), "b": (0, 0)})
+    assert control.report()["num_probes"] == 0
+
+
+def test_the_study_of_acceptance_leaves_out_what_is_not_counted() -> None:
+    control = profiled(Settings(k_max=K_MAX, proposers=("draft",)))
+    control.begin("x", is_counted=False)
+    control.begin("y")
+    seen = StepSeen(["gone", "x", "y"], [5, 5, 5], [0, 0, 5], "draft", 5, 10, True, 0.02, [10, 10, 5000], [1, 1, 2000])
+    control.observe(seen, lambda _: [1, 2, 3])
+    report = control.report()
+    assert report["tested_per_place"] == report["accepted_per_place"] == [1] * 5
+    assert {name: counts for name, counts in report["by_context"].items() if counts[0]} == {">=4096": [5, 5]}
+    assert {name: counts for name, counts in report["by_output"].items() if counts[0]} == {">=1024": [5, 5]}
+
+
+def test_a_request_thought_hopeless_is_verified_now_and_then() -> None:
+    """Else it could never show that it is not."""
+    engine = SimulatedEngine(Settings(k_max=K_MAX, proposers=("draft",)), alpha=0.8)
+    engine.run(300, 4)
+    plan = engine.control.plan(list(engine._left), 400)
+    assert plan.proposer == "draft"
+    opened = []
+    for _ in range(DECISIONS_PER_OPENING):
+        for request in engine.control._requests.values():
+            request.cap = 0
+        load = Load(4, 400, {"draft": np.zeros((4, K_MAX))})
+        engine.control._set_caps(replace(plan, min_survival=0.9), list(engine._left), load)
+        opened.append([r.cap for r in engine.control._requests.values()] == [K_MAX] * 4)
+    assert opened.count(True) == 1

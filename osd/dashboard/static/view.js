@@ -130,7 +130,7 @@ export function showReplicas(replicas, serving) {
 const REASONS = {
   goodput: "another plan promises more tokens per second", load: "the number of requests changed", probe: "a draft that is not used is tried",
   trial: "a plan whose step time is hardly known is tried", "net window": "the whole engine runs without speculation, to measure what it gains",
-  "warm-up": "step times are being learnt", forced: "step times are being measured",
+  forced: "a choice is forced, to measure it",
 };
 
 const times = (value) => isNumber(value) ? `${value.toFixed(2)}×` : "–";
@@ -173,7 +173,7 @@ function planCells(figures) {
     netSpeedUp(figures),
     element("td", { title: "Expected tokens of a step / expected seconds of a step, with this batch" }, speed(figures.predicted_tokens_per_second)),
     element("td", { title: `Tokens / seconds of all steps with this plan. ${plans.join("; ")}` }, speed(figures.measured_tokens_per_second)),
-    element("td", { title: "Steps with the plan off / all steps" }, percent(figures.off_share)),
+    element("td", { title: "Decode steps with the plan off / all decode steps" }, percent(figures.off_share)),
     stepTime(figures.seconds_per_part),
   ];
 }

@@ -1,0 +1,179 @@
+"""The replica's side of the control: profiles on disk, what the scheduler is started with, and an engine measured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from osd.config import Config
+from osd.profile import table
+from osd.records import DraftRelease
+from serving import steering, vllm_compat
+from serving.scheduler import settings_of
+from serving.speculation import Settings
+from serving.steering import Steering, profile_path, read_profile, settings_for, write_profile
+from serving.step_times import Shape, StepTimes
+from tests.unit.test_policy import OUTCOME
+
+ROWS = [{"batch": 1, "tokens": 1, "context": 64, "drafted": 0, "seconds": 0.01, "steps": 8}]
+
+
+def release() -> DraftRelease:
+    return DraftRelease(version=1, parent=0, path="/d", sha256="ab", target_id="t", created_at=0.0)
+
+
+class FakeEngine:
+    """An `AsyncLLM` as far as measuring sees it; its control takes a sweep step at every look."""
+
+    def __init__(self, steps_per_look: int = 8) -> None:
+        model = SimpleNamespace(max_model_len=256, get_vocab_size=lambda: 512)
+        scheduler = SimpleNamespace(max_num_seqs=8)
+        self.vllm_config = SimpleNamespace(model_config=model, scheduler_config=scheduler)
+        self.steps_per_look = steps_per_look
+        self.left = 0
+        self.said: list[tuple[str, Any]] = []
+        self.most_running = self.running = 0
+
+    async def utility(self, method: str, name: str, argument: str) -> str:
+        assert method == "osd_speculation"
+        given = json.loads(argument)
+        self.said.append((name, given))
+        if name == "sweep":
+            self.left = 32
+        if name == "sweep_steps_left":
+            self.left = max(0, self.left - self.steps_per_look)
+            return str(self.left)
+        return json.dumps(ROWS if name == "rows" else {})
+
+    async def generate(self, *_: Any) -> None:
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.running -= 1
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    fake = FakeEngine()
+    monkeypatch.setattr(vllm_compat, "generate_synthetic", lambda engine, *given: engine.generate(*given))
+    monkeypatch.setattr(steering, "SECONDS_BETWEEN_LOOKS", 0.001)
+    return fake
+
+
+def test_what_was_measured_is_kept_and_found_again(tmp_path: Path, engine: FakeEngine) -> None:
+    path = tmp_path / "profiles" / "p.json"
+    asyncio.run(Steering(engine.utility, Config()).prepare(engine, path))
+    assert [given for name, given in engine.said if name == "sweep"] == [1, 4]  # 16 and 64 do not fit in 8 sequences
+    assert engine.most_running == 4
+    assert engine.running == 0
+    assert read_profile(path) == ROWS
+    engine.said.clear()
+    asyncio.run(Steering(engine.utility, Config()).prepare(engine, path))
+    assert engine.said == [("load_rows", ROWS)]
+
+
+def test_measuring_ends_in_time_and_keeps_what_it_has(tmp_path: Path, engine: FakeEngine) -> None:
+    engine.steps_per_look = 0
+    config = Config.model_validate({"speculation": {"calibration_seconds": 0.05}})
+    asyncio.run(Steering(engine.utility, config).prepare(engine, tmp_path / "p.json"))
+    assert [given for name, given in engine.said if name == "sweep"] == [1]
+    assert engine.running == 0
+    assert read_profile(tmp_path / "p.json") == ROWS
+
+
+@pytest.mark.parametrize("speculation", [{"calibration_seconds": 0}, {"mode": "fixed"}, {"mode": "off"}])
+def test_nothing_is_measured_where_nothing_is_decided(
+    tmp_path: Path, engine: FakeEngine, speculation: dict[str, Any]
+) -> None:
+    config = Config.model_validate({"speculation": speculation})
+    asyncio.run(Steering(engine.utility, config).prepare(engine, tmp_path / "p.json"))
+    assert engine.said == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"cells": 3}'])
+def test_a_damaged_profile_is_measured_anew(tmp_path: Path, engine: FakeEngine, text: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    asyncio.run(Steering(engine.utility, Config()).prepare(engine, path))
+    assert read_profile(path) == ROWS
+
+
+def test_a_control_that_does_not_answer_is_logged_and_serving_goes_on(
+    tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def silent(*_: Any) -> str:
+        raise RuntimeError("gone")
+
+    steering = Steering(silent, Config())
+    with caplog.at_level(logging.ERROR):
+        assert asyncio.run(steering.report()) == {}
+        asyncio.run(steering.restart(release()))
+        asyncio.run(steering.prepare(engine, tmp_path / "p.json"))
+    assert "gone" in caplog.text
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_the_profile_is_another_for_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSD_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text("{}")
+    draft = str(tmp_path)
+    base = profile_path(Config(), "target", draft)
+    assert base == profile_path(Config(), "target", draft)
+    assert base.parent == tmp_path / "cache" / "profiles"
+    others = {profile_path(Config(), "another", draft)}
+    for change in ({"serving": {"vllm": {"dtype": "bfloat16"}}}, {"serving": {"env": {"OMP_NUM_THREADS": "1"}}}):
+        others.add(profile_path(Config.model_validate(change), "target", draft))
+    others.add(profile_path(Config.model_validate({"speculation": {"k_max": 3}}), "target", draft))
+    monkeypatch.setattr(steering, "hardware", lambda: "another machine")
+    others.add(profile_path(Config(), "target", draft))
+    (tmp_path / "config.json").write_text('{"hidden_size": 1}')
+    others.add(profile_path(Config(), "target", draft))
+    assert base not in others
+    assert len(others) == 6
+
+
+def test_the_scheduler_gets_what_the_configuration_says() -> None:
+    config = Config.model_validate({"speculation": {"mode": "fixed", "k_max": 7, "proposers": ["ngram"]}})
+    given = json.loads(json.dumps({"osd": settings_for(config.speculation, release())}))
+    expected = Settings("fixed", 7, ("ngram",), None, 600.0, 2.0)
+    assert settings_of(given) == expected
+    assert settings_of({}) == Settings()
+
+
+def test_a_draft_is_expected_to_do_what_its_gate_measured() -> None:
+    published = replace(release(), outcome=OUTCOME)
+    assert OUTCOME.eval is not None
+    assert settings_for(Config().speculation, published)["predicted"] == OUTCOME.eval.alpha_candidate
+    assert settings_for(Config().speculation, release())["predicted"] is None
+
+
+def test_a_profile_can_be_read_into_a_table() -> None:
+    times = StepTimes()
+    for batch in (1, 4):
+        for k in (0, 1, 3):
+            for _ in range(8):
+                drafted = Shape(batch, batch * (1 + k), 64 * batch, k)
+                times.add(drafted, 0.010 + 0.001 * drafted.tokens + 0.002 * k)
+                times.add(drafted._replace(drafted=0), 0.010 + 0.001 * drafted.tokens)
+    write_profile_rows = json.loads(json.dumps(times.to_rows()))
+    lines = table(write_profile_rows, 3).splitlines()
+    assert [line.split()[:2] for line in lines] == [["step,", "ms"], ["batch", "1"], ["batch", "4"]]
+    one, four = (line.split() for line in lines[1:])
+    assert float(one[2]) == pytest.approx(11.0, rel=0.03)
+    assert float(one[5]) == pytest.approx(20.0, rel=0.05)
+    assert float(one[6]) == pytest.approx(11 / 14, abs=0.03)  # T(1) / T(4), the target alone
+    assert float(four[6]) == pytest.approx(14 / 26, abs=0.03)
+
+
+def test_a_profile_is_written_whole(tmp_path: Path) -> None:
+    write_profile(tmp_path / "a" / "p.json", ROWS)
+    assert json.loads((tmp_path / "a" / "p.json").read_text())["cells"] == ROWS
