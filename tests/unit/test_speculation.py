@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -660,6 +659,6 @@ def test_a_request_thought_hopeless_is_verified_now_and_then() -> None:
         for request in engine.control._requests.values():
             request.cap = 0
         load = Load(4, 400, {"draft": np.zeros((4, K_MAX))})
-        engine.control._set_caps(replace(plan, min_survival=0.9), list(engine._left), load)
+        engine.control._set_caps(plan._replace(min_survival=0.9), list(engine._left), load)
         opened.append([r.cap for r in engine.control._requests.values()] == [K_MAX] * 4)
     assert opened.count(True) == 1
