@@ -14,7 +14,7 @@ from osd.bench import drift_names as names
 from osd.bench.curve import Curve
 from osd.bench.drift_recordings import load, save
 from osd.bench.recording import Recorded
-from osd.config import CaptureConfig, Config, GateConfig, TrainerConfig
+from osd.config import CaptureConfig, Config, GateConfig, SpeculationConfig, TrainerConfig
 from tests.tiny_drafts import chain_trace, save_draft
 
 
@@ -53,6 +53,7 @@ def a_setup(draft: Path, directory: Path, num: int = 64, **trainer: Any) -> cont
         config=Config(
             trainer=TrainerConfig(**(settings | trainer)),
             gate=GateConfig(min_holdout_traces=2),
+            speculation=SpeculationConfig(k_max=4),
             capture=CaptureConfig(accepted_fraction=1, plain_fraction=1),
         ),
         draft=draft,

@@ -38,6 +38,7 @@ class FakeEngine:
         self.vllm_config = SimpleNamespace(model_config=model, scheduler_config=scheduler)
         self.steps_per_look = steps_per_look
         self.left = 0
+        self.takes_rows = True
         self.said: list[tuple[str, Any]] = []
         self.most_running = self.running = 0
 
@@ -50,7 +51,7 @@ class FakeEngine:
         if name == "sweep_steps_left":
             self.left = max(0, self.left - self.steps_per_look)
             return str(self.left)
-        return json.dumps(ROWS if name == "rows" else {})
+        return json.dumps({"rows": ROWS, "load_rows": self.takes_rows}.get(name, {}))
 
     async def generate(self, *_: Any) -> None:
         self.running += 1
@@ -81,13 +82,21 @@ def test_what_was_measured_is_kept_and_found_again(tmp_path: Path, engine: FakeE
     assert engine.said == [("load_rows", ROWS)]
 
 
-def test_measuring_ends_in_time_and_keeps_what_it_has(tmp_path: Path, engine: FakeEngine) -> None:
+def test_a_profile_whose_rows_are_refused_is_measured_anew(tmp_path: Path, engine: FakeEngine) -> None:
+    engine.takes_rows = False
+    write_profile(tmp_path / "p.json", [{"batch": -1}])
+    asyncio.run(Steering(engine.utility, Config()).prepare(engine, tmp_path / "p.json"))
+    assert read_profile(tmp_path / "p.json") == ROWS
+
+
+def test_measuring_ends_in_time_and_keeps_no_half_of_it(tmp_path: Path, engine: FakeEngine) -> None:
     engine.steps_per_look = 0
     config = Config.model_validate({"speculation": {"calibration_seconds": 0.05}})
     asyncio.run(Steering(engine.utility, config).prepare(engine, tmp_path / "p.json"))
     assert [given for name, given in engine.said if name == "sweep"] == [1]
     assert engine.running == 0
-    assert read_profile(tmp_path / "p.json") == ROWS
+    assert ("end_sweep", None) in engine.said, "no step of it may fall into traffic"
+    assert read_profile(tmp_path / "p.json") is None
 
 
 @pytest.mark.parametrize("speculation", [{"calibration_seconds": 0}, {"mode": "fixed"}, {"mode": "off"}])
