@@ -33,9 +33,14 @@ PLANS: list[tuple[str, int] | None] = [
 ]
 
 
+KEPT: list[Engine] = []
+"""vLLM takes down what all engines of a process share when one of them is collected, so these live to the end."""
+
+
 @pytest.fixture(scope="module")
 def controlled_engine(pair: Pair, plain: Engine) -> Engine:
     engine = Engine(pair.target, release_of(pair.draft, 1), k=K, control={}, disable_log_stats=True)
+    KEPT.append(engine)
     engine.start_hooks(CaptureConfig(top_k=16))
     return engine
 
@@ -59,6 +64,7 @@ def probabilistic(pair: Pair, plain: Engine) -> Engine:
     engine = Engine(
         pair.target, release_of(pair.draft, 1), k=K, control={}, speculative=sampling, disable_log_stats=True
     )
+    KEPT.append(engine)
     engine.start_hooks(CaptureConfig(top_k=16))
     return engine
 
@@ -289,10 +295,6 @@ def test_an_error_in_the_control_ends_the_control_and_nothing_else(
     assert "ZeroDivisionError" in engine.command("report")["problem"]
     drafts = drafts_per_step(engine, prompts)
     assert max(drafts) == 3
-
-
-KEPT: list[Engine] = []
-"""vLLM takes down what all engines of a process share when one of them is collected."""
 
 
 def drafts_per_step(engine: Engine, prompts: list[list[int]]) -> list[int]:
