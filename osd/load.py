@@ -68,7 +68,9 @@ def figures(answers: Sequence[Answer], wall_seconds: float | None = None) -> Fig
     later_seconds = sum(a.seconds - a.ttft_s for a in good)
     accepted = sum(j * count for a in good for j, count in enumerate(a.histogram))
     tested = sum(min(j + 1, len(a.histogram) - 1) * count for a in good for j, count in enumerate(a.histogram))
-    drafted, steps = sum(a.num_draft_tokens for a in good), num_tokens - accepted
+    drafted = sum(a.num_draft_tokens for a in good)
+    # A request's last step may accept more than was served.
+    steps = sum(max(len(a.token_ids) - sum(j * n for j, n in enumerate(a.histogram)), sum(a.histogram)) for a in good)
     return Figures(
         num_requests=len(answers),
         num_failed=len(answers) - len(good),
