@@ -6,7 +6,7 @@
 
 vLLM loads one of the two classes by name (`scheduler_cls`), in the process of the engine core, from which the replica
 asks for reports through `EngineCore.osd_speculation`. A request never fails because of us: the first error ends the
-control, is logged once, and leaves the engine at its largest k.
+control, is logged once, and leaves the engine at its largest k (in mode `off` at none).
 
 With asynchronous scheduling drafts never visit the scheduler: k is chosen per step all the same, but n-grams are left
 out, and requests differ in k only by their placeholders.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
+from serving.assemble import MAX_DOMAIN_LENGTH
 from serving.goodput import Plan
 from serving.speculation import MAX_LOG, Settings, Speculation, StepSeen
 
@@ -127,8 +129,6 @@ class _Controlled:
             self.osd.force(Plan(*given) if given else None)
         elif name == "log":
             result = list(self.osd.log or ())
-            from collections import deque
-
             self.osd.log = deque(maxlen=MAX_LOG) if given else None
         else:
             raise ValueError(f"unknown command {name!r}")
@@ -155,7 +155,7 @@ class _Controlled:
         cap = extra.get("osd_spec_k")
         self.osd.begin(
             request.request_id,
-            domain=str(extra.get("osd_domain", "")),
+            domain=str(extra.get("osd_domain", ""))[:MAX_DOMAIN_LENGTH],
             client_cap=_whole_number(cap),
             is_counted=not extra.get("osd_calibration"),
         )

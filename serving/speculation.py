@@ -154,6 +154,8 @@ class Speculation:
     def begin(self, req_id: str, *, domain: str = "", client_cap: int | None = None, is_counted: bool = True) -> None:
         """A request has come. `client_cap`: draft tokens per step its client allows; not counted = leaves no trace in
         any estimate."""
+        if req_id in self._requests:
+            return  # its client goes on with it
         cap = self.settings.k_max if client_cap is None else max(0, min(client_cap, self.settings.k_max))
         self._requests[req_id] = _Request(self._draft.open(domain), self._ngram.open(domain), cap, is_counted, cap=cap)
 

@@ -102,15 +102,17 @@ class Steering:
             prompts = [_prompt(i, vocab) for i in range(batch)]
             jobs = [asyncio.create_task(vllm_compat.generate_synthetic(engine, p, length)) for p in prompts]
             try:
-                while await self._call("sweep_steps_left") and not any(job.done() for job in jobs):
+                while (left := await self._call("sweep_steps_left")) and not any(job.done() for job in jobs):
                     if time.monotonic() > deadline:
-                        return False
+                        break
                     await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
             finally:
                 await self._call("end_sweep")
                 for job in jobs:
                     job.cancel()
                 await asyncio.gather(*jobs, return_exceptions=True)
+            if left != 0:
+                return False  # out of time, the requests ended before the sweep did, or nobody answers
         return True
 
     async def _call(self, name: str, argument: Any = None) -> Any:

@@ -662,3 +662,15 @@ def test_a_request_thought_hopeless_is_verified_now_and_then() -> None:
         engine.control._set_caps(plan._replace(min_survival=0.9), list(engine._left), load)
         opened.append([r.cap for r in engine.control._requests.values()] == [K_MAX] * 4)
     assert opened.count(True) == 1
+
+
+def test_a_request_that_is_announced_again_keeps_what_it_has_shown() -> None:
+    """As a client's next turn in one and the same session."""
+    control = profiled(Settings(k_max=K_MAX, proposers=("draft",)))
+    control.begin("a", client_cap=2)
+    before = control._requests["a"]
+    control.begin("a")
+    assert control._requests["a"] is before
+    control.end("a")
+    control.begin("b")
+    assert control._requests["b"].slot == before.slot

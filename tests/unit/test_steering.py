@@ -99,6 +99,19 @@ def test_measuring_ends_in_time_and_keeps_no_half_of_it(tmp_path: Path, engine: 
     assert read_profile(tmp_path / "p.json") is None
 
 
+def test_requests_that_end_before_the_sweep_make_no_profile(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_: Any) -> None:
+        raise ValueError("max_tokens must be at least 1")
+
+    engine.steps_per_look = 0
+    monkeypatch.setattr(engine, "generate", refused)
+    asyncio.run(Steering(engine.utility, Config()).prepare(engine, tmp_path / "p.json"))
+    assert read_profile(tmp_path / "p.json") is None
+    assert ("end_sweep", None) in engine.said
+
+
 @pytest.mark.parametrize("speculation", [{"calibration_seconds": 0}, {"mode": "fixed"}, {"mode": "off"}])
 def test_nothing_is_measured_where_nothing_is_decided(
     tmp_path: Path, engine: FakeEngine, speculation: dict[str, Any]
