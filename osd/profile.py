@@ -19,6 +19,7 @@ from osd.plan import plan
 
 WORKER = "osd.profile_worker.SilentWorker"
 BATCHES = (1, 4, 16, 64)
+SECONDS_TO_END = 30
 
 Say = Callable[[str], None]
 
@@ -57,7 +58,7 @@ def _in_a_process(config: Config, again: bool, say: Say) -> tuple[list[dict[str,
     except EOFError:
         raise OSDError("the engine ended before it was measured") from None
     finally:
-        child.join(30)
+        child.join(SECONDS_TO_END + 5)
         if child.is_alive():
             child.kill()
     if isinstance(found, str):
@@ -93,10 +94,11 @@ def _measure(made: Any, again: bool, answer: Any) -> None:
         replica.wait_ready()
         answer.send((replica.step_times(), str(path)))
         replica.close()
+        replica.join(SECONDS_TO_END)
     except BaseException as error:  # noqa: BLE001  told by the process that waits
         answer.send(str(error) or type(error).__name__)
     sys.stdout.flush()
-    os._exit(0)  # vLLM's processes end with their parent
+    os._exit(0)  # whatever threads of vLLM are left have nothing to do
 
 
 def table(rows: Sequence[dict[str, Any]], k_max: int) -> str:

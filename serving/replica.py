@@ -112,6 +112,10 @@ class Replica:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._closed.wait(timeout=GRACEFUL_SHUTDOWN_SECONDS + 2)
 
+    def join(self, timeout: float) -> None:
+        """After `close`: wait until the engine's own processes have ended, which else may outlive this one."""
+        self._thread.join(timeout)
+
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
