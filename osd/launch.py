@@ -77,11 +77,11 @@ class Service:
         self.replica = self.start_replica("replica-0", self.plan.release)
 
     def wait(self) -> None:
-        """Block until the engine answers; then the trainer and the control port, which it need not share the CPU with
-        while it loads."""
-        self.url = self.wait_for(self.replica, "replica-0", "engine")
+        """Begin the trainer and the control port as well, and block until everything answers. An engine spends its
+        start in one thread, importing: the others are there before it measures its step times."""
         self.trainer = self._start_trainer() if self.config.trainer.enabled else None
         self.control = self._start_control()
+        self.url = self.wait_for(self.replica, "replica-0", "engine")
         self.control_url = self.wait_for(self.control, "control", "control port")
         self._leave_note()
 

@@ -44,5 +44,7 @@ if [ "$EXTRA" = cpu ]; then
   fi
 fi
 echo "setup: installing the $EXTRA environment into $VENV"
-"$UV" pip install -q "$@"
+# Bytecode now, once: where Python may not write it (PYTHONDONTWRITEBYTECODE, a read-only disk) each process would
+# compile vLLM and torch again, which doubles the start of an engine.
+"$UV" pip install -q --compile-bytecode "$@"
 echo "$WANT" >"$STAMP"

@@ -47,8 +47,7 @@ def settings(deployment: str, data_dir: Path, target: Path, draft: Path) -> list
         "serving.seconds_between_polls=0.1",
         "serving.vllm={dtype: float32, enforce_eager: true, kv_cache_memory_bytes: 67108864, max_model_len: 256,"
         " max_num_seqs: 16, per_request_spec_decode_metrics: summary}",
-        # In this process other tests run engines of their own, without processes.
-        "serving.env={OMP_NUM_THREADS: 1, VLLM_CPU_OMP_THREADS_BIND: nobind, VLLM_ENABLE_V1_MULTIPROCESSING: 1}",
+        "serving.env={OMP_NUM_THREADS: 1, VLLM_CPU_OMP_THREADS_BIND: nobind, VLLM_ENABLE_V1_MULTIPROCESSING: 0}",
         "speculation.mode=fixed",  # acceptance is measured here, at whatever cost
         "speculation.k_max=4",
         "capture.accepted_fraction=1.0",
