@@ -181,6 +181,13 @@ class TrainerConfig(_Section):
     max_wait_seconds: float = Field(600, gt=0)
     """A round starts, too, when the first new trace is so old and at least `trainer.batch_size` have arrived: where
     requests are few, the draft learns all the same."""
+    patience_rounds: int = Field(6, ge=0)
+    """After so many rounds in a row that brought no gain, training rests until acceptance falls. 0 = it never rests."""
+    drift_margin: float = Field(0.05, gt=0, lt=1)
+    """Fall of the recent α under the usual one, beyond chance, that ends the rest."""
+    max_idle_seconds: float = Field(3600, gt=0)
+    """At rest, a round runs all the same when the last one is so long ago: what can be learnt need not show as a
+    fall."""
     max_new_traces: int = Field(512, ge=1)
     """New traces used in one round; of more, only the newest."""
     replay_batches: int = Field(8, ge=0)
@@ -206,6 +213,11 @@ class GateConfig(_Section):
     """The candidate must be better with this (one-sided) confidence, by paired bootstrap over requests."""
     min_gain: float = Field(0.0, ge=0, lt=1)
     """Gain in α that the lower bound must exceed."""
+    max_class_loss: float = Field(0.05, ge=0, lt=1)
+    """Loss in α, beyond chance, that any one class of traffic may suffer for a gain of the whole. A class is a label, or
+    a cluster of unlabelled prompts."""
+    min_class_traces: int = Field(8, ge=2)
+    """Held-out traces of a class needed to judge it on its own."""
     num_bootstrap: int = Field(500, ge=100)
     """Bootstrap resamples."""
     rollback_margin: float = Field(0.1, gt=0, lt=1)

@@ -8,9 +8,9 @@
 
     loop    consumes                  waits for              unblocked by        may
     watch   feed, heartbeats, stats   seconds_between_looks  time alone          roll back
-    train   traces in the buffer      min_new_traces         traffic, `resume`   publish
+    train   traces in the buffer      min_new_traces, worth  traffic, `resume`   publish
 
-A rollback never waits for a training round: the replay it asks the trainer for runs beside the watch loop. The
+Whether a round is worth it, `osd/drift.py` tells. A rollback never waits for a training round: the replay it asks the trainer for runs beside the watch loop. The
 release store on disk decides what is current (`osd/drafts.py` makes the changes); `wanted` in Redis follows, and is
 written again whenever it was lost. Neither a dead trainer, nor Redis away, nor a full disk ends a loop: each is said
 once, and tried again with growing pauses. Any other end of a loop ends the controller.
@@ -28,6 +28,7 @@ from osd import policy
 from osd.backoff import Backoff
 from osd.config import Config
 from osd.drafts import Drafts
+from osd.drift import Appetite
 from osd.errors import ReleaseError, ReplayBufferError
 from osd.judge import Judge
 from osd.metrics import History
@@ -70,6 +71,9 @@ class Controller:
         lagging_after_s: float = LAGGING_AFTER_S,
     ) -> None:
         self.config, self.history, self.target_id = config, history, target_id
+        self._appetite = Appetite(config.trainer, config.gate)
+        self._told_resting: bool | None = None
+        """What was last said of it; None until the feed was read for the first time."""
         self._registry, self._releases = registry, releases
         self._trainer, self._buffer = trainer, buffer
         self._changes = Drafts(config, registry, releases, target_id, self._tell)
@@ -126,6 +130,7 @@ class Controller:
 
     async def _look(self) -> None:
         await self._read_feed()
+        await self._tell_appetite()
         await self._observe()
         await self._changes.restore_wanted()
         if (current := await self._changes.current()) is not None:
@@ -137,9 +142,22 @@ class Controller:
         while True:
             found = await asyncio.to_thread(self._registry.read, self._cursor, FEED_CHUNK)
             for self._cursor, record in found:
-                self.history.add(record)
+                self._hear(record)
             if len(found) < FEED_CHUNK:
                 return
+
+    def _hear(self, record: FeedRecord) -> None:
+        self.history.add(record)
+        self._appetite.add(record)
+
+    async def _tell_appetite(self) -> None:
+        """Say when training begins to rest, and why it rests no longer."""
+        told, resting = self._told_resting, self._appetite.is_resting
+        self._told_resting = resting
+        if told is None or told == resting:
+            return
+        kind, text = ("rests" if resting else "learns"), self._appetite.decide(time.time()).reason
+        await self._tell(Event(at=time.time(), kind=kind, text=text))
 
     async def _observe(self) -> None:
         self._replicas = await asyncio.to_thread(self._registry.replicas)
@@ -184,6 +202,10 @@ class Controller:
         self._phase_detail = f"{num_new or 0} of {self.config.trainer.min_new_traces} new traces"
         if not num_new:
             self._waiting_since = None
+            return False
+        appetite = self._appetite.decide(time.time())
+        if not appetite.ok:
+            self._phase_detail, self._waiting_since = appetite.reason, None
             return False
         now = time.monotonic()
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
@@ -230,7 +252,7 @@ class Controller:
             await asyncio.to_thread(self._registry.publish, *records)
         except ReplayBufferError:
             for record in records:
-                self.history.add(record)
+                self._hear(record)
 
     # The control port
 

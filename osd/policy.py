@@ -60,7 +60,25 @@ def should_publish(outcome: RoundOutcome, current: DraftRelease, gate: GateConfi
     gained = f"held-out α {report.alpha_base:.2f} -> {report.alpha_candidate:.2f} on {report.num_traces} requests"
     if report.diff_low <= gate.min_gain:
         return Decision(False, f"no gain: {gained}, lower bound {report.diff_low:+.3f} must exceed {gate.min_gain:.3f}")
+    if lost := _lost_class(report, gate):
+        return Decision(False, f"{gained}, but {lost}")
     return Decision(True, f"{gained}, at least {report.diff_low:+.3f}")
+
+
+def _lost_class(report: EvalReport, gate: GateConfig) -> str:
+    """The class of traffic that would lose most, beyond chance and `gate.max_class_loss`; "" when none does."""
+    losses = [
+        (c.alpha_base - c.alpha_candidate, name, c)
+        for name, c in report.classes.items()
+        if c.num_traces >= gate.min_class_traces and c.diff_high < 0
+    ]
+    loss, name, c = max(losses, key=lambda found: found[0], default=(0.0, "", None))
+    if c is None or loss <= gate.max_class_loss:
+        return ""
+    return (
+        f"{name} loses: {c.alpha_base:.2f} -> {c.alpha_candidate:.2f} on {c.num_traces} requests, "
+        f"more than gate.max_class_loss={gate.max_class_loss:g}"
+    )
 
 
 def should_judge(live: SpecWindow | None, release: DraftRelease, gate: GateConfig) -> Decision:
@@ -128,6 +146,6 @@ def _is_finite(outcome: RoundOutcome, report: EvalReport) -> bool:
         report.diff_high,
         *report.alpha_base_per_pos,
         *report.alpha_candidate_per_pos,
-        *(alpha for pair in report.alpha_per_domain.values() for alpha in pair),
+        *(x for c in report.classes.values() for x in (c.alpha_base, c.alpha_candidate, c.diff_high)),
     )
     return all(math.isfinite(number) for number in numbers)

@@ -178,13 +178,28 @@ _TRACE_ROWS = tuple(name for name in _TRACE_ARRAYS if name not in ("prompt_ids",
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClassReport:
+    """One class of traffic in an `EvalReport`.
+
+    Example:
+        ClassReport(num_traces=12, alpha_base=0.41, alpha_candidate=0.72, diff_high=0.36)
+    """
+
+    num_traces: int
+    alpha_base: float
+    alpha_candidate: float
+    diff_high: float
+    """Upper end of the paired bootstrap interval of candidate - base."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvalReport:
     """A candidate draft and its base, replayed on the same held-out traces (conditional acceptance α throughout).
 
     Example:
         EvalReport(num_traces=40, num_tokens=1600, k=4, alpha_base=0.41, alpha_candidate=0.72,
                    alpha_base_per_pos=(0.5, 0.4, 0.3, 0.2), alpha_candidate_per_pos=(0.8, 0.7, 0.7, 0.6),
-                   diff=0.31, diff_low=0.27, diff_high=0.35, alpha_per_domain={"": (0.41, 0.72)})
+                   diff=0.31, diff_low=0.27, diff_high=0.35, classes={"sql": ClassReport(...)})
     """
 
     num_traces: int
@@ -200,8 +215,8 @@ class EvalReport:
     diff_low: float
     diff_high: float
     """Paired bootstrap interval of `diff`, resampled by request."""
-    alpha_per_domain: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """domain -> (base, candidate)"""
+    classes: dict[str, ClassReport] = field(default_factory=dict)
+    """By class of traffic: the label, or a cluster of unlabelled prompts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

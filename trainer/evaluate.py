@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from osd.config import GateConfig
-from osd.records import EvalReport, Trace, conditional_acceptance
+from osd.records import ClassReport, EvalReport, Trace, conditional_acceptance
 from trainer.batch import collate_outputs, to_device
+from trainer.classes import classes_of
 from trainer.draft import RowModel
 
 
@@ -40,6 +41,10 @@ class ReplayCounts:
     def alpha_per_pos(self) -> tuple[float, ...]:
         """[G]; 0 where nothing was tested."""
         return tuple((self.accepted_RG.sum(0) / np.maximum(self.tested_RG.sum(0), 1)).tolist())
+
+    def of(self, is_chosen_R: np.ndarray) -> ReplayCounts:
+        """The counts of some of the traces."""
+        return ReplayCounts(tested_RG=self.tested_RG[is_chosen_R], accepted_RG=self.accepted_RG[is_chosen_R])
 
 
 def can_replay(trace: Trace) -> bool:
@@ -107,7 +112,7 @@ def compare(
         diff=alpha_candidate - alpha_base,
         diff_low=float(np.quantile(diff_I, 1 - gate.confidence)),
         diff_high=float(np.quantile(diff_I, gate.confidence)),
-        alpha_per_domain=_alpha_per_domain(traces, counts_base, counts_candidate),
+        classes=_class_reports(traces, counts_base, counts_candidate, gate, seed),
     )
 
 
@@ -128,19 +133,23 @@ def bootstrap_diff(
     return alpha_I(candidate) - alpha_I(base)
 
 
-def _alpha_per_domain(
-    traces: Sequence[Trace], base: ReplayCounts, candidate: ReplayCounts
-) -> dict[str, tuple[float, float]]:
-    domains = np.array([trace.domain for trace in traces])
-    found: dict[str, tuple[float, float]] = {}
-    for domain in sorted(set(domains.tolist())):
-        here = domains == domain
-        alphas = [
-            conditional_acceptance(int(c.accepted_RG[here].sum()), int(c.tested_RG[here].sum()))
-            for c in (base, candidate)
-        ]
-        if alphas[0] is not None and alphas[1] is not None:
-            found[domain] = (alphas[0], alphas[1])
+def _class_reports(
+    traces: Sequence[Trace], base: ReplayCounts, candidate: ReplayCounts, gate: GateConfig, seed: int
+) -> dict[str, ClassReport]:
+    classes = np.array(classes_of(traces, seed))
+    found: dict[str, ClassReport] = {}
+    for name in sorted(set(classes.tolist())):
+        here = classes == name
+        base_here, candidate_here = base.of(here), candidate.of(here)
+        if base_here.alpha is None or candidate_here.alpha is None:
+            continue
+        diff_I = bootstrap_diff(candidate_here, base_here, gate.num_bootstrap, np.random.default_rng(seed))
+        found[name] = ClassReport(
+            num_traces=int(here.sum()),
+            alpha_base=base_here.alpha,
+            alpha_candidate=candidate_here.alpha,
+            diff_high=float(np.quantile(diff_I, gate.confidence)),
+        )
     return found
 
 

@@ -124,8 +124,9 @@ def test_a_report_says_who_is_better_and_where() -> None:
     assert 0 < report.diff_low < report.diff < report.diff_high
     assert report.diff == pytest.approx(report.alpha_candidate - report.alpha_base)
     assert len(report.alpha_base_per_pos) == len(report.alpha_candidate_per_pos) == 3
-    assert set(report.alpha_per_domain) == {"", "code"}
-    assert all(base < candidate for base, candidate in report.alpha_per_domain.values())
+    assert {name: found.num_traces for name, found in report.classes.items()} == {"code": 8, "unlabelled 1": 4}
+    assert all(found.alpha_base < found.alpha_candidate for found in report.classes.values())
+    assert all(found.diff_high > found.alpha_candidate - found.alpha_base for found in report.classes.values())
     assert compare(good, bad, traces, 3, GateConfig(), max_length=128) == report
     same = compare(bad, bad, traces, 3, GateConfig(), max_length=128)
     assert same.diff == same.diff_low == same.diff_high == 0

@@ -9,7 +9,7 @@ import pytest
 
 from osd.config import GateConfig, TrainerConfig
 from osd.policy import num_to_replay, should_judge, should_publish, should_rollback, should_train
-from osd.records import DraftRelease, EvalReport, RoundOutcome, SpecWindow
+from osd.records import ClassReport, DraftRelease, EvalReport, RoundOutcome, SpecWindow
 
 NAN = math.nan
 GATE = GateConfig(min_holdout_traces=8, min_gain=0.0, rollback_margin=0.1, rollback_min_tested=400)
@@ -24,7 +24,7 @@ REPORT = EvalReport(
     diff=0.31,
     diff_low=0.27,
     diff_high=0.35,
-    alpha_per_domain={"": (0.41, 0.72)},
+    classes={"sql": ClassReport(num_traces=20, alpha_base=0.41, alpha_candidate=0.72, diff_high=0.4)},
 )
 OUTCOME = RoundOutcome(
     base_version=3,
@@ -39,6 +39,12 @@ OUTCOME = RoundOutcome(
     trace_age_max_s=9.5,
     eval=REPORT,
 )
+def losing(num_traces: int = 12, to: float = 0.7, diff_high: float = -0.01) -> RoundOutcome:
+    """The whole gains, chat falls from 0.8."""
+    chat = ClassReport(num_traces=num_traces, alpha_base=0.8, alpha_candidate=to, diff_high=diff_high)
+    return replace(OUTCOME, eval=replace(REPORT, classes={**REPORT.classes, "chat": chat}))
+
+
 CURRENT = DraftRelease(version=3, parent=2, path="/v3", sha256="ab", target_id="9f2c", created_at=1.0)
 NEW = DraftRelease(version=4, parent=3, path="/v4", sha256="ab", target_id="9f2c", created_at=1.0, outcome=OUTCOME)
 
@@ -116,6 +122,19 @@ def test_should_train(num_new_traces: int, waited_s: float, enabled: bool, pause
         (replace(OUTCOME, eval=replace(REPORT, diff_low=-0.1)), GATE, False, False, "no gain"),
         (OUTCOME, GATE.model_copy(update={"min_gain": 0.3}), False, False, "must exceed 0.300"),
         (OUTCOME, GATE.model_copy(update={"min_gain": 0.26}), False, True, "at least +0.270"),
+        (
+            losing(),
+            GATE,
+            False,
+            False,
+            "held-out α 0.41 -> 0.72 on 40 requests, but chat loses: 0.80 -> 0.70 on 12 requests, "
+            "more than gate.max_class_loss=0.05",
+        ),
+        (losing(to=0.76), GATE, False, True, ""),  # a loss, but a small one
+        (losing(diff_high=0.01), GATE, False, True, ""),  # perhaps chance
+        (losing(num_traces=7), GATE, False, True, ""),  # too few to judge
+        (losing(to=NAN), GATE, False, False, "not finite"),
+        (losing(), GATE.model_copy(update={"max_class_loss": 0.2}), False, True, ""),
         (replace(OUTCOME, loss_last=NAN), GATE, False, False, "not finite"),
         (replace(OUTCOME, loss_first=math.inf), GATE, False, False, "not finite"),
         (replace(OUTCOME, eval=replace(REPORT, diff_low=math.inf)), GATE, False, False, "not finite"),

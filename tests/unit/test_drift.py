@@ -1,0 +1,196 @@
+"""When training rests, and what ends its rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from osd.config import GateConfig, TrainerConfig
+from osd.drift import MAX_LABELS, Appetite
+from osd.records import EvalReport, Event, RoundOutcome, SpecWindow
+
+NOW = 1.7e9
+PATIENCE = 3
+
+
+@pytest.fixture
+def appetite() -> Appetite:
+    return Appetite(TrainerConfig(patience_rounds=PATIENCE), GateConfig())
+
+
+def window(alpha: float, num_tested: int = 400, num_output_tokens: int = 500, domain: str = "") -> SpecWindow:
+    num_accepted = round(alpha * num_tested)
+    return SpecWindow(
+        at=NOW,
+        replica="replica-0",
+        version=3,
+        domain=domain,
+        seconds=1.0,
+        k=4,
+        num_drafts=num_tested,
+        num_draft_tokens=num_tested,
+        num_accepted_tokens=num_accepted,
+        num_accepted_tokens_per_pos=(num_accepted,),
+        num_tested_per_pos=(num_tested,),
+        num_output_tokens=num_output_tokens,
+    )
+
+
+REPORT = EvalReport(
+    num_traces=40,
+    num_tokens=1000,
+    k=4,
+    alpha_base=0.8,
+    alpha_candidate=0.8,
+    alpha_base_per_pos=(0.8,),
+    alpha_candidate_per_pos=(0.8,),
+    diff=0.0,
+    diff_low=-0.01,
+    diff_high=0.01,
+)
+FRUITLESS = RoundOutcome(
+    draft="default",
+    base_version=3,
+    target_id="t",
+    path="",
+    kind="full",
+    num_steps=10,
+    num_tokens=100,
+    loss_first=1.0,
+    loss_last=0.9,
+    seconds=1.0,
+    trace_age_mean_s=1.0,
+    trace_age_max_s=2.0,
+    eval=REPORT,
+)
+FRUITFUL = replace(FRUITLESS, eval=replace(REPORT, alpha_candidate=0.9, diff=0.1, diff_low=0.05, diff_high=0.15))
+UNJUDGED = replace(FRUITLESS, eval=None)
+DISCARDED = replace(FRUITLESS, eval=None, discarded="held-out loss rose")
+
+
+def serve(appetite: Appetite, alpha: float, num_windows: int = 40, **values: object) -> None:
+    for _ in range(num_windows):
+        appetite.add(window(alpha, **values))  # type: ignore[arg-type]
+
+
+def resting(appetite: Appetite, alpha: float = 0.8) -> Appetite:
+    serve(appetite, alpha)
+    for _ in range(PATIENCE):
+        appetite.add(FRUITLESS)
+        appetite.add(Event(at=NOW, kind="refused", text="no gain"))
+    assert appetite.is_resting
+    return appetite
+
+
+def test_it_learns_from_the_start(appetite: Appetite) -> None:
+    assert appetite.decide(NOW).ok
+
+
+@pytest.mark.parametrize("last", [FRUITLESS, DISCARDED])
+def test_it_rests_after_rounds_that_brought_nothing(appetite: Appetite, last: RoundOutcome) -> None:
+    serve(appetite, 0.8)
+    for outcome in [FRUITLESS] * (PATIENCE - 1):
+        appetite.add(outcome)
+        assert appetite.decide(NOW).ok
+    appetite.add(last)
+    decision = appetite.decide(NOW)
+    assert not decision.ok
+    assert decision.reason == "at rest: 3 rounds in a row brought no gain; α 0.80, usually 0.80"
+
+
+@pytest.mark.parametrize("between", [FRUITFUL])
+def test_a_gain_begins_the_count_anew(appetite: Appetite, between: RoundOutcome) -> None:
+    for outcome in [FRUITLESS, FRUITLESS, between, FRUITLESS, FRUITLESS]:
+        appetite.add(outcome)
+    assert appetite.decide(NOW).ok
+
+
+def test_a_round_nobody_could_judge_says_nothing(appetite: Appetite) -> None:
+    for _ in range(10):
+        appetite.add(UNJUDGED)
+        appetite.add(replace(UNJUDGED, discarded="no traces"))
+    assert appetite.decide(NOW).ok
+
+
+def test_without_patience_it_never_rests() -> None:
+    appetite = Appetite(TrainerConfig(patience_rounds=0), GateConfig())
+    for _ in range(100):
+        appetite.add(FRUITLESS)
+    assert appetite.decide(NOW).ok
+
+
+def test_a_fall_ends_the_rest(appetite: Appetite) -> None:
+    resting(appetite, 0.8)
+    serve(appetite, 0.2, num_windows=3)
+    assert not appetite.is_resting
+    assert appetite.decide(NOW).reason.startswith("α fell from 0.")
+
+
+def test_a_rest_after_a_fall_takes_the_new_for_usual(appetite: Appetite) -> None:
+    resting(appetite, 0.8)
+    serve(appetite, 0.5, num_windows=100)
+    for _ in range(PATIENCE):
+        appetite.add(FRUITLESS)
+    serve(appetite, 0.5, num_windows=100)
+    assert appetite.is_resting
+
+
+def test_steady_traffic_never_ends_the_rest(appetite: Appetite) -> None:
+    """An hour of windows with chance in them; requests make tokens depend on each other, eight or so."""
+    rng = np.random.default_rng(3)
+    resting(appetite, 0.7)
+    for _ in range(3600):
+        appetite.add(window(rng.binomial(50, 0.7) / 50))
+        assert appetite.is_resting
+
+
+def test_little_evidence_is_taken_with_care(appetite: Appetite) -> None:
+    """A draft tried now and then, with chance against it: no alarm; clearly worse: alarm."""
+    resting(appetite, 0.8)
+    serve(appetite, 0.8, num_windows=100, num_tested=0)
+    assert appetite.is_resting, "no evidence is no fall"
+    serve(appetite, 0.7, num_windows=3, num_tested=10)
+    assert appetite.is_resting
+    serve(appetite, 0.1, num_windows=4, num_tested=10)
+    assert not appetite.is_resting
+
+
+def test_a_fall_of_one_class_is_seen_though_the_whole_holds(appetite: Appetite) -> None:
+    serve(appetite, 0.9, domain="arithmetic")
+    serve(appetite, 0.8, domain="sql")
+    resting(appetite, 0.85)
+    for _ in range(20):
+        appetite.add(window(0.9, domain="arithmetic", num_tested=2000, num_output_tokens=2500))
+        appetite.add(window(0.3, domain="sql", num_tested=20, num_output_tokens=100))
+    assert appetite.woken_by.startswith("α of 'sql' fell from 0.80 to 0.")
+
+
+def test_labels_cannot_fill_the_memory(appetite: Appetite) -> None:
+    for index in range(10 * MAX_LABELS):
+        appetite.add(window(0.5, domain=f"label-{index}"))
+    assert len(appetite._labels) == MAX_LABELS
+
+
+@pytest.mark.parametrize("kind", ["rolled_back", "promoted", "unpinned"])
+def test_another_draft_ends_the_rest(appetite: Appetite, kind: str) -> None:
+    resting(appetite)
+    appetite.add(Event(at=NOW, kind=kind, text=""))
+    assert appetite.decide(NOW).ok
+    for _ in range(PATIENCE - 1):
+        appetite.add(FRUITLESS)
+    assert appetite.decide(NOW).ok
+
+
+def test_at_rest_a_round_runs_now_and_then(appetite: Appetite) -> None:
+    resting(appetite)
+    assert not appetite.decide(NOW + 3599).ok
+    decision = appetite.decide(NOW + 3601)
+    assert decision.ok
+    assert decision.reason == "no round for 60 minutes: looking whether there is something to learn"
+    appetite.add(FRUITLESS)
+    appetite.add(Event(at=NOW + 3650, kind="refused", text="no gain"))
+    assert not appetite.decide(NOW + 3700).ok, "one round, then rest again"
+    appetite.add(FRUITFUL)
+    assert appetite.decide(NOW + 3700).ok
