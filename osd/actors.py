@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from osd.config import Config
+from osd.config import Config, TrainerConfig
 from osd.records import DraftRelease, RoundOutcome
 from serving import vllm_compat
 
@@ -103,6 +103,14 @@ class ReplicaActor:
         self._replica.close()
 
 
+def limit_gpu_memory(config: TrainerConfig) -> None:
+    """Keep this process to its share of the GPU that it may have in common with an engine."""
+    import torch
+
+    if config.device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction)
+
+
 class TrainerActor:
     """`trainer.loop.Trainer` in a process of its own, at low priority where it shares the CPU with an engine."""
 
@@ -111,8 +119,12 @@ class TrainerActor:
         if not config.trainer.num_gpus:
             os.nice(10)
         from buffers.redis_stream import RedisTraceBuffer
+        from osd.pace import Pace, busy_replicas
+        from osd.registry import Registry
         from trainer.loop import Trainer
 
+        limit_gpu_memory(config.trainer)
+        self._pace = Pace(config.trainer.duty_cycle, busy_replicas(Registry(redis_url, config.deployment)))
         self._trainer = Trainer(
             config.trainer,
             config.gate,
@@ -123,7 +135,8 @@ class TrainerActor:
         )
 
     def run_round(self, base: DraftRelease) -> RoundOutcome:
-        return self._trainer.run_round(base)
+        self._pace.begin()
+        return self._trainer.run_round(base, on_step=self._pace)
 
     def num_new_traces(self) -> int:
         return self._trainer.num_new_traces()

@@ -153,6 +153,11 @@ class TrainerConfig(_Section):
     """Mixed precision of the trainer. The draft's own weights stay float32 while training."""
     num_threads: int = Field(1, ge=1)
     """CPU threads of the trainer."""
+    duty_cycle: float = Field(1.0, gt=0, le=1)
+    """Share of the time the trainer computes while requests run; when none do, it never rests. On a CPU it also runs at
+    low priority."""
+    gpu_memory_fraction: float = Field(0.2, gt=0, le=1)
+    """Share of the GPU's memory the trainer may take. Leave it free: `serving.vllm.gpu_memory_utilization`."""
     method: Literal["full", "lora"] = "full"
     """full = every weight of the draft is trained; lora = low-rank adapters beside its linear layers, merged into them
     before anything leaves the trainer. LoRA needs less memory for gradients and moments, and a higher learning rate."""
@@ -223,8 +228,8 @@ class GateConfig(_Section):
     rollback_margin: float = Field(0.1, gt=0, lt=1)
     """A new draft is rolled back when the α it serves with stays this far under what the gate measured, and the draft
     before it does better on the same recent requests."""
-    rollback_min_tested: int = Field(400, ge=1)
-    """Draft tokens tested live before a new draft is judged on them."""
+    rollback_min_tested: int = Field(100, ge=1)
+    """Draft tokens tested live before a new draft is judged on them. Few will do: a replay of both drafts follows."""
 
     @field_validator("max_holdout_traces")
     @classmethod

@@ -268,6 +268,8 @@ class Controller:
             "served_model_name": self.config.serving.served_model_name or self.config.serving.target,
             "target_id": self.target_id,
             "version": version,
+            "predicted_alpha": policy.predicted_alpha(current) if current is not None else None,
+            "served_alpha": window.alpha if (window := self.history.window(version)) is not None else None,
             "pinned": pinned,
             "paused": self._paused,
             "training": self._trainer is not None and self.config.trainer.enabled,
@@ -287,8 +289,18 @@ class Controller:
         }
 
     async def drafts(self) -> list[dict[str, Any]]:
-        """Every release in the store, oldest first."""
-        return await self._changes.describe()
+        """Every release in the store, oldest first, with the α the gate predicted and the α it served with."""
+        return [draft | self._alphas(draft) for draft in await self._changes.describe()]
+
+    def _alphas(self, draft: dict[str, Any]) -> dict[str, Any]:
+        """`predicted_alpha` by the gate's replay and `served_alpha` in the history kept; None where there is none."""
+        window = self.history.window(draft["version"])
+        tested = sum(window.num_tested_per_pos) if window is not None else 0
+        return {
+            "predicted_alpha": draft["eval"]["alpha_candidate"] if draft["eval"] else None,
+            "served_alpha": window.alpha if window is not None and tested else None,
+            "served_tested": tested,
+        }
 
     async def pause(self) -> None:
         """No training and no publishing, also after a restart. Serving, and rolling back, go on."""

@@ -19,6 +19,10 @@ from osd.config import GateConfig, TrainerConfig
 from osd.records import HOLDOUT_ONE_IN, DraftRelease, EvalReport, RoundOutcome, SpecWindow
 
 
+CHANCE = 2.0
+"""Standard errors of the live α that its distance from the measured one must exceed beside the margin."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Yes or no, and one sentence for the dashboard.
@@ -83,16 +87,22 @@ def _lost_class(report: EvalReport, gate: GateConfig) -> str:
 
 def should_judge(live: SpecWindow | None, release: DraftRelease, gate: GateConfig) -> Decision:
     """Whether a serving draft disappoints so much that a replay must tell why."""
-    measured = _measured_alpha(release)
+    measured = predicted_alpha(release)
     if measured is None:
         return Decision(False, f"v{release.version} was never measured by the gate")
     if live is None or live.alpha is None or sum(live.num_tested_per_pos) < gate.rollback_min_tested:
         return Decision(False, f"v{release.version} has not served long enough")
     if num_to_replay(live, gate) < gate.min_holdout_traces:
         return Decision(False, f"too few requests ended on v{release.version} to replay some")
-    if measured - live.alpha <= gate.rollback_margin:
+    if measured - live.alpha <= gate.rollback_margin + CHANCE * _standard_error(live):
         return Decision(False, f"v{release.version} serves with α {live.alpha:.2f}, measured {measured:.2f}")
     return Decision(True, f"v{release.version} serves with α {live.alpha:.2f}, {measured:.2f} was measured")
+
+
+def _standard_error(live: SpecWindow) -> float:
+    """Of the live α, as if tokens were independent: what little a controlled engine tests of a bad draft must do."""
+    tested, alpha = sum(live.num_tested_per_pos), live.alpha or 0.0
+    return math.sqrt(alpha * (1 - alpha) / max(tested, 1))
 
 
 def num_to_replay(live: SpecWindow, gate: GateConfig) -> int:
@@ -127,7 +137,8 @@ def should_rollback(
     return Decision(False, f"the traffic changed: {suspicion.reason}; on the newest requests {replay}")
 
 
-def _measured_alpha(release: DraftRelease) -> float | None:
+def predicted_alpha(release: DraftRelease) -> float | None:
+    """α that the gate's replay measured before the release was published; None for a draft it never judged."""
     outcome = release.outcome
     return outcome.eval.alpha_candidate if outcome is not None and outcome.eval is not None else None
 

@@ -58,7 +58,15 @@ def _service(status: dict[str, Any]) -> Iterator[str]:
     yield _row("target", f"{status['target']} (id {status['target_id']})")
     version = f"v{status['version']}" + (" (pinned)" if status["pinned"] else "")
     most = counted(status["k"], "token")
-    yield _row("draft", f"{version}, begun from {status['draft']}; proposes up to {most} a step")
+    yield _row("draft", f"{version}, begun from {status['draft']}; proposes up to {most} a step{_promise(status)}")
+
+
+def _promise(status: dict[str, Any]) -> str:
+    """What the gate predicted of the serving draft, and what it serves with."""
+    predicted, served = status.get("predicted_alpha"), status.get("served_alpha")
+    if predicted is None:
+        return ""
+    return f"; alpha {predicted:.2f} predicted" + (f", {served:.2f} served" if served is not None else "")
 
 
 def _figures(recent: dict[str, Any]) -> str:
@@ -99,6 +107,8 @@ def _trainer_state(status: dict[str, Any]) -> str:
         return f"training {detail}"
     if status["paused"]:
         return "idle: paused by hand"
+    if detail.startswith("at rest"):
+        return f"idle, {detail}"
     return f"idle: it has {detail}" if detail else "idle: looking for new traces"
 
 

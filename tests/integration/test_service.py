@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from osd import runtime
 from osd.launch import Service
 from osd.load import Answer
 from osd.models import fingerprint
-from osd.records import DraftRelease, SpecWindow, SwapReport, Trace
+from osd.records import DraftRelease, EvalReport, RoundOutcome, SpecWindow, SwapReport, Trace
 from osd.registry import Registry
 from osd.releases import ReleaseStore
 from tests.integration import services
@@ -75,7 +75,9 @@ def service(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     """Starts with a draft that knows nothing of its target."""
     data = tmp_path_factory.mktemp("service")
     started = time.monotonic()
-    with services.supervised(services.settings("test-main", data, pair.target, pair.stranger)) as service:
+    settings = services.settings("test-main", data, pair.target, pair.stranger)
+    settings.append("serving.env.VLLM_ENABLE_V1_MULTIPROCESSING=1")  # an engine of two processes: one more to kill
+    with services.supervised(settings) as service:
         print(f"started in {time.monotonic() - started:.1f} s")
         yield service
 
@@ -439,6 +441,59 @@ def test_requests_do_not_notice_that_valkey_died(service: Service) -> None:
     wait_until(lambda: status(service.control_url)["redis"] == "ok", 30, "the control plane is content")
 
 
+@contextmanager
+def hanging(server: redis.Redis) -> Iterator[None]:
+    pid = int(server.info("server")["process_id"])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def full(server: redis.Redis) -> Iterator[None]:
+    before = server.config_get("maxmemory*")
+    server.config_set("maxmemory-policy", "noeviction")
+    server.config_set("maxmemory", 1)
+    try:
+        yield
+    finally:
+        for name in ("maxmemory", "maxmemory-policy"):
+            server.config_set(name, before[name])
+
+
+@contextmanager
+def locked(server: redis.Redis) -> Iterator[None]:
+    password = server.config_get("requirepass")["requirepass"]
+    server.config_set("requirepass", "another")
+    server.client_kill_filter(_type="normal", skipme=True)
+    try:
+        yield
+    finally:
+        server.config_set("requirepass", password)
+
+
+@pytest.mark.parametrize("trouble", [hanging, full, locked])
+def test_requests_do_not_notice_trouble_with_the_buffer(service: Service, trouble: Any) -> None:
+    """Three seconds in which the server answers nobody, takes nothing, or lets nobody in."""
+    server = redis.Redis.from_url(service.redis_url, protocol=2, decode_responses=True)
+    usual = {answer.index: answer.text for answer in ask(service.url, PROMPTS)}
+    put = num_stored(service.control_url)
+    with Traffic(service.url, PROMPTS, max_tokens=20) as traffic:
+        wait_until(lambda: len(traffic.answers) >= 12, 60, "answers before")
+        with trouble(server):
+            num_before, clock = len(traffic.answers), time.monotonic()
+            time.sleep(3)
+            rate = (len(traffic.answers) - num_before) / (time.monotonic() - clock)
+        assert rate > 0, "requests are answered meanwhile"
+        wait_until(lambda: (status(service.control_url).get("buffer") or {}).get("num_put", 0) > put, 60, "it goes on")
+    assert traffic.failed() == []
+    assert {answer.index: answer.text for answer in ask(service.url, PROMPTS)} == usual
+    wait_until(lambda: status(service.control_url)["redis"] == "ok", 60, "the control plane is content")
+    server.close()
+
+
 def test_a_killed_trainer_goes_on_from_its_checkpoint(service: Service, learnt: list[Answer]) -> None:
     latest = service.config.checkpoint_path / service.plan.target_id / "checkpoints" / "latest"
     rounds = int(latest.read_text())
@@ -565,7 +620,7 @@ def beside(pair: Pair, tmp_path_factory: pytest.TempPathFactory, service: Servic
     releases.publish(pair.draft, parent=0, target_id=target_id)
     releases.publish(pair.stranger, parent=1, target_id=target_id)
     arguments = services.settings("test-beside", directory / "data", pair.target, pair.draft)
-    arguments.append("speculation.mode=auto")
+    arguments += ["speculation.mode=auto", "gate.rollback_min_tested=100"]
     beside = Beside(arguments, directory)
     yield beside
     if beside.served is not None:
@@ -698,6 +753,59 @@ def test_a_restart_finds_its_version_again(beside: Beside) -> None:
     wait_for_version(note.control_url, 1)
     assert all(answer.ok for answer in ask(note.service_url, PROMPTS))
     assert status(note.control_url)["buffer"]["num_put"] > 0, "the replay buffer is there again"
+
+
+def test_a_harmful_draft_forced_past_the_gate_is_rolled_back(beside: Beside, pair: Pair) -> None:
+    """A draft that knows nothing is released as if the gate had measured α = 0.95, and promoted by hand. Speculation is
+    controlled, so it is soon hardly used: what little is tested must do."""
+    _, note = beside.running()
+    osd("pause", "--deployment", "test-beside")
+    before = {answer.index: answer.text for answer in ask(note.service_url, PROMPTS)}
+    releases = ReleaseStore(beside.directory / "data" / "releases")
+    forged = releases.publish(
+        pair.stranger, parent=1, target_id=fingerprint(pair.target), outcome=outcome_of(0.95, base=1)
+    )
+    osd("drafts", "promote", forged.version, "--deployment", "test-beside")
+    wait_for_version(note.control_url, forged.version)
+    answers: list[Answer] = []
+    while replica_version(note.control_url) == forged.version and len(answers) < 400:
+        answers += ask(note.service_url, PROMPTS)
+    print(f"rolled back after {len(answers)} requests")
+    assert len(answers) <= 200
+    wait_for_version(note.control_url, 1)
+    assert all(answer.ok for answer in answers)
+    assert all(answer.text == before[answer.index] for answer in answers)
+    listed = {draft["version"]: draft for draft in osd("drafts", "list", "--deployment", "test-beside")}
+    assert listed[forged.version]["bad"] and "0.95 was measured" in listed[forged.version]["bad_reason"]
+    assert "not offered again" in osd("drafts", "promote", forged.version, "--deployment", "test-beside", ok=False)
+    osd("resume", "--deployment", "test-beside")
+
+
+def outcome_of(alpha: float, base: int) -> RoundOutcome:
+    report = EvalReport(
+        num_traces=40,
+        num_tokens=1600,
+        k=4,
+        alpha_base=0.5,
+        alpha_candidate=alpha,
+        alpha_base_per_pos=(0.5,) * 4,
+        alpha_candidate_per_pos=(alpha,) * 4,
+        diff=alpha - 0.5,
+        diff_low=alpha - 0.55,
+        diff_high=alpha - 0.45,
+    )
+    return RoundOutcome(
+        base_version=base,
+        path="",
+        num_steps=1,
+        num_tokens=1,
+        loss_first=1.0,
+        loss_last=0.5,
+        seconds=1.0,
+        trace_age_mean_s=1.0,
+        trace_age_max_s=1.0,
+        eval=report,
+    )
 
 
 def test_nothing_outlives_a_killed_service(service: Service, beside: Beside) -> None:

@@ -249,7 +249,8 @@ export function showDrafts(drafts) {
     const states = Object.keys(STATES).filter((state) => draft[state]).map((state) => tag(STATES[state], state === "bad" ? "bad, rolled back" : state));
     if (draft.bad_reason) states.forEach((shown) => { shown.title = draft.bad_reason; });
     const report = draft.eval;
-    const judged = report ? `${percent(report.alpha_base)} → ${percent(report.alpha_candidate)}` : "the first draft";
+    const served = isNumber(draft.served_alpha) ? `, served ${percent(draft.served_alpha)}` : "";
+    const judged = (report ? `${percent(report.alpha_base)} → ${percent(report.alpha_candidate)}` : "the first draft") + served;
     const gain = report ? `${points(report.diff)} (${points(report.diff_low)} … ${points(report.diff_high)}) pt` : "–";
     return element("tr", {},
       element("td", {}, element("b", {}, version(draft.version))),
