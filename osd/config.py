@@ -219,8 +219,8 @@ class GateConfig(_Section):
     min_gain: float = Field(0.0, ge=0, lt=1)
     """Gain in α that the lower bound must exceed."""
     max_class_loss: float = Field(0.05, ge=0, lt=1)
-    """Loss in α, beyond chance, that any one class of traffic may suffer for a gain of the whole. A class is a label, or
-    a cluster of unlabelled prompts."""
+    """Loss in α, beyond chance, that one class of traffic may suffer for a gain of the whole. A class is a label, or a
+    cluster of unlabelled prompts."""
     min_class_traces: int = Field(8, ge=2)
     """Held-out traces of a class needed to judge it on its own."""
     num_bootstrap: int = Field(500, ge=100)

@@ -10,10 +10,11 @@
     watch   feed, heartbeats, stats   seconds_between_looks  time alone          roll back
     train   traces in the buffer      min_new_traces, worth  traffic, `resume`   publish
 
-Whether a round is worth it, `osd/drift.py` tells. A rollback never waits for a training round: the replay it asks the trainer for runs beside the watch loop. The
-release store on disk decides what is current (`osd/drafts.py` makes the changes); `wanted` in Redis follows, and is
-written again whenever it was lost. Neither a dead trainer, nor Redis away, nor a full disk ends a loop: each is said
-once, and tried again with growing pauses. Any other end of a loop ends the controller.
+Whether a round is worth it, `osd/drift.py` tells. A rollback never waits for one: the replay it asks the trainer for
+runs beside the watch loop. The release store on disk decides what is current (`osd/drafts.py` makes the changes);
+`wanted` in Redis follows, and is written again whenever it was lost. Neither a dead trainer, nor Redis away, nor a
+full disk ends a loop: each is said once, and tried again with growing pauses. Any other end of a loop ends the
+controller.
 """
 
 from __future__ import annotations

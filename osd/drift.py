@@ -74,8 +74,9 @@ class Watched:
         self.usual.add(window)
 
     def settle(self) -> None:
-        """What is recent is from now on what is usual."""
-        self.usual.tested, self.usual.accepted = self.recent.tested, self.recent.accepted
+        """What is recent is from now on what is usual, with the weight of all that an average of its length holds."""
+        scale = USUAL_TOKENS / RECENT_TOKENS
+        self.usual.tested, self.usual.accepted = self.recent.tested * scale, self.recent.accepted * scale
 
     def fall(self, margin: float) -> tuple[float, float] | None:
         """(usual, recent) α when the recent one is clearly lower."""
@@ -91,7 +92,7 @@ class Appetite:
     Example:
         appetite = Appetite(config.trainer, config.gate)
         for _, record in registry.read(): appetite.add(record)
-        appetite.decide(time.time())  -> Decision(False, "at rest: 6 rounds in a row brought no gain; α 0.86, usually 0.86")
+        appetite.decide(time.time())  -> Decision(False, "at rest: 6 rounds in a row brought no gain; ...")
     """
 
     def __init__(self, trainer: TrainerConfig, gate: GateConfig) -> None:
@@ -122,7 +123,9 @@ class Appetite:
             return Decision(True, self.woken_by or "learning")
         waited = now - self._rounds_at
         if self._rounds_at and waited >= self._trainer.max_idle_seconds:
-            return Decision(True, f"no round for {waited / 60:.0f} minutes: looking whether there is something to learn")
+            return Decision(
+                True, f"no round for {waited / 60:.0f} minutes: looking whether there is something to learn"
+            )
         recent, usual = self._all.recent.alpha, self._all.usual.alpha
         seen = f"; α {recent:.2f}, usually {usual:.2f}" if recent is not None and usual is not None else ""
         return Decision(False, f"at rest: {self._num_fruitless} rounds in a row brought no gain{seen}")

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from osd.config import GateConfig, TrainerConfig
 from osd.records import HOLDOUT_ONE_IN, DraftRelease, EvalReport, RoundOutcome, SpecWindow
 
-
 CHANCE = 2.0
 """Standard errors of the live α that its distance from the measured one must exceed beside the margin."""
 

@@ -41,7 +41,7 @@ def _clusters(traces: Sequence[Trace], seed: int) -> list[int]:
     vectors = _vectors(traces)
     rng = np.random.default_rng(seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # prompts that are all alike leave a cluster empty
+        warnings.simplefilter("ignore")  # prompts that are all alike leave a cluster empty
         _, labels = kmeans2(vectors, num_clusters, minit="++", rng=rng)
     sizes = np.bincount(labels, minlength=num_clusters)
     rank = np.empty(num_clusters, np.int64)

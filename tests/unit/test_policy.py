@@ -39,6 +39,8 @@ OUTCOME = RoundOutcome(
     trace_age_max_s=9.5,
     eval=REPORT,
 )
+
+
 def losing(num_traces: int = 12, to: float = 0.7, diff_high: float = -0.01) -> RoundOutcome:
     """The whole gains, chat falls from 0.8."""
     chat = ClassReport(num_traces=num_traces, alpha_base=0.8, alpha_candidate=to, diff_high=diff_high)
