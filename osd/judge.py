@@ -19,6 +19,8 @@ from osd.records import DraftRelease, Event, SpecWindow
 OVER_S = 3600.0
 """A draft is judged on what it served in so many seconds at most."""
 MAX_PATIENCE_S = 300.0
+SECONDS_TO_STORE = 1.0
+"""By when the traces of requests that have ended are in the buffer."""
 
 
 class Replay(Protocol):
@@ -81,8 +83,8 @@ class Judge:
 
     async def _judge(self, current: DraftRelease, parent: DraftRelease, live: SpecWindow) -> None:
         alphas = await self._replay([current, parent], policy.num_to_replay(live, self._gate))
-        if not alphas:  # the trainer is away, or has too few held-out traces yet
-            return await asyncio.sleep(self._patience_s)
+        if not alphas:  # the trainer is away, or what was just served is not stored yet
+            return await asyncio.sleep(min(self._patience_s, SECONDS_TO_STORE))
         self._judged_at = max(time.time(), live.at)
         decision = policy.should_rollback(live, current, parent.version, alphas, self._gate)
         if decision.ok:
