@@ -297,6 +297,7 @@ def _swap_event(report: SwapReport) -> Event:
     if report.ok:
         text = (
             f"{report.replica}: v{report.previous} -> v{report.version}, engine paused {1000 * report.pause_s:.1f} ms"
+            + (", weights read back and equal" if report.proved else "")
         )
         return Event(at=report.at, kind="swapped", text=text, version=report.version)
     text = f"{report.replica} keeps v{report.previous}, v{report.version} was refused: {report.error}"

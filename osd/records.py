@@ -297,6 +297,8 @@ class SwapReport:
     """Reading and validating, in a thread beside the engine."""
     pause_s: float
     """Time the worker's apply blocks the engine."""
+    proved: bool = False
+    """Whether the live draft was read back and found to be this one; False where an engine cannot be read back."""
     error: str = ""
 
 

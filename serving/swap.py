@@ -1,8 +1,8 @@
 """Swapping the draft inside a vLLM worker: stage and validate in a thread, commit between two engine steps.
 
     stage(release) ──► thread: read, sha256, names, shapes, finiteness ──► staged
-    commit(version) ──► one short RPC: load in place, keep the last good weights ──► serving
-          └─ anything raised: load the last good weights again ──► the old draft serves on
+    commit(version) ──► one short RPC: load in place, prove it landed, keep the last good weights ──► serving
+          └─ anything raised, or other weights found: load the last good ones again ──► the old draft serves on
 
 A checkpoint that lacks tensors or holds wrong shapes would leave vLLM's draft half loaded and end the engine at the
 next step, so nothing reaches the live draft before it has been compared with the draft the engine started with.
@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from osd.errors import SwapError
 from osd.files import sha256
 from osd.records import DraftRelease
+from serving.proof import SwapProof
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURE_KEYS = (
@@ -124,13 +125,19 @@ class Staging:
 
 
 class DraftSwapper:
-    """The draft weights of one worker. `load` puts tensors into the live draft (and may raise half-way)."""
+    """The draft weights of one worker.
+
+    `load` puts tensors into the live draft (and may raise half-way); `prove`, given those of the first draft, returns
+    what compares the live draft with a release.
+    """
+
 
     def __init__(
         self,
         release: DraftRelease,
         load: Callable[[Tensors], None],
         shared_with_target: set[str] | None = None,
+        prove: Callable[[Tensors], SwapProof] | None = None,
     ) -> None:
         self.version = release.version
         self._load = load
@@ -138,6 +145,7 @@ class DraftSwapper:
         self._expected = DraftShape.of(Path(release.path))
         self._last_good: Tensors = self._without_shared(load_file(Path(release.path) / WEIGHTS))
         self._staging: Staging | None = None
+        self.proof = prove(self._last_good) if prove is not None else None
 
     def stage(self, release: DraftRelease) -> None:
         """Read and validate a release in a thread; `staging` tells how it went."""
@@ -170,6 +178,8 @@ class DraftSwapper:
             raise SwapError(f"v{version} is not staged")
         try:
             self._load(staging.tensors)
+            if self.proof is not None and (problem := self.proof.problem(staging.tensors)):
+                raise SwapError(problem)
         except Exception as error:
             self._load(self._last_good)
             raise SwapError(f"v{version}: loading failed, the previous draft was restored: {error}") from error

@@ -15,9 +15,10 @@ import msgspec
 from osd.config import CaptureConfig
 from osd.errors import SwapError
 from osd.records import DraftRelease, Trace, decode, encode
-from serving import vllm_compat
+from serving import vllm_compat, vllm_weights
 from serving.capture import Capture
 from serving.lazy_draft import LazyDraft, lazy_draft
+from serving.proof import SwapProof
 from serving.step_split import StepSplit
 from serving.swap import DraftSwapper
 
@@ -47,8 +48,9 @@ class WorkerExtension:
         put, self.osd_sink_stats = self.osd_open_sink(options["sink"])
         self.osd_swapper = DraftSwapper(
             release,
-            lambda tensors: vllm_compat.load_draft_weights(self, tensors),
-            vllm_compat.names_shared_with_target(self),
+            lambda tensors: vllm_weights.load_draft_weights(self, tensors),
+            vllm_weights.names_shared_with_target(self),
+            lambda first: SwapProof(lambda: vllm_weights.read_back(self), vllm_weights.draft_dtype(self), first),
         )
         self.osd_capture = Capture(
             CaptureConfig.model_validate(options["capture"]),
@@ -77,14 +79,16 @@ class WorkerExtension:
         return json.dumps(self.osd_swapper.staging)
 
     def osd_commit(self, version: int) -> str:
-        """Make the staged release live: {"pause_s", "previous", "error"}."""
+        """Make the staged release live: {"pause_s", "previous", "proved", "error"}."""
         previous = self.osd_swapper.version
         try:
             seconds = self.osd_swapper.commit(version)
         except SwapError as error:
-            return json.dumps({"pause_s": 0.0, "previous": previous, "error": str(error)})
+            return json.dumps({"pause_s": 0.0, "previous": previous, "proved": False, "error": str(error)})
         self.osd_capture.draft_version = version
-        return json.dumps({"pause_s": seconds, "previous": previous, "error": ""})
+        proof = self.osd_swapper.proof
+        is_proved = proof is not None and not proof.why_not
+        return json.dumps({"pause_s": seconds, "previous": previous, "proved": is_proved, "error": ""})
 
     def osd_report(self, replica: str, draft: str) -> str:
         """Counters since the last report: {"windows": [SpecWindow], "rows", "skipped", "num_traces", "dropped",
@@ -109,7 +113,7 @@ class WorkerExtension:
 
     def osd_target_checksum(self) -> float:
         """A number that changes when any weight of the target does."""
-        return vllm_compat.target_checksum(self)
+        return vllm_weights.target_checksum(self)
 
 
 def trace_settings(release: DraftRelease, capture: CaptureConfig, **more: Any) -> str:

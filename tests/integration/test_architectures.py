@@ -132,7 +132,8 @@ def test_a_padded_draft_learns_from_what_it_served_and_serves_better(
     assert counts(before) == counts(loop.replay(loop.draft, traces))
 
     release = loop.publish(loop.train(traces, loop.release, tmp_path))
-    assert loop.engine.swap(release)["error"] == ""
+    swapped = loop.engine.swap(release)
+    assert (swapped["error"], swapped["proved"]) == ("", True)
     again, traces, after = loop.serve(prompts)
 
     assert again == answers

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from osd.records import DraftRelease
+from serving import vllm_weights
 from tests.integration.conftest import release_of
 from tests.integration.engines import Engine
 from tests.integration.pairs import Pair
@@ -123,6 +124,38 @@ def test_a_load_that_fails_half_way_restores_the_old_draft(
     assert acceptance_and_outputs(engine, prompts) == before
 
 
+def test_a_swap_that_does_not_land_is_taken_back(engine: Engine, pair: Pair, prompts: list[list[int]]) -> None:
+    """The engine says nothing, and goes on with a matrix of the old draft."""
+    before = acceptance_and_outputs(engine, prompts)
+    swapper = engine.worker.osd_swapper
+    load, name = swapper._load, "model.layers.0.mlp.down_proj.weight"
+
+    def forget_one(tensors: dict[str, torch.Tensor]) -> None:
+        swapper._load = load
+        load({**tensors, name: swapper._last_good[name]})
+
+    swapper._load = forget_one
+    answer = engine.swap(release_of(pair.stranger, 2))
+    assert "the engine holds other weights" in answer["error"] and "previous draft was restored" in answer["error"]
+    assert swapper.version == 1
+    assert acceptance_and_outputs(engine, prompts) == before
+
+
+def test_a_packed_copy_that_stays_behind_is_seen(
+    tied: tuple[Engine, Pair], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every parameter is right then: what multiplies is not."""
+    engine, pair = tied
+    if engine.worker.osd_swapper.version != 1:
+        assert engine.swap(release_of(pair.draft, 1))["error"] == ""
+    before = acceptance_and_outputs(engine, prompts)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_weights, "_repack_tied_heads", lambda draft: None)
+        assert "the engine holds other weights" in engine.swap(release_of(pair.stranger, 2))["error"]
+    assert engine.swap(release_of(pair.draft, 3))["error"] == ""
+    assert acceptance_and_outputs(engine, prompts) == before
+
+
 def test_there_and_back_is_exact_and_the_target_is_untouched(
     engine: Engine, pair: Pair, prompts: list[list[int]]
 ) -> None:
@@ -132,7 +165,8 @@ def test_there_and_back_is_exact_and_the_target_is_untouched(
     other = acceptance_and_outputs(engine, prompts)
     assert other[1] == before[1]
     assert other[0] != before[0]
-    assert engine.swap(release_of(pair.draft, 3))["error"] == ""
+    back = engine.swap(release_of(pair.draft, 3))
+    assert (back["error"], back["proved"]) == ("", True)
     assert acceptance_and_outputs(engine, prompts) == before
     assert engine.rpc("osd_target_checksum") == checksum
 

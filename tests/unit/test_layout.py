@@ -93,7 +93,13 @@ def test_only_the_composition_root_builds_rays_parts() -> None:
 def test_private_names_of_vllm_stand_in_one_file() -> None:
     users = {name for name, tree in modules() if any(i.split(".")[0] == "vllm" for i in imports(tree))}
     # What runs inside vLLM's scheduler and drafter cannot but be written against them.
-    assert users == {"serving.vllm_compat", "serving.scheduler", "serving.lazy_draft", "serving.step_split"}
+    assert users == {
+        "serving.vllm_compat",
+        "serving.vllm_weights",
+        "serving.scheduler",
+        "serving.lazy_draft",
+        "serving.step_split",
+    }
 
 
 @pytest.mark.parametrize(

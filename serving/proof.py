@@ -1,0 +1,105 @@
+"""Proof that a swap landed: what the live draft computes with is compared, bit by bit, with the release it should be.
+
+An engine fuses matrices, pads vocabularies and packs weights for its kernels, so a file and a live model cannot be
+compared name by name; and a packed copy that was forgotten looks right in every parameter. Here the weights are read
+back through the very kernels that serve: a linear layer given a unit vector answers with a column of its matrix,
+exactly. Sums over bits do not care how matrices are stacked or padded.
+
+    release ──► chosen columns, rows, vectors ──► digest ─┐
+    engine  ──► read back through its layers  ──► digest ─┴► equal?
+
+Whether an engine can be read back at all is found out at its start, with the draft it loaded itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+NUM_COLUMNS = 4
+"""Of every matrix: each costs a token's pass through the layer. A matrix that was not loaded differs in all."""
+NUM_ROWS = 64
+"""Of every embedding."""
+EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
+HEADS = ("lm_head", "embed_out")
+NOT_LOADED = ("rotary_emb.inv_freq", "masked_bias")
+"""Entries of older checkpoints that engines compute by themselves."""
+TINY = 1e-30
+"""What is smaller counts as 0: kernels may flush it."""
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+_MODULUS = 1 << 64
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def columns(num_features: int) -> torch.Tensor:
+    """int64 [<= NUM_COLUMNS]: which input features of a matrix are looked at."""
+    return _chosen(num_features, NUM_COLUMNS)
+
+
+def rows(num_embeddings: int) -> torch.Tensor:
+    """int64 [<= NUM_ROWS]: which entries of an embedding are looked at."""
+    return _chosen(num_embeddings, NUM_ROWS)
+
+
+def digest(parts: Iterable[torch.Tensor]) -> int:
+    """A 64-bit number that depends on the bits of all values, not on their order or on zeros among them."""
+    total = 0
+    for part in parts:
+        values = torch.where(part.abs() < TINY, torch.zeros_like(part), part).contiguous()
+        bits = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]).to(torch.int64)
+        total += int((bits * (bits * 2 + _MIX)).sum())
+    return total % _MODULUS
+
+
+def of_release(tensors: Tensors, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """What of a checkpoint is compared, in the dtype that serves."""
+    has_head = any(_is(name, HEADS) for name in tensors)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or name.endswith(NOT_LOADED):
+            continue
+        if tensor.dim() == 1:
+            yield tensor.to(dtype)
+        elif _is(name, EMBEDDINGS):
+            yield tensor[rows(tensor.shape[0])].to(dtype)
+            if not has_head:
+                yield tensor[:, columns(tensor.shape[1])].to(dtype)
+        elif tensor.dim() == 2:
+            yield tensor[:, columns(tensor.shape[1])].to(dtype)
+
+
+class SwapProof:
+    """Compares releases with one live draft. `read_back` yields what `of_release` yields, from the engine."""
+
+    def __init__(self, read_back: Callable[[], Iterable[torch.Tensor]], dtype: torch.dtype, first: Tensors) -> None:
+        self._read_back, self._dtype = read_back, dtype
+        self.why_not = self._try(first)
+        """Why swaps cannot be proved in this engine; "" when they can."""
+        if self.why_not:
+            logger.warning("swaps are not proved in this engine: %s", self.why_not)
+
+    def problem(self, tensors: Tensors) -> str:
+        """In what the live draft is not this checkpoint; "" when it is, or when that cannot be known here."""
+        if self.why_not:
+            return ""
+        live, expected = digest(self._read_back()), digest(of_release(tensors, self._dtype))
+        return "" if live == expected else f"the engine holds other weights: checksum {live:016x}, not {expected:016x}"
+
+    def _try(self, first: Tensors) -> str:
+        try:
+            live, expected = digest(self._read_back()), digest(of_release(first, self._dtype))
+        except Exception as error:  # noqa: BLE001  an engine with other layers: it serves all the same
+            return f"{type(error).__name__}: {error}"
+        return "" if live == expected else "its layers hold the first draft in a form of their own"
+
+
+def _chosen(num: int, most: int) -> torch.Tensor:
+    return torch.randperm(num, generator=torch.Generator().manual_seed(num))[:most]
+
+
+def _is(name: str, parts: tuple[str, ...]) -> bool:
+    return any(part in name.split(".") for part in parts)
