@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,7 +119,9 @@ class MemoryTraceBuffer:
                 dropped=self.dropped,
             )
 
-    def purge(self) -> int:
+    def purge(self, *, domain: str | None = None, before: float | None = None) -> int:
+        if domain is not None or before is not None:
+            return self._purge_some(domain, math.inf if before is None else before)
         with self._lock:
             num = sum(len(domain.traces) + len(domain.holdout) for domain in self._domains.values())
             self._next_base = max((domain.last for domain in self._domains.values()), default=self._next_base)
@@ -126,6 +129,14 @@ class MemoryTraceBuffer:
             self._anchors.clear()
             self._num_put = 0
             return num
+
+    def _purge_some(self, domain: str | None, before: float) -> int:
+        with self._lock:
+            chosen = [part for name, part in self._domains.items() if domain in (None, name)]
+            for slot, trace in list(self._anchors.items()):
+                if domain in (None, clean_domain(trace.domain)) and trace.finished_at < before:
+                    del self._anchors[slot]
+            return sum(_drop_older(traces, before) for part in chosen for traces in (part.traces, part.holdout))
 
     def close(self) -> None:
         pass
@@ -158,3 +169,11 @@ class MemoryTraceBuffer:
 
     def _spans(self) -> dict[str, Span]:
         return {name: domain.span for name, domain in self._domains.items()}
+
+
+def _drop_older(traces: deque[Trace], before: float) -> int:
+    """Remove all up to the last that finished before then; how many."""
+    num = max((i + 1 for i, trace in enumerate(traces) if trace.finished_at < before), default=0)
+    for _ in range(num):
+        traces.popleft()
+    return num

@@ -6,19 +6,22 @@ longer and raises `ReplayBufferError`. Keys stand in `redis_keys.py`, the script
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from buffers import cursor as cursors
 from buffers import scripts
-from buffers.base import Cursor
+from buffers.base import Cursor, clean_domain
 from buffers.codec import CorruptTrace, UnknownSchema, decode_trace, encode_trace
 from buffers.cursor import UNREADABLE_AT, Entry, Span
 from buffers.link import Link
 from buffers.redis_keys import Keys
 from buffers.redis_writer import Drops, RedisWriter
+from osd.errors import ReplayBufferError
 from osd.records import BufferStats, Trace
 
 PUT_SECONDS = 2.0
@@ -91,7 +94,10 @@ class RedisTraceBuffer:
             start = cursors.start_of(spans, cursor)
             if cursors.num_unread(spans, start) <= keep:
                 return start
-            newest = {domain: self._newest_first(domain, start[domain], span.last) for domain, span in spans.items()}
+            newest = {
+                domain: self._newest_first(self._keys.train(domain), start[domain], span.last)
+                for domain, span in spans.items()
+            }
             return cursors.keep_newest(newest, spans, keep)
 
     def num_unread(self, cursor: Cursor) -> int:
@@ -150,11 +156,19 @@ class RedisTraceBuffer:
             dropped=self.dropped,
         )
 
-    def purge(self, *, all_targets: bool = False) -> int:
-        """Delete every trace of this draft and target, or of all of this deployment's; return how many."""
+    def purge(self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False) -> int:
+        """Of this draft and target, or of all of this deployment's. The server writes its append-only file anew, so
+        that nothing of it stays there either."""
         with self._link.errors():
             members = self._link.command("SMEMBERS", self._keys.buffers) if all_targets else []
-            return sum(self._purge(keys) for keys in {self._keys, *self._keys.others(members)})
+            buffers = {self._keys, *self._keys.others(members)}
+            if domain is None and before is None:
+                num = sum(self._purge(keys) for keys in buffers)
+            else:
+                until = math.inf if before is None else before
+                num = sum(self._purge_some(keys, domain, until) for keys in buffers)
+        self._forget_on_disk()
+        return num
 
     def close(self) -> None:
         self._link.close()
@@ -167,6 +181,30 @@ class RedisTraceBuffer:
         self._link.command("DEL", keys.domains, keys.anchors)
         self._link.command("SREM", keys.buffers, keys.member)
         return num
+
+    def _purge_some(self, keys: Keys, domain: str | None, before: float) -> int:
+        chosen = [name for name in self._domains(keys) if domain in (None, name)]
+        num = sum(self._trim(key, before) for name in chosen for key in (keys.train(name), keys.holdout(name)))
+        for slot, data in self._link.command("HGETALL", keys.anchors).items():
+            trace = self._entry(b"0-0", {b"p": data}).trace
+            if trace is None or (domain in (None, clean_domain(trace.domain)) and trace.finished_at < before):
+                self._link.command("HDEL", keys.anchors, slot)
+        return num
+
+    def _trim(self, key: str, before: float) -> int:
+        """Remove all up to the last that finished before then; how many."""
+        answer = self._link.script(scripts.SPAN, [key], ())
+        if not answer:
+            return 0
+        span = _Info.parse(answer).span
+        last = next((seq for at, seq in self._newest_first(key, span.first - 1, span.last) if at < before), None)
+        return int(self._link.command("XTRIM", key, "MINID", "=", f"{last + 1}-0")) if last is not None else 0
+
+    def _forget_on_disk(self) -> None:
+        """Best effort: a server that rewrites its append-only file just now may refuse."""
+        with suppress(ReplayBufferError), self._link.errors():
+            if self._link.command("INFO", "persistence").get("aof_enabled"):
+                self._link.command("BGREWRITEAOF")
 
     def _domains(self, keys: Keys) -> list[str]:
         return ["", *sorted(label.decode() for label in self._link.command("SMEMBERS", keys.domains))]
@@ -196,9 +234,8 @@ class RedisTraceBuffer:
                 after = entry.seq
                 yield entry
 
-    def _newest_first(self, domain: str, after: int, last: int) -> Iterator[tuple[float, int]]:
-        """(time, id) of entries with ids in (after, last], newest first, without their payloads."""
-        key = self._keys.train(domain)
+    def _newest_first(self, key: str, after: int, last: int) -> Iterator[tuple[float, int]]:
+        """(time, id) of entries of a stream with ids in (after, last], newest first, without their payloads."""
         while after < last:
             flat = self._link.script(scripts.TIMES, [key], [f"{last}-0", f"{after + 1}-0", _TIMES_CHUNK])
             if not flat:

@@ -206,10 +206,20 @@ def keep(version: int, url: UrlOption = None, deployment: DeploymentOption = Non
     _show(_client(url, deployment).admin("keep", version=version))
 
 
-@traces_app.command(epilog="Example:  osd traces purge")
-def purge(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
-    """Delete every stored trace."""
-    _show(_client(url, deployment).admin("purge"))
+@traces_app.command(epilog="Examples:  osd traces purge --all    osd traces purge --before 7d    --domain sql")
+def purge(
+    every: Annotated[bool, typer.Option("--all", help="Every stored trace.")] = False,
+    domain: Annotated[str | None, typer.Option(help='Traces with this label; "" for those without.')] = None,
+    before: Annotated[str | None, typer.Option(help="Traces from before a date, or so long ago: 7d, 12h.")] = None,
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+) -> None:
+    """Delete stored traces. Says which drafts may have learnt from them."""
+    from osd.wording import moment
+
+    if every == (domain is not None or before is not None):
+        raise ConfigError("say which traces: --all, or --domain and --before")
+    _show(_client(url, deployment).purge(domain, moment(before) if before is not None else None))
 
 
 @traces_app.command(epilog="Example:  osd traces export monday.traces")

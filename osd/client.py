@@ -36,6 +36,12 @@ class Client:
         headers = {"Authorization": f"Bearer {self._token}"}
         return self._request("POST", f"/osd/admin/{action}", json=body, headers=headers)
 
+    def purge(self, domain: str | None, before: float | None) -> Any:
+        """Delete stored traces; both None = all."""
+        params = {name: value for name, value in (("domain", domain), ("before", before)) if value is not None}
+        headers = {"Authorization": f"Bearer {self._token}"}
+        return self._request("POST", "/osd/admin/purge", params=params, headers=headers)
+
     @contextmanager
     def stream(self, path: str) -> Iterator[Iterator[bytes]]:
         """The chunks of a long answer that only an administrator gets."""

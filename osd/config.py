@@ -108,6 +108,8 @@ class CaptureConfig(_Section):
 
     enabled: bool = True
     """Whether traces are captured at all. Off = a plain server with a frozen draft."""
+    request_fraction: float = Field(1.0, ge=0, le=1)
+    """Share of requests of which anything is kept; which ones, follows from their ids."""
     top_k: int = Field(64, ge=1, le=1024)
     """Target log-probabilities kept per row; the rest of the mass is one number."""
     accepted_fraction: float = Field(0.5, ge=0, le=1)
@@ -134,6 +136,8 @@ class BufferConfig(_Section):
     """A Redis (7 or later) or Valkey to use. Empty = a private Valkey server, started and stopped with the service."""
     max_traces: int = Field(20_000, ge=16)
     """Traces kept per draft and domain; the oldest leave first."""
+    max_age_seconds: float | None = Field(None, gt=0)
+    """Traces are deleted when they are so old, anchors too. None = only newer ones push them out."""
     max_domains: int = Field(16, ge=1)
     """Traffic labels told apart; traces of further ones count as unlabelled."""
     max_memory: int = Field(512 << 20, ge=16 << 20)

@@ -23,6 +23,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from osd import policy
@@ -45,6 +46,7 @@ T = TypeVar("T")
 LAGGING_AFTER_S = 15.0
 """A replica that serves another version than the wanted one for so long is lagging."""
 FEED_CHUNK = 1000
+SECONDS_BETWEEN_FORGETTING = 10.0
 
 
 class Controller:
@@ -88,6 +90,7 @@ class Controller:
         self._lagging_after_s = lagging_after_s
         self._is_line_broken = False
         """After a rollback: the trainer is to forget its working weights before the next round."""
+        self._forget_at = 0.0
         self._phase, self._phase_detail = "waiting", ""
         self._waiting_since: float | None = None
         """When the first trace that is still new was seen."""
@@ -134,6 +137,7 @@ class Controller:
         await self._tell_appetite()
         await self._observe()
         await self._changes.restore_wanted()
+        await self._forget_old()
         if (current := await self._changes.current()) is not None:
             await self._note_lagging(current)
             if self._judge is not None:
@@ -175,6 +179,13 @@ class Controller:
             await self._tell(Event(at=now, kind="lagging", text=text, version=current.version))
         self._lagging = lagging
 
+    async def _forget_old(self) -> None:
+        """Delete traces beyond `buffer.max_age_seconds`, a twentieth of that too late at most."""
+        max_age, now = self.config.buffer.max_age_seconds, time.time()
+        if max_age is not None and now >= self._forget_at:
+            self._forget_at = now + max(SECONDS_BETWEEN_FORGETTING, max_age / 20)
+            await asyncio.to_thread(partial(self._buffer.purge, before=now - max_age))
+
     def _make_judge(self, trainer: Trainer, patience_s: float) -> Judge:
         def replay(versions: list[DraftRelease], num_traces: int) -> Awaitable[dict[int, float] | None]:
             return self._ask(lambda: trainer.evaluate_releases(versions, num_traces))
@@ -204,6 +215,8 @@ class Controller:
         if not num_new:
             self._waiting_since = None
             return False
+        if self._told_resting is None:
+            return False  # what was before is not known yet
         appetite = self._appetite.decide(time.time())
         if not appetite.ok:
             self._phase_detail, self._waiting_since = appetite.reason, None
@@ -333,14 +346,23 @@ class Controller:
         """Never prune this version."""
         return await self._changes.keep(version)
 
-    async def purge(self) -> int:
-        """Delete every stored trace; returns how many."""
-        num_purged = await asyncio.to_thread(self._buffer.purge)
-        await self._tell(Event(at=time.time(), kind="purged", text=f"{num_purged} traces deleted"))
-        return num_purged
+    async def purge(self, domain: str | None = None, before: float | None = None) -> dict[str, Any]:
+        """Delete stored traces: all, or of one domain, or that ended before a time. `{"purged": how many, "trained_on":
+        versions that may have learnt from them}`: every draft trained since the oldest trace in the buffer."""
+        oldest_at = (await asyncio.to_thread(self._buffer.stats)).oldest_at
+        num_purged = await asyncio.to_thread(partial(self._buffer.purge, domain=domain, before=before))
+        drafts = await self._changes.describe()
+        learnt = [d["version"] for d in drafts if num_purged and d["num_steps"] and d["created_at"] >= oldest_at]
+        text = f"{num_purged} traces deleted" + (f"; drafts trained meanwhile: {_versions(learnt)}" if learnt else "")
+        await self._tell(Event(at=time.time(), kind="purged", text=text))
+        return {"purged": num_purged, "trained_on": learnt}
 
     async def _set_paused(self, paused: bool) -> None:
         await asyncio.to_thread(self._releases.set_paused, paused)
         self._paused = paused
         text = "no training, no publishing" if paused else "training and publishing"
         await self._tell(Event(at=time.time(), kind="paused" if paused else "resumed", text=text))
+
+
+def _versions(versions: list[int]) -> str:
+    return ", ".join(f"v{version}" for version in versions)

@@ -1,6 +1,12 @@
-"""Numbers as people read them: bytes, spans of time, shares."""
+"""Numbers as people read them: bytes, spans of time, shares; and times as they write them."""
 
 from __future__ import annotations
+
+import re
+import time
+from datetime import datetime
+
+from osd.errors import ConfigError
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
@@ -35,3 +41,17 @@ def percent(part: float, whole: float) -> str:
 def counted(num: int, noun: str) -> str:
     """`counted(1, "trace") == "1 trace"`, `counted(2, "trace") == "2 traces"`."""
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
+
+
+def moment(text: str, now: float | None = None) -> float:
+    """Seconds since 1970 of a date, or of so long ago: "2026-11-02", "2026-11-02T08:30", "7d", "12h", "30min".
+
+    A date without a zone is local time. Raises `ConfigError`.
+    """
+    units = {"d": 86_400, "h": 3_600, "min": 60}
+    if found := re.fullmatch(r"(\d{1,6})\s*(d|h|min)", text.strip()):
+        return (time.time() if now is None else now) - int(found[1]) * units[found[2]]
+    try:
+        return datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise ConfigError(f"{text!r} is no time: give a date like 2026-11-02, or an age like 7d, 12h, 30min") from None

@@ -98,7 +98,7 @@ class TraceAssembler:
             return  # announced again after preemption, as vLLM does to its V2 model runner
         if known is not None and known.captured:
             self.skipped["gap"] += 1  # its prompt has grown by what its client sent meanwhile: what was, is left out
-        reason = skip_reason(request)
+        reason = skip_reason(request, self._config.request_fraction)
         captured = self._config.enabled and not reason
         if reason and known is None:
             self.skipped[reason] += 1

@@ -85,7 +85,7 @@ class Capture:
         for req_id in finished:
             self._live.pop(req_id, None)
         for request in new:
-            captured = self._config.enabled and not skip_reason(request)
+            captured = self._config.enabled and not skip_reason(request, self._config.request_fraction)
             self._live[request.req_id] = _Live(captured, self.draft_version)
         self._queue.put(Schedule(time.time(), new, finished))
 

@@ -107,7 +107,11 @@ class DraftPuller:
         """Stage, validate and commit a release. Never raises for a bad one: the report says what happened."""
         previous = self._version
         staging = await self._stage(release)
-        outcome: dict[str, Any] = {"pause_s": 0.0, "proved": False, "error": staging["error"] or "staging took too long"}
+        outcome: dict[str, Any] = {
+            "pause_s": 0.0,
+            "proved": False,
+            "error": staging["error"] or "staging took too long",
+        }
         if staging["done"] and not staging["error"]:
             outcome = json.loads(await self._rpc("osd_commit", release.version))
         if not outcome["error"]:

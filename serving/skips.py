@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
+
 from serving.vllm_compat import NewRequest
 
 SKIP_REASONS = {
     "opted_out": "requests whose client asked for it (`X-OSD-Capture: off`)",
+    "not_sampled": "requests beyond `capture.request_fraction`",
     "calibration": "requests with which a starting engine measures what its steps take",
     "structured_output": "requests with a grammar, whose mask is already in the logits",
     "multimodal": "requests with images or audio, which the draft's tokens do not show",
@@ -21,8 +24,16 @@ SKIP_REASONS = {
 """Every reason there is, and what one count of it stands for."""
 
 
-def skip_reason(request: NewRequest) -> str:
-    """Why nothing of a request may be captured: its own wish first; "" when it may."""
+def skip_reason(request: NewRequest, request_fraction: float = 1.0) -> str:
+    """Why nothing of a request may be captured: its own wish first; "" when it may.
+
+    Of requests that may, a share is taken by a hash of their ids.
+    """
     if str(request.extra_args.get("osd_capture", "on")).lower() not in ("on", "1", "true", "yes"):
         return "opted_out"
-    return "calibration" if request.extra_args.get("osd_calibration") else request.skip_reason
+    if request.extra_args.get("osd_calibration"):
+        return "calibration"
+    if request.skip_reason:
+        return request.skip_reason
+    is_sampled = zlib.crc32(request.req_id.encode(), 1) < request_fraction * 2**32
+    return "" if is_sampled else "not_sampled"

@@ -131,7 +131,6 @@ class DraftSwapper:
     what compares the live draft with a release.
     """
 
-
     def __init__(
         self,
         release: DraftRelease,

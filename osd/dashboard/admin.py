@@ -13,18 +13,22 @@ from osd.dashboard.answers import maybe, one_line
 from osd.errors import OSDError
 
 MAX_BODY_BYTES = 4096
+MAX_DOMAIN = 64
 WITHOUT_VERSION = {
     "pause": "No training and no publishing until resumed; serving goes on.",
     "resume": "Train and publish again.",
     "rollback": "Serve the parent of the draft that serves now.",
     "unpin": "Let the gate choose the serving draft again.",
-    "purge": "Delete every stored trace; answers with how many.",
 }
 WITH_VERSION = {
     "promote": "Serve this version.",
     "pin": "Serve this version until unpinned.",
     "keep": "Never prune this version.",
 }
+PURGE = (
+    "Delete stored traces: all, those of one domain, or those that ended before a time (seconds since 1970). Answers "
+    "with how many, and with the drafts that may have learnt from them."
+)
 _BODY = {
     "requestBody": {
         "content": {
@@ -46,6 +50,7 @@ def admin_routes(controller: Any, token: str) -> APIRouter:
         router.post(f"/{action}", summary=summary, name=action)(_plain(controller, action))
     for action, summary in WITH_VERSION.items():
         router.post(f"/{action}", summary=summary, name=action, openapi_extra=_BODY)(_versioned(controller, action))
+    router.post("/purge", summary=PURGE, name="purge")(_purge(controller))
     return router
 
 
@@ -85,15 +90,25 @@ def _versioned(controller: Any, action: str) -> Any:
     return act
 
 
+def _purge(controller: Any) -> Any:
+    async def act(
+        domain: str | None = Query(None, max_length=MAX_DOMAIN),
+        before: float | None = Query(None, ge=0, allow_inf_nan=False),
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = await maybe(controller.purge(domain, before))
+        return {"ok": True, "action": "purge"} | found
+
+    return act
+
+
 async def _perform(controller: Any, action: str, *version: int) -> dict[str, Any]:
-    """Do it. `purge` returns how many traces went; the others return nothing worth passing on."""
     try:
-        result = await maybe(getattr(controller, action)(*version))
+        await maybe(getattr(controller, action)(*version))
     except OSDError:
         raise
     except ValueError as error:
         raise HTTPException(400, one_line(error)) from None
-    return {"ok": True, "action": action} | ({"purged": int(result)} if action == "purge" else {})
+    return {"ok": True, "action": action}
 
 
 async def _version_in_body(request: Request) -> int:

@@ -400,6 +400,43 @@ def test_anchors_are_no_part_of_the_streams(open_buffer: Open):
     assert ids(buffer.anchors([0, 1, 2, 3])) == ids(anchors), "they outlive what the streams let go of"
 
 
+def test_one_domain_is_purged(buffer: TraceBuffer):
+    labelled, plain = make_traces(9, domain="code"), make_traces(7, start=9)
+    held_out = [make_trace(index=i, holdout=True, domain="code") for i in range(20, 23)]
+    buffer.put([*labelled, *plain, *held_out])
+    buffer.set_anchors({0: labelled[0], 1: plain[0]})
+    assert buffer.purge(domain="code") == 12
+    assert read_all(buffer) == ids(plain) and buffer.holdout(9) == []
+    assert ids(buffer.anchors([0, 1])) == ids(plain[:1])
+    assert buffer.purge(domain="") == 7
+    assert buffer.purge(domain="unknown") == 0
+
+
+def test_what_is_old_is_purged(buffer: TraceBuffer):
+    old = [make_trace(index=i, domain="ab"[i % 2], finished_at=100.0 + i) for i in range(150)]
+    new = [make_trace(index=i, domain="ab"[i % 2], finished_at=300.0 + i) for i in range(150, 160)]
+    held_out = [make_trace(index=i, holdout=True, finished_at=i) for i in (200, 400)]
+    buffer.put([*old, *new, *held_out])
+    buffer.set_anchors({0: old[0], 1: new[0]})
+    cursor = buffer.read({}, 40)[1]
+    assert buffer.purge(before=300.0) == 151
+    assert sorted(read_all(buffer)) == sorted(ids(new))
+    assert ids(buffer.holdout(9)) == ids(held_out[1:])
+    assert ids(buffer.anchors([0, 1])) == ids(new[:1])
+    assert buffer.num_unread(cursor) == 10
+    later = make_traces(3, start=300, domain="a")
+    buffer.put(later)
+    assert buffer.num_unread(cursor) == 13, "cursors go on counting"
+    assert buffer.purge(before=1.0) == 0
+    assert buffer.purge(domain="b", before=1e12) == 5
+
+
+def test_an_old_trace_that_came_late_goes_with_what_came_before_it(buffer: TraceBuffer):
+    buffer.put([make_trace(index=i, finished_at=at) for i, at in enumerate([50.0, 500.0, 60.0, 600.0])])
+    assert buffer.purge(before=100.0) == 3
+    assert [trace.finished_at for trace in buffer.read({}, 9)[0]] == [600.0]
+
+
 def test_a_purge_takes_the_anchors_too(buffer: TraceBuffer):
     buffer.put(make_traces(3))
     buffer.set_anchors(dict(enumerate(make_traces(3))))

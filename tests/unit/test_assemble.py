@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from buffers.codec import encode_trace
 from osd.config import CaptureConfig
 from osd.exposition import Totals
-from osd.records import ReplicaStatus, Trace
+from osd.records import HOLDOUT_ONE_IN, ReplicaStatus, Trace
 from serving.assemble import STORED_OVERHEAD, Schedule, Step, TraceAssembler
 from serving.budget import ByteBudget
 from serving.capture import Capture
@@ -246,6 +247,28 @@ def test_what_must_not_be_captured_is_left_out_and_counted(reason: str) -> None:
 
 def test_prompts_of_tokens_and_embeddings_count_as_embeddings() -> None:
     assert new_request(announced(prompt_embeds=torch.zeros(3, 4))).skip_reason == "prompt_embeds"
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 1.0])
+def test_a_share_of_requests_is_captured(fraction: float) -> None:
+    requests = [new_request(announced(req_id=f"chatcmpl-{i:x}-{i * 7919}")) for i in range(2000)]
+    reasons = [skip_reason(request, fraction) for request in requests]
+    assert set(reasons) <= {"", "not_sampled"}
+    taken = [request for request, reason in zip(requests, reasons, strict=True) if not reason]
+    assert len(taken) / 2000 == pytest.approx(fraction, abs=0.03)
+    if taken:
+        held_out = sum(zlib.crc32(request.req_id.encode()) % HOLDOUT_ONE_IN == 0 for request in taken)
+        assert held_out / len(taken) == pytest.approx(1 / HOLDOUT_ONE_IN, abs=0.07), "held-out ones are among them"
+
+
+def test_what_is_not_sampled_leaves_no_trace_and_is_not_judged_by() -> None:
+    bench = Bench(request_fraction=0.0)
+    request = new_request(announced())
+    bench.begin(request)
+    bench.add(step(len(request.prompt_ids), [10]))
+    bench.finish("r")
+    assert dict(bench.assembler.skipped) == {"not_sampled": 1}
+    assert bench.traces == []
 
 
 def test_a_wish_to_be_left_out_comes_before_other_reasons() -> None:

@@ -64,7 +64,7 @@ class FakeBuffer:
     def stats(self) -> BufferStats:
         return STATS
 
-    def purge(self) -> int:
+    def purge(self, *, domain: str | None = None, before: float | None = None) -> int:
         return 17
 
 
@@ -519,7 +519,7 @@ async def test_administration_by_hand(world: World) -> None:
         await world.controller.promote(3)
         await world.controller.rollback()
         assert world.wanted() == 2
-        assert await world.controller.purge() == 17
+        assert await world.controller.purge() == {"purged": 17, "trained_on": [2, 3]}
         with pytest.raises(ReleaseError, match="draft v9: no such release in .*; there are: v1, v2, v3"):
             await world.controller.promote(9)
         drafts = {draft["version"]: draft for draft in await world.controller.drafts()}
@@ -582,3 +582,62 @@ def test_controller_imports_no_engine() -> None:
     program = "import sys, osd.controller; print([m for m in ('torch', 'vllm', 'ray') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+async def test_old_traces_are_deleted_now_and_then(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    purged: list[float] = []
+    monkeypatch.setattr(
+        FakeBuffer, "purge", lambda self, *, domain=None, before=None: purged.append(time.time() - before) or 0
+    )
+    monkeypatch.setattr("osd.controller.SECONDS_BETWEEN_FORGETTING", 0.05)
+    buffer = world.config.buffer.model_copy(update={"max_age_seconds": 2.0})
+    world.config = world.config.model_copy(update={"buffer": buffer})
+    world.restart()
+    async with world.running():
+        await asyncio.sleep(0.5)
+    assert 3 <= len(purged) <= 6, "a twentieth of two seconds, or more, lies between"
+    assert purged == pytest.approx([2.0] * len(purged), abs=0.05)
+
+
+async def test_training_rests_and_says_so(world: World) -> None:
+    """Six rounds without a gain, then none, also after a restart; until another draft is chosen by hand."""
+
+    def no_gain(base: DraftRelease) -> RoundOutcome:
+        outcome = world.trainer.better(base)
+        assert outcome.eval is not None
+        return replace(outcome, eval=replace(outcome.eval, diff_low=-0.01))
+
+    async with world.running():
+        await world.publish(2)
+        world.trainer.rounds += [no_gain] * 8
+        await world.until(lambda: "rests" in world.kinds())
+        await world.a_few_looks()
+        status = await world.controller.status()
+    num_rounds = world.trainer.calls.count("round from v2")
+    assert num_rounds in (6, 7), "one more may have begun before the sixth was heard of"
+    assert f"rests: at rest: {num_rounds} rounds in a row brought no gain" in world.events()[-2:]
+    assert status["phase_detail"] == f"at rest: {num_rounds} rounds in a row brought no gain"
+
+    world.restart()
+    async with world.running():
+        await world.a_few_looks()
+        assert world.trainer.calls.count("round from v2") == num_rounds
+        assert world.kinds().count("rests") == 1, "it is known, and not said again"
+        await world.controller.promote(1)
+        await world.until(lambda: "round from v1" in world.trainer.calls)
+    assert "learns: another draft serves (promoted)" in world.events()
+
+
+async def test_a_fall_of_acceptance_ends_the_rest(world: World) -> None:
+    for _ in range(30):
+        world.registry.publish(live_window(1, 0.8))
+    world.registry.publish(*[replace(make_outcome("", 1), discarded="held-out loss rose", eval=None)] * 6)
+    async with world.running():
+        world.trainer.rounds.append(world.trainer.better)
+        await world.a_few_looks()
+        assert world.trainer.calls == []
+        world.registry.publish(*[live_window(1, 0.2)] * 3)
+        await world.until(lambda: "round from v1" in world.trainer.calls)
+        await world.until(lambda: "learns" in world.kinds())
+    (said,) = [text for text in world.events() if text.startswith("learns")]
+    assert said.startswith("learns: α fell from 0.")

@@ -74,9 +74,9 @@ class FakeController:
     def keep(self, version: int) -> None:
         self._note("keep", version)
 
-    async def purge(self) -> int:
-        self._note("purge")
-        return 17
+    async def purge(self, domain: str | None = None, before: float | None = None) -> dict[str, Any]:
+        self._note("purge", domain, before)
+        return {"purged": 17, "trained_on": [2, 3]}
 
 
 class FakeHistory:
@@ -374,9 +374,22 @@ async def test_plain_actions(client: httpx.AsyncClient, controller: FakeControll
     assert controller.calls == [(action,)]
 
 
-async def test_purge_says_how_many_traces_went(client: httpx.AsyncClient) -> None:
+async def test_purge_says_how_many_traces_went_and_who_learnt_from_them(
+    client: httpx.AsyncClient, controller: FakeController
+) -> None:
     response = await client.post("/osd/admin/purge", headers=RIGHT)
-    assert response.json() == {"ok": True, "action": "purge", "purged": 17}
+    assert response.json() == {"ok": True, "action": "purge", "purged": 17, "trained_on": [2, 3]}
+    await client.post("/osd/admin/purge?domain=sql&before=1.5e9", headers=RIGHT)
+    await client.post("/osd/admin/purge?domain=", headers=RIGHT)
+    assert controller.calls == [("purge", None, None), ("purge", "sql", 1.5e9), ("purge", "", None)]
+
+
+@pytest.mark.parametrize("query", ["before=nan", "before=-1", "before=soon", "domain=" + "x" * 65])
+async def test_a_purge_that_makes_no_sense_deletes_nothing(
+    client: httpx.AsyncClient, controller: FakeController, query: str
+) -> None:
+    assert (await client.post(f"/osd/admin/purge?{query}", headers=RIGHT)).status_code == 400
+    assert controller.calls == []
 
 
 @pytest.mark.parametrize("action", ["promote", "pin", "keep"])
