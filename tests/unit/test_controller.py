@@ -624,8 +624,8 @@ async def test_training_rests_and_says_so(world: World) -> None:
         assert world.trainer.calls.count("round from v2") == num_rounds
         assert world.kinds().count("rests") == 1, "it is known, and not said again"
         await world.controller.promote(1)
+        await world.until(lambda: "learns: another draft serves (promoted)" in world.events())
         await world.until(lambda: "round from v1" in world.trainer.calls)
-    assert "learns: another draft serves (promoted)" in world.events()
 
 
 async def test_a_fall_of_acceptance_ends_the_rest(world: World) -> None:
