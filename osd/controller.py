@@ -292,6 +292,7 @@ class Controller:
             "k": self.config.speculation.k_max,
             "replicas": [describe_replica(s, version, s.replica in self._lagging) for s in self._replicas],
             "buffer": self._buffer_stats,
+            "alarm": self._judge.alarm if self._judge is not None else "",
             "redis": "away" if self._redis_trouble.num_failures else "ok",
             "trainer": "away" if self._trainer_trouble.num_failures else "ok",
             "last_round": rounds[-1] if rounds else None,

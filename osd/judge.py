@@ -53,6 +53,8 @@ class Judge:
         self._version = 0
         self._num_stays = 0
         self._judged_at = 0.0
+        self.alarm = ""
+        """Why the engine seems to run something else than the serving draft; "" when it does not."""
 
     async def look(self, current: DraftRelease) -> None:
         """Begin a judgement if there is reason for one. An error of the one before is raised here."""
@@ -61,6 +63,8 @@ class Judge:
                 return
             self._task.result()
         live = self._history.window(current.version, self._since(current))
+        if live is not None and policy.is_as_predicted(live, current, self._gate):
+            self.alarm = ""
         if live is None or not policy.should_judge(live, current, self._gate).ok or self._is_too_early():
             return
         if await self._drafts.pinned() is None and (parent := await self._drafts.previous()) is not None:
@@ -74,7 +78,7 @@ class Judge:
 
     def _since(self, current: DraftRelease) -> float:
         if current.version != self._version:
-            self._version, self._num_stays, self._judged_at = current.version, 0, 0.0
+            self._version, self._num_stays, self._judged_at, self.alarm = current.version, 0, 0.0, ""
         return max(self._drafts.changed_at, self._judged_at, time.time() - OVER_S)
 
     def _is_too_early(self) -> bool:
@@ -92,5 +96,8 @@ class Judge:
                 self._on_rollback()
             return
         self._num_stays += 1
-        if self._num_stays == 1:
-            await self._tell(Event(at=time.time(), kind="stays", text=decision.reason, version=current.version))
+        is_unexplained = policy.is_unexplained(live, current, alphas, self._gate)
+        if self._num_stays == 1 or is_unexplained != bool(self.alarm):
+            kind = "alarm" if is_unexplained else "stays"
+            await self._tell(Event(at=time.time(), kind=kind, text=decision.reason, version=current.version))
+        self.alarm = decision.reason if is_unexplained else ""

@@ -5,7 +5,7 @@ serves with, *replayed* the α of a replay on the newest held-out requests, made
 
     live near measured                        fine
     live low, parent replays clearly better   the draft is bad: roll back
-    live low, replay of the same draft high   mixed traffic, or the engine does not serve what was released: say so
+    live low, replay of the same draft high   the engine does not serve what was released: raise the alarm
     live low, both replay low                 the traffic changed: keep, and go on learning
 """
 
@@ -126,14 +126,29 @@ def should_rollback(
     if parent - own > gate.rollback_margin / 2:
         replay = f"on the newest requests v{parent_version} reaches {parent:.2f}, v{release.version} {own:.2f}"
         return Decision(True, f"{suspicion.reason}; {replay}")
-    if own - live.alpha > gate.rollback_margin:
+    if is_unexplained(live, release, alphas, gate):
         return Decision(
             False,
             f"{suspicion.reason}, but replayed on the newest held-out requests it reaches {own:.2f}: "
-            "the traffic is mixed, or the engine does not serve what was released",
+            "the engine is not running what we think",
         )
     replay = f"v{release.version} {own:.2f}, v{parent_version} {parent:.2f}"
     return Decision(False, f"the traffic changed: {suspicion.reason}; on the newest requests {replay}")
+
+
+def is_as_predicted(live: SpecWindow, release: DraftRelease, gate: GateConfig) -> bool:
+    """Whether enough was served to say that a draft serves as the gate measured."""
+    measured, tested = predicted_alpha(release), sum(live.num_tested_per_pos)
+    if measured is None or live.alpha is None or tested < gate.rollback_min_tested:
+        return False
+    return measured - live.alpha <= gate.rollback_margin
+
+
+def is_unexplained(live: SpecWindow, release: DraftRelease, alphas: Mapping[int, float], gate: GateConfig) -> bool:
+    """Whether a draft serves far worse than its own replay on the same traffic: neither it nor the traffic is to blame
+    then, but what runs in the engine."""
+    own = alphas.get(release.version, math.nan)
+    return live.alpha is not None and own - live.alpha > gate.rollback_margin + CHANCE * _standard_error(live)
 
 
 def predicted_alpha(release: DraftRelease) -> float | None:

@@ -10,6 +10,7 @@ from osd.wording import counted, percent
 
 LEFT_OUT_AS_REQUESTS = (
     "opted_out",
+    "not_sampled",
     "structured_output",
     "multimodal",
     "prompt_embeds",
@@ -59,6 +60,8 @@ def _serving(status: dict[str, Any]) -> Iterator[str]:
                 f"capture failed on {replica['replica']} and is off there: restart the service; the replica's log "
                 "says why"
             )
+    if alarm := status.get("alarm"):
+        yield f"{alarm}: compare `osd drafts list` with the replicas' logs, or restart the service"
     for replica in status["replicas"]:
         if replica["lagging"]:
             yield (

@@ -16,6 +16,7 @@ BENCHES = {
     "ablation": "Which part of the trainer's recipe matters: one change at a time, over a recording.",
     "drift": "Whose draft tokens are accepted when the traffic changes: seven schedules, replayed for each contender.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed answers, growth.",
+    "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do to the draft that serves.",
     "drift_speed": "Tokens per second and per CPU second on drifting traffic, over an engine without speculation.",
 }
 """Name of a module here -> what it measures, in one line. Read by the command line, so nothing is imported here."""

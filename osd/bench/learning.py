@@ -18,8 +18,9 @@ from buffers.memory import MemoryTraceBuffer
 from osd.bench.curve import Counts, Curve
 from osd.bench.recording import Recorded, trace_of
 from osd.config import Config
+from osd.drift import Appetite
 from osd.policy import should_publish
-from osd.records import DraftRelease, Trace
+from osd.records import DraftRelease, SpecWindow, Trace
 from osd.releases import ReleaseStore
 from trainer.draft import RowModel, load_draft
 from trainer.evaluate import count_steps, is_match
@@ -38,10 +39,12 @@ def learn(
     *,
     seed: int,
     arrivals: Sequence[float] | None = None,
+    may_rest: bool = False,
 ) -> Curve:
     """Serve the requests in order; train whenever the configuration says so, as if training took no time.
 
-    `arrivals`: seconds at which the requests end, by default one after the other each second.
+    `arrivals`: seconds at which the requests end, by default one after the other each second. `may_rest`: training
+    rests where it brings nothing, as in the service; without it every curve has the same rounds.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -50,20 +53,25 @@ def learn(
     store = ReleaseStore(directory / "releases")
     serving = store.publish(draft, parent=0, target_id=TARGET_ID)
     trainer = Trainer(config.trainer, config.gate, k, buffer, directory / "trainer", TARGET_ID)
+    appetite = Appetite(config.trainer, config.gate)
     model, counts, paddings, cpu_s = load_draft(serving.path), [], [], []
     num_rounds = num_published = num_discarded = 0
+    published_at: list[int] = []
     train_seconds = train_cpu_s = 0.0
     for number, request in enumerate(requests):
         matches = matches_of(model, request)
         counts.append(counts_of(matches, k))
         at = float(number) if arrivals is None else arrivals[number]
         buffer.put([_trace(config, request, matches, k, at, rng, serving)])
-        if trainer.num_new_traces() >= config.trainer.min_new_traces:
+        appetite.add(_window(counts[-1], at, serving.version, k))
+        is_wanted = not may_rest or appetite.decide(at).ok
+        if is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces:
             started, cpu_started = time.perf_counter(), time.process_time()
             outcome = trainer.run_round(serving)
             train_seconds += time.perf_counter() - started
             train_cpu_s += time.process_time() - cpu_started
             num_rounds += 1
+            appetite.add(outcome)
             num_discarded += bool(outcome.discarded)
             paddings.append(outcome.padding)
             if should_publish(outcome, serving, config.gate, False).ok:
@@ -71,6 +79,7 @@ def learn(
                 store.prune(2, {serving.version})
                 model = load_draft(serving.path)
                 num_published += 1
+                published_at.append(number)
         cpu_s.append(train_cpu_s)
     return Curve.of(
         counts,
@@ -80,6 +89,7 @@ def learn(
         num_discarded=num_discarded,
         train_seconds=train_seconds,
         padding=float(np.mean(paddings)) if paddings else 0.0,
+        notes={"published_at": published_at},
     )
 
 
@@ -121,4 +131,22 @@ def _trace(
         plain_fraction=config.capture.plain_fraction,
         rng=rng,
         draft_version=serving.version,
+    )
+
+
+def _window(counts: Counts, at: float, version: int, k: int) -> SpecWindow:
+    """What the engine would have reported of one request."""
+    return SpecWindow(
+        at=at,
+        replica="recorded",
+        version=version,
+        seconds=1.0,
+        k=k,
+        num_drafts=counts.drafts,
+        num_draft_tokens=counts.drafted,
+        num_accepted_tokens=counts.accepted,
+        num_accepted_tokens_per_pos=(counts.accepted,),
+        num_tested_per_pos=(counts.tested,),
+        num_output_tokens=counts.tokens,
+        num_finished=1,
     )

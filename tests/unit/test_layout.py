@@ -102,6 +102,22 @@ def test_private_names_of_vllm_stand_in_one_file() -> None:
     }
 
 
+FORBIDDEN = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "yaml.load", "eval", "exec"}
+"""What makes code of data."""
+
+
+def test_nothing_of_ours_makes_code_of_data() -> None:
+    found = []
+    for name, tree in modules():
+        found += [f"{name} imports {i}" for i in imports(tree) if i.split(".")[0] in FORBIDDEN]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN:
+                found.append(f"{name}:{node.lineno} calls {ast.unparse(node.func)}")
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                found.append(f"{name}:{node.value.lineno} sets trust_remote_code")
+    assert not found
+
+
 @pytest.mark.parametrize(
     "module",
     ["osd.cli", "osd.config_reading", "osd.records", "osd.controller", "osd.dashboard", "osd.bench.runner"],
