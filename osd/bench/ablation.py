@@ -90,8 +90,7 @@ def run(options: Options) -> Result:
 
 def _record(seed: int, directory: Path) -> Path:
     """The requests of one seed as a file that other processes can read."""
-    import pickle
-
+    from osd.bench.drift_recordings import save
     from osd.bench.recording import record
     from osd.tiny import models
     from osd.tiny.traffic import HOME, requests
@@ -102,22 +101,21 @@ def _record(seed: int, directory: Path) -> Path:
     prompts = [r.prompt for r in (*home[:NUM_HOME], *shifted, *home[NUM_HOME:])]
     target = models.ensure().target
     recorded = record(target, prompts, top_k=64, max_tokens=160, progress=lambda num: None)
-    file = directory / f"{seed}.pickle"  # written and read by this run alone
-    file.write_bytes(pickle.dumps(recorded))
+    file = directory / f"{seed}.npz"
+    save(recorded, file)
     return file
 
 
 def _measure(arm: str, seed: int, recording: Path, directory: str) -> Row:
-    import pickle
-
     import torch
 
+    from osd.bench import drift_recordings
     from osd.bench.learning import learn
     from osd.config_reading import load
     from osd.tiny import models
 
     torch.set_num_threads(1)
-    requests = pickle.loads(recording.read_bytes())
+    requests = drift_recordings.load(recording)
     config = load(None, [*BASE, *ARMS[arm]], environ={}).config
     where = Path(tempfile.mkdtemp(dir=directory))
     started = time.process_time()
