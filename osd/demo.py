@@ -62,6 +62,8 @@ class Story:
     plain_untimed: list[Answer] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     swaps: list[SwapReport] = field(default_factory=list)
+    drafts: list[dict[str, Any]] = field(default_factory=list)
+    """Every release, as the control port describes it."""
     num_compared: int = 0
     num_different: int = 0
     version: int = 0
@@ -157,6 +159,7 @@ async def _controls(service: Service, plain_url: str, screen: Screen, story: Sto
     client.admin("pause")
     await asyncio.sleep(2)  # a round in flight ends
     story.version = client.get("/osd/status")["version"]
+    story.drafts = client.get("/osd/drafts")
     prompts = [r.prompt for r in requests(SHIFTED, NUM_SHIFTED, SEED)]
     first = NUM_SHIFTED - NUM_RECOVERED
     half = NUM_TIMED // 2
@@ -235,6 +238,12 @@ def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
             "p50": _rounded(statistics.median(pauses), 2) if pauses else None,
             "max": _rounded(pauses[-1], 2) if pauses else None,
         },
+        "swaps_proved": all(s.proved for s in story.swaps if s.ok) if pauses else None,
+        "releases": [
+            {"version": d["version"], "bad": d["bad"]}
+            | {name: _rounded(d[name]) for name in ("predicted_alpha", "served_alpha")}
+            for d in story.drafts
+        ],
         "lossless": story.num_different == 0 if story.num_compared else None,
         "compared": story.num_compared,
         "draft_version": story.version,
@@ -246,6 +255,13 @@ def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
             "engine": _engine_version(),
         },
     }
+
+
+def _kept_promises(releases: Sequence[dict[str, Any]]) -> str:
+    """ "v2 0.41 and 0.39, v3 0.62 and 0.64": the newest three that were predicted and served."""
+    known = [r for r in releases if r["predicted_alpha"] is not None and r["served_alpha"] is not None]
+    shown = [f"v{r['version']} {r['predicted_alpha']:.2f} and {r['served_alpha']:.2f}" for r in known[-3:]]
+    return ", ".join(shown) or "none"
 
 
 def _engine_version() -> str:
@@ -319,7 +335,9 @@ class Screen:
             f"speed-up          {speed['adapted_draft'] / plain:.2f}x over no speculation, "
             f"{speed['adapted_draft'] / static:.2f}x over the frozen draft",
             f"swaps             {report['swaps']} while serving; the engine was blocked "
-            f"{report['swap_pause_ms']['p50']} ms (median), {report['swap_pause_ms']['max']} ms (longest)",
+            f"{report['swap_pause_ms']['p50']} ms (median), {report['swap_pause_ms']['max']} ms (longest)"
+            + ("; each read back and found equal" if report["swaps_proved"] else ""),
+            f"predicted α       of the releases, and served: {_kept_promises(report['releases'])}",
             f"answers           {report['compared']} compared with the engine without speculation: "
             + ("all identical, token for token" if report["lossless"] else "DIFFERENT"),
             f"requests          {report['requests']}, failed {report['failed_requests']}",
