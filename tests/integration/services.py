@@ -54,6 +54,7 @@ def settings(deployment: str, data_dir: Path, target: Path, draft: Path) -> list
         "trainer.learning_rate=5.0e-3",
         "trainer.min_new_traces=24",
         "trainer.replay_batches=2",
+        "trainer.patience_rounds=0",  # tests wait for rounds
         "gate.min_holdout_traces=4",
         # These tests choose drafts by hand, and send what is not captured: no draft is to be judged on that.
         "gate.rollback_min_tested=1000000",

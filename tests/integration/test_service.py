@@ -749,6 +749,7 @@ def test_ctrl_c_during_the_start_leaves_nothing(beside: Beside) -> None:
 
 
 def test_a_restart_finds_its_version_again(beside: Beside) -> None:
+    beside.arguments.append("trainer.patience_rounds=2")
     beside.note = note = beside.start().wait_ready()
     assert status(note.control_url)["version"] == 1, "the one promoted by hand, not the newest"
     wait_for_version(note.control_url, 1)
@@ -778,6 +779,33 @@ def test_a_harmful_draft_forced_past_the_gate_is_rolled_back(beside: Beside, pai
     listed = {draft["version"]: draft for draft in osd("drafts", "list", "--deployment", "test-beside")}
     assert listed[forged.version]["bad"] and "0.95 was measured" in listed[forged.version]["bad_reason"]
     assert "not offered again" in osd("drafts", "promote", forged.version, "--deployment", "test-beside", ok=False)
+
+
+def test_training_rests_once_it_brings_nothing_and_wakes_when_acceptance_falls(beside: Beside) -> None:
+    _, note = beside.running()
+    osd("resume", "--deployment", "test-beside")
+
+    def told(kind: str) -> bool:
+        return any(event["kind"] == kind for event in httpx.get(f"{note.control_url}/osd/events").json())
+
+    (trainer,) = services.named(beside.look(), "TrainerActor")
+    with Traffic(note.service_url, PROMPTS) as traffic:
+        wait_until(lambda: told("rests"), 240, "training rests")
+        wait_until(lambda: status(note.control_url)["phase"] == "waiting", 30, "the last round is over")
+        before, cpu, clock = status(note.control_url), cpu_seconds(trainer), time.monotonic()
+        num_answers = len(traffic.answers)
+        time.sleep(6)
+        share = (cpu_seconds(trainer) - cpu) / (time.monotonic() - clock)
+        after = status(note.control_url)
+        print(f"at rest the trainer uses {100 * share:.1f} % of a core; {len(traffic.answers) - num_answers} answers")
+    assert traffic.failed() == [] and len(traffic.answers) > num_answers + 24
+    assert "at rest: " in after["phase_detail"]
+    assert (after["version"], after["num_rounds"]) == (before["version"], before["num_rounds"])
+    assert share <= 0.05
+    with Traffic(note.service_url, prompt_texts(40, seed=99)) as traffic:
+        wait_until(lambda: told("learns"), 120, "other traffic ends the rest")
+    assert traffic.failed() == []
+    osd("pause", "--deployment", "test-beside")
 
 
 def outcome_of(alpha: float, base: int) -> RoundOutcome:

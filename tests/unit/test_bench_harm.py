@@ -1,0 +1,131 @@
+"""What the soak and harm benches make of their rows: a failure is not excused for nothing, growth is seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from osd.bench import harm, soak
+from osd.bench.record import Options
+from osd.bench.result import Result
+
+
+def request(started: float, ended: float, error: str = "", **more: Any) -> dict[str, Any]:
+    row = {"kind": "request", "started": started, "ended": ended, "error": error, "tokens": 9}
+    return row | {"is_known": False, "is_changed": False} | more
+
+
+def fault(name: str, at: float, seconds: float = 20.0, cut: tuple[float, ...] = ()) -> dict[str, Any]:
+    return {"kind": "fault", "fault": name, "at": at, "seconds": seconds, "cut": list(cut)}
+
+
+def looks(slope: float = 0.0, num: int = 120) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(1)
+    return [
+        {"kind": "look", "at": 5.0 * i} | {name: 100 + slope * 5 * i / 3600 + rng.normal() for name in soak.GROWING}
+        for i in range(num)
+    ]
+
+
+END = {"kind": "end", "num_rounds": 9, "num_swaps": 4, "num_rollbacks": 1, "num_stored": 500, "lost": {"redis": 3}}
+
+
+def summary(tmp_path: Path, *rows: dict[str, Any], slope: float = 0.0) -> tuple[dict[str, float], Result]:
+    plan = soak.protocol(Options(directory=tmp_path))
+    result = soak.summarise(plan, [*rows, *looks(slope), END])
+    return {figure.name: figure.value for figure in result.figures}, result
+
+
+def test_only_what_met_a_killed_engine_is_excused(tmp_path: Path) -> None:
+    found, _ = summary(
+        tmp_path,
+        request(90, 95),
+        request(99, 101, "engine died"),  # under way when it was killed
+        request(110, 110, "connection refused"),  # before it was back
+        request(130, 131, "boom"),  # later
+        request(205, 206, "boom"),  # while only the trainer was away
+        fault("engine", 100, 20, cut=(0.4, 0.7)),
+        fault("trainer", 200, 10),
+    )
+    assert found["requests"] == 5
+    assert found["requests failed, engine killed"] == 2
+    assert found["requests failed, no engine killed"] == 2
+    assert found["slowest end of a stream in a killed engine"] == 0.7
+    assert found["engine: slowest return"] == 20 and found["trainer: slowest return"] == 10
+    assert found["traces lost: redis"] == 3
+
+
+def test_another_answer_is_a_change(tmp_path: Path) -> None:
+    known = request(1, 2, is_known=True)
+    found, result = summary(tmp_path, known, {**known, "is_changed": True}, {**known, "error": "boom"})
+    assert found["answers changed"] == 1
+    assert [is_met for goal, _, is_met in result.verdicts() if goal.figure == "answers changed"] == [False]
+
+
+@pytest.mark.parametrize("slope", [0.0, 400.0])
+def test_growth_is_told_from_noise(tmp_path: Path, slope: float) -> None:
+    _, result = summary(tmp_path, slope=slope)
+    memory = next(figure for figure in result.figures if figure.name == "memory, per hour")
+    assert memory.low is not None and memory.high is not None
+    assert memory.low <= slope <= memory.high
+    assert (memory.low > 0) == (slope > 0)
+
+
+def counts(alphas: list[float]) -> dict[str, list[int]]:
+    return {"tested": [100] * len(alphas), "accepted": [round(100 * a) for a in alphas]}
+
+
+def harmed(scenario: str, learnt: list[float], frozen: list[float], **more: Any) -> dict[str, Any]:
+    row = {"scenario": scenario, "seed": 0, "learnt": counts(learnt), "frozen": counts(frozen)}
+    return row | {"rest": list(range(len(learnt))), "rounds": 5, "published_at": [40, 90], "train_seconds": 1.0} | more
+
+
+def test_the_worst_window_counts_not_the_mean(tmp_path: Path) -> None:
+    plan = harm.protocol(Options(directory=tmp_path, quick=True))
+    dip = [0.9] * 100 + [0.4] * 100 + [0.9] * 100
+    back = [0.9] * 150 + [0.5] * 200 + [0.85] * 50
+    rows = [
+        harmed("poisoned", dip, [0.8] * 300),
+        harmed("hostile", [0.8] * 300, [0.8] * 300),
+        harmed("return", back, [0.9] * 400, ceiling=counts([1.0] * 400)),
+        harmed("steady", [0.9] * 200, [0.9] * 200),
+    ]
+    result = harm.summarise(plan, rows)
+    found = {(figure.group, figure.name): figure.value for figure in result.figures}
+    worst = "α on the rest, learnt - frozen, worst window"
+    assert found["poisoned", worst] == pytest.approx(-0.4)
+    assert found["hostile", worst] == 0
+    assert found["return", "α at once on return over α before"] == pytest.approx(0.85 / 0.9)
+    assert found["return", "α reached on the other domain over its ceiling"] == pytest.approx(0.5)
+    assert found["steady", "publications in the second half"] == 0
+    met = {goal.figure: is_met for goal, figure, is_met in result.verdicts() if figure.group != "hostile"}
+    assert met == {
+        worst: False,
+        "α at once on return over α before": True,
+        "α reached on the other domain over its ceiling": False,
+        "publications in the second half": True,
+    }
+
+
+def test_poison_and_noise_leave_the_served_tokens_alone() -> None:
+    from osd.bench.recording import Recorded
+
+    rng = np.random.default_rng(2)
+    request = Recorded(
+        name="r",
+        prompt_ids=np.arange(5, dtype=np.int32),
+        output_ids=np.arange(300, dtype=np.int32),
+        target_ids=np.tile(np.arange(4, dtype=np.int32), (300, 1)),
+        target_logprobs=np.zeros((300, 4), np.float16),
+        tail_logprob=np.zeros(300, np.float32),
+    )
+    poisoned = harm._poison(request, 1000, rng)
+    assert np.array_equal(poisoned.output_ids, request.output_ids)
+    changed = (poisoned.target_ids != request.target_ids).any(1).mean()
+    assert changed == pytest.approx(0.5, abs=0.1)
+    noise = harm._noise(request, 1000, rng)
+    assert len(noise.output_ids) == len(noise.target_ids) == len(noise.tail_logprob) == harm.NOISE_TOKENS
+    assert np.array_equal(noise.target_ids[:, 0], noise.output_ids)
