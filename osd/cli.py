@@ -219,7 +219,8 @@ def purge(
 
     if every == (domain is not None or before is not None):
         raise ConfigError("say which traces: --all, or --domain and --before")
-    _show(_client(url, deployment).purge(domain, moment(before) if before is not None else None))
+    until = moment(before) if before is not None else None
+    _show(_client(url, deployment).purge(domain, until))
 
 
 @traces_app.command(epilog="Example:  osd traces export monday.traces")

@@ -148,6 +148,20 @@ def test_there_is_nothing_to_stop(osd: Osd, tmp_path: Path) -> None:
 # Configuration
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "say which traces: --all, or --domain and --before"),
+        (["--all", "--domain", "sql"], "say which traces"),
+        (["--before", "soon"], "'soon' is no time: give a date like 2026-11-02, or an age like 7d"),
+    ],
+)
+def test_a_purge_that_does_not_say_of_what(osd: Osd, arguments: list[str], said: str) -> None:
+    done = osd("traces", "purge", *arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert said in done.stderr
+
+
 def test_an_unknown_key_is_named_with_the_one_meant(serve: Osd, tmp_path: Path) -> None:
     line = refusal(serve("serving.prot=1"), tmp_path)
     assert line == "osd: serving.prot (command line): no such key; did you mean serving.port?"
