@@ -194,3 +194,15 @@ def test_at_rest_a_round_runs_now_and_then(appetite: Appetite) -> None:
     assert not appetite.decide(NOW + 3700).ok, "one round, then rest again"
     appetite.add(FRUITFUL)
     assert appetite.decide(NOW + 3700).ok
+
+
+def test_a_clock_that_jumps_costs_a_round_at_most(appetite: Appetite) -> None:
+    resting(appetite)
+    assert not appetite.decide(NOW - 1e6).ok, "back"
+    assert appetite.decide(NOW + 1e6).ok, "ahead"
+    appetite.add(FRUITLESS)
+    appetite.add(Event(at=NOW + 1e6, kind="refused", text="no gain"))
+    assert not appetite.decide(NOW + 1e6 + 60).ok
+    assert not appetite.decide(NOW).ok, "and back again"
+    serve(appetite, 0.1, num_windows=5)
+    assert appetite.decide(NOW).ok, "a fall is seen whatever the clock says"
