@@ -232,8 +232,9 @@ class GateConfig(_Section):
     rollback_margin: float = Field(0.1, gt=0, lt=1)
     """A new draft is rolled back when the α it serves with stays this far under what the gate measured, and the draft
     before it does better on the same recent requests."""
-    rollback_min_tested: int = Field(100, ge=1)
-    """Draft tokens tested live before a new draft is judged on them. Few will do: a replay of both drafts follows."""
+    rollback_min_tested: int = Field(24, ge=1)
+    """Draft tokens tested live before a new draft is judged on them. Few will do, for a replay of both drafts follows;
+    and there may be no more, for a draft that disappoints is soon hardly used."""
 
     @field_validator("max_holdout_traces")
     @classmethod

@@ -100,8 +100,9 @@ def should_judge(live: SpecWindow | None, release: DraftRelease, gate: GateConfi
 
 def _standard_error(live: SpecWindow) -> float:
     """Of the live α, as if tokens were independent: what little a controlled engine tests of a bad draft must do."""
-    tested, alpha = sum(live.num_tested_per_pos), live.alpha or 0.0
-    return math.sqrt(alpha * (1 - alpha) / max(tested, 1))
+    tested = sum(live.num_tested_per_pos)
+    alpha = (sum(live.num_accepted_tokens_per_pos) + 0.5) / (tested + 1)  # never 0 or 1: few tests prove little
+    return math.sqrt(alpha * (1 - alpha) / (tested + 1))
 
 
 def num_to_replay(live: SpecWindow, gate: GateConfig) -> int:

@@ -620,7 +620,7 @@ def beside(pair: Pair, tmp_path_factory: pytest.TempPathFactory, service: Servic
     releases.publish(pair.draft, parent=0, target_id=target_id)
     releases.publish(pair.stranger, parent=1, target_id=target_id)
     arguments = services.settings("test-beside", directory / "data", pair.target, pair.draft)
-    arguments += ["speculation.mode=auto", "gate.rollback_min_tested=100"]
+    arguments += ["speculation.mode=auto", "gate.rollback_min_tested=24"]
     beside = Beside(arguments, directory)
     yield beside
     if beside.served is not None:

@@ -204,3 +204,10 @@ def test_should_rollback(window: SpecWindow | None, alphas: dict[int, float], ok
 @pytest.mark.parametrize(("finished", "expected"), [(0, 0), (7, 0), (80, 10), (10_000, GATE.max_holdout_traces)])
 def test_num_to_replay(finished: int, expected: int) -> None:
     assert num_to_replay(live(0.5, finished=finished), GATE) == expected
+
+
+@pytest.mark.parametrize(("alpha", "tested", "expected"), [(0.0, 24, True), (0.5, 24, False), (0.5, 400, True)])
+def test_few_tests_must_show_a_great_fall(alpha: float, tested: int, expected: bool) -> None:
+    """0.72 was measured, the margin is 0.1: of 24 tests a half may be chance, none is not."""
+    gate = GateConfig(min_holdout_traces=8, rollback_margin=0.1)
+    assert should_judge(live(alpha, tested=tested), NEW, gate).ok is expected
