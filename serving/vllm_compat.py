@@ -440,12 +440,15 @@ def engine_arguments(model: str, extra: Mapping[str, Any]) -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model])
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", model])
+    lists = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
     for key, value in extra.items():
         name = key.replace("-", "_")
         if not hasattr(args, name):
             raise ValueError(f"vLLM has no argument {name!r}")
-        setattr(args, name, value)
+        # One API key given as text is a list of one: as it is, each of its letters would open the door.
+        setattr(args, name, [value] if name in lists and isinstance(value, str) else value)
     return args
 
 
