@@ -73,10 +73,18 @@ def of_release(tensors: Tensors, dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 
 class SwapProof:
-    """Compares releases with one live draft. `read_back` yields what `of_release` yields, from the engine."""
+    """Compares releases with one live draft. `read_back` yields what `of_release` yields, from the engine; `untouched`
+    what no swap may change: parts of the target."""
 
-    def __init__(self, read_back: Callable[[], Iterable[torch.Tensor]], dtype: torch.dtype, first: Tensors) -> None:
-        self._read_back, self._dtype = read_back, dtype
+    def __init__(
+        self,
+        read_back: Callable[[], Iterable[torch.Tensor]],
+        dtype: torch.dtype,
+        first: Tensors,
+        untouched: Callable[[], Iterable[torch.Tensor]] = lambda: (),
+    ) -> None:
+        self._read_back, self._dtype, self._untouched = read_back, dtype, untouched
+        self._before = digest(untouched())
         self.why_not = self._try(first)
         """Why swaps cannot be proved in this engine; "" when they can."""
         if self.why_not:
@@ -84,6 +92,8 @@ class SwapProof:
 
     def problem(self, tensors: Tensors) -> str:
         """In what the live draft is not this checkpoint; "" when it is, or when that cannot be known here."""
+        if digest(self._untouched()) != self._before:
+            return "the target's weights are no longer those of the start: restart this replica"
         if self.why_not:
             return ""
         live, expected = digest(self._read_back()), digest(of_release(tensors, self._dtype))

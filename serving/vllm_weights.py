@@ -86,6 +86,15 @@ def read_back(worker: Any) -> Iterator[torch.Tensor]:
             yield from own
 
 
+@torch.no_grad()
+def sample_of_target(worker: Any) -> Iterator[torch.Tensor]:
+    """What of the target a swap of the draft could reach by mistake: vectors, and entries of what may be shared. Its
+    matrices are its own, and to read them back costs tokens of the target."""
+    for parameter in worker.model_runner.get_model().parameters():
+        if parameter.is_floating_point() and parameter.numel():
+            yield parameter[proof.rows(len(parameter))] if parameter.dim() > 1 else parameter
+
+
 def _is_head(module: Any) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

@@ -50,7 +50,12 @@ class WorkerExtension:
             release,
             lambda tensors: vllm_weights.load_draft_weights(self, tensors),
             vllm_weights.names_shared_with_target(self),
-            lambda first: SwapProof(lambda: vllm_weights.read_back(self), vllm_weights.draft_dtype(self), first),
+            lambda first: SwapProof(
+                lambda: vllm_weights.read_back(self),
+                vllm_weights.draft_dtype(self),
+                first,
+                lambda: vllm_weights.sample_of_target(self),
+            ),
         )
         self.osd_capture = Capture(
             CaptureConfig.model_validate(options["capture"]),

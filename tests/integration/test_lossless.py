@@ -129,3 +129,10 @@ def test_every_private_name_of_vllm_is_where_it_is_expected() -> None:
 
 def test_the_installed_engine_is_one_the_project_was_run_on() -> None:
     assert vllm_compat.engine_version().split()[-1] in vllm_compat.TESTED_VERSIONS
+
+
+@pytest.mark.parametrize("given", ["secret", ["secret"]])
+def test_a_key_given_as_text_is_one_key(given: object) -> None:
+    """vLLM takes a list, and would take each letter of a text for a key."""
+    args = vllm_compat.engine_arguments("model", {"api-key": given, "max_model_len": 256})
+    assert (args.api_key, args.max_model_len) == (["secret"], 256)

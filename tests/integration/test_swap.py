@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from osd.records import DraftRelease
 from serving import vllm_weights
+from serving.proof import digest
 from tests.integration.conftest import release_of
 from tests.integration.engines import Engine
 from tests.integration.pairs import Pair
@@ -154,6 +155,17 @@ def test_a_packed_copy_that_stays_behind_is_seen(
         assert "the engine holds other weights" in engine.swap(release_of(pair.stranger, 2))["error"]
     assert engine.swap(release_of(pair.draft, 3))["error"] == ""
     assert acceptance_and_outputs(engine, prompts) == before
+
+
+def test_a_swap_that_reaches_the_target_is_taken_back(engine: Engine, pair: Pair) -> None:
+    norm = next(p for n, p in engine.worker.model_runner.get_model().named_parameters() if n.endswith("norm.weight"))
+    norm.data[3] *= 1 + 1e-6
+    try:
+        assert "the target's weights are no longer" in engine.swap(release_of(pair.stranger, 2))["error"]
+    finally:
+        norm.data[3] /= 1 + 1e-6
+        engine.worker.osd_swapper.proof._before = digest(vllm_weights.sample_of_target(engine.worker))
+    assert engine.worker.osd_swapper.version == 1
 
 
 def test_there_and_back_is_exact_and_the_target_is_untouched(

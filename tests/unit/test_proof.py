@@ -131,3 +131,11 @@ def test_an_engine_that_cannot_be_read_back_is_trusted(
     assert other.why_not == "its layers hold the first draft in a form of their own"
     assert other.problem({}) == ""
     assert [r.message for r in caplog.records if "swaps are not proved in this engine" in r.message]
+
+
+def test_a_swap_that_reaches_the_target_is_a_problem(release: dict[str, torch.Tensor]) -> None:
+    target = torch.randn(8)
+    proof = SwapProof(Engine(release).read_back, torch.float32, release, lambda: [target])
+    assert proof.problem(release) == ""
+    target[3] += 1e-6
+    assert proof.problem(release) == "the target's weights are no longer those of the start: restart this replica"
