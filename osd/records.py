@@ -199,7 +199,7 @@ class EvalReport:
     Example:
         EvalReport(num_traces=40, num_tokens=1600, k=4, alpha_base=0.41, alpha_candidate=0.72,
                    alpha_base_per_pos=(0.5, 0.4, 0.3, 0.2), alpha_candidate_per_pos=(0.8, 0.7, 0.7, 0.6),
-                   diff=0.31, diff_low=0.27, diff_high=0.35, classes={"sql": ClassReport(...)})
+                   diff=0.31, diff_low=0.27, diff_high=0.35)
     """
 
     num_traces: int
