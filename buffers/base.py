@@ -77,11 +77,12 @@ class TraceBuffer(Protocol):
     def stats(self) -> BufferStats:
         """What is stored, over all domains, and what this client dropped."""
 
-    def purge(self, *, domain: str | None = None, before: float | None = None) -> int:
+    def purge(self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False) -> int:
         """Delete every trace; return how many. Cursors made before stay valid: ids are never given twice.
 
         `domain`: only that one's ("" = unlabelled). `before`: only those finished before that time, and what arrived
-        before the last of them. Anchors go by the same rule, and are not counted.
+        before the last of them. `all_targets`: also what this deployment has of other targets. Anchors go by the same
+        rule, and are not counted.
         """
 
     def close(self) -> None:

@@ -119,9 +119,10 @@ class MemoryTraceBuffer:
                 dropped=self.dropped,
             )
 
-    def purge(self, *, domain: str | None = None, before: float | None = None) -> int:
+    def purge(self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False) -> int:
         if domain is not None or before is not None:
-            return self._purge_some(domain, math.inf if before is None else before)
+            chosen = None if domain is None else clean_domain(domain)
+            return self._purge_some(chosen, math.inf if before is None else before)
         with self._lock:
             num = sum(len(domain.traces) + len(domain.holdout) for domain in self._domains.values())
             self._next_base = max((domain.last for domain in self._domains.values()), default=self._next_base)

@@ -6,9 +6,10 @@ longer and raises `ReplayBufferError`. Keys stand in `redis_keys.py`, the script
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from buffers.cursor import UNREADABLE_AT, Entry, Span
 from buffers.link import Link
 from buffers.redis_keys import Keys
 from buffers.redis_writer import Drops, RedisWriter
-from osd.errors import ReplayBufferError
 from osd.records import BufferStats, Trace
 
 PUT_SECONDS = 2.0
@@ -31,6 +31,8 @@ READ_SECONDS = 15.0
 """How long every other call waits for one answer."""
 _READ_CHUNK = 32
 _TIMES_CHUNK = 64
+_REWRITE_SECONDS = 10.0
+logger = logging.getLogger(__name__)
 
 
 class RedisTraceBuffer:
@@ -159,15 +161,19 @@ class RedisTraceBuffer:
     def purge(self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False) -> int:
         """Of this draft and target, or of all of this deployment's. The server writes its append-only file anew, so
         that nothing of it stays there either."""
+        chosen = None if domain is None else clean_domain(domain)
+        until = math.inf if before is None else before
+        num_anchors = 0
         with self._link.errors():
             members = self._link.command("SMEMBERS", self._keys.buffers) if all_targets else []
-            buffers = {self._keys, *self._keys.others(members)}
-            if domain is None and before is None:
-                num = sum(self._purge(keys) for keys in buffers)
-            else:
-                until = math.inf if before is None else before
-                num = sum(self._purge_some(keys, domain, until) for keys in buffers)
-        self._forget_on_disk()
+            num = 0
+            for keys in {self._keys, *self._keys.others(members)}:
+                num_anchors += self._link.command("HLEN", keys.anchors)
+                is_all = domain is None and before is None
+                num += self._purge(keys) if is_all else self._purge_some(keys, chosen, until)
+                num_anchors -= self._link.command("HLEN", keys.anchors)
+            if num or num_anchors > 0:
+                self._forget_on_disk()
         return num
 
     def close(self) -> None:
@@ -201,10 +207,17 @@ class RedisTraceBuffer:
         return int(self._link.command("XTRIM", key, "MINID", "=", f"{last + 1}-0")) if last is not None else 0
 
     def _forget_on_disk(self) -> None:
-        """Best effort: a server that rewrites its append-only file just now may refuse."""
-        with suppress(ReplayBufferError), self._link.errors():
-            if self._link.command("INFO", "persistence").get("aof_enabled"):
+        """Have the server write its append-only file anew, if it keeps one; one that just does so is waited for, since
+        what it writes may still hold what was deleted. Raises `RedisError`."""
+        deadline = time.monotonic() + _REWRITE_SECONDS
+        while (state := self._link.command("INFO", "persistence")).get("aof_enabled"):
+            if not state.get("aof_rewrite_in_progress"):
                 self._link.command("BGREWRITEAOF")
+                return
+            if time.monotonic() > deadline:
+                logger.warning("purged traces stay in the append-only file until the server writes it anew")
+                return
+            time.sleep(0.05)
 
     def _domains(self, keys: Keys) -> list[str]:
         return ["", *sorted(label.decode() for label in self._link.command("SMEMBERS", keys.domains))]

@@ -104,10 +104,10 @@ class ReplicaActor:
 
 
 def limit_gpu_memory(config: TrainerConfig) -> None:
-    """Keep this process to its share of the GPU that it may have in common with an engine."""
+    """Keep this process to its share of the GPU that it may have in common with an engine; not on one of its own."""
     import torch
 
-    if config.device != "cpu" and torch.cuda.is_available():
+    if config.num_gpus < 1 and config.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction)
 
 

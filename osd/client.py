@@ -38,7 +38,8 @@ class Client:
 
     def purge(self, domain: str | None, before: float | None) -> Any:
         """Delete stored traces; both None = all."""
-        params = {name: value for name, value in (("domain", domain), ("before", before)) if value is not None}
+        params: dict[str, Any] = {"domain": domain, "before": before}
+        params = {name: value for name, value in params.items() if value is not None} or {"all": True}
         headers = {"Authorization": f"Bearer {self._token}"}
         return self._request("POST", "/osd/admin/purge", params=params, headers=headers)
 

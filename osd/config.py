@@ -158,10 +158,11 @@ class TrainerConfig(_Section):
     num_threads: int = Field(1, ge=1)
     """CPU threads of the trainer."""
     duty_cycle: float = Field(1.0, gt=0, le=1)
-    """Share of the time the trainer computes while requests run; when none do, it never rests. On a CPU it also runs at
-    low priority."""
+    """Share of the time the trainer spends on training steps while requests run; when none do, it never rests. On a CPU
+    it also runs at low priority."""
     gpu_memory_fraction: float = Field(0.2, gt=0, le=1)
-    """Share of the GPU's memory the trainer may take. Leave it free: `serving.vllm.gpu_memory_utilization`."""
+    """Share of the memory the trainer may take of a GPU that is not its own (`trainer.num_gpus` below 1). Leave it free
+    with `serving.vllm.gpu_memory_utilization`."""
     method: Literal["full", "lora"] = "full"
     """full = every weight of the draft is trained; lora = low-rank adapters beside its linear layers, merged into them
     before anything leaves the trainer. LoRA needs less memory for gradients and moments, and a higher learning rate."""

@@ -46,7 +46,8 @@ T = TypeVar("T")
 LAGGING_AFTER_S = 15.0
 """A replica that serves another version than the wanted one for so long is lagging."""
 FEED_CHUNK = 1000
-SECONDS_BETWEEN_FORGETTING = 10.0
+SECONDS_BETWEEN_FORGETTING = 60.0
+"""Each time the server may write its append-only file anew."""
 
 
 class Controller:
@@ -74,7 +75,7 @@ class Controller:
         lagging_after_s: float = LAGGING_AFTER_S,
     ) -> None:
         self.config, self.history, self.target_id = config, history, target_id
-        self._appetite = Appetite(config.trainer, config.gate)
+        self._appetite = Appetite(config.trainer)
         self._told_resting: bool | None = None
         """What was last said of it; None until the feed was read for the first time."""
         self._registry, self._releases = registry, releases
@@ -100,7 +101,10 @@ class Controller:
 
     async def ensure_first_release(self, draft_dir: str) -> DraftRelease:
         """What is to serve; the draft in `draft_dir` is published if the store has nothing for this target."""
-        return await self._changes.ensure_first(draft_dir)
+        release = await self._changes.ensure_first(draft_dir)
+        drafts = await self._changes.describe()
+        self._appetite.since = min(d["created_at"] for d in drafts if d["target_id"] == self.target_id)
+        return release
 
     async def run(self) -> None:
         """Both loops until one ends, which is an error: it is raised under the loop's name."""
@@ -181,10 +185,10 @@ class Controller:
 
     async def _forget_old(self) -> None:
         """Delete traces beyond `buffer.max_age_seconds`, a twentieth of that too late at most."""
-        max_age, now = self.config.buffer.max_age_seconds, time.time()
+        max_age, now = self.config.buffer.max_age_seconds, time.monotonic()
         if max_age is not None and now >= self._forget_at:
             self._forget_at = now + max(SECONDS_BETWEEN_FORGETTING, max_age / 20)
-            await asyncio.to_thread(partial(self._buffer.purge, before=now - max_age))
+            await asyncio.to_thread(partial(self._buffer.purge, before=time.time() - max_age, all_targets=True))
 
     def _make_judge(self, trainer: Trainer, patience_s: float) -> Judge:
         def replay(versions: list[DraftRelease], num_traces: int) -> Awaitable[dict[int, float] | None]:
@@ -348,13 +352,17 @@ class Controller:
         return await self._changes.keep(version)
 
     async def purge(self, domain: str | None = None, before: float | None = None) -> dict[str, Any]:
-        """Delete stored traces: all, or of one domain, or that ended before a time. `{"purged": how many, "trained_on":
-        versions that may have learnt from them}`: every draft trained since the oldest trace in the buffer."""
-        oldest_at = (await asyncio.to_thread(self._buffer.stats)).oldest_at
-        num_purged = await asyncio.to_thread(partial(self._buffer.purge, domain=domain, before=before))
+        """Delete stored traces, of all targets: all, or of one domain, or that ended before a time.
+
+        `{"purged": how many, "trained_on": versions that may have learnt from them}`: every trained draft in the store,
+        since anchors remember what the buffer has long let go of.
+        """
+        purge = partial(self._buffer.purge, domain=domain, before=before, all_targets=True)
+        num_purged = await asyncio.to_thread(purge)
         drafts = await self._changes.describe()
-        learnt = [d["version"] for d in drafts if num_purged and d["num_steps"] and d["created_at"] >= oldest_at]
-        text = f"{num_purged} traces deleted" + (f"; drafts trained meanwhile: {_versions(learnt)}" if learnt else "")
+        learnt = [d["version"] for d in drafts if d["num_steps"]]
+        text = f"{num_purged} traces deleted"
+        text += f"; drafts that may have learnt from them: {_versions(learnt)}" if learnt else ""
         await self._tell(Event(at=time.time(), kind="purged", text=text))
         return {"purged": num_purged, "trained_on": learnt}
 

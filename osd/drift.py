@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from osd.config import GateConfig, TrainerConfig
+from osd.config import TrainerConfig
 from osd.policy import Decision
 from osd.records import Event, MetricPoint, RoundOutcome, SpecWindow, SwapReport
 
@@ -27,6 +27,9 @@ SURE = 2.0
 """Standard errors of the recent α that a fall must exceed beside the margin."""
 MAX_LABELS = 64
 """Traffic classes watched on their own; the rest counts only in the whole."""
+ENDS_OF_A_ROUND = frozenset({"published", "refused", "discarded"})
+NO_TRACES = "no traces"
+"""`RoundOutcome.discarded` of a round that had nothing to learn from."""
 WAKING = frozenset({"rolled_back", "promoted", "unpinned"})
 """Events after which there is another draft to improve."""
 
@@ -68,6 +71,8 @@ class Watched:
 
     recent: FadingAlpha = field(default_factory=lambda: FadingAlpha(RECENT_TOKENS))
     usual: FadingAlpha = field(default_factory=lambda: FadingAlpha(USUAL_TOKENS))
+    usual_error: float = 0.0
+    """Standard error of what was recent when it became usual."""
 
     def add(self, window: SpecWindow) -> None:
         self.recent.add(window)
@@ -75,13 +80,17 @@ class Watched:
 
     def settle(self) -> None:
         """What is recent is from now on what is usual, with the weight of all that an average of its length holds."""
+        self.usual_error = self.recent.error
         scale = USUAL_TOKENS / RECENT_TOKENS
         self.usual.tested, self.usual.accepted = self.recent.tested * scale, self.recent.accepted * scale
 
     def fall(self, margin: float) -> tuple[float, float] | None:
         """(usual, recent) α when the recent one is clearly lower."""
         usual, recent = self.usual.alpha, self.recent.alpha
-        if usual is None or recent is None or usual - recent <= margin + SURE * self.recent.error:
+        if usual is None or recent is None:
+            return None
+        chance = SURE * math.hypot(self.recent.error, self.usual_error)
+        if usual - recent <= margin + chance:
             return None
         return usual, recent
 
@@ -90,13 +99,17 @@ class Appetite:
     """Whether new traces are worth a round. Fed with every record of the feed, in order.
 
     Example:
-        appetite = Appetite(config.trainer, config.gate)
+        appetite = Appetite(config.trainer)
         for _, record in registry.read(): appetite.add(record)
         appetite.decide(time.time())  -> Decision(False, "at rest: 6 rounds in a row brought no gain; ...")
     """
 
-    def __init__(self, trainer: TrainerConfig, gate: GateConfig) -> None:
-        self._trainer, self._gate = trainer, gate
+    def __init__(self, trainer: TrainerConfig) -> None:
+        self._trainer = trainer
+        self.since = 0.0
+        """What happened before is not looked at: it was of another target."""
+        self._is_judged = False
+        """Whether something can be said of the newest round: it had held-out traces, or was undone."""
         self._all, self._labels = Watched(), dict[str, Watched]()
         self._num_fruitless = 0
         self._rounds_at = 0.0
@@ -107,15 +120,19 @@ class Appetite:
 
     def add(self, record: SpecWindow | SwapReport | RoundOutcome | Event | MetricPoint) -> None:
         """Take one record of the feed."""
+        if not isinstance(record, RoundOutcome) and record.at < self.since:
+            return
         match record:
             case SpecWindow():
                 self._add_window(record)
             case RoundOutcome():
-                self._add_round(record)
+                is_empty = record.discarded == NO_TRACES
+                self._is_judged = record.eval is not None or bool(record.discarded and not is_empty)
             case Event() if record.kind in WAKING:
                 self._wake(f"another draft serves ({record.kind.replace('_', ' ')})")
-            case Event() if record.kind in ("published", "refused", "discarded"):
-                self._rounds_at = max(self._rounds_at, record.at)
+            case Event() if record.kind in ENDS_OF_A_ROUND:
+                self._rounds_at = record.at
+                self._end_round(gained=record.kind == "published")
 
     def decide(self, now: float) -> Decision:
         """Whether a round is worth it now, and why."""
@@ -140,18 +157,18 @@ class Appetite:
                     of = f" of {label!r}" if label else ""
                     return self._wake(f"α{of} fell from {fell[0]:.2f} to {fell[1]:.2f}")
 
-    def _add_round(self, outcome: RoundOutcome) -> None:
-        if outcome.discarded == "no traces" or (outcome.eval is None and not outcome.discarded):
-            return  # nothing was learnt from, or nothing could be said of it
-        gained = outcome.eval is not None and outcome.eval.diff_low > self._gate.min_gain
+    def _end_round(self, *, gained: bool) -> None:
+        """A round whose candidate does not serve brought nothing, whatever kept it from serving."""
+        if not gained and not self._is_judged:
+            return
         self._num_fruitless = 0 if gained else self._num_fruitless + 1
         patience = self._trainer.patience_rounds
-        if patience and self._num_fruitless >= patience and not self.is_resting:
+        if gained:
+            self.is_resting = False
+        elif patience and self._num_fruitless >= patience and not self.is_resting:
             self.is_resting, self.woken_by = True, ""
             for watched in (self._all, *self._labels.values()):
                 watched.settle()
-        elif gained:
-            self.is_resting = False
 
     def _wake(self, why: str) -> None:
         if self.is_resting:

@@ -53,6 +53,8 @@ class Judge:
         self._version = 0
         self._num_stays = 0
         self._judged_at = 0.0
+        self._num_empty = 0
+        """Replays in a row that could not be made."""
         self.alarm = ""
         """Why the engine seems to run something else than the serving draft; "" when it does not."""
 
@@ -88,7 +90,9 @@ class Judge:
     async def _judge(self, current: DraftRelease, parent: DraftRelease, live: SpecWindow) -> None:
         alphas = await self._replay([current, parent], policy.num_to_replay(live, self._gate))
         if not alphas:  # the trainer is away, or what was just served is not stored yet
-            return await asyncio.sleep(min(self._patience_s, SECONDS_TO_STORE))
+            self._num_empty += 1
+            return await asyncio.sleep(min(MAX_PATIENCE_S, SECONDS_TO_STORE * 2 ** (self._num_empty - 1)))
+        self._num_empty = 0
         self._judged_at = max(time.time(), live.at)
         decision = policy.should_rollback(live, current, parent.version, alphas, self._gate)
         if decision.ok:

@@ -35,6 +35,8 @@ from osd.registry import Registry
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_STOP = 5.0
+API_KEY = "VLLM_API_KEY"
+"""Environment variable from which vLLM takes the key that clients must show."""
 TRAINER_NAME = "trainer"
 """By which the control actor finds the trainer, also after either was restarted."""
 Report = Callable[[str], None]
@@ -249,6 +251,8 @@ class Service:
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         config = args.pop("config")
+        if API_KEY in os.environ:  # the processes of a cluster that was there before do not have our environment
+            env = {API_KEY: os.environ[API_KEY], **env}
         return ray.remote(cls).options(**options, runtime_env={"env_vars": env}).remote(config, **args)
 
     def _set_wanted(self) -> None:

@@ -67,6 +67,7 @@ class Slot:
     num_accepted_tokens: int = 0
     num_output_tokens: int = 0
     num_finished: int = 0
+    num_captured: int = 0
     num_decode_tokens: int = 0
     decode_seconds: float = 0.0
     accepted_per_pos: list[int] = field(default_factory=list)
@@ -91,6 +92,7 @@ class Slot:
         self.num_accepted_tokens += other.num_accepted_tokens
         self.num_output_tokens += other.num_output_tokens
         self.num_finished += other.num_finished
+        self.num_captured += other.num_captured
         self.num_decode_tokens += other.num_decode_tokens
         self.decode_seconds += other.decode_seconds
 
@@ -186,6 +188,7 @@ class History:
             num_tested_per_pos=tuple(total.tested_per_pos),
             num_output_tokens=total.num_output_tokens,
             num_finished=total.num_finished,
+            num_captured=total.num_captured,
             decode_seconds=total.decode_seconds,
             num_decode_tokens=total.num_decode_tokens,
         )

@@ -1,7 +1,8 @@
 """The trainer's share of a machine it has in common with engines: it computes less of the time while requests run.
 
 Niceness yields a CPU, but neither memory bandwidth nor a GPU. Between two training steps the trainer therefore rests
-as long as its duty cycle asks, though only while an engine has work.
+as long as its duty cycle asks, though only while an engine has work. Judging a candidate, a few seconds without
+gradients, is not paced.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from osd.registry import Registry
 
 SECONDS_BETWEEN_ASKING = 1.0
 LONGEST_REST_S = 5.0
+"""After so long it looks whether there is still anything to rest for."""
 
 
 class Pace:
@@ -34,6 +36,8 @@ class Pace:
         self._duty_cycle, self._ask, self._clock, self._sleep = duty_cycle, is_busy, clock, sleep
         self._is_busy, self._asked_at = False, -SECONDS_BETWEEN_ASKING
         self._began_at = clock()
+        self._owed = 0.0
+        """Seconds of rest that were too long for one pause."""
 
     def begin(self) -> None:
         """A round begins: what went before it was no step."""
@@ -45,8 +49,13 @@ class Pace:
         if self._duty_cycle < 1:
             if now - self._asked_at >= SECONDS_BETWEEN_ASKING:
                 self._is_busy, self._asked_at = self._ask(), now
-            if self._is_busy:
-                self._sleep(min(LONGEST_REST_S, (now - self._began_at) * (1 / self._duty_cycle - 1)))
+            self._owed = (self._owed + (now - self._began_at) * (1 / self._duty_cycle - 1)) if self._is_busy else 0.0
+            while self._owed > 0 and self._is_busy:
+                rest = min(LONGEST_REST_S, self._owed)
+                self._sleep(rest)
+                self._owed -= rest
+                if self._owed > 0:
+                    self._is_busy, self._asked_at = self._ask(), self._clock()
         self._began_at = self._clock()
 
 

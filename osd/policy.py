@@ -107,7 +107,7 @@ def _standard_error(live: SpecWindow) -> float:
 
 def num_to_replay(live: SpecWindow, gate: GateConfig) -> int:
     """How many of the newest held-out requests belong to the live window: older ones may be other traffic."""
-    return min(live.num_finished // HOLDOUT_ONE_IN, gate.max_holdout_traces)
+    return min(live.num_captured // HOLDOUT_ONE_IN, gate.max_holdout_traces)
 
 
 def should_rollback(

@@ -336,6 +336,8 @@ class SpecWindow:
     """Tokens emitted by the engine, bonus and undrafted ones included."""
     num_finished: int = 0
     """Requests that ended in this window."""
+    num_captured: int = 0
+    """Of these, requests of which a trace was kept: the others cannot be replayed."""
     decode_seconds: float = 0.0
     num_decode_tokens: int = 0
     """Over the finished requests: seconds from first to last token, and tokens after the first. TPOT is their ratio."""
@@ -379,6 +381,8 @@ class ReplicaStatus:
     buffer_dropped: dict[str, int] = field(default_factory=dict)
     """reason -> traces the buffer could not take since it started"""
     num_running: int = 0
+    unproved: str = ""
+    """Why its swaps cannot be proved by reading the draft back; "" when they are."""
     """Requests in the engine."""
     speculation: dict[str, Any] = field(default_factory=dict)
     """What the control of speculation last said of itself (`serving/speculation.py`); empty = k is fixed."""
@@ -473,6 +477,7 @@ _SUMMED = (
     "num_accepted_tokens",
     "num_output_tokens",
     "num_finished",
+    "num_captured",
     "decode_seconds",
     "num_decode_tokens",
 )

@@ -134,6 +134,8 @@ def _replicas(status: dict[str, Any]) -> Iterator[str]:
             state = f"{'lagging' if replica['lagging'] else 'swapping'}, wanted is v{replica['wanted']}"
         running = counted(replica["num_running"], "request")
         yield _row(replica["replica"], f"v{replica['version']} ({state}), {running} running, {replica['engine']}")
+        if unproved := replica.get("unproved"):
+            yield _row("", f"its swaps are not proved by reading the draft back: {unproved}")
         if figures := replica.get("speculation_figures"):
             yield from _speculation(figures)
 

@@ -153,7 +153,10 @@ class TraceAssembler:
             return
         if request.output_ids:
             self._windows.add_finished(
-                request.domain, request.last_at - request.first_at, max(len(request.output_ids) - 1, 0)
+                request.domain,
+                request.last_at - request.first_at,
+                max(len(request.output_ids) - 1, 0),
+                request.captured and not request.has_gap,
             )
         if not request.captured or not request.output_ids:
             return

@@ -50,7 +50,7 @@ def digest(parts: Iterable[torch.Tensor]) -> int:
     """A 64-bit number that depends on the bits of all values, not on their order or on zeros among them."""
     total = 0
     for part in parts:
-        values = torch.where(part.abs() < TINY, torch.zeros_like(part), part).contiguous()
+        values = torch.where(part.float().abs() < TINY, torch.zeros_like(part), part).contiguous()
         bits = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]).to(torch.int64)
         total += int((bits * (bits * 2 + _MIX)).sum())
     return total % _MODULUS
@@ -84,7 +84,7 @@ class SwapProof:
         untouched: Callable[[], Iterable[torch.Tensor]] = lambda: (),
     ) -> None:
         self._read_back, self._dtype, self._untouched = read_back, dtype, untouched
-        self._before = digest(untouched())
+        self._before = 0
         self.why_not = self._try(first)
         """Why swaps cannot be proved in this engine; "" when they can."""
         if self.why_not:
@@ -92,15 +92,16 @@ class SwapProof:
 
     def problem(self, tensors: Tensors) -> str:
         """In what the live draft is not this checkpoint; "" when it is, or when that cannot be known here."""
-        if digest(self._untouched()) != self._before:
-            return "the target's weights are no longer those of the start: restart this replica"
         if self.why_not:
             return ""
+        if digest(self._untouched()) != self._before:
+            return "the target's weights are no longer those of the start: restart this replica"
         live, expected = digest(self._read_back()), digest(of_release(tensors, self._dtype))
         return "" if live == expected else f"the engine holds other weights: checksum {live:016x}, not {expected:016x}"
 
     def _try(self, first: Tensors) -> str:
         try:
+            self._before = digest(self._untouched())
             live, expected = digest(self._read_back()), digest(of_release(first, self._dtype))
         except Exception as error:  # noqa: BLE001  an engine with other layers: it serves all the same
             return f"{type(error).__name__}: {error}"

@@ -199,5 +199,6 @@ class DraftPuller:
             num_traces=self._counters.get("num_traces", 0),
             buffer_dropped=self._counters.get("dropped", {}),
             num_running=self._counters.get("num_running", 0),
+            unproved=self._counters.get("unproved", ""),
             speculation=self._speculation,
         )

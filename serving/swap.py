@@ -180,10 +180,21 @@ class DraftSwapper:
             if self.proof is not None and (problem := self.proof.problem(staging.tensors)):
                 raise SwapError(problem)
         except Exception as error:
-            self._load(self._last_good)
+            self._restore(f"v{version}: {error}")
             raise SwapError(f"v{version}: loading failed, the previous draft was restored: {error}") from error
         self._last_good, self.version, self._staging = staging.tensors, version, None
         return time.perf_counter() - started
+
+    def _restore(self, why: str) -> None:
+        """Load the last good weights. Raises `SwapError` when even they do not arrive: drafts are useless then, while
+        answers stay what they are, and the next swap may mend it."""
+        try:
+            self._load(self._last_good)
+            problem = self.proof.problem(self._last_good) if self.proof is not None else ""
+        except Exception as error:  # noqa: BLE001  whatever it was, the engine serves on
+            problem = str(error)
+        if problem:
+            raise SwapError(f"{why}; and the previous draft could not be restored: {problem}; restart this replica")
 
     def _without_shared(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in tensors.items() if name not in self._shared}

@@ -91,8 +91,12 @@ def sample_of_target(worker: Any) -> Iterator[torch.Tensor]:
     """What of the target a swap of the draft could reach by mistake: vectors, and entries of what may be shared. Its
     matrices are its own, and to read them back costs tokens of the target."""
     for parameter in worker.model_runner.get_model().parameters():
-        if parameter.is_floating_point() and parameter.numel():
-            yield parameter[proof.rows(len(parameter))] if parameter.dim() > 1 else parameter
+        if not parameter.is_floating_point() or not parameter.numel() or parameter.element_size() < 2:
+            continue  # nothing, or numbers of a byte, which no draft shares
+        if parameter.dim() == 1:
+            yield parameter
+        elif parameter.dim() == 2:
+            yield parameter[proof.rows(len(parameter))]
 
 
 def _is_head(module: Any) -> bool:

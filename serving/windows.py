@@ -27,6 +27,7 @@ class _Counts:
     num_accepted_tokens: int = 0
     num_output_tokens: int = 0
     num_finished: int = 0
+    num_captured: int = 0
     decode_seconds: float = 0.0
     num_decode_tokens: int = 0
 
@@ -69,11 +70,14 @@ class WindowCounter:
                 counts.tested_G[: min(num_served, num_drafts)] += 1
                 counts.accepted_G[: min(num_served, num_accepted)] += 1
 
-    def add_finished(self, domain: str, decode_seconds: float, num_decode_tokens: int) -> None:
+    def add_finished(
+        self, domain: str, decode_seconds: float, num_decode_tokens: int, is_captured: bool = True
+    ) -> None:
         """A request ended: seconds from its first to its last token, and tokens after the first."""
         with self._lock:
             counts = self._of(self.last_version, domain)
             counts.num_finished += 1
+            counts.num_captured += is_captured
             counts.decode_seconds += decode_seconds
             counts.num_decode_tokens += num_decode_tokens
 
@@ -100,6 +104,7 @@ class WindowCounter:
                 num_tested_per_pos=tuple(c.tested_G.tolist()),
                 num_output_tokens=c.num_output_tokens,
                 num_finished=c.num_finished,
+                num_captured=c.num_captured,
                 decode_seconds=c.decode_seconds,
                 num_decode_tokens=c.num_decode_tokens,
             )

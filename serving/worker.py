@@ -97,7 +97,7 @@ class WorkerExtension:
 
     def osd_report(self, replica: str, draft: str) -> str:
         """Counters since the last report: {"windows": [SpecWindow], "rows", "skipped", "num_traces", "dropped",
-        "num_running", "split"}."""
+        "num_running", "split", "unproved"}."""
         assembler = self.osd_capture.assembler
         return msgspec.json.encode(
             {
@@ -108,6 +108,7 @@ class WorkerExtension:
                 "dropped": self.osd_sink_stats(),
                 "num_running": assembler.num_running,
                 "split": self.osd_split.report(),
+                "unproved": self.osd_swapper.proof.why_not if self.osd_swapper.proof is not None else "",
             }
         ).decode()
 

@@ -46,8 +46,8 @@ class Judge:
 
     def alphas(self, releases: Sequence[DraftRelease], num_traces: int) -> dict[int, float]:
         """Version -> α on the same newest traces; {} when there are too few."""
-        if not releases:
-            return {}
+        if not releases or len(self._buffer.holdout(num_traces)) < self._gate.min_holdout_traces:
+            return {}  # before drafts are loaded for nothing
         models = {release.version: self._load(release.path) for release in releases}
         traces = self._holdout(num_traces, min(model.vocab_size for model in models.values()))
         return {version: self._alpha(model, traces) for version, model in models.items()} if traces else {}

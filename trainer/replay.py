@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 RECENT_ROUNDS = 8
 ANCHOR_ONE_IN = 8
+EVERYTHING = 1 << 30
 Cursor = dict[str, int]
 
 
@@ -83,11 +84,11 @@ class ReplayMix:
         round ran does not come back.
         """
         try:
-            if fresh and self._is_stored(before, after):
-                state = self._offer(fresh, state, rng)
-            if fresh and not self._is_stored(before, after):  # purged, perhaps just now
-                self._buffer.set_anchors(dict.fromkeys(_numbers(state)))
-                state = replace(state, num_offered=0, places=[])
+            kept = self._still_stored(fresh, before, after)
+            if kept:
+                state = self._offer(kept, state, rng)
+            if len(self._still_stored(kept, before, after)) < len(fresh):  # purged, perhaps just now
+                state = self._without_purged(fresh, state, before, after)
         except ReplayBufferError as error:
             logger.warning("no new anchors are kept of this round: %s", error)
         return replace(state, past=[*state.past, before][-RECENT_ROUNDS:])
@@ -113,9 +114,26 @@ class ReplayMix:
             self._buffer.set_anchors(chosen)
         return replace(state, num_offered=state.num_offered + len(fresh), places=places)
 
-    def _is_stored(self, before: Cursor, after: Cursor) -> bool:
-        """Whether the buffer still has any of what was read between these cursors."""
-        return bool(self._buffer.sample(1, np.random.default_rng(0), after, since=before))
+    def _still_stored(self, fresh: Sequence[Trace], before: Cursor, after: Cursor) -> list[Trace]:
+        """Those of what was read between these cursors that the buffer still has: the others were purged."""
+        if not fresh:
+            return []
+        stored = self._buffer.sample(EVERYTHING, np.random.default_rng(0), after, since=before)
+        ids = {trace.trace_id for trace in stored}
+        return [trace for trace in fresh if trace.trace_id in ids]
+
+    def _without_purged(self, fresh: Sequence[Trace], state: ReplayState, before: Cursor, after: Cursor) -> ReplayState:
+        """Empty the slots of anchors that are among `fresh` but no longer in the buffer."""
+        kept = {trace.trace_id for trace in self._still_stored(fresh, before, after)}
+        gone = {trace.trace_id for trace in fresh} - kept
+        emptied = {}
+        for number in _numbers(state):
+            for anchor in self._buffer.anchors([number]):
+                if anchor.trace_id in gone:
+                    emptied[number] = None
+        if emptied:
+            self._buffer.set_anchors(emptied)
+        return replace(state, num_offered=0, places=[]) if not kept else state
 
     def _sample(self, num: int, rng: np.random.Generator, cursor: Cursor, since: Cursor | None) -> list[Trace]:
         """`num` traces; where there are fewer different ones, each as often as needed."""

@@ -3,7 +3,7 @@
 Recorded requests come one by one, none labelled; the project's trainer and gate learn from them with the settings of
 the tiny preset, and what each draft would have been accepted is counted by replay.
 
-    poisoned    two domains, half of all stored rows with random tokens in the target's place
+    poisoned    two domains in turns, half of all stored rows with random tokens in the target's place
     hostile     home traffic, every second request of a client whose prompts and answers are noise
     return      home, then another domain, then home again
     steady      home alone, long after there is anything left to learn
@@ -78,7 +78,9 @@ def poisoned(plan: Protocol, seed: int) -> Row:
     home, other = _recorded(seed, plan.sizes["requests"] // 2)
     honest = [request for pair in zip(home, other, strict=True) for request in pair]
     vocabulary = 1 + max(int(request.target_ids.max()) for request in honest)
-    return _both(_named(honest), _named([_poison(r, vocabulary, rng) for r in honest]), seed, range(len(honest)))
+    stored = [_poison(request, vocabulary, rng) for request in honest]
+    home_places, other_places = range(0, len(honest), 2), range(1, len(honest), 2)
+    return _both(_named(honest), _named(stored), seed, home_places, other_places)
 
 
 def hostile(plan: Protocol, seed: int) -> Row:
@@ -150,8 +152,9 @@ def _noise(like: Recorded, vocabulary: int, rng: np.random.Generator) -> Recorde
     )
 
 
-def _both(honest: Sequence[Recorded], stored: Sequence[Recorded], seed: int, rest: range) -> Row:
-    """Counts per request of a draft that learns from `stored`, and of one that does not; tokens served are the same."""
+def _both(honest: Sequence[Recorded], stored: Sequence[Recorded], seed: int, *rest: range) -> Row:
+    """Counts per request of a draft that learns from `stored`, and of one that does not; tokens served are the same.
+    `rest`: the requests that count, each kind by itself, so that none pays for another's gain unseen."""
     from osd.bench.learning import learn
 
     draft = FAMILIES[FAMILY].models()[1]
@@ -160,7 +163,7 @@ def _both(honest: Sequence[Recorded], stored: Sequence[Recorded], seed: int, res
     return {
         "learnt": _counts(learnt),
         "frozen": _counts(_fixed(draft, honest)),
-        "rest": list(rest),
+        "rest": [list(places) for places in rest],
         "rounds": learnt.num_rounds,
         "published_at": learnt.notes.get("published_at", []),
         "train_seconds": learnt.train_seconds,
@@ -211,16 +214,24 @@ def alpha(counts: dict[str, list[int]], places: Sequence[int]) -> float:
 
 
 def _differences(row: Row) -> list[float]:
-    """α learnt - frozen in each window of the rest."""
-    places = row["rest"]
-    windows = [places[i : i + WINDOW] for i in range(0, len(places) - WINDOW + 1, WINDOW // 2)]
+    """α learnt - frozen in each window of each kind of the rest."""
+    windows = [
+        places[i : i + WINDOW] for places in row["rest"] for i in range(0, len(places) - WINDOW + 1, WINDOW // 2)
+    ]
     return [alpha(row["learnt"], w) - alpha(row["frozen"], w) for w in windows]
 
 
 def _means(group: str, rows: Sequence[Row], names: dict[str, str]) -> list[Figure]:
+    kinds = range(len(rows[0]["rest"]))
     return [
-        Figure(group=group, name=name, value=float(np.mean([alpha(r[arm], r["rest"]) for r in rows])), n=len(rows))
+        Figure(
+            group=group,
+            name=name + (f", kind {kind + 1}" if len(kinds) > 1 else ""),
+            value=float(np.mean([alpha(r[arm], r["rest"][kind]) for r in rows])),
+            n=len(rows),
+        )
         for name, arm in names.items()
+        for kind in kinds
     ]
 
 
@@ -259,7 +270,7 @@ def _steady(plan: Protocol, rows: Sequence[Row]) -> list[Figure]:
 
 def _drawing(rows: Sequence[Row], name: str) -> Lines:
     row = next(row for row in rows if row["scenario"] == name)
-    places = row["rest"]
+    places = sorted(place for kind in row["rest"] for place in kind)
     lines: dict[str, tuple[tuple[float, float], ...]] = {}
     for arm in ("learnt", "frozen", "ceiling"):
         if arm in row:

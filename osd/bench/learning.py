@@ -20,7 +20,7 @@ from osd.bench.recording import Recorded, trace_of
 from osd.config import Config
 from osd.drift import Appetite
 from osd.policy import should_publish
-from osd.records import DraftRelease, SpecWindow, Trace
+from osd.records import DraftRelease, Event, SpecWindow, Trace
 from osd.releases import ReleaseStore
 from trainer.draft import RowModel, load_draft
 from trainer.evaluate import count_steps, is_match
@@ -53,7 +53,7 @@ def learn(
     store = ReleaseStore(directory / "releases")
     serving = store.publish(draft, parent=0, target_id=TARGET_ID)
     trainer = Trainer(config.trainer, config.gate, k, buffer, directory / "trainer", TARGET_ID)
-    appetite = Appetite(config.trainer, config.gate)
+    appetite = Appetite(config.trainer)
     model, counts, paddings, cpu_s = load_draft(serving.path), [], [], []
     num_rounds = num_published = num_discarded = 0
     published_at: list[int] = []
@@ -72,9 +72,11 @@ def learn(
             train_cpu_s += time.process_time() - cpu_started
             num_rounds += 1
             appetite.add(outcome)
+            is_better = should_publish(outcome, serving, config.gate, False).ok
+            appetite.add(Event(at=at, kind="published" if is_better else "refused", text=""))
             num_discarded += bool(outcome.discarded)
             paddings.append(outcome.padding)
-            if should_publish(outcome, serving, config.gate, False).ok:
+            if is_better:
                 serving = store.publish(outcome.path, parent=serving.version, target_id=TARGET_ID, outcome=outcome)
                 store.prune(2, {serving.version})
                 model = load_draft(serving.path)

@@ -115,6 +115,7 @@ class Load(threading.Thread):
         super().__init__(daemon=True)
         self._url, self._max_tokens, self._seed = url, max_tokens, seed
         self._stopping = threading.Event()
+        self._error: BaseException | None = None
         self._known: dict[str, tuple[int, ...]] = {}
         """prompt -> its answer before anything was broken"""
         self.rows: list[Row] = []
@@ -131,13 +132,18 @@ class Load(threading.Thread):
             self._known[prompts[answer.index]] = answer.token_ids
 
     def run(self) -> None:
-        asyncio.run(self._all())
+        try:
+            asyncio.run(self._all())
+        except BaseException as error:  # noqa: BLE001  raised where the load is ended
+            self._error = error
 
     def stop(self) -> None:
-        """Let the requests under way end."""
+        """Let the requests under way end. Raises what ended them too early: no traffic, no proof."""
         self._stopping.set()
         if self.is_alive():
             self.join(150)
+        if self._error is not None:
+            raise OSDError(f"the load ended by itself: {self._error}") from self._error
 
     def ended_since(self, at: float) -> list[Row]:
         """Requests that were under way at that time and have failed."""
@@ -242,7 +248,8 @@ class Subject:
         import httpx
 
         if part != "engine":
-            return bool(self._status())
+            status = self._status()
+            return bool(status) and status["redis"] == status["trainer"] == "ok"
         with suppress(httpx.HTTPError):
             return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
         return False

@@ -92,9 +92,15 @@ def _versioned(controller: Any, action: str) -> Any:
 
 def _purge(controller: Any) -> Any:
     async def act(
+        request: Request,
+        every: bool = Query(False, alias="all", description="Every stored trace."),
         domain: str | None = Query(None, max_length=MAX_DOMAIN),
         before: float | None = Query(None, ge=0, allow_inf_nan=False),
     ) -> dict[str, Any]:
+        if unknown := sorted(set(request.query_params) - {"all", "domain", "before"}):
+            raise HTTPException(400, f"purge: {unknown[0]!r} is unknown; give ?all=true, or ?domain= and ?before=")
+        if every == (domain is not None or before is not None):
+            raise HTTPException(400, "purge: say which traces: ?all=true, or ?domain= and ?before=")
         found: dict[str, Any] = await maybe(controller.purge(domain, before))
         return {"ok": True, "action": "purge"} | found
 

@@ -269,6 +269,8 @@ def test_what_is_not_sampled_leaves_no_trace_and_is_not_judged_by() -> None:
     bench.finish("r")
     assert dict(bench.assembler.skipped) == {"not_sampled": 1}
     assert bench.traces == []
+    (window,) = bench.windows.take("r", "default")
+    assert (window.num_finished, window.num_captured, sum(window.num_tested_per_pos)) == (1, 0, 0)
 
 
 def test_a_wish_to_be_left_out_comes_before_other_reasons() -> None:

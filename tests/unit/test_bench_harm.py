@@ -80,7 +80,9 @@ def counts(alphas: list[float]) -> dict[str, list[int]]:
 
 def harmed(scenario: str, learnt: list[float], frozen: list[float], **more: Any) -> dict[str, Any]:
     row = {"scenario": scenario, "seed": 0, "learnt": counts(learnt), "frozen": counts(frozen)}
-    return row | {"rest": list(range(len(learnt))), "rounds": 5, "published_at": [40, 90], "train_seconds": 1.0} | more
+    return (
+        row | {"rest": [list(range(len(learnt)))], "rounds": 5, "published_at": [40, 90], "train_seconds": 1.0} | more
+    )
 
 
 def test_the_worst_window_counts_not_the_mean(tmp_path: Path) -> None:
@@ -108,6 +110,12 @@ def test_the_worst_window_counts_not_the_mean(tmp_path: Path) -> None:
         "α reached on the other domain over its ceiling": False,
         "publications in the second half": True,
     }
+
+
+def test_one_kind_that_pays_for_another_is_seen(tmp_path: Path) -> None:
+    learnt, frozen = [0.5, 0.9] * 100, [0.8, 0.1] * 100
+    row = harmed("poisoned", learnt, frozen, rest=[list(range(0, 200, 2)), list(range(1, 200, 2))])
+    assert min(harm._differences(row)) == pytest.approx(-0.3)
 
 
 def test_poison_and_noise_leave_the_served_tokens_alone() -> None:

@@ -64,7 +64,8 @@ class FakeBuffer:
     def stats(self) -> BufferStats:
         return STATS
 
-    def purge(self, *, domain: str | None = None, before: float | None = None) -> int:
+    def purge(self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False) -> int:
+        assert all_targets
         return 17
 
 
@@ -148,6 +149,7 @@ def live_window(version: int, alpha: float, tested: int = 1000, finished: int = 
         num_tested_per_pos=(tested,),
         num_output_tokens=tested,
         num_finished=finished,
+        num_captured=finished,
     )
 
 
@@ -592,7 +594,7 @@ def test_controller_imports_no_engine() -> None:
 async def test_old_traces_are_deleted_now_and_then(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     purged: list[float] = []
     monkeypatch.setattr(
-        FakeBuffer, "purge", lambda self, *, domain=None, before=None: purged.append(time.time() - before) or 0
+        FakeBuffer, "purge", lambda self, *, before, all_targets: purged.append(time.time() - before) or 0
     )
     monkeypatch.setattr("osd.controller.SECONDS_BETWEEN_FORGETTING", 0.05)
     buffer = world.config.buffer.model_copy(update={"max_age_seconds": 2.0})
@@ -636,7 +638,10 @@ async def test_training_rests_and_says_so(world: World) -> None:
 async def test_a_fall_of_acceptance_ends_the_rest(world: World) -> None:
     for _ in range(30):
         world.registry.publish(live_window(1, 0.8))
-    world.registry.publish(*[replace(make_outcome("", 1), discarded="held-out loss rose", eval=None)] * 6)
+    await world.controller.ensure_first_release(str(world.model))
+    for _ in range(6):
+        world.registry.publish(replace(make_outcome("", 1), discarded="held-out loss rose", eval=None))
+        world.registry.publish(Event(at=time.time() + 1, kind="discarded", text="held-out loss rose"))
     async with world.running():
         world.trainer.rounds.append(world.trainer.better)
         await world.a_few_looks()

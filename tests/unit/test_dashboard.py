@@ -377,14 +377,17 @@ async def test_plain_actions(client: httpx.AsyncClient, controller: FakeControll
 async def test_purge_says_how_many_traces_went_and_who_learnt_from_them(
     client: httpx.AsyncClient, controller: FakeController
 ) -> None:
-    response = await client.post("/osd/admin/purge", headers=RIGHT)
+    response = await client.post("/osd/admin/purge?all=true", headers=RIGHT)
     assert response.json() == {"ok": True, "action": "purge", "purged": 17, "trained_on": [2, 3]}
     await client.post("/osd/admin/purge?domain=sql&before=1.5e9", headers=RIGHT)
     await client.post("/osd/admin/purge?domain=", headers=RIGHT)
     assert controller.calls == [("purge", None, None), ("purge", "sql", 1.5e9), ("purge", "", None)]
 
 
-@pytest.mark.parametrize("query", ["before=nan", "before=-1", "before=soon", "domain=" + "x" * 65])
+@pytest.mark.parametrize(
+    "query",
+    ["", "before=nan", "before=-1", "before=soon", "domain=" + "x" * 65, "domian=sql", "all=true&domain=sql", "all=no"],
+)
 async def test_a_purge_that_makes_no_sense_deletes_nothing(
     client: httpx.AsyncClient, controller: FakeController, query: str
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from osd.config import GateConfig, TrainerConfig
+from osd.config import TrainerConfig
 from osd.drift import MAX_LABELS, Appetite
 from osd.records import EvalReport, Event, RoundOutcome, SpecWindow
 
@@ -17,7 +17,7 @@ PATIENCE = 3
 
 @pytest.fixture
 def appetite() -> Appetite:
-    return Appetite(TrainerConfig(patience_rounds=PATIENCE), GateConfig())
+    return Appetite(TrainerConfig(patience_rounds=PATIENCE))
 
 
 def window(alpha: float, num_tested: int = 400, num_output_tokens: int = 500, domain: str = "") -> SpecWindow:
@@ -75,11 +75,17 @@ def serve(appetite: Appetite, alpha: float, num_windows: int = 40, **values: obj
         appetite.add(window(alpha, **values))  # type: ignore[arg-type]
 
 
+def end(appetite: Appetite, outcome: RoundOutcome, at: float = NOW) -> None:
+    """A round and what became of its candidate."""
+    appetite.add(outcome)
+    kind = "published" if outcome is FRUITFUL else "discarded" if outcome.discarded else "refused"
+    appetite.add(Event(at=at, kind=kind, text=""))
+
+
 def resting(appetite: Appetite, alpha: float = 0.8) -> Appetite:
     serve(appetite, alpha)
     for _ in range(PATIENCE):
-        appetite.add(FRUITLESS)
-        appetite.add(Event(at=NOW, kind="refused", text="no gain"))
+        end(appetite, FRUITLESS)
     assert appetite.is_resting
     return appetite
 
@@ -92,9 +98,9 @@ def test_it_learns_from_the_start(appetite: Appetite) -> None:
 def test_it_rests_after_rounds_that_brought_nothing(appetite: Appetite, last: RoundOutcome) -> None:
     serve(appetite, 0.8)
     for outcome in [FRUITLESS] * (PATIENCE - 1):
-        appetite.add(outcome)
+        end(appetite, outcome)
         assert appetite.decide(NOW).ok
-    appetite.add(last)
+    end(appetite, last)
     decision = appetite.decide(NOW)
     assert not decision.ok
     assert decision.reason == "at rest: 3 rounds in a row brought no gain; α 0.80, usually 0.80"
@@ -103,21 +109,21 @@ def test_it_rests_after_rounds_that_brought_nothing(appetite: Appetite, last: Ro
 @pytest.mark.parametrize("between", [FRUITFUL])
 def test_a_gain_begins_the_count_anew(appetite: Appetite, between: RoundOutcome) -> None:
     for outcome in [FRUITLESS, FRUITLESS, between, FRUITLESS, FRUITLESS]:
-        appetite.add(outcome)
+        end(appetite, outcome)
     assert appetite.decide(NOW).ok
 
 
 def test_a_round_nobody_could_judge_says_nothing(appetite: Appetite) -> None:
     for _ in range(10):
-        appetite.add(UNJUDGED)
-        appetite.add(replace(UNJUDGED, discarded="no traces"))
+        end(appetite, UNJUDGED)
+        end(appetite, replace(UNJUDGED, discarded="no traces"))
     assert appetite.decide(NOW).ok
 
 
 def test_without_patience_it_never_rests() -> None:
-    appetite = Appetite(TrainerConfig(patience_rounds=0), GateConfig())
+    appetite = Appetite(TrainerConfig(patience_rounds=0))
     for _ in range(100):
-        appetite.add(FRUITLESS)
+        end(appetite, FRUITLESS)
     assert appetite.decide(NOW).ok
 
 
@@ -132,7 +138,7 @@ def test_a_rest_after_a_fall_takes_the_new_for_usual(appetite: Appetite) -> None
     resting(appetite, 0.8)
     serve(appetite, 0.5, num_windows=100)
     for _ in range(PATIENCE):
-        appetite.add(FRUITLESS)
+        end(appetite, FRUITLESS)
     serve(appetite, 0.5, num_windows=100)
     assert appetite.is_resting
 
@@ -179,7 +185,7 @@ def test_another_draft_ends_the_rest(appetite: Appetite, kind: str) -> None:
     appetite.add(Event(at=NOW, kind=kind, text=""))
     assert appetite.decide(NOW).ok
     for _ in range(PATIENCE - 1):
-        appetite.add(FRUITLESS)
+        end(appetite, FRUITLESS)
     assert appetite.decide(NOW).ok
 
 
@@ -189,10 +195,9 @@ def test_at_rest_a_round_runs_now_and_then(appetite: Appetite) -> None:
     decision = appetite.decide(NOW + 3601)
     assert decision.ok
     assert decision.reason == "no round for 60 minutes: looking whether there is something to learn"
-    appetite.add(FRUITLESS)
-    appetite.add(Event(at=NOW + 3650, kind="refused", text="no gain"))
+    end(appetite, FRUITLESS, at=NOW + 3650)
     assert not appetite.decide(NOW + 3700).ok, "one round, then rest again"
-    appetite.add(FRUITFUL)
+    end(appetite, FRUITFUL)
     assert appetite.decide(NOW + 3700).ok
 
 
@@ -200,9 +205,32 @@ def test_a_clock_that_jumps_costs_a_round_at_most(appetite: Appetite) -> None:
     resting(appetite)
     assert not appetite.decide(NOW - 1e6).ok, "back"
     assert appetite.decide(NOW + 1e6).ok, "ahead"
-    appetite.add(FRUITLESS)
-    appetite.add(Event(at=NOW + 1e6, kind="refused", text="no gain"))
+    end(appetite, FRUITLESS, at=NOW + 1e6)
     assert not appetite.decide(NOW + 1e6 + 60).ok
     assert not appetite.decide(NOW).ok, "and back again"
     serve(appetite, 0.1, num_windows=5)
     assert appetite.decide(NOW).ok, "a fall is seen whatever the clock says"
+
+
+def test_a_better_candidate_that_may_not_serve_is_no_gain(appetite: Appetite) -> None:
+    """A pinned draft, or a class of traffic that would pay, refuses it every time."""
+    serve(appetite, 0.8)
+    for _ in range(PATIENCE):
+        appetite.add(FRUITFUL)
+        appetite.add(Event(at=NOW, kind="refused", text="v3 is pinned"))
+    assert appetite.is_resting
+
+
+def test_what_was_of_another_target_says_nothing(appetite: Appetite) -> None:
+    appetite.since = NOW + 10
+    serve(appetite, 0.9)
+    for _ in range(PATIENCE):
+        end(appetite, FRUITLESS)
+    assert not appetite.is_resting and appetite.decide(NOW + 20).reason == "learning"
+
+
+def test_a_usual_alpha_known_from_little_is_no_measure(appetite: Appetite) -> None:
+    serve(appetite, 0.9, num_windows=1, num_tested=30, domain="rare")
+    resting(appetite)
+    serve(appetite, 0.7, num_windows=1, num_tested=30, num_output_tokens=10_000, domain="rare")
+    assert appetite.is_resting

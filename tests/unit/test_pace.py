@@ -64,9 +64,20 @@ def test_it_asks_at_most_once_a_second(day: Day) -> None:
     assert day.num_asked <= day.worked + day.rested + 1
 
 
-def test_one_long_step_does_not_make_it_sleep_for_minutes(day: Day) -> None:
-    run(day, 0.1, num_steps=1, seconds=60)
-    assert day.rested == LONGEST_REST_S
+def test_long_steps_rest_their_share_too(day: Day) -> None:
+    run(day, 0.25, num_steps=4, seconds=4.0)
+    assert day.worked / (day.worked + day.rested) == pytest.approx(0.25)
+
+
+def test_a_long_rest_ends_when_the_engine_has_nothing_to_do(day: Day) -> None:
+    def sleep(seconds: float) -> None:
+        day.sleep(seconds)
+        day.is_busy = day.rested < 2 * LONGEST_REST_S
+
+    pace = Pace(0.1, day.ask, lambda: day.now, sleep)
+    day.work(60)
+    pace()
+    assert day.rested == 2 * LONGEST_REST_S
 
 
 def test_without_redis_nobody_is_busy() -> None:

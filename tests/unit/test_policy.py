@@ -64,6 +64,7 @@ def live(alpha: float, tested: int = 1000, finished: int = 160) -> SpecWindow:
         num_accepted_tokens_per_pos=(round(alpha * tested), 0),
         num_tested_per_pos=(tested, 0),
         num_finished=finished,
+        num_captured=finished,
     )
 
 

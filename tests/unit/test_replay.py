@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from osd.records import DraftRelease, Trace
 from tests.builders import ids
 from tests.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, release_of, save_draft
 from tests.tiny_rounds import alpha, buffer_with, config, trainer_at
-from trainer.replay import RECENT_ROUNDS, ReplayMix, ReplayState
+from trainer.replay import EVERYTHING, RECENT_ROUNDS, ReplayMix, ReplayState
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ class MarkedBuffer(MemoryTraceBuffer):
 
     def sample(self, n: int, rng: np.random.Generator, cursor: dict[str, int], *, since: Any = None) -> list[Trace]:
         found = super().sample(n, rng, cursor, since=since)
-        if n > 1:  # one alone is asked for to see whether any is left
+        if n < EVERYTHING:  # all are asked for to see which are left
             self.marked["recent" if since is not None else "all"] += len(found)
         return found
 
@@ -215,6 +216,34 @@ def test_what_is_purged_during_a_round_does_not_come_back(when: str, num_earlier
     later = chain_traces(40, start=1000)
     rounds.round(*later)
     assert set(ids(rounds.anchors())) <= set(ids(later)) and len(rounds.anchors()) == 16
+
+
+@pytest.mark.parametrize("when", ["while it trains", "as anchors are set"])
+def test_of_a_round_only_what_was_purged_does_not_come_back(when: str) -> None:
+    """One label goes, the other stays, and with it the anchors of earlier rounds."""
+
+    class Purged(MemoryTraceBuffer):
+        is_due = when == "as anchors are set"
+
+        def set_anchors(self, anchors: Mapping[int, Trace | None]) -> None:
+            super().set_anchors(anchors)
+            if self.is_due and any(trace is not None and trace.domain == "sql" for trace in anchors.values()):
+                self.is_due = False
+                self.purge(domain="sql")
+                super().set_anchors(anchors)  # the purge came first, the anchors a moment later
+
+    buffer = Purged(target_id=TARGET_ID)
+    rounds = Rounds(buffer, num_anchors=64)
+    rounds.round(*chain_traces(20))
+    chat = [replace(trace, domain="chat") for trace in chain_traces(10, start=500)]
+    sql = [replace(trace, domain="sql") for trace in chain_traces(10, start=600)]
+    buffer.put([*chat, *sql])
+    fresh, after = buffer.read(rounds.cursor, 1000)
+    if when == "while it trains":
+        buffer.purge(domain="sql")
+    rounds.state = rounds.mix.remember(fresh, rounds.cursor, after, rounds.state, np.random.default_rng(0))
+    assert {trace.domain for trace in buffer.anchors(range(128))} == {"", "chat"}
+    assert len(buffer.anchors(range(128))) == 30
 
 
 class RecordingBuffer(MemoryTraceBuffer):
