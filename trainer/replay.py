@@ -126,7 +126,7 @@ class ReplayMix:
         """Empty the slots of anchors that are among `fresh` but no longer in the buffer."""
         kept = {trace.trace_id for trace in self._still_stored(fresh, before, after)}
         gone = {trace.trace_id for trace in fresh} - kept
-        emptied = {}
+        emptied: dict[int, Trace | None] = {}
         for number in _numbers(state):
             for anchor in self._buffer.anchors([number]):
                 if anchor.trace_id in gone:

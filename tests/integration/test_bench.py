@@ -25,13 +25,13 @@ def bench(name: str, out: Path) -> tuple[dict[str, Any], dict[tuple[str, str], d
 @pytest.mark.timeout(400)
 def test_capture(tmp_path: Path) -> None:
     result, figures = bench("capture", tmp_path)
-    for group in ("512 tokens, batch 8", "151,936 tokens, batch 8"):
-        assert 0.3 < figures[group, "tokens/s, on / off"]["value"] < 1.3
-        assert 3 < figures[group, "CPU in the hot path per output token"]["value"] < 1000
-        assert figures[group, "CPU of the capture thread per output token"]["value"] > 5
-        assert 0.2 < figures[group, "rows stored per output token"]["value"] < 1.1
-        assert 300 < figures[group, "bytes per stored row"]["value"] < 1000
-    assert len(result["goals"]) == 2
+    group = "512 tokens, batch 8"
+    assert 0.3 < figures[group, "tokens/s, on / off"]["value"] < 1.3
+    assert 3 < figures[group, "CPU in the hot path per output token"]["value"] < 1000
+    assert figures[group, "CPU of the capture thread per output token"]["value"] > 5
+    assert 0.2 < figures[group, "rows stored per output token"]["value"] < 1.1
+    assert 300 < figures[group, "bytes per stored row"]["value"] < 1000
+    assert len(result["goals"]) == 1
 
 
 @pytest.mark.timeout(400)
