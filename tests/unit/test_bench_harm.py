@@ -15,8 +15,7 @@ from osd.bench.result import Result
 
 def request(started: float, ended: float, error: str = "", **more: Any) -> dict[str, Any]:
     row = {"kind": "request", "started": started, "ended": ended, "error": error, "tokens": 9}
-    rest = {"rest": [list(range(len(learnt)))], "rounds": 5, "published_at": [40, 90], "train_seconds": 1.0}
-    return row | rest | more
+    return row | {"is_known": False, "is_changed": False} | more
 
 
 def fault(name: str, at: float, seconds: float = 20.0, cut: tuple[float, ...] = ()) -> dict[str, Any]:
