@@ -120,10 +120,10 @@ class Trainer:
         self._is_mid_round, self._is_from_base = True, False
         distiller = self._follow(base)
         self._state = replace(self._state, round=self._state.round + 1)
-        fresh, cursor = self._read_new(distiller.model.vocab_size)
+        fresh, start, cursor = self._read_new(distiller.model.vocab_size)
         progress = self._train(distiller, fresh, cursor, on_step)
         outcome = self._conclude(distiller, base, fresh, progress)
-        seen = self._mix.remember(fresh, self._state.cursor, cursor, self._state.replay, self._rng(1))
+        seen = self._mix.remember(fresh, self._state.cursor, self._state.replay, self._rng(1), read_from=start)
         self._state = replace(self._state, cursor=cursor, replay=seen)
         save_checkpoint(self._checkpoints, self._state, distiller)
         self._is_mid_round = False
@@ -195,17 +195,17 @@ class Trainer:
 
     # One round
 
-    def _read_new(self, vocab_size: int) -> tuple[list[Trace], dict[str, int]]:
-        """The newest unread traces that can be trained on, and the cursor behind all of them."""
+    def _read_new(self, vocab_size: int) -> tuple[list[Trace], dict[str, int], dict[str, int]]:
+        """The newest unread traces that can be trained on, and the cursors before and behind all of them."""
         most = self._config.max_new_traces
-        cursor = self._buffer.skip_to_newest(self._state.cursor, most)
+        start = cursor = self._buffer.skip_to_newest(self._state.cursor, most)
         read: list[Trace] = []
         while len(read) < most:
             more, cursor = self._buffer.read(cursor, most - len(read))
             if not more:
                 break
             read += more
-        return well_formed([t for t in read if t.num_rows], check_rows, vocab_size), cursor
+        return well_formed([t for t in read if t.num_rows], check_rows, vocab_size), start, cursor
 
     def _train(
         self, distiller: Distiller, fresh: Sequence[Trace], cursor: dict[str, int], on_step: OnStep | None

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 RECENT_ROUNDS = 8
 ANCHOR_ONE_IN = 8
-EVERYTHING = 1 << 30
+PART = 64
+"""Traces looked at together: a round may have more than fit in memory twice."""
 Cursor = dict[str, int]
 
 
@@ -76,19 +77,25 @@ class ReplayMix:
         return [pool[i] for i in rng.permutation(len(pool))]
 
     def remember(
-        self, fresh: Sequence[Trace], before: Cursor, after: Cursor, state: ReplayState, rng: np.random.Generator
+        self,
+        fresh: Sequence[Trace],
+        before: Cursor,
+        state: ReplayState,
+        rng: np.random.Generator,
+        *,
+        read_from: Cursor | None = None,
     ) -> ReplayState:
-        """The state after a round that read `fresh` between two cursors; some of them become anchors.
+        """The state after a round that read `fresh` behind a cursor; some of them become anchors.
 
-        A server that does not take them (it may be full) costs these anchors, not the round. What was purged while the
-        round ran does not come back.
+        `read_from`: where reading began, if what came first was skipped. A server that does not take anchors (it may be
+        full) costs these anchors, not the round. What was purged while the round ran does not come back.
         """
+        start = before if read_from is None else read_from
         try:
-            kept = self._still_stored(fresh, before, after)
-            if kept:
+            if kept := self._still_stored(fresh, start):
                 state = self._offer(kept, state, rng)
-            if len(self._still_stored(kept, before, after)) < len(fresh):  # purged, perhaps just now
-                state = self._without_purged(fresh, state, before, after)
+            if len(left := self._still_stored(fresh, start)) < len(fresh):  # purged, perhaps just now
+                state = self._without_purged(fresh, left, state)
         except ReplayBufferError as error:
             logger.warning("no new anchors are kept of this round: %s", error)
         return replace(state, past=[*state.past, before][-RECENT_ROUNDS:])
@@ -114,18 +121,20 @@ class ReplayMix:
             self._buffer.set_anchors(chosen)
         return replace(state, num_offered=state.num_offered + len(fresh), places=places)
 
-    def _still_stored(self, fresh: Sequence[Trace], before: Cursor, after: Cursor) -> list[Trace]:
-        """Those of what was read between these cursors that the buffer still has: the others were purged."""
-        if not fresh:
-            return []
-        stored = self._buffer.sample(EVERYTHING, np.random.default_rng(0), after, since=before)
-        ids = {trace.trace_id for trace in stored}
-        return [trace for trace in fresh if trace.trace_id in ids]
+    def _still_stored(self, fresh: Sequence[Trace], start: Cursor) -> list[Trace]:
+        """Those of what was read behind this cursor that the buffer still has: the others were purged."""
+        missing, cursor, num_left = {trace.trace_id for trace in fresh}, start, 2 * len(fresh) + PART
+        while missing and num_left > 0:
+            traces, cursor = self._buffer.read(cursor, PART)
+            if not traces:
+                break
+            missing -= {trace.trace_id for trace in traces}
+            num_left -= len(traces)
+        return [trace for trace in fresh if trace.trace_id not in missing]
 
-    def _without_purged(self, fresh: Sequence[Trace], state: ReplayState, before: Cursor, after: Cursor) -> ReplayState:
-        """Empty the slots of anchors that are among `fresh` but no longer in the buffer."""
-        kept = {trace.trace_id for trace in self._still_stored(fresh, before, after)}
-        gone = {trace.trace_id for trace in fresh} - kept
+    def _without_purged(self, fresh: Sequence[Trace], left: Sequence[Trace], state: ReplayState) -> ReplayState:
+        """Empty the slots of anchors that are among `fresh` but no longer in the buffer; begin anew if none is."""
+        gone = {trace.trace_id for trace in fresh} - {trace.trace_id for trace in left}
         emptied: dict[int, Trace | None] = {}
         for number in _numbers(state):
             for anchor in self._buffer.anchors([number]):
@@ -133,7 +142,7 @@ class ReplayMix:
                     emptied[number] = None
         if emptied:
             self._buffer.set_anchors(emptied)
-        return replace(state, num_offered=0, places=[]) if not kept else state
+        return state if left else replace(state, num_offered=0, places=[])
 
     def _sample(self, num: int, rng: np.random.Generator, cursor: Cursor, since: Cursor | None) -> list[Trace]:
         """`num` traces; where there are fewer different ones, each as often as needed."""

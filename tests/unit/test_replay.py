@@ -21,7 +21,7 @@ from osd.records import DraftRelease, Trace
 from tests.builders import ids
 from tests.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, release_of, save_draft
 from tests.tiny_rounds import alpha, buffer_with, config, trainer_at
-from trainer.replay import EVERYTHING, RECENT_ROUNDS, ReplayMix, ReplayState
+from trainer.replay import RECENT_ROUNDS, ReplayMix, ReplayState
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ class Rounds:
         fresh, cursor = self.buffer.read(self.cursor, 10_000)
         pool = self.mix.pool(fresh, cursor, self.state, np.random.default_rng([self.seed, self.num, 0]))
         rng = np.random.default_rng([self.seed, self.num, 1])
-        self.state = self.mix.remember(fresh, self.cursor, cursor, self.state, rng)
+        self.state = self.mix.remember(fresh, self.cursor, self.state, rng)
         self.cursor = cursor
         return pool
 
@@ -63,8 +63,7 @@ class MarkedBuffer(MemoryTraceBuffer):
 
     def sample(self, n: int, rng: np.random.Generator, cursor: dict[str, int], *, since: Any = None) -> list[Trace]:
         found = super().sample(n, rng, cursor, since=since)
-        if n < EVERYTHING:  # all are asked for to see which are left
-            self.marked["recent" if since is not None else "all"] += len(found)
+        self.marked["recent" if since is not None else "all"] += len(found)
         return found
 
     def anchors(self, slots: Sequence[int]) -> list[Trace]:
@@ -209,7 +208,7 @@ def test_what_is_purged_during_a_round_does_not_come_back(when: str, num_earlier
         buffer.purge()
     buffer.when = when
     rng = np.random.default_rng(0)
-    rounds.state = rounds.mix.remember(fresh, rounds.cursor, after, rounds.state, rng)
+    rounds.state = rounds.mix.remember(fresh, rounds.cursor, rounds.state, rng)
     rounds.cursor = after
     assert buffer.anchors(range(64)) == []
     assert (rounds.state.num_offered, rounds.state.places) == (0, [])
@@ -241,7 +240,7 @@ def test_of_a_round_only_what_was_purged_does_not_come_back(when: str) -> None:
     fresh, after = buffer.read(rounds.cursor, 1000)
     if when == "while it trains":
         buffer.purge(domain="sql")
-    rounds.state = rounds.mix.remember(fresh, rounds.cursor, after, rounds.state, np.random.default_rng(0))
+    rounds.state = rounds.mix.remember(fresh, rounds.cursor, rounds.state, np.random.default_rng(0))
     assert {trace.domain for trace in buffer.anchors(range(128))} == {"", "chat"}
     assert len(buffer.anchors(range(128))) == 30
 
