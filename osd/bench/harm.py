@@ -133,7 +133,8 @@ def _named(requests: Sequence[Recorded]) -> list[Recorded]:
 def _poison(request: Recorded, vocabulary: int, rng: np.random.Generator) -> Recorded:
     """Half of the rows: as sure of themselves as before, of random tokens."""
     is_bad_T = rng.random(len(request.output_ids)) < 0.5
-    wrong = rng.integers(0, vocabulary, request.target_ids.shape).astype(request.target_ids.dtype)
+    shift_T1 = rng.integers(1, vocabulary, (len(request.output_ids), 1))  # tokens of a row stay different ones
+    wrong = ((request.target_ids + shift_T1) % vocabulary).astype(request.target_ids.dtype)
     return replace(request, target_ids=np.where(is_bad_T[:, None], wrong, request.target_ids))
 
 
@@ -141,8 +142,7 @@ def _noise(like: Recorded, vocabulary: int, rng: np.random.Generator) -> Recorde
     """Random prompt and answer, and a target that was sure of every token of it."""
     num, width = NOISE_TOKENS, like.target_ids.shape[1]
     output = rng.integers(0, vocabulary, num).astype(np.int32)
-    targets = rng.integers(0, vocabulary, (num, width)).astype(like.target_ids.dtype)
-    targets[:, 0] = output
+    targets = ((output[:, None] + np.arange(width)) % vocabulary).astype(like.target_ids.dtype)
     logprobs = np.full((num, width), -12.0, np.float16)
     logprobs[:, 0] = -0.01
     prompt = rng.integers(0, vocabulary, len(like.prompt_ids)).astype(np.int32)

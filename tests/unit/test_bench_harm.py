@@ -134,6 +134,8 @@ def test_poison_and_noise_leave_the_served_tokens_alone() -> None:
     assert np.array_equal(poisoned.output_ids, request.output_ids)
     changed = (poisoned.target_ids != request.target_ids).any(1).mean()
     assert changed == pytest.approx(0.5, abs=0.1)
+    assert all(len(set(row)) == len(row) for row in poisoned.target_ids.tolist()), "else the trainer leaves it out"
     noise = harm._noise(request, 1000, rng)
+    assert all(len(set(row)) == len(row) for row in noise.target_ids.tolist())
     assert len(noise.output_ids) == len(noise.target_ids) == len(noise.tail_logprob) == harm.NOISE_TOKENS
     assert np.array_equal(noise.target_ids[:, 0], noise.output_ids)
