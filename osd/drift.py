@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from osd.config import TrainerConfig
 from osd.policy import Decision
-from osd.records import Event, MetricPoint, RoundOutcome, SpecWindow, SwapReport
+from osd.records import NO_TRACES, Event, MetricPoint, RoundOutcome, SpecWindow, SwapReport
 
 RECENT_TOKENS, USUAL_TOKENS = 4_000, 64_000
 """Output tokens over which a count fades to its half."""
@@ -28,8 +28,6 @@ SURE = 2.0
 MAX_LABELS = 64
 """Traffic classes watched on their own; the rest counts only in the whole."""
 ENDS_OF_A_ROUND = frozenset({"published", "refused", "discarded"})
-NO_TRACES = "no traces"
-"""`RoundOutcome.discarded` of a round that had nothing to learn from."""
 WAKING = frozenset({"rolled_back", "promoted", "unpinned"})
 """Events after which there is another draft to improve."""
 

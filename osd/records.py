@@ -219,6 +219,10 @@ class EvalReport:
     """By class of traffic: the label, or a cluster of unlabelled prompts."""
 
 
+NO_TRACES = "no traces"
+"""`RoundOutcome.discarded` of a round that had nothing to learn from."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundOutcome:
     """One training round: where the candidate lies and how it was made and judged.

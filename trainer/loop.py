@@ -23,7 +23,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from osd.config import GateConfig, TrainerConfig
-from osd.records import DraftRelease, EvalReport, RoundOutcome, Trace
+from osd.records import NO_TRACES, DraftRelease, EvalReport, RoundOutcome, Trace
 from trainer import adapter
 from trainer.batch import TrainBatch, check_rows, well_formed
 from trainer.checkpoint import TrainerState, load_checkpoint, save_checkpoint
@@ -43,8 +43,8 @@ PART = 64
 """New traces that are trained on together with what is replayed beside them."""
 KEEP_CANDIDATES = 3
 """Candidates left on disk; the releases made of them are copies."""
-NO_TRACES, NON_FINITE = "no traces", "non-finite loss"
-"""`RoundOutcome.discarded`, beside a held-out loss that rose."""
+NON_FINITE = "non-finite loss"
+"""`RoundOutcome.discarded`, beside a held-out loss that rose and `NO_TRACES`."""
 OnStep = Callable[[int, int, float], None]
 RECOVERY = 1.1
 """A learning rate that was halved grows by so much with every round that is not undone, up to the configured one."""
