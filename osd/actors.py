@@ -147,6 +147,10 @@ class TrainerActor:
     def restart_from_base(self) -> None:
         self._trainer.restart_from_base()
 
+    def stop(self) -> None:
+        """Let curves of training be written to their end."""
+        self._trainer.close()
+
     def pid(self) -> int:
         return os.getpid()
 

@@ -82,7 +82,8 @@ def _answer_all(
     with progress("answering", len(bodies), "prompts") as advance:
         for start in range(0, len(bodies), PORTION):
             portion = bodies[start : start + PORTION]
-            answers = asyncio.run(send(service.url, portion, streams=asking.streams, on_answer=_tick(advance)))
+            sent = send(service.url, portion, streams=asking.streams, api_key=serving.api_key, on_answer=_tick(advance))
+            answers = asyncio.run(sent)
             _check_alive(answers)
             tally.add(answers, _empty(buffer, sum(answer.ok for answer in answers), file))
     return tally

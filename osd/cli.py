@@ -129,16 +129,17 @@ def stop(deployment: DeploymentOption = None) -> None:
     stop_service(deployment)
 
 
-@app.command(epilog="Example:  osd demo --report report.json")
+@app.command(epilog="Example:  osd demo --html report.html")
 def demo(
     report: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with charts to this file.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the run's data directory and say where it is.")] = False,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
 ) -> None:
     """Tiny models, real vLLM, drifting traffic: acceptance and speed fall, and recover as the draft learns."""
     from osd.demo import run
 
-    sys.exit(run(report_path=report, keep=keep, overrides=overrides or []))
+    sys.exit(run(report_path=report, html_path=html, keep=keep, overrides=overrides or []))
 
 
 @app.command(epilog="Examples:  osd status    osd status --json")
@@ -156,6 +157,19 @@ def status(
     from osd.status_page import page
 
     typer.echo(page(state, client.get("/osd/events")))
+
+
+@app.command(epilog="Examples:  osd top    osd top --window 24h    osd top --once")
+def top(
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+    window: Annotated[str, typer.Option(help="How far the curve reaches back: 5m, 1h, 24h, 7d.")] = "5m",
+    once: Annotated[bool, typer.Option("--once", help="Print one frame (always so without a terminal).")] = False,
+) -> None:
+    """The dashboard at a glance, in this terminal: health, acceptance over time, the loop, events. q leaves."""
+    from osd.top.run import run
+
+    run(lambda: _client(url, deployment), window, once=once)
 
 
 @app.command(epilog="Example:  osd pause")

@@ -59,6 +59,12 @@ class ServingConfig(_Section):
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Engine arguments handed to vLLM verbatim, under vLLM's own names (`dtype: bfloat16`)."""
 
+    @property
+    def api_key(self) -> str:
+        """What vLLM wants of clients as a bearer token, "" = nothing; of several keys, the first."""
+        keys = self.vllm.get("api_key") or self.env.get("VLLM_API_KEY") or os.environ.get("VLLM_API_KEY", "")
+        return str(keys[0] if isinstance(keys, list) else keys)
+
     @field_validator("env", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
@@ -210,6 +216,12 @@ class TrainerConfig(_Section):
     One replayed trace in eight is an anchor. 0 = none."""
     seed: int = 0
     """Seed of sampling in the trainer."""
+    trackers: list[Literal["tensorboard", "wandb"]] = []
+    """Where curves of training go, a point per round: TensorBoard, Weights & Biases. Each needs its package installed.
+    wandb sends them to its servers unless `WANDB_MODE=offline` is set."""
+    tracker_dir: str = ""
+    """Where trackers write, on the trainer's machine; empty = `curves` beside the trainer's checkpoints. For
+    `osd train` and `osd distil` empty = `OUT.curves`."""
 
 
 class GateConfig(_Section):
@@ -254,8 +266,9 @@ class ControlConfig(_Section):
     """Control port. 0 = any free one."""
     seconds_between_looks: float = Field(0.5, gt=0)
     """Pause between two looks of the watch loop."""
-    history_seconds: int = Field(24 * 3600, ge=60)
-    """How much history the dashboard keeps."""
+    history_seconds: int = Field(7 * 24 * 3600, ge=60)
+    """How much history the dashboard keeps, in memory and in `history.db` under the data directory: seconds for the
+    last two hours, minutes before."""
 
 
 class ReleasesConfig(_Section):
@@ -302,6 +315,10 @@ class Config(_Section):
     @property
     def releases_path(self) -> Path:
         return Path(self.releases.dir).expanduser().resolve() if self.releases.dir else self.data_path / "releases"
+
+    @property
+    def history_path(self) -> Path:
+        return self.data_path / "history.db"
 
     @property
     def checkpoint_path(self) -> Path:

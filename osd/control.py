@@ -8,20 +8,48 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sqlite3
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from buffers import trace_stream
 from buffers.redis_stream import RedisTraceBuffer
+from osd.backoff import Backoff
 from osd.config import Config
 from osd.controller import Controller
 from osd.dashboard import ControlServer, build_app
+from osd.history_file import HistoryFile
 from osd.metrics import History
 from osd.registry import Registry
 from osd.releases import ReleaseStore
 
 logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_SAVES = 30.0
+
+
+def open_history_file(path: Path) -> HistoryFile | None:
+    """None, said once, where the disk does not let us: then history lives as long as Redis' feed."""
+    try:
+        return HistoryFile(path)
+    except (OSError, sqlite3.Error) as error:
+        logger.warning("history is not kept on disk, for %s cannot be used: %s", path, error)
+        return None
+
+
+async def keep(history: History, seconds: float = SECONDS_BETWEEN_SAVES) -> None:
+    """Save the history now and then. A disk that refuses is said once, and tried again."""
+    trouble = Backoff(seconds)
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await asyncio.to_thread(history.save)
+        except (OSError, sqlite3.Error) as error:
+            await trouble.pause(f"history is not kept on disk: {error}", logger)
+        else:
+            trouble.over(logger)
 
 
 class ControlPlane:
@@ -39,7 +67,7 @@ class ControlPlane:
     ) -> None:
         self._config = config
         self._token = token
-        self._history = History(config.control.history_seconds)
+        self._history = History(config.control.history_seconds, open_history_file(config.history_path))
         buffer = RedisTraceBuffer(**buffer_settings)
         self._traces = partial(trace_stream.stream, buffer, target_id)
         self._controller = Controller(
@@ -91,11 +119,13 @@ class ControlPlane:
         self._server = ControlServer.of(app, host=control.host, port=control.port)
         http = asyncio.create_task(self._server.serve(), name="http")
         loops = asyncio.create_task(self._controller.run(), name="controller")
+        keeping = asyncio.create_task(keep(self._history), name="history")
         while not self._server.started and not http.done():
             await asyncio.sleep(0.02)
         self._ready.set()
-        done, _ = await asyncio.wait({http, loops}, return_when=asyncio.FIRST_COMPLETED)
-        if loops in done:
-            loops.result()
+        done, _ = await asyncio.wait({http, loops, keeping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done & {loops, keeping}:
+            task.result()
         loops.cancel()
-        await asyncio.gather(loops, return_exceptions=True)
+        keeping.cancel()
+        await asyncio.gather(loops, keeping, return_exceptions=True)

@@ -35,7 +35,16 @@ from osd.errors import ReleaseError, ReplayBufferError
 from osd.judge import Judge
 from osd.metrics import History
 from osd.parts import Buffer, Feed, Trainer
-from osd.records import BufferStats, DraftRelease, Event, ReplicaStatus, RoundOutcome
+from osd.records import (
+    BufferStats,
+    DraftRelease,
+    Event,
+    Health,
+    MetricPoint,
+    ReplicaStatus,
+    RoundOutcome,
+    conditional_acceptance,
+)
 from osd.registry import FeedRecord
 from osd.releases import ReleaseStore
 from osd.status import describe_replica
@@ -128,10 +137,13 @@ class Controller:
             try:
                 await self._look()
             except ReplayBufferError as error:
+                self._observe_health(is_redis_up=False)
                 await self._redis_trouble.pause(f"history stands still: {error}", log)
             except ReleaseError as error:
+                self._observe_health(is_redis_up=True)
                 await self._disk_trouble.pause(str(error), log)
             else:
+                self._observe_health(is_redis_up=True)
                 self._redis_trouble.over(log)
                 self._disk_trouble.over(log)
             await asyncio.sleep(self.config.control.seconds_between_looks)
@@ -173,14 +185,25 @@ class Controller:
         self._buffer_stats = await asyncio.to_thread(self._buffer.stats)
         self.history.observe(self._replicas, self._buffer_stats)
 
+    def _observe_health(self, *, is_redis_up: bool) -> None:
+        is_training_wanted = self.config.trainer.enabled and not self._paused
+        self.history.observe_health(
+            Health(
+                is_redis_up=is_redis_up,
+                is_trainer_up=not (is_training_wanted and self._trainer_trouble.num_failures),
+                is_alarmed=self._judge is not None and bool(self._judge.alarm),
+                lagging=tuple(sorted(self._lagging)),
+            )
+        )
+
     async def _note_lagging(self, current: DraftRelease) -> None:
-        now = time.time()
+        now = time.monotonic()
         behind = {status.replica: status for status in self._replicas if status.version != current.version}
         self._behind_since = {name: self._behind_since.get(name, now) for name in behind}
         lagging = {name for name, since in self._behind_since.items() if now - since >= self._lagging_after_s}
         for name in sorted(lagging - self._lagging):
             text = f"{name} still serves v{behind[name].version}, wanted is v{current.version}"
-            await self._tell(Event(at=now, kind="lagging", text=text, version=current.version))
+            await self._tell(Event(at=time.time(), kind="lagging", text=text, version=current.version))
         self._lagging = lagging
 
     async def _forget_old(self) -> None:
@@ -253,13 +276,20 @@ class Controller:
             answer = await call()
         except Exception as error:  # noqa: BLE001  whatever ended the trainer: serving goes on, Ray restarts it
             text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-            if self._trainer_trouble.num_failures == 0 and not isinstance(error, ReplayBufferError):
-                await self._tell(Event(at=time.time(), kind="trainer_failed", text=text))
+            if not isinstance(error, ReplayBufferError):
+                await self._tell_trainer_failed(text)
             await self._trainer_trouble.pause(f"trainer: {text}", log)
             return None
         if self._trainer_trouble.over(log):
             await self._tell(Event(at=time.time(), kind="trainer_back", text="the trainer answers again"))
         return answer
+
+    async def _tell_trainer_failed(self, text: str) -> None:
+        """The first of several failures in a row is an event, each is counted."""
+        now = time.time()
+        if self._trainer_trouble.num_failures == 0:
+            await self._tell(Event(at=now, kind="trainer_failed", text=text))
+        await self._tell(MetricPoint(at=now, name="osd_trainer_failures_total", value=1))
 
     async def _tell(self, *records: FeedRecord) -> None:
         """To the feed, from where they reach the history; straight to the history when Redis is away."""
@@ -287,7 +317,7 @@ class Controller:
             "target_id": self.target_id,
             "version": version,
             "predicted_alpha": policy.predicted_alpha(current) if current is not None else None,
-            "served_alpha": window.alpha if (window := self.history.window(version)) is not None else None,
+            "served_alpha": conditional_acceptance(*self.history.served(version)[::-1]),
             "pinned": pinned,
             "paused": self._paused,
             "training": self._trainer is not None and self.config.trainer.enabled,
@@ -313,11 +343,10 @@ class Controller:
 
     def _alphas(self, draft: dict[str, Any]) -> dict[str, Any]:
         """`predicted_alpha` by the gate's replay and `served_alpha` in the history kept; None where there is none."""
-        window = self.history.window(draft["version"])
-        tested = sum(window.num_tested_per_pos) if window is not None else 0
+        tested, accepted = self.history.served(draft["version"])
         return {
             "predicted_alpha": draft["eval"]["alpha_candidate"] if draft["eval"] else None,
-            "served_alpha": window.alpha if window is not None and tested else None,
+            "served_alpha": conditional_acceptance(accepted, tested),
             "served_tested": tested,
         }
 

@@ -18,18 +18,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
 from osd import config_reading
+from osd.bench import machine
 from osd.client import Client
 from osd.config import Config
+from osd.demo_report import course, html, summary
 from osd.errors import ConfigError, OSDError
 from osd.launch import Service
 from osd.load import Answer, Figures, drive, figures
-from osd.records import SwapReport
+from osd.records import SpecWindow, SwapReport, conditional_acceptance
 from osd.registry import Registry
 from osd.tiny.traffic import HOME, requests
 
@@ -42,9 +45,11 @@ NUM_HOME, NUM_SHIFTED = 120, 264
 NUM_BEFORE, NUM_AFTER, NUM_RECOVERED = 100, 50, 100
 LINE_EVERY = 24
 """Requests per printed line."""
-NUM_TIMED = 48
+NUM_TIMED = 40
 """Of the last window, so many requests are timed in every arm; the others are only counted, and sent more at a time."""
 STREAMS_UNTIMED = 16
+SECONDS_TO_REPORT = 2.0
+"""By when replicas have reported what they served."""
 NUM_MORE_COMPARED = 16
 """Answers from the time of shift and swaps that are compared, besides those of the last window."""
 
@@ -62,6 +67,7 @@ class Story:
     plain_untimed: list[Answer] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     swaps: list[SwapReport] = field(default_factory=list)
+    windows: list[SpecWindow] = field(default_factory=list)
     drafts: list[dict[str, Any]] = field(default_factory=list)
     """Every release, as the control port describes it."""
     num_compared: int = 0
@@ -69,11 +75,19 @@ class Story:
     version: int = 0
 
 
-def run(*, report_path: Path | None, keep: bool, overrides: Sequence[str] = (), out: TextIO = sys.stdout) -> int:
+def run(
+    *,
+    report_path: Path | None,
+    html_path: Path | None = None,
+    keep: bool,
+    overrides: Sequence[str] = (),
+    out: TextIO = sys.stdout,
+) -> int:
     """Run the demo; the exit status is 0 when no request failed and every compared answer was identical."""
     started = time.time()
-    if report_path is not None and not report_path.resolve().parent.is_dir():
-        raise ConfigError(f"--report {report_path}: no such directory {report_path.resolve().parent}")
+    for flag, path in (("--report", report_path), ("--html", html_path)):
+        if path is not None:
+            check_writable(flag, path)
     directory = Path(tempfile.mkdtemp(prefix="osd-demo-"))
     screen = Screen(out, started)
     service = None
@@ -91,7 +105,23 @@ def run(*, report_path: Path | None, keep: bool, overrides: Sequence[str] = (), 
     screen.summary(report)
     if report_path is not None:
         report_path.write_text(json.dumps(report, indent=2) + "\n")
+    if html_path is not None:
+        html_path.write_text(html(report), encoding="utf-8")
+        screen.say(f"charts: {html_path}")
     return 0 if report["failed_requests"] == 0 and report["lossless"] else 1
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Raise `ConfigError` unless the file can be written; it is left as it was."""
+    directory, is_new = path.resolve().parent, not path.exists()
+    if not directory.is_dir():
+        raise ConfigError(f"{flag} {path}: no such directory {directory}")
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror}); name another file") from None
+    if is_new:
+        path.unlink()
 
 
 def demo_config(directory: Path, overrides: Sequence[str]) -> Config:
@@ -139,9 +169,10 @@ async def _live_traffic(service: Service, screen: Screen, story: Story) -> None:
                 screen.line(len(answers), answers[-LINE_EVERY:], story.swaps)
 
         prompts = [r.prompt for r in requests(domain, count, SEED)]
-        answers[:] = await drive(service.url, model, prompts, streams=STREAMS, on_answer=on_answer)
+        answers[:] = await drive(
+            service.url, model, prompts, streams=STREAMS, api_key=service.config.serving.api_key, on_answer=on_answer
+        )
     _read_swaps(registry, story)
-    story.version = story.swaps[-1].version if story.swaps else service.plan.release.version
     registry.close()
 
 
@@ -164,28 +195,35 @@ async def _controls(service: Service, plain_url: str, screen: Screen, story: Sto
     first = NUM_SHIFTED - NUM_RECOVERED
     half = NUM_TIMED // 2
     frozen = service.plan.release.version
-    model = service.config.serving.served_model_name
+    model, api_key = service.config.serving.served_model_name, service.config.serving.api_key
     for start, arms in ((first, ("adapted", "static", "plain")), (first + half, ("plain", "static", "adapted"))):
         for arm in arms:
             if arm != "plain":
                 await _serve_version(client, story.version if arm == "adapted" else frozen)
             url = plain_url if arm == "plain" else service.url
             clock = time.perf_counter()
-            answers = await drive(url, model, prompts[start : start + half], streams=STREAMS)
+            answers = await drive(url, model, prompts[start : start + half], streams=STREAMS, api_key=api_key)
             story.seconds[arm] = story.seconds.get(arm, 0.0) + time.perf_counter() - clock
             getattr(story, arm).extend(answers)
-    untimed = prompts[first + NUM_TIMED :]
-    await _serve_version(client, frozen)
-    story.static_untimed = await drive(service.url, model, untimed, streams=STREAMS_UNTIMED)
-    story.plain_untimed = await drive(plain_url, model, untimed, streams=STREAMS_UNTIMED)
     screen.say("comparing answers given across the shift and the swaps with those of the engine without speculation")
+    await _serve_version(client, frozen)
+    untimed = prompts[first + NUM_TIMED :]
     others = list(range(0, first, max(1, first // NUM_MORE_COMPARED)))
-    again = await drive(plain_url, model, [prompts[i] for i in others], streams=STREAMS_UNTIMED)
+    story.static_untimed, answers = await asyncio.gather(
+        drive(service.url, model, untimed, streams=STREAMS_UNTIMED, api_key=api_key),
+        drive(plain_url, model, untimed + [prompts[i] for i in others], streams=STREAMS_UNTIMED, api_key=api_key),
+    )
+    story.plain_untimed, again = answers[: len(untimed)], answers[len(untimed) :]
     live = [story.shifted[i] for i in others] + story.shifted[first:]
     _compare(story, [*zip(live, [*again, *story.plain, *story.plain_untimed], strict=True)])
     _compare(story, [*zip(story.adapted, story.plain, strict=True)])
     _compare(story, [*zip(story.static, story.plain, strict=True)])
     _compare(story, [*zip(story.static_untimed, story.plain_untimed, strict=True)])
+    await asyncio.sleep(SECONDS_TO_REPORT)
+    registry = Registry(service.redis_url, service.config.deployment)
+    with suppress(OSDError):  # then α is not known, and all else is
+        story.windows = [record for _, record in registry.read("0", 100_000) if isinstance(record, SpecWindow)]
+    registry.close()
 
 
 async def _serve_version(client: Client, version: int) -> None:
@@ -208,12 +246,13 @@ def _compare(story: Story, pairs: Sequence[tuple[Answer, Answer]]) -> None:
 
 def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
     """The report of `--report`."""
-    windows = {
-        "before_shift": figures(story.home[-NUM_BEFORE:]),
-        "after_shift": figures(story.shifted[:NUM_AFTER]),
-        "recovered": figures(story.shifted[-NUM_RECOVERED:]),
-        "static_control": figures([*story.static, *story.static_untimed]),
+    answers = {
+        "before_shift": [story.home[-NUM_BEFORE:]],
+        "after_shift": [story.shifted[:NUM_AFTER]],
+        "recovered": [story.shifted[-NUM_RECOVERED:]],
+        "static_control": [story.static[: NUM_TIMED // 2], story.static[NUM_TIMED // 2 :], story.static_untimed],
     }
+    windows = {name: figures([a for run in runs for a in run]) for name, runs in answers.items()}
     arms = {
         "no_speculation": figures(story.plain, story.seconds["plain"]),
         "static_draft": figures(story.static, story.seconds["static"]),
@@ -226,9 +265,10 @@ def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
         "schema_version": 2,
         "speculation_mode": service.config.speculation.mode,
         "k_max": service.config.speculation.k_max,
+        "streams": STREAMS,
         "k": {name: _rounded(f.k, 2) for name, f in windows.items()},
         "acceptance_rate": {name: _rounded(f.acceptance_rate) for name, f in windows.items()},
-        "alpha": {name: _rounded(f.alpha) for name, f in windows.items()},
+        "alpha": {name: _rounded(alpha(story.windows, runs)) for name, runs in answers.items()},
         "tokens_per_second": {name: _rounded(f.tokens_per_second, 1) for name, f in arms.items()},
         "tpot_ms": {name: _rounded(f.tpot_ms, 2) for name, f in arms.items()},
         "requests": len(everything),
@@ -249,6 +289,8 @@ def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
         "draft_version": story.version,
         "target_parameters": _num_parameters(service.plan.target_dir),
         "seconds": round(seconds, 1),
+        "course": course([(HOME, story.home), (SHIFTED, story.shifted)], story.swaps),
+        "machine": machine.describe(),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers", "ray", "redis")},
@@ -257,11 +299,13 @@ def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
     }
 
 
-def _kept_promises(releases: Sequence[dict[str, Any]]) -> str:
-    """ "v2 0.41 and 0.39, v3 0.62 and 0.64": the newest three that were predicted and served."""
-    known = [r for r in releases if r["predicted_alpha"] is not None and r["served_alpha"] is not None]
-    shown = [f"v{r['version']} {r['predicted_alpha']:.2f} and {r['served_alpha']:.2f}" for r in known[-3:]]
-    return ", ".join(shown) or "none"
+def alpha(windows: Sequence[SpecWindow], runs: Sequence[Sequence[Answer]]) -> float | None:
+    """What the service counted while these answers, several runs without a pause, were given: which tokens were tested
+    cannot be told from answers where k changes."""
+    spans = [(min(a.started for a in run), max(a.started + a.seconds for a in run)) for run in runs if run]
+    counted = [w for w in windows if any(start < w.at - w.seconds / 2 < end for start, end in spans)]
+    accepted = sum(sum(w.num_accepted_tokens_per_pos) for w in counted)
+    return conditional_acceptance(accepted, sum(sum(w.num_tested_per_pos) for w in counted))
 
 
 def _engine_version() -> str:
@@ -319,29 +363,6 @@ class Screen:
         )
 
     def summary(self, report: dict[str, Any]) -> None:
-        rate, speed, tpot = report["acceptance_rate"], report["tokens_per_second"], report["tpot_ms"]
-        static, plain = speed["static_draft"] or 1, speed["no_speculation"] or 1
         self.title("summary")
-        k = report["k"]
-        for text in (
-            f"acceptance rate   at home {rate['before_shift']}   after the shift {rate['after_shift']}   "
-            f"recovered {rate['recovered']}   (frozen first draft, same requests: {rate['static_control']})",
-            f"k chosen          at home {k['before_shift']}   after the shift {k['after_shift']}   recovered "
-            f"{k['recovered']}   (frozen first draft: {k['static_control']}; at most {report['k_max']})",
-            f"tokens/s          adapted draft {speed['adapted_draft']}   frozen draft {speed['static_draft']}   "
-            f"no speculation {speed['no_speculation']}   ({STREAMS} streams, same requests, training paused)",
-            f"TPOT              adapted draft {tpot['adapted_draft']} ms   frozen draft {tpot['static_draft']} ms   "
-            f"no speculation {tpot['no_speculation']} ms",
-            f"speed-up          {speed['adapted_draft'] / plain:.2f}x over no speculation, "
-            f"{speed['adapted_draft'] / static:.2f}x over the frozen draft",
-            f"swaps             {report['swaps']} while serving; the engine was blocked "
-            f"{report['swap_pause_ms']['p50']} ms (median), {report['swap_pause_ms']['max']} ms (longest)"
-            + ("; each read back and found equal" if report["swaps_proved"] else ""),
-            f"predicted α       of the releases, and served: {_kept_promises(report['releases'])}",
-            f"answers           {report['compared']} compared with the engine without speculation: "
-            + ("all identical, token for token" if report["lossless"] else "DIFFERENT"),
-            f"requests          {report['requests']}, failed {report['failed_requests']}",
-            f"target            the project's own tiny model widened to {report['target_parameters'] / 1e6:.0f} M "
-            "parameters: same answers, a real model's cost; not a model anyone would deploy",
-        ):
-            self.say(text)
+        for name, found in summary(report).items():
+            self.say(f"{name:<18}{found}")

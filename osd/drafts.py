@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -37,8 +38,8 @@ class Drafts:
         self._config, self._registry, self._releases = config, registry, releases
         self._target_id, self._tell = target_id, tell
         self._lock = asyncio.Lock()
-        self.changed_at = 0.0
-        """When another draft was last told to serve; 0 since the start of the process."""
+        self.changed_at = -math.inf
+        """When another draft was last told to serve, by `time.monotonic`; -inf: not since the start of the process."""
 
     async def current(self) -> DraftRelease | None:
         return await asyncio.to_thread(self._releases.current, self._target_id)
@@ -81,9 +82,11 @@ class Drafts:
             except ReleaseError as error:
                 kind, text, version = "publish_failed", str(error), outcome.base_version
         label = {"published": "published", "publish_failed": "failed"}.get(kind, kind)
-        event = Event(at=time.time(), kind=kind, text=text, version=version)
-        point = MetricPoint(at=event.at, name="osd_round_total", value=1, labels={"outcome": label})
-        await self._tell(presentable(outcome), event, point)
+        event = Event(at=time.time(), kind=kind, text=text + policy.contradictions(outcome), version=version)
+        points = [MetricPoint(at=event.at, name="osd_round_total", value=1, labels={"outcome": label})]
+        for rows, num in (("trainable", outcome.num_new_rows), ("contradicting", outcome.num_contradicting)):
+            points.append(MetricPoint(at=event.at, name="osd_round_rows_total", value=num, labels={"kind": rows}))
+        await self._tell(presentable(outcome), event, *points)
 
     async def _publish_or_refuse(
         self, outcome: RoundOutcome, is_paused: bool, serving: set[int]
@@ -166,7 +169,7 @@ class Drafts:
     # Inside
 
     async def _serve(self, release: DraftRelease) -> None:
-        self.changed_at = time.time()
+        self.changed_at = time.monotonic()
         try:
             await asyncio.to_thread(self._registry.set_wanted, release)
         except ReplayBufferError as error:

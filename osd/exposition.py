@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from osd.records import BufferStats, MetricPoint, ReplicaStatus, SpecWindow, SwapReport
+from osd.records import BufferStats, Health, MetricPoint, ReplicaStatus, SpecWindow, SwapReport
 from osd.registry import FeedRecord
 from osd.status import speculation_figures
 
@@ -28,8 +28,11 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "osd_capture_rows_total": ("Rows of target logits captured.", ("kind",)),
     "osd_capture_skipped_total": ("Requests, steps or traces left out of capture.", ("reason",)),
+    "osd_capture_traces_total": ("Requests handed to the replay buffer as traces.", ()),
     "osd_buffer_dropped_total": ("Traces the replay buffer could not take or give.", ("reason",)),
     "osd_round_total": ("Training rounds by what became of them.", ("outcome",)),
+    "osd_round_rows_total": ("Rows of new traces by whether a round could train on them.", ("kind",)),
+    "osd_trainer_failures_total": ("Calls in which the trainer failed.", ()),
     "osd_swap_total": ("Draft swaps by whether they succeeded.", ("ok",)),
     "osd_rollback_total": ("Drafts taken back.", ("reason",)),
 }
@@ -39,6 +42,11 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "osd_draft_info": ("Always 1: which draft version a replica serves.", ("draft", "version", "replica")),
     "osd_buffer_traces": ("Traces in the replay buffer, held-out ones included.", ()),
     "osd_buffer_bytes": ("Bytes in the replay buffer.", ()),
+    "osd_replicas": ("Replicas that are alive.", ()),
+    "osd_replica_lagging": ("1 while a replica has served another version than the wanted one for long.", ("replica",)),
+    "osd_redis_up": ("0 while Redis is away.", ()),
+    "osd_trainer_up": ("0 while the trainer fails; 1 also where none is wanted.", ()),
+    "osd_alarm": ("1 while an engine seems to run something else than the serving draft.", ()),
 }
 
 SPECULATION: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -83,13 +91,17 @@ class Totals(Collector):
     """Sums since the feed begins. Not thread-safe: `History` holds the lock."""
 
     def __init__(self) -> None:
-        self._counters: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in COUNTERS}
+        self._counters: dict[str, Counter[tuple[str, ...]]] = {
+            name: Counter() if labels else Counter({(): 0}) for name, (_, labels) in COUNTERS.items()
+        }
         self._pauses: list[int] = [0] * (len(PAUSE_BUCKETS) + 1)
         self._pause_sum = 0.0
         self._seen: dict[tuple[str, float], ReplicaStatus] = {}
         """(replica, started_at) -> its last heartbeat: what a replica counted stays counted when it has gone"""
         self._living: list[ReplicaStatus] = []
         self._buffer: BufferStats | None = None
+        self._health: Health | None = None
+        """None before the controller's first look"""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -113,6 +125,9 @@ class Totals(Collector):
         self._seen |= {(status.replica, status.started_at): status for status in self._living}
         self._buffer = buffer or self._buffer
 
+    def observe_health(self, health: Health) -> None:
+        self._health = health
+
     def total(self, name: str) -> int:
         return self._counters[name].total()
 
@@ -124,13 +139,16 @@ class Totals(Collector):
         observed = self._observed()
         for name, (text, labels) in COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=labels)
-            for values, value in sorted((self._counters[name] + observed.get(name, Counter())).items()):
+            counts = self._counters[name].copy()
+            counts.update(observed.get(name, {}))  # `+` would leave out what is 0, and with it an acceptance of 0
+            for values, value in sorted(counts.items()):
                 counter.add_metric(values, value)
             yield counter
-        for name, values_of in self._gauges().items():
-            gauge = GaugeMetricFamily(name, GAUGES[name][0], labels=GAUGES[name][1])
-            for values in values_of:
-                gauge.add_metric(values, values_of[values])
+        gauges = self._gauges() | self._parts()
+        for name, (text, labels) in GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=labels)
+            for values, number in gauges.get(name, {}).items():
+                gauge.add_metric(values, number)
             yield gauge
         yield from self._speculation()
         yield self._pause_histogram()
@@ -158,7 +176,11 @@ class Totals(Collector):
             "osd_capture_skipped_total": skipped,
             "osd_buffer_dropped_total": dropped,
         }
-        return {name: Counter({(label,): n for label, n in counts.items()}) for name, counts in by_name.items()}
+        observed: dict[str, Counter[tuple[str, ...]]] = {
+            name: Counter({(label,): n for label, n in counts.items()}) for name, counts in by_name.items()
+        }
+        observed["osd_capture_traces_total"] = Counter({(): sum(status.num_traces for status in self._seen.values())})
+        return observed
 
     def _gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         info: dict[tuple[str, ...], float] = {(s.draft, str(s.version), s.replica): 1.0 for s in self._living}
@@ -167,6 +189,19 @@ class Totals(Collector):
             "osd_draft_info": info,
             "osd_buffer_traces": {(): float(buffer.num_traces + buffer.num_holdout)} if buffer else {},
             "osd_buffer_bytes": {(): float(buffer.num_bytes)} if buffer else {},
+        }
+
+    def _parts(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """Which parts work."""
+        health = self._health
+        if health is None:
+            return {}
+        return {
+            "osd_replicas": {(): float(len(self._living))},
+            "osd_replica_lagging": {(s.replica,): float(s.replica in health.lagging) for s in self._living},
+            "osd_redis_up": {(): float(health.is_redis_up)},
+            "osd_trainer_up": {(): float(health.is_trainer_up)},
+            "osd_alarm": {(): float(health.is_alarmed)},
         }
 
     def _speculation(self) -> Iterator[Metric]:

@@ -6,6 +6,7 @@ live α (history) ─► should_judge? ─► replay of the draft and its parent
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -21,6 +22,8 @@ OVER_S = 3600.0
 MAX_PATIENCE_S = 300.0
 SECONDS_TO_STORE = 1.0
 """By when the traces of requests that have ended are in the buffer."""
+MOST_AHEAD_S = 10.0
+"""By so much a replica's clock may be ahead of this one; more is from before the clock was set back."""
 
 
 class Replay(Protocol):
@@ -52,7 +55,7 @@ class Judge:
         self._task: asyncio.Task[None] | None = None
         self._version = 0
         self._num_stays = 0
-        self._judged_at = 0.0
+        self._judged_at = -math.inf
         self._num_empty = 0
         """Replays in a row that could not be made."""
         self.alarm = ""
@@ -64,7 +67,7 @@ class Judge:
             if not self._task.done():
                 return
             self._task.result()
-        live = self._history.window(current.version, self._since(current))
+        live = self._history.window(current.version, self._since(current), until=time.time() + MOST_AHEAD_S)
         if live is not None and policy.is_as_predicted(live, current, self._gate):
             self.alarm = ""
         if live is None or not policy.should_judge(live, current, self._gate).ok or self._is_too_early():
@@ -80,12 +83,14 @@ class Judge:
 
     def _since(self, current: DraftRelease) -> float:
         if current.version != self._version:
-            self._version, self._num_stays, self._judged_at, self.alarm = current.version, 0, 0.0, ""
-        return max(self._drafts.changed_at, self._judged_at, time.time() - OVER_S)
+            self._version, self._num_stays, self._judged_at, self.alarm = current.version, 0, -math.inf, ""
+        # As the clock stands now: it may have been set since.
+        seconds_ago = time.monotonic() - max(self._drafts.changed_at, self._judged_at)
+        return time.time() - min(seconds_ago, OVER_S)
 
     def _is_too_early(self) -> bool:
         patience = min(MAX_PATIENCE_S, self._patience_s * 2**self._num_stays)
-        return self._num_stays > 0 and time.time() < self._judged_at + patience
+        return self._num_stays > 0 and time.monotonic() < self._judged_at + patience
 
     async def _judge(self, current: DraftRelease, parent: DraftRelease, live: SpecWindow) -> None:
         alphas = await self._replay([current, parent], policy.num_to_replay(live, self._gate))
@@ -93,7 +98,7 @@ class Judge:
             self._num_empty += 1
             return await asyncio.sleep(min(MAX_PATIENCE_S, SECONDS_TO_STORE * 2 ** (self._num_empty - 1)))
         self._num_empty = 0
-        self._judged_at = max(time.time(), live.at)
+        self._judged_at = time.monotonic() + min(max(live.at - time.time(), 0.0), MOST_AHEAD_S)
         decision = policy.should_rollback(live, current, parent.version, alphas, self._gate)
         if decision.ok:
             if await self._drafts.take_back(current, decision.reason):

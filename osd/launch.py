@@ -31,6 +31,7 @@ from osd.plan import plan, without_speculation
 from osd.reaper import Reaper
 from osd.records import DraftRelease
 from osd.registry import Registry
+from trainer.trackers import check_installed
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class Service:
     def __init__(self, config: Config, report: Report = lambda text: None) -> None:
         self._report = report
         self._stack = ExitStack()
+        if config.trainer.enabled and not config.ray.trainer_resource:
+            check_installed(config.trainer.trackers)
         self.plan = plan(config)
         self.config = self.plan.config
         self.log_dir = self.config.data_path / "logs"
@@ -284,7 +287,10 @@ class Service:
 
         with suppress(Exception):
             seconds = SECONDS_TO_STOP if self.url else 0  # before that there are no requests to wait for
-            ray.wait([a.stop.remote() for a in self._actors], num_returns=len(self._actors), timeout=seconds)
+            actors = [*self._actors]
+            if self.trainer is not None and self.config.trainer.trackers:
+                actors.append(self.trainer)  # its curves are to be whole
+            ray.wait([a.stop.remote() for a in actors], num_returns=len(actors), timeout=seconds)
         for actor in [*self._actors, *([self.trainer] if self.trainer is not None else [])]:
             with suppress(Exception):
                 ray.kill(actor)

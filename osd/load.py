@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from osd.records import acceptance_rate, conditional_acceptance
+from osd.records import acceptance_rate
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
@@ -47,7 +47,6 @@ class Figures:
     num_requests: int
     num_failed: int
     acceptance_rate: float | None
-    alpha: float | None
     k: float | None
     """Draft tokens proposed per step of a request, steps without any included."""
     tokens_per_second: float
@@ -67,7 +66,6 @@ def figures(answers: Sequence[Answer], wall_seconds: float | None = None) -> Fig
     later_tokens = sum(max(len(a.token_ids) - 1, 0) for a in good)
     later_seconds = sum(a.seconds - a.ttft_s for a in good)
     accepted = sum(j * count for a in good for j, count in enumerate(a.histogram))
-    tested = sum(min(j + 1, len(a.histogram) - 1) * count for a in good for j, count in enumerate(a.histogram))
     drafted = sum(a.num_draft_tokens for a in good)
     # A request's last step may accept more than was served.
     steps = sum(max(len(a.token_ids) - sum(j * n for j, n in enumerate(a.histogram)), sum(a.histogram)) for a in good)
@@ -75,7 +73,6 @@ def figures(answers: Sequence[Answer], wall_seconds: float | None = None) -> Fig
         num_requests=len(answers),
         num_failed=len(answers) - len(good),
         acceptance_rate=acceptance_rate(accepted, drafted),
-        alpha=conditional_acceptance(accepted, tested),
         k=drafted / steps if steps > 0 else None,
         tokens_per_second=num_tokens / wall_seconds if wall_seconds > 0 else 0.0,
         tpot_ms=1000 * later_seconds / later_tokens if later_tokens else None,
@@ -90,6 +87,7 @@ async def drive(
     streams: int,
     max_tokens: int = 160,
     temperature: float = 0.0,
+    api_key: str = "",
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> list[Answer]:
     """Ask each prompt as a user message of its own, as `send` does."""
@@ -102,7 +100,7 @@ async def drive(
         }
         for prompt in prompts
     ]
-    return await send(url, bodies, streams=streams, on_answer=on_answer)
+    return await send(url, bodies, streams=streams, api_key=api_key, on_answer=on_answer)
 
 
 async def send(
@@ -110,16 +108,19 @@ async def send(
     bodies: Sequence[dict[str, Any]],
     *,
     streams: int,
+    api_key: str = "",
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> list[Answer]:
-    """Send requests in order, `streams` at a time: chats where they have messages, else completions.
+    """Send requests in order, `streams` at a time: chats where they have messages, else completions. `api_key`: what
+    the server wants as a bearer token, if anything.
 
     Answers come in the order of the requests. Failures are answers too.
     """
     answers: list[Answer | None] = [None] * len(bodies)
     waiting = iter(enumerate(bodies))
     limits = httpx.Limits(max_connections=streams, max_keepalive_connections=streams)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, headers=headers) as client:
 
         async def one_stream() -> None:
             for index, body in waiting:

@@ -1,117 +1,76 @@
 """The history of a deployment in memory: what the dashboard draws, the watch loop judges by, and Prometheus scrapes.
 
-It is rebuilt from the registry's feed at start. Windows are folded into slots, narrow for the last two hours and wide
-before, so that a day of history costs megabytes:
+It is built anew at start, from the registry's feed and, for what is older, from the file it keeps:
 
-    feed ─► add ─► slots (1 s, then 10 s) ─► series, window        events, swaps, rounds, changes of plan ─► lists
-                └► totals ─► prometheus
+    file ──► minutes ┐
+    feed ─► add ─► slots (osd/slots.py) ─► series (osd/series.py), window     events, swaps, changes of plan ─► lists
+                └► totals ─► prometheus                 slots, events ─► save ─► file
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
+from osd import series
 from osd.exposition import Totals
+from osd.history_file import HistoryFile
 from osd.records import (
     BufferStats,
     Event,
+    Health,
     MetricPoint,
     ReplicaStatus,
     RoundOutcome,
     SpecWindow,
     SwapReport,
-    acceptance_length,
-    acceptance_rate,
-    conditional_acceptance,
+    encode,
 )
 from osd.registry import FeedRecord
-from osd.status import plan_changes
+from osd.slots import MINUTE_S, Counts, SlotTable, StepTimes, floor
+from osd.status import plan_changes, speculation_figures
 
-NARROW_S, WIDE_S = 1.0, 10.0
-NARROW_FOR_S = 7200.0
-"""Seconds for which slots stay narrow."""
 MAX_LISTED = 2000
 """Events, swaps and rounds kept."""
 MAX_CHANGES = 200
 """Changes of plan kept."""
-COLUMNS = (
-    "at",
-    "alpha",
-    "acceptance_rate",
-    "acceptance_length",
-    "tokens_per_second",
-    "tpot_ms",
-    "version",
-    "k",
-    "requests",
-)
-
-SlotKey = tuple[float, str, int, int]
-"""Start of the slot, replica, version, k."""
-
-
-@dataclass(slots=True)
-class Slot:
-    """Sum of windows that end in the same short time, of one replica, version and k; over all domains."""
-
-    seconds: float = 0.0
-    num_steps: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_output_tokens: int = 0
-    num_finished: int = 0
-    num_captured: int = 0
-    num_decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    accepted_per_pos: list[int] = field(default_factory=list)
-    tested_per_pos: list[int] = field(default_factory=list)
-
-    def add_window(self, window: SpecWindow, seconds: float) -> None:
-        self.seconds += seconds
-        self._add_counts(window)
-        self.accepted_per_pos = _sum(self.accepted_per_pos, window.num_accepted_tokens_per_pos)
-        self.tested_per_pos = _sum(self.tested_per_pos, window.num_tested_per_pos)
-
-    def add_slot(self, other: Slot) -> None:
-        self.seconds += other.seconds
-        self._add_counts(other)
-        self.accepted_per_pos = _sum(self.accepted_per_pos, other.accepted_per_pos)
-        self.tested_per_pos = _sum(self.tested_per_pos, other.tested_per_pos)
-
-    def _add_counts(self, other: SpecWindow | Slot) -> None:
-        self.num_steps += other.num_steps
-        self.num_drafts += other.num_drafts
-        self.num_draft_tokens += other.num_draft_tokens
-        self.num_accepted_tokens += other.num_accepted_tokens
-        self.num_output_tokens += other.num_output_tokens
-        self.num_finished += other.num_finished
-        self.num_captured += other.num_captured
-        self.num_decode_tokens += other.num_decode_tokens
-        self.decode_seconds += other.decode_seconds
+MAX_CLASSES = 8
+"""Classes of traffic counted apart, besides the unlabelled; the first to come."""
+OTHER_CLASSES, UNLABELLED = "(other classes)", "(unlabelled)"
+LATE_S = 15.0
+"""Seconds after which nothing more is expected of a minute."""
+LINES = ("class", "replica", "position")
+"""What `series` can draw a line for each of."""
 
 
 class History:
     """Thread-safe; nothing is older than `history_seconds` before the newest window.
 
     Example:
-        history = History(24 * 3600)
+        history = History(7 * 86400, HistoryFile(Path("/data/history.db")))
         for last, record in registry.read(): history.add(record)
         history.window(version=4).alpha
     """
 
-    def __init__(self, history_seconds: float = 24 * 3600) -> None:
-        self._history_seconds = history_seconds
-        self._narrow: dict[SlotKey, Slot] = {}
-        self._wide: dict[SlotKey, Slot] = {}
+    def __init__(self, history_seconds: float = 7 * 86400, file: HistoryFile | None = None) -> None:
+        self._history_seconds, self._file = history_seconds, file
+        self._counts = SlotTable(Counts, narrow_s=1.0)
+        """(start, replica, version, k)"""
+        self._classes = SlotTable(Counts, narrow_s=5.0)
+        """(start, class of traffic)"""
+        self._steps = SlotTable(StepTimes, narrow_s=10.0)
+        """(start, replica)"""
+        self._class_names: set[str] = {UNLABELLED}
+        self._served: dict[int, tuple[int, int]] = {}
+        """version -> (tested, accepted)"""
         self._ends: dict[str, float] = {}
         """replica -> end of its newest window; the windows of one look share their seconds"""
+        self._seconds_per_part: dict[tuple[str, float], dict[str, float]] = {}
+        """(replica, started_at) -> what its newest heartbeat reported"""
         self._events: deque[Event] = deque(maxlen=MAX_LISTED)
         self._swaps: deque[SwapReport] = deque(maxlen=MAX_LISTED)
         self._rounds: deque[RoundOutcome] = deque(maxlen=MAX_LISTED)
@@ -120,6 +79,17 @@ class History:
         """replica -> time of its newest change of plan; a heartbeat is seen more than once"""
         self._totals = Totals()
         self._lock = threading.RLock()
+        self._kept: set[bytes] = set()
+        """Events of the file; the feed may tell them again."""
+        self._unsaved: list[Event | SwapReport] = []
+        self._saved_until = 0.0
+        """Start of the first minute that the file does not have."""
+        self._loaded_until = 0.0
+        """The same when the file was read."""
+        self._feed_from: float | None = None if file else 0.0
+        """Windows that ended before are in the file's minutes; None until the feed's first one."""
+        if file is not None:
+            self._load(file)
 
     def add(self, record: FeedRecord) -> None:
         """Take one record of the feed."""
@@ -128,11 +98,8 @@ class History:
             match record:
                 case SpecWindow():
                     self._add_window(record)
-                case SwapReport():
-                    self._swaps.append(record)
-                    self._events.append(_swap_event(record))
-                case Event():
-                    self._events.append(record)
+                case Event() | SwapReport():
+                    self._add_event(record)
                 case RoundOutcome():
                     self._rounds.append(record)
                 case MetricPoint():
@@ -145,35 +112,39 @@ class History:
             self._totals.observe(replicas, buffer)
             for status in replicas:
                 self._add_changes(status)
+                self._add_step_times(status)
 
-    def series(self, since: float, bucket_s: float) -> dict[str, list[Any]]:
-        """Columns (`COLUMNS`) with one row per bucket from `since` to the newest window; None where nothing was seen.
-
-        `at` is a bucket's start, `version` is the one most tokens came from, `k` the draft tokens proposed per request
-        and step, `tokens_per_second` counts only the time in which a replica had work, and adds replicas up.
-        """
-        bucket_s = max(bucket_s, NARROW_S)
-        buckets: dict[int, list[tuple[SlotKey, Slot]]] = {}
+    def observe_health(self, health: Health) -> None:
+        """Take what the controller finds of the parts, once per look."""
         with self._lock:
-            for key, slot in self._slots(since):
-                buckets.setdefault(math.floor(key[0] / bucket_s), []).append((key, slot))
-            columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-            for index in range(min(buckets), max(buckets) + 1) if buckets else ():
-                row = _row(buckets.get(index, [])) | {"at": index * bucket_s}
-                for name in COLUMNS:
-                    columns[name].append(row.get(name))
+            self._totals.observe_health(health)
+
+    def series(self, since: float, bucket_s: float, by: str = "") -> dict[str, Any]:
+        """Columns (`osd.series.COLUMNS`) with one row per bucket from `since` to the newest window.
+
+        With `by` (one of `LINES`), also `lines`: name -> the three acceptances, a value for each row.
+        """
+        bucket_s = max(bucket_s, 1.0)
+        with self._lock:
+            counts, steps = self._counts.since(since, bucket_s), self._steps.since(since, bucket_s)
+            columns: dict[str, Any] = series.columns(counts, steps, bucket_s)
+            if by:
+                table = self._classes if by == "class" else self._counts
+                label = {"class": 1, "replica": 1, "position": None}[by]
+                columns["lines"] = series.lines(table.since(since, bucket_s), bucket_s, columns["at"], label)
         return columns
 
-    def window(self, version: int | None = None, since: float = 0.0) -> SpecWindow | None:
+    def window(self, version: int | None = None, since: float = 0.0, until: float = math.inf) -> SpecWindow | None:
         """Everything seen since, of one version or of all, as one window; None when there was nothing."""
         with self._lock:
-            found = [(k, s) for k, s in self._slots(since) if version in (None, k[2])]
+            counts = self._counts.since(since)
+            found = [(k, c) for k, c in counts if version in (None, k[2]) and k[0] <= until]
         if not found:
             return None
-        total = Slot()
-        for _, slot in found:
-            total.add_slot(slot)
-        start, replica, newest_version, k = max(found)[0]
+        total = Counts()
+        for _, counted in found:
+            total.add(counted)
+        start, replica, newest_version, k = max(found, key=lambda item: item[0])[0]
         return SpecWindow(
             at=max(self._ends.get(replica, start), start),
             replica=replica,
@@ -193,8 +164,13 @@ class History:
             num_decode_tokens=total.num_decode_tokens,
         )
 
+    def served(self, version: int) -> tuple[int, int]:
+        """(tested, accepted) draft tokens of a version in all that this history has taken, file included."""
+        with self._lock:
+            return self._served.get(version, (0, 0))
+
     def marks(self) -> list[dict[str, Any]]:
-        """When the deployment went over to another version: `{"at", "version"}`, oldest first.
+        """When the deployment went over to another version, oldest first: `{"at", "version", "previous", "pause_s"}`.
 
         The first replica to swap counts; those that follow, or are catching up, do not mark it again.
         """
@@ -202,7 +178,8 @@ class History:
         for report in sorted(self.swaps(), key=lambda report: report.at):
             is_new = all(mark["version"] != report.version for mark in marks)
             if report.ok and (is_new or report.previous == marks[-1]["version"] != report.version):
-                marks.append({"at": report.at, "version": report.version})
+                mark = {"at": report.at, "version": report.version, "previous": report.previous}
+                marks.append(mark | {"pause_s": report.pause_s, "proved": report.proved})
         return marks
 
     def events(self, limit: int = 100) -> list[Event]:
@@ -238,12 +215,90 @@ class History:
         with self._lock:
             return self._totals.render()
 
+    def save(self, now: float | None = None) -> None:
+        """Write minutes that are over, and new events, to the file. Raises `sqlite3.Error` or `OSError`, and loses
+        nothing then."""
+        if self._file is None:
+            return
+        now = time.time() if now is None else now
+        until = floor(now - LATE_S, MINUTE_S)
+        with self._lock:
+            minutes = [
+                (kind, key, value)
+                for kind, table in self._tables().items()
+                for key, value in table.minutes(self._saved_until, until).items()
+            ]
+            events = list(self._unsaved)
+        self._file.write(minutes, events, oldest=now - self._history_seconds)
+        with self._lock:
+            self._saved_until = max(self._saved_until, until)
+            del self._unsaved[: len(events)]
+
+    def _tables(self) -> dict[str, SlotTable[Any]]:
+        """By their kind in the file."""
+        return {"replica": self._counts, "class": self._classes, "speculation": self._steps}
+
+    def _load(self, file: HistoryFile) -> None:
+        for kind, key, value in file.minutes(time.time() - self._history_seconds):
+            self._tables()[kind].put_minute(key, value)
+            self._saved_until = max(self._saved_until, key[0] + MINUTE_S)
+            if kind == "replica":
+                self._count_served(key[2], value.tested_per_pos, value.accepted_per_pos)
+            if kind == "class" and key[1] != OTHER_CLASSES:
+                self._class_names.add(str(key[1]))
+        self._loaded_until = self._saved_until
+        for event in file.events():
+            self._kept.add(encode(event))
+            self._list_event(event)
+
     def _add_window(self, window: SpecWindow) -> None:
+        if self._feed_from is None:
+            self._meet_feed(window.at)
+        if window.at < (self._feed_from or 0.0):
+            return
         is_same_look = self._ends.get(window.replica) == window.at
         self._ends[window.replica] = window.at
-        key = (_floor(window.at, NARROW_S), window.replica, window.version, window.k)
-        self._narrow.setdefault(key, Slot()).add_window(window, 0.0 if is_same_look else window.seconds)
-        self._forget(window.at)
+        counts = Counts.of(window, 0.0 if is_same_look else window.seconds)
+        self._counts.add(window.at, (window.replica, window.version, window.k), counts)
+        self._count_served(window.version, window.num_tested_per_pos, window.num_accepted_tokens_per_pos)
+        self._classes.add(window.at, (self._class_of(window.domain),), Counts.of(window, 0.0))
+        for table in self._tables().values():
+            table.forget(window.at, window.at - self._history_seconds)
+
+    def _meet_feed(self, at: float) -> None:
+        """The feed tells anew what happened since its first window, `at`, in finer slots than the file has: what the
+        file has of it goes, but for the minute in which the feed begins, of which the feed may lack a part."""
+        minute = floor(at, MINUTE_S)
+        self._feed_from = minute + MINUTE_S if minute < self._loaded_until else at
+        for table in (self._counts, self._classes):
+            table.drop_minutes(after=minute)
+        self._served.clear()
+        for key, counts in self._counts.since(0.0):
+            self._count_served(key[2], counts.tested_per_pos, counts.accepted_per_pos)
+
+    def _count_served(self, version: int, tested: Iterable[int], accepted: Iterable[int]) -> None:
+        before = self._served.get(version, (0, 0))
+        self._served[version] = (before[0] + sum(tested), before[1] + sum(accepted))
+
+    def _class_of(self, domain: str) -> str:
+        name = domain or UNLABELLED
+        if name not in self._class_names and len(self._class_names) > MAX_CLASSES:
+            return OTHER_CLASSES
+        self._class_names.add(name)
+        return name
+
+    def _add_event(self, record: Event | SwapReport) -> None:
+        if self._file is not None:
+            if encode(record) in self._kept:
+                return
+            self._unsaved.append(record)
+        self._list_event(record)
+
+    def _list_event(self, record: Event | SwapReport) -> None:
+        if isinstance(record, SwapReport):
+            self._swaps.append(record)
+            record = _swap_event(record)
+        self._events.append(record)
 
     def _add_changes(self, status: ReplicaStatus) -> None:
         changed_at = self._changed_at.get(status.replica, 0.0)
@@ -251,49 +306,19 @@ class History:
         self._changes.extend(new)
         self._changed_at[status.replica] = max([changed_at, *(change["at"] for change in new)])
 
-    def _forget(self, now: float) -> None:
-        """Fold what is no longer recent into wide slots, and drop what is too old."""
-        while self._narrow and (key := next(iter(self._narrow)))[0] < now - NARROW_FOR_S:
-            slot = self._narrow.pop(key)
-            self._wide.setdefault((_floor(key[0], WIDE_S), *key[1:]), Slot()).add_slot(slot)
-        for slots in (self._wide, self._narrow):
-            while slots and (key := next(iter(slots)))[0] < now - self._history_seconds:
-                del slots[key]
-
-    def _slots(self, since: float) -> list[tuple[SlotKey, Slot]]:
-        return [item for slots in (self._wide, self._narrow) for item in slots.items() if item[0][0] >= since]
-
-
-def _row(found: list[tuple[SlotKey, Slot]]) -> dict[str, Any]:
-    """One bucket's values; {} without data."""
-    if not found:
-        return {}
-    total, tokens, per_replica = Slot(), Counter[tuple[int, int]](), dict[str, Slot]()
-    for (_, replica, version, k), slot in found:
-        total.add_slot(slot)
-        tokens[version, k] += slot.num_output_tokens
-        per_replica.setdefault(replica, Slot()).add_slot(slot)
-    version, k = max(tokens, key=lambda key: (tokens[key], key))
-    speeds = [slot.num_output_tokens / slot.seconds for slot in per_replica.values() if slot.seconds > 0]
-    return {
-        "alpha": conditional_acceptance(sum(total.accepted_per_pos), sum(total.tested_per_pos)),
-        "acceptance_rate": acceptance_rate(total.num_accepted_tokens, total.num_draft_tokens),
-        "acceptance_length": acceptance_length(total.num_accepted_tokens, total.num_drafts),
-        "tokens_per_second": sum(speeds) if speeds else None,
-        "tpot_ms": 1000 * total.decode_seconds / total.num_decode_tokens if total.num_decode_tokens else None,
-        "version": version,
-        "k": _k_used([slot for _, slot in found], k),
-        "requests": total.num_finished,
-    }
-
-
-def _k_used(slots: list[Slot], k: int) -> float | None:
-    """Draft tokens per request and step; `k`, the most there may be, where steps were not counted; None without any."""
-    counted = [slot for slot in slots if slot.num_steps]
-    num_steps = sum(slot.num_steps for slot in counted)
-    if num_steps:
-        return round(sum(slot.num_draft_tokens for slot in counted) / num_steps, 2)
-    return k if any(slot.num_output_tokens for slot in slots) else None
+    def _add_step_times(self, status: ReplicaStatus) -> None:
+        """What the replica's totals grew by since its heartbeat before."""
+        figures = speculation_figures(status.speculation)
+        if figures is None:
+            return
+        run = (status.replica, status.started_at)
+        before, self._seconds_per_part[run] = self._seconds_per_part.get(run), figures.seconds_per_part
+        grown = {part: s - (before or {}).get(part, 0.0) for part, s in figures.seconds_per_part.items()}
+        if before is None or not any(s > 0 for s in grown.values()):
+            return
+        net = None if figures.net_ratio is None else (figures.net_ratio, figures.net_low, figures.net_high)
+        times = StepTimes(net=net, seconds_per_part={part: s for part, s in grown.items() if s > 0})
+        self._steps.add(status.at, (status.replica,), times)
 
 
 def _swap_event(report: SwapReport) -> Event:
@@ -305,11 +330,3 @@ def _swap_event(report: SwapReport) -> Event:
         return Event(at=report.at, kind="swapped", text=text, version=report.version)
     text = f"{report.replica} keeps v{report.previous}, v{report.version} was refused: {report.error}"
     return Event(at=report.at, kind="swap_failed", text=text, version=report.version)
-
-
-def _sum(first: Iterable[int], second: Iterable[int]) -> list[int]:
-    return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
-
-
-def _floor(at: float, width: float) -> float:
-    return math.floor(at / width) * width

@@ -30,6 +30,7 @@ from osd.progress import Advance, progress
 from osd.recorded import Recorded, Say
 from osd.records import HOLDOUT_ONE_IN, DraftRelease, RoundOutcome
 from osd.releases import ReleaseStore
+from trainer import trackers
 
 MAX_ROUNDS = 50
 """A candidate is written and judged after every round: many traces make longer rounds, not more."""
@@ -58,7 +59,9 @@ def check_out(out: Path) -> None:
 
 
 def check_draft(config: Config) -> Path:
-    """The directory of the draft to begin with. Raises `ConfigError` when it is none that can be trained."""
+    """The directory of the draft to begin with. Raises `ConfigError` when it is none that can be trained, or a tracker
+    of its training is not installed."""
+    trackers.check_installed(config.trainer.trackers)
     draft = models.resolve(config.serving.draft, "serving.draft")
     weight_files(draft)
     return draft
@@ -97,7 +100,8 @@ def _run_rounds(job: Job, traces: Recorded, release: DraftRelease, work: Path, s
 
     total = job.epochs * len(traces.training)
     size = max(job.config.trainer.max_new_traces, math.ceil(total / MAX_ROUNDS))
-    config = job.config.trainer.model_copy(update={"max_new_traces": size})
+    curves = job.config.trainer.tracker_dir or str(free_name(job.out, "curves"))
+    config = job.config.trainer.model_copy(update={"max_new_traces": size, "tracker_dir": curves})
     buffer, k = traces.buffer(), job.config.speculation.k_max
     trainer = Trainer(config, job.config.gate, k, buffer, work, traces.target_id)
     kept: list[RoundOutcome] = []
@@ -108,6 +112,7 @@ def _run_rounds(job: Job, traces: Recorded, release: DraftRelease, work: Path, s
             outcome = trainer.run_round(release, _share_of(len(part), advance))
             (undone if outcome.discarded else kept).append(outcome)
             advance(0, _figures(outcome))
+    trainer.close()
     if not kept:
         raise OSDError(f"no round of training helped: {outcome.discarded}; try a lower trainer.learning_rate")
     if undone:

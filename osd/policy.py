@@ -21,6 +21,9 @@ from osd.records import HOLDOUT_ONE_IN, DraftRelease, EvalReport, RoundOutcome, 
 CHANCE = 2.0
 """Standard errors of the live α that its distance from the measured one must exceed beside the margin."""
 
+MANY_CONTRADICT = 0.05
+"""Share of new rows that contradict the text which is no longer that of requests with penalties or biased logits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -66,6 +69,17 @@ def should_publish(outcome: RoundOutcome, current: DraftRelease, gate: GateConfi
     if lost := _lost_class(report, gate):
         return Decision(False, f"{gained}, but {lost}")
     return Decision(True, f"{gained}, at least {report.diff_low:+.3f}")
+
+
+def contradictions(outcome: RoundOutcome) -> str:
+    """What to add about rows that were left out, where they are too many to be chance; else ""."""
+    num, num_all = outcome.num_contradicting, outcome.num_contradicting + outcome.num_new_rows
+    if num <= MANY_CONTRADICT * num_all:
+        return ""
+    return (
+        f"; {100 * num / num_all:.0f} % of the new rows contradict the text and were left out: requests with "
+        "penalties or forced tokens have such rows; if there are none, see who else writes to the buffer's Redis"
+    )
 
 
 def _lost_class(report: EvalReport, gate: GateConfig) -> str:

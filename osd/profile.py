@@ -11,6 +11,7 @@ import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from osd.config import Config
@@ -41,7 +42,7 @@ def run(config: Config, *, again: bool, say: Say) -> None:
     if not rows:
         raise OSDError("no step was measured; speculation.calibration_seconds may be too short for this target")
     say(table(rows, config.speculation.k_max))
-    say(f"kept in {path}")
+    say(f"kept in {path}" if Path(path).exists() else "not kept: speculation.calibration_seconds was too short for all")
 
 
 def _in_a_process(config: Config, again: bool, say: Say) -> tuple[list[dict[str, Any]], str]:
@@ -68,7 +69,6 @@ def _in_a_process(config: Config, again: bool, say: Say) -> tuple[list[dict[str,
 
 def _measure(made: Any, again: bool, answer: Any) -> None:
     import os
-    from pathlib import Path
 
     os.environ.update(made.config.serving.env)
     from serving import vllm_compat

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -149,6 +149,10 @@ class Trace:
     def num_rows(self) -> int:
         return len(self.position)
 
+    def with_rows(self, keep_N: np.ndarray) -> Trace:
+        """The same request with some of its rows. keep_N: bool."""
+        return self if keep_N.all() else replace(self, **{name: getattr(self, name)[keep_N] for name in _TRACE_ROWS})
+
     @property
     def is_holdout(self) -> bool:
         """Whether the gate may judge on this trace and the trainer must not see it (a stable hash of its id)."""
@@ -258,6 +262,10 @@ class RoundOutcome:
     """Mean loss over the newest held-out traces; None when there were too few."""
     padding: float = 0.0
     """Share of the tokens computed that were padding."""
+    num_new_rows: int = 0
+    """Rows of new traces that could be trained on."""
+    num_contradicting: int = 0
+    """Rows of new traces that were left out because they contradict the text that was served."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -411,6 +419,23 @@ class BufferStats:
     """`finished_at` of the oldest stored trace; 0 when empty."""
     dropped: dict[str, int] = field(default_factory=dict)
     """reason -> traces this client could not store, or could not read"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """Which parts of a service work, as its controller finds them.
+
+    Example:
+        Health(is_redis_up=True, is_trainer_up=True, is_alarmed=False, lagging=("replica-1",))
+    """
+
+    is_redis_up: bool
+    is_trainer_up: bool
+    """Also where no training is wanted."""
+    is_alarmed: bool
+    """An engine seems to run something else than the serving draft."""
+    lagging: tuple[str, ...] = ()
+    """Replicas that have served another version than the wanted one for long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -153,9 +153,13 @@ def _describe_draft(release: DraftRelease) -> dict[str, Any]:
         "created_at": release.created_at,
         "sha256": release.sha256,
         "path": release.path,
+        "kind": release.kind,
         "eval": asdict(outcome.eval) if outcome and outcome.eval else None,
         "num_steps": outcome.num_steps if outcome else 0,
         "num_tokens": outcome.num_tokens if outcome else 0,
+        "num_new_rows": outcome.num_new_rows if outcome else 0,
+        "loss_first": outcome.loss_first if outcome else None,
+        "loss_last": outcome.loss_last if outcome else None,
         "seconds": outcome.seconds if outcome else 0.0,
     }
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from osd.troubles import learnable, troubles
+from osd.troubles import last_outcome, learnable, troubles
 from osd.wording import counted, percent, size, span
 
 NUM_EVENTS = 3
-ENDS_OF_A_ROUND = ("published", "refused", "discarded", "publish_failed")
 LEFT_OUT_SHOWN = 4
 
 
 def page(status: dict[str, Any], events: list[dict[str, Any]]) -> str:
     """The page. `events`: newest first, enough of them to find the last training round's end."""
-    outcome = next((event for event in events if event["kind"] in ENDS_OF_A_ROUND), None)
+    outcome = last_outcome(events)
     return "\n".join(
         [
-            *_headline([*troubles(status, outcome), *_ended_controls(status)]),
+            *_headline(troubles(status, outcome)),
             *_service(status),
             _row("recent", _figures(status.get("recent") or {})),
             *_training(status, outcome),
@@ -41,15 +40,6 @@ def _headline(found: list[str]) -> Iterator[str]:
     yield found[0] if found else "all is well"
     for text in found[1:]:
         yield _row("also", text)
-
-
-def _ended_controls(status: dict[str, Any]) -> Iterator[str]:
-    for replica in status["replicas"]:
-        if problem := (replica.get("speculation_figures") or {}).get("problem"):
-            yield (
-                f"the control of speculation has ended on {replica['replica']} ({problem}), so it always proposes "
-                f"{counted(replica['k'], 'token')}: restart the service; the replica's log says why"
-            )
 
 
 def _service(status: dict[str, Any]) -> Iterator[str]:
@@ -88,7 +78,7 @@ def _figure(recent: dict[str, Any], name: str, text: str) -> str:
 
 
 def _training(status: dict[str, Any], outcome: dict[str, Any] | None) -> Iterator[str]:
-    yield _row("trainer", _trainer_state(status))
+    yield _row("trainer", trainer_state(status))
     if outcome is not None:
         yield _row("last round", f"{outcome['kind']} {span(status['now'] - outcome['at'])} ago: {outcome['text']}")
     rounds, swaps, rollbacks = (status[f"num_{name}"] for name in ("rounds", "swaps", "rollbacks"))
@@ -97,7 +87,8 @@ def _training(status: dict[str, Any], outcome: dict[str, Any] | None) -> Iterato
     )
 
 
-def _trainer_state(status: dict[str, Any]) -> str:
+def trainer_state(status: dict[str, Any]) -> str:
+    """What the trainer does, or why it idles."""
     if not status["training"]:
         return "off: trainer.enabled is false"
     if status["trainer"] != "ok":

@@ -24,6 +24,9 @@ WORTH_A_WORD = 0.01
 """Share of the requests whose loss is a problem rather than an accident."""
 
 
+ENDS_OF_A_ROUND = ("published", "refused", "discarded", "publish_failed")
+
+
 def learnable(status: dict[str, Any]) -> tuple[int, Counter[str]]:
     """Requests that became traces and reached the buffer since the replicas started, and those that did not by reason
     (`buffer: REASON` = on the way to the buffer)."""
@@ -38,9 +41,14 @@ def learnable(status: dict[str, Any]) -> tuple[int, Counter[str]]:
     return max(0, num_traces - num_lost), left_out
 
 
+def last_outcome(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The event that ended the last training round; `events` newest first."""
+    return next((event for event in events if event["kind"] in ENDS_OF_A_ROUND), None)
+
+
 def troubles(status: dict[str, Any], outcome: dict[str, Any] | None = None) -> list[str]:
     """One line each, worst first; [] when all is well. `outcome`: the event that ended the last training round."""
-    return [*_serving(status), *_lost(status), *_training(status, outcome)]
+    return [*_serving(status), *_lost(status), *_training(status, outcome), *_ended_controls(status)]
 
 
 def _serving(status: dict[str, Any]) -> Iterator[str]:
@@ -118,3 +126,12 @@ def _training(status: dict[str, Any], outcome: dict[str, Any] | None) -> Iterato
         yield f"the last training round failed ({outcome['text']}): lower trainer.learning_rate if it happens again"
     if status["paused"]:
         yield "training is paused, so the draft does not learn: `osd resume` ends it"
+
+
+def _ended_controls(status: dict[str, Any]) -> Iterator[str]:
+    for replica in status["replicas"]:
+        if problem := (replica.get("speculation_figures") or {}).get("problem"):
+            yield (
+                f"the control of speculation has ended on {replica['replica']} ({problem}), so it always proposes "
+                f"{counted(replica['k'], 'token')}: restart the service; the replica's log says why"
+            )

@@ -33,6 +33,7 @@ class Step:
     """One verification step on its way to the capture thread."""
 
     at: float
+    """By `time.monotonic`."""
     req_ids: list[str]
     version_B: np.ndarray
     """version of the draft that proposed, per request; 0 where none did"""
@@ -47,6 +48,7 @@ class Schedule:
     """Requests that came and went before a step."""
 
     at: float
+    """By the clock on the wall, as traces carry it."""
     new: list[NewRequest]
     finished: set[str]
 

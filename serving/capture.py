@@ -117,7 +117,7 @@ class Capture:
         if not step.is_model_draft:
             version_B[:] = 0
         picked = self._pick(step, lot)
-        return Step(time.time(), step.req_ids, version_B, step.num_draft_tokens_B, picked, step.is_model_draft)
+        return Step(time.monotonic(), step.req_ids, version_B, step.num_draft_tokens_B, picked, step.is_model_draft)
 
     def _is_full(self) -> bool:
         num_queued_bytes = self._num_bytes_in - self._num_bytes_out

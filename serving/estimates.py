@@ -97,6 +97,10 @@ class Acceptance:
 
     def add(self, slot_B: np.ndarray, drafted_B: np.ndarray, accepted_B: np.ndarray) -> None:
         """One verification step; requests without drafts only fade."""
+        if not drafted_B.any():
+            self._tested_SG[slot_B] *= FADING
+            self._accepted_SG[slot_B] *= FADING
+            return
         tested_BG = self._place_G < np.minimum(drafted_B, accepted_B + 1)[:, None]
         accepted_BG = self._place_G < accepted_B[:, None]
         fade_BG = np.where(tested_BG, MEMORY, FADING)

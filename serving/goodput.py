@@ -11,8 +11,9 @@ Legend: B requests, G places in a draft (k_max).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -25,8 +26,6 @@ HYSTERESIS = 0.02
 """What another choice must promise above the present one."""
 NEARLY = 0.85
 """A choice that promises this part of the best one may be the best."""
-ENOUGH_STEPS = 6
-"""Steps of a shape that make its time known."""
 MARGIN = 0.6
 """A draft token is verified when its survival is worth this part of the time it takes: a guess that is a little wrong
 should verify too much rather than too little."""
@@ -65,15 +64,27 @@ class Load:
 
 def candidates(load: Load, times: StepTimes) -> list[Plan]:
     """Every choice with its predicted goodput, `off` first."""
-    choices: list[tuple[Proposer, int, float]] = [("off", 0, 0.0)]
-    for proposer, survival_BG in load.survival.items():
-        gains = survival_BG.sum(0).cumsum().tolist()
-        choices += [(proposer, k, gain) for k, gain in enumerate(gains, start=1)]
-    seconds = times.predict([shape_of(load, proposer, k) for proposer, k, _ in choices]).tolist()
+    k_max = max((survival_BG.shape[1] for survival_BG in load.survival.values()), default=0)
+    choices, shapes = _choices(tuple(load.survival), k_max, load.batch)
+    gains = [0.0]
+    for survival_BG in load.survival.values():
+        gains += survival_BG.sum(0).cumsum().tolist()
+    seconds = times.predict(shapes, load.context).tolist()
+    seconds = [max(took, seconds[0]) for took in seconds]  # who proposes is paid for: none takes less than `off`
     return [
         Plan(proposer, k, (load.batch + gain) / took, took)
-        for (proposer, k, gain), took in zip(choices, seconds, strict=True)
+        for (proposer, k), gain, took in zip(choices, gains, seconds, strict=True)
     ]
+
+
+@lru_cache(maxsize=256)
+def _choices(
+    proposers: tuple[Proposer, ...], k_max: int, batch: int
+) -> tuple[list[tuple[Proposer, int]], tuple[Shape, ...]]:
+    """What may be proposed, and the steps it makes, as yet without context."""
+    choices = [(OFF.proposer, 0), *((proposer, k) for proposer in proposers for k in range(1, k_max + 1))]
+    load = Load(batch, 0, {})
+    return choices, tuple(shape_of(load, proposer, k) for proposer, k in choices)
 
 
 def shape_of(load: Load, proposer: Proposer, k: int) -> Shape:
@@ -92,12 +103,13 @@ def choose(plans: Sequence[Plan], present: Plan) -> Plan:
     return best
 
 
-def unmeasured(plans: Sequence[Plan], load: Load, times: StepTimes) -> Plan | None:
-    """A choice that may well be the best, but whose step has hardly been seen with this batch: worth a few steps."""
+def unmeasured(plans: Sequence[Plan], load: Load, times: StepTimes, is_due: Callable[[Plan, int], bool]) -> Plan | None:
+    """A choice that may well be the best, but whose step was hardly or not lately seen: worth a few steps. `is_due` is
+    asked of each, with the number of its steps that are known."""
     least = NEARLY * max(plan.goodput for plan in plans)
     near = [plan for plan in plans if plan.goodput >= least]
-    unseen = [p for p in near if times.num_steps(shape_of(load, p.proposer, p.k)) < ENOUGH_STEPS]
-    return max(unseen, key=_goodput, default=None)
+    due = [p for p in near if is_due(p, times.num_steps(shape_of(load, p.proposer, p.k)))]
+    return max(due, key=_goodput, default=None)
 
 
 def with_threshold(plan: Plan, load: Load, times: StepTimes) -> Plan:

@@ -2,7 +2,8 @@
 
 vLLM runs the draft once in every step, at k = 0 too, so that its KV cache keeps up. Here it does not: the positions it
 misses are noted per request, and the first step that wants drafts again runs the draft once over them. What it then
-proposes is what it would have proposed had it never slept.
+proposes is what it would have proposed had it never slept. A step without a token to verify samples as an engine
+without speculation does: vLLM's rejection sampler would give the same, by a longer way.
 
     k = 0   stale[request] = first position the draft has not seen; the blocks written meanwhile are marked
     k > 0   one forward pass over [stale, computed) of each such request, then vLLM's own `propose`
@@ -15,6 +16,7 @@ where the host does not know how far a request has come.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -54,11 +56,13 @@ def lazy_draft(runner: Any) -> LazyDraft | None:
 
 
 class LazyDraft:
-    """Stands before `drafter.propose` of one model runner."""
+    """Stands before `drafter.propose`, `propose_draft_token_ids` and the rejection sampler of one model runner."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._drafter = runner, runner.drafter
-        self._propose = runner.drafter.propose
+        self._propose, self._propose_step = runner.drafter.propose, runner.propose_draft_token_ids
+        self._verify = runner.rejection_sampler.forward
+        self._metadata_at = list(inspect.signature(self._propose_step).parameters).index("common_attn_metadata") - 1
         self._stale: dict[str, int] = {}
         self._computed: dict[str, int] = {}
         """request -> tokens computed before its last step: fewer now = it starts again"""
@@ -66,32 +70,65 @@ class LazyDraft:
         self._is_off = False
         self.num_forwards_saved = 0
         self.num_tokens_caught_up = 0
+        self.num_steps_without_drafts = 0
+        """Sampled without the rejection sampler."""
         runner.drafter.propose = self.propose
+        runner.propose_draft_token_ids = self.propose_step
+        runner.rejection_sampler.forward = self.verify
 
     def remove(self) -> None:
         """vLLM's own way again. Whatever is stale stays so: drafts suffer, answers do not."""
-        vars(self._drafter).pop("propose", None)
+        for owner, name in (
+            (self._drafter, "propose"),
+            (self._runner, "propose_draft_token_ids"),
+            (self._runner.rejection_sampler, "forward"),
+        ):
+            vars(owner).pop(name, None)
+
+    def propose_step(self, scheduler_output: Any, *given: Any, **named: Any) -> Any:
+        """As vLLM's. At k = 0 nothing of what vLLM prepares for the draft is made."""
+        if scheduler_output.num_spec_tokens_to_schedule == 0 and len(given) > self._metadata_at:
+            self._runner._draft_probs = self._runner._draft_prob_req_ids = None
+            if (nothing := self._guarded(0, given[self._metadata_at])) is not None:
+                return nothing
+        return self._propose_step(scheduler_output, *given, **named)
 
     def propose(self, **given: Any) -> torch.Tensor:
         """As vLLM's."""
-        if not self._is_off:
-            try:
-                if (drafts := self._before(given)) is not None:
-                    return drafts
-            except Exception:
-                self._is_off = True
-                logger.exception("the draft no longer sleeps at k = 0; serving is not affected")
-        return self._propose(**given)
+        nothing = self._guarded(given["num_speculative_tokens"], given["common_attn_metadata"])
+        return self._propose(**given) if nothing is None else nothing
 
-    def _before(self, given: dict[str, Any]) -> torch.Tensor | None:
-        metadata, batch = given["common_attn_metadata"], self._runner.input_batch
+    def verify(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling: Any) -> Any:
+        """As vLLM's. Without drafts each request has one row of logits. They are copied: the sampler may change what it
+        is given, and capture reads it afterwards."""
+        wants_logprobs = sampling.max_num_logprobs is not None or getattr(sampling, "logprob_token_ids", None)
+        if metadata.max_spec_len or wants_logprobs or self._is_off:
+            return self._verify(metadata, draft_probs, logits, sampling)
+        self.num_steps_without_drafts += 1
+        return self._runner.sampler(
+            logits=logits[metadata.bonus_logits_indices], sampling_metadata=sampling, predict_bonus_token=True
+        )
+
+    def _guarded(self, k: int, metadata: Any) -> torch.Tensor | None:
+        if self._is_off:
+            return None
+        try:
+            return self._before(k, metadata)
+        except Exception:
+            self._is_off = True
+            logger.exception("the draft no longer sleeps at k = 0; serving is not affected")
+            return None
+
+    def _before(self, k: int, metadata: Any) -> torch.Tensor | None:
+        """No drafts at k = 0; None where the draft is to make some, for which it now has all it missed."""
+        batch = self._runner.input_batch
         num_reqs, req_ids = batch.num_reqs, batch.req_ids
         start_B = batch.num_computed_tokens_cpu[:num_reqs]
         ends = metadata.query_start_loc_cpu.numpy()[: num_reqs + 1]
         end_B = start_B + np.diff(ends)
         self._forget_finished(req_ids)
         self._meet(req_ids, start_B)
-        if given["num_speculative_tokens"] == 0:
+        if k == 0:
             for req_id, start in zip(req_ids, start_B.tolist(), strict=False):
                 self._stale.setdefault(req_id, start)
             self._mark(start_B, end_B, is_stale=True)

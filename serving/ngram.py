@@ -6,12 +6,14 @@ proposed is checked against what the target then wrote, and so its worth is know
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 SIZES = (4, 2)
 """Lengths of the suffix looked up, the longest first."""
 MAX_INDEXED = 1024
 """Tokens indexed at a time, so that a long prompt does not hold up a step."""
+STEPS_PER_SHADOW = 8
+"""Steps of a request between two lookups in shadow."""
 
 
 class Lookup:
@@ -46,3 +48,32 @@ class Lookup:
                     found.append(found[-period])
                 return found
         return []
+
+
+class Shadow:
+    """Lookups of one request that are judged by what the target wrote, without being verified."""
+
+    __slots__ = ("_at", "_num_steps", "_proposed")
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._at = -1
+        """Length of the request at the lookup that waits for its judgement; -1 = none waits."""
+        self._proposed: list[int] = []
+
+    def step(self, lookup: Lookup, tokens_of: Callable[[], Sequence[int]], k: int) -> tuple[int, int] | None:
+        """After each step: draft tokens that count as proposed and as accepted, where a lookup can now be judged.
+        Nothing found is a draft that was not accepted."""
+        self._num_steps += 1
+        if self._at < 0:
+            if self._num_steps % STEPS_PER_SHADOW == 0:
+                tokens = tokens_of()
+                if lookup.index(tokens):  # a long prompt takes several turns
+                    self._at, self._proposed = len(tokens), lookup.propose(tokens, k)
+            return None
+        proposed, written = self._proposed, tokens_of()[self._at : self._at + len(self._proposed)]
+        num = next((j for j, (a, b) in enumerate(zip(proposed, written, strict=False)) if a != b), len(written))
+        if num == len(written) < len(proposed):
+            return None
+        self._at = -1
+        return max(len(proposed), 1), num

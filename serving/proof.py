@@ -30,6 +30,8 @@ NOT_LOADED = ("rotary_emb.inv_freq", "masked_bias")
 """Entries of older checkpoints that engines compute by themselves."""
 TINY = 1e-30
 """What is smaller counts as 0: kernels may flush it."""
+VALUES_AT_ONCE = 1 << 20
+"""Small parts are summed together, for the time each sum takes; no more than that, for the memory."""
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _MODULUS = 1 << 64
 
@@ -48,12 +50,15 @@ def rows(num_embeddings: int) -> torch.Tensor:
 
 def digest(parts: Iterable[torch.Tensor]) -> int:
     """A 64-bit number that depends on the bits of all values, not on their order or on zeros among them."""
+    waiting: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     total = 0
     for part in parts:
-        values = torch.where(part.float().abs() < TINY, torch.zeros_like(part), part).contiguous()
-        bits = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]).to(torch.int64)
-        total += int((bits * (bits * 2 + _MIX)).sum())
-    return total % _MODULUS
+        alike = waiting.setdefault((part.dtype, part.device), [])
+        alike.append(part.reshape(-1))
+        if sum(map(len, alike)) >= VALUES_AT_ONCE:
+            total += _sum_of_bits(alike)
+            alike.clear()
+    return (total + sum(_sum_of_bits(alike) for alike in waiting.values() if alike)) % _MODULUS
 
 
 def of_release(tensors: Tensors, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -90,22 +95,34 @@ class SwapProof:
         if self.why_not:
             logger.warning("swaps are not proved in this engine: %s", self.why_not)
 
-    def problem(self, tensors: Tensors) -> str:
-        """In what the live draft is not this checkpoint; "" when it is, or when that cannot be known here."""
+    def expected(self, tensors: Tensors) -> int:
+        """The checksum of a draft that holds this checkpoint. It needs no engine: made while a release is staged."""
+        return digest(of_release(tensors, self._dtype))
+
+    def problem(self, expected: int) -> str:
+        """In what the live draft is not the checkpoint of this checksum; "" when it is, or when that cannot be known
+        here."""
         if self.why_not:
             return ""
         if digest(self._untouched()) != self._before:
             return "the target's weights are no longer those of the start: restart this replica"
-        live, expected = digest(self._read_back()), digest(of_release(tensors, self._dtype))
+        live = digest(self._read_back())
         return "" if live == expected else f"the engine holds other weights: checksum {live:016x}, not {expected:016x}"
 
     def _try(self, first: Tensors) -> str:
         try:
             self._before = digest(self._untouched())
-            live, expected = digest(self._read_back()), digest(of_release(first, self._dtype))
+            live, expected = digest(self._read_back()), self.expected(first)
         except Exception as error:  # noqa: BLE001  an engine with other layers: it serves all the same
             return f"{type(error).__name__}: {error}"
         return "" if live == expected else "its layers hold the first draft in a form of their own"
+
+
+def _sum_of_bits(alike: list[torch.Tensor]) -> int:
+    values = torch.cat(alike)
+    values = torch.where(values.float().abs() < TINY, torch.zeros_like(values), values)
+    bits = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]).to(torch.int64)
+    return int((bits * (bits * 2 + _MIX)).sum())
 
 
 def _chosen(num: int, most: int) -> torch.Tensor:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,7 +27,7 @@ from vllm.v1.engine.core import EngineCore
 
 from serving.assemble import MAX_DOMAIN_LENGTH
 from serving.goodput import Plan
-from serving.speculation import MAX_LOG, Settings, Speculation, StepSeen
+from serving.speculation import Settings, Speculation, StepSeen
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +127,7 @@ class _Controlled:
         elif name == "force":
             self.osd.force(Plan(*given) if given else None)
         elif name == "log":
-            result = list(self.osd.log or ())
-            self.osd.log = deque(maxlen=MAX_LOG) if given else None
+            result = self.osd.accounts.keep_log(bool(given))
         else:
             raise ValueError(f"unknown command {name!r}")
         return json.dumps(result)

@@ -6,8 +6,7 @@
 
 `Speculation` knows no vLLM (`serving/scheduler.py` does) and no time but the clock it is given. What keeps it honest:
 
-    probes          a draft that is not used shows neither acceptance nor cost, so it is tried now and then, as often as
-                    costs at most a hundredth of the time; a surprise makes all older evidence void
+    probes          a draft that is not used is tried now and then; a surprise makes all older evidence void
     shadow lookups  n-grams are judged by what the target wrote, without being verified
     net windows     now and then the whole engine runs without speculation, between two windows with it: what
                     speculation gains is then measured, not modelled (`serving/net.py`)
@@ -16,38 +15,36 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from serving.accounts import Accounts
 from serving.anatomy import Anatomy
 from serving.estimates import UNKNOWN, Acceptance
 from serving.goodput import OFF, Load, Plan, candidates, caps, choose, unmeasured, with_threshold
 from serving.net import NetWindows
-from serving.ngram import Lookup
+from serving.ngram import Lookup, Shadow
+from serving.probes import PROBE_K, Probes
 from serving.step_times import Shape, StepTimes
 
 STEPS_PER_DECISION = 4
-STEPS_PER_SHADOW = 8
-"""A request's n-grams are looked up in shadow every so many of its steps."""
-PROBE_STEPS = 3
-PROBE_K = 2
-PROBE_SHARE = 0.01
-"""Part of the time that probing may take."""
-MIN_STEPS_TO_PROBE, MAX_STEPS_TO_PROBE = 50, 2000
-SURPRISE = 2.5
-"""Standard deviations by which a probe must differ from what was thought, for that to be forgotten."""
 STEPS_PER_TRIAL = 24
 """Steps between two tries of a choice whose step time is not known well enough."""
+ENOUGH_STEPS = 6
+"""Steps of a shape that make its time known."""
+MAX_TRIALS = 2
+"""Tries by which it should be: n-grams that find nothing never make the step that is asked for."""
+STEPS_TO_RETRY = 400
+"""Steps after which a choice that was not made is worth another try: what was known of it is old."""
+MAX_TRIED = 1024
 SWEEP_STEPS = 8
 """Steps of each choice in a sweep, with which step times are measured."""
 DECISIONS_PER_OPENING = 16
 """At every so many decisions, all drafts are verified whole."""
-MAX_CHANGES = 50
-MAX_LOG = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +68,8 @@ class _Request:
     client_cap: int
     is_counted: bool
     lookup: Lookup = field(default_factory=Lookup)
+    shadow: Shadow = field(default_factory=Shadow)
     cap: int = 0
-    num_steps: int = 0
-    shadow: tuple[int, list[int]] | None = None
-    """length of the request when its n-grams were looked up, and what they proposed"""
-
-
-@dataclass(slots=True)
-class _Probe:
-    """A try of the draft that was not used."""
-
-    expected: float
-    """acceptance of the first place, as it was thought to be"""
-    steps_left: int = PROBE_STEPS
-    tested: int = 0
-    accepted: int = 0
-
-    @property
-    def is_surprise(self) -> bool:
-        deviation = max(self.tested * self.expected * (1 - self.expected), 0.1) ** 0.5
-        return self.accepted - self.tested * self.expected > SURPRISE * deviation
 
 
 @dataclass(slots=True)
@@ -125,7 +104,7 @@ class Speculation:
         self.times = StepTimes(padded)
         self.anatomy = Anatomy(settings.k_max)
         self.net = NetWindows(settings.net_interval_seconds, settings.net_window_seconds, settings.seed, clock)
-        self.log: deque[dict[str, Any]] | None = None
+        self.accounts = Accounts()
         self._draft = Acceptance(settings.k_max, UNKNOWN if settings.predicted is None else settings.predicted)
         self._ngram = Acceptance(settings.k_max, 0.3)
         self._requests: dict[str, _Request] = {}
@@ -133,20 +112,17 @@ class Speculation:
         self._plan = self._resting_plan()
         self._batch = 0
         self._num_since_decision = STEPS_PER_DECISION
-        self._num_since_tested = 0
         self._num_since_trial = 0
-        self._probe: _Probe | None = None
+        self._num_steps = 0
+        self._used: dict[tuple[int, str, int], tuple[int, int]] = {}
+        """(batch, proposer, k) -> trials of it, and the step in which it was last chosen"""
+        self._probes = Probes()
         self._sweep: list[Plan] = []
         """plans of the next steps, the last first"""
         self._sweep_batch = 0
         self._has_swept = False
         self._is_sweeping = False
         self._needs_catching_up = False
-        self._num_probes = 0
-        self._changes: deque[dict[str, Any]] = deque(maxlen=MAX_CHANGES)
-        self._totals: dict[str, list[float]] = {}
-        """plan -> [steps, seconds, tokens, seconds predicted]"""
-        self._decisions = [0, 0.0]
         self._num_set_caps = 0
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -172,6 +148,7 @@ class Speculation:
         """What the step now to be scheduled proposes at its end. `req_ids` decode, with so many tokens in all."""
         self._num_since_decision += 1
         self._num_since_trial += 1
+        self._num_steps += 1
         if self._forced is not None:
             return self._adopt(self._forced, "forced", req_ids)
         if self._sweep and len(req_ids) >= self._sweep_batch:
@@ -185,7 +162,7 @@ class Speculation:
         if not self.times.is_fitted:
             self._begin_or_end_first_sweep(len(req_ids))
             return self._plan
-        if self._probe is not None:
+        if self._probes.is_under_way:
             return self._plan
         is_due = self._num_since_decision >= STEPS_PER_DECISION or len(req_ids) != self._batch
         if not is_due:
@@ -194,16 +171,13 @@ class Speculation:
         load = self._load(req_ids, context)
         plans = candidates(load, self.times)
         plan, reason = with_threshold(choose(plans, self._plan), load, self.times), "goodput"
-        if plan.proposer != "draft" and self._num_since_tested >= self._interval(plans) and self._can_probe(req_ids):
-            self._probe = _Probe(expected=float(load.survival["draft"][:, 0].mean()))
-            self._num_probes += 1
+        if plan.proposer != "draft" and self._can_probe(req_ids) and self._is_probe_due(plans):
+            self._probes.begin(expected=float(load.survival["draft"][:, 0].mean()))
             plan, reason = self._probe_plan(plans), "probe"
-        elif self._num_since_trial >= STEPS_PER_TRIAL and (trial := unmeasured(plans, load, self.times)):
-            self._num_since_trial = 0
+        elif self._may_try(load) and (trial := self._trial(plans, load)):
             plan, reason = trial, "trial"
         adopted = self._adopt(plan, reason, req_ids, load)
-        self._decisions[0] += 1
-        self._decisions[1] += time.perf_counter() - started
+        self.accounts.add_decision(time.perf_counter() - started)
         return adopted
 
     def cap(self, req_id: str) -> int:
@@ -241,22 +215,32 @@ class Speculation:
             if not is_catching_up:
                 self.times.add(shape, step.seconds)
             if not self._is_sweeping:
-                self._account(step, tokens)
+                self.accounts.add_step(self._plan, step.seconds, tokens)
         if self.settings.mode == "auto":
             self.net.add_step(step.seconds, tokens, len(step.req_ids))
-        self._continue_probe()
-        if self.log is not None:
-            self._write_log(step)
+        self._end_step_of_probe()
+        if self.accounts.has_log:
+            self.accounts.write(
+                self._plan,
+                batch=len(step.req_ids),
+                drafted=sum(step.drafted),
+                accepted=sum(step.accepted),
+                passes=step.passes,
+                context=step.context,
+                is_pure=step.is_pure,
+                seconds=step.seconds,
+            )
 
     def restart(self, predicted: float | None) -> None:
         """Another draft serves from now on."""
         self._draft.restart([request.slot for request in self._requests.values()], predicted)
         self._num_since_decision = STEPS_PER_DECISION
-        self._probe = None
+        self._probes.stop()
 
     def force(self, plan: Plan | None) -> None:
         """Do this whatever the goodput says; None = decide again."""
-        self._forced, self._probe = plan, None
+        self._forced = plan
+        self._probes.stop()
         self._num_since_decision = STEPS_PER_DECISION
 
     def sweep(self, batch: int) -> None:
@@ -284,7 +268,6 @@ class Speculation:
 
     def report(self) -> dict[str, Any]:
         """Counters since the start, and the newest changes of plan."""
-        num, seconds = self._decisions
         return {
             "mode": self.settings.mode,
             "plan": self._plan.name,
@@ -292,15 +275,10 @@ class Speculation:
             "k": self._plan.k,
             "batch": self._batch,
             "predicted_tokens_per_second": self._plan.goodput,
-            "plans": {
-                name: {"steps": int(steps), "seconds": took, "tokens": int(tokens), "predicted_seconds": predicted}
-                for name, (steps, took, tokens, predicted) in self._totals.items()
-            },
-            "changes": list(self._changes),
-            "num_probes": self._num_probes,
-            "decision_us": 1e6 * seconds / num if num else 0.0,
+            "num_probes": self._probes.num,
             "net": self.net.report(),
             "num_cells": self.times.num_cells,
+            **self.accounts.report(),
             **self.anatomy.report(),
         }
 
@@ -339,20 +317,38 @@ class Speculation:
                     survival_BG[b, request.client_cap :] = 0.0
         return Load(len(req_ids), context, survival)
 
+    def _may_try(self, load: Load) -> bool:
+        return self._num_since_trial >= STEPS_PER_TRIAL and load.batch == self._batch
+
+    def _trial(self, plans: Sequence[Plan], load: Load) -> Plan | None:
+        def is_due(plan: Plan, num_known: int) -> bool:
+            num_trials, used_at = self._used.get((load.batch, plan.proposer, plan.k), (0, 0))
+            is_new = num_known < ENOUGH_STEPS and num_trials < MAX_TRIALS
+            can_be_seen = num_known > 0 or plan.proposer == "draft"
+            return is_new or (can_be_seen and self._num_steps - used_at >= STEPS_TO_RETRY)
+
+        trial = unmeasured(plans, load, self.times, is_due)
+        if trial is not None:
+            key = load.batch, trial.proposer, trial.k
+            self._used[key] = self._used.get(key, (0, 0))[0] + 1, self._num_steps
+            self._num_since_trial = 0
+        return trial
+
+    def _note_use(self, plan: Plan) -> None:
+        key = self._batch, plan.proposer, plan.k
+        num_trials, _ = self._used.pop(key, (0, 0))
+        self._used[key] = num_trials, self._num_steps  # the newest last
+        if len(self._used) > MAX_TRIED:
+            del self._used[next(iter(self._used))]
+
     def _adopt(self, plan: Plan, reason: str, req_ids: Sequence[str], load: Load | None = None) -> Plan:
         self._is_sweeping = reason == "sweep"
         if (plan.proposer, plan.k) != (self._plan.proposer, self._plan.k) and not self._is_sweeping:
-            self._changes.append(
-                {
-                    "at": time.time(),
-                    "from": self._plan.name,
-                    "to": plan.name,
-                    "batch": len(req_ids),
-                    "reason": reason if len(req_ids) == self._batch or reason != "goodput" else "load",
-                }
-            )
+            is_new_load = reason == "goodput" and len(req_ids) != self._batch
+            self.accounts.add_change(self._plan, plan, len(req_ids), "load" if is_new_load else reason)
         self._plan, self._batch = plan, len(req_ids)
         if load is not None:
+            self._note_use(plan)
             self._num_since_decision = 0
             self._set_caps(plan, req_ids, load)
         elif self._num_since_decision >= STEPS_PER_DECISION:
@@ -390,10 +386,7 @@ class Speculation:
             accepted_B = np.zeros_like(accepted_B)
         self._draft.add(slot_B[counted_B], drafted_B[counted_B], accepted_B[counted_B])
         num_tested = int(((drafted_B > 0) & counted_B).sum())
-        self._num_since_tested = 0 if num_tested else self._num_since_tested + 1
-        if self._probe is not None:
-            self._probe.tested += num_tested
-            self._probe.accepted += int(((accepted_B > 0) & counted_B).sum())
+        self._probes.add_step(num_tested, int(((accepted_B > 0) & counted_B).sum()))
         if num_tested:
             lengths = [step.num_tokens[i] for i in known], [step.num_outputs[i] for i in known if step.num_outputs]
             self.anatomy.add_step(drafted_B * counted_B, accepted_B * counted_B, *lengths)
@@ -404,75 +397,31 @@ class Speculation:
         """Judge what n-grams would have proposed by what has been written since, and look up anew now and then."""
         slots, proposed_B, accepted_B = [], [], []
         for request, req_id in zip(requests, req_ids, strict=True):
-            request.num_steps += 1
-            if request.shadow is None:
-                if request.num_steps % STEPS_PER_SHADOW == 0:
-                    tokens = tokens_of(req_id)
-                    if request.lookup.index(tokens):  # a long prompt takes several turns
-                        request.shadow = len(tokens), request.lookup.propose(tokens, self.settings.k_max)
-                continue
-            at, proposed = request.shadow
-            written = tokens_of(req_id)[at : at + len(proposed)]
-            num = next((j for j, (a, b) in enumerate(zip(proposed, written, strict=False)) if a != b), len(written))
-            if num < len(written) or len(written) == len(proposed):
-                request.shadow = None
-                if request.is_counted:
-                    slots.append(request.ngram_slot)
-                    proposed_B.append(max(len(proposed), 1))
-                    accepted_B.append(num)
+            judged = request.shadow.step(request.lookup, partial(tokens_of, req_id), self.settings.k_max)
+            if judged is not None and request.is_counted:
+                slots.append(request.ngram_slot)
+                proposed_B.append(judged[0])
+                accepted_B.append(judged[1])
         if slots:
             self._ngram.add(np.array(slots), np.array(proposed_B), np.array(accepted_B))
 
     def _can_probe(self, req_ids: Sequence[str]) -> bool:
         """Whether a probe would show anything."""
+        if "draft" not in self.settings.proposers:
+            return False
         requests = (self._requests.get(req_id) for req_id in req_ids)
-        may_draft = any(r is not None and r.is_counted and r.client_cap > 0 for r in requests)
-        return may_draft and "draft" in self.settings.proposers
+        return any(r is not None and r.is_counted and r.client_cap > 0 for r in requests)
 
     def _probe_plan(self, plans: Sequence[Plan]) -> Plan:
         k = min(PROBE_K, self.settings.k_max)
         return next(plan for plan in plans if plan.proposer == "draft" and plan.k == k)
 
-    def _interval(self, plans: Sequence[Plan]) -> int:
-        """Steps between probes such that they take their share of the time."""
-        if "draft" not in self.settings.proposers:
-            return MAX_STEPS_TO_PROBE
-        off_s = plans[0].seconds
-        extra_s = (PROBE_STEPS + 1) * max(self._probe_plan(plans).seconds - off_s, 0.0)
-        return int(min(max(extra_s / (PROBE_SHARE * off_s), MIN_STEPS_TO_PROBE), MAX_STEPS_TO_PROBE))
+    def _is_probe_due(self, plans: Sequence[Plan]) -> bool:
+        return self._probes.is_due(plans[0].seconds, self._probe_plan(plans).seconds)
 
-    def _continue_probe(self) -> None:
-        if self._probe is None:
-            return
-        self._probe.steps_left -= 1
-        if self._probe.steps_left > 0:
-            return
-        probe, self._probe = self._probe, None
-        self._num_since_tested = 0
-        self._num_since_decision = STEPS_PER_DECISION
-        if probe.is_surprise:
-            slots = [request.slot for request in self._requests.values()]
-            self._draft.restart(slots, (probe.accepted + 1) / (probe.tested + 2))
-
-    def _account(self, step: StepSeen, tokens: int) -> None:
-        totals = self._totals.setdefault(self._plan.name, [0, 0.0, 0, 0.0])
-        totals[0] += 1
-        totals[1] += step.seconds
-        totals[2] += tokens
-        totals[3] += self._plan.seconds
-
-    def _write_log(self, step: StepSeen) -> None:
-        assert self.log is not None
-        self.log.append(
-            {
-                "plan": self._plan.name,
-                "batch": len(step.req_ids),
-                "drafted": sum(step.drafted),
-                "accepted": sum(step.accepted),
-                "passes": step.passes,
-                "context": step.context,
-                "is_pure": step.is_pure,
-                "seconds": step.seconds,
-                "predicted_seconds": self._plan.seconds,
-            }
-        )
+    def _end_step_of_probe(self) -> None:
+        has_ended, surprise = self._probes.end_step()
+        if has_ended:
+            self._num_since_decision = STEPS_PER_DECISION
+        if surprise is not None:
+            self._draft.restart([request.slot for request in self._requests.values()], surprise)

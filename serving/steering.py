@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 BATCHES = (1, 4, 16, 64)
 """Requests that run at once while the engine is measured."""
 SECONDS_BETWEEN_LOOKS = 0.05
+SECONDS_TO_ANSWER = 5.0
+"""The engine answers between two steps. A heartbeat that lacks a report is better than one that comes too late."""
 PROMPT_TOKENS = 64
 SCHEMA_VERSION = 1
 
@@ -117,10 +119,13 @@ class Steering:
 
     async def _call(self, name: str, argument: Any = None) -> Any:
         try:
-            return json.loads(await self._utility("osd_speculation", name, json.dumps(argument)))
+            async with asyncio.timeout(SECONDS_TO_ANSWER):
+                return json.loads(await self._utility("osd_speculation", name, json.dumps(argument)))
+        except TimeoutError:
+            logger.error("the control of speculation did not answer %r within %.0f s", name, SECONDS_TO_ANSWER)
         except Exception:
             logger.exception("the control of speculation did not answer %r", name)
-            return None
+        return None
 
 
 def _prompt(i: int, vocab_size: int) -> list[int]:
@@ -141,7 +146,7 @@ def profile_path(config: Config, target_id: str, draft_dir: str) -> Path:
         "k_max": config.speculation.k_max,
         "proposers": config.speculation.proposers,
         "env": config.serving.env,
-        "vllm": {key: str(value) for key, value in sorted(config.serving.vllm.items())},
+        "vllm": {key: str(value) for key, value in sorted(config.serving.vllm.items()) if key != "api_key"},
     }
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
     return cache_root() / "profiles" / f"{digest}.json"

@@ -5,6 +5,10 @@
 The last few steps of each cell are kept, so old ones leave, and a spike among them does not move their median. A cell
 that has been seen corrects the fit where the fit is wrong there. Recursive least squares would not do: while the shape
 stays the same it forgets all others and diverges.
+
+A machine is not always as fast (clocks, neighbours), and shapes are seen at different times: cells hold what steps
+would have taken at the same pace. The pace is what the steps of a well-known cell are off, all shapes alike; so that it
+does not vanish in the cell, a full one takes in few steps.
 """
 
 from __future__ import annotations
@@ -22,16 +26,25 @@ from scipy.optimize import nnls
 CELL_SIZE = 15
 """Newest steps kept of each cell."""
 MAX_CELLS = 512
+MAX_KNOWN_SHAPES = 256
 STEPS_PER_FIT, MIN_STEPS_PER_FIT = 100, 8
 NEW_SHAPE_STEPS = 4
 """Steps of a shape by which its time is known well enough to fit anew."""
 CELL_WEIGHT = 1.5
 """A cell counts n / (n + CELL_WEIGHT) against the fit."""
+STALE_STEPS, STALE_SIZE = 300, 3
+"""After so many steps of other shapes, only the newest of a cell count beside those to come."""
+STEPS_PER_RENEWAL = 8
+"""A full cell takes in one step of so many: what all of them are off is the pace."""
+PACE_GAIN, MAX_OFF = 0.2, 0.3
+"""By which part of what a step is off the pace follows it, and by how much one step can be off (in logarithms)."""
 KNEES = (8, 32, 128)
 """Verified tokens from which each costs more: small batches wait for memory, large ones compute."""
 
 
 _KNEES = np.array(KNEES, np.float64)
+_CONTEXT = 3 + len(KNEES)
+"""Place of the context among the features."""
 
 
 class Shape(NamedTuple):
@@ -55,6 +68,12 @@ def key_of(shape: Shape) -> Key:
 class _Cell:
     shapes: deque[Shape] = field(default_factory=lambda: deque(maxlen=CELL_SIZE))
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=CELL_SIZE))
+    seen_at: int = 0
+
+    def forget_all_but(self, num: int) -> None:
+        for values in (self.shapes, self.seconds):
+            while len(values) > num:
+                values.popleft()
 
 
 class StepTimes:
@@ -66,6 +85,10 @@ class StepTimes:
         self._cells: dict[Key, _Cell] = {}
         self._fit: np.ndarray | None = None
         self._corrections: dict[Key, float] = {}
+        self._known_shapes: dict[tuple[Shape, ...], tuple[np.ndarray, list[Key]]] = {}
+        self._pace = 1.0
+        """How much longer than remembered every step takes now."""
+        self._num_steps = 0
         self._num_since_fit = 0
         self._fitting: threading.Thread | None = None
 
@@ -80,7 +103,8 @@ class StepTimes:
     def add(self, shape: Shape, seconds: float) -> None:
         """A step of nothing but decoding. Every `STEPS_PER_FIT` steps, and when a shape has become known, a thread fits
         anew."""
-        is_new = self._remember(shape, seconds) == NEW_SHAPE_STEPS
+        self._follow_pace(shape, seconds)
+        is_new = self._remember(shape, seconds / self._pace) == NEW_SHAPE_STEPS
         self._num_since_fit += 1
         is_due = self._num_since_fit >= (MIN_STEPS_PER_FIT if is_new and self.is_fitted else STEPS_PER_FIT)
         if is_due and (self._fitting is None or not self._fitting.is_alive()):
@@ -92,13 +116,25 @@ class StepTimes:
         """Fit now, in this thread."""
         self._refit(self._medians())
 
-    def predict(self, shapes: Sequence[Shape]) -> np.ndarray:
-        """float [shapes]: seconds. Before the first fit, every step costs the same."""
-        if self._fit is None:
+    def predict(self, shapes: Sequence[Shape], context: int = 0) -> np.ndarray:
+        """float [shapes]: seconds, with so much more context than the shapes have. Before the first fit, every step
+        costs the same."""
+        fit, corrections = self._fit, self._corrections
+        if fit is None:
             return np.ones(len(shapes))
-        seconds = self._features(np.array(shapes, np.float64)) @ self._fit
-        ratio = [self._corrections.get(key_of(shape), 1.0) for shape in shapes]
-        return np.maximum(seconds * ratio, 1e-6)
+        features, keys = self._prepared(tuple(shapes))
+        seconds = features @ fit + context / 1000 * fit[_CONTEXT]
+        seconds *= [corrections.get(key, 1.0) * self._pace for key in keys]
+        return np.maximum(seconds, 1e-6, out=seconds)
+
+    def _prepared(self, shapes: tuple[Shape, ...]) -> tuple[np.ndarray, list[Key]]:
+        """Features and cells of shapes: the control asks for the same ones again and again."""
+        if (found := self._known_shapes.get(shapes)) is None:
+            if len(self._known_shapes) >= MAX_KNOWN_SHAPES:
+                self._known_shapes.clear()
+            features = self._features(np.array(shapes, np.float64).reshape(-1, len(Shape._fields)))
+            found = self._known_shapes[shapes] = features, [key_of(shape) for shape in shapes]
+        return found
 
     def num_steps(self, shape: Shape) -> int:
         """How many of the newest steps of this shape are known."""
@@ -111,14 +147,14 @@ class StepTimes:
             return 0.0
         _, _, per_token, *rest = self._fit.tolist()
         per_token += sum(cost for knee, cost in zip(KNEES, rest, strict=False) if shape.tokens > knee)
-        return per_token + (rest[len(KNEES) + 2] if shape.drafted else 0.0)
+        return self._pace * (per_token + (rest[len(KNEES) + 2] if shape.drafted else 0.0))
 
     # -- the profile that outlives a process --------------------------------------------------------------------------
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Cells as JSON: {"batch", "tokens", "context", "drafted", "seconds", "steps"}."""
         return [
-            {**shape._asdict(), "seconds": seconds, "steps": steps}
+            {**shape._asdict(), "seconds": seconds * self._pace, "steps": steps}
             for shape, seconds, steps in self._medians().values()
         ]
 
@@ -138,12 +174,25 @@ class StepTimes:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _follow_pace(self, shape: Shape, seconds: float) -> None:
+        """Where a shape is well known, a step that takes longer says that the machine is slower, not that shape."""
+        if self._fit is None or self.num_steps(shape) < CELL_SIZE:
+            return
+        expected = float(self.predict([shape._replace(context=0)], shape.context)[0])
+        off = min(max(math.log(max(seconds, 1e-9) / expected), -MAX_OFF), MAX_OFF)
+        self._pace *= math.exp(PACE_GAIN * off)
+
     def _remember(self, shape: Shape, seconds: float) -> int:
         key = key_of(shape)
         cell = self._cells.pop(key, None) or _Cell()
         self._cells[key] = cell  # the newest last
-        cell.shapes.append(shape)
-        cell.seconds.append(seconds)
+        self._num_steps += 1
+        if self._num_steps - cell.seen_at > STALE_STEPS:
+            cell.forget_all_but(STALE_SIZE)
+        cell.seen_at = self._num_steps
+        if len(cell.seconds) < CELL_SIZE or not self.is_fitted or self._num_steps % STEPS_PER_RENEWAL == 0:
+            cell.shapes.append(shape)
+            cell.seconds.append(seconds)
         if len(self._cells) > MAX_CELLS:
             del self._cells[next(iter(self._cells))]
         return len(cell.seconds)
@@ -177,8 +226,8 @@ class StepTimes:
             tokens = np.where(at < len(self._padded), self._padded[np.minimum(at, len(self._padded) - 1)], tokens)
         found = np.empty((len(shapes), 8 + len(KNEES)))
         found[:, 0], found[:, 1], found[:, 2] = 1, batch, tokens
-        found[:, 3 : 3 + len(KNEES)] = np.maximum(tokens[:, None] - _KNEES, 0)
-        rest = found[:, 3 + len(KNEES) :]
+        found[:, 3:_CONTEXT] = np.maximum(tokens[:, None] - _KNEES, 0)
+        rest = found[:, _CONTEXT:]
         rest[:, 0], rest[:, 1] = context / 1000, drafted > 0
         rest[:, 2], rest[:, 3], rest[:, 4] = rest[:, 1] * tokens, drafted, drafted * batch
         return found

@@ -121,6 +121,8 @@ class Staging:
     started: float
     seconds: float = 0.0
     tensors: dict[str, torch.Tensor] | None = None
+    checksum: int = 0
+    """What the proof of the swap will be compared with."""
     error: str = ""
 
 
@@ -145,6 +147,7 @@ class DraftSwapper:
         self._last_good: Tensors = self._without_shared(load_file(Path(release.path) / WEIGHTS))
         self._staging: Staging | None = None
         self.proof = prove(self._last_good) if prove is not None else None
+        self._last_checksum = self._checksum(self._last_good)
 
     def stage(self, release: DraftRelease) -> None:
         """Read and validate a release in a thread; `staging` tells how it went."""
@@ -154,7 +157,9 @@ class DraftSwapper:
 
     def _read(self, staging: Staging) -> None:
         try:
-            staging.tensors = self._without_shared(read_release(staging.release, self._expected))
+            tensors = self._without_shared(read_release(staging.release, self._expected))
+            staging.checksum = self._checksum(tensors)
+            staging.tensors = tensors  # last: whoever sees it may commit
         except SwapError as error:
             staging.error = str(error)
         except Exception as error:  # noqa: BLE001  whatever is wrong with a release, the old draft serves on
@@ -177,12 +182,13 @@ class DraftSwapper:
             raise SwapError(f"v{version} is not staged")
         try:
             self._load(staging.tensors)
-            if self.proof is not None and (problem := self.proof.problem(staging.tensors)):
+            if self.proof is not None and (problem := self.proof.problem(staging.checksum)):
                 raise SwapError(problem)
         except Exception as error:
             self._restore(f"v{version}: {error}")
             raise SwapError(f"v{version}: loading failed, the previous draft was restored: {error}") from error
-        self._last_good, self.version, self._staging = staging.tensors, version, None
+        self._last_good, self._last_checksum = staging.tensors, staging.checksum
+        self.version, self._staging = version, None
         return time.perf_counter() - started
 
     def _restore(self, why: str) -> None:
@@ -190,11 +196,14 @@ class DraftSwapper:
         answers stay what they are, and the next swap may mend it."""
         try:
             self._load(self._last_good)
-            problem = self.proof.problem(self._last_good) if self.proof is not None else ""
+            problem = self.proof.problem(self._last_checksum) if self.proof is not None else ""
         except Exception as error:  # noqa: BLE001  whatever it was, the engine serves on
             problem = str(error)
         if problem:
             raise SwapError(f"{why}; and the previous draft could not be restored: {problem}; restart this replica")
+
+    def _checksum(self, tensors: Tensors) -> int:
+        return self.proof.expected(tensors) if self.proof is not None and not self.proof.why_not else 0
 
     def _without_shared(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in tensors.items() if name not in self._shared}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 
 from osd.errors import CaptureError
+
+logger = logging.getLogger(__name__)
 
 TESTED_VERSIONS = ("0.32.0",)
 
@@ -72,6 +75,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "args",
         "supported_tasks",
     ),
+    "vllm.sampling_params:SamplingParams._validate_spec_decode": ("self", "speculative_config"),
     "vllm.v1.engine.async_llm:AsyncLLM.from_engine_args": ("engine_args",),
     "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
     "vllm.v1.worker.gpu_worker:Worker.start_draft_weight_update": ("self",),
@@ -116,6 +120,18 @@ DRAFTER_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._get_slot_mapping": ("self", "num_tokens"),
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._set_positions": ("self", "num_tokens"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids": (
+        "self",
+        "scheduler_output",
+        "sampled_token_ids",
+        "sampling_metadata",
+        "hidden_states",
+        "sample_hidden_states",
+        "aux_hidden_states",
+        "spec_decode_metadata",
+        "common_attn_metadata",
+    ),
+    "vllm.v1.sample.sampler:Sampler.forward": ("self", "logits", "sampling_metadata", "predict_bonus_token"),
     "vllm.forward_context:set_forward_context": ("attn_metadata", "vllm_config"),
 }
 """What lets the draft sleep at k = 0: without any of these, vLLM's own way is kept."""
@@ -169,6 +185,34 @@ def fix_cpu_sampling() -> bool:
         # Replacing the module's global repairs every caller, since they look the name up at call time.
         rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
     return True
+
+
+def refuse_what_would_end_the_engine() -> None:
+    """Answer `logprob_token_ids` with an error where an engine speculates, as vLLM does for `min_p`.
+
+    Its rejection sampler knows nothing of them: the answer lacks log-probabilities, and beside a request for `logprobs`
+    the shapes do not fit, which ends the engine.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+
+    if "validate_spec_decode" in _ORIGINALS:
+        return
+    validate = getattr(SamplingParams, "_validate_spec_decode", None)
+    if validate is None:
+        logger.warning("requests with logprob_token_ids are not refused: this vLLM has no _validate_spec_decode")
+        return
+    _ORIGINALS["validate_spec_decode"] = validate
+
+    def stricter(self: Any, speculative_config: Any) -> None:
+        validate(self, speculative_config)
+        if speculative_config is not None and self.logprob_token_ids:
+            raise VLLMValidationError(
+                "logprob_token_ids is not supported with speculative decoding: ask for logprobs without it",
+                parameter="logprob_token_ids",
+            )
+
+    SamplingParams._validate_spec_decode = stricter  # type: ignore[method-assign]
 
 
 _ORIGINALS: dict[str, Any] = {}
@@ -459,6 +503,7 @@ async def build_engine_and_app(args: Any) -> tuple[Any, Any]:
     from vllm.entrypoints.launchers.app import build_app
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    refuse_what_would_end_the_engine()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
     try:
         tasks = await engine.get_supported_tasks()

@@ -41,7 +41,7 @@ class WindowCounter:
     _counts: dict[tuple[int, str], _Counts] = field(default_factory=dict)
     _domains: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _since: float = field(default_factory=time.time)
+    _since: float = field(default_factory=time.monotonic)
     last_version: int = 0
 
     def add_step(
@@ -57,8 +57,8 @@ class WindowCounter:
         What is not judged does not enter the counts per position, on which decisions rest."""
         with self._lock:
             self.last_version = version
-            if not self._counts and time.time() - self._since > LONGEST_GAP:
-                self._since = time.time()  # nothing ran since the last report: the window begins here
+            if not self._counts and time.monotonic() - self._since > LONGEST_GAP:
+                self._since = time.monotonic()  # nothing ran since the last report: the window begins here
             counts = self._of(version, domain)
             counts.num_output_tokens += num_served
             counts.num_steps += 1
@@ -84,12 +84,13 @@ class WindowCounter:
     def take(self, replica: str, draft: str) -> list[SpecWindow]:
         """Windows since the last call; the counters start again at zero. Nothing happened = no windows."""
         with self._lock:
-            now = time.time()
+            now = time.monotonic()
             seconds, self._since = now - self._since, now
             counts, self._counts = self._counts, {}
+        at = time.time()
         return [
             SpecWindow(
-                at=now,
+                at=at,
                 replica=replica,
                 draft=draft,
                 version=version,

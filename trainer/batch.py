@@ -29,6 +29,14 @@ logger = logging.getLogger(__name__)
 MASS_TOLERANCE = 0.05
 """How far the probabilities of a row may be from 1 in sum: float16 costs less than 0.01, a wrong capture more."""
 
+LEAST_RATIO, LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-4, 0.07, 2.0
+"""The token that was served has, by its own row and at the temperature of its request, at least this part of the
+likeliest token's probability; greedy requests, where it is the likeliest but for rounding, count as of a temperature
+just above 0. A row that says otherwise is not of this place, or the sampler was made to serve something else
+(penalties, forced tokens): it teaches nothing true either way. The more random a request, the less shows."""
+MANY_CONTRADICT = 0.01
+"""Share of rows that contradict the text from which it is worth a warning."""
+
 Batch = TypeVar("Batch", bound="RowBatch")
 
 
@@ -174,6 +182,28 @@ def well_formed(traces: Sequence[Trace], check: Callable[[Trace, int], None], vo
         else:
             passed.append(trace)
     return passed
+
+
+def trainable(traces: Sequence[Trace], vocab_size: int) -> tuple[list[Trace], int]:
+    """The traces that can be trained on, and how many of their rows were left out because they contradict the text: a
+    buffer that was tampered with, or a capture one position off, must not reach the draft."""
+    passed = well_formed([trace for trace in traces if trace.num_rows], check_rows, vocab_size)
+    believed = [trace.with_rows(is_believable(trace)) for trace in passed]
+    num_rows = sum(trace.num_rows for trace in passed)
+    num_out = num_rows - sum(trace.num_rows for trace in believed)
+    if num_out > MANY_CONTRADICT * num_rows:
+        logger.warning("left out: %d of %d rows make the token served there all but impossible", num_out, num_rows)
+    return [trace for trace in believed if trace.num_rows], num_out
+
+
+def is_believable(trace: Trace) -> np.ndarray:
+    """bool[N]: whether the token that was served may have come from the row."""
+    served_N = np.concatenate([trace.prompt_ids, trace.output_ids])[trace.position]
+    is_it_NK, logprobs_NK = trace.target_ids == served_N[:, None], trace.target_logprobs.astype(np.float32)
+    listed_N = np.where(is_it_NK, logprobs_NK, -np.inf).max(1)
+    most_N = np.where(is_it_NK.any(1), listed_N, trace.tail_logprob)  # what is not listed is within the tail
+    temperature = min(max(trace.temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE)
+    return most_N >= logprobs_NK.max(1) + temperature * np.log(LEAST_RATIO)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -10,7 +10,7 @@ import torch
 
 from osd.config import GateConfig, TrainerConfig
 from osd.records import Trace
-from trainer.batch import check_rows, well_formed
+from trainer.batch import trainable
 from trainer.distiller import Distiller
 from trainer.loss import weighted_mean
 
@@ -34,10 +34,8 @@ class LossGuard:
 
     def watched(self, vocab_size: int) -> list[Trace]:
         """The traces to look at; none when there are too few to judge by."""
-        newest = [
-            trace for trace in self._buffer.holdout(max(NUM_WATCHED, self._gate.min_holdout_traces)) if trace.num_rows
-        ]
-        traces = well_formed(newest, check_rows, vocab_size)
+        newest = self._buffer.holdout(max(NUM_WATCHED, self._gate.min_holdout_traces))
+        traces, _ = trainable(newest, vocab_size)
         return traces if len(traces) >= self._gate.min_holdout_traces else []
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from osd.config import GateConfig, TrainerConfig
 from osd.records import NO_TRACES, DraftRelease, EvalReport, RoundOutcome, Trace
 from trainer import adapter
-from trainer.batch import TrainBatch, check_rows, well_formed
+from trainer.batch import TrainBatch, trainable
 from trainer.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from trainer.distiller import Distiller
 from trainer.draft import RowModel, export_draft, load_draft
@@ -33,6 +33,7 @@ from trainer.files import prune
 from trainer.guard import LossGuard, has_risen
 from trainer.judge import Judge
 from trainer.replay import ReplayMix
+from trainer.trackers import open_trackers, point
 
 if TYPE_CHECKING:
     from buffers.base import TraceBuffer
@@ -99,6 +100,7 @@ class Trainer:
         self._judge = Judge(config, gate, k, buffer)
         self._guard = LossGuard(config, gate, buffer)
         self._mix = ReplayMix(config, buffer)
+        self._trackers = open_trackers(config, Path(directory), target_id)
         self._state = TrainerState(draft=draft, target_id=target_id)
         self._distiller: Distiller | None = None
         self._is_mid_round = False
@@ -120,14 +122,27 @@ class Trainer:
         self._is_mid_round, self._is_from_base = True, False
         distiller = self._follow(base)
         self._state = replace(self._state, round=self._state.round + 1)
-        fresh, start, cursor = self._read_new(distiller.model.vocab_size)
+        fresh, num_contradicting, start, cursor = self._read_new(distiller.model.vocab_size)
         progress = self._train(distiller, fresh, cursor, on_step)
         outcome = self._conclude(distiller, base, fresh, progress)
         seen = self._mix.remember(fresh, self._state.cursor, self._state.replay, self._rng(1), read_from=start)
         self._state = replace(self._state, cursor=cursor, replay=seen)
         save_checkpoint(self._checkpoints, self._state, distiller)
         self._is_mid_round = False
-        return replace(outcome, seconds=time.monotonic() - started)
+        outcome = replace(
+            outcome,
+            seconds=time.monotonic() - started,
+            num_contradicting=num_contradicting,
+            num_new_rows=sum(trace.num_rows for trace in fresh),
+        )
+        for tracker in self._trackers:
+            tracker.log(self._state.round, point(outcome, progress.num_tokens))
+        return outcome
+
+    def close(self) -> None:
+        """Let trackers write what they still have. To be called after the last round."""
+        for tracker in self._trackers:
+            tracker.close()
 
     def num_new_traces(self) -> int:
         """Training traces that arrived since the last round."""
@@ -195,8 +210,9 @@ class Trainer:
 
     # One round
 
-    def _read_new(self, vocab_size: int) -> tuple[list[Trace], dict[str, int], dict[str, int]]:
-        """The newest unread traces that can be trained on, and the cursors before and behind all of them."""
+    def _read_new(self, vocab_size: int) -> tuple[list[Trace], int, dict[str, int], dict[str, int]]:
+        """The newest unread traces that can be trained on, how many rows they lost to that, and the cursors before and
+        behind all of them."""
         most = self._config.max_new_traces
         start = cursor = self._buffer.skip_to_newest(self._state.cursor, most)
         read: list[Trace] = []
@@ -205,7 +221,7 @@ class Trainer:
             if not more:
                 break
             read += more
-        return well_formed([t for t in read if t.num_rows], check_rows, vocab_size), start, cursor
+        return *trainable(read, vocab_size), start, cursor
 
     def _train(
         self, distiller: Distiller, fresh: Sequence[Trace], cursor: dict[str, int], on_step: OnStep | None
@@ -241,8 +257,7 @@ class Trainer:
         done = 0
         for start in range(0, len(fresh), PART):
             part, num_left = fresh[start : start + PART], max(0, len(fresh) - start - PART)
-            pool = [t for t in self._mix.pool(part, cursor, self._state.replay, rng) if t.num_rows]
-            pool = well_formed(pool, check_rows, vocab_size)
+            pool, _ = trainable(self._mix.pool(part, cursor, self._state.replay, rng), vocab_size)
             steps = [pool[i : i + size] for i in range(0, len(pool), size)]
             num_steps = done + len(steps) + round(len(steps) * num_left / len(part))
             for traces in steps:

@@ -13,6 +13,7 @@ BENCHES = {
     "serving": "The service over a bare vLLM server: throughput, TTFT, TPOT, latency.",
     "trainer": "The trainer's step over a padded Hugging Face loop: tokens per second, peak memory.",
     "control": "The closed loop of speculation against every fixed choice, by draft and load.",
+    "changes": "How soon the closed loop finds the best choice again when load or draft change.",
     "ablation": "Which part of the trainer's recipe matters: one change at a time, over a recording.",
     "drift": "Whose draft tokens are accepted when the traffic changes: seven schedules, replayed for each contender.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed answers, growth.",

@@ -115,7 +115,7 @@ def _measure(arm: str, seed: int, recording: Path, directory: str) -> Row:
     from osd.tiny import models
 
     torch.set_num_threads(1)
-    requests = drift_recordings.load(recording)
+    requests = drift_recordings.load(recording, temperature=0.0)
     config = load(None, [*BASE, *ARMS[arm]], environ={}).config
     where = Path(tempfile.mkdtemp(dir=directory))
     started = time.process_time()

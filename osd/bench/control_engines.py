@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ MAX_STREAMS = 16
 Phase = tuple[int, int]
 """(streams kept busy, tokens to be delivered before the next phase)"""
 LOADS: dict[str, tuple[Phase, ...]] = {
-    "1 stream": ((1, 48),),
-    "4 streams": ((4, 160),),
-    "16 streams": ((16, 512),),
-    "ramp 1-16-1": ((1, 24), (4, 96), (16, 384), (4, 96), (1, 24)),
+    "1 stream": ((1, 96),),
+    "4 streams": ((4, 320),),
+    "16 streams": ((16, 1024),),
+    "ramp 1-16-1": ((1, 48), (4, 192), (16, 768), (4, 192), (1, 48)),
 }
 NOISE = {"good": 0.0, "middling": 0.5, "useless": 3.0}
 """Draft -> noise added to the weights of the one that was trained, in units of their own deviation."""
@@ -66,15 +66,32 @@ class Loaded:
         """Of the control (`serving/scheduler.py`)."""
         return json.loads(self._core.scheduler.osd_command(name, json.dumps(argument)))
 
-    def drive(self, phases: Sequence[Phase], prompts: Sequence[list[int]], first: int) -> Driven:
-        """Keep the streams of each phase busy with the prompts from `first` on, until its tokens are there."""
+    def swap(self, directory: Path) -> None:
+        """Another draft, told to the control as a replica tells it, without a prediction."""
+        from safetensors.torch import load_file
+
+        from serving import vllm_weights
+
+        worker = self._core.model_executor.driver_worker.worker
+        vllm_weights.load_draft_weights(worker, load_file(directory / "model.safetensors"))
+        self.command("restart", None)
+
+    def drive(
+        self,
+        phases: Sequence[Phase],
+        prompts: Sequence[list[int]],
+        first: int,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> Driven:
+        """Keep the streams of each phase busy with the prompts from `first` on, until its tokens are there or, asked
+        before every step, it is over."""
         from serving import vllm_compat as vllm
 
         llm, found, running, index = self._engine.llm, Driven(), set[str](), first
         started = time.perf_counter()
         for streams, num_tokens in phases:
             goal = found.num_tokens + num_tokens
-            while found.num_tokens < goal:
+            while found.num_tokens < goal and not is_over():
                 while len(running) < streams:
                     vllm.add_greedy(llm, str(index), prompts[index % len(prompts)], OUTPUT_TOKENS)
                     running.add(str(index))
@@ -89,6 +106,12 @@ class Loaded:
         vllm.abort(llm, list(running))
         vllm.step(llm)
         return found
+
+
+def controlled(target: Path, draft: Path, k_max: int) -> tuple[Loaded, Loaded]:
+    """Two engines alike, one to be forced and one to decide, so that neither learns from the other's steps."""
+    fixed, auto = (Loaded(target, draft, k=k_max, settings=settings(k_max), speculates=True) for _ in range(2))
+    return fixed, auto
 
 
 def home_prompts() -> list[list[int]]:

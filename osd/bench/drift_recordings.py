@@ -28,7 +28,7 @@ CHUNK = 96
 FORMAT = 1
 """To be raised when what a recording is changes."""
 FILE = "requests.npz"
-_ARRAYS = tuple(field.name for field in fields(Recorded) if field.name != "name")
+_ARRAYS = tuple(field.name for field in fields(Recorded) if field.name not in ("name", "temperature"))
 _PER_PROMPT = "prompt_ids"
 
 
@@ -71,7 +71,7 @@ def _chunk(family: str, target: Path, domain: str, block: int, number: int, prom
         )
         save(recorded, directory / FILE)
 
-    return load(build_once(name, build) / FILE)
+    return load(build_once(name, build) / FILE, chosen.temperature)
 
 
 @cache
@@ -88,12 +88,15 @@ def save(recorded: Sequence[Recorded], path: Path) -> None:
     np.savez(path, **stored)
 
 
-def load(path: Path) -> list[Recorded]:
-    """What `save` wrote."""
+def load(path: Path, temperature: float) -> list[Recorded]:
+    """What `save` wrote of answers sampled at that temperature."""
     with np.load(path) as stored:
         split = {
             name: np.split(stored[name], stored["prompt_bounds" if name == _PER_PROMPT else "output_bounds"])
             for name in _ARRAYS
         }
         names = stored["names"].tolist()
-    return [Recorded(name=name, **{key: split[key][index] for key in _ARRAYS}) for index, name in enumerate(names)]
+    return [
+        Recorded(name=name, temperature=temperature, **{key: split[key][index] for key in _ARRAYS})
+        for index, name in enumerate(names)
+    ]

@@ -68,7 +68,7 @@ def protocol(options: Options) -> Protocol:
             "trainer": config.trainer.model_dump(),
             "gate": config.gate.model_dump(),
             "engine": config.serving.vllm,
-            "target": "the family's target at the cost of a model of 114 M parameters",
+            "target": "the family's target at the cost of a model of 77 M parameters",
         },
     )
 

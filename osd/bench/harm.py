@@ -3,7 +3,9 @@
 Recorded requests come one by one, none labelled; the project's trainer and gate learn from them with the settings of
 the tiny preset, and what each draft would have been accepted is counted by replay.
 
-    poisoned    two domains in turns, half of all stored rows with random tokens in the target's place
+    poisoned    two domains in turns, half of all stored rows with random tokens in the target's place;
+                and the same without poison
+    sly         the same, but half of the poisoned rows leave the token served where it is, and lie about the next
     hostile     home traffic, every second request of a client whose prompts and answers are noise
     return      home, then another domain, then home again
     steady      home alone, long after there is anything left to learn
@@ -14,6 +16,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +33,15 @@ OTHER = "sql"
 WINDOW = 100
 """Requests of the rest over which α is compared."""
 NOISE_TOKENS = 40
+
+
+AGAINST = {
+    "frozen": "α on the rest, learnt - frozen, worst window",
+    "unpoisoned": "α on the rest, learnt - learnt without poison, worst window",
+}
+
+GAINED = "α on the other domain, learnt - frozen"
+"""What is poisoned must still be learnt from, else nothing was at stake."""
 
 
 def protocol(options: Options) -> Protocol:
@@ -52,7 +64,8 @@ def protocol(options: Options) -> Protocol:
             "window": WINDOW,
         },
         goals=(
-            Goal(figure="α on the rest, learnt - frozen, worst window", at_least=-0.02),
+            Goal(figure=AGAINST["frozen"], at_least=-0.02),
+            Goal(figure=GAINED, at_least=0.1),
             Goal(figure="α at once on return over α before", at_least=0.9),
             Goal(figure="α reached on the other domain over its ceiling", at_least=0.9),
             Goal(figure="publications in the second half", at_most=0),
@@ -72,15 +85,16 @@ def run(options: Options) -> Result:
     return summarise(plan, notebook.rows)
 
 
-def poisoned(plan: Protocol, seed: int) -> Row:
-    """All requests are users'; half of what is learnt from is wrong."""
+def poisoned(plan: Protocol, seed: int, sly: float = 0.0) -> Row:
+    """All requests are users'; half of what is learnt from is wrong, a share of that not to be told from the text."""
     rng = np.random.default_rng(seed)
     home, other = _recorded(seed, plan.sizes["requests"] // 2)
     honest = [request for pair in zip(home, other, strict=True) for request in pair]
     vocabulary = 1 + max(int(request.target_ids.max()) for request in honest)
-    stored = [_poison(request, vocabulary, rng) for request in honest]
+    stored = [_poison(request, vocabulary, rng, sly) for request in honest]
     home_places, other_places = range(0, len(honest), 2), range(1, len(honest), 2)
-    return _both(_named(honest), _named(stored), seed, home_places, other_places)
+    row = _both(_named(honest), _named(stored), seed, home_places, other_places)
+    return row | {"unpoisoned": _both(_named(honest), _named(honest), seed, home_places, other_places)["learnt"]}
 
 
 def hostile(plan: Protocol, seed: int) -> Row:
@@ -112,6 +126,7 @@ def steady(plan: Protocol, seed: int) -> Row:
 
 SCENARIOS: dict[str, Callable[[Protocol, int], Row]] = {
     "poisoned": poisoned,
+    "sly": partial(poisoned, sly=0.5),
     "hostile": hostile,
     "return": comes_back,
     "steady": steady,
@@ -130,12 +145,24 @@ def _named(requests: Sequence[Recorded]) -> list[Recorded]:
     return [replace(request, name=f"request-{place}") for place, request in enumerate(requests)]
 
 
-def _poison(request: Recorded, vocabulary: int, rng: np.random.Generator) -> Recorded:
-    """Half of the rows: as sure of themselves as before, of random tokens."""
-    is_bad_T = rng.random(len(request.output_ids)) < 0.5
-    shift_T1 = rng.integers(1, vocabulary, (len(request.output_ids), 1))  # tokens of a row stay different ones
-    wrong = ((request.target_ids + shift_T1) % vocabulary).astype(request.target_ids.dtype)
-    return replace(request, target_ids=np.where(is_bad_T[:, None], wrong, request.target_ids))
+def _poison(request: Recorded, vocabulary: int, rng: np.random.Generator, sly: float) -> Recorded:
+    """Half of the rows are as sure of themselves as before, of random tokens; but a share `sly` of these leaves the
+    likeliest token where it is, which is what was served, and gives almost as much to a random one."""
+    num, width = request.target_ids.shape
+    lot_T = rng.random((num,))
+    shift_T1 = rng.integers(1, vocabulary, (num, 1))  # tokens of a row stay different ones
+    ids = ((request.target_ids + shift_T1) % vocabulary).astype(request.target_ids.dtype)
+    has_first_T: np.ndarray = np.equal(ids, request.target_ids[:, :1]).any(1)
+    is_sly_T = (lot_T < 0.5 * sly) & ~has_first_T
+    ids[is_sly_T, 0] = request.target_ids[is_sly_T, 0]
+    flat = np.full(width, -15.0)
+    flat[:2] = np.log(0.53), np.log(0.45)
+    return replace(
+        request,
+        target_ids=np.where((lot_T < 0.5)[:, None], ids, request.target_ids),
+        target_logprobs=np.where(is_sly_T[:, None], flat, request.target_logprobs).astype(np.float16),
+        tail_logprob=np.where(is_sly_T, np.log(0.02), request.tail_logprob).astype(np.float32),
+    )
 
 
 def _noise(like: Recorded, vocabulary: int, rng: np.random.Generator) -> Recorded:
@@ -188,12 +215,20 @@ def _counts(curve: Curve) -> dict[str, list[int]]:
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     """One group of figures per scenario; the worst of the seeds where a goal is a bound."""
     figures: list[Figure] = []
-    for name in ("poisoned", "hostile"):
+    for name in ("poisoned", "sly", "hostile"):
         mine = [row for row in rows if row["scenario"] == name]
-        worst = [min(_differences(row)) for row in mine]
+        others = [other for other in AGAINST if other in mine[0]]
         figures += [
-            Figure(group=name, name="α on the rest, learnt - frozen, worst window", value=min(worst), n=len(worst)),
-            *_means(name, mine, {"α on the rest, learnt": "learnt", "α on the rest, frozen": "frozen"}),
+            *(
+                Figure(
+                    group=name,
+                    name=AGAINST[other],
+                    value=min(min(_differences(row, other)) for row in mine),
+                    n=len(mine),
+                )
+                for other in others
+            ),
+            *_means(name, mine, {f"α on the rest, {arm}": arm for arm in ("learnt", *others)}),
             Figure(group=name, name="rounds", value=float(np.mean([row["rounds"] for row in mine])), n=len(mine)),
             Figure(
                 group=name,
@@ -202,6 +237,9 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
                 n=len(mine),
             ),
         ]
+        if name != "hostile":
+            gains = [alpha(row["learnt"], row["rest"][-1]) - alpha(row["frozen"], row["rest"][-1]) for row in mine]
+            figures.append(Figure(group=name, name=GAINED, value=min(gains), n=len(gains)))
     figures += _return(plan, [row for row in rows if row["scenario"] == "return"])
     figures += _steady(plan, [row for row in rows if row["scenario"] == "steady"])
     return Result(protocol=plan, figures=tuple(figures), drawings=tuple(_drawing(rows, name) for name in SCENARIOS))
@@ -213,12 +251,12 @@ def alpha(counts: dict[str, list[int]], places: Sequence[int]) -> float:
     return sum(counts["accepted"][i] for i in places) / max(tested, 1)
 
 
-def _differences(row: Row) -> list[float]:
-    """α learnt - frozen in each window of each kind of the rest."""
+def _differences(row: Row, other: str) -> list[float]:
+    """α learnt less that of the other draft, in each window of each kind of the rest."""
     windows = [
         places[i : i + WINDOW] for places in row["rest"] for i in range(0, len(places) - WINDOW + 1, WINDOW // 2)
     ]
-    return [alpha(row["learnt"], w) - alpha(row["frozen"], w) for w in windows]
+    return [alpha(row["learnt"], w) - alpha(row[other], w) for w in windows]
 
 
 def _means(group: str, rows: Sequence[Row], names: dict[str, str]) -> list[Figure]:

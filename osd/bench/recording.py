@@ -39,6 +39,8 @@ class Recorded:
     """float16 [T, K]"""
     tail_logprob: np.ndarray
     """float32 [T]"""
+    temperature: float = 0.0
+    """At which the answer was sampled."""
 
     def bare_trace(self, target_id: str) -> Trace:
         """The tokens alone, without rows."""
@@ -117,6 +119,7 @@ def trace_of(
         finished_at=at,
         prompt_ids=recorded.prompt_ids,
         output_ids=recorded.output_ids,
+        temperature=recorded.temperature,
         position=len(recorded.prompt_ids) + kept,
         kind=kind_T[kept],
         draft_ids=np.where(kind_T[kept] == ACCEPTED, recorded.output_ids[kept], -1),

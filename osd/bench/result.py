@@ -78,11 +78,24 @@ class Result:
                     found.append((goal, figure, goal.is_met(number)))
         return found
 
+    def unjudged(self) -> list[tuple[Goal, str]]:
+        """Each goal that could not be held against a figure, and the group of that figure, "" where there is none at
+        all: a bench that measured too little has not met its goals."""
+        found = []
+        for goal in self.protocol.goals:
+            groups = [f.group for f in self.figures if f.name == goal.figure and getattr(f, goal.bound) is None]
+            is_missing = not any(f.name == goal.figure for f in self.figures)
+            found += [(goal, group) for group in ([""] if is_missing else groups)]
+        return found
+
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON: {"bench", "figures": [...], "goals": [...]}."""
-        goals = [
+        """Plain JSON: {"bench", "figures": [...], "goals": [...]}; "met" is None where nothing could be judged."""
+        goals: list[dict[str, Any]] = [
             {"group": f.group, "figure": f.name, "goal": str(goal), "met": is_met}
             for goal, f, is_met in self.verdicts()
+        ]
+        goals += [
+            {"group": group, "figure": goal.figure, "goal": str(goal), "met": None} for goal, group in self.unjudged()
         ]
         return {"bench": self.protocol.bench, "figures": [asdict(f) for f in self.figures], "goals": goals}
 
@@ -103,7 +116,8 @@ def table(result: Result) -> str:
             lines.append((group, "", "", "", ""))
         lines.append(_line(figure, verdicts.get((figure.group, figure.name))))
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
-    return "\n".join(_aligned(line, widths).rstrip() for line in lines)
+    unjudged = [f"not judged: {group + ', ' if group else ''}{g.figure} {g}" for g, group in result.unjudged()]
+    return "\n".join([_aligned(line, widths).rstrip() for line in lines] + unjudged)
 
 
 def _line(figure: Figure, verdict: tuple[Goal, bool] | None) -> tuple[str, ...]:

@@ -10,44 +10,26 @@ requests fail: those it had, and those that came before it was back.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from osd.bench.record import Goal, Notebook, Options, Protocol, Row
 from osd.bench.result import Figure, Lines, Result
-from osd.errors import ConfigError, OSDError
-from osd.reaper import running
+from osd.bench.soak_load import STREAMS, Load
+from osd.bench.soak_service import FAULTS, GROWING, Subject
+from osd.errors import ConfigError
 
 PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny-cpu.yaml"
-NAME = "tiny"
-STREAMS = 4
-NUM_KNOWN = 16
-"""Prompts whose answers are compared."""
-KNOWN_ONE_IN = 4
-SECONDS_PER_DOMAIN = 150.0
 SECONDS_BETWEEN_LOOKS = 5.0
-SECONDS_TO_COME_BACK = 240.0
-PARTS = {"engine": "VLLM::EngineCore", "trainer": "TrainerActor", "control": "ControlActor", "valkey": "valkey-server"}
-"""What is killed, and how its process calls itself."""
-FAULTS = (*PARTS, "valkey stopped", "swap")
-GROWING = {
-    "memory": "MiB",
-    "open files": "files",
-    "stored by Valkey": "MiB",
-    "files on disk": "files",
-    "bytes on disk": "MiB",
-}
+
+SLOWEST_END = "slowest end of a stream in a killed engine"
 
 
 def protocol(options: Options) -> Protocol:
@@ -68,8 +50,9 @@ def protocol(options: Options) -> Protocol:
         },
         goals=(
             Goal(figure="requests failed, no engine killed", at_most=0),
+            Goal(figure="kinds of faults", at_least=len(FAULTS)),
             Goal(figure="answers changed", at_most=0),
-            Goal(figure="slowest end of a stream in a killed engine", at_most=1.0),
+            Goal(figure=SLOWEST_END, at_most=1.0),
         ),
     )
 
@@ -103,190 +86,9 @@ def _break_and_look(subject: Subject, load: Load, notebook: Notebook, options: O
             turn = turn or rng.sample(FAULTS, len(FAULTS))
             fault = turn.pop()
             options.say(f"{now - began:5.0f} s: {fault}")
-            notebook.add(kind="fault", fault=fault, **subject.inflict(fault, load))
+            notebook.add(kind="fault", fault=fault, **subject.inflict(fault, load.failed_since))
             fault_at = time.time() + rng.uniform(*plan.sizes["seconds_between_faults"])
         time.sleep(SECONDS_BETWEEN_LOOKS)
-
-
-class Load(threading.Thread):
-    """Streams of requests until stopped: new prompts of one domain after another, known ones among them."""
-
-    def __init__(self, url: str, max_tokens: int, seed: int) -> None:
-        super().__init__(daemon=True)
-        self._url, self._max_tokens, self._seed = url, max_tokens, seed
-        self._stopping = threading.Event()
-        self._error: BaseException | None = None
-        self._known: dict[str, tuple[int, ...]] = {}
-        """prompt -> its answer before anything was broken"""
-        self.rows: list[Row] = []
-
-    def learn_answers(self) -> None:
-        """Ask the known prompts, once each. Raises `OSDError` when even that fails."""
-        from osd.load import drive
-        from osd.tiny.traffic import DOMAINS, requests
-
-        prompts = [r.prompt for domain in DOMAINS for r in requests(domain, NUM_KNOWN // len(DOMAINS), self._seed)]
-        for answer in asyncio.run(drive(self._url, NAME, prompts, streams=STREAMS, max_tokens=self._max_tokens)):
-            if not answer.ok:
-                raise OSDError(f"a request failed before anything was broken: {answer.error}")
-            self._known[prompts[answer.index]] = answer.token_ids
-
-    def run(self) -> None:
-        try:
-            asyncio.run(self._all())
-        except BaseException as error:  # noqa: BLE001  raised where the load is ended
-            self._error = error
-
-    def stop(self) -> None:
-        """Let the requests under way end. Raises what ended them too early: no traffic, no proof."""
-        self._stopping.set()
-        if self.is_alive():
-            self.join(150)
-        if self._error is not None:
-            raise OSDError(f"the load ended by itself: {self._error}") from self._error
-
-    def ended_since(self, at: float) -> list[Row]:
-        """Requests that were under way at that time and have failed."""
-        return [row for row in list(self.rows) if row["started"] <= at <= row["ended"] and row["error"]]
-
-    async def _all(self) -> None:
-        await asyncio.gather(*(self._stream(number) for number in range(STREAMS)))
-
-    async def _stream(self, number: int) -> None:
-        from osd.load import drive
-        from osd.tiny.traffic import DOMAINS, stream
-
-        rng = random.Random(self._seed * 1000 + number)
-        sources = {domain: stream(domain, 70_000 + self._seed * 100 + number) for domain in DOMAINS}
-        known, began = sorted(self._known), time.time()
-        while not self._stopping.is_set():
-            domain = DOMAINS[int((time.time() - began) / SECONDS_PER_DOMAIN) % len(DOMAINS)]
-            is_known = rng.randrange(KNOWN_ONE_IN) == 0
-            prompt = rng.choice(known) if is_known else next(sources[domain]).prompt
-            started = time.time()
-            (answer,) = await drive(self._url, NAME, [prompt], streams=1, max_tokens=self._max_tokens)
-            is_changed = is_known and answer.ok and answer.token_ids != self._known[prompt]
-            row = {"started": started, "ended": time.time(), "error": answer.error, "tokens": len(answer.token_ids)}
-            self.rows.append(row | {"is_known": is_known, "is_changed": is_changed})
-            if answer.error:
-                await asyncio.sleep(0.5)  # the next request, not the same one again
-
-
-class Subject:
-    """The service under test, seen from outside."""
-
-    def __init__(self, child_pid: int, note: Any, data: Path) -> None:
-        from osd.client import Client
-
-        self.url = note.service_url
-        self._pid, self._data = child_pid, data
-        self._client = Client(note.control_url, token=note.token)
-
-    def look(self) -> Row:
-        """What may grow: sums over all processes of the service, and over its directory."""
-        pids = self._processes()
-        files = [path for path in self._data.rglob("*") if path.is_file()]
-        stored = (self._status().get("buffer") or {}).get("num_bytes", 0)
-        return {
-            "memory": sum(map(_resident, pids)) / 2**20,
-            "open files": sum(map(_open_files, pids)),
-            "stored by Valkey": stored / 2**20,
-            "files on disk": len(files),
-            "bytes on disk": sum(_size(path) for path in files) / 2**20,
-        }
-
-    def inflict(self, fault: str, load: Load) -> Row:
-        """Break something and wait until it works again."""
-        at = time.time()
-        if fault == "swap":
-            self._swap()
-        elif fault == "valkey stopped":
-            pid = self._pid_of(PARTS["valkey"])
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(3)
-            os.kill(pid, signal.SIGCONT)
-        else:
-            os.kill(self._pid_of(PARTS[fault]), signal.SIGKILL)
-            self._wait_until_back(fault, at)
-        cut = [row["ended"] - at for row in load.ended_since(at)] if fault == "engine" else []
-        return {"at": at, "seconds": time.time() - at, "cut": cut}
-
-    def summary(self) -> Row:
-        """Counters at the end."""
-        status = self._status()
-        dropped: dict[str, int] = dict((status.get("buffer") or {}).get("dropped", {}))
-        for replica in status.get("replicas", []):
-            for reason, num in {**replica["buffer_dropped"], **replica["capture_skipped"]}.items():
-                dropped[reason] = dropped.get(reason, 0) + num
-        return {name: status.get(name, 0) for name in ("num_rounds", "num_swaps", "num_rollbacks")} | {
-            "num_stored": (status.get("buffer") or {}).get("num_put", 0),
-            "lost": {reason: num for reason, num in dropped.items() if num},
-        }
-
-    def _swap(self) -> None:
-        versions = [d["version"] for d in self._client.get("/osd/drafts") if not d["bad"] and not d["serving"]]
-        if versions:
-            with suppress(OSDError):
-                self._client.admin("promote", version=max(versions))
-
-    def _status(self) -> dict[str, Any]:
-        with suppress(OSDError):
-            return dict(self._client.get("/osd/status"))
-        return {}
-
-    def _wait_until_back(self, part: str, at: float) -> None:
-        deadline = at + SECONDS_TO_COME_BACK
-        while time.time() < deadline:
-            time.sleep(0.5)
-            with suppress(OSDError):
-                self._pid_of(PARTS[part])
-                if self._is_well(part):
-                    return
-        raise OSDError(f"the {part} was killed and did not come back within {SECONDS_TO_COME_BACK:.0f} s")
-
-    def _is_well(self, part: str) -> bool:
-        import httpx
-
-        if part != "engine":
-            status = self._status()
-            return bool(status) and status["redis"] == status["trainer"] == "ok"
-        with suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
-        return False
-
-    def _processes(self) -> list[int]:
-        processes = running()
-        found = {self._pid}
-        while more := {pid for pid, p in processes.items() if p.parent in found} - found:
-            found |= more
-        return sorted(found)
-
-    def _pid_of(self, name: str) -> int:
-        for pid in self._processes():
-            with suppress(OSError):
-                if name in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"):
-                    return pid
-        raise OSDError(f"no process {name} is running")
-
-
-def _resident(pid: int) -> int:
-    """Bytes of its own in memory: shared pages count by halves, thirds, ..."""
-    with suppress(OSError, IndexError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    return 0
-
-
-def _open_files(pid: int) -> int:
-    with suppress(OSError):
-        return len(os.listdir(f"/proc/{pid}/fd"))
-    return 0
-
-
-def _size(path: Path) -> int:
-    with suppress(OSError):
-        return path.stat().st_size
-    return 0
 
 
 def _start(stack: ExitStack, options: Options, plan: Protocol) -> Subject:
@@ -333,13 +135,8 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
         ),
         Figure(group=service, name="requests failed, engine killed", value=len(excused), n=len(outages)),
         Figure(group=service, name="answers changed", value=sum(row["is_changed"] for row in known), n=len(known)),
-        Figure(
-            group=service,
-            name="slowest end of a stream in a killed engine",
-            value=max(cut, default=0.0),
-            unit="s",
-            n=len(cut),
-        ),
+        *(Figure(group=service, name=SLOWEST_END, value=slowest, unit="s", n=len(cut)) for slowest in sorted(cut)[-1:]),
+        Figure(group=service, name="kinds of faults", value=len({fault["fault"] for fault in faults}), n=len(faults)),
         *(
             Figure(group=service, name=name.replace("num_", ""), value=end[name])
             for name in ("num_rounds", "num_swaps", "num_rollbacks")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.staticfiles import StaticFiles
@@ -22,6 +23,7 @@ from osd.dashboard.answers import add_error_answers, as_json, maybe, to_builtins
 from osd.dashboard.guard import Guard
 from osd.dashboard.stream import event_stream
 from osd.dashboard.traces import TracesOf, trace_routes
+from osd.troubles import last_outcome, troubles
 
 STATIC = Path(__file__).parent / "static"
 MAX_POINTS = 600
@@ -35,6 +37,10 @@ RECENT_SECONDS = (300.0,)
 ALL_IN_ONE = 1e9
 """A bucket wide enough to take any span as one row."""
 MAX_EVENTS = 1000
+NUM_TO_JUDGE_BY = 100
+"""Newest events among which the last training round's end is sought."""
+MAX_KEPT_S = 30.0
+"""Seconds for which an answer of long points is given again."""
 
 
 def build_app(
@@ -89,21 +95,27 @@ def _add_readers(app: FastAPI, controller: Any, history: Any) -> None:
     async def status() -> Response:
         state = to_builtins(await maybe(controller.status()))
         figures, recent = await _figures(history, NOW_SECONDS), await _figures(history, RECENT_SECONDS)
-        return as_json({**state, "now": time.time(), "figures": figures, "recent": recent})
+        outcome = last_outcome((await _events(history, NUM_TO_JUDGE_BY))[::-1])
+        problems = troubles(state, outcome)
+        return as_json({**state, "now": time.time(), "figures": figures, "recent": recent, "problems": problems})
+
+    recently = Recently()
 
     @app.get("/osd/history", tags=["status"], summary="Acceptance and speed over time, as columns; changes of plan.")
     async def series(
         since: float = Query(-300.0, allow_inf_nan=False, description="Unix time; negative = seconds before now"),
         bucket: float = Query(0.0, ge=0, allow_inf_nan=False, description="seconds per point; 0 = by the span"),
+        by: Literal["", "class", "replica", "position"] = Query("", description="also a line for each of these"),
     ) -> Response:
         now = time.time()
         since, bucket = resolve_span(now, since, bucket)
-        columns = await maybe(history.series(since, bucket))
+        columns = await recently.get((since, bucket, by), bucket, lambda: maybe(history.series(since, bucket, by)))
         marks = to_builtins(await maybe(history.marks()))
         marks = [mark for mark in marks if mark["at"] >= since]
         changes = to_builtins(await maybe(history.changes()))
         return as_json(
-            {"now": now, "since": since, "bucket": bucket, "series": columns, "marks": marks, "changes": changes}
+            {"now": now, "since": since, "bucket": bucket, "by": by, "series": columns}
+            | {"lines": columns.pop("lines", {}), "marks": marks, "changes": changes}
         )
 
     @app.get("/osd/drafts", tags=["status"], summary="Every draft release in the store, with how it was judged.")
@@ -130,6 +142,22 @@ def _add_stream(app: FastAPI, history: Any) -> None:
             start = time.time() if since is None else since
         events = event_stream(lambda: _events(history, MAX_EVENTS), start, app.state.stopping)
         return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+
+class Recently:
+    """Answers kept for a part of the time that one of their points spans, so that a second viewer of a long history
+    costs nothing."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, tuple[float, Any]] = {}
+
+    async def get(self, key: Any, bucket_s: float, make: Callable[[], Awaitable[Any]]) -> Any:
+        """What was made lately under this key, or else made now; a shallow copy."""
+        now = time.monotonic()
+        self._kept = {k: kept for k, kept in self._kept.items() if kept[0] > now}
+        if key not in self._kept:
+            self._kept[key] = now + min(bucket_s / 10, MAX_KEPT_S), await make()
+        return dict(self._kept[key][1])
 
 
 def resolve_span(now: float, since: float, bucket: float) -> tuple[float, float]:

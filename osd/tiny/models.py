@@ -27,7 +27,7 @@ MAX_BUILD_THREADS = 4
 """More would wait for each other. How many threads its caller keeps to does not bind a build, which is done once."""
 
 COST_SHAPED_HIDDEN_SIZE = 768
-COST_SHAPED_NUM_LAYERS = 12
+COST_SHAPED_NUM_LAYERS = 8
 COST_SHAPED_INTERMEDIATE_SIZE = 3072
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -214,8 +215,10 @@ def ids_of(text: str) -> list[int]:
 
 
 def ask(url: str, prompts: Sequence[str], *, streams: int = 4, max_tokens: int = 40, **more: Any) -> list[Answer]:
-    """Chat requests, `streams` at a time."""
-    return asyncio.run(drive(url, MODEL, prompts, streams=streams, max_tokens=max_tokens, **more))
+    """Chat requests, `streams` at a time; in a thread, for a browser's tests leave a loop running in this one."""
+    job = drive(url, MODEL, prompts, streams=streams, max_tokens=max_tokens, **more)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, job).result()
 
 
 class Traffic(threading.Thread):

@@ -14,6 +14,7 @@ from osd.records import ACCEPTED, PLAIN, REJECTED, Trace
 from tests.integration.conftest import release_of
 from tests.integration.engines import Engine
 from tests.integration.pairs import Pair
+from trainer.batch import is_believable
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,7 @@ def assert_rows_are_the_targets(target: torch.nn.Module, traces: Sequence[Trace]
                 ACCEPTED: trace.draft_ids[i] == served,
                 PLAIN: trace.draft_ids[i] == -1,
             }[int(trace.kind[i])]
+        assert is_believable(trace).all(), "what was captured will be trained on"
         num_rows += trace.num_rows
     return num_rows
 

@@ -18,6 +18,7 @@ from serving.replica import Replica
 from tests.integration.conftest import release_of
 from tests.integration.engines import Engine
 from tests.integration.pairs import VOCABULARY, Pair
+from tests.integration.test_capture import assert_rows_are_the_targets
 from tests.integration.test_lossless import drafted_samples, misfit, target
 
 __all__ = ["target"]
@@ -268,6 +269,37 @@ def test_without_speculation_rows_are_still_captured(controlled: Engine, prompts
     assert {trace.num_draft_tokens for trace in traces} == {0}
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"temperature": 0.0, "logprobs": 3},
+    ],
+)
+def test_without_drafts_sampling_is_that_of_an_engine_without_speculation(
+    controlled: Engine, plain: Engine, prompts: list[list[int]], sampling: dict[str, Any]
+) -> None:
+    """Seeded requests draw from generators of their own, so that even sampled tokens are the same ones."""
+    controlled.command("force", ("off", 0))
+    options = {"ignore_eos": True, "max_tokens": 24} | sampling
+    before = controlled.worker.osd_lazy_draft.num_steps_without_drafts
+    assert controlled.generate(prompts[:4], **options) == plain.generate(prompts[:4], **options)
+    is_short = controlled.worker.osd_lazy_draft.num_steps_without_drafts > before
+    assert is_short == ("logprobs" not in sampling), "vLLM's rejection sampler is what returns log-probabilities"
+
+
+def test_rows_captured_without_drafts_are_the_targets(
+    controlled: Engine, target: torch.nn.Module, prompts: list[list[int]]
+) -> None:
+    """A temperature divides the logits in place: not those that capture reads."""
+    controlled.command("force", ("off", 0))
+    controlled.set_capture(plain_fraction=1.0)
+    controlled.generate(prompts[:4], ignore_eos=True, max_tokens=20, temperature=0.8, seed=3)
+    assert assert_rows_are_the_targets(target, controlled.traces()) == 80
+
+
 def test_what_n_grams_get_accepted_is_not_credited_to_the_draft(
     controlled: Engine, plain: Engine, prompts: list[list[int]]
 ) -> None:
@@ -343,3 +375,16 @@ def test_every_private_name_the_control_relies_on_is_where_it_is_expected() -> N
     for name, parameters in vllm_compat.DRAFTER_NAMES.items():
         found = tuple(inspect.signature(vllm_compat.resolve(name)).parameters)
         assert found[: len(parameters)] == parameters, name
+
+
+def test_a_vllm_that_checks_requests_elsewhere_is_served_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.sampling_params import SamplingParams
+
+    monkeypatch.setattr(vllm_compat, "_ORIGINALS", {})
+    monkeypatch.delattr(SamplingParams, "_validate_spec_decode")
+    vllm_compat.refuse_what_would_end_the_engine()
+    assert [record.message for record in caplog.records] == [
+        "requests with logprob_token_ids are not refused: this vLLM has no _validate_spec_decode"
+    ]

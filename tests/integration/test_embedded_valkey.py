@@ -20,6 +20,7 @@ from buffers.embedded import EmbeddedValkey
 from buffers.program import find_server
 from buffers.redis_stream import RedisTraceBuffer
 from osd.errors import ReplayBufferError
+from osd.runtime import is_alive
 from tests import servers
 from tests.builders import ids, make_traces
 
@@ -50,13 +51,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 2.0) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def parent_of(pid: int) -> int:
@@ -107,7 +101,7 @@ def test_stop_and_start_may_be_repeated(tmp_path: Path):
     assert servers.server_pid(server) == pid
     server.stop()
     server.stop()
-    assert wait_until(lambda: not is_running(pid))
+    assert wait_until(lambda: not is_alive(pid))
     server.start()
     assert server.is_alive()
     server.stop()
@@ -154,10 +148,10 @@ def service(kind: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_death_of_the_service_ends_the_server(service: tuple, tmp_path: Path, kind: str, how: int):
     process, guardian, pid = service
-    assert is_running(guardian) and is_running(pid)
+    assert is_alive(guardian) and is_alive(pid)
     process.send_signal(how)
     process.wait(5)
-    assert wait_until(lambda: not is_running(pid) and not is_running(guardian))
+    assert wait_until(lambda: not is_alive(pid) and not is_alive(guardian))
     with servers.start(kind, tmp_path) as server:
         assert server.is_alive()
 
@@ -165,14 +159,14 @@ def test_the_death_of_the_service_ends_the_server(service: tuple, tmp_path: Path
 def test_the_death_of_the_guardian_ends_the_server(service: tuple):
     _, guardian, pid = service
     os.kill(guardian, signal.SIGKILL)
-    assert wait_until(lambda: not is_running(pid))
+    assert wait_until(lambda: not is_alive(pid))
 
 
 def test_a_hanging_server_ends_too(service: tuple):
     process, guardian, pid = service
     os.kill(pid, signal.SIGSTOP)
     process.kill()
-    assert wait_until(lambda: not is_running(pid) and not is_running(guardian), 3)
+    assert wait_until(lambda: not is_alive(pid) and not is_alive(guardian), 3)
 
 
 def test_a_forked_child_of_the_service_does_not_keep_the_server_alive(tmp_path: Path):
@@ -195,8 +189,8 @@ def test_a_forked_child_of_the_service_does_not_keep_the_server_alive(tmp_path: 
     process.wait()
     process.stdout.close()
     try:
-        assert is_running(child)
-        assert wait_until(lambda: not is_running(pid))
+        assert is_alive(child)
+        assert wait_until(lambda: not is_alive(pid))
     finally:
         os.kill(child, signal.SIGKILL)
 

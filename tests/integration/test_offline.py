@@ -58,7 +58,7 @@ class Distilled:
         of_a_service = services.settings("ignored", self.directory / "ignored", pair.target, pair.stranger)
         options = {"prompts": self.directory / "prompts.jsonl", "out": self.out, "keep-traces": self.kept}
         flags = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-        own = ["trainer.max_length=256", "trainer.num_threads=2", "capture.top_k=16"]
+        own = ["trainer.max_length=256", "trainer.num_threads=1", "capture.top_k=16"]
         return [sys.executable, "-m", "osd", "distil", *of_a_service, *own, *flags, "--max-tokens", "40"]
 
     def export(self, process: subprocess.Popen[bytes]) -> None:
@@ -83,8 +83,9 @@ class Distilled:
             os.kill(process.pid, signal.SIGCONT)
 
     def look(self, found: runtime.Running) -> None:
-        body = {"model": services.MODEL, "prompt": "t30 t31", "max_tokens": 5, "vllm_xargs": {"osd_capture": "off"}}
-        (self.completion,) = asyncio.run(send(found.service_url, [body], streams=1))
+        body = {"model": services.MODEL, "prompt": "t30 t31", "max_tokens": 5, "ignore_eos": True}
+        own = {"vllm_xargs": {"osd_capture": "off"}}
+        (self.completion,) = asyncio.run(send(found.service_url, [body | own], streams=1))
         recorded.export(Client(found.control_url, token=found.token), self.exported, force=False, say=print)
 
 

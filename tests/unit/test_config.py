@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,24 @@ def test_a_bad_file_is_one_line(tmp_path: Path, text: str | None, says: str) -> 
         file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         config_reading.load(file, environ={})
+
+
+@pytest.mark.parametrize(
+    ("serving", "key"),
+    [
+        ({}, "outer"),
+        ({"env": {"VLLM_API_KEY": "of-the-replica"}}, "of-the-replica"),
+        ({"env": {"VLLM_API_KEY": "of-the-replica"}, "vllm": {"api_key": "one"}}, "one"),
+        ({"vllm": {"api_key": ["one", "two"]}}, "one"),
+    ],
+)
+def test_the_key_clients_need_is_found_where_vllm_looks(
+    serving: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "outer")
+    assert config.Config.model_validate({"serving": serving}).serving.api_key == key
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert config.Config().serving.api_key == ""
 
 
 def test_vllm_arguments_pass_through_and_merge() -> None:

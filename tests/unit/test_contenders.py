@@ -127,7 +127,8 @@ def test_every_name_has_its_contender() -> None:
 def test_a_recording_survives_its_file(tmp_path: Path) -> None:
     kept = recorded(5)
     save(kept, tmp_path / "requests.npz")
-    again = load(tmp_path / "requests.npz")
+    again = load(tmp_path / "requests.npz", temperature=0.7)
+    assert {request.temperature for request in again} == {0.7}
     for one, other in zip(kept, again, strict=True):
         assert one.name == other.name
         for name in ("prompt_ids", "output_ids", "target_ids", "target_logprobs", "tail_logprob"):

@@ -132,6 +132,8 @@ def make_outcome(path: str, base_version: int) -> RoundOutcome:
         trace_age_mean_s=1.0,
         trace_age_max_s=2.0,
         eval=report,
+        num_new_rows=900,
+        num_contradicting=7,
     )
 
 
@@ -228,6 +230,10 @@ class World:
     async def a_few_looks(self) -> None:
         await asyncio.sleep(0.15)
 
+    def says(self, line: str) -> bool:
+        """Whether `/metrics` has this line."""
+        return line in self.history.prometheus().splitlines()
+
     def wanted(self) -> int | None:
         release = self.registry.wishes.get("default")
         return None if release is None else release.version
@@ -276,7 +282,10 @@ async def test_better_candidate_is_published_told_and_explained(world: World) ->
     assert world.events() == ["published: v2: held-out α 0.40 -> 0.70 on 40 requests, at least +0.250"]
     assert (status["version"], status["num_rounds"]) == (2, 1)
     assert status["last_round"] == world.releases.get(2).outcome
-    assert 'osd_round_total{outcome="published"} 1.0' in world.history.prometheus()
+    text = world.history.prometheus()
+    assert 'osd_round_total{outcome="published"} 1.0' in text
+    assert 'osd_round_rows_total{kind="trainable"} 900.0' in text
+    assert 'osd_round_rows_total{kind="contradicting"} 7.0' in text
 
 
 @pytest.mark.parametrize(
@@ -315,10 +324,33 @@ async def test_trainer_that_dies_is_retried_and_said_once(world: World) -> None:
         world.trainer.rounds.append(world.trainer.better)
         await world.until(lambda: len(world.trainer.calls) >= 3)
         assert (await world.controller.status())["trainer"] == "away"
+        await world.until(lambda: world.says("osd_trainer_up 0.0"))
         world.trainer.death = None
         await world.until(lambda: world.wanted() == 2 and world.kinds()[-1] == "published")
+        num_dead = world.trainer.calls.count("dead")
+        await world.until(lambda: world.says("osd_trainer_up 1.0"))
+        await world.until(lambda: world.says(f"osd_trainer_failures_total {num_dead}.0"))
     assert world.events()[0] == "trainer_failed: RuntimeError: the actor died"
     assert world.kinds() == ["trainer_failed", "trainer_back", "published"]
+
+
+async def test_a_trainer_that_answers_and_fails_every_round_is_counted(world: World) -> None:
+    def fail(base: DraftRelease) -> RoundOutcome:
+        raise RuntimeError("out of memory")
+
+    async with world.running():
+        await world.until(lambda: world.says("osd_trainer_failures_total 0.0"))
+        world.trainer.rounds += [fail] * 3
+        await world.until(lambda: world.says("osd_trainer_failures_total 3.0"))
+    assert world.kinds()[:4] == ["trainer_failed", "trainer_back"] * 2
+
+
+async def test_a_trainer_that_is_not_wanted_is_not_down(world: World) -> None:
+    async with world.running():
+        world.trainer.death = RuntimeError("the actor died")
+        await world.until(lambda: world.says("osd_trainer_up 0.0"))
+        await world.controller.pause()
+        await world.until(lambda: world.says("osd_trainer_up 1.0"))
 
 
 async def test_redis_away_stops_nothing_and_is_caught_up(world: World) -> None:
@@ -330,8 +362,10 @@ async def test_redis_away_stops_nothing_and_is_caught_up(world: World) -> None:
         assert world.wanted() == 1
         status = await world.controller.status()
         await world.until(lambda: [event.kind for event in world.history.events()] == ["published"])
+        await world.until(lambda: world.says("osd_redis_up 0.0"))
         world.registry.is_away = False
         await world.until(lambda: world.wanted() == 2)
+        await world.until(lambda: world.says("osd_redis_up 1.0"))
     assert status["redis"] == "away"
 
 
@@ -360,6 +394,22 @@ async def test_draft_that_disappoints_is_taken_back_and_never_offered_again(worl
     assert 'osd_rollback_total{reason="disappointed"} 1.0' in world.history.prometheus()
 
 
+@pytest.mark.parametrize("by", [-3600, 3600])
+async def test_a_clock_that_is_set_hides_no_draft_that_disappoints(
+    world: World, monkeypatch: pytest.MonkeyPatch, by: float
+) -> None:
+    async with world.running():
+        await world.publish(2)
+        world.registry.publish(live_window(2, alpha=0.7))
+        await world.a_few_looks()
+        clock = time.time
+        monkeypatch.setattr(time, "time", lambda: clock() + by)
+        world.trainer.alphas = {2: 0.3, 1: 0.5}
+        world.registry.publish(live_window(2, alpha=0.3))
+        await world.until(lambda: world.wanted() == 1)
+    assert world.releases.is_bad(2)
+
+
 async def test_a_draft_that_replays_well_stays_and_the_contradiction_is_said(world: World) -> None:
     async with world.running():
         await world.publish(2)
@@ -368,9 +418,11 @@ async def test_a_draft_that_replays_well_stays_and_the_contradiction_is_said(wor
         await world.until(lambda: "alarm" in world.kinds())
         status = await world.controller.status()
         assert status["alarm"] and world.events()[-1] == f"alarm: {status['alarm']}"
+        await world.until(lambda: world.says("osd_alarm 1.0"))
         world.registry.publish(replace(live_window(2, alpha=0.7), at=time.time() + 5))
         await world.a_few_looks()
         assert (await world.controller.status())["alarm"] == "", "it serves as it should again"
+        await world.until(lambda: world.says("osd_alarm 0.0"))
     assert world.wanted() == 2
     assert "the engine is not running what we think" in world.events()[-1]
     assert world.history.total("osd_rollback_total") == 0
@@ -498,8 +550,12 @@ async def test_lagging_replica_is_shown_and_said_once(world: World) -> None:
             ("replica-1", True, 1),
             ("replica-0", False, 1),
         ]
+        await world.until(lambda: world.says('osd_replica_lagging{replica="replica-1"} 1.0'))
+        assert world.says("osd_replicas 2.0")
+        assert world.says('osd_replica_lagging{replica="replica-0"} 0.0')
         world.registry.living = [replica(1, "replica-1"), replica(1)]
         await world.a_few_looks()
+        await world.until(lambda: world.says('osd_replica_lagging{replica="replica-1"} 0.0'))
         assert not any(r["lagging"] for r in (await world.controller.status())["replicas"])
     assert world.events() == ["lagging: replica-1 still serves v0, wanted is v1"]
 
@@ -600,10 +656,11 @@ async def test_old_traces_are_deleted_now_and_then(world: World, monkeypatch: py
     buffer = world.config.buffer.model_copy(update={"max_age_seconds": 2.0})
     world.config = world.config.model_copy(update={"buffer": buffer})
     world.restart()
+    begun = time.monotonic()
     async with world.running():
-        await asyncio.sleep(0.5)
-    assert 3 <= len(purged) <= 6, "a twentieth of two seconds, or more, lies between"
-    assert purged == pytest.approx([2.0] * len(purged), abs=0.05)
+        await world.until(lambda: len(purged) >= 4)
+    assert len(purged) <= 1 + (time.monotonic() - begun) / 0.1, "a twentieth of two seconds, or more, lies between"
+    assert purged == pytest.approx([2.0] * len(purged), abs=0.5)
 
 
 async def test_training_rests_and_says_so(world: World) -> None:

@@ -48,7 +48,8 @@ class FakeController:
         self._note("status")
         buffer = BufferStats(num_traces=9, num_holdout=1, num_bytes=80, num_put=10, oldest_at=1.0)
         counts = {"buffer": buffer, "num_rounds": np.int64(3)}
-        return {"deployment": HOSTILE, "version": 2, "replicas": self.replicas, **counts}
+        states = {"redis": "ok", "trainer": "ok", "paused": False, "alarm": ""}
+        return {"deployment": HOSTILE, "version": 2, "replicas": self.replicas, **counts, **states}
 
     async def drafts(self) -> list[dict[str, Any]]:
         return [{"version": 2, "parent": 1, "created_at": 5.0, "serving": True, "text": HOSTILE}]
@@ -90,7 +91,7 @@ class FakeHistory:
         ]
         self.error: Exception | None = None
 
-    async def series(self, since: float, bucket_s: float) -> dict[str, list[Any]]:
+    async def series(self, since: float, bucket_s: float, by: str = "") -> dict[str, Any]:
         if self.error:
             raise self.error
         self.asked.append((since, bucket_s))
@@ -147,7 +148,7 @@ async def test_page_loads_only_files_that_exist_here(client: httpx.AsyncClient) 
     page = (await client.get("/dashboard")).text
     names = re.findall(r'(?:src|href)="(dashboard/static/[^"]+)"', page)
     assert len(names) == 5
-    for name in [*names, "dashboard/static/charts.js", "dashboard/static/view.js"]:
+    for name in [*names, *(f"dashboard/static/{file.name}" for file in STATIC.glob("*.js"))]:
         assert (await client.get(f"/{name}")).status_code == 200, name
     for name in re.findall(r'href="((?:osd/|metrics|openapi)[^"]*)"', page):
         assert (await client.get(f"/{name}")).status_code == 200, name
@@ -163,7 +164,7 @@ def test_static_files_refer_to_no_other_host() -> None:
 
 def test_page_never_makes_html_or_code_from_data() -> None:
     own = [file for file in STATIC.glob("*.js") if not file.name.startswith("uPlot")]
-    assert len(own) == 3
+    assert len(own) == 11
     for file in own:
         forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser"
         assert not re.search(forbidden, file.read_text()), file.name
@@ -256,9 +257,15 @@ async def test_real_history_gives_the_figures_the_page_shows(controller: FakeCon
         answer = (await client.get("/osd/history")).json()
         assert "osd_spec_drafts_total" in (await client.get("/metrics")).text
         assert (await client.get("/osd/events")).json()[0]["kind"] == "swapped"
-    expected = {"alpha": 20 / 28, "acceptance_rate": 0.5, "acceptance_length": 3.0, "tokens_per_second": 30.0}
+    expected = {
+        "alpha": 0.714286,
+        "tested": 28,
+        "acceptance_rate": 0.5,
+        "acceptance_length": 3.0,
+        "tokens_per_second": 30.0,
+    }
     assert figures == {**expected, "tpot_ms": 20.0, "version": 3, "k": 4, "requests": 2, "seconds": 15.0}
-    assert answer["series"]["alpha"] == [20 / 28]
+    assert answer["series"]["alpha"] == [0.714286]
     assert [mark["version"] for mark in answer["marks"]] == [3]
 
 
@@ -311,11 +318,44 @@ def test_page_explains_every_figure_of_speculation() -> None:
     assert [name for attributes, name in heads if "title=" not in attributes] == ["Replica"]
     assert re.search(r'Net speed-up <span class="tag good">measured<', panel)
     assert re.search(r'expected tokens of a step / expected seconds.*Goodput <span class="tag info">estimated<', panel)
-    script = (STATIC / "view.js").read_text()
+    script = (STATIC / "speculation.js").read_text()
     for place in re.findall(r'id="(speculation(?:-count)?|anatomy|places|contexts|spread|changes)"', panel):
         assert f'"{place}"' in script, place
     for figure in fields(SpeculationFigures):
         assert re.search(rf"\b{figure.name}\b", script), figure.name
+
+
+async def test_status_names_what_is_wrong_worst_first(client: httpx.AsyncClient, history: FakeHistory) -> None:
+    assert (await client.get("/osd/status")).json()["problems"] == [
+        "no replica is alive, so no request can be answered: its log in `logs` of the data directory says why; end it "
+        "with `osd stop` and serve again"
+    ]
+    history.log.append(Event(at=200.0, kind="discarded", text="non-finite loss"))
+    problems = (await client.get("/osd/status")).json()["problems"]
+    assert len(problems) == 2 and "non-finite loss" in problems[1]
+
+
+async def test_history_by_class_has_lines_and_nothing_else_may_be_asked(controller: FakeController) -> None:
+    history, now = History(), time.time()
+    positions = {"num_accepted_tokens_per_pos": (8, 6), "num_tested_per_pos": (10, 8)}
+    counts = {"num_drafts": 10, "num_draft_tokens": 20, "num_accepted_tokens": 14, "k": 2, "seconds": 1.0}
+    history.add(SpecWindow(at=now - 1, replica="r", version=3, domain=HOSTILE, **counts, **positions))
+    transport = httpx.ASGITransport(build_app(controller, history, TOKEN))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        answers = {
+            by: (await client.get(f"/osd/history?by={by}")).json() for by in ("", "class", "replica", "position")
+        }
+        assert (await client.get("/osd/history?by=weather")).status_code == 400
+    names = {by: list(answer["lines"]) for by, answer in answers.items()}
+    assert names == {"": [], "class": [HOSTILE], "replica": ["r"], "position": ["1", "2"]}
+    assert answers["position"]["lines"]["2"]["alpha"] == [0.75]
+    assert all("lines" not in answer["series"] for answer in answers.values())
+
+
+async def test_a_second_viewer_of_long_history_costs_nothing(client: httpx.AsyncClient, history: FakeHistory) -> None:
+    for _ in range(10):
+        assert (await client.get("/osd/history?since=-604800&bucket=1200")).json()["series"]["alpha"] == [0.5, None]
+    assert len(history.asked) <= 2, "a second answer where a bucket began in between"
 
 
 async def test_an_idle_service_has_no_figures(controller: FakeController) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from osd import config_docs
 from osd.config_reading import ENVIRONMENT_ALONE, known_keys
+from osd.exposition import COUNTERS, GAUGES, SPECULATION
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -31,7 +32,9 @@ def test_every_key_and_variable_has_its_heading() -> None:
 
 def test_every_metric_is_documented_and_every_documented_metric_exists() -> None:
     sources = "\n".join(p.read_text() for p in (ROOT / "osd").rglob("*.py"))
-    named = set(re.findall(r'"(osd_(?:spec|speculation|step|draft|capture|buffer|round|swap|rollback)_\w+)"', sources))
+    parts = "spec|speculation|step|draft|capture|buffer|round|swap|rollback|trainer|replica|redis"
+    named = set(re.findall(rf'"(osd_(?:(?:{parts})_\w+|replicas|alarm))"', sources))
+    assert named >= {*COUNTERS, *GAUGES, *SPECULATION}
     page = (DOCS / "operations.md").read_text()
     documented = set(re.findall(r"`(osd_\w+)", page))
     assert {n.removesuffix("_total") for n in named} == {n.removesuffix("_total") for n in documented}

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from serving.goodput import (
-    ENOUGH_STEPS,
     HYSTERESIS,
     MARGIN,
     NEARLY,
@@ -33,7 +32,7 @@ class Table(StepTimes):
         self.seconds, self.per_token = seconds, per_token
         self.known: dict[tuple[int, int], int] = {}
 
-    def predict(self, shapes: Sequence[Shape]) -> np.ndarray:
+    def predict(self, shapes: Sequence[Shape], context: int = 0) -> np.ndarray:
         return np.array([self.seconds[shape.tokens, shape.drafted] for shape in shapes])
 
     def num_steps(self, shape: Shape) -> int:
@@ -62,6 +61,13 @@ def test_goodput_is_expected_tokens_by_time() -> None:
     assert [plan.name for plan in plans] == ["off", "draft 1", "draft 2", "draft 3"]
     assert [plan.goodput for plan in plans] == pytest.approx([2 / 0.10, 3.4 / 0.16, 4.45 / 0.20, 5.25 / 0.25])
     assert [plan.seconds for plan in plans] == [0.10, 0.16, 0.20, 0.25]
+
+
+def test_no_proposal_makes_a_step_cheaper_than_none() -> None:
+    """However little is known of its step."""
+    plans = candidates(BOTH, Table(seconds(0.10, [0.09, 0.20, 0.25], [0.07, 0.11, 0.12])))
+    assert [plan.seconds for plan in plans] == [0.10, 0.10, 0.20, 0.25, 0.10, 0.11, 0.12]
+    assert plans[4].goodput == pytest.approx(2.8 / 0.10)
 
 
 @pytest.mark.parametrize(
@@ -120,22 +126,28 @@ def test_what_gains_next_to_nothing_is_left_out() -> None:
     assert choose([plans[0], Plan("ngram", 2, 103.0)], Plan("draft", 1)).proposer == "ngram"
 
 
-def test_a_promising_choice_is_unmeasured_until_its_step_was_seen_often_enough() -> None:
+def is_new(plan: Plan, num_known: int) -> bool:
+    return num_known < 6
+
+
+def test_a_promising_choice_is_tried_when_it_is_due() -> None:
+    """Asked with the steps that are known of each."""
     times = Table(seconds(0.10, [0.16, 0.20, 0.25]))
-    plans = candidates(DRAFT_ONLY, times)  # 20, 21.25, 22.25, 21: all but `off` are near the best
-    times.known = {(2, 0): 99, (4, 1): 0, (6, 2): ENOUGH_STEPS, (8, 3): ENOUGH_STEPS}
-    trial = unmeasured(plans, DRAFT_ONLY, times)
+    plans = candidates(DRAFT_ONLY, times)  # 20, 21.25, 22.25, 21: all are near the best
+    times.known = {(2, 0): 99, (4, 1): 5, (6, 2): 6, (8, 3): 7}
+    trial = unmeasured(plans, DRAFT_ONLY, times, is_new)
     assert trial is not None
     assert trial.name == "draft 1"
-    times.known[4, 1] = ENOUGH_STEPS - 1
-    assert unmeasured(plans, DRAFT_ONLY, times) == trial
-    times.known[4, 1] = ENOUGH_STEPS
-    assert unmeasured(plans, DRAFT_ONLY, times) is None
+    times.known[4, 1] = 6
+    assert unmeasured(plans, DRAFT_ONLY, times, is_new) is None
+    again = unmeasured(plans, DRAFT_ONLY, times, lambda plan, num_known: plan.k == 3 and num_known == 7)
+    assert again is not None
+    assert again.name == "draft 3"
 
 
 def test_the_most_promising_of_the_unmeasured_is_tried_first() -> None:
     times = Table(seconds(0.10, [0.16, 0.20, 0.25]))
-    trial = unmeasured(candidates(DRAFT_ONLY, times), DRAFT_ONLY, times)
+    trial = unmeasured(candidates(DRAFT_ONLY, times), DRAFT_ONLY, times, is_new)
     assert trial is not None
     assert trial.name == "draft 2"
 
@@ -144,9 +156,9 @@ def test_what_is_far_from_the_best_is_never_tried() -> None:
     times = Table(seconds(0.10, [0.16, 0.20, 0.25]))
     plans = [Plan("off", 0, 100.0 * NEARLY - 0.1), Plan("draft", 1, 100.0)]
     times.known = {(4, 1): 99}
-    assert unmeasured(plans, DRAFT_ONLY, times) is None
+    assert unmeasured(plans, DRAFT_ONLY, times, is_new) is None
     near = Plan("off", 0, 100.0 * NEARLY + 0.1)
-    assert unmeasured([near, plans[1]], DRAFT_ONLY, times) == near
+    assert unmeasured([near, plans[1]], DRAFT_ONLY, times, is_new) == near
 
 
 def test_a_draft_token_must_be_worth_the_time_of_its_verification() -> None:

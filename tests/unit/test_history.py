@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 import re
+import sqlite3
+import stat
 import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from osd.exposition import SPECULATION
-from osd.metrics import COLUMNS, MAX_CHANGES, NARROW_FOR_S, History
+from osd.history_file import HistoryFile
+from osd.metrics import MAX_CHANGES, MAX_CLASSES, OTHER_CLASSES, UNLABELLED, History
 from osd.records import (
     BufferStats,
     Event,
+    Health,
     MetricPoint,
     ReplicaStatus,
     RoundOutcome,
@@ -22,6 +28,8 @@ from osd.records import (
     SwapReport,
     merge_windows,
 )
+from osd.series import COLUMNS, MAX_LINES
+from osd.slots import NARROW_FOR_S, Counts
 
 START = 1_700_000_000.0
 
@@ -113,12 +121,13 @@ def test_series_of_nothing_is_empty_columns() -> None:
 
 def test_series_follows_the_three_formulas() -> None:
     columns = filled(window(0.0)).series(START, 1.0)
-    row = {name: values[0] for name, values in columns.items()}
+    row = {name: values[0] for name, values in columns.items() if values != [None]}
     assert row == {
         "at": START,
-        "alpha": 120 / 180,
+        "alpha": 0.666667,
         "acceptance_rate": 120 / 200,
         "acceptance_length": 1 + 120 / 100,
+        "tested": 180,
         "tokens_per_second": 220 / 0.25,
         "tpot_ms": 5.0,
         "version": 1,
@@ -210,7 +219,7 @@ def test_old_windows_are_folded_then_forgotten_and_sums_stay_true() -> None:
     total = history.window()
     assert total is not None and total.num_drafts == 100 * 3 * NARROW_FOR_S / 5
     columns = history.series(START, 60.0)
-    assert set(columns["alpha"]) == {120 / 180}
+    assert set(columns["alpha"]) == {0.666667}
     assert sum(columns["requests"]) == 2 * 3 * NARROW_FOR_S / 5
     history.add(window(4 * NARROW_FOR_S + 100))
     assert history.series(0.0, 60.0)["at"][0] >= START
@@ -368,6 +377,36 @@ def test_prometheus_counts_windows_by_domain_and_position() -> None:
     assert found["osd_spec_position_accepted_total", "draft=default", "position=0"] == 240
 
 
+def test_prometheus_shows_an_acceptance_of_nothing() -> None:
+    found = samples(filled(window(0.0, num_accepted_tokens=0, num_accepted_tokens_per_pos=(0, 0))))
+    assert found["osd_spec_accepted_tokens_total", "domain=", "draft=default"] == 0
+    assert found["osd_spec_position_accepted_total", "draft=default", "position=0"] == 0
+
+
+def test_prometheus_says_which_parts_work_once_the_controller_looked() -> None:
+    history = History()
+    names = ("osd_replicas", "osd_replica_lagging", "osd_redis_up", "osd_trainer_up", "osd_alarm")
+
+    def said() -> dict[tuple[str, ...], float]:
+        return {name: value for name, value in samples(history).items() if name[0] in names}
+
+    history.observe([status(), status("replica-1")], None)
+    assert said() == {}, "nobody has looked"
+    health = Health(is_redis_up=True, is_trainer_up=False, is_alarmed=True, lagging=("replica-1", "gone"))
+    history.observe_health(health)
+    assert said() == {
+        ("osd_replicas",): 2,
+        ("osd_replica_lagging", "replica=replica-0"): 0,
+        ("osd_replica_lagging", "replica=replica-1"): 1,
+        ("osd_redis_up",): 1,
+        ("osd_trainer_up",): 0,
+        ("osd_alarm",): 1,
+    }
+    history.observe([], None)
+    history.observe_health(replace(health, is_redis_up=False))
+    assert (said()["osd_replicas",], said()["osd_redis_up",], len(said())) == (0, 0, 4)
+
+
 def test_prometheus_histogram_of_pauses() -> None:
     reports = [swap(1, 2, 1), swap(2, 3, 2, pause_s=0.3), swap(3, 4, 3, ok=False, pause_s=9.0)]
     found = samples(filled(*reports))
@@ -396,6 +435,7 @@ def test_prometheus_rounds_and_rollbacks_come_as_points() -> None:
 def test_prometheus_counters_of_replicas_never_fall() -> None:
     history = History()
     first = status(capture_rows={"rejected": 100}, capture_skipped={"opted_out": 2}, buffer_dropped={"redis": 1})
+    first = replace(first, num_traces=30)
     stats = BufferStats(num_traces=9, num_holdout=2, num_bytes=80, num_put=11, oldest_at=START, dropped={"schema": 3})
     history.observe([first, status("replica-1", version=2, capture_rows={"rejected": 5})], stats)
     found = samples(history)
@@ -409,6 +449,7 @@ def test_prometheus_counters_of_replicas_never_fall() -> None:
     history.observe([restarted], None)
     found = samples(history)
     assert found["osd_capture_rows_total", "kind=rejected"] == 106, "what the gone ones counted stays counted"
+    assert found["osd_capture_traces_total",] == 60
     assert [name for name in found if name[0] == "osd_draft_info"] == [
         ("osd_draft_info", "draft=default", "replica=replica-0", "version=2")
     ]
@@ -441,3 +482,207 @@ def test_threads_share_one_history() -> None:
     for thread in threads:
         thread.join()
     assert (total := history.window()) is not None and total.num_drafts == 4 * 500 * 100
+
+
+# -- lines of classes, replicas and positions --------------------------------------------------------------------------
+
+
+def line(history: History, by: str, bucket_s: float = 1.0) -> dict[str, list[float | None]]:
+    return {name: values["alpha"] for name, values in history.series(START, bucket_s, by)["lines"].items()}
+
+
+def poor(at: float, **fields: object) -> SpecWindow:
+    """100 drafts of which 20 have their first token accepted, and no second."""
+    return window(
+        at, num_accepted_tokens=20, num_accepted_tokens_per_pos=(20, 0), num_tested_per_pos=(100, 20), **fields
+    )
+
+
+def test_each_class_has_a_line_of_its_own() -> None:
+    history = filled(window(0.0, domain="sql"), poor(0.0, domain="chat"), window(6.0), poor(6.0, domain="sql"))
+    assert line(history, "class", 5.0) == {
+        "sql": [0.666667, 0.166667],
+        "chat": [0.166667, None],
+        UNLABELLED: [None, 0.666667],
+    }
+
+
+def test_each_replica_and_each_position_has_a_line() -> None:
+    history = filled(window(0.0), poor(0.0, replica="replica-1"), window(1.0))
+    assert line(history, "replica") == {"replica-0": [0.666667] * 2, "replica-1": [0.166667, None]}
+    assert line(history, "position") == {"1": [100 / 200, 0.8], "2": [40 / 100, 0.5]}
+
+
+def test_lines_have_a_value_for_each_row() -> None:
+    history = filled(window(0.0, domain="sql"), window(100.0, domain="sql"))
+    columns = history.series(START, 7.0, "class")
+    assert columns["at"][0] <= START < columns["at"][1]
+    assert [at for at, alpha in zip(columns["at"], columns["lines"]["sql"]["alpha"], strict=True) if alpha] == [
+        columns["at"][0],
+        columns["at"][-1],
+    ]
+
+
+def test_labels_of_clients_make_no_endless_number_of_lines() -> None:
+    history = filled(*(window(0.1 * i, domain=f"class {i}", num_finished=1) for i in range(50)))
+    names = line(history, "class")
+    assert len(names) == MAX_CLASSES + 1 <= MAX_LINES and OTHER_CLASSES in names
+    history = filled(*(window(0.0, replica=f"replica-{i}") for i in range(50)))
+    assert len(line(history, "replica")) == MAX_LINES
+
+
+# -- speculation over time ---------------------------------------------------------------------------------------------
+
+
+def working(at: float, seconds: float, ratio: float | None, name: str = "replica-0") -> ReplicaStatus:
+    net = {"ratio": ratio, "low": ratio - 0.1, "high": ratio + 0.1} if ratio else {}
+    report = REPORT | {"net": net, "split": {"draft": 0.25 * seconds, "verify": 0.75 * seconds}}
+    return status(name, at=START + at, speculation=report)
+
+
+def test_the_measured_gain_and_the_parts_of_a_step_are_columns() -> None:
+    history = filled(*(window(float(at)) for at in range(0, 50, 10)))
+    history.observe([working(0, 100.0, 1.5)], None)
+    assert history.series(START, 10.0)["net_ratio"] == [None] * 5, "what was before this process is not a span"
+    history.observe([working(10, 104.0, 1.6)], None)
+    history.observe([working(10, 104.0, 1.6)], None)
+    history.observe([working(20, 108.0, None), working(20, 1.0, 1.0, "replica-1")], None)
+    history.observe([working(30, 109.0, 2.0), working(30, 9.0, 1.0, "replica-1")], None)
+    columns = history.series(START, 10.0)
+    assert columns["net_ratio"] == [None, 1.6, None, 1.5, None]
+    assert columns["share_draft"] == pytest.approx([None, 0.25, 0.25, 0.25, None])
+    assert columns["net_low"][1] == pytest.approx(1.5) and columns["net_high"][1] == pytest.approx(1.7)
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "history.db"
+
+
+def kept_in(path: Path, *records: object, now: float | None = None) -> History:
+    """A history that took the records, after it was saved."""
+    history = History(7 * 86400, HistoryFile(path))
+    for record in records:
+        history.add(record)  # type: ignore[arg-type]
+    history.save(now)
+    return history
+
+
+def recent(at: float, **fields: object) -> SpecWindow:
+    return replace(window(at, **fields), at=NOW + at)
+
+
+NOW = math.floor(time.time() / 60) * 60.0 - 3600
+"""An hour ago, on a minute: the file forgets by the clock."""
+
+
+def test_history_is_found_again_when_the_feed_is_gone(path: Path) -> None:
+    old = [recent(10.0 * i, domain="sql", num_steps=10) for i in range(60)]
+    before = kept_in(path, *old, swap(1, 2, 1), Event(at=START, kind="published", text="v2", version=2))
+    after = History(7 * 86400, HistoryFile(path))
+    assert after.events() == before.events() and after.swaps() == before.swaps() and after.marks() == before.marks()
+    assert after.series(NOW, 60.0, "class") == before.series(NOW, 60.0, "class")
+    assert (then := before.window()) is not None and (now := after.window()) is not None
+    assert (now.num_drafts, now.num_tested_per_pos, now.num_steps) == (6000, then.num_tested_per_pos, 600)
+    after.add(recent(601.0))
+    assert (now := after.window()) is not None and now.num_drafts == 6100
+
+
+@pytest.mark.parametrize("first", [0, 1, 7, 17, 59])
+def test_what_the_feed_tells_again_is_counted_once(path: Path, first: int) -> None:
+    told = [recent(10.0 * i, domain="sql") for i in range(60)]
+    event = Event(at=START, kind="published", text="v2", version=2)
+    before = kept_in(path, *told, event, swap(1, 2, 1))
+    after = History(7 * 86400, HistoryFile(path))
+    for record in [*told[first:], event, swap(1, 2, 1), event]:
+        after.add(record)
+    assert after.series(NOW, 60.0, "class") == before.series(NOW, 60.0, "class")
+    assert len(after.events()) == len(before.events()) == 2
+    after.save()
+    assert History(7 * 86400, HistoryFile(path)).series(NOW, 60.0) == before.series(NOW, 60.0)
+
+
+def test_a_minute_is_kept_once_it_is_over(path: Path) -> None:
+    history = kept_in(path, recent(0.0), recent(59.0), recent(60.0), now=NOW + 60 + 20)
+    assert [key[0] for kind, key, _ in HistoryFile(path).minutes(0.0) if kind == "replica"] == [NOW]
+    history.add(recent(61.0))
+    history.save(NOW + 200)
+    minutes = {key[0]: value for kind, key, value in HistoryFile(path).minutes(0.0) if kind == "replica"}
+    assert {start: value.num_drafts for start, value in minutes.items()} == {NOW: 200, NOW + 60: 200}
+
+
+def test_the_file_forgets_and_says_what_a_day_costs(path: Path) -> None:
+    file = HistoryFile(path)
+    day = [
+        ("replica", (NOW + 60 * i, "replica-0", 3, 5), Counts(1.0, *[123_456] * 8, 61.25, [9999] * 5, [99999] * 5))
+        for i in range(1440)
+    ]
+    file.write(day, [], oldest=0.0)
+    size = path.stat().st_size + path.with_name("history.db-wal").stat().st_size
+    file.close()
+    day_bytes = path.stat().st_size
+    print(f"a day of one replica's minutes takes {day_bytes} bytes in the file")
+    assert day_bytes < 400_000 and size < 2 * day_bytes + 100_000
+    file = HistoryFile(path)
+    events = [Event(at=START + i, kind="published", text=f"v{i}") for i in range(2100)]
+    file.write([], events, oldest=NOW + 1000 * 60)
+    assert len(file.minutes(0.0)) == 440
+    assert [event.at - START for event in file.events()] == [float(i) for i in range(100, 2100)]
+
+
+def test_nobody_else_reads_the_file(path: Path) -> None:
+    kept_in(path, recent(0.0))
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
+
+
+def test_a_file_that_is_none_is_put_aside(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"no database at all " * 400)
+    kept_in(path, recent(0.0))
+    assert "cannot be read" in caplog.text and len(caplog.records) == 1
+    assert [key[0] for _, key, _ in HistoryFile(path).minutes(0.0)] == [NOW, NOW]
+    aside = [file for file in path.parent.iterdir() if "unreadable" in file.name]
+    assert len(aside) == 1 and aside[0].read_bytes().startswith(b"no database")
+
+
+def test_rows_of_another_version_are_passed_over(path: Path) -> None:
+    file = HistoryFile(path)
+    file.write([("replica", (NOW, "replica-0", 1, 2), Counts(num_drafts=3))], [], oldest=0.0)
+    with sqlite3.connect(path) as db:
+        db.execute("insert into minutes values ('weather', ?, '[]', '{}')", (NOW,))
+        db.execute("insert into minutes values ('class', ?, '[\"sql\"]', '[\"many\"]')", (NOW,))
+        db.execute("insert into events values (1.0, 'Haiku', '{}')")
+        db.execute("insert into events values (1.0, 'Event', 'nonsense')")
+    assert [key for _, key, _ in file.minutes(0.0)] == [(NOW, "replica-0", 1, 2)]
+    assert file.events() == []
+
+
+def test_a_disk_that_refuses_loses_nothing(path: Path) -> None:
+    history = kept_in(path, recent(0.0), now=NOW)
+    history.add(Event(at=START, kind="published", text="v2"))
+    blocker = sqlite3.connect(path, isolation_level=None)
+    blocker.execute("begin immediate")
+    with pytest.raises(sqlite3.OperationalError):
+        history.save()
+    blocker.execute("rollback")
+    history.save()
+    file = HistoryFile(path)
+    assert len(file.events()) == 1 and len(file.minutes(0.0)) == 2
+
+
+def test_long_spans_are_drawn_from_long_slots_and_say_the_same(path: Path) -> None:
+    history = History(7 * 86400, HistoryFile(path))
+    for i in range(0, 4 * 7200, 30):
+        history.add(recent(float(i), domain="sql" if i % 60 else "chat", num_steps=10))
+    fine, coarse = history.series(NOW, 60.0, "class"), history.series(NOW, 1200.0, "class")
+    assert sum(coarse["requests"]) == sum(fine["requests"]) == 2 * 4 * 7200 / 30
+    assert sum(coarse["tested"]) == sum(fine["tested"])
+    assert set(coarse["k"]) == {20.0} and set(coarse["lines"]) == {"sql", "chat"}
+    history.save(NOW + 5 * 7200)
+    kept = History(7 * 86400, HistoryFile(path))
+    assert kept.series(NOW, 1200.0)["tested"][:-1] == coarse["tested"][:-1]
+    kept.add(recent(4 * 7200.0))
+    assert sum(kept.series(NOW, 1200.0)["tested"]) == pytest.approx(sum(kept.series(NOW, 60.0)["tested"]))

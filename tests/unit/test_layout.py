@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,14 +130,17 @@ def test_importing_it_loads_nothing_heavy(module: str) -> None:
 
 
 def test_help_answers_at_once() -> None:
-    import time
+    """Within a few times of what the library of the command line takes; torch alone would be tens of times."""
 
-    best = 9.0
-    for _ in range(3):
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "osd", "--help"], capture_output=True, check=True, cwd=ROOT)
-        best = min(best, time.perf_counter() - started)
-    assert best < 0.8
+    def best_of_three(*arguments: str) -> float:
+        seconds = []
+        for _ in range(3):
+            started = time.perf_counter()
+            subprocess.run([sys.executable, *arguments], capture_output=True, check=True, cwd=ROOT)
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    assert best_of_three("-m", "osd", "--help") < 4 * best_of_three("-c", "import typer")
 
 
 def test_each_of_our_names_is_ours() -> None:

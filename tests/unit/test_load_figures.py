@@ -1,10 +1,12 @@
-"""What a client makes of answers: k per step, also where the last step accepted more than was served."""
+"""What a client makes of answers: k per step, also where the last step accepted more than was served; the demo's α."""
 
 from __future__ import annotations
 
 import pytest
 
+from osd.demo import alpha
 from osd.load import Answer, figures
+from osd.records import SpecWindow
 
 
 def answer(num_tokens: int, histogram: tuple[int, ...], drafted: int) -> Answer:
@@ -26,3 +28,36 @@ def test_k_is_never_more_than_was_drafted_in_a_step() -> None:
 def test_without_speculation_k_is_nothing() -> None:
     assert figures([answer(10, (), 0)]).k == 0.0
     assert figures([]).k is None
+
+
+def test_the_demos_alpha_is_that_of_the_services_windows_within_the_runs() -> None:
+    """What was tested where k changes is known to the engine only; windows outside of the runs are not asked."""
+    runs = [[given(at=100.0, seconds=4.0), given(at=103.0, seconds=3.0)], [given(at=200.0, seconds=2.0)]]
+    windows = [
+        window(at=99.0, accepted=(9, 0), tested=(9, 9)),
+        window(at=101.0, accepted=(3, 1), tested=(4, 3)),
+        window(at=106.0, accepted=(2, 0), tested=(4, 1)),
+        window(at=150.0, accepted=(9, 0), tested=(9, 9)),
+        window(at=201.0, accepted=(0, 0), tested=(3, 0)),
+    ]
+    assert alpha(windows, runs) == pytest.approx(6 / 15)
+    assert alpha(windows, [[]]) is None
+
+
+def given(at: float, seconds: float) -> Answer:
+    return Answer(index=0, ok=True, token_ids=(1,), started=at, seconds=seconds)
+
+
+def window(at: float, accepted: tuple[int, ...], tested: tuple[int, ...]) -> SpecWindow:
+    return SpecWindow(
+        at=at,
+        replica="replica-0",
+        version=1,
+        seconds=1.0,
+        k=2,
+        num_drafts=tested[0],
+        num_draft_tokens=2 * tested[0],
+        num_accepted_tokens=sum(accepted),
+        num_accepted_tokens_per_pos=accepted,
+        num_tested_per_pos=tested,
+    )

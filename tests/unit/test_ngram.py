@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving.ngram import MAX_INDEXED, SIZES, Lookup
+from serving.ngram import MAX_INDEXED, SIZES, STEPS_PER_SHADOW, Lookup, Shadow
 
 
 def ids(text: str) -> list[int]:
@@ -122,3 +122,34 @@ def searched(tokens: list[int], k: int) -> list[int]:
                 loop = tokens[end:]
                 return [loop[i % len(loop)] for i in range(k)]
     return []
+
+
+# -- in shadow --------------------------------------------------------------------------------------------------------
+
+
+def judgements(before: str, written: str, k: int = 3) -> list[tuple[int, int]]:
+    """What lookups in shadow show while the target writes a letter a step."""
+    lookup, shadow, found = Lookup(), Shadow(), []
+    for end in range(len(written) + 1):
+        tokens = ids(before + written[:end])
+        if (judged := shadow.step(lookup, lambda tokens=tokens: tokens, k)) is not None:
+            found.append(judged)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "written", "expected"),
+    [
+        ("abcdefgh", "zzzzzab" + "cde", [(3, 3)]),  # at the eighth step "ab" has come back, and "cde" after it
+        ("abcdefgh", "zzzzzab" + "cdx", [(3, 2)]),
+        ("abcdefgh", "zzzzzab" + "x", [(3, 0)]),  # one letter suffices to refuse it
+        ("abcdefgh", "zzzzzab" + "cd", []),  # as yet nothing is wrong
+        ("abcdefgh", "stuvwxy" + "z", [(1, 0)]),  # nothing was found: a draft that was not accepted
+        ("abcdefgh", "zzzzzab" + "x" + "stuvwxyzqrstuvw", [(3, 0), (1, 0)]),  # and the next one eight steps later
+    ],
+)
+def test_a_lookup_in_shadow_is_judged_by_what_was_written(
+    before: str, written: str, expected: list[tuple[int, int]]
+) -> None:
+    assert STEPS_PER_SHADOW == 8
+    assert judgements(before, written) == expected

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from osd.config import GateConfig, TrainerConfig
-from osd.policy import num_to_replay, should_judge, should_publish, should_rollback, should_train
+from osd.policy import contradictions, num_to_replay, should_judge, should_publish, should_rollback, should_train
 from osd.records import ClassReport, DraftRelease, EvalReport, RoundOutcome, SpecWindow
 
 NAN = math.nan
@@ -212,3 +212,11 @@ def test_few_tests_must_show_a_great_fall(alpha: float, tested: int, expected: b
     """0.72 was measured, the margin is 0.1: of 24 tests a half may be chance, none is not."""
     gate = GateConfig(min_holdout_traces=8, rollback_margin=0.1)
     assert should_judge(live(alpha, tested=tested), NEW, gate).ok is expected
+
+
+def test_contradictions_are_said_once_they_are_too_many_for_chance() -> None:
+    assert contradictions(OUTCOME) == ""
+    assert contradictions(replace(OUTCOME, num_new_rows=960, num_contradicting=40)) == ""
+    text = contradictions(replace(OUTCOME, num_new_rows=500, num_contradicting=500))
+    assert text.startswith("; 50 % of the new rows contradict the text and were left out: ")
+    assert contradictions(replace(OUTCOME, num_new_rows=0, num_contradicting=9)).startswith("; 100 %")

@@ -111,11 +111,11 @@ class Engine:
 def test_a_swap_that_did_not_land_is_a_problem(release: dict[str, torch.Tensor]) -> None:
     engine = Engine(release)
     proof = SwapProof(engine.read_back, torch.float32, release)
-    assert proof.why_not == "" and proof.problem(release) == ""
+    assert proof.why_not == "" and proof.problem(proof.expected(release)) == ""
     newer = {name: tensor * 1.5 if tensor.is_floating_point() else tensor for name, tensor in release.items()}
-    assert proof.problem(newer).startswith("the engine holds other weights: checksum ")
+    assert proof.problem(proof.expected(newer)).startswith("the engine holds other weights: checksum ")
     engine.weights = newer
-    assert proof.problem(newer) == ""
+    assert proof.problem(proof.expected(newer)) == ""
 
 
 def test_an_engine_that_cannot_be_read_back_is_trusted(
@@ -126,16 +126,25 @@ def test_an_engine_that_cannot_be_read_back_is_trusted(
 
     proof = SwapProof(fails, torch.float32, release)
     assert proof.why_not == "AttributeError: no attribute 'quant_method'"
-    assert proof.problem({}) == ""
+    assert proof.problem(0) == ""
     other = SwapProof(lambda: [torch.ones(3)], torch.float32, release)
     assert other.why_not == "its layers hold the first draft in a form of their own"
-    assert other.problem({}) == ""
+    assert other.problem(0) == ""
     assert [r.message for r in caplog.records if "swaps are not proved in this engine" in r.message]
 
 
 def test_a_swap_that_reaches_the_target_is_a_problem(release: dict[str, torch.Tensor]) -> None:
     target = torch.randn(8)
     proof = SwapProof(Engine(release).read_back, torch.float32, release, lambda: [target])
-    assert proof.problem(release) == ""
+    assert proof.problem(proof.expected(release)) == ""
     target[3] += 1e-6
-    assert proof.problem(release) == "the target's weights are no longer those of the start: restart this replica"
+    assert proof.problem(proof.expected(release)).startswith("the target's weights are no longer those of the start")
+
+
+def test_a_checksum_does_not_depend_on_how_much_is_summed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [torch.randn(n) for n in (3, 50, 7)] + [torch.randn(4, 5).to(torch.bfloat16)]
+    whole = digest(parts)
+    monkeypatch.setattr("serving.proof.VALUES_AT_ONCE", 8)
+    assert digest(parts) == digest(parts[::-1]) == whole
+    parts[1][49] += 1
+    assert digest(parts) != whole

@@ -16,6 +16,7 @@ from osd.config import Config
 from osd.profile import table
 from osd.records import DraftRelease
 from serving import steering, vllm_compat
+from serving.pull import HEARTBEAT_TTL
 from serving.scheduler import settings_of
 from serving.speculation import Settings
 from serving.steering import Steering, profile_path, read_profile, settings_for, write_profile
@@ -144,12 +145,26 @@ def test_a_control_that_does_not_answer_is_logged_and_serving_goes_on(
     assert not (tmp_path / "p.json").exists()
 
 
+def test_a_control_that_never_answers_stops_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def stuck(*given: Any) -> str:
+        await asyncio.sleep(60)
+        return "{}"
+
+    assert steering.SECONDS_TO_ANSWER < HEARTBEAT_TTL
+    monkeypatch.setattr(steering, "SECONDS_TO_ANSWER", 0.05)
+    assert asyncio.run(asyncio.wait_for(Steering(stuck, Config()).report(), 5)) == {}
+    assert "did not answer 'report' within" in caplog.text
+
+
 def test_the_profile_is_another_for_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OSD_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text("{}")
     draft = str(tmp_path)
     base = profile_path(Config(), "target", draft)
     assert base == profile_path(Config(), "target", draft)
+    assert base == profile_path(Config.model_validate({"serving": {"vllm": {"api_key": "k"}}}), "target", draft)
     assert base.parent == tmp_path / "cache" / "profiles"
     others = {profile_path(Config(), "another", draft)}
     for change in ({"serving": {"vllm": {"dtype": "bfloat16"}}}, {"serving": {"env": {"OMP_NUM_THREADS": "1"}}}):

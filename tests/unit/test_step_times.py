@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.step_times import CELL_SIZE, MAX_CELLS, STEPS_PER_FIT, Shape, StepTimes, key_of
+from serving.step_times import CELL_SIZE, MAX_CELLS, STALE_SIZE, STALE_STEPS, STEPS_PER_FIT, Shape, StepTimes, key_of
 
 BATCHES, WIDTHS = (1, 2, 4, 8, 16, 32), (0, 1, 3, 5)
 
@@ -311,3 +311,64 @@ def test_steps_that_come_during_a_fit_are_not_lost() -> None:
     times._fitting.join()
     assert times.num_fits == 2
     assert errors(times, late) == pytest.approx(np.ones(3), rel=0.2)
+
+
+def test_context_given_apart_counts_as_context_of_the_shapes() -> None:
+    times = learnt()
+    bare = [Shape(4, 4 * (1 + k), 0, k) for k in range(6)]
+    for context in (0, 700, 3000):
+        whole = times.predict([shape._replace(context=context) for shape in bare])
+        assert times.predict(bare, context) == pytest.approx(whole)
+    before = times.predict(bare)
+    for _ in range(60):
+        times.add(bare[5], 10 * float(before[5]))
+    times.fit()
+    assert times.predict(bare)[5] > 3 * before[5], "what is kept of the shapes is not their time"
+
+
+# -- a machine that is not always as fast ------------------------------------------------------------------------------
+
+
+def test_a_slower_machine_makes_every_step_dearer_and_none_beside_the_others() -> None:
+    """Half as fast from one moment on, and only one shape is still run: the others are known to be slower as well."""
+    times = learnt(steps=CELL_SIZE)
+    before = times.predict(GRID)
+    for _ in range(60):
+        times.add(GRID[5], 2 * true_seconds(GRID[5]))
+    times.fit()
+    assert times.predict(GRID) / before == pytest.approx(np.full(len(GRID), 2.0), rel=0.1)
+    for row in times.to_rows():
+        shape = Shape(*(row[name] for name in Shape._fields))
+        assert row["seconds"] == pytest.approx(2 * true_seconds(shape), rel=0.1)
+
+
+def test_what_was_seen_while_the_machine_was_slow_is_compared_as_if_it_had_not_been() -> None:
+    known, new = a_shape(4, 3), a_shape(4, 2)
+    times = learnt([shape for shape in GRID if shape != new], steps=CELL_SIZE)
+    for _ in range(40):
+        times.add(known, 2 * true_seconds(known))
+    for _ in range(8):
+        times.add(new, 2 * true_seconds(new))
+    settle(times)
+    seconds_new, seconds_known = times.predict([new, known])
+    assert seconds_new / seconds_known == pytest.approx(true_seconds(new) / true_seconds(known), rel=0.05)
+
+
+def test_a_shape_not_seen_for_long_is_learnt_anew() -> None:
+    """It costs less than it did, beside all others: a few steps say so, however many said otherwise once."""
+    times = learnt(steps=CELL_SIZE)
+    cheaper, other = GRID[6], GRID[5]
+    for _ in range(STALE_STEPS + 10):
+        times.add(other, true_seconds(other))
+    for _ in range(STALE_SIZE + 2):
+        times.add(cheaper, true_seconds(cheaper) / 2)
+    settle(times)
+    assert float(times.predict([cheaper])[0]) < 0.7 * true_seconds(cheaper)
+    assert float(times.predict([other])[0]) == pytest.approx(true_seconds(other), rel=0.1)
+
+
+def test_one_long_pause_hardly_changes_the_pace() -> None:
+    times = learnt(steps=CELL_SIZE)
+    before = times.predict(GRID)
+    times.add(GRID[5], 100 * true_seconds(GRID[5]))
+    assert (times.predict(GRID) / before).max() < 1.07

@@ -403,6 +403,21 @@ def test_a_malformed_trace_does_not_stop_learning(
     assert "prompt_ids holds 64, the draft's vocabulary has 64" in caplog.text
 
 
+def test_what_contradicts_the_text_is_not_learnt_and_is_counted(tmp_path: Path, base: DraftRelease) -> None:
+    good = chain_traces(24)
+    wrong = [replace(t, trace_id=f"{t.trace_id}-wrong", target_ids=(t.target_ids + 7) % VOCAB_SIZE) for t in good]
+    clean = trainer_at(tmp_path / "clean", buffer_with(*good)).run_round(base)
+    mixed = trainer_at(tmp_path / "mixed", buffer_with(*good, *wrong)).run_round(base)
+    num_rows = sum(trace.num_rows for trace in good if not trace.is_holdout)
+    assert (clean.num_new_rows, clean.num_contradicting) == (num_rows, 0)
+    assert mixed.num_new_rows == num_rows
+    assert mixed.num_contradicting == sum(trace.num_rows for trace in wrong if not trace.is_holdout)
+    test = chain_traces(8, start=900)
+    assert alpha(mixed.path, test) > alpha(clean.path, test) - 0.02
+    poisoned = buffer_with(*[replace(trace, temperature=9.0) for trace in [*good, *wrong]])  # where anything may be
+    assert alpha(trainer_at(tmp_path / "poisoned", poisoned).run_round(base).path, test) < alpha(mixed.path, test) - 0.1
+
+
 # Judging releases
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from osd.records import merge_windows
@@ -62,3 +64,14 @@ def test_idle_time_is_no_part_of_a_window() -> None:
     counter.add_step(version=1, domain="", num_drafts=4, num_accepted=1, num_served=2)
     (window,) = counter.take("r", "default")
     assert window.seconds < 1
+
+
+@pytest.mark.parametrize("by", [-3600, 3600])
+def test_a_clock_that_is_set_changes_no_window(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
+    counter, clock = WindowCounter(4), time.time
+    counter.add_step(version=1, domain="", num_drafts=4, num_accepted=1, num_served=2)
+    monkeypatch.setattr(time, "time", lambda: clock() + by)
+    counter.add_step(version=1, domain="", num_drafts=4, num_accepted=1, num_served=2)
+    (window,) = counter.take("r", "default")
+    assert 0 <= window.seconds < 1 and window.num_output_tokens == 4
+    assert window.at == pytest.approx(clock() + by, abs=1)

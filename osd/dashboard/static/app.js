@@ -1,15 +1,21 @@
 // The loop of the page: ask for status, history, drafts and events, show them, and say how fresh they are.
 
 import { Charts } from "./charts.js";
+import * as dom from "./dom.js";
+import { showDrafts } from "./drafts.js";
+import { showLoop } from "./loop.js";
+import { showChanges, showSpeculation } from "./speculation.js";
+import { RANGES, bindControls, chosen, onChoice } from "./state.js";
+import { showEvents } from "./timeline.js";
 import * as view from "./view.js";
 
-const RANGES = { "5min": [300, 2], "1h": [3600, 12], "24h": [86400, 180] }; // seconds shown, seconds per point
+const NUM_EVENTS = 200;
 const POLL_MS = 1000;
 const TIMEOUT_MS = 5000;
 const HEARTBEAT_OLD = 15; // seconds without a heartbeat after which a replica's figures are called stale
 
 const charts = new Charts();
-let range = RANGES[location.hash.slice(1)] ? location.hash.slice(1) : "5min";
+let last = null; // the last complete answers, to draw another choice at once
 let lastAnswer = null; // performance.now() of the last complete answer
 let firstFailure = null; // of the first failed attempt since then
 let failure = "";
@@ -22,29 +28,36 @@ async function get(path) {
   throw new Error(error || `${path} answered ${response.status}`);
 }
 
+const whatIsShown = () => `${chosen("range")} ${chosen("by")}`;
+
 /** History of the chosen range; over longer ranges a point lasts longer, so it is asked for less often. */
 async function getHistory() {
   if (performance.now() < historyDue) return null;
-  const [seconds, bucket] = RANGES[range];
-  const history = await get(`osd/history?since=-${seconds}&bucket=${bucket}`);
+  const [seconds, bucket] = RANGES[chosen("range")];
+  const path = `osd/history?since=-${seconds}&bucket=${bucket}&by=${chosen("by")}`;
+  const history = await get(path);
+  document.getElementById("twin-history").href = path;
   historyDue = performance.now() + Math.min(500 * history.bucket, 10000) - POLL_MS / 2;
   return history;
 }
 
 async function refresh() {
-  const asked = range;
-  const [status, history, drafts, events] = await Promise.all([get("osd/status"), getHistory(), get("osd/drafts"), get("osd/events?limit=50")]);
-  view.setServerTime(status.now);
+  const asked = whatIsShown();
+  const [status, history, drafts, events] = await Promise.all([get("osd/status"), getHistory(), get("osd/drafts"), get(`osd/events?limit=${NUM_EVENTS}`)]);
+  last = { status, drafts, events };
+  dom.setServerTime(status.now);
   view.showSubtitle(status);
+  view.showHealth(status.problems ?? []);
   view.showFigures(status);
   view.showReplicas(status.replicas ?? [], status.version);
-  view.showSpeculation(status.replicas ?? []);
-  view.showDrafts(drafts);
-  view.showEvents(events);
-  if (history && asked === range) {
-    charts.update(history);
-    view.showChanges(history.changes, (status.replicas ?? []).length > 1);
-    view.showEmpty(status, history.series.at.length === 0 && Object.keys(status.figures).length === 0, range.replace(/(\d)([a-z])/, "$1 $2"));
+  showLoop(status, drafts, events);
+  showSpeculation(status.replicas ?? []);
+  showDrafts(drafts);
+  showEvents(events);
+  if (history && asked === whatIsShown()) {
+    charts.update(history, drafts);
+    showChanges(history.changes, (status.replicas ?? []).length > 1);
+    view.showEmpty(status, history.series.at.length === 0 && Object.keys(status.figures).length === 0, chosen("range").replace(/(\d)([a-z])/, "$1 $2"));
   }
   return status;
 }
@@ -61,7 +74,7 @@ async function poll() {
     historyDue = 0;
     showFailure();
   }
-  view.tick();
+  dom.tick();
   setTimeout(poll, document.hidden ? 5 * POLL_MS : POLL_MS);
 }
 
@@ -70,27 +83,27 @@ function showFreshness(status) {
   const heartbeat = Math.max(0, ...replicas.map((replica) => replica.at));
   const age = status.now - heartbeat;
   const isStale = replicas.length > 0 && age > HEARTBEAT_OLD;
-  const trouble = status.redis === "away" ? "Redis is away: traces are dropped and history stands still until it is back. Serving goes on." : "";
-  view.showBanner(isStale ? `Stale: no replica has reported for ${view.duration(age)}. The service answers, but the figures below are old.` : trouble, true);
+  view.showBanner(isStale ? `Stale: no replica has reported for ${dom.duration(age)}. The service answers, but the figures below are old.` : "", true);
   const isIdle = !isStale && Object.keys(status.figures).length === 0;
   view.showLive(isStale ? "stale" : "live", isStale ? "stale" : isIdle ? "live, no traffic" : "live");
 }
 
 function showFailure() {
-  const seconds = view.duration((performance.now() - firstFailure) / 1000);
+  const seconds = dom.duration((performance.now() - firstFailure) / 1000);
   const shown = lastAnswer === null ? "" : ` Shown is what was last seen, at ${new Date(Date.now() - (performance.now() - lastAnswer)).toLocaleTimeString("en-GB")}.`;
   view.showBanner(failure ? `The service reports an error, for ${seconds}: ${failure}.${shown}` : `Service unreachable for ${seconds}. Trying again every second.${shown}`);
   view.showLive("down", failure ? "error" : "unreachable");
 }
 
-for (const input of document.querySelectorAll("input[name=range]")) {
-  input.checked = input.value === range;
-  input.addEventListener("change", () => {
-    range = input.value;
+bindControls();
+onChoice((name) => {
+  if (name === "range" || name === "by") {
     historyDue = 0;
-    history.replaceState(null, "", `#${range}`);
     getHistory().then((answer) => answer && charts.update(answer), () => {});
-  });
-}
+  } else if (last) {
+    showEvents(last.events);
+    showDrafts(last.drafts);
+  }
+});
 
 poll();

@@ -1,0 +1,78 @@
+"""A draft that is not used shows neither acceptance nor cost: it is tried now and then, as often as costs little time.
+
+unused for long enough ──► PROBE_STEPS steps with it ──► accepted far more often than thought? ─► forget the rest
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PROBE_STEPS = 3
+PROBE_K = 2
+PROBE_SHARE = 0.01
+"""Part of the time that probing may take."""
+MIN_STEPS_TO_PROBE, MAX_STEPS_TO_PROBE = 50, 2000
+SURPRISE = 2.5
+"""Standard deviations by which a probe must differ from what was thought, for that to be forgotten."""
+
+
+@dataclass(slots=True)
+class _Probe:
+    expected: float
+    """acceptance of the first place, as it was thought to be"""
+    steps_left: int = PROBE_STEPS
+    tested: int = 0
+    accepted: int = 0
+
+    @property
+    def is_surprise(self) -> bool:
+        deviation = max(self.tested * self.expected * (1 - self.expected), 0.1) ** 0.5
+        return self.accepted - self.tested * self.expected > SURPRISE * deviation
+
+
+class Probes:
+    """Counts the steps without the draft, and what the tries between them show."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._num_untested = 0
+        """Steps since a draft token was last tested."""
+        self._probe: _Probe | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._probe is not None
+
+    def is_due(self, off_s: float, probe_s: float) -> bool:
+        """Whether it is time, so that probes take their share of it. Times of a step without the draft and of one that
+        tries it."""
+        extra_s = (PROBE_STEPS + 1) * max(probe_s - off_s, 0.0)
+        every = extra_s / (PROBE_SHARE * off_s)
+        return self._num_untested >= int(min(max(every, MIN_STEPS_TO_PROBE), MAX_STEPS_TO_PROBE))
+
+    def begin(self, expected: float) -> None:
+        """The next steps try the draft, whose first token is thought to be accepted so often."""
+        self._probe = _Probe(expected)
+        self.num += 1
+
+    def stop(self) -> None:
+        """Whatever it was to show is void."""
+        self._probe = None
+
+    def add_step(self, num_tested: int, num_accepted: int) -> None:
+        """A step tested so many first tokens."""
+        self._num_untested = 0 if num_tested else self._num_untested + 1
+        if self._probe is not None:
+            self._probe.tested += num_tested
+            self._probe.accepted += num_accepted
+
+    def end_step(self) -> tuple[bool, float | None]:
+        """Whether a probe has just ended, and the acceptance it found if that is a surprise."""
+        if self._probe is None:
+            return False, None
+        self._probe.steps_left -= 1
+        if self._probe.steps_left > 0:
+            return False, None
+        probe, self._probe = self._probe, None
+        self._num_untested = 0
+        return True, (probe.accepted + 1) / (probe.tested + 2) if probe.is_surprise else None
