@@ -12,6 +12,10 @@ PROBE_K = 2
 PROBE_SHARE = 0.01
 """Part of the time that probing may take."""
 MIN_STEPS_TO_PROBE, MAX_STEPS_TO_PROBE = 50, 2000
+FRESH_TESTS = 64
+"""First tokens of a new draft that have to be tested before it is probed as rarely as one that is known."""
+FRESH_SHARE = 0.1
+"""Part of the time that probing may take until then, so that a draft that disappoints is soon found out."""
 SURPRISE = 2.5
 """Standard deviations by which a probe must differ from what was thought, for that to be forgotten."""
 
@@ -37,6 +41,8 @@ class Probes:
         self.num = 0
         self._num_untested = 0
         """Steps since a draft token was last tested."""
+        self._num_fresh = 0
+        """First tokens that are still to be tested of a new draft."""
         self._probe: _Probe | None = None
 
     @property
@@ -47,7 +53,7 @@ class Probes:
         """Whether it is time, so that probes take their share of it. Times of a step without the draft and of one that
         tries it."""
         extra_s = (PROBE_STEPS + 1) * max(probe_s - off_s, 0.0)
-        every = extra_s / (PROBE_SHARE * off_s)
+        every = extra_s / ((FRESH_SHARE if self._num_fresh else PROBE_SHARE) * off_s)
         return self._num_untested >= int(min(max(every, MIN_STEPS_TO_PROBE), MAX_STEPS_TO_PROBE))
 
     def begin(self, expected: float) -> None:
@@ -59,9 +65,15 @@ class Probes:
         """Whatever it was to show is void."""
         self._probe = None
 
+    def renew(self) -> None:
+        """Another draft serves from now on."""
+        self._probe = None
+        self._num_fresh = FRESH_TESTS
+
     def add_step(self, num_tested: int, num_accepted: int) -> None:
         """A step tested so many first tokens."""
         self._num_untested = 0 if num_tested else self._num_untested + 1
+        self._num_fresh = max(0, self._num_fresh - num_tested)
         if self._probe is not None:
             self._probe.tested += num_tested
             self._probe.accepted += num_accepted

@@ -235,7 +235,7 @@ class Speculation:
         """Another draft serves from now on."""
         self._draft.restart([request.slot for request in self._requests.values()], predicted)
         self._num_since_decision = STEPS_PER_DECISION
-        self._probes.stop()
+        self._probes.renew()
 
     def force(self, plan: Plan | None) -> None:
         """Do this whatever the goodput says; None = decide again."""

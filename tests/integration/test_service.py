@@ -925,8 +925,12 @@ def test_a_restart_finds_its_version_again(beside: Beside) -> None:
 
 def test_a_harmful_draft_forced_past_the_gate_is_rolled_back(beside: Beside, pair: Pair) -> None:
     """A draft that knows nothing is released as if the gate had measured α = 0.95, and promoted by hand. Speculation is
-    controlled, so it is soon hardly used: what little is tested must do."""
+    controlled, so it is soon hardly used: what little is tested must do. Twenty requests a second: how many pass until
+    it is taken back is also a matter of the seconds it takes to look, replay and swap."""
     _, note = beside.running()
+    osd("pause", "--deployment", "test-beside")
+    osd("drafts", "promote", 1, "--deployment", "test-beside")
+    wait_for_version(note.control_url, 1)
     before = {answer.index: answer.text for answer in ask(note.service_url, PROMPTS)}
     releases = ReleaseStore(beside.directory / "data" / "releases")
     forged = releases.publish(
@@ -935,9 +939,11 @@ def test_a_harmful_draft_forced_past_the_gate_is_rolled_back(beside: Beside, pai
     osd("drafts", "promote", forged.version, "--deployment", "test-beside")
     wait_for_version(note.control_url, forged.version)
     answers: list[Answer] = []
+    clock = time.monotonic()
     while replica_version(note.control_url) == forged.version and len(answers) < 400:
         answers += ask(note.service_url, PROMPTS)
-    print(f"rolled back after {len(answers)} requests")
+        time.sleep(max(0.0, clock + len(answers) / 20 - time.monotonic()))
+    print(f"rolled back after {len(answers)} requests, {time.monotonic() - clock:.1f} s")
     assert len(answers) <= 200
     wait_for_version(note.control_url, 1)
     assert all(answer.ok for answer in answers)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from serving.probes import MAX_STEPS_TO_PROBE, MIN_STEPS_TO_PROBE, PROBE_SHARE, PROBE_STEPS, Probes
+from serving.probes import (
+    FRESH_SHARE,
+    FRESH_TESTS,
+    MAX_STEPS_TO_PROBE,
+    MIN_STEPS_TO_PROBE,
+    PROBE_SHARE,
+    PROBE_STEPS,
+    Probes,
+)
 
 
-def steps_until_due(off_s: float, probe_s: float) -> int:
-    probes = Probes()
+def steps_until_due(off_s: float, probe_s: float, probes: Probes | None = None) -> int:
+    probes = probes or Probes()
     num = 0
     while not probes.is_due(off_s, probe_s):
         probes.add_step(0, 0)
@@ -27,6 +35,24 @@ def steps_until_due(off_s: float, probe_s: float) -> int:
 )
 def test_probes_take_their_share_of_the_time(off_s: float, probe_s: float, steps: int) -> None:
     assert steps_until_due(off_s, probe_s) == pytest.approx(steps, abs=1)
+
+
+def test_a_new_draft_is_probed_more_often_until_enough_of_it_was_tested() -> None:
+    known, fresh = (round((PROBE_STEPS + 1) * 0.020 / (share * 0.010)) for share in (PROBE_SHARE, FRESH_SHARE))
+    assert (known, fresh) == (800, 80)
+    probes = Probes()
+    probes.renew()
+    probes.add_step(FRESH_TESTS - 1, 0)
+    assert steps_until_due(0.010, 0.030, probes) == pytest.approx(fresh, abs=1)
+    probes.add_step(1, 0)
+    assert steps_until_due(0.010, 0.030, probes) == pytest.approx(known, abs=1)
+
+
+def test_a_new_draft_ends_the_probe_of_the_one_before_it() -> None:
+    probes = Probes()
+    probes.begin(0.05)
+    probes.renew()
+    assert not probes.is_under_way
 
 
 def test_a_step_that_tests_the_draft_puts_the_next_probe_off() -> None:

@@ -21,6 +21,7 @@ from serving.speculation import (
     Speculation,
     StepSeen,
 )
+from serving.probes import FRESH_TESTS
 from serving.step_times import Shape
 from tests.simulated_engine import SimulatedEngine, StepTime, best_fixed, cpu
 
@@ -213,6 +214,24 @@ def test_a_release_that_is_worse_than_predicted_is_dropped() -> None:
     engine.control.restart(predicted=0.9)
     engine.run(200, 4)
     assert of_best(engine, 400, 4) >= 0.95
+
+
+def test_a_release_that_disappoints_is_soon_known_well_enough_to_be_taken_back() -> None:
+    """A costly draft would be probed every 400 steps; until enough of a new one was tested, every 50."""
+
+    def first_tokens_tested() -> int:
+        return int(engine.control.report()["tested_per_place"][0])
+
+    engine = SimulatedEngine(Settings(k_max=K_MAX, proposers=("draft",)), lambda b, t, p: 0.015 + 0.0075 * p)
+    engine.alpha = 0.0
+    engine.run(250, 4)
+    engine.control.restart(predicted=0.95)
+    before = first_tokens_tested()
+    engine.run(400, 4)
+    assert first_tokens_tested() - before >= FRESH_TESTS
+    before = first_tokens_tested()
+    engine.run(400, 4)
+    assert first_tokens_tested() - before < FRESH_TESTS
 
 
 # -- load -------------------------------------------------------------------------------------------------------------
