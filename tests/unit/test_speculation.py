@@ -13,7 +13,7 @@ import pytest
 
 from serving.goodput import MARGIN, OFF, Load, Plan
 from serving.ngram import MAX_INDEXED, STEPS_PER_SHADOW
-from serving.probes import PROBE_SHARE, PROBE_STEPS
+from serving.probes import FRESH_TESTS, PROBE_SHARE, PROBE_STEPS
 from serving.speculation import (
     DECISIONS_PER_OPENING,
     STEPS_PER_DECISION,
@@ -21,7 +21,6 @@ from serving.speculation import (
     Speculation,
     StepSeen,
 )
-from serving.probes import FRESH_TESTS
 from serving.step_times import Shape
 from tests.simulated_engine import SimulatedEngine, StepTime, best_fixed, cpu
 
