@@ -10,14 +10,18 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from osd.config import Config, TrainerConfig
+from osd.errors import OSDError
 from osd.records import DraftRelease, RoundOutcome
 from serving import vllm_compat
 
 SECONDS_BEFORE_RESTART = 3.0
+log = logging.getLogger(__name__)
+
 OURS = ("osd", "serving", "buffers", "trainer")
 """Packages whose information, not only warnings, goes to the log."""
 
@@ -134,9 +138,9 @@ class TrainerActor:
             target_id,
         )
 
-    def run_round(self, base: DraftRelease) -> RoundOutcome:
+    def run_round(self, base: DraftRelease, first: DraftRelease | None = None) -> RoundOutcome:
         self._pace.begin()
-        return self._trainer.run_round(base, on_step=self._pace)
+        return self._trainer.run_round(base, on_step=self._pace, first=first)
 
     def num_new_traces(self) -> int:
         return self._trainer.num_new_traces()
@@ -187,13 +191,23 @@ class ControlActor:
 
 
 class RemoteMethods:
-    """An actor handle whose methods are awaited like those of the plain object."""
+    """An actor handle whose methods are awaited like those of the plain object, and raise what those would raise."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name).remote
+        return partial(self._call, getattr(self._handle, name))
+
+    async def _call(self, method: Any, *arguments: Any, **named: Any) -> Any:
+        from ray.exceptions import RayTaskError
+
+        try:
+            return await method.remote(*arguments, **named)
+        except RayTaskError as error:  # its text is the traceback over there
+            if not isinstance(error.cause, OSDError):
+                log.error("%s", error)
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
 
 
 def buffer_settings(config: Config, redis_url: str, target_id: str) -> dict[str, Any]:

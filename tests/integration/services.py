@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ from osd.client import Client
 from osd.launch import Service
 from osd.load import Answer, drive
 from osd.reaper import running
+from osd.records import EvalReport, RoundOutcome
 from tests.integration.pairs import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
@@ -147,6 +149,14 @@ class Detached:
                 os.kill(self.note.pid, signal.SIGKILL)  # its reaper ends the rest
 
 
+def osd(*arguments: object, ok: bool = True) -> Any:
+    """A command as a user runs it: it finds the service by the note in the runtime directory."""
+    command = [sys.executable, "-m", "osd", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0) is ok, done
+    return json.loads(done.stdout) if ok else done.stderr
+
+
 # Waiting
 
 
@@ -199,6 +209,37 @@ def pause_training(service: Service) -> int:
     version = int(status(service.control_url)["version"])
     wait_for_version(service.control_url, version)
     return version
+
+
+# Releases
+
+
+def outcome_of(alpha: float, base: int) -> RoundOutcome:
+    """A round whose gate measured this α of its candidate."""
+    report = EvalReport(
+        num_traces=40,
+        num_tokens=1600,
+        k=4,
+        alpha_base=0.5,
+        alpha_candidate=alpha,
+        alpha_base_per_pos=(0.5,) * 4,
+        alpha_candidate_per_pos=(alpha,) * 4,
+        diff=alpha - 0.5,
+        diff_low=alpha - 0.55,
+        diff_high=alpha - 0.45,
+    )
+    return RoundOutcome(
+        base_version=base,
+        path="",
+        num_steps=1,
+        num_tokens=1,
+        loss_first=1.0,
+        loss_last=0.5,
+        seconds=1.0,
+        trace_age_mean_s=1.0,
+        trace_age_max_s=1.0,
+        eval=report,
+    )
 
 
 # Traffic

@@ -31,7 +31,7 @@ from osd.client import Client
 from osd.launch import Service
 from osd.load import Answer
 from osd.models import fingerprint
-from osd.records import DraftRelease, EvalReport, RoundOutcome, SpecWindow, SwapReport, Trace
+from osd.records import DraftRelease, SpecWindow, SwapReport, Trace
 from osd.registry import Registry
 from osd.releases import ReleaseStore
 from tests.browser import Open, smoothed, until
@@ -46,6 +46,8 @@ from tests.integration.services import (
     ask,
     descendants,
     num_stored,
+    osd,
+    outcome_of,
     pause_training,
     places_of,
     prompt_texts,
@@ -375,14 +377,6 @@ def test_development_routes_are_closed(service: Service, path: str) -> None:
 
 
 # Administration
-
-
-def osd(*arguments: object, ok: bool = True) -> Any:
-    """A command as a user runs it: it finds the service by the note in the runtime directory."""
-    command = [sys.executable, "-m", "osd", *map(str, arguments)]
-    done = subprocess.run(command, cwd=services.ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode == 0) is ok, done
-    return json.loads(done.stdout) if ok else done.stderr
 
 
 def test_drafts_are_chosen_by_command(service: Service, learnt: list[Answer]) -> None:
@@ -983,33 +977,6 @@ def test_training_rests_once_it_brings_nothing_and_wakes_when_acceptance_falls(b
         print(f"learns again after {time.monotonic() - clock:.1f} s")
     assert traffic.failed() == []
     osd("pause", "--deployment", "test-beside")
-
-
-def outcome_of(alpha: float, base: int) -> RoundOutcome:
-    report = EvalReport(
-        num_traces=40,
-        num_tokens=1600,
-        k=4,
-        alpha_base=0.5,
-        alpha_candidate=alpha,
-        alpha_base_per_pos=(0.5,) * 4,
-        alpha_candidate_per_pos=(alpha,) * 4,
-        diff=alpha - 0.5,
-        diff_low=alpha - 0.55,
-        diff_high=alpha - 0.45,
-    )
-    return RoundOutcome(
-        base_version=base,
-        path="",
-        num_steps=1,
-        num_tokens=1,
-        loss_first=1.0,
-        loss_last=0.5,
-        seconds=1.0,
-        trace_age_mean_s=1.0,
-        trace_age_max_s=1.0,
-        eval=report,
-    )
 
 
 def test_nothing_outlives_a_killed_service(service: Service, beside: Beside) -> None:
