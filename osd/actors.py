@@ -138,9 +138,9 @@ class TrainerActor:
             target_id,
         )
 
-    def run_round(self, base: DraftRelease, first: DraftRelease | None = None) -> RoundOutcome:
+    def run_round(self, base: DraftRelease) -> RoundOutcome:
         self._pace.begin()
-        return self._trainer.run_round(base, on_step=self._pace, first=first)
+        return self._trainer.run_round(base, on_step=self._pace)
 
     def num_new_traces(self) -> int:
         return self._trainer.num_new_traces()
