@@ -14,6 +14,8 @@ import osd
 from osd.bench import BENCHES
 from osd.errors import ConfigError, OSDError
 
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
 app = typer.Typer(
     name="osd",
     help="Serve a large model with a draft model that keeps learning from live traffic.",
@@ -21,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings=HELP_OPTIONS,
 )
 drafts_app = typer.Typer(help="The drafts a running service has: list them, choose one.", no_args_is_help=True)
 config_app = typer.Typer(help="The configuration: what it is and where each value comes from.", no_args_is_help=True)
@@ -198,7 +201,7 @@ def promote(version: int, url: UrlOption = None, deployment: DeploymentOption = 
 
 @drafts_app.command(epilog="Example:  osd drafts rollback")
 def rollback(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
-    """Serve the draft before the current one; the current one is not offered again."""
+    """Serve the draft before the current one, and train on from it. The current one can be promoted again."""
     _show(_client(url, deployment).admin("rollback"))
 
 
@@ -210,7 +213,7 @@ def pin(version: int, url: UrlOption = None, deployment: DeploymentOption = None
 
 @drafts_app.command(epilog="Example:  osd drafts unpin")
 def unpin(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
-    """End a pin: the newest good draft serves again."""
+    """End a pin: what is trained from now on may serve again."""
     _show(_client(url, deployment).admin("unpin"))
 
 

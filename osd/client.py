@@ -24,7 +24,9 @@ class Client:
         if url and not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url={url}: must begin with http://, like http://127.0.0.1:8001")
         if url:
-            self.url, self._token = url.rstrip("/"), token or os.environ.get("OSD_TOKEN", "")
+            self.url = url.rstrip("/")
+            mine = (running.token for running in runtime.find_all() if running.control_url == self.url)
+            self._token = token or os.environ.get("OSD_TOKEN") or next(mine, "")
         else:
             running = runtime.find(deployment)
             self.url, self._token = running.control_url, running.token
@@ -33,21 +35,19 @@ class Client:
         return self._request("GET", path, params=params)
 
     def admin(self, action: str, **body: Any) -> Any:
-        headers = {"Authorization": f"Bearer {self._token}"}
-        return self._request("POST", f"/osd/admin/{action}", json=body, headers=headers)
+        return self._request("POST", f"/osd/admin/{action}", json=body, headers=self._credentials())
 
     def purge(self, domain: str | None, before: float | None) -> Any:
         """Delete stored traces; both None = all."""
         params: dict[str, Any] = {"domain": domain, "before": before}
         params = {name: value for name, value in params.items() if value is not None} or {"all": True}
-        headers = {"Authorization": f"Bearer {self._token}"}
-        return self._request("POST", "/osd/admin/purge", params=params, headers=headers)
+        return self._request("POST", "/osd/admin/purge", params=params, headers=self._credentials())
 
     @contextmanager
     def stream(self, path: str) -> Iterator[Iterator[bytes]]:
         """The chunks of a long answer that only an administrator gets."""
-        headers = {"Authorization": f"Bearer {self._token}"}
         try:
+            headers = self._credentials()
             with httpx.stream("GET", self.url + path, headers=headers, timeout=SECONDS_BETWEEN_CHUNKS) as response:
                 if response.status_code >= 400:
                     response.read()
@@ -55,6 +55,13 @@ class Client:
                 yield response.iter_bytes()
         except httpx.HTTPError as error:
             raise OSDError(f"{self.url}: no answer ({error}); is the service running?") from None
+
+    def _credentials(self) -> dict[str, str]:
+        if not self._token:
+            raise ConfigError(
+                f"{self.url}: this wants the admin token; set OSD_TOKEN (it stands in the service's note)"
+            )
+        return {"Authorization": f"Bearer {self._token}"}
 
     def _request(self, method: str, path: str, **kwargs: Any) -> Any:
         try:
@@ -70,4 +77,4 @@ def _reason(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"])
     except (ValueError, KeyError, TypeError):
-        return f"{response.request.url}: answered {response.status_code}"
+        return f"{response.request.url}: answered {response.status_code}; is this the control port of a service?"

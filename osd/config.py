@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 OWNED_VLLM_KEYS = {
     "model": "serving.target",
@@ -34,6 +34,24 @@ OWNED_VLLM_KEYS = {
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _words_are_no_booleans(cls, values: Any) -> Any:
+        """YAML reads an unquoted off, no, on or yes as a boolean, also where it is one of the words to choose from."""
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        words = {name: _word_for(fields[name].annotation, value) for name, value in values.items() if name in fields}
+        return values | {name: word for name, word in words.items() if word is not None}
+
+
+def _word_for(annotation: Any, value: Any) -> str | None:
+    """The one of a key's words that YAML has taken for this boolean."""
+    if not isinstance(value, bool) or get_origin(annotation) is not Literal:
+        return None
+    words = ("on", "yes") if value else ("off", "no")
+    return next((word for word in words if word in get_args(annotation)), None)
 
 
 class ServingConfig(_Section):

@@ -96,9 +96,11 @@ def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = _OnceOnly(path.read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from None
+    except (UnicodeDecodeError, yaml.reader.ReaderError):
+        raise ConfigError(f"{path}: is not text in UTF-8; give the path of a YAML file") from None
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f" line {where.line + 1}" if where else ""
@@ -108,6 +110,18 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of sections, not {type(tree).__name__}")
     return _flatten(tree, str(path))
+
+
+class _OnceOnly(yaml.SafeLoader):
+    """Refuses what YAML allows: a key that stands there twice, of which the first would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} stands there twice", problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 def _flatten(tree: dict[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
@@ -181,6 +195,7 @@ PLAIN_WORDS = {
     "float_type": "must be a number",
     "bool_parsing": "must be true or false",
     "string_type": "must be text",
+    "model_type": "is a section: set a key of it, like serving.port=8000",
     "string_pattern_mismatch": "must be lower-case letters, digits and -, at most 32, beginning with a letter or digit",
 }
 """For the validation errors whose own words are those of a library."""
@@ -189,7 +204,8 @@ PLAIN_WORDS = {
 def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"])
-    origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(key + ".")), "defaults")
+    near = (o for k, o in origins.items() if k.startswith(key + ".") or key.startswith(k + "."))
+    origin = origins.get(key) or next(near, "defaults")
     if problem["type"] == "extra_forbidden":
         given = next((k for k in origins if k.startswith(key)), key)
         return ConfigError(f"{given} ({origin}): no such key{_suggest(given, known_keys())}")

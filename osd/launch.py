@@ -170,7 +170,16 @@ class Service:
                 reason = str(error).splitlines()[0]
                 raise OSDError(f"ray does not start: {reason}; is the machine overloaded? Try again") from None
         self._stack.callback(self._stop_actors)
+        if self.config.ray.address == "local":
+            self._check_gpus(int(ray.cluster_resources().get("GPU", 0)))
         self._report(f"ray: {'private' if self.config.ray.address == 'local' else self.config.ray.address}")
+
+    def _check_gpus(self, num: int) -> None:
+        """Ray would wait for what is not there, for ever."""
+        asked = {"serving.num_gpus": self.config.serving.num_gpus, "trainer.num_gpus": self.config.trainer.num_gpus}
+        for key, wanted in asked.items():
+            if wanted > num:
+                raise ConfigError(f"{key}={wanted:g}: this machine has {num} that Ray can see; 0 reserves none")
 
     def start_replica(self, name: str, release: DraftRelease | None) -> Any:
         """One engine in an actor of its own. `release` None serves without speculation, on a port of its own."""

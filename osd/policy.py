@@ -50,7 +50,8 @@ def should_publish(outcome: RoundOutcome, current: DraftRelease, gate: GateConfi
     if outcome.discarded:
         return Decision(False, f"round discarded: {outcome.discarded}")
     if report is None:
-        return Decision(False, "not judged: too few held-out requests")
+        few = f"fewer than {gate.min_holdout_traces} held-out requests so far (gate.min_holdout_traces)"
+        return Decision(False, f"not judged: {few}; what was learnt is kept")
     if not _is_finite(outcome, report):
         return Decision(False, "not finite: the loss or the measured acceptance is NaN or infinite")
     if report.num_traces < gate.min_holdout_traces:

@@ -48,7 +48,9 @@ def _service(status: dict[str, Any]) -> Iterator[str]:
     yield _row("target", f"{status['target']} (id {status['target_id']})")
     version = f"v{status['version']}" + (" (pinned)" if status["pinned"] else "")
     most = counted(status["k"], "token")
-    yield _row("draft", f"{version}, begun from {status['draft']}; proposes up to {most} a step{_promise(status)}")
+    proposes = {"off": "nothing (speculation.mode=off)", "fixed": f"{most} a step (speculation.mode=fixed)"}
+    proposed = proposes.get(status.get("mode", ""), f"up to {most} a step")
+    yield _row("draft", f"{version}, begun from {status['draft']}; proposes {proposed}{_promise(status)}")
 
 
 def _promise(status: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ Like `serving/vllm_compat.py`, which says what was run, this holds private names
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,13 +33,29 @@ def load_draft_weights(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None
 
     draft = worker.get_draft_model()
     draft_config = worker.vllm_config.speculative_config.draft_model_config
-    with _vllm_config(worker), torch.no_grad():
+    with _vllm_config(worker), torch.no_grad(), _nothing_said_of_layers_without_weights():
         initialize_layerwise_reload(draft)
         try:
             draft.load_weights(list(tensors.items()))
         finally:
             finalize_layerwise_reload(draft, draft_config)
             _repack_tied_heads(draft)
+
+
+@contextmanager
+def _nothing_said_of_layers_without_weights() -> Iterator[None]:
+    """vLLM warns at each reload of layers that have no tensors of their own (rotary embeddings, tied heads), as if they
+    had failed. What did arrive, `serving/proof.py` reads back."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in record.getMessage()
+
+    vllm_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    vllm_logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        vllm_logger.removeFilter(is_news)
 
 
 def _repack_tied_heads(draft: Any) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
 from osd import config, config_reading
 from osd.errors import ConfigError
@@ -47,6 +48,8 @@ def test_precedence_is_flags_overrides_environment_file_defaults(tmp_path: Path)
         (["serving.vllm.scheduler_cls=x"], "scheduler_cls is not yours"),
         (["serving.port.deep=1"], "serving.port"),
         (["nonsense"], "section.key=value"),
+        (["trainer.trackers=[foo]"], "trainer.trackers.0='foo' (command line)"),
+        (["speculation.mode=yes"], "speculation.mode=True (command line)"),
     ],
 )
 def test_what_is_wrong_is_named_in_one_line(overrides: list[str], says: str) -> None:
@@ -55,6 +58,50 @@ def test_what_is_wrong_is_named_in_one_line(overrides: list[str], says: str) -> 
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [
+        (f"{name}.{key}", word)
+        for name, section in config.Config.model_fields.items()
+        if isinstance(section.annotation, type) and issubclass(section.annotation, BaseModel)
+        for key, field in section.annotation.model_fields.items()
+        if get_origin(field.annotation) is Literal
+        for word in get_args(field.annotation)
+    ],
+)
+def test_every_word_there_is_to_choose_can_be_typed_everywhere(key: str, word: str, tmp_path: Path) -> None:
+    """`mode: off` too, which YAML reads as `mode: false`."""
+    section, name = key.split(".")
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{section}:\n  {name}: {word}\n")
+    variable = {f"OSD_{section}__{name}".upper(): word}
+    for found in (
+        config_reading.load(overrides=[f"{key}={word}"], environ={}),
+        config_reading.load(environ=variable),
+        config_reading.load(file, environ={}),
+    ):
+        assert config_reading.leaves(found.config)[key] == word
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"serving: {port: 1}\nserving: {host: h}\n", "line 2: not valid YAML (serving stands there twice)"),
+        (b"serving:\n  port: 1\n  port: 2\n", "line 3: not valid YAML (port stands there twice)"),
+        (b"\xff\xfe\x00", "is not text in UTF-8"),
+        (b"serving: \x00", "is not text in UTF-8"),
+        (b"serving: 3", "serving=3"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_one_line(content: bytes, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        config_reading.load(file, environ={})
+    assert says in str(caught.value) and str(file) in str(caught.value)
+    assert "\n" not in str(caught.value) and "ServingConfig" not in str(caught.value)
 
 
 def test_an_unknown_key_fails_in_file_and_environment_too(tmp_path: Path) -> None:

@@ -291,7 +291,11 @@ async def test_better_candidate_is_published_told_and_explained(world: World) ->
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"eval": None}, "refused: not judged: too few held-out requests"),
+        (
+            {"eval": None},
+            "refused: not judged: fewer than 8 held-out requests so far (gate.min_holdout_traces); "
+            "what was learnt is kept",
+        ),
         ({"base_version": 7}, "refused: base is no longer current: trained from v7, v1 serves"),
         ({"loss_last": float("nan")}, "refused: not finite: the loss or the measured acceptance is NaN or infinite"),
         (

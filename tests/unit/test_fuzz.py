@@ -42,7 +42,6 @@ QUICKLY = settings(
 )
 
 
-
 class Clock:
     """Hypothesis counts examples, not seconds: with so many of them, each part ends here, as skipped, when its time is
     over without a failure."""

@@ -98,7 +98,13 @@ def test_should_train(num_new_traces: int, waited_s: float, enabled: bool, pause
             False,
             "round discarded: non-finite loss",
         ),
-        (replace(OUTCOME, eval=None), GATE, False, False, "not judged: too few held-out requests"),
+        (
+            replace(OUTCOME, eval=None),
+            GATE,
+            False,
+            False,
+            "not judged: fewer than 8 held-out requests so far (gate.min_holdout_traces); what was learnt is kept",
+        ),
         (
             replace(OUTCOME, eval=replace(REPORT, num_traces=7)),
             GATE,

@@ -7,10 +7,13 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from osd import runtime
+from osd.client import Client
 from osd.errors import ConfigError
 
 
@@ -29,6 +32,26 @@ def test_the_note_is_for_this_user_alone(folder: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [p.name for p in folder.iterdir()] == ["a.json"]
+
+
+def test_a_url_alone_is_enough_where_the_note_has_its_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def request(method: str, url: str, **more: Any) -> httpx.Response:
+        seen.append(more["headers"]["Authorization"])
+        return httpx.Response(200, json={})
+
+    monkeypatch.setattr("osd.client.httpx.request", request)
+    for name in ("OSD_URL", "OSD_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    runtime.write(note())
+    Client("http://127.0.0.1:2/").admin("pause")
+    monkeypatch.setenv("OSD_TOKEN", "other")
+    Client("http://127.0.0.1:2/").admin("pause")
+    assert seen == ["Bearer secret", "Bearer other"]
+    monkeypatch.delenv("OSD_TOKEN")
+    with pytest.raises(ConfigError, match="http://elsewhere:2: this wants the admin token; set OSD_TOKEN"):
+        Client("http://elsewhere:2").admin("pause")
 
 
 def test_a_directory_open_to_others_is_refused(folder: Path) -> None:
