@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,7 @@ app.add_typer(bench_app, name="bench")
 
 UrlOption = Annotated[str | None, typer.Option("--url", help="Control port of the service (default: the one running).")]
 DeploymentOption = Annotated[str | None, typer.Option("--deployment", help="Which running service, by name.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="All of it, as JSON.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
 OutOption = Annotated[Path, typer.Option(help="New directory for the draft, in Hugging Face format.")]
 EpochsOption = Annotated[int, typer.Option(min=1, help="Passes over the traces.")]
@@ -129,7 +131,7 @@ def stop(deployment: DeploymentOption = None) -> None:
     """End a running service of this user."""
     from osd.detach import stop_service
 
-    stop_service(deployment)
+    typer.echo(f"{stop_service(deployment)} has stopped")
 
 
 @app.command(epilog="Example:  osd demo --html report.html")
@@ -149,7 +151,7 @@ def demo(
 def status(
     url: UrlOption = None,
     deployment: DeploymentOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All of it, as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """What a running service is doing; the first line is what is wrong, and the remedy."""
     client = _client(url, deployment)
@@ -187,10 +189,15 @@ def resume(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
     _show(_client(url, deployment).admin("resume"))
 
 
-@drafts_app.command("list", epilog="Example:  osd drafts list")
-def drafts_list(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+@drafts_app.command("list", epilog="Examples:  osd drafts list    osd drafts list --json")
+def drafts_list(url: UrlOption = None, deployment: DeploymentOption = None, as_json: JsonOption = False) -> None:
     """Every draft there is: where it came from, how it was judged, what it is doing."""
-    _show(_client(url, deployment).get("/osd/drafts"))
+    drafts = _client(url, deployment).get("/osd/drafts")
+    if as_json:
+        return _show(drafts)
+    from osd.status_page import drafts_table
+
+    typer.echo(drafts_table(drafts, time.time()))
 
 
 @drafts_app.command(epilog="Example:  osd drafts promote 3")

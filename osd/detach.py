@@ -46,13 +46,13 @@ def serve_detached(config: Config, argv: Sequence[str], report: Callable[[str], 
     raise OSDError(f"the service was not ready after {SECONDS_TO_START} s; see {log}")
 
 
-def stop_service(deployment: str | None) -> None:
-    """End a running service of this user and wait until it is gone."""
+def stop_service(deployment: str | None) -> str:
+    """End a running service of this user and wait until it is gone; its name."""
     running = runtime.find(deployment)
     os.kill(running.pid, signal.SIGTERM)
     deadline = time.monotonic() + SECONDS_TO_STOP
     while time.monotonic() < deadline:
         if not runtime.is_alive(running.pid):
-            return
+            return running.deployment
         time.sleep(0.1)
     raise OSDError(f"{running.deployment} (process {running.pid}) did not end within {SECONDS_TO_STOP} s")

@@ -1,6 +1,6 @@
-"""What `osd status` prints: one short page of plain text from the JSON of `/osd/status` and `/osd/events`.
+"""What `osd status` and `osd drafts list` print: plain text from the JSON of the control port.
 
-The first line is the worst problem with its remedy, or "all is well"; what is below it explains.
+The first line of a status is the worst problem with its remedy, or "all is well"; what is below it explains.
 """
 
 from __future__ import annotations
@@ -30,6 +30,29 @@ def page(status: dict[str, Any], events: list[dict[str, Any]]) -> str:
             *_events(status, events[:NUM_EVENTS]),
         ]
     )
+
+
+def drafts_table(drafts: list[dict[str, Any]], now: float) -> str:
+    """What `osd drafts list` prints, from the JSON of `/osd/drafts`: a line per release, oldest first."""
+    rows: list[tuple[str, ...]] = [("draft", "from", "made", "age", "α predicted", "α served", "state")]
+    for draft in drafts:
+        made = draft["kind"] if draft["num_steps"] else "given"
+        alphas = [
+            f"{draft[name]:.3f}" if draft[name] is not None else "-" for name in ("predicted_alpha", "served_alpha")
+        ]
+        parent = f"v{draft['parent']}" if draft["parent"] else "-"
+        age = span(now - draft["created_at"])
+        rows.append((f"v{draft['version']}", parent, made, age, *alphas, _state(draft)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _state(draft: dict[str, Any]) -> str:
+    states = [name for name in ("serving", "pinned", "kept") if draft[name]]
+    if draft["bad"]:
+        states.append(f"not offered again: {draft['bad_reason']}")
+    return ", ".join(states)
 
 
 def _row(name: str, text: str) -> str:

@@ -381,7 +381,7 @@ def test_development_routes_are_closed(service: Service, path: str) -> None:
 
 def test_drafts_are_chosen_by_command(service: Service, learnt: list[Answer]) -> None:
     newest = max(release.version for release in store(service).list())
-    drafts = osd("drafts", "list")
+    drafts = osd("drafts", "list", "--json")
     assert [draft["version"] for draft in drafts] == [release.version for release in store(service).list()]
     assert [draft["version"] for draft in drafts if draft["serving"]] == [current(service).version]
 
@@ -672,7 +672,7 @@ def test_a_killed_control_plane_finds_history_and_version_again(service: Service
 
     wait_until(is_history_back, 30, "every event from before is there")
     assert httpx.get(f"{service.control_url}/osd/history").json()["series"]["at"]
-    assert osd("drafts", "list")[-1]["version"] == max(r.version for r in store(service).list())
+    assert osd("drafts", "list", "--json")[-1]["version"] == max(r.version for r in store(service).list())
     osd("drafts", "promote", version)  # the token is still the same
 
 
@@ -942,7 +942,7 @@ def test_a_harmful_draft_forced_past_the_gate_is_rolled_back(beside: Beside, pai
     wait_for_version(note.control_url, 1)
     assert all(answer.ok for answer in answers)
     assert all(answer.text == before[answer.index] for answer in answers)
-    listed = {draft["version"]: draft for draft in osd("drafts", "list", "--deployment", "test-beside")}
+    listed = {draft["version"]: draft for draft in osd("drafts", "list", "--json", "--deployment", "test-beside")}
     assert listed[forged.version]["bad"] and "0.95 was measured" in listed[forged.version]["bad_reason"]
     assert "not offered again" in osd("drafts", "promote", forged.version, "--deployment", "test-beside", ok=False)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 import tracemalloc
@@ -91,6 +92,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def for_a_while(look: Callable[[np.random.Generator], None], num: int) -> None:
     """`look` again and again: `num` times, or as long as was asked for; memory must not grow."""
     rng, ends, done = np.random.default_rng(5), time.monotonic() + SECONDS, 0
+    logging.disable(logging.WARNING)  # pytest would remember every one
     tracemalloc.start()
     try:
         while done < num or time.monotonic() < ends:
@@ -101,6 +103,7 @@ def for_a_while(look: Callable[[np.random.Generator], None], num: int) -> None:
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+        logging.disable(logging.NOTSET)
     assert after - before < 2 << 20
 
 

@@ -10,7 +10,7 @@ import pytest
 from osd.dashboard import build_app
 from osd.records import ReplicaStatus
 from osd.status import describe_replica
-from osd.status_page import page
+from osd.status_page import drafts_table, page
 from osd.troubles import learnable, troubles
 from osd.wording import percent, size, span
 from tests.unit.test_controller import World, world
@@ -319,3 +319,21 @@ async def test_the_page_of_a_real_controller(world: World) -> None:
     assert any(line.startswith("draft       v2, ") for line in lines)
     assert any(line.startswith("last round  published ") and "held-out α 0.40 -> 0.70" in line for line in lines)
     assert "so far      1 round, " in "\n".join(lines)
+
+
+def test_drafts_as_a_table_say_which_serves_and_which_never_will() -> None:
+    unknown = {"predicted_alpha": None, "served_alpha": None}
+    plain = {"kind": "full", "created_at": 0.0, "num_steps": 8, "bad_reason": ""}
+    plain |= dict.fromkeys(("serving", "pinned", "kept", "bad"), False)
+    drafts: list[dict[str, Any]] = [
+        {"version": 1, "parent": 0, "num_steps": 0, "kept": True},
+        {"version": 2, "parent": 1, "predicted_alpha": 0.7214, "served_alpha": 0.715, "created_at": 7000.0},
+        {"version": 12, "parent": 2, "predicted_alpha": 0.9, "bad": True, "bad_reason": "it was worse"},
+    ]
+    drafts[1] |= {"serving": True, "pinned": True}
+    assert drafts_table([plain | unknown | draft for draft in drafts], now=7260.0).splitlines() == [
+        "draft  from  made   age         α predicted  α served  state",
+        "v1     -     given  2 h 1 min   -            -         kept",
+        "v2     v1    full   4 min 20 s  0.721        0.715     serving, pinned",
+        "v12    v2    full   2 h 1 min   0.900        -         not offered again: it was worse",
+    ]
