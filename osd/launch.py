@@ -43,6 +43,19 @@ TRAINER_NAME = "trainer"
 Report = Callable[[str], None]
 
 
+def check_gpus(config: Config, num: int) -> None:
+    """Raise `ConfigError` when more GPUs are to be reserved than the machine has: Ray would wait for them for ever."""
+    wanted = {"serving.num_gpus": config.serving.num_gpus}
+    if config.trainer.enabled:
+        wanted["trainer.num_gpus"] = config.trainer.num_gpus
+    total = sum(wanted.values())
+    if total > num:
+        asked = ", ".join(f"{key}={value:g}" for key, value in wanted.items() if value)
+        raise ConfigError(
+            f"{asked}: Ray finds {num} GPUs on this machine; ask for no more, or for 0, which reserves none"
+        )
+
+
 class Service:
     """A running service. `start` raises what kept it from starting, with nothing left behind."""
 
@@ -171,15 +184,8 @@ class Service:
                 raise OSDError(f"ray does not start: {reason}; is the machine overloaded? Try again") from None
         self._stack.callback(self._stop_actors)
         if self.config.ray.address == "local":
-            self._check_gpus(int(ray.cluster_resources().get("GPU", 0)))
+            check_gpus(self.config, int(ray.cluster_resources().get("GPU", 0)))
         self._report(f"ray: {'private' if self.config.ray.address == 'local' else self.config.ray.address}")
-
-    def _check_gpus(self, num: int) -> None:
-        """Ray would wait for what is not there, for ever."""
-        asked = {"serving.num_gpus": self.config.serving.num_gpus, "trainer.num_gpus": self.config.trainer.num_gpus}
-        for key, wanted in asked.items():
-            if wanted > num:
-                raise ConfigError(f"{key}={wanted:g}: this machine has {num} that Ray can see; 0 reserves none")
 
     def start_replica(self, name: str, release: DraftRelease | None) -> Any:
         """One engine in an actor of its own. `release` None serves without speculation, on a port of its own."""
