@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 OWNED_VLLM_KEYS = {
     "model": "serving.target",
@@ -31,27 +31,12 @@ OWNED_VLLM_KEYS = {
 }
 """vLLM arguments that belong to us, and what to use instead."""
 
+SWITCHES = {"on": True, "yes": True, "off": False, "no": False}
+"""What vLLM, whose arguments are handed through as they are, would take for text, and so for true."""
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _words_are_no_booleans(cls, values: Any) -> Any:
-        """YAML reads an unquoted off, no, on or yes as a boolean, also where it is one of the words to choose from."""
-        if not isinstance(values, dict):
-            return values
-        fields = cls.model_fields
-        words = {name: _word_for(fields[name].annotation, value) for name, value in values.items() if name in fields}
-        return values | {name: word for name, word in words.items() if word is not None}
-
-
-def _word_for(annotation: Any, value: Any) -> str | None:
-    """The one of a key's words that YAML has taken for this boolean."""
-    if not isinstance(value, bool) or get_origin(annotation) is not Literal:
-        return None
-    words = ("on", "yes") if value else ("off", "no")
-    return next((word for word in words if word in get_args(annotation)), None)
 
 
 class ServingConfig(_Section):
@@ -86,7 +71,9 @@ class ServingConfig(_Section):
     @field_validator("env", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        return {str(k): str(v) for k, v in value.items()} if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        return {str(k): str(v).lower() if isinstance(v, bool) else str(v) for k, v in value.items()}
 
     @field_validator("vllm")
     @classmethod
@@ -95,7 +82,7 @@ class ServingConfig(_Section):
             name = key.replace("-", "_")
             if name in OWNED_VLLM_KEYS:
                 raise ValueError(f"{key} is not yours to set here; use {OWNED_VLLM_KEYS[name]}")
-        return value
+        return {key: SWITCHES.get(v, v) if isinstance(v, str) else v for key, v in value.items()}
 
 
 class SpeculationConfig(_Section):

@@ -7,6 +7,7 @@ An unknown key fails wherever it stands.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,10 +97,10 @@ def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        tree = _OnceOnly(path.read_text(encoding="utf-8")).get_single_data()
+        tree = _parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from None
-    except (UnicodeDecodeError, yaml.reader.ReaderError):
+    except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not text in UTF-8; give the path of a YAML file") from None
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
@@ -109,19 +110,50 @@ def _read_file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of sections, not {type(tree).__name__}")
-    return _flatten(tree, str(path))
+    try:
+        return _flatten(tree, str(path))
+    except RecursionError:
+        raise ConfigError(f"{path}: a section contains itself") from None
 
 
-class _OnceOnly(yaml.SafeLoader):
-    """Refuses what YAML allows: a key that stands there twice, of which the first would be lost."""
+BOOL = "tag:yaml.org,2002:bool"
+MERGE = "tag:yaml.org,2002:merge"
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: off, no, on and yes are words (pydantic takes them where true or false is wanted), and a
+    key that stands there twice, of which one would be lost, is an error."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != BOOL]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+                continue
+            if (key.tag, key.value) in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} stands there twice", problem_mark=key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
+            seen.add((key.tag, key.value))
+        return node
+
+
+_Loader.add_implicit_resolver(BOOL, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+
+
+def _parse(text: str) -> Any:
+    """Raises `yaml.YAMLError`, also for what YAML lets through and nobody can make a value of."""
+    try:
+        return _Loader(text).get_single_data()
+    except yaml.reader.ReaderError as error:
+        raise yaml.YAMLError(f"a character that is not allowed at position {error.position}") from None
+    except (ValueError, KeyError) as error:
+        raise yaml.YAMLError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
 
 
 def _flatten(tree: dict[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
@@ -165,7 +197,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
 
 def _parse_value(text: str) -> Any:
     try:
-        return yaml.safe_load(text) if text else ""
+        return _parse(text) if text else ""
     except yaml.YAMLError:
         return text
 

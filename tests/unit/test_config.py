@@ -49,7 +49,7 @@ def test_precedence_is_flags_overrides_environment_file_defaults(tmp_path: Path)
         (["serving.port.deep=1"], "serving.port"),
         (["nonsense"], "section.key=value"),
         (["trainer.trackers=[foo]"], "trainer.trackers.0='foo' (command line)"),
-        (["speculation.mode=yes"], "speculation.mode=True (command line)"),
+        (["speculation.mode=yes"], "speculation.mode='yes' (command line)"),
     ],
 )
 def test_what_is_wrong_is_named_in_one_line(overrides: list[str], says: str) -> None:
@@ -91,7 +91,11 @@ def test_every_word_there_is_to_choose_can_be_typed_everywhere(key: str, word: s
         (b"serving: {port: 1}\nserving: {host: h}\n", "line 2: not valid YAML (serving stands there twice)"),
         (b"serving:\n  port: 1\n  port: 2\n", "line 3: not valid YAML (port stands there twice)"),
         (b"\xff\xfe\x00", "is not text in UTF-8"),
-        (b"serving: \x00", "is not text in UTF-8"),
+        (b"serving: \x00", "not valid YAML (a character that is not allowed at position 9)"),
+        (b"deployment: 2024-13-45", "not valid YAML (month must be in 1..12"),
+        (b"deployment: !!bool foo", "not valid YAML"),
+        (b"serving: &a {x: *a}", "a section contains itself"),
+        (b"a: " + b"[" * 5000, "not valid YAML"),
         (b"serving: 3", "serving=3"),
     ],
 )
@@ -102,6 +106,30 @@ def test_a_file_that_is_no_configuration_is_one_line(content: bytes, says: str, 
         config_reading.load(file, environ={})
     assert says in str(caught.value) and str(file) in str(caught.value)
     assert "\n" not in str(caught.value) and "ServingConfig" not in str(caught.value)
+
+
+def test_words_are_words_and_switches_are_switches(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "serving:\n  env: {A: off, B: on, C: true}\n  vllm: {enforce_eager: on, enable_prefix_caching: no, seed: 3}\n"
+        "  served_model_name: on\ncapture: {enabled: off}\ntrainer: {enabled: yes}\n"
+    )
+    found = config_reading.load(file, ["deployment=no"], environ={}).config
+    assert found.serving.env == {"A": "off", "B": "on", "C": "true"}
+    assert found.serving.vllm == {"enforce_eager": True, "enable_prefix_caching": False, "seed": 3}
+    assert (found.serving.served_model_name, found.deployment) == ("on", "no")
+    assert (found.capture.enabled, found.trainer.enabled) == (False, True)
+
+
+def test_merged_mappings_may_override(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "serving:\n  vllm: &base {seed: 1, max_model_len: 9}\n  env: &other {<<: *base, seed: 2}\n"
+        "capture: &c {enabled: false}\n"
+    )
+    found = config_reading.load(file, environ={}).config
+    assert found.serving.env == {"seed": "2", "max_model_len": "9"}
+    assert found.serving.vllm == {"seed": 1, "max_model_len": 9}
 
 
 def test_an_unknown_key_fails_in_file_and_environment_too(tmp_path: Path) -> None:
