@@ -19,9 +19,9 @@ from osd.errors import OSDError
 from osd.records import DraftRelease, RoundOutcome
 from serving import vllm_compat
 
-SECONDS_BEFORE_RESTART = 3.0
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
+SECONDS_BEFORE_RESTART = 3.0
 OURS = ("osd", "serving", "buffers", "trainer")
 """Packages whose information, not only warnings, goes to the log."""
 
@@ -206,7 +206,7 @@ class RemoteMethods:
             return await method.remote(*arguments, **named)
         except RayTaskError as error:  # its text is the traceback over there
             if not isinstance(error.cause, OSDError):
-                log.error("%s", error)
+                logger.error("%s", error)
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -25,7 +26,7 @@ class Client:
             raise ConfigError(f"--url={url}: must begin with http://, like http://127.0.0.1:8001")
         if url:
             self.url = url.rstrip("/")
-            mine = (running.token for running in runtime.find_all() if running.control_url == self.url)
+            mine = (running.token for running in runtime.find_all() if _same_place(running.control_url, self.url))
             self._token = token or os.environ.get("OSD_TOKEN") or next(mine, "")
         else:
             running = runtime.find(deployment)
@@ -58,9 +59,8 @@ class Client:
 
     def _credentials(self) -> dict[str, str]:
         if not self._token:
-            raise ConfigError(
-                f"{self.url}: this wants the admin token; set OSD_TOKEN (it stands in the service's note)"
-            )
+            where = "it stands in DEPLOYMENT.json, in the runtime directory on the service's machine"
+            raise ConfigError(f"{self.url}: this wants the admin token; set OSD_TOKEN ({where})")
         return {"Authorization": f"Bearer {self._token}"}
 
     def _request(self, method: str, path: str, **kwargs: Any) -> Any:
@@ -71,6 +71,13 @@ class Client:
         if response.status_code >= 400:
             raise OSDError(_reason(response))
         return response.json()
+
+
+def _same_place(one: str, other: str) -> bool:
+    """Whether two URLs name the same port, whatever they call this machine."""
+    here = ("localhost", "127.0.0.1", "::1")
+    places = [(parts.hostname in here or parts.hostname, parts.port) for parts in map(urlsplit, (one, other))]
+    return places[0] == places[1]
 
 
 def _reason(response: httpx.Response) -> str:

@@ -325,6 +325,7 @@ class Controller:
             "phase_detail": self._phase_detail,
             "k": self.config.speculation.k_max,
             "mode": self.config.speculation.mode,
+            "proposers": self.config.speculation.proposers,
             "replicas": [describe_replica(s, version, s.replica in self._lagging) for s in self._replicas],
             "buffer": self._buffer_stats,
             "alarm": self._judge.alarm if self._judge is not None else "",

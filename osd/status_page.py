@@ -70,10 +70,19 @@ def _service(status: dict[str, Any]) -> Iterator[str]:
     yield _row("service", f"{status['deployment']} at {where}, up {span(status['uptime_s'])}")
     yield _row("target", f"{status['target']} (id {status['target_id']})")
     version = f"v{status['version']}" + (" (pinned)" if status["pinned"] else "")
+    yield _row("draft", f"{version}, begun from {status['draft']}; {_proposes(status)}{_promise(status)}")
+
+
+def _proposes(status: dict[str, Any]) -> str:
     most = counted(status["k"], "token")
-    proposes = {"off": "nothing (speculation.mode=off)", "fixed": f"{most} a step (speculation.mode=fixed)"}
-    proposed = proposes.get(status.get("mode", ""), f"up to {most} a step")
-    yield _row("draft", f"{version}, begun from {status['draft']}; proposes {proposed}{_promise(status)}")
+    match status.get("mode"):
+        case "off":
+            return "proposes nothing (speculation.mode=off)"
+        case "fixed" if status["proposers"][0] == "ngram":
+            return f"n-grams propose {most} a step in its place (speculation.mode=fixed)"
+        case "fixed":
+            return f"proposes {most} a step (speculation.mode=fixed)"
+    return f"proposes up to {most} a step"
 
 
 def _promise(status: dict[str, Any]) -> str:

@@ -42,13 +42,17 @@ def load_draft_weights(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None
             _repack_tied_heads(draft)
 
 
+WITHOUT_WEIGHTS = ("RotaryEmbedding", "ParallelLMHead")
+
+
 @contextmanager
 def _nothing_said_of_layers_without_weights() -> Iterator[None]:
     """vLLM warns at each reload of layers that have no tensors of their own (rotary embeddings, tied heads), as if they
     had failed. What did arrive, `serving/proof.py` reads back."""
 
     def is_news(record: logging.LogRecord) -> bool:
-        return "Failed to load weights" not in record.getMessage()
+        layer, _, text = record.getMessage().partition(": ")
+        return text != "Failed to load weights" or layer not in WITHOUT_WEIGHTS
 
     vllm_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     vllm_logger.addFilter(is_news)

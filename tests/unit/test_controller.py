@@ -184,6 +184,7 @@ class World:
                 "control": {"seconds_between_looks": 0.005},
                 "trainer": {"min_new_traces": 32},
                 "releases": {"keep": 2},
+                "speculation": {"mode": "fixed", "proposers": ["ngram"]},
             }
         )
         self.registry = MemoryRegistry()
@@ -281,6 +282,7 @@ async def test_better_candidate_is_published_told_and_explained(world: World) ->
     assert world.registry.wishes["default"] == world.releases.current()
     assert world.events() == ["published: v2: held-out α 0.40 -> 0.70 on 40 requests, at least +0.250"]
     assert (status["version"], status["num_rounds"]) == (2, 1)
+    assert (status["mode"], status["proposers"]) == ("fixed", ["ngram"])
     assert status["last_round"] == world.releases.get(2).outcome
     text = world.history.prometheus()
     assert 'osd_round_total{outcome="published"} 1.0' in text

@@ -45,7 +45,7 @@ def test_a_url_alone_is_enough_where_the_note_has_its_token(folder: Path, monkey
     for name in ("OSD_URL", "OSD_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     runtime.write(note())
-    Client("http://127.0.0.1:2/").admin("pause")
+    Client("http://localhost:2/").admin("pause")
     monkeypatch.setenv("OSD_TOKEN", "other")
     Client("http://127.0.0.1:2/").admin("pause")
     assert seen == ["Bearer secret", "Bearer other"]

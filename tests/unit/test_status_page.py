@@ -337,3 +337,16 @@ def test_drafts_as_a_table_say_which_serves_and_which_never_will() -> None:
         "v2     v1    full   4 min 20 s  0.721        0.715     serving, pinned",
         "v12    v2    full   2 h 1 min   0.900        -         not offered again: it was worse",
     ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "proposers", "says"),
+    [
+        ("auto", ["draft", "ngram"], "proposes up to 4 tokens a step"),
+        ("fixed", ["draft"], "proposes 4 tokens a step (speculation.mode=fixed)"),
+        ("fixed", ["ngram"], "n-grams propose 4 tokens a step in its place (speculation.mode=fixed)"),
+        ("off", ["draft"], "proposes nothing (speculation.mode=off)"),
+    ],
+)
+def test_who_proposes_how_much(mode: str, proposers: list[str], says: str) -> None:
+    assert f"; {says}" in page(status(mode=mode, proposers=proposers, k=4), [])

@@ -1,0 +1,58 @@
+"""What an actor raises over there is raised here."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from osd.actors import RemoteMethods
+from osd.errors import OSDError, ReplayBufferError
+
+
+class Handle:
+    """An actor with one method."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    @property
+    def double(self) -> Handle:
+        return self
+
+    async def remote(self, number: int, *, add: int = 0) -> int:
+        if self._error is not None:
+            raise self._error
+        return 2 * number + add
+
+
+def over_there(cause: Exception) -> Any:
+    trace = (
+        f'Traceback (most recent call last):\n  File "there.py", line 7, in double\n{type(cause).__name__}: {cause}\n'
+    )
+    return RayTaskError("double", trace, cause).as_instanceof_cause()
+
+
+async def test_answers_come_as_they_are() -> None:
+    assert await RemoteMethods(Handle(None)).double(4, add=1) == 9
+
+
+@pytest.mark.parametrize("cause", [OSDError("no room in /data"), ReplayBufferError("Redis is away")])
+async def test_what_we_raise_keeps_its_type_and_its_line(cause: OSDError, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(OSDError) as caught:
+        await RemoteMethods(Handle(over_there(cause))).double(4)
+    assert (type(caught.value), str(caught.value)) == (type(cause), str(cause))
+    assert caplog.records == []
+
+
+async def test_a_fault_of_ours_leaves_its_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="^seven$"):
+        await RemoteMethods(Handle(over_there(ValueError("seven")))).double(4)
+    assert 'File "there.py", line 7' in caplog.text
+
+
+async def test_a_dead_actor_is_a_dead_actor() -> None:
+    with pytest.raises(ActorDiedError):
+        await RemoteMethods(Handle(ActorDiedError())).double(4)
