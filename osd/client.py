@@ -25,7 +25,7 @@ class Client:
         if url and not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url={url}: must begin with http://, like http://127.0.0.1:8001")
         if url:
-            self.url = url.rstrip("/")
+            self.url = _checked(url)
             mine = (running.token for running in runtime.find_all() if _same_place(running.control_url, self.url))
             self._token = token or os.environ.get("OSD_TOKEN") or next(mine, "")
         else:
@@ -71,6 +71,16 @@ class Client:
         if response.status_code >= 400:
             raise OSDError(_reason(response))
         return response.json()
+
+
+def _checked(url: str) -> str:
+    try:
+        is_fit = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+    except ValueError:
+        is_fit = False
+    if not is_fit:
+        raise ConfigError(f"--url={url}: is no address, like http://127.0.0.1:8001")
+    return url.rstrip("/")
 
 
 def _same_place(one: str, other: str) -> bool:

@@ -82,7 +82,7 @@ class ServingConfig(_Section):
             name = key.replace("-", "_")
             if name in OWNED_VLLM_KEYS:
                 raise ValueError(f"{key} is not yours to set here; use {OWNED_VLLM_KEYS[name]}")
-        return {key: SWITCHES.get(v, v) if isinstance(v, str) else v for key, v in value.items()}
+        return {key: SWITCHES.get(v.lower(), v) if isinstance(v, str) else v for key, v in value.items()}
 
 
 class SpeculationConfig(_Section):

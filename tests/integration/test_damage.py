@@ -132,21 +132,23 @@ def test_a_full_disk_stops_learning_and_nothing_else(damaged: Damaged) -> None:
     """No file of the trainer and of the control plane grows beyond a few bytes: what a full disk does to both."""
     pids = [damaged.process("TrainerActor"), damaged.process("ControlActor")]
     versions = [release.version for release in damaged.releases.list()]
-    with full_disk(pids):
-        osd("resume")
+    try:
+        with full_disk(pids):
+            osd("resume")
+            with Traffic(damaged.note.service_url, PROMPTS) as traffic:
+                (told, *_) = wait_until(damaged.trouble, 120, "the trouble is told")
+                print(told)
+                time.sleep(3)
+            assert texts(traffic.answers) == damaged.answers
+            assert "too large" in told and "\x1b" not in told and "Traceback" not in told, "a reason, no more"
+            assert damaged.status()["version"] == 2
+            assert [release.version for release in damaged.releases.list()] == versions
+        rounds = damaged.status()["num_rounds"]
         with Traffic(damaged.note.service_url, PROMPTS) as traffic:
-            (told, *_) = wait_until(damaged.trouble, 120, "the trouble is told")
-            print(told)
-            time.sleep(3)
+            wait_until(lambda: damaged.status()["num_rounds"] > rounds, 120, "a round once there is room again")
         assert texts(traffic.answers) == damaged.answers
-        assert "too large" in told and "\x1b" not in told and "Traceback" not in told, "a reason, no more"
-        assert damaged.status()["version"] == 2
-        assert [release.version for release in damaged.releases.list()] == versions
-    rounds = damaged.status()["num_rounds"]
-    with Traffic(damaged.note.service_url, PROMPTS) as traffic:
-        wait_until(lambda: damaged.status()["num_rounds"] > rounds, 120, "a round once there is room again")
-    assert texts(traffic.answers) == damaged.answers
-    osd("pause")
+    finally:
+        osd("pause")
     assert [damaged.process("TrainerActor"), damaged.process("ControlActor")] == pids, "neither had to be started again"
     assert list(damaged.data.rglob(".tmp-*")) == []
 

@@ -111,7 +111,7 @@ def test_a_file_that_is_no_configuration_is_one_line(content: bytes, says: str, 
 def test_words_are_words_and_switches_are_switches(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
-        "serving:\n  env: {A: off, B: on, C: true}\n  vllm: {enforce_eager: on, enable_prefix_caching: no, seed: 3}\n"
+        "serving:\n  env: {A: off, B: on, C: true}\n  vllm: {enforce_eager: on, enable_prefix_caching: No, seed: 3}\n"
         "  served_model_name: on\ncapture: {enabled: off}\ntrainer: {enabled: yes}\n"
     )
     found = config_reading.load(file, ["deployment=no"], environ={}).config

@@ -50,6 +50,9 @@ def test_a_url_alone_is_enough_where_the_note_has_its_token(folder: Path, monkey
     Client("http://127.0.0.1:2/").admin("pause")
     assert seen == ["Bearer secret", "Bearer other"]
     monkeypatch.delenv("OSD_TOKEN")
+    for url in ("http://127.0.0.1:abc", "http://", "http://[::1"):
+        with pytest.raises(ConfigError, match="is no address, like http"):
+            Client(url)
     with pytest.raises(ConfigError, match="http://elsewhere:2: this wants the admin token; set OSD_TOKEN"):
         Client("http://elsewhere:2").admin("pause")
 
