@@ -174,7 +174,7 @@ class _Controlled:
         self._osd_open[id(output)] = (started, self._osd_proposer, follows)
         # The worker's counters must know whose tokens these are.
         output.osd_proposer = self._osd_proposer
-        self._osd_proposer = self.osd._plan.proposer if self.osd._plan.proposer == "ngram" else "draft"
+        self._osd_proposer = "ngram" if self.osd.present.proposer == "ngram" else "draft"
 
     def _osd_read(self, output: Any, result: Any) -> StepSeen | None:
         now = time.perf_counter()

@@ -117,6 +117,7 @@ class Speculation:
         self._used: dict[tuple[int, str, int], tuple[int, int]] = {}
         """(batch, proposer, k) -> trials of it, and the step in which it was last chosen"""
         self._probes = Probes()
+        self._probes.renew()
         self._sweep: list[Plan] = []
         """plans of the next steps, the last first"""
         self._sweep_batch = 0
@@ -184,6 +185,11 @@ class Speculation:
         """Draft tokens of this request that are worth verifying."""
         request = self._requests.get(req_id)
         return self._plan.k if request is None else min(request.cap, request.client_cap)
+
+    @property
+    def present(self) -> Plan:
+        """The plan of the newest step."""
+        return self._plan
 
     @property
     def has_caps(self) -> bool:

@@ -116,6 +116,11 @@ class StepTimes:
         """Fit now, in this thread."""
         self._refit(self._medians())
 
+    def settle(self) -> None:
+        """Wait for the fit under way, if there is one."""
+        if self._fitting is not None:
+            self._fitting.join()
+
     def predict(self, shapes: Sequence[Shape], context: int = 0) -> np.ndarray:
         """float [shapes]: seconds, with so much more context than the shapes have. Before the first fit, every step
         costs the same."""

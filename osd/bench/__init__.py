@@ -15,7 +15,7 @@ BENCHES = {
     "control": "The closed loop of speculation against every fixed choice, by draft and load.",
     "changes": "How soon the closed loop finds the best choice again when load or draft change.",
     "ablation": "Which part of the trainer's recipe matters: one change at a time, over a recording.",
-    "drift": "Whose draft tokens are accepted when the traffic changes: seven schedules, replayed for each contender.",
+    "drift": "Whose draft tokens are accepted when the traffic changes: eight schedules, replayed for each contender.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do to the draft that serves.",
     "drift_speed": "Tokens per second and per CPU second on drifting traffic, over an engine without speculation.",

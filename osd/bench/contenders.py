@@ -13,9 +13,12 @@ import torch
 
 from osd.bench import drift_names as names
 from osd.bench import lookup
+from osd.bench.closed_loop import ClosedLoop
 from osd.bench.curve import Curve
-from osd.bench.learning import TARGET_ID, counts_of, learn, matches_of
-from osd.bench.recording import Recorded, trace_of
+from osd.bench.learning import learn
+from osd.bench.recording import Recorded, kinds, trace_of
+from osd.bench.served import TARGET_ID, counts_of, matches_of
+from osd.bench.step_times import StepTimes
 from osd.config import Config
 from trainer.distiller import Distiller
 from trainer.draft import export_draft, load_draft
@@ -36,6 +39,8 @@ class Setup:
     directory: Path
     """For what it writes; empty."""
     seed: int
+    times: StepTimes | None = None
+    """What steps take, for who decides by them."""
 
     @property
     def k(self) -> int:
@@ -52,6 +57,28 @@ def ours(setup: Setup, **trainer: object) -> Curve:
     """The project's trainer and gate as configured, but for the trainer's given fields."""
     config = setup.config.model_copy(update={"trainer": setup.config.trainer.model_copy(update=trainer)})
     return learn(config, setup.draft, setup.requests, setup.directory, seed=setup.seed, arrivals=setup.arrivals)
+
+
+def served(setup: Setup, *, learns: bool) -> Curve:
+    """As `osd serve` serves by default: the closed loop decides what is proposed, and training rests where it brings
+    nothing. Without `learns`: the closed loop alone, over the draft there is."""
+    if setup.times is None:
+        raise ValueError("the closed loop decides by step times, and none were measured")
+    loop = ClosedLoop(setup.requests, setup.config, setup.times, seed=setup.seed)
+    if learns:
+        return learn(
+            setup.config,
+            setup.draft,
+            setup.requests,
+            setup.directory,
+            seed=setup.seed,
+            arrivals=setup.arrivals,
+            may_rest=True,
+            server=loop,
+        )
+    loop.swap(setup.draft, None)
+    ended = sorted(loop.serve(), key=lambda one: one.index)
+    return Curve.of([one.counts for one in ended], seconds=np.array([one.seconds for one in ended], float))
 
 
 def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
@@ -78,8 +105,7 @@ def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
         waiting.append(
             trace_of(
                 request,
-                matches,
-                setup.k,
+                kinds(matches, setup.k, len(request.output_ids)),
                 at=at,
                 target_id=TARGET_ID,
                 accepted_fraction=0.0,
@@ -106,12 +132,10 @@ def train_ceiling(config: Config, draft: Path, requests: Sequence[Recorded], out
     torch.set_num_threads(config.trainer.num_threads)
     distiller = Distiller(load_draft(draft), config.trainer.model_copy(update={"method": "full"}))
     rng = np.random.default_rng(config.trainer.seed)
-    nothing_right = np.zeros(max(len(request.output_ids) for request in requests), bool)
     traces = [
         trace_of(
             request,
-            nothing_right,
-            1,
+            kinds(np.zeros(len(request.output_ids), bool), 1, len(request.output_ids)),
             at=0.0,
             target_id=TARGET_ID,
             accepted_fraction=1.0,
@@ -136,6 +160,7 @@ Contender = Callable[[Setup], Curve]
 
 CONTENDERS: dict[str, Contender] = {
     names.FROZEN: fixed,
+    names.FROZEN_LOOP: partial(served, learns=False),
     names.CEILING: fixed,
     names.NGRAM: lambda setup: lookup.ngram(setup.requests, setup.k),
     names.NGRAM_TUNED: lambda setup: lookup.ngram(
@@ -152,5 +177,6 @@ CONTENDERS: dict[str, Contender] = {
     names.OURS_LORA: lambda setup: ours(
         setup, method="lora", learning_rate=names.LORA_RATE * setup.config.trainer.learning_rate
     ),
+    names.SERVED: partial(served, learns=True),
 }
 """By the names the report gives them."""

@@ -44,6 +44,8 @@ class Curve:
     """Rounds whose result was thrown away by the trainer itself."""
     train_seconds: float = 0.0
     padding: float = 0.0
+    seconds: np.ndarray | None = None
+    """float [requests]: each one's share of the decode time, where the run kept time."""
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -98,6 +100,7 @@ class Curve:
             "num_discarded": self.num_discarded,
             "train_seconds": self.train_seconds,
             "padding": self.padding,
+            "seconds": None if self.seconds is None else [round(value, 6) for value in self.seconds.tolist()],
             "notes": dict(self.notes),
         }
 
@@ -106,7 +109,13 @@ class Curve:
         """What `as_row` gave."""
         scalars = ("num_rounds", "num_published", "num_discarded", "train_seconds", "padding", "notes")
         counts = {name: np.array(values, np.int64) for name, values in row["counts"].items()}
-        return cls(counts=counts, cpu_s=np.array(row["cpu_s"], float), **{name: row[name] for name in scalars})
+        seconds = None if row.get("seconds") is None else np.array(row["seconds"], float)
+        return cls(
+            counts=counts,
+            cpu_s=np.array(row["cpu_s"], float),
+            seconds=seconds,
+            **{name: row[name] for name in scalars},
+        )
 
 
 def _moving_sum(values: np.ndarray, window: int) -> np.ndarray:

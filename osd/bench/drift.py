@@ -1,4 +1,4 @@
-"""`osd bench drift`: who proposes best when the traffic changes, and who forgets: seven schedules, the same requests.
+"""`osd bench drift`: who proposes best when the traffic changes, and who forgets: eight schedules, the same requests.
 
     configs/drift/NAME.yaml ─► requests ─► recorded once (target's answers and distributions, cached)
                                                └─► replayed for each contender ─► counts per request ─► figures
@@ -19,12 +19,14 @@ from typing import Any
 
 from osd.bench import drift_jobs as jobs
 from osd.bench import drift_names as names
+from osd.bench.drift_contest import LAST
 from osd.bench.drift_family import FAMILIES, FIRST_SERVED, TRAINING
-from osd.bench.drift_report import BEST_RATIO, FROZEN_RATIO, LAST, TO_REACH, WINDOW, summarise
+from osd.bench.drift_modelled import GOALS
+from osd.bench.drift_report import TO_REACH, WINDOW, summarise
 from osd.bench.drift_schedule import Schedule, arrivals, read_all
 from osd.bench.record import Goal, Notebook, Options, Protocol
 from osd.bench.result import Result
-from osd.bench.step_times import CYCLES, STREAMS, WIDTHS, measure
+from osd.bench.step_times import CYCLES, STREAMS, WIDTHS, StepTimes, measure
 
 __all__ = ["protocol", "run", "summarise"]
 
@@ -67,7 +69,7 @@ def protocol(options: Options) -> Protocol:
             "step_times": {"streams": STREAMS, "widths": WIDTHS, "cycles": 0 if options.quick else CYCLES},
             "OSD": "the better of its two published pairs of rate and interval, by α over all requests",
         },
-        goals=(Goal(figure=BEST_RATIO, at_least=0.97), Goal(figure=FROZEN_RATIO, at_least=1.2)),
+        goals=tuple(Goal(figure=figure, at_least=least) for figure, least in GOALS.items()),
     )
 
 
@@ -80,11 +82,14 @@ def run(options: Options) -> Result:
     schedules = {name: Schedule.model_validate(tree) for name, tree in plan.sizes["schedules"].items()}
     for family in dict.fromkeys(schedule.family for schedule in schedules.values()):
         FAMILIES[family].models()  # built by one process, with its progress to be seen
+    times = None
     if num_cycles := plan.sizes["step_times"]["cycles"]:
         options.say("timing steps of the cost-shaped target")
         with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=jobs.prepare) as alone:
-            for row in alone.submit(measure, num_cycles).result():
-                notebook.add(**row)
+            timed = alone.submit(measure, num_cycles).result()
+        for row in timed:
+            notebook.add(**row)
+        times = StepTimes.of(timed)
     num = plan.sizes["ceiling_requests_per_domain"]
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn"), initializer=jobs.prepare) as pool:
         options.say("recording the target's answers, where they are not in the cache")
@@ -93,7 +98,7 @@ def run(options: Options) -> Result:
         domains = {(schedule.family, tuple(sorted(schedule.domains))) for schedule in schedules.values()}
         ceilings: list[Future[Any]] = [pool.submit(jobs.ceiling, *one, num) for one in sorted(domains)]
         found = [
-            pool.submit(jobs.run_one, name, schedule, seed, arm, num)
+            pool.submit(jobs.run_one, name, schedule, seed, arm, num, times)
             for arm in sorted(plan.arms, key=names.CEILING.__eq__)  # last: nobody is to wait for what is in training
             for name, schedule in schedules.items()
             for seed in plan.sizes["seeds"]

@@ -15,6 +15,7 @@ from osd.bench import drift_names as names
 from osd.bench.drift_family import FAMILIES, FIRST_SERVED, TRAINING
 from osd.bench.drift_schedule import Schedule, arrivals
 from osd.bench.record import Row
+from osd.bench.step_times import StepTimes
 from osd.config import Config
 
 PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny-cpu.yaml"
@@ -64,7 +65,9 @@ def ceiling(family: str, domains: Sequence[str], num: int) -> Path:
     return build_once(f"ceilings/{digest.hexdigest()[:16]}", build) / "draft"
 
 
-def run_one(name: str, schedule: Schedule, seed: int, contender: str, ceiling_requests: int) -> Row:
+def run_one(
+    name: str, schedule: Schedule, seed: int, contender: str, ceiling_requests: int, times: StepTimes | None = None
+) -> Row:
     """One contender over one schedule, from the cached recordings; the ceiling learnt from so many of each domain."""
     from osd.bench import contenders, drift_recordings
 
@@ -82,6 +85,7 @@ def run_one(name: str, schedule: Schedule, seed: int, contender: str, ceiling_re
             arrivals=[arrival.at for arrival in coming],
             directory=Path(directory),
             seed=seed,
+            times=times,
         )
         curve = contenders.CONTENDERS[contender](setup)
     return {"schedule": name, "seed": seed, "contender": contender, **curve.as_row()}

@@ -3,10 +3,15 @@
 FROZEN, CEILING, NGRAM, SUFFIX = "frozen draft", "ceiling", "n-gram", "suffix decoding"
 NGRAM_TUNED, SUFFIX_LONG = "n-gram, 1 to 5", "suffix decoding, k 24"
 OURS, OURS_LORA = "ours", "ours, LoRA"
+SERVED, FROZEN_LOOP = "ours, as served", "frozen draft, closed loop"
+"""With k chosen by the closed loop, as `osd serve` does by default: all others propose a fixed k."""
 OSD, OSD_TUNED = "OSD", "OSD, our rate"
 OSD_PUBLISHED = {"OSD, 1e-4 every 8": (8, 1e-4), "OSD, 1e-5 every 1": (1, 1e-5)}
 """Both pairs of (requests between updates, learning rate) of OSD's released scripts. Reported as `OSD`: the better."""
-ALL = (FROZEN, CEILING, NGRAM, NGRAM_TUNED, SUFFIX, SUFFIX_LONG, *OSD_PUBLISHED, OSD_TUNED, OURS, OURS_LORA)
+ALL = (
+    *(FROZEN, FROZEN_LOOP, CEILING, NGRAM, NGRAM_TUNED, SUFFIX, SUFFIX_LONG),
+    *(*OSD_PUBLISHED, OSD_TUNED, OURS, OURS_LORA, SERVED),
+)
 LORA_RATE = 3.0
 """How many times the learning rate of full training LoRA gets. Not tuned."""
 LOOKUP_TUNED = {"prompt_lookup_min": 1, "prompt_lookup_max": 5}
@@ -14,5 +19,7 @@ LOOKUP_TUNED = {"prompt_lookup_min": 1, "prompt_lookup_max": 5}
 pairs on the tiny models."""
 NO_DRAFT_MODEL = (NGRAM, NGRAM_TUNED, SUFFIX, SUFFIX_LONG)
 """Who proposes what stands in the text already."""
-UNTRAINED = (FROZEN, *NO_DRAFT_MODEL)
+HELD = (OURS, SERVED)
+"""Who is held to the goals."""
+UNTRAINED = (FROZEN, FROZEN_LOOP, *NO_DRAFT_MODEL)
 """Who never learns."""

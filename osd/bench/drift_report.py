@@ -7,54 +7,36 @@ draft counts as one rejected token. For drafts from a model it is α itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from osd.bench import drift_names as names
 from osd.bench.curve import Curve
+from osd.bench.drift_contest import LAST, Contest, Measure, compared, mean_with_interval
 from osd.bench.drift_family import FAMILIES
+from osd.bench.drift_modelled import figures_of, seconds_of, step_times
 from osd.bench.drift_schedule import Schedule, returns, shifts
 from osd.bench.record import Protocol, Row
 from osd.bench.result import Figure, Lines, Result
-from osd.bench.step_times import STREAMS, WIDTHS, StepTimes
+from osd.bench.step_times import StepTimes
 
 WINDOW = 48
 """Requests of a moving window, and of "first": right after a shift."""
-LAST = 96
-"""Requests of "last": what has settled at the end of a phase."""
 TO_REACH = 0.9
 """Share of the ceiling's α that counts as having learnt."""
 EVERY = 6
 """Requests between two points of a drawing."""
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t at 0.975 for 1 to 9 degrees of freedom."""
-
-BEST_RATIO, FROZEN_RATIO = "ours over the best that never learns", "ours over the frozen draft"
-"""Goals are held to these. No speculation counts among those that never learn."""
-
-Measure = Callable[[Curve], float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contest:
-    """All runs over one schedule."""
-
-    name: str
-    schedule: Schedule
-    curves: dict[str, list[Curve]]
-    """Contender -> a curve for each seed, in the same order for all."""
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     """Figures and drawings of every schedule."""
     timed = [row for row in rows if "step_s" in row]
     times = StepTimes.of(timed) if timed else None
-    figures = _step_times(times) if times else []
+    figures = step_times(times) if times else []
     drawings: list[Lines] = []
     for contest in contests(plan, [row for row in rows if "schedule" in row]):
-        figures += _speeds(contest, times) if times else []
-        figures += [*_overall(contest), *_windows(contest), *_recovery(contest), *_memory(contest)]
+        figures += figures_of(contest, times) if times else []
+        figures += [*_overall(contest), *_windows(contest), *_recovery(contest, times), *_memory(contest)]
         figures += [*_costs(contest), *_differences(contest)]
         drawings.append(_drawing(contest))
     return Result(protocol=plan, figures=tuple(figures), drawings=tuple(drawings))
@@ -66,15 +48,6 @@ def contests(plan: Protocol, rows: Sequence[Row]) -> Iterator[Contest]:
         mine = sorted((row for row in rows if row["schedule"] == name), key=lambda row: row["seed"])
         curves = {arm: [Curve.from_row(r) for r in mine if r["contender"] == arm] for arm in plan.arms}
         yield Contest(name=name, schedule=Schedule.model_validate(tree), curves=_with_better_osd(curves))
-
-
-def mean_with_interval(group: str, name: str, values: Sequence[float], unit: str = "") -> Figure:
-    """Mean over seeds; no interval from a single one."""
-    mean, num = float(np.mean(values)), len(values)
-    if num == 1:
-        return Figure(group=group, name=name, value=mean, unit=unit)
-    half = T_QUANTILES[num - 2] * float(np.std(values, ddof=1)) / num**0.5
-    return Figure(group=group, name=name, value=mean, unit=unit, low=mean - half, high=mean + half, n=num)
 
 
 def requests_to_reach(own: Curve, ceiling: Curve, start: int, stop: int) -> int | None:
@@ -93,20 +66,12 @@ def _with_better_osd(curves: dict[str, list[Curve]]) -> dict[str, list[Curve]]:
     return {name: c for name, c in renamed.items() if name not in names.OSD_PUBLISHED}
 
 
-def _compared(contest: Contest, title: str, measure: Measure, unit: str = "") -> list[Figure]:
-    """One number for each contender."""
-    group = f"{contest.name}: {title}"
-    return [
-        mean_with_interval(group, name, [measure(c) for c in curves], unit) for name, curves in contest.curves.items()
-    ]
-
-
 def _overall(contest: Contest) -> list[Figure]:
     return [
-        *_compared(contest, "acceptance rate, all requests", Curve.rate),
-        *_compared(contest, "α, all requests", Curve.alpha),
-        *_compared(contest, "acceptance length, all requests", Curve.length),
-        *_compared(contest, "tokens per step of the target, all requests", Curve.tokens_per_step),
+        *compared(contest, "acceptance rate, all requests", Curve.rate),
+        *compared(contest, "α, all requests", Curve.alpha),
+        *compared(contest, "acceptance length, all requests", Curve.length),
+        *compared(contest, "tokens per step of the target, all requests", Curve.tokens_per_step),
     ]
 
 
@@ -115,9 +80,9 @@ def _windows(contest: Contest) -> list[Figure]:
     bounds = contest.schedule.bounds
     for phase, start, stop in zip(contest.schedule.phases, bounds, bounds[1:], strict=False):
         first, last = f"first {WINDOW} of {phase.name}", f"last {LAST} of {phase.name}"
-        figures += _compared(contest, f"α of the steps, {first}", _over(Curve.alpha_of_steps, start, start + WINDOW))
-        figures += _compared(contest, f"α of the steps, {last}", _over(Curve.alpha_of_steps, stop - LAST, stop))
-        figures += _compared(contest, f"tokens per step, {last}", _over(Curve.tokens_per_step, stop - LAST, stop))
+        figures += compared(contest, f"α of the steps, {first}", _over(Curve.alpha_of_steps, start, start + WINDOW))
+        figures += compared(contest, f"α of the steps, {last}", _over(Curve.alpha_of_steps, stop - LAST, stop))
+        figures += compared(contest, f"tokens per step, {last}", _over(Curve.tokens_per_step, stop - LAST, stop))
     return figures
 
 
@@ -126,8 +91,8 @@ def _over(measure: Callable[[Curve, int, int | None], float], start: int, stop: 
     return lambda curve: measure(curve, start, stop)
 
 
-def _recovery(contest: Contest) -> list[Figure]:
-    """How soon after each shift, and what training had cost by then."""
+def _recovery(contest: Contest, times: StepTimes | None) -> list[Figure]:
+    """How soon after each shift, in requests and in time, and what training had cost by then."""
     figures: list[Figure] = []
     ceilings = contest.curves.get(names.CEILING)
     if not ceilings:
@@ -137,6 +102,7 @@ def _recovery(contest: Contest) -> list[Figure]:
         start, stop, title = bounds[number], bounds[number + 1], phases[number].name
         requests = f"{contest.name}: requests to {TO_REACH:.0%} of the ceiling after the shift to {title}"
         seconds = f"{contest.name}: trainer's CPU by then, since the shift to {title}"
+        clock = f"{contest.name}: modelled seconds of decoding by then, since the shift to {title}"
         for name, curves in contest.curves.items():
             if name == names.CEILING:
                 continue
@@ -145,6 +111,9 @@ def _recovery(contest: Contest) -> list[Figure]:
             label = name + (f" (never in {num_missed} of {len(found)}: counted as the phase)" if num_missed else "")
             counted = [stop - start if one is None else one for one in found]
             figures.append(mean_with_interval(requests, label, counted))
+            if times:
+                waits = [seconds_of(c, name, times)[start : start + n] for c, n in zip(curves, counted, strict=True)]
+                figures.append(mean_with_interval(clock, label, [float(some.sum()) for some in waits], "s"))
             if any(curve.num_rounds for curve in curves):
                 spent = [_cpu_between(c, start, start + n) for c, n in zip(curves, counted, strict=True)]
                 figures.append(mean_with_interval(seconds, label, spent, "s"))
@@ -169,7 +138,7 @@ def _memory(contest: Contest) -> list[Figure]:
             return curve.alpha_of_steps(back, back + WINDOW) / before if before else 0.0
 
         title = f"α kept of {phases[earlier].name}: first {WINDOW} of {phases[later].name} over its last {WINDOW}"
-        figures += _compared(contest, title, kept)
+        figures += compared(contest, title, kept)
     return figures
 
 
@@ -200,50 +169,6 @@ def _differences(contest: Contest) -> list[Figure]:
         if ours and name != names.OURS:
             values = [a.alpha_of_steps() - b.alpha_of_steps() for a, b in zip(ours, curves, strict=True)]
             figures.append(mean_with_interval(group, name, values))
-    return figures
-
-
-def _step_times(times: StepTimes) -> list[Figure]:
-    group = f"a step of {STREAMS} requests of the cost-shaped target"
-    found = [(f"verifying {w} draft tokens each", seconds) for w, seconds in zip(WIDTHS, times.verify_s, strict=True)]
-    found.append(("what the draft model adds", times.draft_s))
-    return [Figure(group=group, name=name, value=1e3 * seconds, unit="ms") for name, seconds in found]
-
-
-def _speeds(contest: Contest, times: StepTimes) -> list[Figure]:
-    """Modelled decode speed, over that without speculation."""
-
-    def speed(
-        curve: Curve, name: str, start: int = 0, stop: int | None = None, *, counts_trainer: bool = False
-    ) -> float:
-        seconds = times.seconds(curve, has_draft_model=name not in names.NO_DRAFT_MODEL)[start:stop].sum()
-        training = float(curve.cpu_s[-1]) if counts_trainer else 0.0
-        return float(curve.total("tokens", start, stop) / (seconds + training) / times.tokens_per_second_without())
-
-    def compared(title: str, *window: int, counts_trainer: bool = False) -> list[Figure]:
-        return [
-            mean_with_interval(
-                f"{contest.name}: modelled speed over no speculation, {title}",
-                name,
-                [speed(curve, name, *window, counts_trainer=counts_trainer) for curve in curves],
-            )
-            for name, curves in contest.curves.items()
-        ]
-
-    figures = compared("all requests")
-    figures += compared("all requests, the trainer's CPU seconds added", counts_trainer=True)
-    for phase, stop in zip(contest.schedule.phases, contest.schedule.bounds[1:], strict=True):
-        figures += compared(f"last {LAST} of {phase.name}", stop - LAST, stop)
-    by_name = {name: [speed(curve, name) for curve in curves] for name, curves in contest.curves.items()}
-    if names.OURS not in by_name:
-        return figures
-    rivals = [by_name[name] for name in names.UNTRAINED if name in by_name]
-    best = [max(1.0, *speeds) for speeds in zip(*rivals, strict=True)]  # 1 is no speculation
-    ratios = [ours / other for ours, other in zip(by_name[names.OURS], best, strict=True)]
-    figures.append(mean_with_interval(f"{contest.name}: modelled speed", BEST_RATIO, ratios))
-    if names.FROZEN in by_name and shifts(contest.schedule, FAMILIES[contest.schedule.family]):
-        ratios = [ours / other for ours, other in zip(by_name[names.OURS], by_name[names.FROZEN], strict=True)]
-        figures.append(mean_with_interval(f"{contest.name}: modelled speed", FROZEN_RATIO, ratios))
     return figures
 
 

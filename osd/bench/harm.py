@@ -198,7 +198,7 @@ def _both(honest: Sequence[Recorded], stored: Sequence[Recorded], seed: int, *re
 
 
 def _fixed(draft: Path, requests: Sequence[Recorded]) -> Curve:
-    from osd.bench.learning import counts_of, matches_of
+    from osd.bench.served import counts_of, matches_of
     from trainer.draft import load_draft
 
     model, k = load_draft(draft), base_config().speculation.k_max

@@ -15,20 +15,15 @@ import numpy as np
 import torch
 
 from buffers.memory import MemoryTraceBuffer
-from osd.bench.curve import Counts, Curve
+from osd.bench.curve import Curve
 from osd.bench.recording import Recorded, trace_of
+from osd.bench.served import TARGET_ID, EveryStep, Served, Server
 from osd.config import Config
 from osd.drift import Appetite
-from osd.policy import should_publish
+from osd.policy import predicted_alpha, should_publish
 from osd.records import DraftRelease, Event, SpecWindow, Trace
 from osd.releases import ReleaseStore
-from trainer.draft import RowModel, load_draft
-from trainer.evaluate import count_steps, is_match
 from trainer.loop import Trainer
-
-TARGET_ID = "recorded"
-UNLIMITED = 10**6
-"""Tokens of context a replayed draft sees: as many as it can, as in the engine."""
 
 
 def learn(
@@ -40,11 +35,13 @@ def learn(
     seed: int,
     arrivals: Sequence[float] | None = None,
     may_rest: bool = False,
+    server: Server | None = None,
 ) -> Curve:
-    """Serve the requests in order; train whenever the configuration says so, as if training took no time.
+    """Serve the requests; train whenever the configuration says so, as if training took no time.
 
     `arrivals`: seconds at which the requests end, by default one after the other each second. `may_rest`: training
-    rests where it brings nothing, as in the service; without it every curve has the same rounds.
+    rests where it brings nothing, as in the service; without it every curve has the same rounds. `server`: how they
+    are served, by default with k_max draft tokens in every step.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -54,16 +51,19 @@ def learn(
     serving = store.publish(draft, parent=0, target_id=TARGET_ID)
     trainer = Trainer(config.trainer, config.gate, k, buffer, directory / "trainer", TARGET_ID)
     appetite = Appetite(config.trainer)
-    model, counts, paddings, cpu_s = load_draft(serving.path), [], [], []
+    server = server or EveryStep(requests, k)
+    server.swap(serving.path, None)
+    paddings: list[float] = []
+    ended: list[Served] = []
+    cpu_s = np.zeros(len(requests))
     num_rounds = num_published = num_discarded = 0
     published_at: list[int] = []
-    train_seconds = train_cpu_s = 0.0
-    for number, request in enumerate(requests):
-        matches = matches_of(model, request)
-        counts.append(counts_of(matches, k))
-        at = float(number) if arrivals is None else arrivals[number]
-        buffer.put([_trace(config, request, matches, k, at, rng, serving)])
-        appetite.add(_window(counts[-1], at, serving.version, k))
+    at = train_seconds = train_cpu_s = 0.0
+    for served in server.serve():
+        ended.append(served)
+        at = max(at, float(served.index) if arrivals is None else arrivals[served.index])
+        buffer.put([_trace(config, requests[served.index], served, at, rng, serving)])
+        appetite.add(_window(served, at, serving.version, k))
         is_wanted = not may_rest or appetite.decide(at).ok
         if is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces:
             started, cpu_started = time.perf_counter(), time.process_time()
@@ -79,54 +79,36 @@ def learn(
             if is_better:
                 serving = store.publish(outcome.path, parent=serving.version, target_id=TARGET_ID, outcome=outcome)
                 store.prune(2, {serving.version})
-                model = load_draft(serving.path)
+                server.swap(serving.path, predicted_alpha(serving))
                 num_published += 1
-                published_at.append(number)
-        cpu_s.append(train_cpu_s)
+                published_at.append(served.index)
+        cpu_s[served.index] = train_cpu_s
+    ended.sort(key=lambda served: served.index)
+    seconds = [served.seconds for served in ended]
     return Curve.of(
-        counts,
-        cpu_s,
+        [served.counts for served in ended],
+        np.maximum.accumulate(cpu_s).tolist(),
         num_rounds=num_rounds,
         num_published=num_published,
         num_discarded=num_discarded,
         train_seconds=train_seconds,
         padding=float(np.mean(paddings)) if paddings else 0.0,
+        seconds=None if None in seconds else np.array(seconds, float),
         notes={"published_at": published_at},
-    )
-
-
-def matches_of(model: RowModel, request: Recorded) -> np.ndarray:
-    """bool [T - 1]: where the draft's argmax is the served token, from the second output token on."""
-    return is_match(model, request.bare_trace(TARGET_ID), max_length=UNLIMITED)
-
-
-def counts_of(matches: np.ndarray, k: int) -> Counts:
-    """One request with a draft model: every step has a draft of k tokens."""
-    tested, accepted = count_steps(matches, k)
-    num_steps = int(tested[0])
-    return Counts(
-        tokens=len(matches),
-        steps=num_steps,
-        drafts=num_steps,
-        drafted=k * num_steps,
-        tested=int(tested.sum()),
-        accepted=int(accepted.sum()),
     )
 
 
 def _trace(
     config: Config,
     request: Recorded,
-    matches: np.ndarray,
-    k: int,
+    served: Served,
     at: float,
     rng: np.random.Generator,
     serving: DraftRelease,
 ) -> Trace:
     return trace_of(
         request,
-        matches,
-        k,
+        served.kind_T,
         at=at,
         target_id=TARGET_ID,
         accepted_fraction=config.capture.accepted_fraction,
@@ -136,8 +118,9 @@ def _trace(
     )
 
 
-def _window(counts: Counts, at: float, version: int, k: int) -> SpecWindow:
+def _window(served: Served, at: float, version: int, k: int) -> SpecWindow:
     """What the engine would have reported of one request."""
+    counts = served.of_the_draft
     return SpecWindow(
         at=at,
         replica="recorded",

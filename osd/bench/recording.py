@@ -98,8 +98,7 @@ def record(
 
 def trace_of(
     recorded: Recorded,
-    is_match_T: np.ndarray,
-    k: int,
+    kind_T: np.ndarray,
     *,
     at: float,
     target_id: str,
@@ -108,9 +107,7 @@ def trace_of(
     rng: np.random.Generator,
     draft_version: int = 1,
 ) -> Trace:
-    """What capture would have kept, had a draft been served whose argmax was right where `is_match_T` says, from the
-    second output token on."""
-    kind_T = kinds(is_match_T, k, len(recorded.output_ids))
+    """What capture would have kept of an answer whose tokens came about as `kind_T` says (int8 [T], see `kinds`)."""
     keep_prob_T = np.array([1.0, accepted_fraction, plain_fraction])[kind_T]
     kept = np.flatnonzero(rng.random(len(kind_T)) < keep_prob_T)
     return Trace(
@@ -132,7 +129,9 @@ def trace_of(
 
 
 def kinds(is_match_T: np.ndarray, k: int, num_output: int) -> np.ndarray:
-    """int8 [T]: what became of each output token. The first comes from prefill; after k accepted tokens one is free."""
+    """int8 [T]: what became of each output token with k draft tokens in every step, from a draft whose argmax was right
+    where `is_match_T` says, from the second output token on. The first comes from prefill; after k accepted tokens one
+    is free."""
     kind_T = np.full(num_output, PLAIN, np.int8)
     at = 1
     while at < num_output:

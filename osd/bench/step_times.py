@@ -83,12 +83,17 @@ class StepTimes:
         pairs = zip(by_arm[DRAFT], by_arm["4"], strict=True)
         return cls(verify_s=verify_s, draft_s=max(0.0, median(drafting - verifying for drafting, verifying in pairs)))
 
-    def seconds(self, curve: Curve, *, has_draft_model: bool) -> np.ndarray:
-        """float [requests]: decode time of each request, `STREAMS` of them sharing every step.
+    def step(self, width: float, drafting: float) -> float:
+        """A step that verifies `width` draft tokens a request in the mean, and at its end runs the draft model for
+        such a part of k = 4 passes. The time grows linearly between the widths that were measured."""
+        return float(np.interp(width, WIDTHS, self.verify_s)) + drafting * self.draft_s
 
-        The time of a step grows linearly between the widths that were measured. A proposer that is no model proposes at
-        no cost, which flatters it.
+    def seconds(self, curve: Curve, *, has_draft_model: bool) -> np.ndarray:
+        """float [requests]: decode time of each request, `STREAMS` of them sharing every step; what the run says itself
+        where it kept time. A proposer that is no model proposes at no cost, which flatters it.
         """
+        if curve.seconds is not None:
+            return curve.seconds
         drafts, steps = curve.counts["drafts"], curve.counts["steps"]
         width = curve.counts["drafted"] / np.maximum(drafts, 1)
         with_draft = np.interp(width, WIDTHS, self.verify_s) + (self.draft_s if has_draft_model else 0.0)

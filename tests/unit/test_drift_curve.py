@@ -9,7 +9,9 @@ import pytest
 
 from osd.bench import drift_names as names
 from osd.bench.curve import Counts, Curve
-from osd.bench.drift_report import BEST_RATIO, FROZEN_RATIO, WINDOW, mean_with_interval, requests_to_reach, summarise
+from osd.bench.drift_contest import mean_with_interval
+from osd.bench.drift_modelled import BEST_RATIO, FROZEN_RATIO
+from osd.bench.drift_report import WINDOW, requests_to_reach, summarise
 from osd.bench.lookup import ngram, prompt_lookup, walk
 from osd.bench.record import Protocol, Row
 from osd.bench.recording import Recorded
@@ -57,7 +59,7 @@ def test_after_a_full_draft_one_token_is_free() -> None:
 
 
 def test_replayed_counts_agree_with_the_trainers_own(tmp_path: Any) -> None:
-    from osd.bench.learning import counts_of
+    from osd.bench.served import counts_of
 
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -240,8 +242,10 @@ def test_speed_is_over_no_speculation_and_who_never_learns() -> None:
     first_seed = 400 * 20 / sum(seconds) / 100
     assert frozen.low is not None and frozen.high is not None
     assert frozen.low < first_seed < frozen.high
-    assert figures["some: modelled speed", FROZEN_RATIO].value == pytest.approx(ours.value / frozen.value, rel=0.01)
-    assert figures["some: modelled speed", BEST_RATIO].value == pytest.approx(
+    assert figures["some: modelled speed", f"ours {FROZEN_RATIO}"].value == pytest.approx(
+        ours.value / frozen.value, rel=0.01
+    )
+    assert figures["some: modelled speed", f"ours {BEST_RATIO}"].value == pytest.approx(
         ours.value / max(1.0, frozen.value), rel=0.01
     )
     title = "some: modelled speed over no speculation, all requests, the trainer's CPU seconds added"
@@ -254,4 +258,25 @@ def test_a_slow_draft_is_measured_against_no_speculation() -> None:
     slow = [row | {"step_s": 9.0} if row["arm"] == DRAFT else row for row in TIMED]
     figures = report(*slow)
     ours = figures["some: modelled speed over no speculation, all requests", names.OURS]
-    assert figures["some: modelled speed", BEST_RATIO].value == pytest.approx(ours.value) and ours.value < 0.1
+    assert figures["some: modelled speed", f"ours {BEST_RATIO}"].value == pytest.approx(ours.value) and ours.value < 0.1
+
+
+def test_waits_are_over_those_without_speculation() -> None:
+    figures = report(*TIMED)
+    # The slowest of the frozen draft's requests: 5 steps with a draft and 5 without, of 70 and 40 ms, for 20 tokens.
+    slowest = (5 * 0.07 + 5 * 0.04) / 20 / 0.04
+    for title in ("TPOT", "decode latency of a request"):
+        figure = figures[f"some: modelled {title} over no speculation, p99 of the requests", names.FROZEN]
+        assert figure.value == pytest.approx(slowest)
+        assert figures[figure.group.replace("p99", "p50"), names.CEILING].value < slowest
+    reached = figures["some: modelled seconds of decoding by then, since the shift to sql", names.OURS]
+    num = figures["some: requests to 90% of the ceiling after the shift to sql", names.OURS].value
+    assert reached.value == pytest.approx(num * 20 * slowest * 0.04 / 4, rel=0.02)
+
+
+def test_who_keeps_time_is_believed() -> None:
+    curve = a_curve([8] * 10, seconds=np.full(10, 0.5))
+    assert StepTimes.of(TIMED).seconds(curve, has_draft_model=True).tolist() == [0.5] * 10
+    again = Curve.from_row(curve.as_row())
+    assert again.seconds is not None and again.seconds.tolist() == [0.5] * 10
+    assert Curve.from_row(a_curve([8]).as_row()).seconds is None

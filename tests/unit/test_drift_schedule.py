@@ -19,8 +19,9 @@ def a_schedule(*phases: tuple[str, int, dict[str, float]], **fields: object) -> 
 
 def test_the_shipped_schedules_are_those_that_are_promised() -> None:
     found = read_all()
-    assert set(found) == {"steady", "sharp", "smooth", "oscillating", "interleaved", "low-rate", "natural"}
-    assert all(500 <= schedule.num_requests <= 700 for schedule in found.values())
+    assert set(found) == {"steady", "sharp", "smooth", "oscillating", "interleaved", "low-rate", "natural", "long"}
+    assert all(500 <= schedule.num_requests <= 700 for name, schedule in found.items() if name != "long")
+    assert found["long"].num_requests == 1248
     assert found["low-rate"].requests_per_second == 1
     assert found["natural"].family == "natural"
     assert set(found["interleaved"].domains) == {"arithmetic", "sql", "python", "finance"}
@@ -29,7 +30,7 @@ def test_the_shipped_schedules_are_those_that_are_promised() -> None:
 def test_no_prompt_comes_twice_and_training_meets_none() -> None:
     tiny = FAMILIES["tiny"]
     for domain in tiny.domains():
-        blocks = [tiny.prompts(domain, block, 384) for block in (TRAINING, FIRST_SERVED, FIRST_SERVED + 1)]
+        blocks = [tiny.prompts(domain, block, BLOCK_SIZE) for block in (TRAINING, FIRST_SERVED, FIRST_SERVED + 1)]
         everything = [prompt for block in blocks for prompt in block]
         assert len(set(everything)) == len(everything), domain
 
