@@ -1,5 +1,10 @@
 """What the capture thread does: rows are joined to their requests, and each finished request becomes a `Trace`.
 
+    steps ──► tokens, counters           at once, step by step
+         └──► rows that wait ──flush──► top-k of all together ──► their requests ──► traces of those that ended
+
+The engine shares Python's lock with this thread, so what can be done for many steps at a time is.
+
 Legend: B requests in a step, G draft tokens per step, V vocabulary, K top-k, R rows kept.
 """
 
@@ -16,13 +21,15 @@ from osd.records import ACCEPTED, PLAIN, REJECTED, Trace
 from serving.budget import ByteBudget
 from serving.pick import Landed, Picked
 from serving.prefixes import StoredPrefixes
-from serving.rows import Rows
-from serving.running import Row, RunningRequest
+from serving.rows import Logits, TopK, top_of
+from serving.running import RowsOfRequest, RunningRequest
 from serving.skips import skip_reason
 from serving.vllm_compat import NewRequest
 from serving.windows import WindowCounter
 
 MAX_DOMAIN_LENGTH = 64
+MAX_WAITING_BYTES = 32 << 20
+"""Rows whose top-k has not been taken yet."""
 
 STORED_OVERHEAD = 1024
 """Bytes a stored trace takes beyond its arrays, at most: the budget counts them."""
@@ -53,6 +60,20 @@ class Schedule:
     finished: set[str]
 
 
+@dataclass(slots=True, frozen=True)
+class _Waiting:
+    """Rows of one step, of the requests `owners[owner_R]`."""
+
+    owners: list[RunningRequest | None]
+    owner_R: np.ndarray
+    position_R: np.ndarray
+    kind_R: np.ndarray
+    draft_id_R: np.ndarray
+    keep_prob_R: np.ndarray
+    version_R: np.ndarray
+    scores: Logits | TopK
+
+
 class TraceAssembler:
     """Joins rows to their requests and hands out a `Trace` when a request ends. Single-threaded."""
 
@@ -77,12 +98,17 @@ class TraceAssembler:
         self._requests: dict[str, RunningRequest] = {}
         self._prefixes = StoredPrefixes()
         self._budget = budget or ByteBudget(config.max_bytes_per_second)
+        self._waiting: list[_Waiting] = []
+        self._num_waiting_bytes = 0
+        self._ended: list[tuple[RunningRequest, float]] = []
+        """Requests to be handed out, with the time of their end."""
 
     @property
     def num_running(self) -> int:
         return len(self._requests)
 
     def add(self, item: Step | Schedule) -> None:
+        """Take in what happened, in the order it happened. Traces are handed out by `flush`."""
         if isinstance(item, Schedule):
             for req_id in item.finished:
                 self._finish(req_id, item.at)
@@ -90,9 +116,20 @@ class TraceAssembler:
                 self._begin(request)
         else:
             landed = item.picked.land()
-            served_B = self._add_tokens(item, landed)
+            owners = [self._requests.get(req_id) for req_id in item.req_ids]
+            served_B = self._add_tokens(item, landed, owners)
             if landed.rows is not None:
-                self._add_rows(item, landed, landed.rows, served_B)
+                self._add_rows(item, landed, owners, served_B)
+
+    def flush(self) -> None:
+        """Give the rows that wait to their requests, and hand out those that have ended."""
+        waiting, self._waiting = self._waiting, []
+        ended, self._ended = self._ended, []
+        self._num_waiting_bytes = 0
+        if waiting:
+            self._distribute(waiting)
+        for request, at in ended:
+            self._hand_out(request, at)
 
     def _begin(self, request: NewRequest) -> None:
         known = self._requests.get(request.req_id)
@@ -106,48 +143,85 @@ class TraceAssembler:
             self.skipped[reason] += 1
         self._requests[request.req_id] = RunningRequest(request, domain_of(request), captured)
 
-    def _add_tokens(self, step: Step, landed: Landed) -> np.ndarray:
+    def _add_tokens(self, step: Step, landed: Landed, owners: Sequence[RunningRequest | None]) -> np.ndarray:
         """Append what was emitted; returns, per request, how many of its emitted tokens count (0 after its end)."""
         served_B = np.zeros(len(step.req_ids), np.int64)
-        for b, req_id in enumerate(step.req_ids):
-            request = self._requests.get(req_id)
-            emitted = [int(t) for t in landed.sampled_BG[b] if t >= 0]
-            if request is None or not emitted:
+        sampled_BG, num_emitted_B = landed.sampled_BG.tolist(), (landed.sampled_BG >= 0).sum(1).tolist()
+        position_B, num_drafts_B = landed.position_B.tolist(), step.num_drafts_B.tolist()
+        version_B = step.version_B.tolist()
+        for b, request in enumerate(owners):
+            num_emitted = num_emitted_B[b]
+            if request is None or not num_emitted:
                 continue
+            if self._waiting and request.computes_again(position_B[b]):
+                self.flush()  # what it throws away must be where it is looked for
             was_ended = request.is_ended
-            served = request.append(int(landed.position_B[b]), emitted)
+            served = request.append(position_B[b], sampled_BG[b][:num_emitted])
             if was_ended and not served:
                 continue  # the engine had gone on before it saw the end
             served_B[b] = served
             request.first_at = request.first_at or step.at
             request.last_at = step.at
-            num_drafts = int(step.num_drafts_B[b]) if step.is_model_draft else 0
-            request.count_draft(num_drafts, len(emitted) - 1)
+            num_drafts = num_drafts_B[b] if step.is_model_draft else 0
+            request.count_draft(num_drafts, num_emitted - 1)
             # Drafts are judged by replaying held-out traces: what leaves no trace must not be held against them.
             is_judged = request.captured or not self._config.enabled
-            version = int(step.version_B[b]) or self._windows.last_version
-            self._windows.add_step(version, request.domain, num_drafts, len(emitted) - 1, served, is_judged)
+            version = version_B[b] or self._windows.last_version
+            self._windows.add_step(version, request.domain, num_drafts, num_emitted - 1, served, is_judged)
         return served_B
 
-    def _add_rows(self, step: Step, landed: Landed, rows: Rows, served_B: np.ndarray) -> None:
-        wanted = np.nonzero(rows.offset_R < served_B[rows.request_R])[0]
+    def _add_rows(self, step: Step, landed: Landed, owners: list[RunningRequest | None], served_B: np.ndarray) -> None:
+        rows, max_output = landed.rows, self._config.max_output
+        assert rows is not None
+        for b, request in enumerate(owners):
+            if request is not None and len(request.output_ids) > max_output:
+                served_B[b] = 0  # what lies beyond is not stored
+        wanted = np.flatnonzero(rows.offset_R < served_B[rows.request_R])
         if not len(wanted):
             return
-        top = rows.scores.top(wanted, self._config.top_k)
-        for i, r in enumerate(wanted):
-            b = int(rows.request_R[r])
-            request = self._requests[step.req_ids[b]]
-            if len(request.output_ids) > self._config.max_output:
-                continue
-            request.rows[int(landed.position_B[b] + rows.offset_R[r])] = Row(
-                kind=int(rows.kind_R[r]),
-                draft_id=int(rows.draft_id_R[r]),
-                target_ids=top.ids_RK[i],
-                target_logprobs=top.logprobs_RK[i],
-                tail_logprob=float(top.tail_R[i]),
-                keep_prob=float(rows.keep_prob_R[r]),
-                draft_version=int(step.version_B[b]),
+        owner_R = rows.request_R[wanted]
+        scores = rows.scores if len(wanted) == len(rows.request_R) else rows.scores.of(wanted)
+        self._waiting.append(
+            _Waiting(
+                owners=owners,
+                owner_R=owner_R,
+                position_R=landed.position_B[owner_R] + rows.offset_R[wanted],
+                kind_R=rows.kind_R[wanted],
+                draft_id_R=rows.draft_id_R[wanted],
+                keep_prob_R=rows.keep_prob_R[wanted],
+                version_R=step.version_B[owner_R],
+                scores=scores,
             )
+        )
+        self._num_waiting_bytes += scores.nbytes
+        if self._num_waiting_bytes > MAX_WAITING_BYTES:
+            self.flush()
+
+    def _distribute(self, waiting: Sequence[_Waiting]) -> None:
+        """The rows of several steps, as parts of their own to the requests they belong to."""
+        owners: dict[int, RunningRequest] = {}
+        numbers = []
+        for one in waiting:
+            number_B = np.zeros(len(one.owners), np.int64)
+            for b in set(one.owner_R.tolist()):
+                request = one.owners[b]
+                assert request is not None, "only what was served is wanted"
+                number_B[b] = id(request)
+                owners[id(request)] = request
+            numbers.append(number_B[one.owner_R])
+        owner_R = np.concatenate(numbers)
+        rows = RowsOfRequest(
+            np.concatenate([one.position_R for one in waiting]),
+            np.concatenate([one.kind_R for one in waiting]),
+            np.concatenate([one.draft_id_R for one in waiting]),
+            np.concatenate([one.keep_prob_R for one in waiting]),
+            np.concatenate([one.version_R for one in waiting]),
+            top_of([one.scores for one in waiting], self._config.top_k),
+        )
+        order = np.argsort(owner_R, kind="stable")
+        bounds = np.flatnonzero(np.diff(owner_R[order])) + 1
+        for mine in np.split(order, bounds):
+            owners[int(owner_R[mine[0]])].rows.append(rows.of(mine))
 
     def _finish(self, req_id: str, at: float) -> None:
         request = self._requests.pop(req_id, None)
@@ -165,7 +239,7 @@ class TraceAssembler:
         if request.has_gap:
             self.skipped["gap"] += 1
             return
-        self._hand_out(request, at)
+        self._ended.append((request, at))
 
     def _hand_out(self, request: RunningRequest, at: float) -> None:
         prompt_ids = np.asarray(request.request.prompt_ids, np.int32)

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from osd.errors import OSDError
 from osd.records import Trace
 from serving.assemble import Schedule, Step, TraceAssembler
 from serving.pick import Lot, pick
+from serving.rows import RowPool
 from serving.skips import skip_reason
 from serving.vllm_compat import NewRequest, Verification
 from serving.windows import WindowCounter
@@ -38,6 +40,10 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 256 << 20
 """Rows waiting for the capture thread; beyond that, rows are dropped as if the queue were full."""
+SECONDS_TO_GATHER = 0.1
+"""The capture thread handles together what comes within so long: a step by itself is dearer, and wakes it each time."""
+HURRY_AT = 0.25
+"""Part of what may be queued that ends the gathering."""
 
 
 @dataclass(slots=True)
@@ -69,11 +75,13 @@ class Capture:
         self._config = config
         self._live: dict[str, _Live] = {}
         self._random = np.random.default_rng(seed)
-        self._pick = pick
+        self._pick = partial(pick, pool=RowPool())
         self._num_bytes_in = 0
         """written by the engine's thread alone"""
         self._num_bytes_out = 0
         """written by the capture thread alone"""
+        self._hurry = threading.Event()
+        """Something queued is not to wait for more."""
         self._queue: queue.SimpleQueue[Step | Schedule | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="osd-capture", daemon=True)
         self._thread.start()
@@ -94,6 +102,8 @@ class Capture:
         taken = self._take(step)
         self._num_bytes_in += taken.picked.nbytes
         self._queue.put(taken)
+        if self._is_full(HURRY_AT):
+            self._hurry.set()
 
     def on_failure(self, error: Exception) -> None:
         """Capture is off until the engine restarts; serving goes on."""
@@ -119,32 +129,48 @@ class Capture:
         picked = self._pick(step, lot)
         return Step(time.monotonic(), step.req_ids, version_B, step.num_draft_tokens_B, picked, step.is_model_draft)
 
-    def _is_full(self) -> bool:
+    def _is_full(self, part: float = 1.0) -> bool:
         num_queued_bytes = self._num_bytes_in - self._num_bytes_out
-        return self._queue.qsize() >= self._config.queue_size or num_queued_bytes > MAX_QUEUED_BYTES
+        is_full = self._queue.qsize() >= part * self._config.queue_size
+        return is_full or num_queued_bytes > part * MAX_QUEUED_BYTES
 
     # -- capture thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         torch.set_num_threads(1)
-        while (item := self._queue.get()) is not None:
-            try:
-                if isinstance(item, threading.Event):
-                    item.set()
-                    continue
+        while True:
+            items = [self._queue.get()]
+            self._hurry.wait(SECONDS_TO_GATHER)
+            self._hurry.clear()
+            while not self._queue.empty():  # nobody else takes from it
+                items.append(self._queue.get())
+            for item in items:
+                if isinstance(item, Step | Schedule):
+                    self._handle(partial(self.assembler.add, item))
                 if isinstance(item, Step):
                     self._num_bytes_out += item.picked.nbytes
-                self.assembler.add(item)
-            except Exception:
-                self.assembler.skipped["assembly_error"] += 1
-                logger.exception("a step could not be captured")
+            self._handle(self.assembler.flush)
+            for item in items:
+                if isinstance(item, threading.Event):
+                    item.set()
+            if None in items:
+                return
+
+    def _handle(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception:
+            self.assembler.skipped["assembly_error"] += 1
+            logger.exception("a step could not be captured")
 
     def drain(self, timeout: float = 5.0) -> None:
         """Wait until everything queued so far has been handled."""
         reached = threading.Event()
         self._queue.put(reached)
+        self._hurry.set()
         reached.wait(timeout)
 
     def close(self) -> None:
         self._queue.put(None)
+        self._hurry.set()
         self._thread.join(timeout=5)

@@ -4,7 +4,8 @@ Rows of rejected draft tokens are always kept, accepted and plain ones with a pr
 Which is which shows in the sampled tokens:
 
     on a CPU      they are there to be read: exactly the rows that are kept are copied, their top-k is left to the
-                  capture thread.
+                  capture thread. Of a small vocabulary all rows are copied and everything is left to that thread: to
+                  choose would take the engine longer.
     on a device   reading them would make the engine wait for the device. So the rows that might be kept are chosen
                   without them: the last one of each request (its place is computed on the device), and those drawn by
                   lot, which is cast beforehand. Their top-k is taken on the device and copied to pinned memory; the
@@ -18,15 +19,18 @@ Legend: B requests in a step, G draft tokens per step, V vocabulary, K top-k, R 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from osd.records import PLAIN
-from serving.rows import Logits, Rows, TopK, kinds_of, summarise_rows
+from serving.rows import Logits, RowPool, Rows, TopK, kinds_of, summarise_rows
 from serving.vllm_compat import Verification, to_device
+
+MAX_BYTES_TO_COPY = 1 << 20
+"""Of a step's logits, where copying them all takes the engine less than choosing among them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,39 +63,89 @@ class Picked(Protocol):
     def nbytes(self) -> int: ...
 
 
-def pick(step: Verification, lot: Lot) -> Picked:
-    """The way that fits the device the logits are on."""
-    return pick_on_host(step, lot) if step.logits.device.type == "cpu" else pick_on_device(step, lot)
+def pick(step: Verification, lot: Lot, pool: RowPool) -> Picked:
+    """The way that fits the device the logits are on, and their size."""
+    if step.logits.device.type != "cpu":
+        return pick_on_device(step, lot)
+    return pick_later(step, lot) if step.logits.nbytes <= MAX_BYTES_TO_COPY else pick_on_host(step, lot, pool)
 
 
 # --------------------------------------------------------------------------------------------------------- on the host
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class _OnHost:
-    landed: Landed
+    """What the engine's thread has looked at; the rest is left to the one that lands it."""
+
+    position_B: np.ndarray
+    sampled_BG: np.ndarray
+    kind_BG: np.ndarray
+    request_R: np.ndarray
+    offset_R: np.ndarray
+    num_drafts_B: np.ndarray
+    draft_ids: np.ndarray
+    lot: Lot
+    scores: Logits | None
 
     def land(self) -> Landed:
-        return self.landed
+        landed = Landed(self.position_B, self.sampled_BG, None)
+        if self.scores is not None:
+            where = self.request_R, self.offset_R
+            landed.rows = _rows(*where, self.kind_BG, self.num_drafts_B, self.draft_ids, self.lot, self.scores)
+        return landed
 
     @property
     def nbytes(self) -> int:
-        return self.landed.rows.scores.nbytes if self.landed.rows is not None else 0
+        return self.scores.nbytes if self.scores is not None else 0
 
 
-def pick_on_host(step: Verification, lot: Lot) -> Picked:
-    """Look at the sampled tokens, and copy the rows that are kept."""
+def pick_on_host(step: Verification, lot: Lot, pool: RowPool | None = None) -> Picked:
+    """Look at the sampled tokens, and copy the rows that are kept, into memory of the pool."""
     sampled_BG = step.sampled_BG.numpy().copy()
     sampled_BG[step.is_partial_B] = -1
-    landed = Landed(step.first_position_B.numpy().copy(), sampled_BG, None)
     num_drafts_B = step.num_draft_tokens_B
     kind_BG = kinds_of(sampled_BG, num_drafts_B)
     request_R, offset_R = np.nonzero(_is_kept(kind_BG, lot))
+    scores = None
     if len(request_R):
         index_R = torch.from_numpy(_first_row(num_drafts_B)[request_R] + offset_R)
-        scores = Logits(step.logits[index_R])
-        landed.rows = _rows(request_R, offset_R, kind_BG, num_drafts_B, step.draft_ids.numpy(), lot, scores)
-    return _OnHost(landed)
+        scores = (pool or RowPool()).copy(step.logits, index_R)
+    return _OnHost(
+        position_B=step.first_position_B.numpy().copy(),
+        sampled_BG=sampled_BG,
+        kind_BG=kind_BG,
+        request_R=request_R,
+        offset_R=offset_R,
+        num_drafts_B=num_drafts_B,
+        draft_ids=step.draft_ids.numpy().copy(),
+        lot=lot,
+        scores=scores,
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class _Later:
+    step: Verification
+    lot: Lot
+
+    def land(self) -> Landed:
+        return pick_on_host(self.step, self.lot).land()
+
+    @property
+    def nbytes(self) -> int:
+        return self.step.logits.nbytes
+
+
+def pick_later(step: Verification, lot: Lot) -> Picked:
+    """Copy the step, which is the engine's again afterwards, and look at it when it is landed."""
+    copied = replace(
+        step,
+        draft_ids=step.draft_ids.clone(),
+        first_position_B=step.first_position_B.clone(),
+        sampled_BG=step.sampled_BG.clone(),
+        logits=step.logits.clone(),
+    )
+    return _Later(copied, lot)
 
 
 # ------------------------------------------------------------------------------------------------------- on the device
@@ -125,7 +179,7 @@ class _FromDevice:
         order_R = np.lexsort((offset_R, request_R))
         order_R = order_R[meant_R[order_R]]
         if len(order_R):
-            scores = TopK(*top).top(order_R, self.lot.top_k)
+            scores = TopK(*top).of(order_R)
             where = request_R[order_R], offset_R[order_R]
             landed.rows = _rows(*where, kind_BG, self.num_drafts_B, draft_ids, self.lot, scores)
         return landed

@@ -5,12 +5,21 @@ Legend: B requests in a step, G draft tokens per step, V vocabulary, K top-k, R 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from osd.records import ACCEPTED, PLAIN, REJECTED
+
+BLOCK = 128
+"""Tokens of a vocabulary whose largest logit stands for them all until the top-k is settled."""
+MAX_ELEMENTS = 1 << 18
+"""Logits of several steps that are summarised together: they are copied for it, which is worth it for few."""
+MAX_POOLED_BYTES = 64 << 20
+"""Memory for copied rows that is kept though nothing needs it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -24,7 +33,8 @@ class TopK:
     tail_R: np.ndarray
     """float32, log of the mass outside the K"""
 
-    def top(self, index_R: np.ndarray, top_k: int) -> TopK:
+    def of(self, index_R: np.ndarray) -> TopK:
+        """Some of the rows, copied."""
         return TopK(self.ids_RK[index_R], self.logprobs_RK[index_R], self.tail_R[index_R])
 
     @property
@@ -37,14 +47,37 @@ class Logits:
     """Rows whose top-k has not been taken yet: on a CPU that is left to the capture thread."""
 
     logits_RV: torch.Tensor
+    give_back: Callable[[], None] = lambda: None
+    """Their memory may be used again."""
 
-    def top(self, index_R: np.ndarray, top_k: int) -> TopK:
-        ids_RK, logprobs_RK, tail_R = summarise(self.logits_RV[torch.from_numpy(index_R)], top_k)
-        return TopK(ids_RK.numpy(), logprobs_RK.numpy(), tail_R.numpy())
+    def of(self, index_R: np.ndarray) -> Logits:
+        """Some of the rows, copied."""
+        return Logits(self.logits_RV[torch.from_numpy(index_R)])
 
     @property
     def nbytes(self) -> int:
         return self.logits_RV.nbytes
+
+
+class RowPool:
+    """Copies of rows in memory that is used again: in fresh memory, every page of a copy would interrupt the engine."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def copy(self, logits: torch.Tensor, index_R: torch.Tensor) -> Logits:
+        """Some rows of logits on a CPU."""
+        num_rows, size = len(index_R), logits.shape[1]
+        buffer = self._free.pop() if self._free else None
+        if buffer is None or len(buffer) < num_rows or buffer.shape[1] != size or buffer.dtype != logits.dtype:
+            buffer = torch.empty((1 << (num_rows - 1).bit_length(), size), dtype=logits.dtype)
+        rows = buffer[:num_rows]
+        torch.index_select(logits, 0, index_R, out=rows)
+        return Logits(rows, partial(self._take_back, buffer))
+
+    def _take_back(self, buffer: torch.Tensor) -> None:
+        if sum(kept.nbytes for kept in self._free) + buffer.nbytes <= MAX_POOLED_BYTES:
+            self._free.append(buffer)
 
 
 @dataclass(slots=True)
@@ -61,19 +94,69 @@ class Rows:
     scores: Logits | TopK
 
 
+def top_of(scores: Sequence[Logits | TopK], top_k: int) -> TopK:
+    """The top-k of the rows of several steps, one after the other; of small steps, of many at a time. The logits are
+    gone afterwards."""
+    found: list[TopK] = []
+    waiting: list[torch.Tensor] = []
+
+    def settle() -> None:
+        if waiting:
+            rows = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+            found.append(TopK(*(part.numpy() for part in summarise(rows, top_k))))
+            waiting.clear()
+
+    for one in scores:
+        if isinstance(one, TopK):
+            settle()
+            found.append(one)
+            continue
+        if sum(rows.numel() for rows in waiting) + one.logits_RV.numel() > MAX_ELEMENTS:
+            settle()
+        waiting.append(one.logits_RV)
+    settle()
+    for one in scores:
+        if isinstance(one, Logits):
+            one.give_back()
+    return TopK(
+        np.concatenate([top.ids_RK for top in found]),
+        np.concatenate([top.logprobs_RK for top in found]),
+        np.concatenate([top.tail_R for top in found]),
+    )
+
+
 @torch.inference_mode()
 def summarise(logits_RV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Top-k of the raw log-softmax, most likely first, and the log of all other mass, on the device of the logits:
     int32 [R, K], float16 [R, K], float32 [R]. Works in place: give it rows that nobody else needs."""
     logits_RV = logits_RV.float()
     top_k = min(top_k, logits_RV.shape[-1])
-    values_RK, ids_RK = logits_RV.topk(top_k, dim=-1)
+    values_RK, ids_RK = _topk(logits_RV, top_k)
     # Each logit is exponentiated once: over a large vocabulary that is most of the cost.
     mass_RV = logits_RV.sub_(values_RK[:, :1]).exp_()
     log_mass_R = mass_RV.sum(-1).log()
     tail_R = mass_RV.scatter_(-1, ids_RK, 0.0).sum(-1).log() - log_mass_R
     logprobs_RK = values_RK - values_RK[:, :1] - log_mass_R[:, None]
     return ids_RK.to(torch.int32), logprobs_RK.to(torch.float16), tail_R
+
+
+def _topk(logits_RV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`torch.topk` over the last dimension. Of a large vocabulary on a CPU it looks first at the largest logit of each
+    block of tokens: the top-k lie in the k blocks with the largest ones, and to find these is one quick pass."""
+    num_rows, size = logits_RV.shape
+    num_blocks = size // BLOCK
+    if logits_RV.device.type != "cpu" or num_blocks < 4 * top_k:
+        return logits_RV.topk(top_k, dim=-1)
+    in_blocks = logits_RV[:, : num_blocks * BLOCK].unflatten(1, (num_blocks, BLOCK))
+    block_RK = in_blocks.amax(-1).topk(top_k, dim=-1, sorted=False).indices
+    candidates = in_blocks.gather(1, block_RK[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
+    ids = (block_RK[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1)
+    if num_blocks * BLOCK < size:  # the end of the vocabulary is no whole block
+        rest = torch.arange(num_blocks * BLOCK, size)
+        candidates = torch.cat([candidates, logits_RV[:, rest]], 1)
+        ids = torch.cat([ids, rest.expand(num_rows, -1)], 1)
+    values_RK, at_RK = candidates.topk(top_k, dim=-1)
+    return values_RK, ids.gather(1, at_RK)
 
 
 def summarise_rows(

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from osd.config import CaptureConfig
 from osd.records import Trace
+from serving.rows import TopK
 from serving.vllm_compat import NewRequest
 
 
 @dataclass(slots=True, frozen=True)
-class Row:
-    """One captured row: the target's distribution at a position."""
+class RowsOfRequest:
+    """Captured rows of one request, by position: the target's distributions and how they came about. R rows."""
 
-    kind: int
-    draft_id: int
-    target_ids: np.ndarray
-    target_logprobs: np.ndarray
-    tail_logprob: float
-    keep_prob: float
-    draft_version: int
+    position_R: np.ndarray
+    """absolute"""
+    kind_R: np.ndarray
+    draft_id_R: np.ndarray
+    keep_prob_R: np.ndarray
+    version_R: np.ndarray
+    """of the draft that proposed"""
+    top: TopK
+
+    def __len__(self) -> int:
+        return len(self.position_R)
+
+    def of(self, index_R: np.ndarray) -> RowsOfRequest:
+        """Some of them, copied."""
+        return RowsOfRequest(
+            self.position_R[index_R],
+            self.kind_R[index_R],
+            self.draft_id_R[index_R],
+            self.keep_prob_R[index_R],
+            self.version_R[index_R],
+            self.top.of(index_R),
+        )
 
 
 @dataclass(slots=True)
@@ -36,8 +53,8 @@ class RunningRequest:
     first_at: float = 0.0
     last_at: float = 0.0
     is_ended: bool = False
-    rows: dict[int, Row] = field(default_factory=dict)
-    """absolute position -> row"""
+    rows: list[RowsOfRequest] = field(default_factory=list)
+    """by position, the first first"""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -51,9 +68,9 @@ class RunningRequest:
         """
         start = position - len(self.request.prompt_ids)
         output = self.output_ids
-        if start < len(output):
+        if self.computes_again(position):
             del output[max(start, 0) :]
-            self.rows = {at: row for at, row in self.rows.items() if at < position}
+            self.rows = [part.of(np.flatnonzero(part.position_R < position)) for part in self.rows]
             self.is_ended = False
         if self.is_ended:
             return 0
@@ -66,6 +83,10 @@ class RunningRequest:
                 self.is_ended = True
                 return served
         return len(emitted)
+
+    def computes_again(self, position: int) -> bool:
+        """Whether a token at this absolute position replaces one that was there."""
+        return position - len(self.request.prompt_ids) < len(self.output_ids)
 
     def _ends_with(self, token: int) -> bool:
         params, length = self.request, len(self.output_ids)
@@ -88,9 +109,8 @@ class RunningRequest:
         prompt_ids = params.prompt_ids[cut:]
         output_ids = self.output_ids[: config.max_output]
         length = len(prompt_ids) + len(output_ids)
-        rows = {p - cut: row for p, row in sorted(self.rows.items()) if 1 <= p - cut < length}
-        kept = list(rows.values())
-        num_columns = len(kept[0].target_ids) if kept else 0
+        parts = [part.of(np.flatnonzero(_lies_within(part.position_R - cut, length))) for part in self.rows]
+        parts = [part for part in parts if len(part)]
         return Trace(
             trace_id=params.req_id,
             draft=draft,
@@ -102,15 +122,24 @@ class RunningRequest:
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
-            position=np.fromiter(rows.keys(), np.int32, len(rows)),
-            kind=np.array([row.kind for row in kept], np.int8),
-            draft_ids=np.array([row.draft_id for row in kept], np.int32),
-            target_ids=np.array([row.target_ids for row in kept], np.int32).reshape(len(kept), num_columns),
-            target_logprobs=np.array([row.target_logprobs for row in kept], np.float16).reshape(len(kept), num_columns),
-            tail_logprob=np.array([row.tail_logprob for row in kept], np.float32),
-            keep_prob=np.array([row.keep_prob for row in kept], np.float32),
-            draft_version=np.array([row.draft_version for row in kept], np.int32),
+            position=_joined([part.position_R - cut for part in parts], np.int32),
+            kind=_joined([part.kind_R for part in parts], np.int8),
+            draft_ids=_joined([part.draft_id_R for part in parts], np.int32),
+            target_ids=_joined([part.top.ids_RK for part in parts], np.int32, (0, 0)),
+            target_logprobs=_joined([part.top.logprobs_RK for part in parts], np.float16, (0, 0)),
+            tail_logprob=_joined([part.top.tail_R for part in parts], np.float32),
+            keep_prob=_joined([part.keep_prob_R for part in parts], np.float32),
+            draft_version=_joined([part.version_R for part in parts], np.int32),
             num_drafts=self.num_drafts,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
         )
+
+
+def _lies_within(position_R: np.ndarray, length: int) -> np.ndarray:
+    return (position_R >= 1) & (position_R < length)
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type, nothing: tuple[int, ...] = (0,)) -> np.ndarray:
+    """One array of all; of shape `nothing` where there are none."""
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(nothing, dtype)

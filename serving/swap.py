@@ -182,7 +182,7 @@ class DraftSwapper:
             raise SwapError(f"v{version} is not staged")
         try:
             self._load(staging.tensors)
-            if self.proof is not None and (problem := self.proof.problem(staging.checksum)):
+            if problem := self._problem(staging.checksum):
                 raise SwapError(problem)
         except Exception as error:
             self._restore(f"v{version}: {error}")
@@ -191,12 +191,19 @@ class DraftSwapper:
         self.version, self._staging = version, None
         return time.perf_counter() - started
 
+    def prove(self) -> str:
+        """In what the live draft is not the one committed last; "" when it is, or when that cannot be known here."""
+        return self._problem(self._last_checksum)
+
+    def _problem(self, checksum: int) -> str:
+        return self.proof.problem(checksum) if self.proof is not None else ""
+
     def _restore(self, why: str) -> None:
         """Load the last good weights. Raises `SwapError` when even they do not arrive: drafts are useless then, while
         answers stay what they are, and the next swap may mend it."""
         try:
             self._load(self._last_good)
-            problem = self.proof.problem(self._last_checksum) if self.proof is not None else ""
+            problem = self.prove()
         except Exception as error:  # noqa: BLE001  whatever it was, the engine serves on
             problem = str(error)
         if problem:

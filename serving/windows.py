@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
+from itertools import accumulate
 
 from osd.records import SpecWindow
 
@@ -19,8 +19,9 @@ MAX_DOMAINS = 64
 
 @dataclass(slots=True)
 class _Counts:
-    accepted_G: np.ndarray
-    tested_G: np.ndarray
+    num_accepted: list[int]
+    """[G + 1]: drafts of which so many tokens were accepted"""
+    num_tested: list[int]
     num_steps: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -67,8 +68,8 @@ class WindowCounter:
                 counts.num_draft_tokens += num_drafts
                 counts.num_accepted_tokens += num_accepted
             if num_drafts and is_judged:
-                counts.tested_G[: min(num_served, num_drafts)] += 1
-                counts.accepted_G[: min(num_served, num_accepted)] += 1
+                counts.num_tested[min(num_served, num_drafts)] += 1
+                counts.num_accepted[min(num_served, num_accepted)] += 1
 
     def add_finished(
         self, domain: str, decode_seconds: float, num_decode_tokens: int, is_captured: bool = True
@@ -101,8 +102,8 @@ class WindowCounter:
                 num_drafts=c.num_drafts,
                 num_draft_tokens=c.num_draft_tokens,
                 num_accepted_tokens=c.num_accepted_tokens,
-                num_accepted_tokens_per_pos=tuple(c.accepted_G.tolist()),
-                num_tested_per_pos=tuple(c.tested_G.tolist()),
+                num_accepted_tokens_per_pos=_per_place(c.num_accepted),
+                num_tested_per_pos=_per_place(c.num_tested),
                 num_output_tokens=c.num_output_tokens,
                 num_finished=c.num_finished,
                 num_captured=c.num_captured,
@@ -117,5 +118,13 @@ class WindowCounter:
             if len(self._domains) >= MAX_DOMAINS:
                 domain = ""
             self._domains.add(domain)
-        zeros = np.zeros(self.num_speculative_tokens, np.int64)
-        return self._counts.setdefault((version, domain), _Counts(zeros, zeros.copy()))
+        found = self._counts.get((version, domain))
+        if found is None:
+            zeros = [0] * (self.num_speculative_tokens + 1)
+            found = self._counts[version, domain] = _Counts(zeros, zeros.copy())
+        return found
+
+
+def _per_place(num_of_length: Sequence[int]) -> tuple[int, ...]:
+    """[G]: how many reach each place, from how many are of each length 0 to G."""
+    return tuple(accumulate(reversed(num_of_length[1:])))[::-1]

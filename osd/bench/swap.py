@@ -34,6 +34,8 @@ DRAFTS = {
     "500 M": Size(vocab_size=VOCABULARY, hidden_size=1536, num_layers=13),
 }
 STEPS_BEFORE, STEPS_AFTER = 10, 6
+NUM_PROOFS = 8
+"""Times the proof of a swap is made by itself."""
 COST_SHAPED = "cost-shaped target"
 RATIO = "blocked p99, ours / vLLM's"
 
@@ -100,7 +102,8 @@ def _measure(notebook: Notebook, group: str, num_swaps: int, directory: Path) ->
     transfer = file_weight_updates()
     options = {"max_model_len": 1024, "weight_transfer_config": transfer}
     engine = Engine(directory / "target", releases[0], k=K, batch=BATCH, **options)
-    _swap_under_load(engine, "vllm", releases[1])  # what vLLM itself keeps after a first update is not ours
+    for one in (releases[1], releases[0]):  # what vLLM itself keeps after a first update is not ours
+        _swap_under_load(engine, "vllm", one)
     memory = [machine.memory()]
     engine.rpc("osd_start", trace_settings(releases[0], CaptureConfig(), k=K, sink={}, target_id="bench"))
     engine.rpc("osd_detach")
@@ -115,6 +118,7 @@ def _measure(notebook: Notebook, group: str, num_swaps: int, directory: Path) ->
         arm="engine",
         num_parameters=num_parameters,
         is_target_unchanged=engine.rpc("osd_target_checksum") == checksum,
+        proof_s=engine.rpc("osd_time_proofs", NUM_PROOFS),
         memory=memory,
     )
     for path in paths:
@@ -217,7 +221,7 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
 def _blocked(group: str, blocked: dict[str, list[float]], step_ms: Sequence[float]) -> list[Figure]:
     p99 = {arm: quantile(values, 0.99) for arm, values in blocked.items()}
     n = len(blocked["ours"])
-    figures = []
+    figures: list[Figure] = []
     for arm, name in (("ours", "ours"), ("vllm", "vLLM's")):
         figures.append(Figure.of(group, f"blocked p50, {name}", estimate(blocked[arm]), "ms"))
         figures.append(Figure(group=group, name=f"blocked p99, {name}", value=p99[arm], unit="ms", n=n))
@@ -256,6 +260,7 @@ def _engine(group: str, row: Row) -> list[Figure]:
     held = {key: median(values[1:]) - values[0] for key, values in mib.items()}
     return [
         Figure(group=group, name="parameters", value=row["num_parameters"] / 1e6, unit="M"),
+        Figure.of(group, "blocked by the proof, of ours", estimate([1e3 * s for s in row["proof_s"]]), "ms"),
         Figure(group=group, name="memory held besides vLLM's", value=held["anonymous"], unit="MiB", n=len(memory)),
         Figure(group=group, name="file pages held (can be dropped)", value=held["mapped"], unit="MiB", n=len(memory)),
         Figure(group=group, name="memory change from swap to swap", value=max(changes, default=0.0), unit="MiB"),

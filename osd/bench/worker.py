@@ -69,6 +69,17 @@ class BenchWorker(WorkerExtension):
         """Leave the engine as vLLM made it."""
         self.osd_hook.remove()
 
+    def osd_time_proofs(self, num: int) -> list[float]:
+        """Seconds of each of so many proofs that the live draft is the one that was committed last."""
+        proof, seconds = self.osd_swapper.proof, []
+        assert proof is not None and not proof.why_not, "this engine proves no swaps"
+        for _ in range(num):
+            started = time.perf_counter()
+            problem = self.osd_swapper.prove()
+            seconds.append(time.perf_counter() - started)
+            assert not problem, problem
+        return seconds
+
     def osd_costs(self) -> str:
         """Totals so far: {"hook_cpu_s" since the last attach, "thread_cpu_s", "sent", "skipped"}."""
         hook_cpu_s = self.osd_hook.cpu_s if isinstance(self.osd_hook, MeteredHook) else 0.0

@@ -150,9 +150,11 @@ def test_an_opted_out_request_leaves_counts_and_nothing_else(engine: Engine, pro
 
 def test_counters_equal_vllms_own(engine: Engine, prompts: list[list[int]]) -> None:
     before = {m.name: m for m in engine.llm.get_metrics() if "spec_decode" in m.name}
+    engine.rpc("osd_drain")
     engine.rpc("osd_report", "test", "default")
     engine.generate(prompts, ignore_eos=True)
     after = {m.name: m for m in engine.llm.get_metrics() if "spec_decode" in m.name}
+    engine.rpc("osd_drain")
     windows = json.loads(engine.rpc("osd_report", "test", "default"))["windows"]
     for ours, theirs in (
         ("num_drafts", "vllm:spec_decode_num_drafts"),

@@ -158,23 +158,23 @@ def test_rows_picked_without_looking_make_the_same_traces(
     capture = engine.worker.osd_capture
     engine.set_capture(accepted_fraction=0.5, plain_fraction=0.3)
     found: list[dict[tuple[int, ...], Trace]] = []
+    chosen = capture._pick
     try:
-        for way in (pick.pick_on_host, pick.pick_on_device):
+        for way in (pick.pick_on_host, pick.pick_later, pick.pick_on_device):
             capture._random = np.random.default_rng(11)
             capture._pick = way
             engine.llm.reset_prefix_cache()
             engine.generate(prompts, ignore_eos=True, max_tokens=40)
             found.append(by_prompt(engine.traces()))
     finally:
-        capture._pick = pick.pick
-    host, device = found
-    assert host.keys() == device.keys()
-    for prompt, expected in host.items():
-        got = device[prompt]
+        capture._pick = chosen
+    host, *others = found
+    assert all(other.keys() == host.keys() for other in others)
+    for got, expected in ((other[prompt], host[prompt]) for other in others for prompt in host):
         for name in ("output_ids", "position", "kind", "draft_ids", "target_ids", "keep_prob", "draft_version"):
             np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), err_msg=name)
         np.testing.assert_allclose(got.tail_logprob, expected.tail_logprob, atol=1e-5)
-    assert assert_rows_are_the_targets(target, list(device.values())) > 200
+    assert assert_rows_are_the_targets(target, list(others[-1].values())) > 200
 
 
 def test_vllm_on_cpus_schedules_synchronously_also_when_asked_not_to(tight: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from buffers.codec import encode_trace
 from osd.config import CaptureConfig
 from osd.exposition import Totals
 from osd.records import HOLDOUT_ONE_IN, ReplicaStatus, Trace
+from serving import rows
 from serving.assemble import STORED_OVERHEAD, Schedule, Step, TraceAssembler
 from serving.budget import ByteBudget
 from serving.capture import Capture
@@ -104,6 +106,7 @@ class Bench:
 
     def finish(self, *req_ids: str) -> None:
         self.assembler.add(Schedule(2.0, [], set(req_ids)))
+        self.assembler.flush()
 
     def only_trace(self) -> Trace:
         (trace,) = self.traces
@@ -144,6 +147,56 @@ def test_a_replayed_end_is_no_end() -> None:
     bench.add(step(3, [10, 7, 11], num_drafts=4), step(3, [10, 12], num_drafts=4), step(5, [13]))
     bench.finish("r")
     assert bench.only_trace().output_ids.tolist() == [10, 12, 13]
+
+
+def test_it_does_not_matter_how_many_steps_are_handled_together() -> None:
+    """Requests that begin, are replayed, end and come again under their name, with rows that wait for their top-k."""
+    rng = np.random.default_rng(5)
+    items: list[Any] = []
+    at: dict[str, int] = {}
+    for _ in range(400):
+        name = f"r{rng.integers(4)}"
+        if name not in at:
+            items.append(Schedule(0.0, [make_request(name)], set()))
+            at[name] = 3
+        elif at[name] > 12 and rng.random() < 0.2:
+            items.append(Schedule(1.0, [], {name}))
+            del at[name]
+        else:
+            back = int(rng.integers(1, 5)) if rng.random() < 0.1 else 0
+            position = max(3, at[name] - back)
+            emitted = rng.integers(0, 90, rng.integers(1, 4)).tolist()
+            items.append((position, emitted, name, float(rng.choice([0.0, 0.9]))))
+            at[name] = position + len(emitted)
+
+    def traces(every: int) -> list[Trace]:
+        bench = Bench()
+        for number, item in enumerate(items, 1):
+            if isinstance(item, tuple):
+                position, emitted, name, chance = item
+                item = step(position, emitted, num_drafts=4, req_id=name, chance=chance)
+            bench.assembler.add(item)
+            if number % every == 0:
+                bench.assembler.flush()
+        bench.assembler.flush()
+        assert sum(bench.assembler.skipped.values()) == 0
+        return bench.traces
+
+    expected = [encode_trace(trace) for trace in traces(1)]
+    assert len(expected) > 10
+    for every in (2, 7, 1000):
+        assert [encode_trace(trace) for trace in traces(every)] == expected
+
+
+def test_rows_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.assemble.MAX_WAITING_BYTES", 4 * VOCAB * 4)
+    bench = Bench()
+    bench.begin(make_request())
+    for position in range(3, 40):
+        bench.add(step(position, [10]))
+        assert bench.assembler._num_waiting_bytes <= 4 * VOCAB * 4
+    bench.finish("r")
+    assert bench.only_trace().num_rows == 37
 
 
 def test_a_request_announced_again_goes_on() -> None:
@@ -325,6 +378,39 @@ def test_a_full_queue_drops_rows_but_no_tokens_and_is_counted() -> None:
         assert capture._num_bytes_in == capture._num_bytes_out > 0
     finally:
         sink.let_go.set()
+        capture.close()
+
+
+def test_steps_that_come_together_are_handled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.capture.SECONDS_TO_GATHER", 60.0)  # whoever cannot wait says so
+    sizes: list[int] = []
+    summarise = rows.summarise
+
+    def spy(logits_RV: torch.Tensor, top_k: int) -> Any:
+        sizes.append(len(logits_RV))
+        return summarise(logits_RV, top_k)
+
+    monkeypatch.setattr(rows, "summarise", spy)
+    traces: list[Trace] = []
+    capture = make_capture(lambda some: traces.extend(some) or len(some), queue_size=100)
+    try:
+        capture.on_schedule([make_request()], set())
+        for i in range(12):
+            capture.on_verify(verification(3 + i, [10 + i], 0))
+        time.sleep(0.05)
+        assert not sizes
+        capture.drain()
+        assert sizes == [12]
+        for i in range(12, 40):  # a quarter of the queue is enough
+            capture.on_verify(verification(3 + i, [10 + i], 0))
+        deadline = time.monotonic() + 10
+        while len(sizes) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        capture.on_schedule([], {"r"})
+        capture.drain()
+        assert traces[0].num_rows == 40
+    finally:
         capture.close()
 
 

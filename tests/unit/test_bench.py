@@ -220,6 +220,8 @@ def test_swap_from_recorded_rows() -> None:
     assert figures["tiny", "inter-token excess p99, ours"].value == pytest.approx(1e3 * excess)
     assert figures["tiny", "target unchanged (1 = yes)"].value == 1
     assert figures["tiny", "memory held besides vLLM's"].value < 64
+    (end,) = (r for r in rows if r["arm"] == "engine")
+    assert figures["tiny", "blocked by the proof, of ours"].value == pytest.approx(1e3 * np.median(end["proof_s"]))
 
 
 def test_buffer_from_recorded_rows() -> None:

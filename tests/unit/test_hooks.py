@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from serving.pick import Lot, pick_on_host
+from serving.rows import top_of
 from serving.vllm_compat import NewRequest, Verification, VerificationHook, is_v2, verification_v1, verification_v2
 
 VOCAB = 64
@@ -38,7 +39,7 @@ def check(step: Verification) -> None:
     assert landed.rows is not None
     assert landed.rows.request_R.tolist() == [0, 0, 2]
     assert landed.rows.draft_id_R.tolist() == [21, 22, -1]
-    top = landed.rows.scores.top(np.arange(3), 1)
+    top = top_of([landed.rows.scores], 1)
     assert top.ids_RK[:, 0].tolist() == [0, 1, 5]  # rows of the logits: "a" has 0 to 3, "b" has 4, "c" has 5
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from osd.records import ACCEPTED, PLAIN, REJECTED
-from serving.pick import Landed, Lot, pick, pick_on_device, pick_on_host
+from serving import rows
+from serving.pick import Landed, Lot, pick, pick_later, pick_on_device, pick_on_host
 from serving.rows import Logits, TopK, kinds_of, summarise, summarise_rows
 from serving.vllm_compat import Verification
 
@@ -43,7 +44,7 @@ def make_lot(
 
 def top_of(landed: Landed) -> TopK:
     assert landed.rows is not None
-    return landed.rows.scores.top(np.arange(len(landed.rows.kind_R)), 8)
+    return rows.top_of([landed.rows.scores.of(np.arange(len(landed.rows.kind_R)))], 8)
 
 
 @pytest.mark.parametrize(("accepted", "plain"), [(0.4, 0.6), (0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (0.7, 0.1)])
@@ -106,7 +107,7 @@ def test_the_device_is_asked_for_nothing() -> None:
         sampled_BG=step.sampled_BG.to("meta"),
         logits=step.logits.to("meta"),
     )
-    picked = pick(on_meta, make_lot(rng, step))
+    picked = pick(on_meta, make_lot(rng, step), rows.RowPool())
     # Bounded by the lot: never all rows of the step, let alone the whole vocabulary.
     assert 0 < picked.nbytes < 9 * (G + 1) * (8 * 6 + 4) + 9 * (G + 3) * 8
     with pytest.raises(NotImplementedError):
@@ -168,3 +169,79 @@ def test_a_summary_is_the_log_softmax_and_the_rest_of_its_mass() -> None:
     whole = summarise(logits, 100)
     assert whole[0].shape == (5, VOCAB)
     assert (whole[2] == -torch.inf).all()
+
+
+def test_a_step_that_is_looked_at_later_is_the_one_that_was() -> None:
+    """The engine uses its tensors again as soon as the hook returns."""
+    rng = np.random.default_rng(2)
+    for size in (1, 3, 12):
+        step = make_step(rng, size)
+        lot = make_lot(rng, step)
+        expected = pick_on_host(step, lot, rows.RowPool()).land()
+        later = pick_later(step, lot)
+        for tensor in (step.logits, step.sampled_BG, step.draft_ids, step.first_position_B):
+            tensor.fill_(1)
+        got = later.land()
+        np.testing.assert_array_equal(got.sampled_BG, expected.sampled_BG)
+        np.testing.assert_array_equal(got.position_B, expected.position_B)
+        assert (got.rows is None) == (expected.rows is None)
+        if expected.rows is not None and got.rows is not None:
+            for name in ("request_R", "offset_R", "kind_R", "draft_id_R", "keep_prob_R"):
+                np.testing.assert_array_equal(getattr(got.rows, name), getattr(expected.rows, name))
+            np.testing.assert_array_equal(top_of(got).ids_RK, top_of(expected).ids_RK)
+
+
+def test_small_steps_are_left_to_the_capture_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(4)
+    step = make_step(rng, 6)
+    lot, pool = make_lot(rng, step), rows.RowPool()
+    assert pick(step, lot, pool).nbytes == step.logits.nbytes
+    monkeypatch.setattr("serving.pick.MAX_BYTES_TO_COPY", step.logits.nbytes - 1)
+    assert pick(step, lot, pool).nbytes < step.logits.nbytes
+
+
+def test_memory_of_copied_rows_is_used_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, logits = rows.RowPool(), torch.arange(60.0).reshape(10, 6)
+    first = pool.copy(logits, torch.tensor([1, 3, 4]))
+    second = pool.copy(logits, torch.tensor([2]))
+    assert first.logits_RV[:, 0].tolist() == [6, 18, 24] and second.logits_RV[:, 0].tolist() == [12]
+    where = first.logits_RV.data_ptr()
+    rows.top_of([first], 2)
+    again = pool.copy(logits, torch.tensor([9, 8, 7, 6]))
+    assert again.logits_RV.data_ptr() == where and again.logits_RV[:, 0].tolist() == [54, 48, 42, 36]
+    again.give_back()
+    assert pool.copy(logits, torch.arange(5)).logits_RV.data_ptr() != where  # it has room for four
+    assert pool.copy(logits[:, :5].contiguous(), torch.tensor([0])).logits_RV.shape == (1, 5)
+    monkeypatch.setattr(rows, "MAX_POOLED_BYTES", 3 * 24 * 4)
+    held = [pool.copy(logits, torch.arange(4)) for _ in range(9)]
+    for one in held:
+        one.give_back()
+    assert len(pool._free) == 3
+
+
+@pytest.mark.parametrize("size", [128 * 40, 128 * 40 + 1, 128 * 33 + 127, 151_936])
+def test_the_top_of_a_large_vocabulary_is_the_top_of_all(size: int) -> None:
+    rng = np.random.default_rng(size)
+    logits = torch.from_numpy(rng.normal(size=(5, size))).float()
+    logits[1, -9:] = 30.0 + torch.arange(9)  # all within the last, half block
+    logits[2, 256:384] = 20.0 + torch.arange(128) / 128  # all within one block
+    logits[3] = -torch.inf
+    logits[3, 77] = 1.0
+    values, ids = rows._topk(logits, 8)
+    expected = logits.topk(8)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(logits.gather(1, ids), expected.values)
+    assert torch.equal(ids[:3], expected.indices[:3]), "no two logits are alike there"
+    assert all(len(set(one)) == 8 for one in ids.tolist())
+
+
+def test_the_rows_of_many_steps_are_as_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    steps = [Logits(torch.from_numpy(rng.normal(size=(n, VOCAB))).float()) for n in (1, 7, 2, 30, 1)]
+    alone = [rows.top_of([one.of(np.arange(len(one.logits_RV)))], 8) for one in steps]
+    monkeypatch.setattr(rows, "MAX_ELEMENTS", 9 * VOCAB)
+    together = rows.top_of([steps[0], steps[1], alone[2], *steps[3:]], 8)  # one of them came from a device
+    for name in ("ids_RK", "logprobs_RK", "tail_R"):
+        found, expected = getattr(together, name), np.concatenate([getattr(one, name) for one in alone])
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == expected.dtype

@@ -26,6 +26,8 @@ from tests.simulated_engine import SimulatedEngine, StepTime, best_fixed, cpu
 
 K_MAX = 5
 AUTO = Settings(k_max=K_MAX)
+STEPS_TO_KNOW = 1500
+"""Of one request, by which a draft that is never right has been probed often enough to be probed rarely."""
 
 
 def gpu(batch: int, tokens: int, passes: int) -> float:
@@ -89,7 +91,7 @@ def test_an_engine_of_another_shape_gets_another_choice(batch: int) -> None:
 def test_a_useless_draft_is_not_used_and_trying_it_costs_little(batch: int) -> None:
     """What probes and trials lose is measured against an engine that never drafts; at most 1.5 % of the time."""
     engine = SimulatedEngine(AUTO, alpha=0.0, noise=0.0)
-    engine.run(200, batch)
+    engine.run(STEPS_TO_KNOW, batch)
     num_probes = engine.control.report()["num_probes"]
     lost = 1 - engine.run(800, batch) / rate_off(engine, batch)
     assert engine.control.report()["num_probes"] - num_probes >= 2
@@ -110,11 +112,23 @@ def test_a_costlier_draft_is_probed_less_often() -> None:
     def probes(passes_s: float) -> int:
         settings = Settings(k_max=K_MAX, proposers=("draft",))
         engine = SimulatedEngine(settings, lambda b, t, p: 0.015 + passes_s * p, alpha=0.0, noise=0.0)
-        engine.run(800, 1)
-        return int(engine.control.report()["num_probes"])
+        engine.run(STEPS_TO_KNOW, 1)
+        before = engine.control.report()["num_probes"]
+        engine.run(1200, 1)
+        return int(engine.control.report()["num_probes"] - before)
 
     # Two passes of a draft that takes a tenth as long as the target: 4 * 0.2 / 0.01 = 80 steps; half as long: 400.
     assert probes(0.0015) >= 4 * probes(0.0075) >= 4
+
+
+def test_the_draft_of_an_engine_that_starts_is_probed_like_a_new_one() -> None:
+    engine = SimulatedEngine(Settings(k_max=K_MAX, proposers=("draft",)), alpha=0.0, noise=0.0)
+    engine.run(600, 1)
+    early = engine.control.report()["num_probes"]
+    engine.run(STEPS_TO_KNOW, 1)
+    known = engine.control.report()["num_probes"]
+    engine.run(600, 1)
+    assert early > 1.4 * (engine.control.report()["num_probes"] - known) > 0
 
 
 @pytest.mark.parametrize("alpha, batch", [(0.6, 4), (0.9, 1), (0.9, 4), (0.9, 16)])
@@ -690,14 +704,14 @@ def test_net_windows_measure_what_speculation_gains() -> None:
 
 def test_a_probe_is_as_short_as_it_says() -> None:
     engine = SimulatedEngine(Settings(k_max=K_MAX, proposers=("draft",)), alpha=0.0, noise=0.0)
-    engine.run(400, 1)
+    engine.run(STEPS_TO_KNOW + 400, 1)
     runs, length = [], 0
-    for name in engine.plans[150:]:
+    for name in engine.plans[STEPS_TO_KNOW:]:
         if name == "off" and length:
             runs.append(length)
         length = 0 if name == "off" else length + 1
     assert runs == [PROBE_STEPS] * len(runs) != []
-    assert np.mean([name != "off" for name in engine.plans[150:]]) < 4 * PROBE_SHARE
+    assert np.mean([name != "off" for name in engine.plans[STEPS_TO_KNOW:]]) < 4 * PROBE_SHARE
 
 
 @pytest.mark.parametrize("given", [{"client_cap": 0}, {"is_counted": False}])
