@@ -18,7 +18,9 @@ BLOCK = 128
 """Tokens of a vocabulary whose largest logit stands for them all until the top-k is settled."""
 MAX_ELEMENTS = 1 << 18
 """Logits of several steps that are summarised together: they are copied for it, which is worth it for few."""
-MAX_POOLED_BYTES = 64 << 20
+ROWS_AT_ONCE = 16
+"""Memory for copied rows is taken for a multiple of so many: steps differ a little."""
+MAX_POOLED_BYTES = 128 << 20
 """Memory for copied rows that is kept though nothing needs it."""
 
 
@@ -70,7 +72,7 @@ class RowPool:
         num_rows, size = len(index_R), logits.shape[1]
         buffer = self._free.pop() if self._free else None
         if buffer is None or len(buffer) < num_rows or buffer.shape[1] != size or buffer.dtype != logits.dtype:
-            buffer = torch.empty((1 << (num_rows - 1).bit_length(), size), dtype=logits.dtype)
+            buffer = torch.empty((-(-num_rows // ROWS_AT_ONCE) * ROWS_AT_ONCE, size), dtype=logits.dtype)
         rows = buffer[:num_rows]
         torch.index_select(logits, 0, index_R, out=rows)
         return Logits(rows, partial(self._take_back, buffer))

@@ -25,10 +25,10 @@ from osd.plan import free_port
 SECONDS_OF_QUIET = 1.2
 """No training for so long: none is coming, as the control loop looks twice a second."""
 SECONDS_BETWEEN_LOOKS = 0.2
-SERVICE_ARMS = (names.FROZEN, names.OURS, names.OURS_LORA)
+SERVICE_ARMS = (names.FROZEN, names.OURS, names.OURS_LORA, names.SERVED)
 LOOKUPS: dict[str, dict[str, Any]] = {names.NGRAM: {}, names.NGRAM_TUNED: names.LOOKUP_TUNED}
 """Arm -> what vLLM is told of n-gram lookup beside k."""
-ARMS = (names.FROZEN, *LOOKUPS, names.OURS, names.OURS_LORA)
+ARMS = (names.FROZEN, *LOOKUPS, names.OURS, names.OURS_LORA, names.SERVED)
 
 
 @dataclass
@@ -93,7 +93,7 @@ def overrides(arm: str, config: Config, target: Path, draft: Path, directory: Pa
     found = [
         f"serving.target={target}",
         f"serving.draft={draft}",
-        "speculation.mode=fixed",
+        f"speculation.mode={'auto' if arm == names.SERVED else 'fixed'}",
         f"serving.served_model_name={NAME}",
         f"deployment=drift-{os.getpid()}",
         f"data_dir={directory}",

@@ -53,6 +53,8 @@ def test_what_each_service_is_told_can_be_loaded() -> None:
     assert loaded[names.OURS].trainer == config.trainer
     assert loaded[names.OURS_LORA].trainer.method == "lora"
     assert loaded[names.OURS_LORA].trainer.learning_rate == pytest.approx(3 * config.trainer.learning_rate)
+    modes = {arm: each.speculation.mode for arm, each in loaded.items()}
+    assert modes == {arm: "auto" if arm == names.SERVED else "fixed" for arm in drift_arms.SERVICE_ARMS}
     assert {c.serving.vllm["enable_prefix_caching"] for c in loaded.values()} == {False}
 
 

@@ -201,6 +201,7 @@ def test_small_steps_are_left_to_the_capture_thread(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_of_copied_rows_is_used_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "ROWS_AT_ONCE", 4)
     pool, logits = rows.RowPool(), torch.arange(60.0).reshape(10, 6)
     first = pool.copy(logits, torch.tensor([1, 3, 4]))
     second = pool.copy(logits, torch.tensor([2]))
