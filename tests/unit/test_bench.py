@@ -245,7 +245,16 @@ def test_serving_from_recorded_rows() -> None:
     longest = max(q["seconds"] for r in by_arm["idle"] for q in r["requests"])
     assert figures["8 streams", "request latency p99, idle"].value == pytest.approx(1e3 * longest)
     assert figures["8 streams", "answers that differ from bare vLLM's"].value == 0
-    assert {f.name for _, f, _ in result.verdicts()} == {"tokens/s, idle / bare", "TPOT, idle / bare"}
+    looks = "looks that saw a training round"
+    assert {f.name for _, f, _ in result.verdicts()} == {"tokens/s, idle / bare", "TPOT, idle / bare", looks}
+
+
+def test_the_service_of_the_serving_bench_never_rests_from_training() -> None:
+    from osd.bench import serving
+    from osd.config_reading import load
+
+    config = load(serving.PRESET, serving._overrides("t", "d", "data"), environ={}).config
+    assert (config.trainer.patience_rounds, config.trainer.min_new_traces) == (0, 1)
 
 
 def test_the_vllm_beside_the_service_gets_the_same_options() -> None:
