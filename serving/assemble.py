@@ -1,7 +1,7 @@
 """What the capture thread does: rows are joined to their requests, and each finished request becomes a `Trace`.
 
-    steps ──► tokens, counters           at once, step by step
-         └──► rows that wait ──flush──► top-k of all together ──► their requests ──► traces of those that ended
+    steps ──► tokens, counters            at once, step by step
+         └──► rows that wait ──settle──► top-k of all together ──► their requests ──flush──► traces of those that ended
 
 The engine shares Python's lock with this thread, so what can be done for many steps at a time is.
 
@@ -10,7 +10,8 @@ Legend: B requests in a step, G draft tokens per step, V vocabulary, K top-k, R 
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ from serving.running import RowsOfRequest, RunningRequest
 from serving.skips import skip_reason
 from serving.vllm_compat import NewRequest
 from serving.windows import WindowCounter
+
+logger = logging.getLogger(__name__)
 
 MAX_DOMAIN_LENGTH = 64
 MAX_WAITING_BYTES = 32 << 20
@@ -100,7 +103,7 @@ class TraceAssembler:
         self._budget = budget or ByteBudget(config.max_bytes_per_second)
         self._waiting: list[_Waiting] = []
         self._num_waiting_bytes = 0
-        self._ended: list[tuple[RunningRequest, float]] = []
+        self._ended: deque[tuple[RunningRequest, float]] = deque()
         """Requests to be handed out, with the time of their end."""
 
     @property
@@ -122,14 +125,32 @@ class TraceAssembler:
                 self._add_rows(item, landed, owners, served_B)
 
     def flush(self) -> None:
-        """Give the rows that wait to their requests, and hand out those that have ended."""
+        """Hand out the requests that have ended. One that cannot be does not keep the others from it: what it raised is
+        raised when all have had their turn."""
+        self._settle()
+        failures: list[Exception] = []
+        while self._ended:
+            request, at = self._ended.popleft()
+            try:
+                self._hand_out(request, at)
+            except Exception as error:  # noqa: BLE001  whatever one trace is about, the next is another's
+                failures.append(error)
+        if failures:
+            raise ExceptionGroup(f"{len(failures)} requests could not be handed out", failures)
+
+    def _settle(self) -> None:
+        """Give the rows that wait to their requests. Where that fails, these requests have a gap."""
         waiting, self._waiting = self._waiting, []
-        ended, self._ended = self._ended, []
         self._num_waiting_bytes = 0
-        if waiting:
+        if not waiting:
+            return
+        try:
             self._distribute(waiting)
-        for request, at in ended:
-            self._hand_out(request, at)
+        except Exception:
+            self.skipped["assembly_error"] += 1
+            logger.exception("the rows of %d steps could not be captured", len(waiting))
+            for request in (owner for one in waiting for owner in one.owners if owner is not None):
+                request.has_gap = True
 
     def _begin(self, request: NewRequest) -> None:
         known = self._requests.get(request.req_id)
@@ -154,7 +175,7 @@ class TraceAssembler:
             if request is None or not num_emitted:
                 continue
             if self._waiting and request.computes_again(position_B[b]):
-                self.flush()  # what it throws away must be where it is looked for
+                self._settle()  # what it throws away must be where it is looked for
             was_ended = request.is_ended
             served = request.append(position_B[b], sampled_BG[b][:num_emitted])
             if was_ended and not served:
@@ -177,10 +198,13 @@ class TraceAssembler:
             if request is not None and len(request.output_ids) > max_output:
                 served_B[b] = 0  # what lies beyond is not stored
         wanted = np.flatnonzero(rows.offset_R < served_B[rows.request_R])
+        scores = rows.scores
+        if len(wanted) < len(rows.request_R):
+            scores = scores.of(wanted)
+            rows.scores.give_back()
         if not len(wanted):
             return
         owner_R = rows.request_R[wanted]
-        scores = rows.scores if len(wanted) == len(rows.request_R) else rows.scores.of(wanted)
         self._waiting.append(
             _Waiting(
                 owners=owners,
@@ -195,7 +219,7 @@ class TraceAssembler:
         )
         self._num_waiting_bytes += scores.nbytes
         if self._num_waiting_bytes > MAX_WAITING_BYTES:
-            self.flush()
+            self._settle()
 
     def _distribute(self, waiting: Sequence[_Waiting]) -> None:
         """The rows of several steps, as parts of their own to the requests they belong to."""

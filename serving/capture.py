@@ -18,6 +18,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -138,29 +139,40 @@ class Capture:
 
     def _run(self) -> None:
         torch.set_num_threads(1)
-        while True:
-            items = [self._queue.get()]
-            self._hurry.wait(SECONDS_TO_GATHER)
-            self._hurry.clear()
-            while not self._queue.empty():  # nobody else takes from it
-                items.append(self._queue.get())
-            for item in items:
-                if isinstance(item, Step | Schedule):
-                    self._handle(partial(self.assembler.add, item))
-                if isinstance(item, Step):
-                    self._num_bytes_out += item.picked.nbytes
-            self._handle(self.assembler.flush)
-            for item in items:
-                if isinstance(item, threading.Event):
-                    item.set()
-            if None in items:
-                return
+        is_open = True
+        while is_open:
+            is_open = self._handle_what_came()
+
+    def _handle_what_came(self) -> bool:
+        """Wait for something, and a little for more; False after the last. What was handled is not held any longer."""
+        items = deque([self._queue.get()])
+        self._hurry.wait(SECONDS_TO_GATHER)
+        self._hurry.clear()
+        while not self._queue.empty():  # nobody else takes from it
+            items.append(self._queue.get())
+        reached: list[threading.Event] = []
+        is_open = True
+        while items:
+            item = items.popleft()
+            if item is None:
+                is_open = False
+            elif isinstance(item, threading.Event):
+                reached.append(item)
+            else:
+                self._handle(partial(self.assembler.add, item))
+                self._num_bytes_out += item.picked.nbytes if isinstance(item, Step) else 0
+        self._handle(self.assembler.flush)
+        for event in reached:
+            event.set()
+        return is_open
 
     def _handle(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception:
-            self.assembler.skipped["assembly_error"] += 1
+        except Exception as error:
+            self.assembler.skipped["assembly_error"] += (
+                len(error.exceptions) if isinstance(error, ExceptionGroup) else 1
+            )
             logger.exception("a step could not be captured")
 
     def drain(self, timeout: float = 5.0) -> None:

@@ -67,7 +67,8 @@ def pick(step: Verification, lot: Lot, pool: RowPool) -> Picked:
     """The way that fits the device the logits are on, and their size."""
     if step.logits.device.type != "cpu":
         return pick_on_device(step, lot)
-    return pick_later(step, lot) if step.logits.nbytes <= MAX_BYTES_TO_COPY else pick_on_host(step, lot, pool)
+    is_small = step.logits.nbytes <= MAX_BYTES_TO_COPY and lot.captured_B.any()
+    return pick_later(step, lot) if is_small else pick_on_host(step, lot, pool)
 
 
 # --------------------------------------------------------------------------------------------------------- on the host
@@ -109,7 +110,7 @@ def pick_on_host(step: Verification, lot: Lot, pool: RowPool | None = None) -> P
     scores = None
     if len(request_R):
         index_R = torch.from_numpy(_first_row(num_drafts_B)[request_R] + offset_R)
-        scores = (pool or RowPool()).copy(step.logits, index_R)
+        scores = pool.copy(step.logits, index_R) if pool is not None else Logits(step.logits[index_R])
     return _OnHost(
         position_B=step.first_position_B.numpy().copy(),
         sampled_BG=sampled_BG,

@@ -39,6 +39,9 @@ class TopK:
         """Some of the rows, copied."""
         return TopK(self.ids_RK[index_R], self.logprobs_RK[index_R], self.tail_R[index_R])
 
+    def give_back(self) -> None:
+        """As `Logits` do; these are nobody's but Python's."""
+
     @property
     def nbytes(self) -> int:
         return self.ids_RK.nbytes + self.logprobs_RK.nbytes + self.tail_R.nbytes
@@ -51,6 +54,8 @@ class Logits:
     logits_RV: torch.Tensor
     give_back: Callable[[], None] = lambda: None
     """Their memory may be used again."""
+    num_held_bytes: int = 0
+    """Of memory they are a part of; 0 = it is theirs alone."""
 
     def of(self, index_R: np.ndarray) -> Logits:
         """Some of the rows, copied."""
@@ -58,7 +63,7 @@ class Logits:
 
     @property
     def nbytes(self) -> int:
-        return self.logits_RV.nbytes
+        return self.num_held_bytes or self.logits_RV.nbytes
 
 
 class RowPool:
@@ -75,7 +80,7 @@ class RowPool:
             buffer = torch.empty((-(-num_rows // ROWS_AT_ONCE) * ROWS_AT_ONCE, size), dtype=logits.dtype)
         rows = buffer[:num_rows]
         torch.index_select(logits, 0, index_R, out=rows)
-        return Logits(rows, partial(self._take_back, buffer))
+        return Logits(rows, partial(self._take_back, buffer), buffer.nbytes)
 
     def _take_back(self, buffer: torch.Tensor) -> None:
         if sum(kept.nbytes for kept in self._free) + buffer.nbytes <= MAX_POOLED_BYTES:

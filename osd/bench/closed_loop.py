@@ -6,7 +6,8 @@
 The control is the code that serves (`serving/speculation.py`), not a model of it; it is shown steps as long as such
 steps were measured to take, off by a random part, and decides by them. What vLLM would do is replayed: what a step
 proposes is verified by the next one, a request's first step verifies what was proposed at the end of its prefill, and
-tokens beyond the end of an answer are verified in vain. Not in it: prefill, and the time that deciding takes.
+tokens beyond the end of an answer are verified in vain. Not in it: prefill, and the time that deciding and swapping
+take.
 """
 
 from __future__ import annotations
@@ -85,9 +86,7 @@ class _Running:
         if self.num_proposed:
             for place, num in enumerate((1, self.num_proposed, num_tested, num_right)):
                 self.by[proposer][place] += num
-        is_draft = proposer == DRAFT
-        last = REJECTED if is_draft and num_tested > num_right else PLAIN
-        new = [ACCEPTED if is_draft else PLAIN] * num_right + [last]
+        new = [ACCEPTED] * num_right + [REJECTED if num_tested > num_right else PLAIN]
         self.kinds += new[: self.num_left]
         self.at += min(num_right + 1, self.num_left)
 
@@ -140,9 +139,9 @@ class ClosedLoop:
         self._measure_beforehand()
 
     def swap(self, draft: str | Path, predicted: float | None) -> None:
+        """Requests under way go on as with the draft they began with: a new one would read what the old one left in
+        its KV cache, and be worse than it is."""
         self._model = load_draft(draft)
-        for one in self._running:
-            one.matches = self._matches(one.index)
         self.speculation.restart(predicted)
 
     def serve(self) -> Iterator[Served]:
@@ -152,7 +151,8 @@ class ClosedLoop:
                 self._admit(index)
             if not self._running:
                 return
-            self._step()
+            if all(one.num_left for one in self._running):
+                self._step()
             for one in [one for one in self._running if not one.num_left]:
                 self._running.remove(one)
                 self.speculation.end(one.name)
@@ -171,14 +171,15 @@ class ClosedLoop:
         plan = self.speculation.plan([one.name for one in running], sum(one.num_tokens for one in running))
         passes = plan.k if plan.proposer == DRAFT else 0
         drafted = [one.num_proposed for one in running]
-        seconds = self._times.step(sum(drafted) / len(running), passes / self._k_max)
+        seconds = self._times.step(sum(drafted) / len(running), drafts=passes > 0)
         if passes and self._sleeps:
             seconds += self._times.draft_s  # it catches up
         self._sleeps = not passes
         seconds *= float(np.exp(self._rng.normal(0, NOISE)))
         self.clock += seconds
         right = [one.num_right(proposer) for one in running]
-        # What an answer would have gone on with is not known: nothing is said of what lies beyond its end.
+        # What an answer would have gone on with is not known: nothing is said of what lies beyond its end, though the
+        # step took what verifying it takes. Once per answer, a step so seems to have been narrower than it was.
         known = [min(n, r if r == one.num_left else n) for one, n, r in zip(running, drafted, right, strict=True)]
         tokens = {one.name: one for one in running}
         self.speculation.observe(
@@ -221,7 +222,7 @@ class ClosedLoop:
         rows = [
             {
                 **Shape(STREAMS, STREAMS * (1 + k), 0, k)._asdict(),
-                "seconds": self._times.step(k, k / self._k_max),
+                "seconds": self._times.step(k, drafts=k > 0),
                 "steps": CELL_SIZE,
             }
             for k in (0, 1, self._k_max)

@@ -83,10 +83,10 @@ class StepTimes:
         pairs = zip(by_arm[DRAFT], by_arm["4"], strict=True)
         return cls(verify_s=verify_s, draft_s=max(0.0, median(drafting - verifying for drafting, verifying in pairs)))
 
-    def step(self, width: float, drafting: float) -> float:
-        """A step that verifies `width` draft tokens a request in the mean, and at its end runs the draft model for
-        such a part of k = 4 passes. The time grows linearly between the widths that were measured."""
-        return float(np.interp(width, WIDTHS, self.verify_s)) + drafting * self.draft_s
+    def step(self, width: float, *, drafts: bool) -> float:
+        """A step that verifies `width` draft tokens a request in the mean. The time grows linearly between the widths
+        that were measured. Drafts of fewer than 4 tokens are charged as much as those of 4, which is too much."""
+        return float(np.interp(width, WIDTHS, self.verify_s)) + drafts * self.draft_s
 
     def seconds(self, curve: Curve, *, has_draft_model: bool) -> np.ndarray:
         """float [requests]: decode time of each request, `STREAMS` of them sharing every step; what the run says itself

@@ -253,6 +253,13 @@ def _staging(group: str, rows: Sequence[Row]) -> list[Figure]:
     return figures
 
 
+def _proof(group: str, seconds: Sequence[float] | None) -> list[Figure]:
+    """Nothing of runs that did not time it."""
+    if not seconds:
+        return []
+    return [Figure.of(group, "blocked by the proof, of ours", estimate([1e3 * s for s in seconds]), "ms")]
+
+
 def _engine(group: str, row: Row) -> list[Figure]:
     memory = row["memory"]
     mib = {key: [m[key] / (1 << 20) for m in memory] for key in memory[0]}
@@ -260,7 +267,7 @@ def _engine(group: str, row: Row) -> list[Figure]:
     held = {key: median(values[1:]) - values[0] for key, values in mib.items()}
     return [
         Figure(group=group, name="parameters", value=row["num_parameters"] / 1e6, unit="M"),
-        Figure.of(group, "blocked by the proof, of ours", estimate([1e3 * s for s in row["proof_s"]]), "ms"),
+        *_proof(group, row.get("proof_s")),
         Figure(group=group, name="memory held besides vLLM's", value=held["anonymous"], unit="MiB", n=len(memory)),
         Figure(group=group, name="file pages held (can be dropped)", value=held["mapped"], unit="MiB", n=len(memory)),
         Figure(group=group, name="memory change from swap to swap", value=max(changes, default=0.0), unit="MiB"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +24,7 @@ from serving import rows
 from serving.assemble import STORED_OVERHEAD, Schedule, Step, TraceAssembler
 from serving.budget import ByteBudget
 from serving.capture import Capture
-from serving.pick import Lot, pick_on_host
+from serving.pick import Landed, Lot, pick_on_host
 from serving.prefixes import BLOCK, StoredPrefixes
 from serving.skips import SKIP_REASONS, skip_reason
 from serving.vllm_compat import NewRequest, Verification, new_request
@@ -76,6 +79,17 @@ def step(position: int, emitted: Sequence[int], num_drafts: int = 0, req_id: str
     shown = verification(position, emitted, num_drafts, req_id)
     lot = Lot(np.array([True]), np.full((1, num_drafts + 1), chance), np.array([1.0, 0.5, 0.5]), top_k=8)
     return Step(1.0, [req_id], np.array([1]), shown.num_draft_tokens_B, pick_on_host(shown, lot))
+
+
+@dataclass
+class Landing:
+    """Something picked that has landed already."""
+
+    landed: Landed
+    nbytes: int = 0
+
+    def land(self) -> Landed:
+        return self.landed
 
 
 class Bench:
@@ -197,6 +211,78 @@ def test_rows_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bench.assembler._num_waiting_bytes <= 4 * VOCAB * 4
     bench.finish("r")
     assert bench.only_trace().num_rows == 37
+
+
+def test_rows_name_the_draft_that_proposed_them() -> None:
+    bench = Bench()
+    bench.begin(make_request())
+    for position, version in ((3, 4), (4, 4), (5, 7)):
+        bench.add(replace(step(position, [10]), version_B=np.array([version])))
+    bench.finish("r")
+    assert bench.only_trace().draft_version.tolist() == [4, 4, 7]
+
+
+def test_no_rows_are_kept_beyond_the_stored_output() -> None:
+    bench = Bench(max_output=16)
+    bench.begin(make_request())
+    bench.add(*(step(position, [10]) for position in range(3, 30)))
+    assert sum(len(one.owner_R) for one in bench.assembler._waiting) == 16
+    bench.finish("r")
+    assert bench.only_trace().position.tolist() == list(range(3, 19))
+
+
+def test_memory_of_rows_that_are_not_wanted_is_given_back() -> None:
+    given: list[int] = []
+
+    def late(position: int, emitted: Sequence[int]) -> Step:
+        made = step(position, emitted, num_drafts=4)
+        landed = made.picked.land()
+        assert landed.rows is not None and isinstance(landed.rows.scores, rows.Logits)
+        landed.rows.scores = replace(landed.rows.scores, give_back=lambda: given.append(position))
+        return replace(made, picked=Landing(landed))
+
+    bench = Bench()
+    bench.begin(make_request(max_tokens=4))
+    bench.add(late(3, [10, 11]))
+    assert given == [], "they wait for their top-k"
+    bench.add(late(5, [12, 13, 14]), late(8, [15]))  # one of three is beyond its end, and then all
+    assert given == [5, 8]
+    bench.finish("r")
+    assert given == [5, 8, 3]
+    assert bench.only_trace().num_rows == 4
+
+
+def test_one_that_cannot_be_handed_out_does_not_keep_the_others_from_it() -> None:
+    bench = Bench()
+    names = [f"r{i}" for i in range(4)]
+    bench.begin(*(make_request(name) for name in names))
+    bench.add(*(step(3, [10], req_id=name) for name in names))
+    put, tried = bench._put, []
+
+    def fails_once(traces: Sequence[Trace]) -> int:
+        tried.append(traces)
+        if len(tried) == 1:
+            raise OSError("no space")
+        return put(traces)
+
+    bench.assembler._put = fails_once
+    with pytest.raises(ExceptionGroup, match="1 requests could not be handed out"):
+        bench.finish(*names)
+    assert len(bench.traces) == 3
+
+
+def test_rows_that_cannot_be_summarised_cost_their_requests_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails in the midst of a replay must not leave half of it behind."""
+    bench = Bench()
+    bench.begin(make_request("one"), make_request("two"))
+    bench.add(step(3, [10, 11], num_drafts=4, req_id="one"))
+    with monkeypatch.context() as broken:
+        broken.setattr("serving.assemble.top_of", lambda *_: 1 / 0)
+        bench.add(step(4, [12], req_id="one"))  # computes again what waits
+    bench.add(step(5, [13], req_id="one"), step(3, [20], req_id="two"))
+    bench.finish("one", "two")
+    assert bench.only_trace().output_ids.tolist() == [20]
+    assert bench.assembler.skipped == {"assembly_error": 1, "gap": 1}
 
 
 def test_a_request_announced_again_goes_on() -> None:
@@ -412,6 +498,51 @@ def test_steps_that_come_together_are_handled_together(monkeypatch: pytest.Monke
         assert traces[0].num_rows == 40
     finally:
         capture.close()
+
+
+@pytest.mark.parametrize("why", ["full", "off"])
+def test_what_is_not_captured_is_not_copied(why: str) -> None:
+    sink = Stuck()
+    capture = make_capture(sink, queue_size=4, enabled=why == "full")
+    try:
+        capture.on_schedule([make_request("first"), make_request("second")], set())
+        capture.on_verify(verification(3, [10], 0, "first"))
+        capture.drain()
+        held = capture._num_bytes_in
+        capture.on_schedule([], {"first"})
+        assert sink.entered.wait(5) or why == "off"
+        for i in range(20):
+            capture.on_verify(verification(3 + i, [10 + i], 0, "second"))
+        assert capture._num_bytes_in - held == (4 * VOCAB * 4 if why == "full" else 0)
+    finally:
+        sink.let_go.set()
+        capture.close()
+
+
+def test_what_has_been_handled_is_not_held() -> None:
+    capture = make_capture(len)
+    try:
+        capture.on_schedule([make_request()], set())
+        steps = [capture._take(verification(3 + i, [10 + i], 0)) for i in range(20)]
+        alive = [weakref.ref(one.picked.step.logits) for one in steps]  # type: ignore[attr-defined]
+        while steps:
+            capture._queue.put(steps.pop())
+        capture.drain()
+        gc.collect()
+        assert sum(ref() is not None for ref in alive) == 0
+    finally:
+        capture.close()
+
+
+def test_what_ended_before_the_end_of_capture_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.capture.SECONDS_TO_GATHER", 60.0)
+    traces: list[Trace] = []
+    capture = make_capture(lambda some: traces.extend(some) or len(some))
+    capture.on_schedule([make_request()], set())
+    capture.on_verify(verification(3, [10], 0))
+    capture.on_schedule([], {"r"})
+    capture.close()
+    assert len(traces) == 1
 
 
 def test_failures_of_hook_and_thread_are_counted() -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from osd.bench import contenders
+from osd.bench import closed_loop, contenders, learning
 from osd.bench import drift_names as names
 from osd.bench.closed_loop import ClosedLoop
+from osd.bench.curve import Curve
 from osd.bench.recording import Recorded, kinds
 from osd.bench.served import EveryStep, Served
 from osd.bench.step_times import STREAMS, StepTimes
 from osd.config import Config, SpeculationConfig
+from osd.drift import Appetite
+from osd.policy import Decision
 from osd.records import ACCEPTED, PLAIN, REJECTED
+from serving.goodput import OFF, Plan
+from serving.speculation import StepSeen
+from serving.step_times import StepTimes as StepTimes_of_the_engine
 from tests.tiny_drafts import save_draft
 from tests.unit.test_contenders import a_setup, recorded
 
@@ -29,6 +37,26 @@ def config(mode: str = "auto", proposers: tuple[str, ...] = ("draft", "ngram")) 
 def run(loop: ClosedLoop, draft: Path) -> list[Served]:
     loop.swap(draft, None)
     return sorted(loop.serve(), key=lambda one: one.index)
+
+
+def looping() -> Recorded:
+    """An answer that n-grams foresee."""
+    ids = np.array([7, 9, 11, 13] * 12, np.int32)
+    return Recorded(
+        name="r",
+        prompt_ids=ids[:8],
+        output_ids=ids,
+        target_ids=ids[:, None],
+        target_logprobs=np.zeros((len(ids), 1), np.float16),
+        tail_logprob=np.full(len(ids), -np.inf, np.float32),
+    )
+
+
+def one_token() -> Recorded:
+    """An answer that prefill ends."""
+    whole = looping()
+    rest = {name: getattr(whole, name)[:1] for name in ("output_ids", "target_ids", "target_logprobs", "tail_logprob")}
+    return replace(whole, name="short", **rest)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +73,11 @@ def good(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "draft"
 
 
-def test_with_a_fixed_k_it_counts_what_every_other_replay_counts(good: Path, draft: Path) -> None:
-    requests = recorded(20)
+def test_with_a_fixed_k_it_counts_and_takes_what_every_other_replay_does(
+    good: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closed_loop, "NOISE", 0.0)
+    requests = [*recorded(20), one_token()]
     for one in (good, draft):
         plain = EveryStep(requests, 4)
         plain.swap(one, None)
@@ -55,6 +86,81 @@ def test_with_a_fixed_k_it_counts_what_every_other_replay_counts(good: Path, dra
         assert [served.counts for served in found] == [served.counts for served in expected]
         for own, other in zip(found, expected, strict=True):
             assert own.kind_T.tolist() == other.kind_T.tolist()
+        # Every step has a draft of 4, and all streams share it.
+        alone = TIMES.seconds(Curve.of([served.counts for served in expected]), has_draft_model=True)
+        assert [served.seconds for served in found] == pytest.approx(alone.tolist())
+
+
+def test_a_draft_that_slept_catches_up_first(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closed_loop, "NOISE", 0.0)
+    loop = ClosedLoop(recorded(STREAMS), config(), TIMES, seed=0)
+    loop.swap(good, None)
+    for index in range(STREAMS):
+        loop._admit(index)
+    took = []
+    for plan in (OFF, OFF, Plan("draft", 4), Plan("draft", 4), OFF):
+        loop.speculation.force(plan)
+        before = loop.clock
+        loop._step()
+        took.append(loop.clock - before)
+    off, verify, draft_s = TIMES.verify_s[0], TIMES.verify_s[1], TIMES.draft_s
+    # The first step verifies what was proposed at the end of prefill, as does the one after each draft.
+    assert took == pytest.approx([verify, off, off + 2 * draft_s, verify + draft_s, verify])
+
+
+def test_the_control_is_told_nothing_of_what_was_never_recorded(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = ClosedLoop(recorded(8), config("fixed"), TIMES, seed=0)
+    left: list[dict[str, int]] = []
+    observe = loop.speculation.observe
+
+    def spy(step: StepSeen, tokens_of: Any) -> None:
+        remaining = {one.name: one.num_left for one in loop._running}
+        for name, drafted, accepted in zip(step.req_ids, step.drafted, step.accepted, strict=True):
+            left.append({"left": remaining[name], "drafted": drafted, "accepted": accepted})
+        observe(step, tokens_of)
+
+    monkeypatch.setattr(loop.speculation, "observe", spy)
+    run(loop, good)
+    ends = [one for one in left if one["accepted"] == one["left"]]
+    assert ends and all(one["drafted"] == one["accepted"] for one in ends)
+    assert all(one["drafted"] == 4 for one in left if one not in ends)
+
+
+def test_caps_of_requests_hold(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = ClosedLoop(recorded(8), config("fixed"), TIMES, seed=0)
+    monkeypatch.setattr(loop.speculation, "cap", lambda name: 1)
+    for served in run(loop, good):
+        assert served.counts.drafted == served.counts.drafts > 0
+
+
+def test_fits_do_not_depend_on_how_fast_the_replay_is(draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds() -> list[float | None]:
+        return [served.seconds for served in run(ClosedLoop(recorded(60), config(), TIMES, seed=0), draft)]
+
+    expected, refit = seconds(), StepTimes_of_the_engine._refit
+
+    def slowly(self: StepTimes_of_the_engine, medians: Any) -> None:
+        time.sleep(0.02)
+        refit(self, medians)
+
+    monkeypatch.setattr(StepTimes_of_the_engine, "_refit", slowly)
+    assert seconds() == expected
+
+
+def test_a_new_draft_makes_the_control_begin_anew(draft: Path, good: Path) -> None:
+    loop = ClosedLoop(recorded(8), config(), TIMES, seed=0)
+    told: list[float | None] = []
+    loop.speculation.restart = told.append  # type: ignore[method-assign]
+    loop.swap(draft, None)
+    loop.swap(good, 0.9)
+    assert told == [None, 0.9]
+
+
+def test_what_rests_and_wakes_training_is_the_drafts_acceptance(good: Path) -> None:
+    (served,) = run(ClosedLoop([looping()], config("fixed", ("ngram",)), TIMES, seed=0), good)
+    window = learning._window(served, 0.0, 1, 4)
+    assert served.counts.accepted > 0 == window.num_accepted_tokens == sum(window.num_tested_per_pos)
+    assert window.num_output_tokens == served.counts.tokens
 
 
 def test_time_is_what_the_steps_take(good: Path) -> None:
@@ -74,9 +180,9 @@ def test_every_token_is_served_once_whatever_is_proposed(good: Path) -> None:
             run(ClosedLoop(requests, config(mode, proposers), TIMES, seed=1), good), requests, strict=True
         ):
             assert len(served.kind_T) == len(request.output_ids) == served.counts.tokens + 1
-            of_draft = served.of_the_draft
-            assert (served.kind_T == ACCEPTED).sum() == of_draft.accepted
-            assert (served.kind_T == REJECTED).sum() == of_draft.tested - of_draft.accepted
+            of_draft, counts = served.of_the_draft, served.counts
+            assert (served.kind_T == ACCEPTED).sum() == counts.accepted
+            assert (served.kind_T == REJECTED).sum() == counts.tested - counts.accepted
             # Each step makes a token of its own, but for one that the end of the answer cuts off.
             assert served.counts.tokens - served.counts.accepted <= served.counts.steps
             assert served.counts.steps <= served.counts.tokens - served.counts.accepted + 1
@@ -85,17 +191,7 @@ def test_every_token_is_served_once_whatever_is_proposed(good: Path) -> None:
 
 
 def test_ngrams_repeat_what_stood_before(good: Path) -> None:
-    ids = np.array([7, 9, 11, 13] * 12, np.int32)
-    shape = (len(ids), 1)
-    looping = Recorded(
-        name="r",
-        prompt_ids=ids[:8],
-        output_ids=ids,
-        target_ids=ids[:, None],
-        target_logprobs=np.zeros(shape, np.float16),
-        tail_logprob=np.full(len(ids), -np.inf, np.float32),
-    )
-    (served,) = run(ClosedLoop([looping], config("fixed", ("ngram",)), TIMES, seed=0), good)
+    (served,) = run(ClosedLoop([looping()], config("fixed", ("ngram",)), TIMES, seed=0), good)
     assert served.counts.accepted > 0.7 * served.counts.tokens
     assert served.of_the_draft.drafted == 0
 
@@ -109,25 +205,44 @@ def test_a_draft_that_is_never_right_is_left_alone_and_a_good_one_is_used(draft:
     assert sum(s.seconds or 0 for s in used) < 0.6 * sum(s.seconds or 0 for s in bad)
 
 
-def test_a_swap_reaches_the_requests_that_run(draft: Path, good: Path) -> None:
+def test_requests_under_way_end_with_the_draft_they_began_with(
+    draft: Path, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = recorded(40)
     loop = ClosedLoop(requests, config("fixed"), TIMES, seed=0)
+    expected = {name: EveryStep(requests, 4) for name in ("draft", "good")}
+    expected["draft"].swap(draft, None)
+    expected["good"].swap(good, None)
+    counts = {name: [served.counts for served in one.serve()] for name, one in expected.items()}
     loop.swap(draft, None)
-    before, after = [], []
-    for served in loop.serve():
-        (after if len(before) >= 8 else before).append(served)
-        if len(before) == 8 and not after:
+    step, num_steps = loop._step, 0
+    running: set[int] = set()
+
+    def swap_in_the_midst() -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 30:
+            running.update(one.index for one in loop._running)
             loop.swap(good, 0.95)
-    rate = [sum(s.counts.accepted for s in some) / sum(s.counts.drafted for s in some) for some in (before, after)]
-    assert rate[0] < 0.2 < 0.7 < rate[1]
+        step()
+
+    monkeypatch.setattr(loop, "_step", swap_in_the_midst)
+    found = list(loop.serve())
+    assert running == {4, 5, 6, 7} and len(found) == 40
+    for served in found:
+        assert served.counts == counts["draft" if served.index < 8 else "good"][served.index]
 
 
-def test_the_contenders_that_the_loop_decides_for(draft: Path, tmp_path: Path) -> None:
+def test_the_contenders_that_the_loop_decides_for(draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(Appetite, "decide", lambda self, now: asked.append(now) or Decision(True, ""))
     setup = replace(a_setup(draft, tmp_path / "a", 160), times=TIMES)
     (tmp_path / "a").mkdir()
     learnt = contenders.CONTENDERS[names.SERVED](setup)
     assert learnt.num_published >= 1 and learnt.seconds is not None
     assert (np.diff(learnt.cpu_s) >= 0).all() and learnt.cpu_s[-1] > 0
+    assert len(asked) == 160, "training rests where it brings nothing"
+    assert names.FROZEN_LOOP in names.UNTRAINED
     frozen = contenders.CONTENDERS[names.FROZEN_LOOP](setup)
     assert frozen.seconds is not None and frozen.num_rounds == 0
     assert learnt.seconds[-40:].sum() < 0.8 * frozen.seconds[-40:].sum()

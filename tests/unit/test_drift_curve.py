@@ -10,7 +10,7 @@ import pytest
 from osd.bench import drift_names as names
 from osd.bench.curve import Counts, Curve
 from osd.bench.drift_contest import mean_with_interval
-from osd.bench.drift_modelled import BEST_RATIO, FROZEN_RATIO
+from osd.bench.drift_modelled import BEST_RATIO, FROZEN_ALIKE, FROZEN_RATIO, GOALS
 from osd.bench.drift_report import WINDOW, requests_to_reach, summarise
 from osd.bench.lookup import ngram, prompt_lookup, walk
 from osd.bench.record import Protocol, Row
@@ -280,3 +280,9 @@ def test_who_keeps_time_is_believed() -> None:
     again = Curve.from_row(curve.as_row())
     assert again.seconds is not None and again.seconds.tolist() == [0.5] * 10
     assert Curve.from_row(a_curve([8]).as_row()).seconds is None
+
+
+def test_each_is_held_to_the_frozen_draft_that_is_served_as_it_is() -> None:
+    assert FROZEN_ALIKE == {names.OURS: names.FROZEN, names.SERVED: names.FROZEN_LOOP}
+    assert set(FROZEN_ALIKE) == set(names.HELD)
+    assert {f"{who} {ratio}" for who in names.HELD for ratio in (BEST_RATIO, FROZEN_RATIO)} == set(GOALS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -191,13 +193,28 @@ def test_a_step_that_is_looked_at_later_is_the_one_that_was() -> None:
             np.testing.assert_array_equal(top_of(got).ids_RK, top_of(expected).ids_RK)
 
 
+def test_a_step_that_was_looked_at_keeps_nothing_of_the_engines() -> None:
+    rng = np.random.default_rng(6)
+    step = make_step(rng, 12)
+    lot = make_lot(rng, step)
+    expected, picked = pick_on_host(step, lot).land(), pick_on_host(step, lot, rows.RowPool())
+    for tensor in (step.logits, step.sampled_BG, step.draft_ids, step.first_position_B):
+        tensor.fill_(1)
+    got = picked.land()
+    assert expected.rows is not None and got.rows is not None
+    np.testing.assert_array_equal(got.rows.draft_id_R, expected.rows.draft_id_R)
+    np.testing.assert_array_equal(got.position_B, expected.position_B)
+    np.testing.assert_array_equal(top_of(got).ids_RK, top_of(expected).ids_RK)
+
+
 def test_small_steps_are_left_to_the_capture_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(4)
     step = make_step(rng, 6)
     lot, pool = make_lot(rng, step), rows.RowPool()
     assert pick(step, lot, pool).nbytes == step.logits.nbytes
+    assert pick(step, replace(lot, captured_B=np.zeros(6, bool)), pool).nbytes == 0, "nothing is to be kept"
     monkeypatch.setattr("serving.pick.MAX_BYTES_TO_COPY", step.logits.nbytes - 1)
-    assert pick(step, lot, pool).nbytes < step.logits.nbytes
+    assert not hasattr(pick(step, lot, pool), "step")
 
 
 def test_memory_of_copied_rows_is_used_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
