@@ -131,6 +131,9 @@ class TraceAssembler:
         failures: list[Exception] = []
         while self._ended:
             request, at = self._ended.popleft()
+            if request.has_gap:
+                self.skipped["gap"] += 1
+                continue
             try:
                 self._hand_out(request, at)
             except Exception as error:  # noqa: BLE001  whatever one trace is about, the next is another's
@@ -258,12 +261,8 @@ class TraceAssembler:
                 max(len(request.output_ids) - 1, 0),
                 request.captured and not request.has_gap,
             )
-        if not request.captured or not request.output_ids:
-            return
-        if request.has_gap:
-            self.skipped["gap"] += 1
-            return
-        self._ended.append((request, at))
+        if request.captured and request.output_ids:
+            self._ended.append((request, at))
 
     def _hand_out(self, request: RunningRequest, at: float) -> None:
         prompt_ids = np.asarray(request.request.prompt_ids, np.int32)

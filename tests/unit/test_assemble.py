@@ -283,6 +283,13 @@ def test_rows_that_cannot_be_summarised_cost_their_requests_and_no_other(monkeyp
     bench.finish("one", "two")
     assert bench.only_trace().output_ids.tolist() == [20]
     assert bench.assembler.skipped == {"assembly_error": 1, "gap": 1}
+    bench.begin(make_request("three"))
+    bench.add(step(3, [30], req_id="three"))
+    with monkeypatch.context() as broken:
+        broken.setattr("serving.assemble.top_of", lambda *_: 1 / 0)
+        bench.finish("three")  # its end came before its rows did
+    assert len(bench.traces) == 1
+    assert bench.assembler.skipped == {"assembly_error": 2, "gap": 2}
 
 
 def test_a_request_announced_again_goes_on() -> None:
