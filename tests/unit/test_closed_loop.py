@@ -22,7 +22,7 @@ from osd.drift import Appetite
 from osd.policy import Decision
 from osd.records import ACCEPTED, PLAIN, REJECTED
 from serving.goodput import OFF, Plan
-from serving.speculation import StepSeen
+from serving.speculation import Speculation, StepSeen
 from serving.step_times import StepTimes as StepTimes_of_the_engine
 from tests.tiny_drafts import save_draft
 from tests.unit.test_contenders import a_setup, recorded
@@ -133,18 +133,26 @@ def test_caps_of_requests_hold(good: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert served.counts.drafted == served.counts.drafts > 0
 
 
-def test_fits_do_not_depend_on_how_fast_the_replay_is(draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds() -> list[float | None]:
-        return [served.seconds for served in run(ClosedLoop(recorded(60), config(), TIMES, seed=0), draft)]
-
-    expected, refit = seconds(), StepTimes_of_the_engine._refit
+def test_no_step_is_decided_while_times_are_being_fitted(draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay is faster than an engine: what it decides must not depend on how far a thread has come."""
+    under_way: list[bool] = []
+    refit, decide = StepTimes_of_the_engine._refit, Speculation.plan
 
     def slowly(self: StepTimes_of_the_engine, medians: Any) -> None:
-        time.sleep(0.02)
+        under_way.append(True)
+        time.sleep(0.05)
         refit(self, medians)
+        under_way.pop()
+
+    def plan(self: Speculation, *given: Any) -> Plan:
+        assert not under_way
+        return decide(self, *given)
 
     monkeypatch.setattr(StepTimes_of_the_engine, "_refit", slowly)
-    assert seconds() == expected
+    monkeypatch.setattr(Speculation, "plan", plan)
+    loop = ClosedLoop(recorded(60), config(), TIMES, seed=0)
+    run(loop, draft)
+    assert loop.speculation.times._fitting is not None, "there was something to wait for"
 
 
 def test_a_new_draft_makes_the_control_begin_anew(draft: Path, good: Path) -> None:
