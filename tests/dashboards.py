@@ -240,9 +240,11 @@ def write_week(path: Path, days: float = 7.0) -> None:
     file.close()
 
 
-def window(at: float, alpha: float, *, version: int = 3, domain: str = "", replica: str = "replica-0") -> SpecWindow:
+def window(
+    at: float, alpha: float, *, drafts: int = 40, version: int = 3, domain: str = "", replica: str = "replica-0"
+) -> SpecWindow:
     """Half a second of traffic that accepts so much."""
-    c = counts(alpha, 40)
+    c = counts(alpha, drafts)
     return SpecWindow(
         at=at,
         replica=replica,

@@ -68,6 +68,37 @@ def test_the_curve_falls_and_recovers_and_marks_appear_without_a_reload(scene: S
     assert page.locator("#mark-bubble").is_hidden()
 
 
+@pytest.mark.parametrize("drafts", [2, 40])
+def test_the_smoothed_line_falls_with_the_points_however_little_is_tested_then(
+    scene: Scene, url: str, visit: Open, drafts: int
+) -> None:
+    begins, point_s = time.time() // 2 * 2 - 60, 2.0
+    for point in range(30):
+        alpha, num = (0.8, 1000) if point < 24 else (0.0, drafts)
+        scene.history.add(window(begins + point_s * point + 1, alpha, drafts=num))
+    page = visit(f"{url}/dashboard")
+    page.wait_for_selector("#legend-acceptance b:has-text('%')")
+    assert page.locator("#legend-acceptance .key").first.inner_text().endswith("\n0.0 %"), "the newest single point"
+    assert 0 < smoothed(page) < 0.2 * 80
+
+
+def test_the_smoothed_line_is_a_mean_of_the_newest_points(scene: Scene, url: str, visit: Open) -> None:
+    page = visit(f"{url}/dashboard")
+
+    def smooth(values: list[float | None], tested: list[int] | None) -> list[float | None]:
+        module = "import('/dashboard/static/smoothing.js')"
+        return page.evaluate(f"async (points) => (await {module}).smooth(...points)", [values, tested])
+
+    assert smooth([1.0, 0.0, 0.0], None) == pytest.approx([1.0, 0.375, 0.36 / 1.96])
+    assert smooth([1.0, 0.0], [1000, 10]) == smooth([1.0, 0.0], [10, 5000]) == pytest.approx([1.0, 0.375])
+    assert smooth([1.0, 0.0], [10, 5]) == pytest.approx([1.0, 0.6 / 1.1]), "few tokens weigh less"
+    assert smooth([1.0, 0.0], [10, 0]) == pytest.approx([1.0, 0.6 / 0.85]), "but not nothing"
+    assert smooth([1.0, None, 0.0], None) == [1.0, None, pytest.approx(0.36 / 1.36)], "what is older weighs less"
+    noisy = [0.5 + (-1) ** i * 0.3 for i in range(40)]
+    settled = smooth(noisy, [200] * 40)[20:]
+    assert max(settled) - min(settled) < 0.26 * 0.6, "a quarter of what the points jump is left"
+
+
 def test_what_is_chosen_is_in_the_address_and_survives_a_reload(scene: Scene, url: str, visit: Open) -> None:
     for name, alpha in (("sql", 0.2), ("chat", 0.9)):
         feed(scene, alpha, domain=name)

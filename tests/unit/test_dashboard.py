@@ -164,7 +164,7 @@ def test_static_files_refer_to_no_other_host() -> None:
 
 def test_page_never_makes_html_or_code_from_data() -> None:
     own = [file for file in STATIC.glob("*.js") if not file.name.startswith("uPlot")]
-    assert len(own) == 11
+    assert len(own) == 12
     for file in own:
         forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser"
         assert not re.search(forbidden, file.read_text()), file.name

@@ -1,11 +1,11 @@
 // Five charts on one time axis: acceptance, speed, gain, parts of a step, load. Drawn by uPlot from the columns of /osd/history.
 
 import { Marks, tell } from "./marks.js";
+import { smooth } from "./smoothing.js";
 import { chosen, onChoice } from "./state.js";
 
 const SYNC = "osd";
 const NARROW = 600; // px of chart width under which it is drawn for a phone
-const KEEP = 0.7; // of the weight a point has in the smoothed line, what the point before it has
 const sideWidth = (width) => width < NARROW ? 44 : 54; // of every y axis, left and right: the time axes line up
 
 const percent = (value) => `${(100 * value).toFixed(1)} %`;
@@ -32,20 +32,6 @@ function acceptanceSeries(history) {
   return lines.map(([line], i) => ({
     label: `${prefix}${line}`, color: `--line-${i % LINE_COLORS + 1}`, value: (s) => smooth(s[`line ${line}`] ?? [], null), show, width: 1.75, dash: i >= LINE_COLORS ? [6, 4] : undefined,
   }));
-}
-
-/** Each point's mean with those before it, which weigh less and less; by tested tokens where `weights` says how many. */
-function smooth(values, weights) {
-  let sum = 0, whole = 0;
-  return values.map((value, i) => {
-    sum *= KEEP;
-    whole *= KEEP;
-    if (value === null) return null;
-    const weight = weights?.[i] ?? 1;
-    sum += weight * value;
-    whole += weight;
-    return whole > 0 ? sum / whole : value;
-  });
 }
 
 /** What was measured holds until it is measured again. */
