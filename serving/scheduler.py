@@ -4,9 +4,9 @@
     update_from_output()       drafted and accepted tokens and the time of the step go to `serving/speculation.py`
     update_draft_token_ids()   n-grams are looked up, and drafts cut to what is worth verifying
 
-vLLM loads one of the two classes by name (`scheduler_cls`), in the process of the engine core, from which the replica
-asks for reports through `EngineCore.osd_speculation`. A request never fails because of us: the first error ends the
-control, is logged once, and leaves the engine at its largest k (in mode `off` at none).
+vLLM loads one of the two by name (`scheduler_cls`), in the process of the engine core, from which the replica asks for
+reports through `EngineCore.osd_speculation`; until then nothing of vLLM is imported. A request never fails because of
+us: the first error ends the control, is logged once, and leaves the engine at its largest k (in mode `off` at none).
 
 With asynchronous scheduling drafts never visit the scheduler: k is chosen per step all the same, but n-grams are left
 out, and requests differ in k only by their placeholders.
@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.core import EngineCore
-
-from serving.assemble import MAX_DOMAIN_LENGTH
+from osd.records import clean_domain
 from serving.goodput import Plan
 from serving.speculation import Settings, Speculation, StepSeen
 
@@ -37,10 +34,11 @@ MAX_IDLE_SECONDS = 0.002
 """A step scheduled so soon after the one before it began where that one ended."""
 
 
-class _Controlled:
-    """Mixed into vLLM's schedulers."""
+class Controlled:
+    """Mixed into vLLM's scheduler, for engines that schedule a step when the one before it is done (all on CPUs)."""
 
     IS_ASYNC = False
+    osd_clock: Callable[[], float] = staticmethod(time.perf_counter)
     running: list[Any]
     requests: dict[str, Any]
     dynamic_sd_lookup: list[int] | None
@@ -72,7 +70,7 @@ class _Controlled:
         return added
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
+        started = self.osd_clock()
         plan = self._osd_guard(self._osd_plan)
         k = self._osd_resting_k if plan is None else plan.k if plan.proposer == "draft" else 0
         # Never None: that would make vLLM pad new decodes with draft tokens from nowhere.
@@ -150,11 +148,10 @@ class _Controlled:
     def _osd_begin(self, request: Any) -> None:
         params = request.sampling_params
         extra = (params.extra_args if params is not None else None) or {}
-        cap = extra.get("osd_spec_k")
         self.osd.begin(
             request.request_id,
-            domain=str(extra.get("osd_domain", ""))[:MAX_DOMAIN_LENGTH],
-            client_cap=_whole_number(cap),
+            domain=clean_domain(str(extra.get("osd_domain", ""))),
+            client_cap=whole_number(extra.get("osd_spec_k")),
             is_counted=not extra.get("osd_calibration"),
         )
 
@@ -177,8 +174,8 @@ class _Controlled:
         self._osd_proposer = "ngram" if self.osd.present.proposer == "ngram" else "draft"
 
     def _osd_read(self, output: Any, result: Any) -> StepSeen | None:
-        now = time.perf_counter()
-        started, proposer, follows = self._osd_open.pop(id(output), (now, "draft", False))
+        now = self.osd_clock()
+        started, proposer, follows = self._osd_open.pop(id(output))
         began = self._osd_last_end if follows else started
         self._osd_last_end = now
         sampled, index = result.sampled_token_ids, result.req_id_to_index
@@ -230,20 +227,28 @@ class _Controlled:
                 request.spec_token_ids = [-1] * cap
 
 
-class ControlledScheduler(_Controlled, Scheduler):
-    """For engines that schedule a step when the one before it is done (all on CPUs)."""
-
-
-class ControlledAsyncScheduler(_Controlled, AsyncScheduler):
-    """For engines that schedule ahead."""
+class ControlledAsync(Controlled):
+    """Mixed into vLLM's asynchronous scheduler, for engines that schedule ahead."""
 
     IS_ASYNC = True
 
 
 def controlled_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `scheduler_cls` names: the class that fits the engine, once vLLM has settled how it schedules."""
-    cls = ControlledAsyncScheduler if vllm_config.scheduler_config.async_scheduling else ControlledScheduler
-    return cls(vllm_config, *args, **kwargs)
+    """What `scheduler_cls` names: called once vLLM has settled how the engine schedules."""
+    return controlled_class(vllm_config)(vllm_config, *args, **kwargs)
+
+
+def controlled_class(vllm_config: Any) -> type[Controlled]:
+    """vLLM's scheduler that fits the engine, under control. From then on the replica reaches it: vLLM calls a method of
+    the engine core by its name (`engine_core.call_utility`)."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    EngineCore.osd_speculation = _command  # type: ignore[attr-defined]
+    is_async = vllm_config.scheduler_config.async_scheduling
+    bases = (ControlledAsync, AsyncScheduler) if is_async else (Controlled, Scheduler)
+    return type("ControlledScheduler", bases, {})
 
 
 def settings_of(additional_config: Any) -> Settings:
@@ -261,17 +266,13 @@ def padded_sizes(config: Any) -> list[int]:
     return list(compilation.cudagraph_capture_sizes or ()) if has_graphs else []
 
 
-def _whole_number(value: Any) -> int | None:
-    """`vllm_xargs` may say 3, 3.0 or "3"; anything else says nothing."""
-    try:
+def whole_number(value: Any) -> int | None:
+    """How many draft tokens a client allows: 3, 3.0 or "3". None for all else (2.9, "2.9", true, -1, NaN, a list)."""
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
         return int(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number and 0 <= value < 1e9 and value % 1 == 0 else None
 
 
 def _command(core: Any, name: str, argument: str = "null") -> str:
-    """For `engine_core.call_utility(...)`: vLLM calls a method of the engine core by its name."""
     return str(core.scheduler.osd_command(name, argument))
-
-
-EngineCore.osd_speculation = _command  # type: ignore[attr-defined]

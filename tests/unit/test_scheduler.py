@@ -1,0 +1,719 @@
+"""vLLM's schedulers under control, with a hand-written one in the place of vLLM's: what is read, cut, and credited."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serving.goodput import OFF, Plan
+from serving.scheduler import (
+    MAX_IDLE_SECONDS,
+    Controlled,
+    ControlledAsync,
+    controlled_class,
+    controlled_scheduler,
+    padded_sizes,
+    settings_of,
+    whole_number,
+)
+from serving.speculation import SWEEP_STEPS, Settings, Speculation, StepSeen
+from serving.step_times import Shape
+
+K = 4
+STEP_S = 0.010
+ROWS = [
+    {"batch": b, "tokens": t, "context": 10, "drafted": k, "seconds": 0.01 + 0.001 * t + 0.002 * k, "steps": 8}
+    for b in (1, 2)
+    for t in (b, 3 * b, 5 * b)
+    for k in (0, 2)
+]
+
+
+@dataclass
+class Request:
+    """One of vLLM's, as far as the scheduler reads it; its prompt is computed in chunks of so many tokens."""
+
+    request_id: str
+    all_token_ids: list[int]
+    sampling_params: Any = None
+    chunk: int = 100
+    num_output_tokens: int = 0
+    num_computed: int = 0
+    spec_token_ids: list[int] = field(default_factory=list)
+    has_finished: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def is_prefill_chunk(self) -> bool:
+        return self.num_computed < self.num_tokens
+
+    def is_finished(self) -> bool:
+        return self.has_finished
+
+
+class PlainScheduler:
+    """Stands where vLLM's does: it schedules all that run, and ends those in `ending` at their next output."""
+
+    num_spec_tokens = K
+
+    def __init__(self, vllm_config: Any, *given: Any, **named: Any) -> None:
+        self.vllm_config, self.given = vllm_config, (given, named)
+        self.scheduler_config = vllm_config.scheduler_config
+        self.running: list[Request] = []
+        self.requests: dict[str, Request] = {}
+        self.dynamic_sd_lookup: list[int] | None = None
+        self.ending: set[str] = set()
+        self.placeholders: list[int] = []
+
+    def add_request(self, request: Request, *given: Any) -> Any:
+        self.running.append(request)
+        self.requests[request.request_id] = request
+        return ("added", *given)
+
+    def schedule(self, *given: Any) -> Any:
+        assert self.dynamic_sd_lookup is not None
+        verified = {r.request_id: r.spec_token_ids for r in self.running if r.spec_token_ids}
+        num = {
+            r.request_id: min(r.chunk, r.num_tokens - r.num_computed) or 1 + len(r.spec_token_ids) for r in self.running
+        }
+        output = SimpleNamespace(
+            given=given,
+            num_scheduled_tokens=num,
+            scheduled_spec_decode_tokens=verified,
+            num_invalid_spec_tokens=None,
+            num_spec_tokens_to_schedule=self.dynamic_sd_lookup[len(num)],
+        )
+        for request in self.running:
+            request.num_computed = min(request.num_tokens, request.num_computed + num[request.request_id])
+            request.spec_token_ids = []
+        self._update_after_schedule(output)
+        return output
+
+    def _update_after_schedule(self, output: Any) -> None:
+        pass
+
+    def update_from_output(self, output: Any, result: Any) -> Any:
+        for req_id, at in result.req_id_to_index.items():
+            request, emitted = self.requests[req_id], result.sampled_token_ids[at]
+            request.all_token_ids += emitted
+            request.num_computed += len(emitted)
+            request.num_output_tokens += len(emitted)
+            del emitted[1:]  # as vLLM does behind a stop
+            if req_id in self.ending:
+                self.running.remove(self.requests.pop(req_id))
+        return {"outputs": sorted(result.req_id_to_index)}
+
+    def update_draft_token_ids(self, drafts: Any) -> None:
+        for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+            if (request := self.requests.get(req_id)) is not None and not request.is_prefill_chunk:
+                request.spec_token_ids = tokens
+
+
+class AheadScheduler(PlainScheduler):
+    """vLLM's asynchronous one: drafts stay in the worker, and all requests share one list of placeholders."""
+
+    def _update_after_schedule(self, output: Any) -> None:
+        self.placeholders = [-1] * output.num_spec_tokens_to_schedule
+        for request in self.running:
+            if not request.is_prefill_chunk:
+                request.spec_token_ids = self.placeholders
+
+
+class Overheard(Speculation):
+    """Remembers what it was told, and plans what it is forced to."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.begun: list[tuple[str, str, int | None, bool]] = []
+        self.ended: list[str] = []
+        self.asked: list[tuple[list[str], int]] = []
+        self.seen: list[StepSeen] = []
+        self.texts: list[list[int]] = []
+        """of the first request of each step, as the control was shown it"""
+
+    def begin(self, req_id: str, *, domain: str = "", client_cap: int | None = None, is_counted: bool = True) -> None:
+        self.begun.append((req_id, domain, client_cap, is_counted))
+        super().begin(req_id, domain=domain, client_cap=client_cap, is_counted=is_counted)
+
+    def end(self, req_id: str) -> None:
+        self.ended.append(req_id)
+        super().end(req_id)
+
+    def plan(self, req_ids: Sequence[str], context: int) -> Plan:
+        self.asked.append((list(req_ids), context))
+        return super().plan(req_ids, context)
+
+    def observe(self, step: StepSeen, tokens_of: Callable[[str], Sequence[int]]) -> None:
+        self.seen.append(step)
+        self.texts.append(list(tokens_of(step.req_ids[0])))
+        super().observe(step, tokens_of)
+
+
+def vllm_config(*, padded: Sequence[int] = (), is_async: bool = False, **settings: Any) -> Any:
+    mode = SimpleNamespace(name="PIECEWISE" if padded else "NONE")
+    return SimpleNamespace(
+        additional_config={"osd": {"k_max": K, **settings}},
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=list(padded)),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, async_scheduling=is_async),
+    )
+
+
+class Bench:
+    """Scheduler, worker and clock: a step takes `STEP_S`, and the draft proposes 50, 51, … for every request."""
+
+    def __init__(self, *, is_async: bool = False, **settings: Any) -> None:
+        self.now = 100.0
+        mixin, base = (ControlledAsync, AheadScheduler) if is_async else (Controlled, PlainScheduler)
+        named = {"osd_clock": staticmethod(lambda: self.now)}
+        self.scheduler: Any = type("Scheduler", (mixin, base), named)(vllm_config(**settings))
+        self.osd = self.scheduler.osd = Overheard(self.scheduler.osd.settings)
+
+    def add(self, req_id: str, prompt: Sequence[int] = (7, 8, 9), **given: Any) -> Request:
+        extra = given.pop("extra", None)
+        request = Request(req_id, list(prompt), SimpleNamespace(extra_args=extra), **given)
+        assert self.scheduler.add_request(request) == ("added",)
+        return request
+
+    def step(self, emitted: dict[str, list[int]] | None = None, *, drafts: bool = True) -> Any:
+        """One in which each request that is not in `emitted` gets one token once its prompt is computed."""
+        output = self.scheduler.schedule()
+        self.now += STEP_S
+        self.give(output, emitted)
+        if drafts:
+            self.draft(output.num_spec_tokens_to_schedule)
+        return output
+
+    def give(self, output: Any, emitted: dict[str, list[int]] | None = None) -> Any:
+        ids = [*output.num_scheduled_tokens]
+        sampled = [
+            list((emitted or {}).get(r, [] if self.scheduler.requests[r].is_prefill_chunk else [1])) for r in ids
+        ]
+        result = SimpleNamespace(sampled_token_ids=sampled, req_id_to_index={r: i for i, r in enumerate(ids)})
+        return self.scheduler.update_from_output(output, result)
+
+    def draft(self, k: int) -> list[list[int]]:
+        """What the worker proposes; returns it as the scheduler left it."""
+        ids = [r.request_id for r in self.scheduler.running]
+        drafts = SimpleNamespace(req_ids=ids, draft_token_ids=[list(range(50, 50 + k)) for _ in ids])
+        self.scheduler.update_draft_token_ids(drafts)
+        return drafts.draft_token_ids
+
+    def command(self, name: str, argument: Any = None) -> Any:
+        return json.loads(self.scheduler.osd_command(name, json.dumps(argument)))
+
+    @property
+    def seen(self) -> StepSeen:
+        return self.osd.seen[-1]
+
+
+# -- what a client may say --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value, number", [(3, 3), (3.0, 3), ("3", 3), (0, 0), ("0", 0), (0.0, 0), (10**6, 10**6)])
+def test_a_client_says_a_whole_number(value: Any, number: int) -> None:
+    assert whole_number(value) == number
+    assert isinstance(whole_number(value), int)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2.9, "2.9", "three", "", " 3", "3\n", "٣", "+3", True, False, -1, -1.0, -0.5, "-1", float("nan"), float("inf")]
+    + [float("-inf"), None, [3], {}, 10**9, 1e300, "9" * 10, "9" * 5000, b"3"],
+)
+def test_what_is_no_whole_number_is_no_statement(value: Any) -> None:
+    assert whole_number(value) is None
+    bench = Bench(mode="fixed")
+    bench.add("r", extra={"osd_spec_k": value})
+    bench.step()
+    assert bench.osd.begun == [("r", "", None, True)]
+    assert len(bench.draft(K)[0]) == K
+    assert bench.command("report")["problem"] == "", "what one client says never ends the control"
+
+
+def test_a_request_begins_with_what_its_client_says() -> None:
+    bench = Bench()
+    bench.add("plain")
+    bench.add("capped", extra={"osd_spec_k": "2", "osd_domain": "sql"})
+    bench.add("synthetic", extra={"osd_calibration": 1})
+    bench.scheduler.add_request(Request("pooling", [1, 2]))
+    assert bench.osd.begun == [
+        ("plain", "", None, True),
+        ("capped", "sql", 2, True),
+        ("synthetic", "", None, False),
+        ("pooling", "", None, True),
+    ]
+
+
+def test_the_engines_own_answers_are_handed_on() -> None:
+    bench = Bench(mode="off")
+    assert bench.scheduler.add_request(Request("r", [1]), "kept") == ("added", "kept")
+    output = bench.scheduler.schedule("given")
+    assert output.given == ("given",)
+    assert bench.give(output) == {"outputs": ["r"]}
+
+
+# -- k of a step ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plan, k", [(Plan("draft", 3), 3), (Plan("draft", 1), 1), (Plan("ngram", 3), 0), (OFF, 0), (Plan("draft", K), K)]
+)
+def test_the_k_of_the_plan_is_the_engines_for_any_number_of_requests(plan: Plan, k: int) -> None:
+    bench = Bench()
+    bench.osd.force(plan)
+    for num in range(8):
+        assert bench.scheduler.schedule().num_spec_tokens_to_schedule == k
+        bench.add(f"r{num}")
+    assert bench.scheduler.schedule().num_spec_tokens_to_schedule == k, "of as many as may run at once"
+    assert bench.scheduler.dynamic_sd_lookup == [k] * 9
+
+
+def test_a_table_of_k_is_made_once() -> None:
+    bench = Bench()
+    tables = []
+    for plan in (Plan("draft", 2), OFF, Plan("draft", 2), OFF):
+        bench.osd.force(plan)
+        bench.step()
+        tables.append(bench.scheduler.dynamic_sd_lookup)
+    assert tables[0] is tables[2] is not tables[1] is tables[3]
+
+
+def test_the_plan_is_for_the_requests_that_decode() -> None:
+    bench = Bench()
+    bench.add("a", range(5))
+    bench.add("long", range(30), chunk=10)
+    bench.step()
+    bench.step()
+    bench.step()
+    bench.step()
+    assert bench.osd.asked == [([], 0), (["a"], 6), (["a"], 7), (["a", "long"], 8 + 31)]
+
+
+@pytest.mark.parametrize("settings, k", [({"mode": "auto"}, K), ({"mode": "fixed"}, K), ({"mode": "off"}, 0)])
+def test_the_first_error_ends_the_control_and_is_logged_once(
+    settings: dict[str, Any], k: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine goes on as it would without control: with all its draft tokens, or none where none were wanted."""
+    bench = Bench(**settings)
+    bench.add("a", extra={"osd_spec_k": 1})
+    bench.osd.force(Plan("draft", 2))
+    bench.step()
+    bench.osd._draft = None  # type: ignore[assignment]
+    bench.step()
+    assert caplog.messages == [
+        f"control of speculation has ended, until the engine restarts: k stays at {k}; serving is not affected"
+    ]
+    assert caplog.records[0].levelno == logging.ERROR
+    num_asked, num_seen = len(bench.osd.asked), len(bench.osd.seen)
+    bench.add("b", extra={"osd_spec_k": 1})
+    for _ in range(3):
+        output = bench.step(drafts=False)
+        assert output.num_spec_tokens_to_schedule == k
+        assert not hasattr(output, "osd_proposer"), "whose tokens they are is not for an ended control to say"
+    assert bench.draft(K) == [[50, 51, 52, 53]] * 2, "nor what is cut"
+    assert (len(bench.osd.asked), len(bench.osd.seen)) == (num_asked, num_seen)
+    assert len(caplog.records) == 1
+    assert bench.command("report")["problem"].startswith("AttributeError: 'NoneType'")
+
+
+def test_an_error_before_the_first_step_leaves_the_engine_at_its_largest_k() -> None:
+    bench = Bench()
+    bench.osd.plan = lambda *_: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    assert bench.step().num_spec_tokens_to_schedule == K
+    assert bench.command("report")["problem"] == "ZeroDivisionError: division by zero"
+
+
+# -- what a step has shown --------------------------------------------------------------------------------------------
+
+
+def test_what_was_accepted_is_what_was_emitted_but_one() -> None:
+    bench = Bench(mode="fixed")
+    bench.add("a", range(5))
+    bench.add("b", range(6))
+    bench.step()
+    bench.step({"a": [50, 51, 1], "b": [1]})
+    assert (bench.seen.req_ids, bench.seen.drafted, bench.seen.accepted) == (["a", "b"], [K, K], [2, 0])
+    assert (bench.seen.num_tokens, bench.seen.num_outputs) == ([6, 7], [1, 1]), "before this step's"
+    assert (bench.seen.context, bench.seen.passes, bench.seen.is_pure) == (13, K, True)
+    assert bench.osd.texts[-1] == [0, 1, 2, 3, 4, 1], "n-grams are judged by what was known when they were looked up"
+    bench.step({"a": [50, 51, 52, 53, 1], "b": [50, 1]})
+    assert (bench.seen.accepted, bench.seen.num_tokens, bench.seen.num_outputs) == ([4, 1], [9, 8], [4, 2])
+
+
+def test_a_request_that_stops_had_all_accepted_that_was_verified() -> None:
+    """vLLM trims what lies behind a stop: that was accepted all the same."""
+    bench = Bench(mode="fixed")
+    bench.add("a")
+    bench.step()
+    bench.scheduler.ending = {"a"}
+    bench.step({"a": [50, 51, 52, 1]})
+    assert bench.seen.accepted == [3]
+
+
+def test_draft_tokens_that_a_grammar_forbids_were_not_drafted() -> None:
+    bench = Bench(mode="fixed")
+    for req_id in ("a", "b"):
+        bench.add(req_id)
+    bench.step()
+    output = bench.scheduler.schedule()
+    output.num_invalid_spec_tokens = {"b": 3}
+    bench.give(output)
+    assert bench.seen.drafted == [K, K - 3]
+    assert bench.seen.is_pure, "they were verified all the same"
+
+
+def test_a_step_that_reads_prompts_is_not_pure() -> None:
+    bench = Bench(mode="fixed")
+    bench.add("a")
+    bench.step()
+    bench.step()
+    assert bench.seen.is_pure
+    bench.add("long", range(30), chunk=20)
+    bench.step()
+    assert (bench.seen.req_ids, bench.seen.is_pure) == (["a"], False), "a part of a prompt brings no token"
+    bench.step()
+    assert (bench.seen.req_ids, bench.seen.is_pure) == (["a", "long"], False)
+    assert (bench.seen.drafted, bench.seen.accepted) == ([K, 0], [0, 0])
+    bench.step()
+    assert (bench.seen.req_ids, bench.seen.is_pure) == (["a", "long"], True)
+
+
+def test_a_prompt_of_one_token_is_a_prompt() -> None:
+    """It is scheduled like a decode: one token, no draft."""
+    bench = Bench(mode="fixed")
+    bench.add("a", [3])
+    bench.step()
+    assert (bench.seen.num_outputs, bench.seen.is_pure) == ([0], False)
+
+
+def test_a_request_aborted_under_way_shows_nothing_and_makes_the_step_impure() -> None:
+    bench = Bench(mode="fixed")
+    for req_id in ("a", "b"):
+        bench.add(req_id)
+    bench.step()
+    output = bench.scheduler.schedule()
+    bench.scheduler.running.remove(bench.scheduler.requests.pop("a"))
+    result = SimpleNamespace(sampled_token_ids=[[1], [50, 1]], req_id_to_index={"b": 1, "a": 0})
+    seen = bench.scheduler._osd_read(output, result)
+    assert (seen.req_ids, seen.accepted, seen.is_pure) == (["b"], [1], False)
+
+
+@pytest.mark.parametrize("emitted", [{"a": []}, None])
+def test_a_step_without_a_token_shows_nothing(emitted: dict[str, list[int]] | None) -> None:
+    bench = Bench(mode="fixed")
+    bench.add("a", range(30), chunk=20)
+    bench.step(emitted)
+    assert bench.osd.seen == []
+    output = bench.scheduler.schedule()
+    bench.scheduler.update_from_output(output, SimpleNamespace(sampled_token_ids=[], req_id_to_index={}))
+    assert bench.osd.seen == []
+    bench.scheduler.running.clear()
+    bench.give(bench.scheduler.schedule())
+    assert bench.osd.seen == []
+    assert bench.command("report")["problem"] == ""
+
+
+def test_requests_that_ended_are_closed_after_their_last_step() -> None:
+    bench = Bench(mode="fixed")
+    for req_id in ("a", "b", "c"):
+        bench.add(req_id)
+    bench.step()
+    bench.scheduler.ending = {"b"}
+    bench.step({"b": [50, 51, 1]})
+    assert bench.osd.ended == ["b"]
+    assert bench.osd.report()["spread"]["0.5"] == pytest.approx(2 / 3), "its last step counts for it"
+    bench.step()
+    assert bench.osd.ended == ["b"]
+    bench.scheduler.running.remove(bench.scheduler.requests.pop("c"))  # its client hangs up
+    bench.step()
+    assert bench.osd.ended == ["b", "c"]
+
+
+# -- how long a step took ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "idle, seconds",
+    [(0.0, STEP_S), (0.9 * MAX_IDLE_SECONDS, STEP_S + 0.9 * MAX_IDLE_SECONDS), (1.1 * MAX_IDLE_SECONDS, STEP_S)],
+)
+def test_a_step_begins_where_the_one_before_it_ended_or_when_it_is_scheduled(idle: float, seconds: float) -> None:
+    """What the engine does between two steps is part of their time; waiting for a request is not."""
+    bench = Bench(mode="fixed")
+    bench.add("a")
+    bench.step()
+    assert bench.seen.seconds == pytest.approx(STEP_S), "nothing was before the first"
+    bench.now += idle
+    bench.step()
+    assert bench.seen.seconds == pytest.approx(seconds)
+
+
+def test_a_step_scheduled_ahead_begins_when_the_one_before_it_ends() -> None:
+    bench = Bench(is_async=True, mode="fixed")
+    bench.add("a")
+    first = bench.scheduler.schedule()
+    bench.now += 0.004
+    second = bench.scheduler.schedule()
+    bench.now += 0.006
+    bench.give(first)
+    assert bench.seen.seconds == pytest.approx(0.010)
+    bench.now += 0.020
+    bench.give(second)
+    assert bench.seen.seconds == pytest.approx(0.020)
+    bench.now += 1.0
+    bench.step()
+    assert bench.seen.seconds == pytest.approx(STEP_S), "nothing was under way any more"
+
+
+def test_a_step_without_a_token_is_still_the_one_before() -> None:
+    bench = Bench(mode="fixed")
+    bench.add("a", range(60), chunk=50)
+    bench.step()
+    bench.now += 0.001
+    bench.step()
+    assert bench.seen.seconds == pytest.approx(STEP_S + 0.001)
+
+
+# -- who is credited --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_verifies_what_was_proposed_at_the_end_of_the_one_before() -> None:
+    bench = Bench(proposers=["draft", "ngram"])
+    bench.add("a", [1, 2, 3, 4, 5, 1, 2])
+    said, credited = [], []
+    for plan in [Plan("draft", 2), Plan("ngram", 3), OFF, Plan("ngram", 1), Plan("draft", 1), OFF]:
+        bench.osd.force(plan)
+        said.append(bench.step().osd_proposer)
+        credited.append(bench.seen.proposer)
+    assert credited == ["draft", "draft", "ngram", "draft", "ngram", "draft"]
+    assert said == credited, "the worker's counters must say the same"
+
+
+def test_what_n_grams_get_accepted_is_none_of_the_drafts() -> None:
+    bench = Bench(proposers=["draft", "ngram"])
+    bench.osd.force(Plan("ngram", 3))
+    bench.add("a", [1, 2, 3, 4, 5, 6, 1, 2])
+    bench.step({"a": [3]})
+    bench.step({"a": [4, 5, 6]})
+    assert (bench.seen.proposer, bench.seen.drafted, bench.seen.accepted) == ("ngram", [3], [2])
+    assert sum(bench.osd.report()["tested_per_place"]) == 0
+    bench.osd.force(Plan("draft", 2))
+    bench.step()
+    bench.step({"a": [50, 51, 1]})
+    assert bench.osd.report()["accepted_per_place"] == [1, 1, 0, 0]
+
+
+# -- what is verified -------------------------------------------------------------------------------------------------
+
+
+def test_n_grams_take_the_place_of_the_draft_request_by_request() -> None:
+    bench = Bench(proposers=["draft", "ngram"])
+    bench.osd.force(Plan("ngram", 3))
+    found = bench.add("found", [1, 2, 3, 4, 5, 6, 1, 2])
+    capped = bench.add("capped", [1, 2, 3, 4, 5, 6, 1, 2], extra={"osd_spec_k": 1})
+    new = bench.add("new", [1, 2, 3, 4])
+    ended = bench.add("ended", [1, 2, 3, 4, 5, 6, 1, 2])
+    bench.step({"found": [3], "capped": [3], "new": [9], "ended": [3]}, drafts=False)
+    ended.has_finished = True
+    drafts = SimpleNamespace(
+        req_ids=["new", "found", "gone", "capped", "ended"], draft_token_ids=[[], [], [88], [], [99]]
+    )
+    bench.scheduler.update_draft_token_ids(drafts)
+    assert drafts.draft_token_ids == [[], [4, 5, 6], [88], [4], [99]]
+    assert [r.spec_token_ids for r in (found, capped, new)] == [[4, 5, 6], [4], []], "before vLLM reads them"
+    assert bench.scheduler.schedule().num_scheduled_tokens == {"found": 4, "capped": 2, "new": 1, "ended": 2}
+
+
+def test_drafts_are_cut_to_what_a_client_allows() -> None:
+    bench = Bench(mode="fixed")
+    requests = [bench.add(name, extra={"osd_spec_k": cap}) for name, cap in [("a", 0), ("b", 2), ("c", K), ("d", None)]]
+    bench.step()
+    assert [r.spec_token_ids for r in requests] == [[], [50, 51], [50, 51, 52, 53], [50, 51, 52, 53]]
+    assert bench.draft(1) == [[], [50], [50], [50]], "a shorter draft is left as it is"
+
+
+def test_the_draft_is_kept_where_no_request_is_capped() -> None:
+    bench = Bench(mode="fixed")
+    bench.add("a")
+    bench.step()
+    bench.osd._requests["a"].cap = 1  # a cap of a decision that no longer counts
+    assert bench.draft(3) == [[50, 51, 52]]
+
+
+def test_scheduling_ahead_placeholders_are_cut_instead() -> None:
+    bench = Bench(is_async=True, mode="fixed")
+    capped = bench.add("capped", extra={"osd_spec_k": 1})
+    free = bench.add("free", extra={"osd_spec_k": 99})
+    reading = bench.add("reading", range(30), chunk=20, extra={"osd_spec_k": 1})
+    reading.spec_token_ids = [8, 8]
+    bench.scheduler.schedule()
+    assert (capped.spec_token_ids, free.spec_token_ids) == ([-1], [-1] * K)
+    assert bench.scheduler.placeholders == [-1] * K, "a list that all requests share"
+    assert reading.spec_token_ids == [], "no placeholder is made where there was none"
+    bench.osd.force(OFF)
+    bench.scheduler.schedule()
+    assert capped.spec_token_ids == free.spec_token_ids == []
+
+
+def test_only_a_scheduler_that_runs_ahead_cuts_placeholders() -> None:
+    bench = Bench(mode="fixed")
+    request = bench.add("a", extra={"osd_spec_k": 1})
+    request.num_computed, request.spec_token_ids = request.num_tokens, [4, 5, 6]
+    bench.scheduler._update_after_schedule(SimpleNamespace(num_scheduled_tokens={"a": 4}))
+    assert request.spec_token_ids == [4, 5, 6]
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "is_async, proposers, kept",
+    [
+        (True, ["draft", "ngram"], ("draft",)),
+        (True, ["ngram"], ()),
+        (True, ["draft"], ("draft",)),
+        (False, ["ngram", "draft"], ("ngram", "draft")),
+    ],
+)
+def test_n_grams_are_left_out_where_the_engine_schedules_ahead_and_a_warning_says_so(
+    is_async: bool, proposers: list[str], kept: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(is_async=is_async, proposers=proposers)
+    assert bench.osd.settings == Settings(k_max=K, proposers=kept)
+    is_left_out = "n-grams are left out of speculation.proposers: the engine schedules asynchronously"
+    assert caplog.messages == [is_left_out] * (len(kept) < len(proposers))
+    assert bench.command("report")["is_async"] is is_async
+
+
+def test_the_settings_lie_under_a_key_of_vllms_additional_configuration() -> None:
+    given = {"osd": {"mode": "fixed", "proposers": ["ngram"], "predicted": 0.5}, "another": {"mode": "off"}}
+    assert settings_of(given) == Settings(mode="fixed", proposers=("ngram",), predicted=0.5)
+    assert settings_of({"another": 1}) == settings_of(None) == settings_of(SimpleNamespace()) == Settings()
+    with pytest.raises(TypeError, match="surprise"):
+        settings_of({"osd": {"surprise": 1}})
+
+
+@pytest.mark.parametrize(
+    "mode, sizes, padded",
+    [
+        (SimpleNamespace(name="FULL_AND_PIECEWISE"), [8, 16], [8, 16]),
+        (SimpleNamespace(name="NONE"), [8, 16], []),
+        ("PIECEWISE", (8,), [8]),
+        ("NONE", [8], []),
+        (None, [8], []),
+        (SimpleNamespace(name="FULL"), None, []),
+    ],
+)
+def test_cuda_graphs_round_steps_up_where_there_are_any(mode: Any, sizes: Any, padded: list[int]) -> None:
+    compilation = SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=sizes)
+    assert padded_sizes(SimpleNamespace(compilation_config=compilation)) == padded
+
+
+@pytest.mark.parametrize("padded", [[], [8, 16]])
+def test_the_control_knows_the_sizes_of_the_graphs(padded: list[int]) -> None:
+    scheduler: Any = type("Scheduler", (Controlled, PlainScheduler), {})(vllm_config(padded=padded), 1, log_stats=True)
+    assert scheduler.given == ((1,), {"log_stats": True})
+    scheduler.osd_command("load_rows", json.dumps(ROWS))
+    assert (scheduler.osd.times.seconds_per_token(Shape(1, 4, 10, 2)) == 0) == bool(padded)
+
+
+@pytest.mark.parametrize("is_async, base", [(False, "Scheduler"), (True, "AsyncScheduler")])
+def test_vllms_own_scheduler_is_what_is_controlled(is_async: bool, base: str) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    config = vllm_config(is_async=is_async)
+    cls = controlled_class(config)
+    assert next(c.__name__ for c in cls.__mro__ if c.__module__.startswith("vllm")) == base
+    assert cls.IS_ASYNC is is_async
+    bench = Bench(mode="fixed")
+    core = SimpleNamespace(scheduler=bench.scheduler)
+    assert json.loads(EngineCore.osd_speculation(core, "report"))["mode"] == "fixed"  # type: ignore[attr-defined]
+    assert EngineCore.osd_speculation(core, "force", '["draft", 1]') == "{}"  # type: ignore[attr-defined]
+    assert bench.scheduler.schedule().num_spec_tokens_to_schedule == 1
+    with pytest.raises(TypeError, match="101 were given"):
+        controlled_scheduler(config, *range(99))  # with self and the configuration
+    with pytest.raises(TypeError, match="unexpected keyword argument 'surprise'"):
+        controlled_scheduler(config, surprise=1)
+
+
+# -- from the replica -------------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_the_controls_with_what_went_wrong() -> None:
+    bench = Bench(mode="fixed")
+    assert bench.command("report") == {**bench.osd.report(), "problem": "", "is_async": False}
+
+
+def test_plans_are_forced_and_released() -> None:
+    bench = Bench(mode="fixed")
+    assert bench.command("force", ["draft", 2]) == {}
+    assert bench.scheduler.schedule().num_spec_tokens_to_schedule == 2
+    assert bench.command("force", ["off", 0]) == {}
+    assert bench.scheduler.schedule().num_spec_tokens_to_schedule == 0
+    assert bench.command("force") == {}
+    assert bench.scheduler.schedule().num_spec_tokens_to_schedule == K
+
+
+def test_a_sweep_is_begun_watched_and_ended() -> None:
+    bench = Bench()
+    bench.add("a")
+    bench.add("b")
+    assert bench.command("sweep", 2) == {}
+    total = bench.command("sweep_steps_left")
+    assert total == 4 * SWEEP_STEPS
+    bench.step()
+    assert bench.command("sweep_steps_left") == total, "nothing decodes yet"
+    bench.step()
+    assert bench.command("sweep_steps_left") == total - 1
+    assert bench.command("end_sweep") == {}
+    assert bench.command("sweep_steps_left") == 0
+
+
+def test_step_times_are_loaded_and_read_back() -> None:
+    bench = Bench()
+    assert bench.command("rows") == []
+    assert bench.command("load_rows", ROWS) is True
+    assert [row["seconds"] for row in bench.command("rows")] == [pytest.approx(row["seconds"]) for row in ROWS]
+    with pytest.raises(ValueError, match="no step takes such time"):
+        bench.command("load_rows", [{**ROWS[0], "seconds": -1}])
+    fresh = Bench()
+    for _ in range(3):
+        fresh.osd.times.add(Shape(1, 3, 10, 2), 0.02)
+    assert [row["steps"] for row in fresh.command("rows")] == [3]
+    assert fresh.osd.times.is_fitted, "whoever asks for them wants them fitted"
+
+
+@pytest.mark.parametrize("predicted, plan", [(0.02, "off"), (0.98, f"draft {K}")])
+def test_a_new_draft_is_announced_with_what_was_predicted(predicted: float, plan: str) -> None:
+    bench = Bench(proposers=["draft"])
+    bench.command("load_rows", ROWS)
+    bench.add("a")
+    bench.step()
+    assert bench.command("restart", predicted) == {}
+    bench.step()
+    assert bench.command("report")["plan"] == plan
+
+
+def test_a_log_is_kept_from_command_to_command() -> None:
+    bench = Bench(mode="fixed")
+    bench.add("a")
+    assert bench.command("log", True) == []
+    bench.step()
+    bench.step({"a": [50, 1]})
+    assert [(entry["drafted"], entry["accepted"]) for entry in bench.command("log", False)] == [(0, 0), (K, 1)]
+    bench.step()
+    assert bench.command("log", True) == []
+
+
+def test_an_unknown_command_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="unknown command 'reprot'"):
+        Bench().scheduler.osd_command("reprot", "")
+    assert Bench().scheduler.osd_command("end_sweep", "") == "{}", "no argument need be given"
