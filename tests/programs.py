@@ -1,0 +1,21 @@
+"""Programs that tests want and a machine may lack: a skip there, a failure in CI (CI=true), which installs them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import NoReturn
+
+import pytest
+
+
+def path_of(program: str, package: str) -> str:
+    """Where it lies. Skips or fails where it is absent, naming the package that has it."""
+    return shutil.which(program) or absent(f"no {program} on PATH: apt-get install {package}")
+
+
+def absent(what: str) -> NoReturn:
+    """What a test cannot do without is not here."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{what} (in CI nothing is skipped for that)", pytrace=False)
+    pytest.skip(what)
