@@ -1,4 +1,4 @@
-"""The connection to a Redis or Valkey server: scripts, backing off, and errors that name the server but no password."""
+"""The connection to a Redis or Valkey server: scripts, backing off, and errors that name the server but nobody."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -16,6 +15,7 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
 from redis.retry import Retry
 
 from osd.errors import ReplayBufferError
+from osd.redis_url import HOW_TO_WRITE_ONE, is_clear, mask_text, mask_url
 
 MIN_VERSION = (7, 0)
 CONNECT_SECONDS = 2.0
@@ -32,7 +32,10 @@ class Link:
 
     def __init__(self, url: str, *, timeout: float) -> None:
         self.name = mask_url(url)
+        self._url = url
         try:
+            if not is_clear(url):
+                raise ValueError
             self._client: Any = redis.Redis.from_url(
                 url,
                 protocol=2,
@@ -42,9 +45,7 @@ class Link:
                 retry=Retry(NoBackoff(), 0),
             )
         except (ValueError, TypeError):
-            raise ReplayBufferError(
-                f"{self.name}: not a Redis URL; give one like redis://user:password@host:6379/0 with --redis-url"
-            ) from None
+            raise ReplayBufferError(f"{self.name}: {HOW_TO_WRITE_ONE}") from None
 
     def command(self, *args: Any) -> Any:
         """Run one command. Raises `RedisError`."""
@@ -93,10 +94,13 @@ class Link:
         try:
             yield
         except RedisError as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
             raise ReplayBufferError(
-                f"replay buffer {self.name}: {reason}; start that server, or name another with --redis-url"
+                f"replay buffer {self.name}: {self.explain(error)}; start that server, or name another with --redis-url"
             ) from None
+
+    def explain(self, error: RedisError) -> str:
+        """What went wrong, on one line, without user and password."""
+        return mask_text(error, self._url) or type(error).__name__
 
     def drop_connections(self) -> None:
         """Forget pooled connections, which are dead or carry late answers after a failure."""
@@ -150,26 +154,6 @@ class Backoff:
 def is_out_of_memory(result: Any) -> bool:
     """Whether a script was refused because the server has reached `maxmemory`."""
     return isinstance(result, OutOfMemoryError) or (isinstance(result, RedisError) and "OOM" in str(result))
-
-
-def mask_url(url: str) -> str:
-    """The URL without user, password and query, for logs and errors.
-
-    Example:
-        mask_url("redis://:secret@127.0.0.1:7000/0") == "redis://127.0.0.1:7000/0"
-    """
-    scheme = url.partition("://")[0] if "://" in url else ""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if scheme == "unix":
-        return f"unix://{parts.path}"
-    if not scheme or host is None:
-        return f"{scheme or 'redis'}://***"
-    where = f"[{host}]" if ":" in host else host
-    return f"{scheme}://{where}{f':{port}' if port else ''}{parts.path if '@' not in parts.path else ''}"
 
 
 def _sha1(lua: str) -> str:

@@ -17,11 +17,11 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from buffers import scripts
-from buffers.base import clean_domain, holdout_capacity, in_domain
+from buffers.base import holdout_capacity, in_domain
 from buffers.codec import encode_trace
 from buffers.link import Backoff, Call, Link, is_out_of_memory
 from buffers.redis_keys import Keys
-from osd.records import Trace
+from osd.records import Trace, clean_domain
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ class RedisWriter:
     def _gave_up(self, error: RedisError) -> None:
         self._link.drop_connections()
         if self._backoff.failed():
-            logger.warning("replay buffer %s: %s; traces are dropped until it is back", self._link.name, error)
+            said = self._link.explain(error)
+            logger.warning("replay buffer %s: %s; traces are dropped until it is back", self._link.name, said)
 
     def _chunks(self, traces: Sequence[Trace]) -> Iterator[tuple[int, list[_Packed]]]:
         """(traces used up, those of them that could be encoded), at most 4 MiB and 128 traces at a time.

@@ -331,10 +331,13 @@ def config_show(
 ) -> None:
     """The resolved configuration, each value with its origin."""
     from osd import config_reading
+    from osd.redis_url import mask_url
 
     file, overrides = split_arguments(arguments or [])
     resolved = config_reading.load(file, overrides)
-    for key, value in config_reading.leaves(resolved.config).items():
+    leaves = config_reading.leaves(resolved.config)
+    url = resolved.config.buffer.redis_url
+    for key, value in (leaves | ({"buffer.redis_url": mask_url(url)} if url else {})).items():
         origin = resolved.origins.get(key) or next(
             (o for k, o in resolved.origins.items() if k.startswith(key + ".")), "default"
         )

@@ -10,7 +10,6 @@ Keys: `osd:DEPLOYMENT:replicas` (set of names), `osd:DEPLOYMENT:replica:NAME` (a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +30,7 @@ from osd.records import (
     decode,
     encode,
 )
+from osd.redis_url import HOW_TO_WRITE_ONE, is_clear, mask_text, mask_url
 
 FeedRecord = SpecWindow | SwapReport | Event | RoundOutcome | MetricPoint
 """What may stand in the feed."""
@@ -46,7 +46,7 @@ FEED_LENGTH = 50_000
 class Registry:
     """The shared state of one deployment. Blocking, thread-safe, without threads of its own.
 
-    Every method raises `ReplayBufferError` (one line, password masked) when Redis is away or refuses.
+    Every method raises `ReplayBufferError` (one line, without user and password) when Redis is away or refuses.
 
     Example:
         registry = Registry("redis://127.0.0.1:6379/0", "default")
@@ -56,10 +56,12 @@ class Registry:
     """
 
     def __init__(self, url: str, deployment: str, *, timeout_s: float = 2.0, feed_length: int = FEED_LENGTH) -> None:
-        self._where = mask_password(url)
+        self._url, self._where = url, mask_url(url)
         self._prefix = f"osd:{deployment}"
         self._feed_length = feed_length
         try:
+            if not is_clear(url):
+                raise ValueError
             self._redis: Any = redis.Redis.from_url(
                 url,
                 socket_timeout=timeout_s,
@@ -68,8 +70,8 @@ class Registry:
                 # Not after a timeout, which would append to the feed twice.
                 retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
             )
-        except ValueError as error:
-            raise ConfigError(f"buffer.redis_url={self._where}: {error}") from None
+        except ValueError:
+            raise ConfigError(f"buffer.redis_url={self._where}: {HOW_TO_WRITE_ONE}") from None
 
     def heartbeat(self, status: ReplicaStatus, ttl_s: float) -> None:
         """Say that a replica lives; it is forgotten `ttl_s` seconds after its last heartbeat."""
@@ -148,14 +150,8 @@ class Registry:
         try:
             yield
         except redis.RedisError as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            raise ReplayBufferError(f"Redis at {self._where} cannot be used: {text}") from error
-
-
-def mask_password(url: str) -> str:
-    """The URL as it may be shown: `redis://user:***@host:6379/0`."""
-    url = re.sub(r"(//[^:@/]*):[^@/]*@", r"\1:***@", url)
-    return re.sub(r"([?&]password=)[^&]*", r"\1***", url)
+            text = mask_text(error, self._url) or type(error).__name__
+            raise ReplayBufferError(f"Redis at {self._where} cannot be used: {text}") from None
 
 
 def _decode_entry(entry: tuple[bytes, dict[bytes, bytes]]) -> tuple[str, FeedRecord | None]:

@@ -199,12 +199,13 @@ def test_a_missing_configuration_file(osd: Osd, tmp_path: Path) -> None:
 def test_config_show_prints_each_value_and_its_origin(osd: Osd, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("trainer:\n  batch_size: 3\n")
-    done = osd("config", "show", file, "serving.port=9000")
+    done = osd("config", "show", file, "serving.port=9000", "buffer.redis_url=redis://me:s3cret@h:1/0")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "serving.port = 9000    # command line" in lines
     assert f"trainer.batch_size = 3    # {file}" in lines
     assert "control.port = 8001    # default" in lines
+    assert 'buffer.redis_url = "redis://h:1/0"    # command line' in lines, "neither user nor password"
 
 
 # The machine

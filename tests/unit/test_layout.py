@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("osd", "serving", "buffers", "trainer")
-FLOOR = {"osd", "osd.records", "osd.config", "osd.errors", "osd.files", "osd.registry"}
+FLOOR = {"osd", "osd.records", "osd.config", "osd.errors", "osd.files", "osd.redis_url", "osd.registry"}
 ROOF = {
     "osd.launch",
     "osd.actors",

@@ -1,0 +1,77 @@
+"""What may be shown of a Redis URL, and of what a server said: where it leads, never who goes there."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+HOW_TO_WRITE_ONE = (
+    "not a Redis URL; give one like redis://user:password@host:6379/0 with --redis-url (in user and password, %2F "
+    "stands for /, %3F for ?, %23 for #)"
+)
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_CREDENTIALS = ("username", "password")
+"""Options behind the `?` that say who goes there."""
+
+
+def mask_url(url: str) -> str:
+    """The URL without user, password and options, for logs and errors; `***` for all that cannot be told from them.
+
+    Example:
+        mask_url("redis://me:secret@127.0.0.1:7000/0") == "redis://127.0.0.1:7000/0"
+    """
+    parts = _split(url)
+    if parts is None:
+        scheme = url.partition("://")[0]
+        return f"{scheme if '://' in url and _SCHEME.fullmatch(scheme) else 'redis'}://***"
+    if parts.scheme == "unix":
+        return f"unix://{parts.path}"
+    if parts.hostname is None:
+        return f"{parts.scheme}://***"
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}{f':{parts.port}' if parts.port else ''}{parts.path}"
+
+
+def is_clear(url: str) -> bool:
+    """Whether it is certain where user and password end. Where it is not, a piece of them would be taken for the host,
+    and stand in every error."""
+    return _split(url) is not None
+
+
+def mask_text(text: object, url: str) -> str:
+    """What a server or client said, on one line, without this URL's user and password."""
+    line = " ".join(str(text).split())
+    for secret in sorted(_secrets(url), key=len, reverse=True):
+        line = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", "***", line)
+    return line
+
+
+def _split(url: str) -> SplitResult | None:
+    """Its parts, `port` readable; None when it is no URL, or one in which an @ may stand anywhere else than right
+    before the host: then what looks like host, port or path may be a piece of the password."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return None
+    if "://" not in url or not _SCHEME.fullmatch(parts.scheme) or parts.fragment or not _is_clear_query(parts.query):
+        return None
+    if parts.scheme == "unix":
+        return parts if not parts.netloc or parts.netloc.endswith("@") else None
+    return parts if re.fullmatch(r"/?\d*", parts.path) else None
+
+
+def _is_clear_query(query: str) -> bool:
+    """Whether it holds options alone; an @ may stand in the value of one that says who goes there."""
+    options = [option.partition("=") for option in query.split("&")] if query else []
+    return all(re.fullmatch(r"\w+", name) and ("@" not in value or name in _CREDENTIALS) for name, _, value in options)
+
+
+def _secrets(url: str) -> set[str]:
+    parts = _split(url)
+    if parts is None:
+        return set()
+    options = parse_qs(parts.query)
+    named = [value for name in _CREDENTIALS for value in options.get(name, [])]
+    return {unquote(value) for value in (parts.username, parts.password, *named) if value}
