@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from osd.config import GateConfig, TrainerConfig
 from osd.records import HOLDOUT_ONE_IN, DraftRelease, EvalReport, RoundOutcome, SpecWindow
@@ -25,8 +25,7 @@ MANY_CONTRADICT = 0.05
 """Share of new rows that contradict the text which is no longer that of requests with penalties or biased logits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """Yes or no, and one sentence for the dashboard.
 
     Example:
@@ -85,14 +84,14 @@ def contradictions(outcome: RoundOutcome) -> str:
 
 def _lost_class(report: EvalReport, gate: GateConfig) -> str:
     """The class of traffic that would lose most, beyond chance and `gate.max_class_loss`; "" when none does."""
-    losses = [
-        (c.alpha_base - c.alpha_candidate, name, c)
+    losses = {
+        c.alpha_base - c.alpha_candidate: (name, c)
         for name, c in report.classes.items()
         if c.num_traces >= gate.min_class_traces and c.diff_high < 0
-    ]
-    loss, name, c = max(losses, key=lambda found: found[0], default=(0.0, "", None))
-    if c is None or loss <= gate.max_class_loss:
+    }
+    if not losses or max(losses) <= gate.max_class_loss:
         return ""
+    name, c = losses[max(losses)]
     return (
         f"{name} loses: {c.alpha_base:.2f} -> {c.alpha_candidate:.2f} on {c.num_traces} requests, "
         f"more than gate.max_class_loss={gate.max_class_loss:g}"
@@ -134,7 +133,7 @@ def should_rollback(
 ) -> Decision:
     """Whether to go back from `release` to `parent_version`; `alphas`: version -> α replayed on the same requests."""
     suspicion = should_judge(live, release, gate)
-    if not suspicion.ok or live is None or live.alpha is None:
+    if not suspicion.ok or live is None:
         return suspicion
     own, parent = alphas.get(release.version, math.nan), alphas.get(parent_version, math.nan)
     if not (math.isfinite(own) and math.isfinite(parent)):

@@ -12,7 +12,6 @@ Legend: B requests, G places in a draft (k_max).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -52,8 +51,7 @@ class Plan(NamedTuple):
 OFF = Plan("off", 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """The requests that decode now."""
 
     batch: int
@@ -122,7 +120,7 @@ def with_threshold(plan: Plan, load: Load, times: StepTimes) -> Plan:
 
 def caps(survival_BG: np.ndarray, plan: Plan) -> np.ndarray:
     """int [B]: draft tokens worth verifying for each request under `plan`."""
-    return np.minimum((survival_BG[:, : plan.k] >= plan.min_survival).sum(1), plan.k)
+    return (survival_BG[:, : plan.k] >= plan.min_survival).sum(1)
 
 
 def _goodput(plan: Plan) -> float:

@@ -5,6 +5,7 @@ unused for long enough ──► PROBE_STEPS steps with it ──► accepted fa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 PROBE_STEPS = 3
@@ -20,7 +21,7 @@ SURPRISE = 2.5
 """Standard deviations by which a probe must differ from what was thought, for that to be forgotten."""
 
 
-@dataclass(slots=True)
+@dataclass
 class _Probe:
     expected: float
     """acceptance of the first place, as it was thought to be"""
@@ -30,7 +31,7 @@ class _Probe:
 
     @property
     def is_surprise(self) -> bool:
-        deviation = max(self.tested * self.expected * (1 - self.expected), 0.1) ** 0.5
+        deviation = math.sqrt(self.tested * self.expected * (1 - self.expected))
         return self.accepted - self.tested * self.expected > SURPRISE * deviation
 
 
@@ -41,8 +42,8 @@ class Probes:
         self.num = 0
         self._num_untested = 0
         """Steps since a draft token was last tested."""
-        self._num_fresh = 0
-        """First tokens that are still to be tested of a new draft."""
+        self._num_fresh = FRESH_TESTS
+        """First tokens that are still to be tested of a new draft, the first one included."""
         self._probe: _Probe | None = None
 
     @property
@@ -52,7 +53,7 @@ class Probes:
     def is_due(self, off_s: float, probe_s: float) -> bool:
         """Whether it is time, so that probes take their share of it. Times of a step without the draft and of one that
         tries it."""
-        extra_s = (PROBE_STEPS + 1) * max(probe_s - off_s, 0.0)
+        extra_s = (PROBE_STEPS + 1) * (probe_s - off_s)
         every = extra_s / ((FRESH_SHARE if self._num_fresh else PROBE_SHARE) * off_s)
         return self._num_untested >= int(min(max(every, MIN_STEPS_TO_PROBE), MAX_STEPS_TO_PROBE))
 

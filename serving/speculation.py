@@ -117,7 +117,6 @@ class Speculation:
         self._used: dict[tuple[int, str, int], tuple[int, int]] = {}
         """(batch, proposer, k) -> trials of it, and the step in which it was last chosen"""
         self._probes = Probes()
-        self._probes.renew()
         self._sweep: list[Plan] = []
         """plans of the next steps, the last first"""
         self._sweep_batch = 0

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 
 from serving.goodput import (
-    HYSTERESIS,
-    MARGIN,
-    NEARLY,
     OFF,
     Load,
     Plan,
@@ -25,21 +22,29 @@ from serving.step_times import Shape, StepTimes
 
 
 class Table(StepTimes):
-    """Step times as given: (verified tokens, draft passes) -> seconds; `known` shapes have been measured."""
+    """Step times as given: (verified tokens, draft passes) -> seconds, and so much more for each token of context;
+    `known` shapes have been measured."""
 
-    def __init__(self, seconds: dict[tuple[int, int], float], per_token: float = 0.0) -> None:
+    def __init__(
+        self, seconds: dict[tuple[int, int], float], per_token: float = 0.0, per_context_token: float = 0.0
+    ) -> None:
         super().__init__()
-        self.seconds, self.per_token = seconds, per_token
+        self.seconds, self.per_token, self.per_context_token = seconds, per_token, per_context_token
         self.known: dict[tuple[int, int], int] = {}
 
     def predict(self, shapes: Sequence[Shape], context: int = 0) -> np.ndarray:
-        return np.array([self.seconds[shape.tokens, shape.drafted] for shape in shapes])
+        return np.array(
+            [
+                self.seconds[shape.tokens, shape.drafted] + (shape.context + context) * self.per_context_token
+                for shape in shapes
+            ]
+        )
 
     def num_steps(self, shape: Shape) -> int:
         return self.known.get((shape.tokens, shape.drafted), 0)
 
     def seconds_per_token(self, shape: Shape) -> float:
-        return self.per_token
+        return self.per_token * shape.tokens / 8 * (1 + shape.context)
 
 
 SURVIVAL_BG = np.array([[0.5, 0.25, 0.1], [0.9, 0.8, 0.7]])
@@ -61,6 +66,25 @@ def test_goodput_is_expected_tokens_by_time() -> None:
     assert [plan.name for plan in plans] == ["off", "draft 1", "draft 2", "draft 3"]
     assert [plan.goodput for plan in plans] == pytest.approx([2 / 0.10, 3.4 / 0.16, 4.45 / 0.20, 5.25 / 0.25])
     assert [plan.seconds for plan in plans] == [0.10, 0.16, 0.20, 0.25]
+
+
+def test_all_requests_get_a_token_and_context_takes_its_time() -> None:
+    plans = candidates(DRAFT_ONLY, Table(seconds(0.10, [0.16, 0.20, 0.25]), per_context_token=0.001))
+    assert [plan.seconds for plan in plans] == pytest.approx([0.30, 0.36, 0.40, 0.45])
+    assert [plan.goodput for plan in plans] == pytest.approx([2 / 0.30, 3.4 / 0.36, 4.45 / 0.40, 5.25 / 0.45])
+    # The same batch, later: what is known of its choices holds no context.
+    later = candidates(DRAFT_ONLY._replace(context=700), Table(seconds(0.10, [0.16, 0.20, 0.25]), 0.0, 0.001))
+    assert [plan.seconds for plan in later] == pytest.approx([0.80, 0.86, 0.90, 0.95])
+
+
+def test_another_batch_or_other_proposers_are_other_steps() -> None:
+    times = Table(seconds(0.10, [0.16, 0.20, 0.25], [0.11, 0.12, 0.13]) | {(1, 0): 0.08, (2, 1): 0.09})
+    ngram_only = Load(2, 200, {"ngram": BOTH.survival["ngram"]})
+    one = Load(1, 100, {"draft": np.array([[0.5]])})
+    assert [plan.name for plan in candidates(BOTH, times)][3:5] == ["draft 3", "ngram 1"]
+    assert candidates(ngram_only, times)[1] == ("ngram", 1, pytest.approx(2.8 / 0.11), 0.11, 0.0)
+    assert candidates(one, times) == [Plan("off", 0, 1 / 0.08, 0.08), Plan("draft", 1, 1.5 / 0.09, 0.09)]
+    assert candidates(Load(2, 200, {}), times) == [Plan("off", 0, 2 / 0.10, 0.10)], "nobody may propose"
 
 
 def test_no_proposal_makes_a_step_cheaper_than_none() -> None:
@@ -98,10 +122,12 @@ def test_a_shape_holds_all_requests_and_only_the_drafts_passes() -> None:
 
 
 def test_the_present_choice_stays_until_another_is_clearly_better() -> None:
+    """By 2 %."""
     present = Plan("draft", 2, 100.0)
-    a_little = Plan("draft", 3, 100.0 * (1 + HYSTERESIS) - 0.1)
-    clearly = Plan("draft", 3, 100.0 * (1 + HYSTERESIS) + 0.1)
+    a_little = Plan("draft", 3, 101.9)
+    clearly = Plan("draft", 3, 102.1)
     assert choose([OFF, present, a_little], Plan("draft", 2)) == present
+    assert choose([OFF, present, a_little._replace(goodput=102.0)], Plan("draft", 2)) == present
     assert choose([OFF, present, clearly], Plan("draft", 2)) == clearly
 
 
@@ -121,9 +147,14 @@ def test_n_grams_of_the_same_k_are_another_choice() -> None:
 
 
 def test_what_gains_next_to_nothing_is_left_out() -> None:
-    plans = [Plan("off", 0, 100.0), Plan("ngram", 2, 101.0)]
+    """Less than 2 %."""
+    plans = [Plan("off", 0, 100.0), Plan("ngram", 2, 101.9)]
     assert choose(plans, Plan("draft", 1)).proposer == "off"
-    assert choose([plans[0], Plan("ngram", 2, 103.0)], Plan("draft", 1)).proposer == "ngram"
+    assert choose([plans[0], Plan("ngram", 2, 102.0)], Plan("draft", 1)).proposer == "off"
+    assert choose([plans[0], Plan("ngram", 2, 102.1)], Plan("draft", 1)).proposer == "ngram"
+    # Even where the present choice gains a little: it is left, as soon as it is clearly worse than nothing.
+    assert choose([plans[0], Plan("draft", 1, 99.0), plans[1]], Plan("draft", 1)).proposer == "draft"
+    assert choose([plans[0], Plan("draft", 1, 98.0), plans[1]], Plan("draft", 1)).proposer == "off"
 
 
 def is_new(plan: Plan, num_known: int) -> bool:
@@ -154,25 +185,32 @@ def test_the_most_promising_of_the_unmeasured_is_tried_first() -> None:
 
 def test_what_is_far_from_the_best_is_never_tried() -> None:
     times = Table(seconds(0.10, [0.16, 0.20, 0.25]))
-    plans = [Plan("off", 0, 100.0 * NEARLY - 0.1), Plan("draft", 1, 100.0)]
+    """What promises less than 85 % of it."""
+    plans = [Plan("off", 0, 84.9), Plan("draft", 1, 100.0)]
     times.known = {(4, 1): 99}
     assert unmeasured(plans, DRAFT_ONLY, times, is_new) is None
-    near = Plan("off", 0, 100.0 * NEARLY + 0.1)
-    assert unmeasured([near, plans[1]], DRAFT_ONLY, times, is_new) == near
+    for goodput in (85.0, 85.1):
+        near = Plan("off", 0, goodput)
+        assert unmeasured([near, plans[1]], DRAFT_ONLY, times, is_new) == near
 
 
 def test_a_draft_token_must_be_worth_the_time_of_its_verification() -> None:
-    times = Table(seconds(0.10, [0.16, 0.20, 0.25]), per_token=0.02)
-    plan = with_threshold(Plan("draft", 3, 22.0, 0.25), DRAFT_ONLY, times)
-    assert plan.min_survival == pytest.approx(MARGIN * 22.0 * 0.02)  # 0.396
-    assert (plan.proposer, plan.k, plan.goodput, plan.seconds) == ("draft", 3, 22.0, 0.25)
+    """0.6 of the tokens that would else come in that time: 22 a second, in 20 ms where 8 tokens are verified."""
+    load, times = DRAFT_ONLY._replace(context=0), Table({}, per_token=0.02)
+    plan = with_threshold(Plan("draft", 3, 22.0, 0.25), load, times)
+    assert plan == ("draft", 3, 22.0, 0.25, pytest.approx(0.6 * 22.0 * 0.02))  # 0.264
     assert caps(SURVIVAL_BG, plan).tolist() == [1, 3]
+    assert with_threshold(Plan("draft", 1, 22.0, 0.25), load, times).min_survival == pytest.approx(0.6 * 22.0 * 0.01)
+    later = with_threshold(Plan("draft", 3, 22.0, 0.25), load._replace(context=1), times)
+    assert later.min_survival == pytest.approx(0.6 * 22.0 * 0.04), "with the context there is"
 
 
 def test_no_more_is_verified_than_the_plan_says() -> None:
     assert caps(SURVIVAL_BG, Plan("draft", 2, min_survival=0.05)).tolist() == [2, 2]
     assert caps(SURVIVAL_BG, Plan("draft", 2, min_survival=0.3)).tolist() == [1, 2]
     assert caps(SURVIVAL_BG, Plan("draft", 3, min_survival=0.95)).tolist() == [0, 0]
+    assert caps(SURVIVAL_BG, Plan("draft", 3, min_survival=0.25)).tolist() == [2, 3], "what is just worth it"
+    assert caps(SURVIVAL_BG, OFF).tolist() == [0, 0]
 
 
 def test_where_tokens_cost_nothing_all_are_verified() -> None:
@@ -197,7 +235,7 @@ def test_cutting_by_the_threshold_delivers_more_where_requests_differ() -> None:
         return float((4 + gain) / (0.04 + per_token * (4 + sum(tokens_B))))
 
     same_for_all = max(goodput([k] * 4) for k in range(5))
-    plan = with_threshold(Plan("draft", 4, same_for_all), Load(4, 0, {}), Table({}, per_token))
+    plan = with_threshold(Plan("draft", 4, same_for_all), Load(4, 0, {}), Table({}, per_token * 8 / 20))
     cut = caps(survival_BG, plan).tolist()
     assert cut == [4, 4, 0, 0]
     assert goodput(cut) > 1.1 * same_for_all

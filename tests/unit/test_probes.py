@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from serving.probes import (
-    FRESH_SHARE,
-    FRESH_TESTS,
-    MAX_STEPS_TO_PROBE,
-    MIN_STEPS_TO_PROBE,
-    PROBE_SHARE,
-    PROBE_STEPS,
-    Probes,
-)
+from serving.probes import PROBE_K, Probes
 
 
-def steps_until_due(off_s: float, probe_s: float, probes: Probes | None = None) -> int:
-    probes = probes or Probes()
+def known() -> Probes:
+    """Of a draft of which enough was tested."""
+    probes = Probes()
+    probes.add_step(64, 32)
+    return probes
+
+
+def steps_until_due(off_s: float, probe_s: float, probes: Probes) -> int:
     num = 0
     while not probes.is_due(off_s, probe_s):
         probes.add_step(0, 0)
@@ -27,55 +25,81 @@ def steps_until_due(off_s: float, probe_s: float, probes: Probes | None = None) 
 @pytest.mark.parametrize(
     ("off_s", "probe_s", "steps"),
     [
-        (0.010, 0.012, round((PROBE_STEPS + 1) * 0.002 / (PROBE_SHARE * 0.010))),  # 80: one step more catches up
-        (0.010, 0.010, MIN_STEPS_TO_PROBE),  # it costs nothing
-        (0.010, 0.009, MIN_STEPS_TO_PROBE),
-        (0.010, 1.000, MAX_STEPS_TO_PROBE),
+        (0.010, 0.0120125, 80),  # 4 steps (one more catches up) of 2.0125 ms, of which 80.5 times 10 ms are 1 %
+        (0.010, 0.0220125, 480),
+        (0.020, 0.0220125, 50),  # 40.25 would do
+        (0.010, 0.010, 50),  # it costs nothing
+        (0.010, 0.009, 50),
+        (0.010, 1.000, 2000),
     ],
 )
-def test_probes_take_their_share_of_the_time(off_s: float, probe_s: float, steps: int) -> None:
-    assert steps_until_due(off_s, probe_s) == pytest.approx(steps, abs=1)
+def test_probes_take_one_percent_of_the_time(off_s: float, probe_s: float, steps: int) -> None:
+    assert steps_until_due(off_s, probe_s, known()) == steps
 
 
-def test_a_new_draft_is_probed_more_often_until_enough_of_it_was_tested() -> None:
-    known, fresh = (round((PROBE_STEPS + 1) * 0.020 / (share * 0.010)) for share in (PROBE_SHARE, FRESH_SHARE))
-    assert (known, fresh) == (800, 80)
-    probes = Probes()
-    probes.renew()
-    probes.add_step(FRESH_TESTS - 1, 0)
-    assert steps_until_due(0.010, 0.030, probes) == pytest.approx(fresh, abs=1)
-    probes.add_step(1, 0)
-    assert steps_until_due(0.010, 0.030, probes) == pytest.approx(known, abs=1)
+@pytest.mark.parametrize("last", [1, 40])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_new_draft_may_take_a_tenth_of_the_time_until_64_of_its_tokens_were_tested(is_first: bool, last: int) -> None:
+    probes = Probes() if is_first else known()
+    if not is_first:
+        probes.renew()
+    probes.add_step(63, 0)
+    assert steps_until_due(0.010, 0.0301, probes) == 80  # 4 steps of 20.1 ms, 80.4 times a tenth of 10 ms
+    probes.add_step(last, 0)
+    assert steps_until_due(0.010, 0.0301, probes) == 804
 
 
 def test_a_new_draft_ends_the_probe_of_the_one_before_it() -> None:
     probes = Probes()
     probes.begin(0.05)
+    probes.add_step(4, 4)
     probes.renew()
     assert not probes.is_under_way
+    assert [probes.end_step() for _ in range(3)] == [(False, None)] * 3
+    probes.begin(0.9)
+    assert probes.num == 2
+    for _ in range(3):
+        probes.add_step(4, 0)
+        ended = probes.end_step()
+    assert ended == (True, None), "nothing of it counts for the next"
+
+
+def test_a_probe_is_three_steps_of_two_tokens() -> None:
+    assert PROBE_K == 2
+    probes = Probes()
+    probes.begin(0.5)
+    assert [probes.end_step()[0] for _ in range(4)] == [False, False, True, False]
 
 
 def test_a_step_that_tests_the_draft_puts_the_next_probe_off() -> None:
     probes = Probes()
-    for _ in range(MIN_STEPS_TO_PROBE):
-        probes.add_step(0, 0)
-    assert probes.is_due(1.0, 1.0)
+    assert steps_until_due(1.0, 1.0, probes) == 50
+    assert steps_until_due(1.0, 1.0, probes) == 0, "it stays due"
     probes.add_step(1, 0)
-    assert not probes.is_due(1.0, 1.0)
+    assert steps_until_due(1.0, 1.0, probes) == 50
 
 
-def run(expected: float, steps: list[tuple[int, int]]) -> float | None:
-    """What a probe finds in steps of (tested, accepted); it must end with the last of them."""
+def test_a_probe_that_tested_nothing_puts_the_next_one_off_too() -> None:
+    """Its requests have ended: else the draft would be tried all the time."""
     probes = Probes()
+    assert steps_until_due(1.0, 1.0, probes) == 50
+    assert run_of(probes, 0.5, [(0, 0)] * 3) is None
+    assert steps_until_due(1.0, 1.0, probes) == 50
+
+
+def run_of(probes: Probes, expected: float, steps: list[tuple[int, int]]) -> float | None:
+    """What a probe finds in steps of (tested, accepted); it must end with the last of them."""
+    num_before = probes.num
     probes.begin(expected)
-    assert (probes.num, probes.is_under_way) == (1, True)
-    ends = []
-    for tested, accepted in steps:
+    assert (probes.num, probes.is_under_way) == (num_before + 1, True)
+    for tested, accepted in steps[:-1]:
         probes.add_step(tested, accepted)
-        ends.append(probes.end_step())
-    assert [has_ended for has_ended, _ in ends] == [False] * (PROBE_STEPS - 1) + [True]
+        assert probes.end_step() == (False, None)
+    probes.add_step(*steps[-1])
+    has_ended, found = probes.end_step()
+    assert has_ended
     assert not probes.is_under_way
-    return ends[-1][1]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -86,14 +110,21 @@ def run(expected: float, steps: list[tuple[int, int]]) -> float | None:
         (0.05, [(0, 0), (4, 0), (4, 1)], None),
         (0.90, [(0, 0), (4, 4), (4, 4)], None),  # as good as it was thought to be
         (0.90, [(0, 0), (4, 0), (4, 0)], None),  # worse than thought: it stays unused
-        (0.50, [(0, 0), (40, 30), (0, 0)], 31 / 42),
-        (0.50, [(0, 0), (40, 27), (0, 0)], None),  # 7 more than 20, where chance makes 2.5 times 3.2
+        (0.50, [(0, 0), (40, 28), (0, 0)], 29 / 42),  # 8 more than 20; chance makes 2.5 times 3.16
+        (0.50, [(0, 0), (40, 27), (0, 0)], None),
+        (0.50, [(0, 0), (64, 42), (0, 0)], None),  # exactly 2.5 times 4
+        (0.20, [(0, 0), (100, 31), (0, 0)], 32 / 102),  # 11 more than 20, and 10 are 2.5 times 4
+        (0.20, [(0, 0), (100, 30), (0, 0)], None),
+        (0.00, [(0, 0), (0, 0), (1, 1)], 2 / 3),  # what was thought impossible
+        (0.00, [(0, 0), (0, 0), (9, 0)], None),
+        (1.00, [(0, 0), (0, 0), (9, 9)], None),
+        (0.50, [(0, 0), (0, 0), (0, 0)], None),
     ],
 )
 def test_only_far_more_than_was_thought_is_a_surprise(
     expected: float, steps: list[tuple[int, int]], found: float | None
 ) -> None:
-    assert run(expected, steps) == (found if found is None else pytest.approx(found))
+    assert run_of(Probes(), expected, steps) == (found if found is None else pytest.approx(found))
 
 
 def test_a_probe_that_was_stopped_shows_nothing() -> None:
@@ -101,4 +132,5 @@ def test_a_probe_that_was_stopped_shows_nothing() -> None:
     probes.begin(0.05)
     probes.add_step(4, 4)
     probes.stop()
-    assert [probes.end_step() for _ in range(PROBE_STEPS)] == [(False, None)] * PROBE_STEPS
+    assert not probes.is_under_way
+    assert [probes.end_step() for _ in range(3)] == [(False, None)] * 3
