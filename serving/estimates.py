@@ -81,10 +81,10 @@ class Acceptance:
         self._free.append(slot)
         if not tested_G[0]:
             return float("nan")
-        share = min(1.0, MAX_SHARE / tested_G[0])
+        num_counted = min(tested_G[0], MAX_SHARE)
+        share, keep = num_counted / tested_G[0], 1 - num_counted / CLASS_MEMORY
         d = self._domain_S[slot]
         for tested, accepted in ((self._tested_DG[d], self._accepted_DG[d]), (self._tested_G, self._accepted_G)):
-            keep = max(0.0, 1 - tested_G[0] * share / CLASS_MEMORY)
             tested[:] = tested * keep + tested_G * share
             accepted[:] = accepted * keep + accepted_G * share
         self._update_priors()
@@ -132,7 +132,7 @@ class Acceptance:
         better_B = (accepted_BG.sum(1) + self._weight * prior_BG[:, 0]) / np.maximum(expected_B, 1e-9)
         prior_BG = np.minimum(prior_BG * better_B[:, None], 1 - (1 - prior_BG) / np.maximum(better_B, 1.0)[:, None])
         alpha_BG = (accepted_BG + self._weight * prior_BG) / (tested_BG + self._weight)
-        return np.cumprod(np.clip(alpha_BG, 0.0, 1.0), 1)
+        return np.cumprod(alpha_BG, 1)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -165,4 +165,4 @@ class Acceptance:
         for name in ("_tested_SG", "_accepted_SG", "_all_tested_SG", "_all_accepted_SG"):
             setattr(self, name, np.concatenate([getattr(self, name), more_SG]))
         self._domain_S = np.concatenate([self._domain_S, np.zeros(size - old, np.int64)])
-        self._free += range(size - 1, old - 1, -1)
+        self._free += range(old, size)

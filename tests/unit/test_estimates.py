@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
 
-from serving.estimates import MAX_DOMAINS, MIN_WEIGHT, UNKNOWN, Acceptance
+from serving.estimates import Acceptance
 
 
 def step(estimates: Acceptance, slot: int, drafted: int, accepted: int, times: int = 1) -> None:
@@ -39,6 +39,22 @@ def finish(estimates: Acceptance, domain: str, accepted: Iterable[int]) -> float
 def share(num: int, num_accepted: int) -> list[int]:
     """So many tests of which so many are accepted, evenly mixed."""
     return [(i + 1) * num_accepted // num - i * num_accepted // num for i in range(num)]
+
+
+def alphas(estimates: Acceptance, slot: int) -> list[float]:
+    """Conditional acceptance at each place."""
+    survival_G = estimates.survival(np.array([slot]))[0]
+    return (survival_G / np.array([1.0, *survival_G[:-1]])).tolist()
+
+
+def believed(
+    tested_G: Sequence[float], accepted_G: Sequence[float], prior_G: Sequence[float], weight: float = 4
+) -> list[float]:
+    """What `alphas` must be of a request with such evidence, in a class that is accepted as `prior_G` says."""
+    expected = sum(t * p for t, p in zip(tested_G, prior_G, strict=True)) + weight * prior_G[0]
+    better = (sum(accepted_G) + weight * prior_G[0]) / expected
+    of_its_own_G = [p * better if better < 1 else min(p * better, 1 - (1 - p) / better) for p in prior_G]
+    return [(a + weight * p) / (t + weight) for t, a, p in zip(tested_G, accepted_G, of_its_own_G, strict=True)]
 
 
 # -- what is tested ---------------------------------------------------------------------------------------------------
@@ -79,9 +95,47 @@ def test_survival_by_hand() -> None:
     # One token accepted where a half was expected, against the weight of four tests: 3 / 2.5 = 1.2 times better than
     # its class, whose misses become 0.5 / 1.2; one accepted of one joins four tests of that.
     prior = 1 - 0.5 / 1.2
-    place_0 = (1 + MIN_WEIGHT * prior) / (1 + MIN_WEIGHT)
-    assert estimates.survival(np.array([slot]))[0].tolist() == pytest.approx([place_0, place_0 * prior])
-    assert place_0 == pytest.approx(2 / 3)
+    assert estimates.survival(np.array([slot]))[0].tolist() == pytest.approx([2 / 3, 2 / 3 * prior])
+    assert believed([1, 0], [1, 0], [0.5, 0.5]) == pytest.approx([2 / 3, prior])
+
+
+@pytest.mark.parametrize(
+    "steps, tested, accepted",
+    [
+        ([(2, 2)], [1, 1], [1, 1]),
+        ([(2, 0)], [1, 0], [0, 0]),
+        ([(2, 1), (2, 0)], [1.98, 0.997], [0.98, 0]),  # what lies behind a rejection fades, the first place goes on
+        ([(2, 0), (2, 2)], [1.98, 1], [1, 1]),
+        ([(1, 1), (2, 1), (2, 1)], [2.9404, 1.98], [2.9404, 0]),  # 1 + 0.98 + 0.98^2
+        ([(2, 2), (0, 0), (0, 0)], [0.994009, 0.994009], [0.994009, 0.994009]),  # 0.997^2
+    ],
+)
+def test_older_evidence_fades_by_two_percent_a_test_and_a_third_of_a_percent_without(
+    steps: list[tuple[int, int]], tested: list[float], accepted: list[float]
+) -> None:
+    alone, beside = Acceptance(2, predicted=0.6), Acceptance(2, predicted=0.6)
+    slot, (it, other) = alone.open(""), (beside.open(""), beside.open(""))
+    for drafted, num in steps:
+        step(alone, slot, drafted, num)
+        beside.add(np.array([other, it]), np.array([2, drafted]), np.array([1, num]))  # one is tested in every step
+    assert alphas(alone, slot) == pytest.approx(believed(tested, accepted, [0.6, 0.6]))
+    assert alphas(beside, it) == pytest.approx(believed(tested, accepted, [0.6, 0.6]))
+
+
+def test_a_draft_nobody_knows_is_worth_a_try() -> None:
+    estimates = Acceptance(2)
+    assert alphas(estimates, estimates.open("")) == pytest.approx([0.7, 0.7])
+
+
+def test_what_was_predicted_to_be_useless_or_perfect_may_be_neither() -> None:
+    useless, perfect = Acceptance(2, predicted=0.0), Acceptance(2, predicted=1.0)
+    slots = useless.open(""), perfect.open("")
+    assert useless.survival(np.array([slots[0]])).tolist() == [[0, 0]]
+    assert perfect.survival(np.array([slots[1]])).tolist() == [[1, 1]]
+    step(useless, slots[0], 1, 1)
+    step(perfect, slots[1], 1, 0)
+    assert alphas(useless, slots[0])[0] == pytest.approx(0.2), "one of one, against four tests of none"
+    assert alphas(perfect, slots[1]) == pytest.approx([4 * 0.8 / 5, 0.8])  # four of five tests expected
 
 
 def test_places_behind_a_rejection_keep_what_was_thought_of_them_among_themselves() -> None:
@@ -199,22 +253,90 @@ def test_a_place_never_tested_is_thought_like_the_one_before() -> None:
 
 def test_a_class_forgets() -> None:
     estimates = Acceptance(1)
-    for _ in range(200):
+    for _ in range(60):
         finish(estimates, "", share(20, 2))
     for _ in range(60):
         finish(estimates, "", share(20, 18))
     assert of_new(estimates, "") > 0.8
 
 
+def test_what_a_class_is_thought_to_be_by_hand() -> None:
+    """Ten steps: 8 of 10 are accepted at the first place, 6 of 8 at the second."""
+    estimates = Acceptance(2)
+    slot = estimates.open("code")
+    for accepted in [2] * 6 + [1] * 2 + [0] * 2:
+        step(estimates, slot, 2, accepted)
+    assert estimates.close(slot) == 14 / 18
+    all_0 = (8 + 2 * 0.7) / (10 + 2)
+    all_1 = (6 + 2 * all_0) / (8 + 2)
+    assert alphas(estimates, estimates.open("chat")) == pytest.approx([all_0, all_1])
+    own = [(8 + 20 * all_0) / (10 + 20), (6 + 20 * all_1) / (8 + 20)]
+    slot = estimates.open("code")
+    assert alphas(estimates, slot) == pytest.approx(own)
+    step(estimates, slot, 2, 1)
+    assert alphas(estimates, slot) == pytest.approx(believed([1, 1], [1, 0], own)), "its own evidence, shrunk to that"
+
+
+def test_what_a_finished_request_adds_and_takes_away_by_hand() -> None:
+    """At most 20 first tokens, and so much less of the rest; a class remembers 400."""
+    estimates = Acceptance(2)
+    slot = estimates.open("code")
+    for accepted in [2] * 10 + [1] * 20 + [0] * 10:
+        step(estimates, slot, 2, accepted)
+    assert estimates.close(slot) == 40 / 70
+    half = [(15 + 2 * 0.7) / (20 + 2), 0.0]
+    half[1] = (5 + 2 * half[0]) / (15 + 2)
+    assert alphas(estimates, estimates.open("chat")) == pytest.approx(half)
+    finish(estimates, "sql", [1] * 10)
+    keep = 1 - 10 / 400
+    later = [(15 * keep + 10 + 2 * 0.7) / (20 * keep + 10 + 2), 0.0]
+    later[1] = (5 * keep + 2 * later[0]) / (15 * keep + 2)
+    assert alphas(estimates, estimates.open("chat")) == pytest.approx(later)
+    code = [(15 + 20 * later[0]) / (20 + 20), (5 + 20 * later[1]) / (15 + 20)]
+    assert alphas(estimates, estimates.open("code")) == pytest.approx(code), "another class took nothing from it"
+
+
 def test_domains_beyond_the_bound_are_served_too() -> None:
+    """64, the unlabelled included."""
     estimates = Acceptance(1, predicted=0.6)
-    for i in range(MAX_DOMAINS + 20):
+    for i in range(84):
         assert of_new(estimates, f"d{i}") == pytest.approx(0.6)
     for _ in range(12):
-        finish(estimates, "d0", share(20, 18))
-        finish(estimates, "one too many", share(20, 2))
+        for domain in ("d0", "d62"):
+            finish(estimates, domain, share(20, 18))
+        for domain in ("d63", "one too many"):
+            finish(estimates, domain, share(20, 2))
     assert of_new(estimates, "d0") > 0.8, "domains of which nothing is kept share no class with those that have one"
+    assert of_new(estimates, "d62") > 0.8
     assert of_new(estimates, "another too many") < 0.3
+    assert of_new(estimates, "") == of_new(estimates, "d63") == of_new(estimates, "another too many")
+
+
+@pytest.mark.parametrize(
+    "finished, weight",
+    [
+        ([(20, 14), (20, 6), (20, 14)], 4),  # three say nothing
+        ([(20, 14), (20, 6)] * 2, 0.25 / (0.04 - 0.25 / 20)),  # 9.1: variance 0.04, of which chance makes a third
+        ([(10, 7), (30, 9)] * 2, 0.24 / (0.05 - 0.24 / 15)),  # mean 0.4, not 0.5; 1/15 is the mean of 1/10 and 1/30
+        ([(20, 10)] * 4, 60),
+        ([(20, 20), (20, 0)] * 2, 4),
+        ([(100, 100), (100, 0)] + [(100, 50)] * 62, 0.25 / (0.5 / 64 - 0.25 / 100)),  # 47
+        ([(100, 100), (100, 0)] + [(100, 50)] * 63, 60),  # the newest 64 hold one that differs: chance
+    ],
+)
+def test_tests_that_a_request_must_show_to_be_believed_half(finished: list[tuple[int, int]], weight: float) -> None:
+    estimates = Acceptance(1)
+    slots = [estimates.open("") for _ in finished]
+    steps_of = [share(*request) for request in finished]
+    for i in range(max(map(len, steps_of))):
+        drafted_B = np.array([i < len(steps) for steps in steps_of], np.int64)
+        estimates.add(np.array(slots), drafted_B, np.array([steps[i : i + 1] == [1] for steps in steps_of], np.int64))
+    for slot in slots:
+        estimates.close(slot)
+    slot = estimates.open("")
+    prior = alphas(estimates, slot)
+    step(estimates, slot, 1, 1)
+    assert alphas(estimates, slot) == pytest.approx(believed([1], [1], prior, weight))
 
 
 def test_a_request_is_believed_later_where_requests_are_alike() -> None:
@@ -256,7 +378,7 @@ def test_a_restart_begins_with_what_was_predicted() -> None:
 def test_a_restart_with_nothing_predicted_begins_with_the_unknown() -> None:
     estimates = Acceptance(2, predicted=0.2)
     estimates.restart([], None)
-    assert of_new(estimates, "") == pytest.approx(UNKNOWN)
+    assert of_new(estimates, "") == pytest.approx(0.7)
 
 
 def test_a_restart_believes_requests_as_soon_as_at_first() -> None:
@@ -325,7 +447,9 @@ def test_more_requests_than_slots_keep_their_evidence() -> None:
     assert first(estimates, good) == before
     step(estimates, slots[-1], 1, 0, times=50)
     assert first(estimates, slots[-1]) < 0.2
-    assert first(estimates, slots[-2]) == pytest.approx(UNKNOWN)
+    assert first(estimates, slots[-2]) == pytest.approx(0.7)
     for slot in slots:
         estimates.close(slot)
-    assert {estimates.open("") for _ in range(100)} == set(slots)
+    again = [estimates.open("") for _ in range(100)]
+    assert len({good, *again}) == 101
+    assert max(again) < 202, "memory for at most twice as many as there were at once"
