@@ -107,25 +107,20 @@ def collate(traces: Sequence[Trace], max_length: int, vocab_size: int, *, packed
     for trace in traces:
         check_rows(trace, vocab_size)
     located = [_locate(trace, trace.position, max_length) for trace in traces]
-    rows = [keep for _, _, keep in located]
+    kept = [trace.with_rows(is_kept_N) for trace, (_, _, is_kept_N) in zip(traces, located, strict=True)]
     num_k = max(trace.target_ids.shape[1] for trace in traces)
-    logprobs_NK = np.concatenate(
-        [
-            _pad_k(t.target_logprobs[keep].astype(np.float32), num_k, -np.inf)
-            for t, keep in zip(traces, rows, strict=True)
-        ]
-    )
-    tail_N = _take(traces, rows, "tail_logprob")
+    logprobs_NK = np.concatenate([_pad_k(t.target_logprobs.astype(np.float32), num_k, -np.inf) for t in kept])
+    tail_N = _joined(kept, "tail_logprob")
     log_mass_N = np.logaddexp(np.logaddexp.reduce(logprobs_NK, axis=1), tail_N)
-    weight_N = 1.0 / _take(traces, rows, "keep_prob").astype(np.float64)
-    target_ids_NK = np.concatenate([_pad_k(t.target_ids[keep], num_k, 0) for t, keep in zip(traces, rows, strict=True)])
+    weight_N = 1.0 / _joined(kept, "keep_prob").astype(np.float64)
+    target_ids_NK = np.concatenate([_pad_k(trace.target_ids, num_k, 0) for trace in kept])
     return TrainBatch(
         **_sequences(traces, located, packed),
         target_ids_NK=torch.from_numpy(target_ids_NK).long(),
         target_logprobs_NK=torch.from_numpy(logprobs_NK - log_mass_N[:, None]).float(),
         tail_logprob_N=torch.from_numpy(tail_N - log_mass_N).float(),
         weight_N=torch.from_numpy(weight_N / weight_N.sum()).float(),
-        draft_ids_N=torch.from_numpy(_take(traces, rows, "draft_ids")).long(),
+        draft_ids_N=torch.from_numpy(_joined(kept, "draft_ids")).long(),
     )
 
 
@@ -150,9 +145,7 @@ def check_rows(trace: Trace, vocab_size: int) -> None:
     check_tokens(trace, vocab_size)
     if not trace.num_rows:
         raise _wrong(trace, "position", "has no rows")
-    if trace.target_ids.min() < 0 or trace.target_ids.max() >= vocab_size:
-        bad = trace.target_ids[(trace.target_ids < 0) | (trace.target_ids >= vocab_size)][0]
-        raise _wrong(trace, "target_ids", f"holds {bad}, the draft's vocabulary has {vocab_size}")
+    _check_ids(trace, "target_ids", vocab_size)
     sorted_NK = np.sort(trace.target_ids, axis=1)
     if (sorted_NK[:, 1:] == sorted_NK[:, :-1]).any():
         raise _wrong(trace, "target_ids", "lists a token twice in one row")
@@ -164,11 +157,8 @@ def check_rows(trace: Trace, vocab_size: int) -> None:
 
 def check_tokens(trace: Trace, vocab_size: int) -> None:
     """Raise `ValueError`, naming trace and field, where a token is outside the vocabulary."""
-    for name in ("prompt_ids", "output_ids"):
-        ids = getattr(trace, name)
-        if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-            bad = ids[(ids < 0) | (ids >= vocab_size)][0]
-            raise _wrong(trace, name, f"holds {bad}, the draft's vocabulary has {vocab_size}")
+    _check_ids(trace, "prompt_ids", vocab_size)
+    _check_ids(trace, "output_ids", vocab_size)
 
 
 def well_formed(traces: Sequence[Trace], check: Callable[[Trace, int], None], vocab_size: int) -> list[Trace]:
@@ -214,10 +204,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def _locate(trace: Trace, position_N: np.ndarray, max_length: int) -> tuple[int, np.ndarray, np.ndarray]:
-    """Where the predictions of the tokens at `position_N` (ascending) stand: first token fed, row_s, rows kept [N]."""
-    if not len(position_N):
-        return 0, np.zeros(0, np.int64), np.zeros(0, bool)
-    start = max(0, int(position_N[-1]) - max_length)
+    """Where the predictions of the tokens at `position_N` stand: first token fed, row_s of the rows kept, kept [N]."""
+    start = max(0, int(position_N.max(initial=0)) - max_length)
     row_s_N = position_N.astype(np.int64) - 1 - start
     is_kept_N = row_s_N >= 0
     return start, row_s_N[is_kept_N], is_kept_N
@@ -227,7 +215,7 @@ def _sequences(
     traces: Sequence[Trace], located: list[tuple[int, np.ndarray, np.ndarray]], packed: bool
 ) -> dict[str, Any]:
     """The fields of `RowBatch`."""
-    num_tokens = [int(row_s[-1]) + 1 if len(row_s) else 0 for _, row_s, _ in located]
+    num_tokens = [int(row_s.max(initial=-1)) + 1 for _, row_s, _ in located]
     places, num_lines, length = pack(num_tokens) if packed else one_a_line(num_tokens)
     ids_BS = np.zeros((num_lines, length), np.int64)
     position_ids_BS = np.zeros_like(ids_BS)
@@ -250,8 +238,15 @@ def _sequences(
     }
 
 
-def _take(traces: Sequence[Trace], rows: list[np.ndarray], name: str) -> np.ndarray:
-    return np.concatenate([getattr(trace, name)[keep] for trace, keep in zip(traces, rows, strict=True)])
+def _joined(traces: Sequence[Trace], name: str) -> np.ndarray:
+    return np.concatenate([getattr(trace, name) for trace in traces])
+
+
+def _check_ids(trace: Trace, name: str, vocab_size: int) -> None:
+    ids = getattr(trace, name)
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise _wrong(trace, name, f"holds {outside[0]}, the draft's vocabulary has {vocab_size}")
 
 
 def _pad_k(values_NK: np.ndarray, num_k: int, value: float) -> np.ndarray:

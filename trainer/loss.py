@@ -59,7 +59,7 @@ def coarsen(logits_NV: Tensor, target_ids_NK: Tensor, target_logprobs_NK: Tensor
     rest. Gradients are finite throughout: the rest of q is a log-sum-exp over the unlisted logits, never 1 minus a sum.
     """
     logits_NV = logits_NV.float()
-    log_z_N = logits_NV.logsumexp(-1)
+    log_z_N = logits_NV.logsumexp(1)
     is_listed_NK = target_logprobs_NK > -torch.inf
     logq_NK = logits_NV.gather(1, target_ids_NK) - log_z_N[:, None]
     logq_rest_N, has_rest_N = _log_rest(logits_NV, log_z_N, target_ids_NK, is_listed_NK)
@@ -75,31 +75,31 @@ def coarsen(logits_NV: Tensor, target_ids_NK: Tensor, target_logprobs_NK: Tensor
 
 def forward_kl(both: Coarse) -> Tensor:
     """KL(p‖q) = Σ p (log p − log q)."""
-    return (both.p_NC * (both.logp_NC - both.logq_NC)).sum(-1)
+    return (both.p_NC * (both.logp_NC - both.logq_NC)).sum(1)
 
 
 def reverse_kl(both: Coarse) -> Tensor:
     """KL(q‖p) = Σ q (log q − log p)."""
-    return (both.q_NC * (both.logq_NC - both.logp_NC)).sum(-1)
+    return (both.q_NC * (both.logq_NC - both.logp_NC)).sum(1)
 
 
 def jensen_shannon(both: Coarse) -> Tensor:
     """½ KL(p‖m) + ½ KL(q‖m) with m = (p + q) / 2."""
     logm_NC = torch.logaddexp(both.logp_NC, both.logq_NC) - torch.log(torch.tensor(2.0))
-    of_p_N = (both.p_NC * (both.logp_NC - logm_NC)).sum(-1)
-    of_q_N = (both.q_NC * (both.logq_NC - logm_NC)).sum(-1)
+    of_p_N = (both.p_NC * (both.logp_NC - logm_NC)).sum(1)
+    of_q_N = (both.q_NC * (both.logq_NC - logm_NC)).sum(1)
     return 0.5 * (of_p_N + of_q_N)
 
 
 def total_variation(both: Coarse) -> Tensor:
     """½ Σ |p − q|, which is 1 − Σ min(p, q)."""
-    return 0.5 * (both.p_NC - both.q_NC).abs().sum(-1)
+    return 0.5 * (both.p_NC - both.q_NC).abs().sum(1)
 
 
 def negative_log_acceptance(both: Coarse) -> Tensor:
     """−log Σ min(p, q). In log space: also finite where p and q hardly overlap."""
     least_NC = torch.minimum(both.logp_NC, both.logq_NC).masked_fill(~both.is_in_NC, -torch.inf)
-    return -least_NC.logsumexp(-1)
+    return -least_NC.logsumexp(1)
 
 
 def lk_hybrid(both: Coarse) -> Tensor:
@@ -130,7 +130,7 @@ def _log_rest(logits_NV: Tensor, log_z_N: Tensor, target_ids_NK: Tensor, is_list
     # Padding may repeat an id that is listed: count the listings instead of writing flags over one another.
     num_listed_NV = torch.zeros_like(logits_NV).scatter_add_(1, target_ids_NK, is_listed_NK.to(logits_NV.dtype))
     is_rest_NV = num_listed_NV == 0
-    has_rest_N = is_rest_NV.any(-1)
+    has_rest_N = is_rest_NV.any(1)
     # A row without unlisted tokens would be a log-sum-exp of nothing, whose gradient is NaN: give it zeros.
     rest_NV = logits_NV.masked_fill(~is_rest_NV & has_rest_N[:, None], -torch.inf)
-    return torch.where(has_rest_N, rest_NV.logsumexp(-1) - log_z_N, 0.0), has_rest_N
+    return torch.where(has_rest_N, rest_NV.logsumexp(1) - log_z_N, 0.0), has_rest_N

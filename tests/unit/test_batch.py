@@ -53,6 +53,20 @@ def test_a_row_is_fed_what_came_before_it_and_nothing_of_itself() -> None:
     torch.testing.assert_close(batch.tail_logprob_N.exp(), torch.tensor([0.02]), atol=1e-3, rtol=0)
 
 
+def several(num: int, **fields: Any) -> Trace:
+    """The example with its row `num` times, at the positions that are given."""
+    names = ("kind", "draft_ids", "target_ids", "target_logprobs", "tail_logprob", "keep_prob", "draft_version")
+    return example(**({name: np.repeat(getattr(example(), name), num, axis=0) for name in names} | fields))
+
+
+def test_what_is_missing_of_the_mass_is_made_up_for_by_all_alike() -> None:
+    trace = example(target_logprobs=np.log([[0.9, 0.1]]), tail_logprob=np.log([0.04]))  # 1.04 in all
+    batch = collate([trace], max_length=16, vocab_size=10)
+    torch.testing.assert_close(batch.target_logprobs_NK.exp(), torch.tensor([[0.9, 0.1]]) / 1.04, atol=1e-3, rtol=0)
+    torch.testing.assert_close(batch.tail_logprob_N.exp(), torch.tensor([0.04]) / 1.04, atol=1e-4, rtol=0)
+    assert {batch.target_logprobs_NK.dtype, batch.tail_logprob_N.dtype, batch.weight_N.dtype} == {torch.float32}
+
+
 def test_float16_rounding_is_taken_out_of_the_mass() -> None:
     batch = collate([make_trace(num_rows=8, top_k=20)], max_length=64, vocab_size=VOCAB_SIZE)
     mass_N = batch.target_logprobs_NK.double().exp().sum(-1) + batch.tail_logprob_N.double().exp()
@@ -92,6 +106,10 @@ def test_every_row_keeps_its_label_whatever_is_cut_off(num_traces: int, max_leng
         assert int(batch.draft_ids_N[row]) == trace.draft_ids[kept]
 
 
+INPUTS = ["ids_BS", "position_ids_BS", "row_b_N", "row_s_N"]
+"""In the order that a model takes them."""
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_tokens_and_padding_add_up(packed: bool) -> None:
     traces = [make_trace(index=i, num_prompt=1 + 3 * i) for i in range(7)]
@@ -99,6 +117,8 @@ def test_tokens_and_padding_add_up(packed: bool) -> None:
     assert batch.num_tokens == sum(len(t.prompt_ids) + len(t.output_ids) - 1 for t in traces)
     assert batch.padding == pytest.approx(1 - batch.num_tokens / batch.ids_BS.numel())
     assert (batch.padding < 0.15) is packed
+    assert batch.num_rows == len(batch.label_ids_N) == 7 * 7
+    assert [part is getattr(batch, name) for part, name in zip(batch.inputs, INPUTS, strict=True)] == [True] * 4
     # No position is beyond what a sequence needs: a learnt position embedding has no more.
     assert int(batch.position_ids_BS.max()) == len(traces[-1].prompt_ids) + 7 - 1
 
@@ -108,6 +128,8 @@ def test_a_batch_moves_whole() -> None:
     tensors = [value for value in map(batch.__getattribute__, batch.__dataclass_fields__) if torch.is_tensor(value)]
     assert len(tensors) == 11 and all(tensor.device.type == "meta" for tensor in tensors)
     assert batch.num_tokens == 4
+    with pytest.raises(AttributeError, match="cannot assign"):
+        batch.num_tokens = 5  # type: ignore[misc]  # what several steps and threads look at does not change
 
 
 def test_tokens_after_the_last_row_are_not_fed() -> None:
@@ -116,13 +138,12 @@ def test_tokens_after_the_last_row_are_not_fed() -> None:
 
 
 def test_rows_weigh_as_much_as_they_were_unlikely_to_be_kept() -> None:
-    rows: dict[str, Any] = {
-        name: np.repeat(getattr(example(), name), 3, axis=0)
-        for name in ("kind", "draft_ids", "target_ids", "target_logprobs", "tail_logprob", "draft_version")
-    }
-    trace = example(position=[3, 4, 5], keep_prob=[1.0, 0.25, 0.5], **rows)
+    trace = several(3, position=[3, 4, 5], keep_prob=[1.0, 0.25, 0.5])
     weight_N = collate([trace], max_length=16, vocab_size=10).weight_N
     torch.testing.assert_close(weight_N, torch.tensor([1.0, 4.0, 2.0]) / 7)
+    # The first row's context is gone: it weighs nothing among those that are left, of this trace and of others.
+    weight_N = collate([trace, example()], max_length=2, vocab_size=10).weight_N
+    torch.testing.assert_close(weight_N, torch.tensor([4.0, 2.0, 1.0]) / 7)
 
 
 def test_traces_with_different_top_k_share_a_batch() -> None:
@@ -130,6 +151,7 @@ def test_traces_with_different_top_k_share_a_batch() -> None:
     batch = collate([narrow, wide], max_length=64, vocab_size=VOCAB_SIZE)
     assert batch.target_ids_NK.shape == (8, 6)
     assert (batch.target_logprobs_NK[:4, 3:] == -torch.inf).all()
+    assert (batch.target_ids_NK[:4, 3:] == 0).all(), "a token that there is: the loss looks its logit up"
     alone = collate([narrow], max_length=64, vocab_size=VOCAB_SIZE)
     torch.testing.assert_close(batch.target_logprobs_NK[:4, :3], alone.target_logprobs_NK)
 
@@ -143,13 +165,38 @@ def test_outputs_are_all_tokens_but_the_first() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "prompt token too high": ({"prompt_ids": [1, 10, 9]}, r"cmpl-1: prompt_ids holds 10, .* vocabulary has 10"),
-    "negative output token": ({"output_ids": [4, -3, 2]}, r"cmpl-1: output_ids holds -3"),
-    "listed token too high": ({"target_ids": [[4, 11]]}, r"cmpl-1: target_ids holds 11"),
+    "prompt token too high": ({"prompt_ids": [0, 10, 11]}, r"cmpl-1: prompt_ids holds 10, .* vocabulary has 10"),
+    "negative output token": ({"output_ids": [0, -1, -3]}, r"cmpl-1: output_ids holds -1, .* vocabulary has 10"),
+    "listed token too high": ({"target_ids": [[0, 10]]}, r"cmpl-1: target_ids holds 10, .* vocabulary has 10"),
+    "negative listed token": ({"target_ids": [[0, -1]]}, r"cmpl-1: target_ids holds -1, .* vocabulary has 10"),
     "token listed twice": ({"target_ids": [[4, 4]]}, r"cmpl-1: target_ids lists a token twice"),
     "mass missing": ({"tail_logprob": [-20.0], "target_logprobs": [[-1.0, -2.0]]}, r"cmpl-1: target_logprobs .* 0.503"),
     "infinite tail": ({"tail_logprob": [np.inf]}, r"cmpl-1: target_logprobs and tail_logprob of row 0 add up to inf"),
 }
+
+
+@pytest.mark.parametrize("mass, is_right", [(0.94, False), (0.96, True), (1.04, True), (1.06, False)])
+def test_a_row_is_whole_but_for_rounding(mass: float, is_right: bool) -> None:
+    trace = example(target_logprobs=np.log([[0.6, mass - 0.65]]), tail_logprob=np.log([0.05]))
+    assert (well_formed([trace], check_rows, 10) == [trace]) is is_right
+
+
+@pytest.mark.parametrize("others, worst", [([0.9, 1.6], 1), ([1.1, 0.5], 1), ([1.5, 1.1], 0)])
+def test_the_row_named_is_the_one_that_is_furthest_off(others: list[float], worst: int) -> None:
+    trace = several(2, position=[4, 5], target_logprobs=[[-20, -20]] * 2, tail_logprob=np.log(others))
+    with pytest.raises(ValueError, match=f"of row {worst} add up to {others[worst]}, not 1"):
+        check_rows(trace, 10)
+
+
+@pytest.mark.parametrize("make", [collate, collate_outputs])
+def test_a_batch_of_nothing_is_refused(make: Callable[..., RowBatch]) -> None:
+    with pytest.raises(ValueError, match="a batch needs at least one trace"):
+        make([], 16, 10)
+
+
+def test_outputs_are_checked_too() -> None:
+    with pytest.raises(ValueError, match="cmpl-1: output_ids holds 10"):
+        collate_outputs([example(), example(output_ids=[4, 10, 2])], max_length=16, vocab_size=10)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -171,36 +218,63 @@ def test_a_wrong_trace_among_many_is_left_out_and_logged(caplog: pytest.LogCaptu
     assert "trace bad: prompt_ids holds 99" in caplog.text
 
 
-def row(served: float, other: int = 2, listed: int = 4, tail: float = 1e-6, temperature: float = 0.0) -> Trace:
-    """One row where token 4 was served; the probability of the token `listed` there, and of what is not listed."""
-    return example(
-        target_ids=[[other, listed]],
-        target_logprobs=np.log([[1 - served - tail, served]]),
-        tail_logprob=np.log([tail]),
-        temperature=temperature,
-    )
+def row(served: float, likeliest: float, tail: float = 0.0, temperature: float = 0.0, listed: int = 4) -> Trace:
+    """One row where token 4 was served: the probabilities of token `listed`, of the likeliest and of all others."""
+    with np.errstate(divide="ignore"):
+        return example(
+            target_ids=[[2, listed]],
+            target_logprobs=np.log([[likeliest, served]]),
+            tail_logprob=np.log([tail]),
+            temperature=temperature,
+        )
+
+
+@pytest.mark.parametrize(
+    "temperature, least",
+    [
+        (0.0, 0.5248),  # as of a temperature of 0.07: 10000^-0.07
+        (0.07, 0.5248),
+        (0.1, 0.3981),
+        (0.5, 0.01),
+        (1.0, 1e-4),
+        (1.5, 1e-6),
+        (2.0, 1e-8),
+        (9.0, 1e-8),  # no more than at 2
+    ],
+)
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_the_served_token_has_its_least_part_of_the_likeliest(
+    temperature: float, least: float, is_listed: bool
+) -> None:
+    for ratio, is_enough in ((1.03 * least, True), (0.97 * least, False)):
+        served, likeliest = ratio / (1 + ratio), 1 / (1 + ratio)
+        one = row(served, likeliest, temperature=temperature)
+        if not is_listed:  # then it is within the tail
+            one = row(1e-9, likeliest, served, temperature, listed=3)
+        assert is_believable(one).tolist() == [is_enough]
+
+
+def test_each_row_is_held_against_the_token_served_there() -> None:
+    # Token 4 was served at positions 3 and 4, token 2 at 5. The rows name the likeliest, and one that is impossible.
+    target_ids = [[4, 2], [2, 4], [4, 2]]
+    rows = several(3, position=[3, 4, 5], target_ids=target_ids, target_logprobs=[[-0.01, -20]] * 3)
+    assert is_believable(rows).tolist() == [True, False, False]
 
 
 def test_rows_that_contradict_the_text_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    assert is_believable(row(0.9)).tolist() == [True]
-    assert is_believable(row(0.4)).tolist() == [True], "as likely as the likeliest, but for rounding"
-    assert is_believable(row(0.3)).tolist() == [False], "a greedy request serves the likeliest"
-    assert is_believable(row(2e-4, temperature=1.0)).tolist() == [True]
-    assert is_believable(row(5e-5, temperature=1.0)).tolist() == [False]
-    assert is_believable(row(5e-5, temperature=1.5)).tolist() == [True], "at a high temperature much is served"
-    assert is_believable(row(0.01, listed=3, tail=1e-3, temperature=1.0)).tolist() == [True], "among those not listed"
-    assert is_believable(row(0.01, listed=3, temperature=1.0)).tolist() == [False]
-    both = example(
-        position=[4, 5],
-        kind=[REJECTED, REJECTED],
-        draft_ids=[8, 8],
-        target_ids=[[7, 3], [2, 3]],
-        target_logprobs=np.log([[0.9, 0.1], [0.9, 0.1]]),
-        tail_logprob=np.log([1e-6, 1e-6]),
-        keep_prob=[1.0, 0.5],
-        draft_version=[1, 1],
-    )
-    (kept,), num_out = trainable([both, row(5e-5)], 10)
+    both = several(2, position=[4, 5], target_ids=[[7, 3], [2, 3]], keep_prob=[1.0, 0.5])
+    (kept,), num_out = trainable([both, row(0.001, 0.999), make_minimal_trace("no rows")], 10)
     assert num_out == 2
     assert kept.position.tolist() == [5] and kept.keep_prob.tolist() == [0.5]
-    assert "2 of 3 rows make the token served there all but impossible" in caplog.text
+    assert [record.message for record in caplog.records] == [
+        "left out: 2 of 3 rows make the token served there all but impossible"
+    ]
+
+
+@pytest.mark.parametrize("num_wrong, is_warned", [(0, False), (1, False), (2, True)])
+def test_one_row_in_a_hundred_may_contradict_in_silence(
+    num_wrong: int, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, wrong = example(), row(0.001, 0.999)
+    assert trainable([good] * (100 - num_wrong) + [wrong] * num_wrong, 10) == ([good] * (100 - num_wrong), num_wrong)
+    assert bool(caplog.records) is is_warned

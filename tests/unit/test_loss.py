@@ -78,6 +78,51 @@ def test_two_listed_tokens_and_the_rest_by_hand(name: str) -> None:
     assert gradient == pytest.approx(expected_gradient, abs=1e-6)
 
 
+# q = (0.5, 0.3, 0.2); p gives everything to token 0, so tokens 1 and 2 together are (p, q) = (0, 0.5).
+WITHOUT_TAIL: dict[str, tuple[float, list[float]]] = {
+    # ln(1/0.5); q − p, shared out within the rest as q is.
+    "forward_kl": (0.6931472, [-0.5, 0.3, 0.2]),
+    # ln p of the rest counts as −30: 0.5 ln 0.5 + 0.5 (ln 0.5 + 30); 0.5 (−0.6931472 − L); 0.3 (29.3068528 − L); …
+    "reverse_kl": (14.3068528, [-7.5, 4.5, 3.0]),
+    # m = (0.75, 0.25): ½ ln(4/3) + ½ (½ ln(2/3) + ½ ln 2); g = ½ ln(q/m) = (−0.2027326, 0.3465736), Σ g q = 0.0719205.
+    "jensen_shannon": (0.2157616, [-0.1373265, 0.0823959, 0.0549306]),
+    # ½ (0.5 + 0.5); g = (−½, ½).
+    "total_variation": (0.5, [-0.25, 0.15, 0.1]),
+    # α = 0.5.
+    "negative_log_acceptance": (0.6931472, [-0.5, 0.3, 0.2]),
+    # λ = exp(−1.5) = 0.2231302.
+    "lk_hybrid": (0.5430969, [-0.3057826, 0.1834695, 0.1223130]),
+}
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("listed", [[0.0], [0.0, -INF]], ids=["not listed", "listed with nothing"])
+def test_where_the_target_gave_nothing_by_hand(name: str, listed: list[float]) -> None:
+    logits = [math.log(q) for q in (0.5, 0.3, 0.2)]
+    loss, gradient = value_and_gradient(name, logits, [0, 1][: len(listed)], listed, -INF)
+    expected, expected_gradient = WITHOUT_TAIL[name]
+    assert loss == pytest.approx(expected, abs=1e-5)
+    assert gradient == pytest.approx(expected_gradient, abs=1e-5)
+
+
+def test_a_bucket_that_does_not_exist_is_0_everywhere() -> None:
+    # One row lists both tokens there are, so has no rest; the other lists one of them, and is padded.
+    logits_NV = torch.tensor([[0.3, 0.7], [0.4, 0.6]]).log()
+    logprobs_NK = torch.tensor([[0.1, 0.9], [0.8, 0.0]]).log()
+    both = coarsen(logits_NV, torch.tensor([[0, 1], [1, 0]]), logprobs_NK, torch.tensor([-INF, math.log(0.2)]))
+    assert both.is_in_NC.tolist() == [[True, True, False], [True, False, True]]
+    for values_NC in (both.logp_NC, both.logq_NC, both.p_NC, both.q_NC):
+        assert values_NC[~both.is_in_NC].tolist() == [0, 0]
+    torch.testing.assert_close(both.q_NC, torch.tensor([[0.3, 0.7, 0], [0.6, 0, 0.4]]))
+    torch.testing.assert_close(both.p_NC, torch.tensor([[0.1, 0.9, 0], [0.8, 0, 0.2]]))
+
+
+def test_less_than_can_be_told_from_nothing_counts_as_so_much_but_keeps_its_mass() -> None:
+    both = coarsen(torch.zeros(1, 3), torch.tensor([[0, 1]]), torch.tensor([[0.0, -40.0]]), torch.tensor([-29.0]))
+    assert both.logp_NC.tolist() == [[0, -30, -29]]
+    assert both.p_NC[0].tolist() == pytest.approx([1, math.exp(-40), math.exp(-29)], rel=1e-5)
+
+
 def test_total_variation_is_what_acceptance_lacks() -> None:
     # α = Σ min(p, q) = 0.4 + 0.1 + 0.2.
     logits_NV = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
