@@ -1,4 +1,4 @@
-"""Damaged append-only files of a private server: cut off at the damage, or set aside.
+"""A server's append-only file: written anew after a purge; where a private server's is damaged, cut off or set aside.
 
 A replay buffer may lose traces, but must not keep the service from starting. (A file that merely ends too early is no
 damage: the server cuts that itself, `aof-load-truncated yes`.)
@@ -10,6 +10,7 @@ import logging
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ _DAMAGE = (
 )
 _CHECK_SECONDS = 60
 _REWRITE_SECONDS = 60
+_FORGET_SECONDS = 10.0
+_FORGET_POLL_SECONDS = 0.05
 
 
 def is_damage(said: str) -> bool:
@@ -36,6 +39,32 @@ def is_damage(said: str) -> bool:
 def was_truncated(said: str) -> bool:
     """Whether the server cut its append-only file while loading. `said`: its log."""
     return "Truncating the AOF" in said
+
+
+def forget(
+    command: Callable[..., Any],
+    *,
+    seconds: float = _FORGET_SECONDS,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Have the server write its append-only file anew, if it keeps one; whether that was begun, or is not needed.
+
+    A server that just does so is waited for, `seconds` at most: what it writes may still hold what was deleted.
+    Raises `RedisError`.
+    """
+    deadline = clock() + seconds
+    while (state := command("INFO", "persistence")).get("aof_enabled"):
+        if not state.get("aof_rewrite_in_progress"):
+            command("BGREWRITEAOF")
+            return True
+        if clock() > deadline:
+            logger.warning(
+                "purged traces stay in the append-only file until the next purge, or the server's next rewrite"
+            )
+            return False
+        sleep(_FORGET_POLL_SECONDS)
+    return True
 
 
 def cut(directory: Path, program: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,9 +120,10 @@ class Link:
 class Backoff:
     """Whether a server that failed may be tried again: after 0.1 s, then twice as long each time, up to 5 s."""
 
-    def __init__(self, first: float = 0.1, longest: float = 5.0) -> None:
+    def __init__(self, first: float = 0.1, longest: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._first = first
         self._longest = longest
+        self._clock = clock
         self._delay = 0.0
         self._next_try = 0.0
         self._lock = threading.Lock()
@@ -130,9 +131,9 @@ class Backoff:
     def may_try(self) -> bool:
         """Whether to try now. While the server is failing, one caller at a time is told to."""
         with self._lock:
-            if self._delay and time.monotonic() < self._next_try:
+            if self._delay and self._clock() < self._next_try:
                 return False
-            self._next_try = time.monotonic() + self._delay
+            self._next_try = self._clock() + self._delay
             return True
 
     def failed(self) -> bool:
@@ -140,7 +141,7 @@ class Backoff:
         with self._lock:
             is_first = not self._delay
             self._delay = min(max(2 * self._delay, self._first), self._longest)
-            self._next_try = time.monotonic() + self._delay
+            self._next_try = self._clock() + self._delay
             return is_first
 
     def succeeded(self) -> bool:

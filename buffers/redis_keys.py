@@ -2,9 +2,11 @@
 
     osd:DEPLOYMENT:{DRAFT:DOMAIN}:TARGET_ID:train     stream, dense ids SEQ-0, at most max_traces
     osd:DEPLOYMENT:{DRAFT:DOMAIN}:TARGET_ID:holdout   the same for held-out traces
+    ...:train:unreadable, ...:holdout:unreadable      sorted sets, ids of the stream's entries found to be unreadable
     osd:DEPLOYMENT:{DRAFT}:TARGET_ID:domains          set of domains other than ""
     osd:DEPLOYMENT:{DRAFT}:TARGET_ID:anchors          hash, slot -> trace: the trainer's sample of all times
-    osd:DEPLOYMENT:buffers                            set of "DRAFT TARGET_ID" that ever took a trace
+    osd:DEPLOYMENT:buffers                            set of "DRAFT TARGET_ID" that hold traces
+    osd:DEPLOYMENT:unreadable                         hash, reason -> stored traces that could not be decoded, ever
 
 The braces are Redis Cluster's hash tag: a script touches the keys of one slot only.
 """
@@ -45,6 +47,10 @@ class Keys:
         return f"osd:{self.deployment}:buffers"
 
     @property
+    def unreadable(self) -> str:
+        return f"osd:{self.deployment}:unreadable"
+
+    @property
     def member(self) -> str:
         """This buffer's member in the set `buffers`."""
         return f"{self.draft} {self.target_id}"
@@ -54,6 +60,11 @@ class Keys:
 
     def holdout(self, domain: str) -> str:
         return f"osd:{self.deployment}:{{{self.draft}:{domain}}}:{self.target_id}:holdout"
+
+    @staticmethod
+    def marks(stream: str) -> str:
+        """What goes with a stream: the ids of its unreadable entries."""
+        return f"{stream}:unreadable"
 
     def others(self, members: Sequence[bytes]) -> list[Keys]:
         """The keys of every buffer named in the set `buffers`."""

@@ -6,23 +6,22 @@ longer and raises `ReplayBufferError`. Keys stand in `redis_keys.py`, the script
 
 from __future__ import annotations
 
-import logging
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from buffers import aof, scripts
 from buffers import cursor as cursors
-from buffers import scripts
-from buffers.base import Cursor, clean_domain
-from buffers.codec import CorruptTrace, UnknownSchema, decode_trace, encode_trace
-from buffers.cursor import UNREADABLE_AT, Entry, Span
+from buffers.base import Cursor
+from buffers.codec import encode_trace
+from buffers.cursor import Entry, Span
 from buffers.link import Link
 from buffers.redis_keys import Keys
 from buffers.redis_writer import Drops, RedisWriter
-from osd.records import BufferStats, Trace
+from buffers.unreadable import Unreadable
+from osd.records import BufferStats, Trace, clean_domain
 
 PUT_SECONDS = 2.0
 """How long `put` waits for one answer; after so long it sends nothing more. On a busy machine a healthy server may need
@@ -31,8 +30,6 @@ READ_SECONDS = 15.0
 """How long every other call waits for one answer."""
 _READ_CHUNK = 32
 _TIMES_CHUNK = 64
-_REWRITE_SECONDS = 10.0
-logger = logging.getLogger(__name__)
 
 
 class RedisTraceBuffer:
@@ -61,6 +58,9 @@ class RedisTraceBuffer:
         self._link = Link(url, timeout=read_seconds)
         self._put_link = Link(url, timeout=put_seconds)
         self._drops = Drops()
+        self._unreadable = Unreadable(self._link, self._keys, self._drops)
+        self._owes_rewrite = False
+        """Whether something was deleted that may still stand in the server's append-only file."""
         self._writer = RedisWriter(
             self._put_link,
             self._keys,
@@ -113,7 +113,8 @@ class RedisTraceBuffer:
             for i in range(0, len(chosen), _READ_CHUNK):
                 some = chosen[i : i + _READ_CHUNK]
                 ranges = [("XRANGE", self._keys.train(domain), f"{seq}-0", f"{seq}-0") for domain, seq in some]
-                entries += [self._entry(*row) for rows in self._link.commands(ranges) for row in rows]
+                for (domain, _), rows in zip(some, self._link.commands(ranges), strict=True):
+                    entries += self._unreadable.entries(self._keys.train(domain), rows)
         return [entry.trace for entry in entries if entry.trace is not None]
 
     def set_anchors(self, anchors: Mapping[int, Trace | None]) -> None:
@@ -128,9 +129,10 @@ class RedisTraceBuffer:
         if not slots:
             return []
         with self._link.errors():
-            found = self._link.command("HMGET", self._keys.anchors, *slots)
-        entries = [self._entry(b"0-0", {b"p": data}) for data in found if data is not None]
-        return [entry.trace for entry in entries if entry.trace is not None]
+            found = zip(slots, self._link.command("HMGET", self._keys.anchors, *slots), strict=True)
+            stored = {slot: data for slot, data in found if data is not None}
+            traces = self._unreadable.anchors(self._keys.anchors, stored)
+        return [traces[slot] for slot in slots if slot in traces]
 
     def holdout(self, n: int) -> list[Trace]:
         if n <= 0:
@@ -138,8 +140,8 @@ class RedisTraceBuffer:
         entries: list[Entry] = []
         with self._link.errors():
             for domain in self._domains(self._keys):
-                rows = self._link.command("XREVRANGE", self._keys.holdout(domain), "+", "-", "COUNT", n)
-                entries += [self._entry(*row) for row in reversed(rows)]
+                rows = self._link.command("XREVRANGE", key := self._keys.holdout(domain), "+", "-", "COUNT", n)
+                entries += self._unreadable.entries(key, reversed(rows))
         traces = [entry.trace for entry in entries if entry.trace is not None]
         return sorted(traces, key=lambda trace: trace.finished_at)[-n:]
 
@@ -149,13 +151,14 @@ class RedisTraceBuffer:
             streams = [self._keys.train(d) for d in domains], [self._keys.holdout(d) for d in domains]
             train, held_out = ([info for info in self._infos(keys) if info] for keys in streams)
             sizes = self._link.commands([("MEMORY", "USAGE", key) for keys in streams for key in keys])
+            unreadable = self._unreadable.totals()
         return BufferStats(
             num_traces=sum(info.span.num for info in train),
             num_holdout=sum(info.span.num for info in held_out),
             num_bytes=sum(size or 0 for size in sizes),
             num_put=sum(info.num_added for info in train),
             oldest_at=min((info.oldest_at for info in train if info.span.num), default=0.0),
-            dropped=self.dropped,
+            dropped=self.dropped | unreadable,
         )
 
     def purge(self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False) -> int:
@@ -163,17 +166,17 @@ class RedisTraceBuffer:
         that nothing of it stays there either."""
         chosen = None if domain is None else clean_domain(domain)
         until = math.inf if before is None else before
-        num_anchors = 0
         with self._link.errors():
+            was_owed, self._owes_rewrite = self._owes_rewrite, True  # until it is paid, whatever fails before
             members = self._link.command("SMEMBERS", self._keys.buffers) if all_targets else []
-            num = 0
+            num = num_anchors = 0
             for keys in {self._keys, *self._keys.others(members)}:
                 num_anchors += self._link.command("HLEN", keys.anchors)
                 is_all = domain is None and before is None
                 num += self._purge(keys) if is_all else self._purge_some(keys, chosen, until)
                 num_anchors -= self._link.command("HLEN", keys.anchors)
-            if num or num_anchors > 0:
-                self._forget_on_disk()
+            is_needed = was_owed or num > 0 or num_anchors > 0
+            self._owes_rewrite = is_needed and not aof.forget(self._link.command)
         return num
 
     def close(self) -> None:
@@ -181,19 +184,31 @@ class RedisTraceBuffer:
         self._put_link.close()
 
     def _purge(self, keys: Keys) -> int:
-        domains = self._domains(keys)
-        calls = [(scripts.REMOVE, [keys.train(domain), keys.holdout(domain)], ()) for domain in domains]
-        num = sum(self._link.script(*call) for call in calls)
-        self._link.command("DEL", keys.domains, keys.anchors)
+        """Everything of one buffer. Who stores meanwhile lists it afterwards: either it is listed when this is done, or
+        it is gone."""
+        num = self._remove(keys, self._domains(keys))
         self._link.command("SREM", keys.buffers, keys.member)
+        domains = self._domains(keys)
+        if labels := domains[1:]:
+            self._link.command("SREM", keys.domains, *labels)
+        num += self._remove(keys, domains)
+        self._link.command("DEL", keys.anchors)
+        return num
+
+    def _remove(self, keys: Keys, domains: Sequence[str]) -> int:
+        """Delete the streams of these domains; how many entries they held."""
+        num = 0
+        for streams in ([keys.train(domain), keys.holdout(domain)] for domain in domains):
+            num += self._link.script(scripts.REMOVE, streams)
+            self._link.command("UNLINK", *map(keys.marks, streams))
         return num
 
     def _purge_some(self, keys: Keys, domain: str | None, before: float) -> int:
         chosen = [name for name in self._domains(keys) if domain in (None, name)]
         num = sum(self._trim(key, before) for name in chosen for key in (keys.train(name), keys.holdout(name)))
-        for slot, data in self._link.command("HGETALL", keys.anchors).items():
-            trace = self._entry(b"0-0", {b"p": data}).trace
-            if trace is None or (domain in (None, clean_domain(trace.domain)) and trace.finished_at < before):
+        stored = {int(slot): data for slot, data in self._link.command("HGETALL", keys.anchors).items()}
+        for slot, trace in self._unreadable.anchors(keys.anchors, stored).items():
+            if domain in (None, clean_domain(trace.domain)) and trace.finished_at < before:
                 self._link.command("HDEL", keys.anchors, slot)
         return num
 
@@ -205,19 +220,6 @@ class RedisTraceBuffer:
         span = _Info.parse(answer).span
         last = next((seq for at, seq in self._newest_first(key, span.first - 1, span.last) if at < before), None)
         return int(self._link.command("XTRIM", key, "MINID", "=", f"{last + 1}-0")) if last is not None else 0
-
-    def _forget_on_disk(self) -> None:
-        """Have the server write its append-only file anew, if it keeps one; one that just does so is waited for, since
-        what it writes may still hold what was deleted. Raises `RedisError`."""
-        deadline = time.monotonic() + _REWRITE_SECONDS
-        while (state := self._link.command("INFO", "persistence")).get("aof_enabled"):
-            if not state.get("aof_rewrite_in_progress"):
-                self._link.command("BGREWRITEAOF")
-                return
-            if time.monotonic() > deadline:
-                logger.warning("purged traces stay in the append-only file until the server writes it anew")
-                return
-            time.sleep(0.05)
 
     def _domains(self, keys: Keys) -> list[str]:
         return ["", *sorted(label.decode() for label in self._link.command("SMEMBERS", keys.domains))]
@@ -242,8 +244,7 @@ class RedisTraceBuffer:
             rows = self._link.command("XRANGE", key, f"{after + 1}-0", f"{last}-0", "COUNT", _READ_CHUNK)
             if not rows:
                 return
-            for row in rows:
-                entry = self._entry(*row)
+            for entry in self._unreadable.entries(key, rows):
                 after = entry.seq
                 yield entry
 
@@ -256,19 +257,6 @@ class RedisTraceBuffer:
             for seq, at in zip(flat[::2], flat[1::2], strict=True):
                 yield _as_time(at), int(seq)
                 last = int(seq) - 1
-
-    def _entry(self, entry_id: bytes, fields: dict[bytes, bytes] | None) -> Entry:
-        """Decode; an entry that cannot be decoded is counted."""
-        seq = int(entry_id.split(b"-")[0])
-        try:
-            trace = decode_trace((fields or {}).get(b"p", b""))
-        except UnknownSchema:
-            self._drops.add("schema")
-        except CorruptTrace:
-            self._drops.add("corrupt")
-        else:
-            return Entry(trace.finished_at, seq, trace)
-        return Entry(UNREADABLE_AT, seq, None)
 
 
 class _Info(NamedTuple):

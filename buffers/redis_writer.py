@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from redis.exceptions import RedisError
@@ -55,6 +56,15 @@ class _Packed(NamedTuple):
     payload: bytes
 
 
+@dataclass
+class _Tally:
+    """What became of the traces of one put."""
+
+    num_left: int
+    """Neither stored nor counted as dropped."""
+    num_stored: int = 0
+
+
 class RedisWriter:
     """Puts traces; see `TraceBuffer.put`.
 
@@ -62,14 +72,25 @@ class RedisWriter:
     per stream) and the put tried once more; what does not fit even then is dropped and counted as "memory".
     """
 
-    def __init__(self, link: Link, keys: Keys, drops: Drops, *, max_traces: int, max_domains: int, seconds: float):
+    def __init__(
+        self,
+        link: Link,
+        keys: Keys,
+        drops: Drops,
+        *,
+        max_traces: int,
+        max_domains: int,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._link = link
         self._keys = keys
         self._drops = drops
         self._capacities = (max_traces, holdout_capacity(max_traces))
         self._max_domains = max_domains
         self._seconds = seconds
-        self._backoff = Backoff()
+        self._clock = clock
+        self._backoff = Backoff(clock=clock)
 
     def put(self, traces: Sequence[Trace]) -> int:
         """Store what can be stored within about `seconds`; the rest is dropped and counted."""
@@ -78,18 +99,17 @@ class RedisWriter:
         if not self._backoff.may_try():
             self._drops.add("redis", len(traces))
             return 0
-        num_done = num_stored = 0
+        tally = _Tally(len(traces))
         try:
-            for num, packed in self._chunks(traces):
-                num_stored += self._store(packed)
-                num_done += num
+            for packed in self._chunks(traces, tally):
+                self._store(packed, tally)
         except RedisError as error:
-            self._drops.add("redis", len(traces) - num_done)
+            self._drops.add("redis", tally.num_left)
             self._gave_up(error)
-            return num_stored
+            return tally.num_stored
         if self._backoff.succeeded():
             logger.info("replay buffer %s takes traces again", self._link.name)
-        return num_stored
+        return tally.num_stored
 
     def _gave_up(self, error: RedisError) -> None:
         self._link.drop_connections()
@@ -97,27 +117,28 @@ class RedisWriter:
             said = self._link.explain(error)
             logger.warning("replay buffer %s: %s; traces are dropped until it is back", self._link.name, said)
 
-    def _chunks(self, traces: Sequence[Trace]) -> Iterator[tuple[int, list[_Packed]]]:
-        """(traces used up, those of them that could be encoded), at most 4 MiB and 128 traces at a time.
+    def _chunks(self, traces: Sequence[Trace], tally: _Tally) -> Iterator[list[_Packed]]:
+        """Those that can be encoded, at most 4 MiB and 128 traces at a time; the others are dropped and counted.
 
         Raises `RedisTimeoutError` when time is up.
         """
-        deadline = time.monotonic() + self._seconds
+        deadline = self._clock() + self._seconds
         domains = self._admit(traces)
-        num, packed, size = 0, list[_Packed](), 0
+        packed, size = list[_Packed](), 0
         for trace, domain in zip(traces, domains, strict=True):
-            if not num and time.monotonic() > deadline:
+            if not packed and self._clock() > deadline:
                 raise RedisTimeoutError(f"no time left after {self._seconds} s")
-            num += 1
             one = self._pack(trace, domain)
-            if one:
-                packed.append(one)
-                size += len(one.payload)
+            if one is None:
+                self._drop("invalid", 1, tally)
+                continue
+            packed.append(one)
+            size += len(one.payload)
             if size >= _CHUNK_BYTES or len(packed) >= _CHUNK_TRACES:
-                yield num, packed
-                num, packed, size = 0, [], 0
-        if num:
-            yield num, packed
+                yield packed
+                packed, size = [], 0
+        if packed:
+            yield packed
 
     def _admit(self, traces: Sequence[Trace]) -> list[str]:
         """The domain each trace is stored in."""
@@ -133,35 +154,47 @@ class RedisWriter:
         try:
             payload = encode_trace(in_domain(trace, domain))
         except ValueError as error:
-            self._drops.add("invalid")
             logger.debug("%s", error)
             return None
         return _Packed(domain, trace.is_holdout, repr(float(trace.finished_at)), payload)
 
-    def _store(self, packed: list[_Packed]) -> int:
-        """Store in as many scripts as there are domains; return how many traces were stored."""
-        refused = self._send(packed)
+    def _store(self, packed: list[_Packed], tally: _Tally) -> None:
+        refused = self._send(packed, tally)
         if refused:
             self._make_room()
-            refused = self._send(refused)
-            self._drops.add("memory", len(refused))
-        return len(packed) - len(refused)
+            refused = self._send(refused, tally)
+            self._drop("memory", len(refused), tally)
 
-    def _send(self, packed: list[_Packed]) -> list[_Packed]:
-        """Send; return what the server refused for lack of memory."""
+    def _send(self, packed: list[_Packed], tally: _Tally) -> list[_Packed]:
+        """Store in as many scripts as there are domains; return what the server refused for lack of memory.
+
+        Domain and buffer are listed after what is stored there: a purge in between must not leave a stream that nobody
+        knows of. Raises `RedisError` when any was refused for another reason.
+        """
         groups: dict[str, list[_Packed]] = {}
         for one in packed:
             groups.setdefault(one.domain, []).append(one)
         calls = [self._call(domain, group) for domain, group in groups.items()]
+        if labels := [domain for domain in groups if domain]:
+            calls.append((scripts.REGISTER, [self._keys.domains], labels))
+        calls.append((scripts.REGISTER, [self._keys.buffers], [self._keys.member]))
         refused: list[_Packed] = []
-        register: Call = (scripts.REGISTER, [self._keys.buffers], [self._keys.member])
-        answers = self._link.scripts([register, *calls])[1:]
-        for answer, group in zip(answers, groups.values(), strict=True):
+        errors: list[RedisError] = []
+        for answer, group in zip(self._link.scripts(calls), groups.values(), strict=False):
             if is_out_of_memory(answer):
                 refused += group
-            elif isinstance(answer, Exception):
-                raise answer
+            elif isinstance(answer, RedisError):
+                errors.append(answer)
+            else:
+                tally.num_stored += len(group)
+                tally.num_left -= len(group)
+        if errors:
+            raise errors[0]
         return refused
+
+    def _drop(self, reason: str, num: int, tally: _Tally) -> None:
+        self._drops.add(reason, num)
+        tally.num_left -= num
 
     def _call(self, domain: str, group: list[_Packed]) -> Call:
         group = sorted(group, key=lambda one: one.is_holdout)

@@ -87,8 +87,8 @@ return dropped
 """
 
 REGISTER = """
--- KEYS: the set of buffers. ARGV: this buffer's member. Out of memory, the put that follows says so.
-redis.pcall('SADD', KEYS[1], ARGV[1])
+-- KEYS: a set. ARGV: its members to be. Out of memory, the put before says so.
+redis.pcall('SADD', KEYS[1], unpack(ARGV))
 return 1
 """
 
@@ -100,4 +100,29 @@ for _, key in ipairs(KEYS) do
   redis.call('UNLINK', key)
 end
 return removed
+"""
+
+MARK = """
+-- KEYS: a stream, the sorted set of its unreadable entries. ARGV: ids of such. Forgets those that left the stream.
+-- Returns 1 for each that was not known. Out of memory, none is marked, and none new.
+local first = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', first and '(' .. string.match(first[1], '^%d+') or '+inf')
+local is_new = {}
+for i, seq in ipairs(ARGV) do
+  local added = redis.pcall('ZADD', KEYS[2], seq, seq)
+  is_new[i] = type(added) == 'number' and added or 0
+end
+return is_new
+"""
+
+COUNT = """
+-- KEYS: a hash of counts. ARGV: the field, how many more. Out of memory, it stays as it was.
+redis.pcall('HINCRBY', KEYS[1], ARGV[1], ARGV[2])
+return 1
+"""
+
+DISCARD = """
+-- KEYS: a hash. ARGV: a field, what was found there. Deletes it if it is still that; returns how many that were.
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+return redis.call('HDEL', KEYS[1], ARGV[1])
 """

@@ -6,10 +6,8 @@ import logging
 import os
 import signal
 import socket
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffers.codec import encode_trace
 from buffers.embedded import EmbeddedValkey
 from buffers.redis_stream import RedisTraceBuffer
 from osd.errors import ReplayBufferError
@@ -198,139 +195,12 @@ def test_a_server_behind_tls(tmp_path: Path):
     assert "\n" not in str(caught.value) and server.password not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["localhost:6379", "http://h/0", "redis://h:port/0"])
-def test_what_is_no_redis_url_is_refused(url: str):
-    with pytest.raises(ReplayBufferError, match="not a Redis URL"):
-        open_buffer(url)
-
-
-@pytest.mark.parametrize("place", [{"deployment": "a:b"}, {"draft": "a}"}, {"target_id": ""}, {"draft": "x y"}])
-def test_names_that_cannot_be_part_of_a_key_are_refused(place: dict[str, str]):
-    with pytest.raises(ValueError, match=next(iter(place))):
-        open_buffer("redis://127.0.0.1:1/0", **place)
-
-
-def test_a_server_full_of_other_data_drops_and_counts(buffer: RedisTraceBuffer, server: EmbeddedValkey):
-    assert buffer.put([make_trace()]) == 1
-    with servers.admin(server) as client:
-        fill(client)
-        assert buffer.put(make_traces(5, start=1, domain="new")) == 0
-        assert buffer.dropped == {"memory": 5}
-        client.delete(*client.keys("other:*"))
-    assert buffer.put([make_trace(index=9)]) == 1
-    assert ids(buffer.read({}, 10)[0]) == ids([make_trace(), make_trace(index=9)])
-
-
-def fill(client: Any) -> None:
-    """Write until the server refuses."""
-    size = 1 << 20
-    for i in range(10_000):
-        try:
-            client.set(f"other:{i}", b"x" * size)
-        except Exception as error:  # noqa: BLE001
-            assert "OOM" in str(error) or "maxmemory" in str(error)
-            size //= 4
-            if not size:
-                return
-
-
-def test_a_server_full_of_traces_lets_the_oldest_go(server: EmbeddedValkey):
-    """More traces than memory holds, well before max_traces: the newest are taken all the same, in every domain."""
-    old = open_buffer(server.url, target_id="replaced")
-    old.put(make_traces(500, start=10_000, target_id="replaced", num_output=400, num_rows=100, top_k=64))
-    buffer = open_buffer(server.url)
-    num_stored = 0
-    for i in range(0, 1500, 20):
-        num_stored += buffer.put(make_traces(20, start=i, domain="abc"[i % 3], num_output=400, num_rows=100, top_k=64))
-    assert num_stored == 1500
-    assert buffer.dropped == {}
-    stats = buffer.stats()
-    assert 64 < stats.num_traces < 1000
-    newest = ids(buffer.read(buffer.skip_to_newest({}, 20), 20)[0])
-    assert newest == ids(make_traces(20, start=1480))
-    assert old.stats().num_traces < 500
-
-
-def test_entries_that_cannot_be_read_are_skipped_and_counted(buffer: RedisTraceBuffer, server: EmbeddedValkey):
-    good = make_traces(6, domain="code")
-    buffer.put(good[:2])
-    key = "osd:a:{default:code}:target-a:train"
-    newer = bytearray(encode_trace(make_trace())[:-4])
-    struct.pack_into("<H", newer, 4, 77)
-    bad = [bytes(newer) + struct.pack("<I", zlib.crc32(newer)), b"rubbish", b""]
-    with servers.admin(server) as client:
-        last = int(client.xinfo_stream(key)["last-generated-id"].split(b"-")[0])
-        for i, payload in enumerate(bad):
-            client.xadd(key, {"t": "x", "p": payload}, id=f"{last + 1 + i}-0")
-        client.xadd(key, {"strange": "fields"}, id=f"{last + 4}-0")
-    buffer.put(good[2:])
-    with servers.admin(server) as client:
-        client.xadd(key, {"t": "5", "p": b"rubbish at the end"}, id=f"{last + 9}-0")
-    assert buffer.num_unread({}) == 11
-    traces, cursor = buffer.read({}, 6)
-    assert ids(traces) == ids(good)
-    assert buffer.dropped == {"schema": 1, "corrupt": 4}
-    assert buffer.num_unread(cursor) == 0
-    assert buffer.read(cursor, 6) == ([], cursor)
-    assert sorted(ids(buffer.sample(11, np.random.default_rng(0), cursor))) == sorted(ids(good))
-    assert buffer.stats().dropped == {"schema": 2, "corrupt": 8}
-    assert buffer.num_unread(buffer.skip_to_newest({}, 3)) == 3
-    assert buffer.stats().oldest_at == good[0].finished_at
-
-
-def test_scripts_are_sent_again_to_a_server_that_forgot_them(buffer: RedisTraceBuffer, server: EmbeddedValkey):
-    buffer.put([make_trace()])
-    with servers.admin(server) as client:
-        client.script_flush()
-    assert buffer.put(make_traces(3, start=1, domain="code")) == 3
-    with servers.admin(server) as client:
-        client.script_flush()
-    assert len(buffer.read({}, 10)[0]) == 4
-    assert buffer.dropped == {}
-
-
-def test_data_lost_with_the_server_does_not_hide_what_comes_after(buffer: RedisTraceBuffer, server: EmbeddedValkey):
-    buffer.put(make_traces(500))
-    _, cursor = buffer.read({}, 1000)
-    with servers.admin(server) as client:
-        client.flushall()
-    buffer.put(make_traces(3, start=500))
-    assert buffer.num_unread(cursor) == 3
-    assert ids(buffer.read(cursor, 10)[0]) == ids(make_traces(3, start=500))
-
-
-def test_ids_are_dense_and_the_hash_tag_holds_draft_and_domain(buffer: RedisTraceBuffer, server: EmbeddedValkey):
-    for i in range(0, 90, 9):
-        buffer.put(make_traces(9, start=i, domain="code"))
-    with servers.admin(server) as client:
-        entry_ids = [entry_id for entry_id, _ in client.xrange("osd:a:{default:code}:target-a:train")]
-        sequence = [int(entry_id.removesuffix(b"-0")) for entry_id in entry_ids]
-    assert sequence == list(range(sequence[0], sequence[0] + 90))
-
-
 def test_a_large_put_travels_in_pieces(tmp_path: Path):
     with servers.start("valkey", tmp_path) as server:
         buffer = open_buffer(server.url)
         traces = [make_trace(index=i, num_output=2000, num_rows=2000, top_k=64, seed=0) for i in range(30)]
         assert buffer.put(traces) == 30
         assert ids(buffer.read({}, 100)[0]) == ids(traces)
-
-
-def test_traces_that_cannot_be_encoded_are_dropped_and_counted(buffer: RedisTraceBuffer):
-    assert buffer.put([make_trace(finished_at=float("nan")), make_trace(index=1)]) == 1
-    assert buffer.dropped == {"invalid": 1}
-
-
-def test_purge_of_all_targets(server: EmbeddedValkey, buffer: RedisTraceBuffer):
-    other = open_buffer(server.url, target_id="target-b")
-    neighbour = open_buffer(server.url, deployment="b")
-    buffer.put(make_traces(3, domain="code"))
-    other.put(make_traces(4, target_id="target-b", domain="chat"))
-    neighbour.put(make_traces(5))
-    assert buffer.purge(all_targets=True) == 7
-    assert neighbour.stats().num_traces == 5
-    with servers.admin(server) as client:
-        assert client.keys("osd:a:*") == []
 
 
 def test_a_server_too_old_is_refused():

@@ -65,6 +65,11 @@ def test_what_cannot_be_told_apart_is_not_shown_and_not_used(url: str, shown: st
     assert str(caught.value).startswith(f"{shown}: ") and str(refused.value).startswith(f"buffer.redis_url={shown}: ")
 
 
+def test_a_scheme_that_is_not_redis_is_refused() -> None:
+    with pytest.raises(ReplayBufferError, match="^http://h/0: not a Redis URL"):
+        Link("http://me:pw@h/0", timeout=1)
+
+
 @pytest.mark.parametrize(
     "url", ["redis://alice:s%40cret@h", "redis://h?username=alice&password=s%40cret", "unix://alice:s@cret@/run/s"]
 )

@@ -1,0 +1,76 @@
+"""What is stored and cannot be decoded: passed over by whoever meets it, and counted once in a deployment.
+
+    entry ─ decode ─► trace
+              └─ fails ─► marked beside its stream; the first to mark it counts it ─► total of the deployment
+
+Marks and total stand on the server, so that neither another look, nor another client, nor a restart counts anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from buffers import scripts
+from buffers.codec import CorruptTrace, UnknownSchema, decode_trace
+from buffers.cursor import UNREADABLE_AT, Entry
+from buffers.link import Link
+from buffers.redis_keys import Keys
+from buffers.redis_writer import Drops
+from osd.records import Trace
+
+Row = tuple[bytes, dict[bytes, bytes] | None]
+"""An entry of a stream as the server gives it: its id, and its fields."""
+
+
+class Unreadable:
+    """Decodes what one buffer has stored. Every method raises `RedisError`."""
+
+    def __init__(self, link: Link, keys: Keys, drops: Drops) -> None:
+        self._link, self._keys, self._drops = link, keys, drops
+
+    def entries(self, stream: str, rows: Iterable[Row]) -> list[Entry]:
+        """The entries of a stream in the order given."""
+        entries: list[Entry] = []
+        reasons: dict[int, str] = {}
+        for entry_id, fields in rows:
+            seq = int(entry_id.split(b"-")[0])
+            trace, reason = _decode((fields or {}).get(b"p", b""))
+            entries.append(Entry(trace.finished_at if trace else UNREADABLE_AT, seq, trace))
+            if reason:
+                reasons[seq] = reason
+        if reasons:
+            is_new = self._link.script(scripts.MARK, [stream, self._keys.marks(stream)], list(reasons))
+            self._count(Counter(reason for reason, new in zip(reasons.values(), is_new, strict=True) if new))
+        return entries
+
+    def anchors(self, anchors: str, found: Mapping[int, bytes]) -> dict[int, Trace]:
+        """Slot -> trace; slots whose content is unreadable are emptied."""
+        traces: dict[int, Trace] = {}
+        for slot, data in found.items():
+            trace, reason = _decode(data)
+            if trace is not None:
+                traces[slot] = trace
+            elif self._link.script(scripts.DISCARD, [anchors], [slot, data]):
+                self._count(Counter([reason]))
+        return traces
+
+    def totals(self) -> dict[str, int]:
+        """Reason -> how many were met in this deployment, by anybody, ever."""
+        found = self._link.command("HGETALL", self._keys.unreadable)
+        return {reason.decode(): int(num) for reason, num in found.items()}
+
+    def _count(self, counts: Counter[str]) -> None:
+        for reason, num in counts.items():
+            self._drops.add(reason, num)
+            self._link.script(scripts.COUNT, [self._keys.unreadable], [reason, num])
+
+
+def _decode(data: bytes) -> tuple[Trace | None, str]:
+    """The trace, or why there is none."""
+    try:
+        return decode_trace(data), ""
+    except UnknownSchema:
+        return None, "schema"
+    except CorruptTrace:
+        return None, "corrupt"
