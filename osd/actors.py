@@ -63,7 +63,11 @@ def exit_when_failed(wait_ready: Any) -> None:
 
 
 class ReplicaActor:
-    """`serving.replica.Replica` in a process of its own."""
+    """`serving.replica.Replica` in a process of its own.
+
+    A restarted one is constructed with the arguments of the first. Its `draft_release` may have been pruned since, so
+    the store on disk is asked what serves now.
+    """
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class ReplicaActor:
         redirect_output(Path(log_dir), name)
         vllm_compat.prepare_environment()
         from osd.registry import Registry
+        from osd.releases import what_serves
         from osd.worker import QUALIFIED_NAME
         from serving.replica import Replica
 
@@ -87,7 +92,7 @@ class ReplicaActor:
             name=name,
             target_dir=target_dir,
             target_id=target_id,
-            draft_release=draft_release,
+            draft_release=draft_release and what_serves(config.releases_path, draft_release),
             registry=Registry(redis_url, config.deployment),
             worker_extension=QUALIFIED_NAME,
             sink=buffer_settings(config, redis_url, target_id),
@@ -138,18 +143,15 @@ class TrainerActor:
             target_id,
         )
 
-    def run_round(self, base: DraftRelease) -> RoundOutcome:
+    def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
         self._pace.begin()
-        return self._trainer.run_round(base, on_step=self._pace)
+        return self._trainer.run_round(base, on_step=self._pace, line=line)
 
     def num_new_traces(self) -> int:
         return self._trainer.num_new_traces()
 
     def evaluate_releases(self, versions: list[DraftRelease], num_traces: int) -> dict[int, float]:
         return self._trainer.evaluate_releases(versions, num_traces)
-
-    def restart_from_base(self) -> None:
-        self._trainer.restart_from_base()
 
     def stop(self) -> None:
         """Let curves of training be written to their end."""

@@ -42,7 +42,6 @@ from osd.records import (
     Health,
     MetricPoint,
     ReplicaStatus,
-    RoundOutcome,
     conditional_acceptance,
 )
 from osd.registry import FeedRecord
@@ -66,7 +65,6 @@ class Controller:
 
     Example:
         controller = Controller(config, registry, releases, History(), trainer, buffer, target_id="9f2c")
-        await controller.ensure_first_release(draft_dir)
         await controller.run()
     """
 
@@ -81,15 +79,17 @@ class Controller:
         *,
         target_id: str,
         backoff_s: float = 0.5,
-        lagging_after_s: float = LAGGING_AFTER_S,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.config, self.history, self.target_id = config, history, target_id
-        self._appetite = Appetite(config.trainer)
+        self._clock, self._sleep = clock, sleep
+        self._appetite = Appetite(config.trainer, target_id, since=releases.began_at(target_id))
         self._told_resting: bool | None = None
         """What was last said of it; None until the feed was read for the first time."""
         self._registry, self._releases = registry, releases
         self._trainer, self._buffer = trainer, buffer
-        self._changes = Drafts(config, registry, releases, target_id, self._tell)
+        self._changes = Drafts(config, registry, releases, target_id, self._tell, clock)
         self._paused = releases.paused()
         self._started_at = time.time()
         self._cursor = "0"
@@ -97,9 +97,6 @@ class Controller:
         self._buffer_stats: BufferStats | None = None
         self._behind_since: dict[str, float] = {}
         self._lagging: set[str] = set()
-        self._lagging_after_s = lagging_after_s
-        self._is_line_broken = False
-        """After a rollback: the trainer is to forget its working weights before the next round."""
         self._forget_at = 0.0
         self._phase, self._phase_detail = "waiting", ""
         self._waiting_since: float | None = None
@@ -107,13 +104,6 @@ class Controller:
         self._redis_trouble, self._disk_trouble = Backoff(backoff_s), Backoff(backoff_s)
         self._trainer_trouble = Backoff(backoff_s)
         self._judge = self._make_judge(trainer, 10 * backoff_s) if trainer else None
-
-    async def ensure_first_release(self, draft_dir: str) -> DraftRelease:
-        """What is to serve; the draft in `draft_dir` is published if the store has nothing for this target."""
-        release = await self._changes.ensure_first(draft_dir)
-        drafts = await self._changes.describe()
-        self._appetite.since = min(d["created_at"] for d in drafts if d["target_id"] == self.target_id)
-        return release
 
     async def run(self) -> None:
         """Both loops until one ends, which is an error: it is raised under the loop's name."""
@@ -146,7 +136,7 @@ class Controller:
                 self._observe_health(is_redis_up=True)
                 self._redis_trouble.over(log)
                 self._disk_trouble.over(log)
-            await asyncio.sleep(self.config.control.seconds_between_looks)
+            await self._sleep(self.config.control.seconds_between_looks)
 
     async def _look(self) -> None:
         await self._read_feed()
@@ -197,10 +187,10 @@ class Controller:
         )
 
     async def _note_lagging(self, current: DraftRelease) -> None:
-        now = time.monotonic()
+        now = self._clock()
         behind = {status.replica: status for status in self._replicas if status.version != current.version}
         self._behind_since = {name: self._behind_since.get(name, now) for name in behind}
-        lagging = {name for name, since in self._behind_since.items() if now - since >= self._lagging_after_s}
+        lagging = {name for name, since in self._behind_since.items() if now - since >= LAGGING_AFTER_S}
         for name in sorted(lagging - self._lagging):
             text = f"{name} still serves v{behind[name].version}, wanted is v{current.version}"
             await self._tell(Event(at=time.time(), kind="lagging", text=text, version=current.version))
@@ -208,20 +198,18 @@ class Controller:
 
     async def _forget_old(self) -> None:
         """Delete traces beyond `buffer.max_age_seconds`, a twentieth of that too late at most."""
-        max_age, now = self.config.buffer.max_age_seconds, time.monotonic()
+        max_age, now = self.config.buffer.max_age_seconds, self._clock()
         if max_age is not None and now >= self._forget_at:
-            self._forget_at = now + max(SECONDS_BETWEEN_FORGETTING, max_age / 20)
+            self._forget_at = now + SECONDS_BETWEEN_FORGETTING  # soon again, should it fail
             await asyncio.to_thread(partial(self._buffer.purge, before=time.time() - max_age, all_targets=True))
+            self._forget_at = now + max(SECONDS_BETWEEN_FORGETTING, max_age / 20)
 
     def _make_judge(self, trainer: Trainer, patience_s: float) -> Judge:
         def replay(versions: list[DraftRelease], num_traces: int) -> Awaitable[dict[int, float] | None]:
             return self._ask(lambda: trainer.evaluate_releases(versions, num_traces))
 
-        gate, history = self.config.gate, self.history
-        return Judge(gate, history, self._changes, replay, self._tell, self._break_line, patience_s)
-
-    def _break_line(self) -> None:
-        self._is_line_broken = True
+        gate, changes = self.config.gate, self._changes
+        return Judge(gate, self.history, changes, replay, self._tell, patience_s, self._clock, self._sleep)
 
     # Train
 
@@ -232,7 +220,7 @@ class Controller:
                     await self._run_round(trainer)
             except ReleaseError as error:
                 await self._disk_trouble.pause(str(error), log)
-            await asyncio.sleep(self.config.control.seconds_between_looks)
+            await self._sleep(self.config.control.seconds_between_looks)
 
     async def _is_round_due(self, trainer: Trainer) -> bool:
         if self._paused or not self.config.trainer.enabled:
@@ -248,27 +236,22 @@ class Controller:
         if not appetite.ok:
             self._phase_detail, self._waiting_since = appetite.reason, None
             return False
-        now = time.monotonic()
+        now = self._clock()
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         return policy.should_train(num_new, now - self._waiting_since, self.config.trainer, self._paused)
 
     async def _run_round(self, trainer: Trainer) -> None:
-        base = await self._changes.current()
-        if base is None:
+        found = await self._changes.base()
+        if found is None:
             return
+        base, line = found
         self._phase, self._phase_detail = "training", f"from v{base.version}"
         self._waiting_since = None
-        outcome = await self._ask(lambda: self._train_from(trainer, base))
+        outcome = await self._ask(lambda: trainer.run_round(base, line))
         self._phase, self._phase_detail = "waiting", ""
         if outcome is not None:
             serving = {status.version for status in self._replicas}
             await self._changes.conclude(outcome, lambda: self._paused, serving)
-
-    async def _train_from(self, trainer: Trainer, base: DraftRelease) -> RoundOutcome:
-        if self._is_line_broken:
-            await trainer.restart_from_base()
-            self._is_line_broken = False
-        return await trainer.run_round(base)
 
     async def _ask(self, call: Callable[[], Awaitable[T]]) -> T | None:
         """The trainer's answer; None after an error, which is said once, followed by a growing pause."""
@@ -365,10 +348,8 @@ class Controller:
         return await self._changes.promote(version)
 
     async def rollback(self) -> DraftRelease:
-        """Serve the parent of what serves now, and let training start from it."""
-        release = await self._changes.rollback()
-        self._break_line()
-        return release
+        """Serve the parent of what serves now."""
+        return await self._changes.rollback()
 
     async def pin(self, version: int) -> DraftRelease:
         """Serve this version until unpinned."""

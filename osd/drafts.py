@@ -34,12 +34,20 @@ class Drafts:
     An unknown, bad or pinned version raises `ReleaseError`; the automatic changes report it as an event instead.
     """
 
-    def __init__(self, config: Config, registry: Wishes, releases: ReleaseStore, target_id: str, tell: Tell) -> None:
+    def __init__(
+        self,
+        config: Config,
+        registry: Wishes,
+        releases: ReleaseStore,
+        target_id: str,
+        tell: Tell,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config, self._registry, self._releases = config, registry, releases
-        self._target_id, self._tell = target_id, tell
+        self._target_id, self._tell, self._clock = target_id, tell, clock
         self._lock = asyncio.Lock()
         self.changed_at = -math.inf
-        """When another draft was last told to serve, by `time.monotonic`; -inf: not since the start of the process."""
+        """When another draft was last told to serve, by `clock`; -inf: not since the start of the process."""
 
     async def current(self) -> DraftRelease | None:
         return await asyncio.to_thread(self._releases.current, self._target_id)
@@ -57,9 +65,12 @@ class Drafts:
     async def describe(self) -> list[dict[str, Any]]:
         return await asyncio.to_thread(describe_drafts, self._releases, self._target_id)
 
-    async def ensure_first(self, draft_dir: str) -> DraftRelease:
+    async def base(self) -> tuple[DraftRelease, int] | None:
+        """What a round starts from, and the line it belongs to (`ReleaseStore.line`), of the same moment."""
         async with self._lock:
-            return await asyncio.to_thread(self._releases.ensure_first, draft_dir, self._target_id)
+            current = await self.current()
+            line = await asyncio.to_thread(self._releases.line, self._target_id)
+        return None if current is None else (current, line)
 
     async def restore_wanted(self) -> None:
         """Bring Redis in line with the disk. Does nothing while a change is under way."""
@@ -169,7 +180,7 @@ class Drafts:
     # Inside
 
     async def _serve(self, release: DraftRelease) -> None:
-        self.changed_at = time.monotonic()
+        self.changed_at = self._clock()
         try:
             await asyncio.to_thread(self._registry.set_wanted, release)
         except ReplayBufferError as error:

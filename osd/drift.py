@@ -96,16 +96,19 @@ class Watched:
 class Appetite:
     """Whether new traces are worth a round. Fed with every record of the feed, in order.
 
+    Rounds of another target than `target_id` say nothing, nor does anything from before `since`: a target that begins
+    inherits no rest.
+
     Example:
-        appetite = Appetite(config.trainer)
+        appetite = Appetite(config.trainer, target_id="9f2c", since=releases.began_at("9f2c"))
         for _, record in registry.read(): appetite.add(record)
         appetite.decide(time.time())  -> Decision(False, "at rest: 6 rounds in a row brought no gain; ...")
     """
 
-    def __init__(self, trainer: TrainerConfig) -> None:
-        self._trainer = trainer
-        self.since = 0.0
-        """What happened before is not looked at: it was of another target."""
+    def __init__(self, trainer: TrainerConfig, target_id: str, since: float = 0.0) -> None:
+        self._trainer, self._target_id, self._since = trainer, target_id, since
+        self._is_own = False
+        """Whether the newest round was of this target."""
         self._is_judged = False
         """Whether something can be said of the newest round: it had held-out traces, or was undone."""
         self._all, self._labels = Watched(), dict[str, Watched]()
@@ -118,17 +121,18 @@ class Appetite:
 
     def add(self, record: SpecWindow | SwapReport | RoundOutcome | Event | MetricPoint) -> None:
         """Take one record of the feed."""
-        if not isinstance(record, RoundOutcome) and record.at < self.since:
+        if not isinstance(record, RoundOutcome) and record.at < self._since:
             return
         match record:
             case SpecWindow():
                 self._add_window(record)
             case RoundOutcome():
+                self._is_own = record.target_id == self._target_id
                 is_empty = record.discarded == NO_TRACES
                 self._is_judged = record.eval is not None or bool(record.discarded and not is_empty)
             case Event() if record.kind in WAKING:
                 self._wake(f"another draft serves ({record.kind.replace('_', ' ')})")
-            case Event() if record.kind in ENDS_OF_A_ROUND:
+            case Event() if self._is_own and record.kind in ENDS_OF_A_ROUND:
                 self._rounds_at = record.at
                 self._end_round(gained=record.kind == "published")
 

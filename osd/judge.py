@@ -46,12 +46,13 @@ class Judge:
         drafts: Drafts,
         replay: Replay,
         tell: Tell,
-        on_rollback: Callable[[], None],
         patience_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._gate, self._history, self._drafts = gate, history, drafts
-        self._replay, self._tell, self._on_rollback = replay, tell, on_rollback
-        self._patience_s = patience_s
+        self._replay, self._tell = replay, tell
+        self._patience_s, self._clock, self._sleep = patience_s, clock, sleep
         self._task: asyncio.Task[None] | None = None
         self._version = 0
         self._num_stays = 0
@@ -85,24 +86,23 @@ class Judge:
         if current.version != self._version:
             self._version, self._num_stays, self._judged_at, self.alarm = current.version, 0, -math.inf, ""
         # As the clock stands now: it may have been set since.
-        seconds_ago = time.monotonic() - max(self._drafts.changed_at, self._judged_at)
+        seconds_ago = self._clock() - max(self._drafts.changed_at, self._judged_at)
         return time.time() - min(seconds_ago, OVER_S)
 
     def _is_too_early(self) -> bool:
         patience = min(MAX_PATIENCE_S, self._patience_s * 2**self._num_stays)
-        return self._num_stays > 0 and time.monotonic() < self._judged_at + patience
+        return self._num_stays > 0 and self._clock() < self._judged_at + patience
 
     async def _judge(self, current: DraftRelease, parent: DraftRelease, live: SpecWindow) -> None:
         alphas = await self._replay([current, parent], policy.num_to_replay(live, self._gate))
         if not alphas:  # the trainer is away, or what was just served is not stored yet
             self._num_empty += 1
-            return await asyncio.sleep(min(MAX_PATIENCE_S, SECONDS_TO_STORE * 2 ** (self._num_empty - 1)))
+            return await self._sleep(min(MAX_PATIENCE_S, SECONDS_TO_STORE * 2 ** (self._num_empty - 1)))
         self._num_empty = 0
-        self._judged_at = time.monotonic() + min(max(live.at - time.time(), 0.0), MOST_AHEAD_S)
+        self._judged_at = self._clock() + min(max(live.at - time.time(), 0.0), MOST_AHEAD_S)
         decision = policy.should_rollback(live, current, parent.version, alphas, self._gate)
         if decision.ok:
-            if await self._drafts.take_back(current, decision.reason):
-                self._on_rollback()
+            await self._drafts.take_back(current, decision.reason)
             return
         self._num_stays += 1
         is_unexplained = policy.is_unexplained(live, current, alphas, self._gate)

@@ -24,6 +24,8 @@ class Pointer:
 
     version: int = 0
     per_target: dict[str, int] = field(default_factory=dict)
+    turns: dict[str, int] = field(default_factory=dict)
+    """target -> how often it was given another release that was there before (`ReleaseStore.line`)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """The store of drafts on disk: it decides what is current, and survives being killed at any point.
 
     v000004/         a plain Hugging Face directory plus release.json; complete or absent, never changed
-    CURRENT          which version serves, for each target; replaced whole, written last
+    CURRENT          which version serves, for each target, and in which line; replaced whole, written last
     state.json       what was decided since: bad, pinned, kept, paused; replaced whole
     LOCK             held by whoever changes something
     .tmp-*           a publication or removal under way; a leftover is cleared by the next start
@@ -36,6 +36,16 @@ from osd.release_files import (
 )
 
 log = logging.getLogger(__name__)
+
+
+def what_serves(root: str | Path, known: DraftRelease) -> DraftRelease:
+    """What is current in the store in `root` for the target of `known`, which was, and may have been pruned since.
+    `known` itself where the store cannot be used or has nothing for that target."""
+    try:
+        return ReleaseStore(root, known.draft).current(known.target_id) or known
+    except ReleaseError as error:
+        log.warning("starting with v%d, for %s", known.version, error)
+        return known
 
 
 class ReleaseStore:
@@ -83,6 +93,15 @@ class ReleaseStore:
         if version in offered:
             return offered[version]
         return self._before(version, offered) or (offered[max(offered)] if offered else None)
+
+    def began_at(self, target_id: str) -> float:
+        """When the first release for this target was made, which is never pruned; 0.0 when there is none."""
+        return min((release.created_at for release in self.list(target_id)), default=0.0)
+
+    def line(self, target_id: str) -> int:
+        """A number that changes whenever the target is given another draft than a new one: by a rollback, a promote, a
+        pin, or because the one that served was marked bad. Weights that were trained before are of another line."""
+        return self._pointer().turns.get(target_id, 0) + len(self._state().bad)
 
     def previous(self, target_id: str | None = None) -> DraftRelease:
         """What a rollback would serve: the current draft's nearest ancestor that is not bad."""
@@ -154,10 +173,6 @@ class ReleaseStore:
             self._point_at(release)
         return release
 
-    def ensure_first(self, draft_dir: str | Path, target_id: str) -> DraftRelease:
-        """What serves this target; when there is nothing yet, the draft in `draft_dir` becomes its first release."""
-        return self.current(target_id) or self.publish(draft_dir, parent=0, target_id=target_id)
-
     def set_current(self, version: int) -> DraftRelease:
         """Point at a release by hand. A bad one, and any other than the pinned one, is refused."""
         with self._changing():
@@ -167,7 +182,7 @@ class ReleaseStore:
                 raise ReleaseError(f"draft v{version}: not offered again: {reason}")
             if self._state().pinned != version:
                 self._refuse_if_pinned(release.target_id)
-            self._point_at(release)
+            self._turn_to(release)
         return release
 
     def rollback(self, target_id: str | None = None) -> DraftRelease:
@@ -187,7 +202,7 @@ class ReleaseStore:
             if self.is_bad(version):
                 raise ReleaseError(f"draft v{version}: not offered again: {self._state().bad[version]}")
             self._write_state(replace(self._state(), pinned=version))
-            self._point_at(release)
+            self._turn_to(release)
         return release
 
     def unpin(self) -> None:
@@ -282,9 +297,17 @@ class ReleaseStore:
             self._warn_once(self.root / "CURRENT", f"is damaged, the newest release counts as current: {error}")
             return Pointer()
 
-    def _point_at(self, release: DraftRelease) -> None:
-        per_target = self._pointer().per_target | {release.target_id: release.version}
-        pointer = Pointer(version=release.version, per_target=per_target)
+    def _turn_to(self, release: DraftRelease) -> None:
+        """Point at a release that was there before. To choose what serves already is no change."""
+        self._point_at(release, turns=int(self.current(release.target_id) != release))
+
+    def _point_at(self, release: DraftRelease, turns: int = 0) -> None:
+        pointer, target_id = self._pointer(), release.target_id
+        pointer = Pointer(
+            version=release.version,
+            per_target=pointer.per_target | {target_id: release.version},
+            turns=pointer.turns | {target_id: pointer.turns.get(target_id, 0) + turns},
+        )
         replace_file(self.root / "CURRENT", encode(pointer))
 
     def _state(self) -> State:

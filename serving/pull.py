@@ -16,6 +16,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -64,6 +65,18 @@ class Activity:
                 self._last_at = self._clock()
 
         return watched
+
+
+def release_to_start(registry: Registry, known: DraftRelease) -> DraftRelease:
+    """What an engine begins with: the wanted release; `known` while Redis is away or has nothing to say, and where what
+    is wanted belongs to another target or is not on disk."""
+    try:
+        wanted = registry.wanted(known.draft)
+    except OSDError:
+        return known
+    if wanted is None or wanted.target_id != known.target_id or not Path(wanted.path).is_dir():
+        return known
+    return wanted
 
 
 class DraftPuller:

@@ -18,16 +18,15 @@ import os
 import socket
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from osd.config import Config
-from osd.errors import ConfigError, OSDError
+from osd.errors import ConfigError
 from osd.records import DraftRelease
 from osd.registry import Registry
 from serving import vllm_compat
 from serving.headers import HeadersToXargs
-from serving.pull import Activity, DraftPuller
+from serving.pull import Activity, DraftPuller, release_to_start
 from serving.steering import Steering, profile_path, settings_for
 from serving.worker import trace_settings
 
@@ -40,8 +39,8 @@ GRACEFUL_SHUTDOWN_SECONDS = 2
 class Replica:
     """One engine behind one port.
 
-    `sink` is handed to the worker extension unread; `draft_release` is what to start with when Redis knows nothing
-    newer; None serves the target without speculation (and without capture and swap).
+    `sink` is handed to the worker extension unread; `draft_release` is what to start with when Redis cannot say; None
+    serves the target without speculation (and without capture and swap).
     """
 
     def __init__(
@@ -142,7 +141,8 @@ class Replica:
 
     async def _build(self) -> tuple[Any, Any]:
         serving = self._config.serving
-        self._release = self._newest_release()
+        if self._release is not None and self._registry is not None:
+            self._release = release_to_start(self._registry, self._release)
         extra: dict[str, Any] = {**serving.vllm, "host": serving.host, "port": serving.port}
         extra["served_model_name"] = [serving.served_model_name or serving.target]
         if self._release is not None:
@@ -171,16 +171,6 @@ class Replica:
         given = dict(self._config.serving.vllm.get("additional_config") or {})
         given["osd"] = settings_for(self._config.speculation, self._release)
         return {"scheduler_cls": "serving.scheduler.controlled_scheduler", "additional_config": given}
-
-    def _newest_release(self) -> DraftRelease | None:
-        if self._release is None or self._registry is None:
-            return self._release
-        try:
-            wanted = self._registry.wanted(self._release.draft)
-        except OSDError:
-            return self._release
-        usable = wanted is not None and wanted.target_id == self._target_id and Path(wanted.path).is_dir()
-        return wanted if usable else self._release
 
     async def _start_extension(self) -> None:
         if self._release is None:

@@ -37,7 +37,7 @@ class TrainerState:
     """Everything but tensors.
 
     Example:
-        TrainerState(draft="default", target_id="9f2c", round=12, base_version=3,
+        TrainerState(draft="default", target_id="9f2c", round=12, base_version=3, line=1,
                      candidate_sha256="ab12...", cursor={"": 812})
     """
 
@@ -47,6 +47,8 @@ class TrainerState:
     """Rounds finished, discarded ones included."""
     base_version: int | None = None
     """Release that the working weights grew from; None before the first round."""
+    line: int = 0
+    """Line of releases (`ReleaseStore.line`) that this one belongs to."""
     candidate_sha256: str = ""
     """Of the last candidate's weights, which may come back as a release."""
     cursor: dict[str, int] = field(default_factory=dict)

@@ -76,9 +76,9 @@ class Trainer:
     """Distils one draft from a replay buffer, round by round.
 
     It keeps its own line of weights from round to round, also when the gate refused them, so nothing learnt is lost.
-    It goes back to the serving release when that is not one it grew from (rollback, promote, pin), when its last
-    candidate was significantly worse, and after a non-finite loss. A round that raised the loss on held-out traces is
-    undone. After these two, the learning rate is halved.
+    It goes back to the serving release when another one was chosen than its own newest (rollback, promote, pin), when
+    its last candidate was significantly worse, and after a non-finite loss. A round that raised the loss on held-out
+    traces is undone. After these two, the learning rate is halved.
 
     Not safe for use by several threads, except that `evaluate_releases` and `num_new_traces` may run during a round.
     """
@@ -108,8 +108,11 @@ class Trainer:
         """Whether the round under way began with its base's weights, not with those of the last checkpoint."""
         self._resume()
 
-    def run_round(self, base: DraftRelease, on_step: OnStep | None = None) -> RoundOutcome:
+    def run_round(self, base: DraftRelease, on_step: OnStep | None = None, *, line: int = 0) -> RoundOutcome:
         """Train on what is new, write a candidate, judge it against `base` (the draft that serves now).
+
+        `line` (`ReleaseStore.line`) is another number than in the round before when a release was chosen in between,
+        which `base` alone does not show: one that came and went looks like a candidate that was refused.
 
         `on_step` hears how many of the round's steps are done, of about how many, and the last loss.
 
@@ -120,7 +123,7 @@ class Trainer:
         if self._is_mid_round:
             self._resume()
         self._is_mid_round, self._is_from_base = True, False
-        distiller = self._follow(base)
+        distiller = self._follow(base, line)
         self._state = replace(self._state, round=self._state.round + 1)
         fresh, num_contradicting, start, cursor = self._read_new(distiller.model.vocab_size)
         progress = self._train(distiller, fresh, cursor, on_step)
@@ -148,18 +151,6 @@ class Trainer:
         """Training traces that arrived since the last round."""
         return self._buffer.num_unread(self._state.cursor)
 
-    def restart_from_base(self) -> None:
-        """Let the next round start from its base (for a candidate that was published, then rolled back live).
-
-        To be called between rounds. The trainer sees only what serves when a round begins: a release that came and
-        went in between looks to it like a candidate that was refused.
-        """
-        if self._is_mid_round:
-            self._resume()
-        self._state = replace(self._state, base_version=None, candidate_sha256="")
-        if self._distiller is not None:
-            save_checkpoint(self._checkpoints, self._state, self._distiller)
-
     def evaluate_releases(self, versions: Sequence[DraftRelease], num_traces: int) -> dict[int, float]:
         """Version -> α of each release on the same newest held-out traces; {} when there are too few to judge."""
         return self._judge.alphas(versions, num_traces)
@@ -186,12 +177,13 @@ class Trainer:
             self._state = replace(self._state, base_version=None, candidate_sha256="")
         logger.info("trainer resumes after round %d", self._state.round)
 
-    def _follow(self, base: DraftRelease) -> Distiller:
+    def _follow(self, base: DraftRelease, line: int) -> Distiller:
         """Continue from the working weights if `base` belongs to them, else start from `base`."""
-        if self._distiller is None or not self._is_own(base):
-            return self._start_from(base)
-        self._state = replace(self._state, base_version=base.version)
-        return self._distiller
+        distiller = self._distiller
+        if distiller is None or line != self._state.line or not self._is_own(base):
+            distiller = self._start_from(base)
+        self._state = replace(self._state, base_version=base.version, line=line)
+        return distiller
 
     def _is_own(self, base: DraftRelease) -> bool:
         """Whether the working weights grew from `base`, or `base` is their last candidate, published."""

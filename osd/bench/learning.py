@@ -50,7 +50,7 @@ def learn(
     store = ReleaseStore(directory / "releases")
     serving = store.publish(draft, parent=0, target_id=TARGET_ID)
     trainer = Trainer(config.trainer, config.gate, k, buffer, directory / "trainer", TARGET_ID)
-    appetite = Appetite(config.trainer)
+    appetite = Appetite(config.trainer, TARGET_ID)
     server = server or EveryStep(requests, k)
     server.swap(serving.path, None)
     paddings: list[float] = []

@@ -6,7 +6,8 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from osd.config import Config
-from osd.controller import Controller
+from osd.controller import LAGGING_AFTER_S, SECONDS_BETWEEN_FORGETTING, Controller
 from osd.errors import ReleaseError, ReplayBufferError
 from osd.metrics import History
+from osd.plan import first_release
 from osd.records import BufferStats, DraftRelease, EvalReport, Event, ReplicaStatus, RoundOutcome, SpecWindow
 from osd.registry import FeedRecord
 from osd.releases import ReleaseStore
@@ -61,11 +63,19 @@ class MemoryRegistry:
 
 
 class FakeBuffer:
+    def __init__(self) -> None:
+        self.purged: list[tuple[str | None, float | None]] = []
+        """(domain, age in seconds) of each purge"""
+        self.is_failing = False
+
     def stats(self) -> BufferStats:
         return STATS
 
     def purge(self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False) -> int:
         assert all_targets
+        self.purged.append((domain, None if before is None else time.time() - before))
+        if self.is_failing:
+            raise ReplayBufferError("no answer within 15 s")
         return 17
 
 
@@ -77,6 +87,8 @@ class FakeTrainer:
         self.rounds: list[RoundOutcome | Callable[[DraftRelease], RoundOutcome]] = []
         self.alphas: dict[int, float] = {}
         self.calls: list[str] = []
+        self.lines: list[int] = []
+        """Of each round."""
         self.death: Exception | None = None
         self.num_new = 100
         """Traces that wait for each round."""
@@ -89,8 +101,9 @@ class FakeTrainer:
             raise self.death
         return self.num_new if self.rounds else 0
 
-    async def run_round(self, base: DraftRelease) -> RoundOutcome:
+    async def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
         self.calls.append(f"round from v{base.version}")
+        self.lines.append(line)
         await self.gate_open.wait()
         step = self.rounds.pop(0)
         return step(base) if callable(step) else step
@@ -99,15 +112,12 @@ class FakeTrainer:
         self.calls.append(f"replay {[release.version for release in versions]} on {num_traces}")
         return self.alphas
 
-    async def restart_from_base(self) -> None:
-        self.calls.append("restart from base")
-
     def better(self, base: DraftRelease) -> RoundOutcome:
         """A candidate the gate lets through: α 0.4 -> 0.7."""
-        return make_outcome(str(self.model), base.version)
+        return make_outcome(str(self.model), base.version, base.target_id)
 
 
-def make_outcome(path: str, base_version: int) -> RoundOutcome:
+def make_outcome(path: str, base_version: int, target_id: str = TARGET) -> RoundOutcome:
     report = EvalReport(
         num_traces=40,
         num_tokens=1600,
@@ -122,7 +132,7 @@ def make_outcome(path: str, base_version: int) -> RoundOutcome:
     )
     return RoundOutcome(
         base_version=base_version,
-        target_id=TARGET,
+        target_id=target_id,
         path=path,
         num_steps=4,
         num_tokens=99,
@@ -135,6 +145,13 @@ def make_outcome(path: str, base_version: int) -> RoundOutcome:
         num_new_rows=900,
         num_contradicting=7,
     )
+
+
+def no_gain(base: DraftRelease) -> RoundOutcome:
+    """A candidate the gate refuses, as after most rounds once there is nothing left to learn."""
+    outcome = make_outcome("", base.version, base.target_id)
+    assert outcome.eval is not None
+    return replace(outcome, eval=replace(outcome.eval, diff_low=-0.01))
 
 
 def live_window(version: int, alpha: float, tested: int = 1000, finished: int = 160) -> SpecWindow:
@@ -176,7 +193,7 @@ class World:
         self.directory = directory
         self.model = directory / "candidate"
         self.model.mkdir()
-        (self.model / "config.json").write_text("{}")
+        (self.model / "config.json").write_text('{"vocab_size": 8}')
         (self.model / "model.safetensors").write_bytes(b"weights")
         self.config = Config.model_validate(
             {
@@ -188,27 +205,46 @@ class World:
             }
         )
         self.registry = MemoryRegistry()
-        self.trainer = FakeTrainer(self.model)
+        self.trainer, self.is_training = FakeTrainer(self.model), True
+        self.buffer = FakeBuffer()
+        self.now = 1000.0
+        """What the controller's clock shows; it stands still."""
+        self.turns = Counter[str]()
+        """loop -> how often it has come to its end and begun anew"""
         self.restart()
 
     def restart(self, target_id: str = TARGET) -> None:
-        self.releases = ReleaseStore(self.directory / "releases")
+        """As a service that is started again: what serves is settled first, then the controller begins."""
+        first_release(self.config, self.model, target_id, 8)
+        self.releases = ReleaseStore(self.config.releases_path)
         self.history = History()
         self.controller = Controller(
             self.config,
             self.registry,
             self.releases,
             self.history,
-            self.trainer,
-            FakeBuffer(),
+            self.trainer if self.is_training else None,
+            self.buffer,
             target_id=target_id,
             backoff_s=0.01,
-            lagging_after_s=0.05,
+            clock=lambda: self.now,
+            sleep=self.sleep,
         )
+
+    def configure(self, section: str, **values: object) -> None:
+        """Start again with another configuration."""
+        part = getattr(self.config, section).model_copy(update=values)
+        self.config = self.config.model_copy(update={section: part})
+        self.restart()
+
+    async def sleep(self, seconds: float) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.turns[task.get_name()] += 1
+        await asyncio.sleep(seconds)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        await self.controller.ensure_first_release(str(self.model))
         task = asyncio.create_task(self.controller.run())
         await self.until(lambda: self.wanted() is not None)
         yield
@@ -229,7 +265,10 @@ class World:
             await asyncio.sleep(0.005)
 
     async def a_few_looks(self) -> None:
-        await asyncio.sleep(0.15)
+        """Three turns of each loop: what they would have done of what is there now, they have done."""
+        loops = ("watch", "train") if self.is_training else ("watch",)
+        goals = {name: self.turns[name] + 3 for name in loops}
+        await self.until(lambda: all(self.turns[name] >= goal for name, goal in goals.items()))
 
     def says(self, line: str) -> bool:
         """Whether `/metrics` has this line."""
@@ -256,21 +295,20 @@ async def test_first_start_publishes_the_configured_draft_and_tells_the_replicas
         await world.until(lambda: world.wanted() == 1)
     assert world.releases.get(1).parent == 0
     world.restart()
-    assert (await world.controller.ensure_first_release(str(world.model))).version == 1, "only once"
+    assert [release.version for release in world.releases.list()] == [1], "only once"
 
 
 async def test_a_few_traces_wait_for_more_but_not_forever(world: World) -> None:
     world.trainer.num_new = 9  # a batch is 8, a round 32
-    trainer = world.config.trainer.model_copy(update={"max_wait_seconds": 0.4})
-    world.config = world.config.model_copy(update={"trainer": trainer})
-    world.restart()
     async with world.running():
         world.trainer.rounds += [world.trainer.better, world.trainer.better]
-        started = time.monotonic()
-        await world.a_few_looks()
-        assert world.trainer.calls == []
-        await world.until(lambda: len(world.trainer.calls) == 2)
-        assert time.monotonic() - started >= 0.8, "each round waited anew"
+        for num_rounds in (0, 1):
+            await world.a_few_looks()
+            world.now += world.config.trainer.max_wait_seconds - 1
+            await world.a_few_looks()
+            assert len(world.trainer.calls) == num_rounds, "each round waits anew"
+            world.now += 1
+            await world.until(lambda: len(world.kinds()) > num_rounds)  # noqa: B023
 
 
 async def test_better_candidate_is_published_told_and_explained(world: World) -> None:
@@ -393,7 +431,7 @@ async def test_draft_that_disappoints_is_taken_back_and_never_offered_again(worl
         with pytest.raises(ReleaseError, match="not offered again"):
             await world.controller.promote(2)
         await world.publish(3)
-    assert world.trainer.calls[1:] == ["replay [2, 1] on 20", "restart from base", "round from v1"]
+    assert world.trainer.calls[1:] == ["replay [2, 1] on 20", "round from v1"]
     assert world.events()[1].startswith(
         "rolled_back: v2 -> v1: v2 serves with α 0.30, 0.70 was measured; on the newest"
     )
@@ -443,8 +481,10 @@ async def test_changed_traffic_is_no_reason_to_go_back_and_is_said_once(world: W
         calls = len(world.trainer.calls)
         await world.a_few_looks()
         assert len(world.trainer.calls) == calls, "not judged again on the same window"
-        later = replace(live_window(2, alpha=0.3), at=time.time() + 5)
-        world.registry.publish(later)
+        world.registry.publish(replace(live_window(2, alpha=0.3), at=time.time() + 5))
+        await world.a_few_looks()
+        assert len(world.trainer.calls) == calls, "nor soon"
+        world.now += 5
         await world.until(lambda: len(world.trainer.calls) > calls)
         await world.a_few_looks()
     assert world.wanted() == 2
@@ -549,6 +589,11 @@ async def test_changed_target_starts_a_line_of_its_own(world: World) -> None:
 async def test_lagging_replica_is_shown_and_said_once(world: World) -> None:
     async with world.running():
         world.registry.living = [replica(0, "replica-1"), replica(1)]
+        await world.a_few_looks()
+        world.now += LAGGING_AFTER_S - 0.1
+        await world.a_few_looks()
+        assert world.kinds() == []
+        world.now += 0.1
         await world.until(lambda: "lagging" in world.kinds())
         await world.a_few_looks()
         shown = (await world.controller.status())["replicas"]
@@ -597,7 +642,57 @@ async def test_administration_by_hand(world: World) -> None:
     assert [version for version, draft in drafts.items() if draft["serving"]] == [2]
     assert drafts[3]["eval"]["alpha_candidate"] == 0.7
     assert not drafts[3]["bad"], "a rollback by hand condemns nothing"
-    assert world.trainer.calls[-2:] == ["restart from base", "round from v2"]
+    assert world.trainer.calls[-1] == "round from v2"
+
+
+async def disappoint(world: World) -> None:
+    world.trainer.alphas = {2: 0.3, 1: 0.5}
+    world.registry.publish(live_window(2, alpha=0.3))
+    await world.until(lambda: world.wanted() == 1)
+
+
+async def pin_and_unpin(world: World, version: int) -> None:
+    await world.controller.pin(version)
+    await world.controller.unpin()
+
+
+@pytest.mark.parametrize("is_restarted", [True, False])
+@pytest.mark.parametrize(
+    ("change", "is_broken"),
+    [
+        (disappoint, True),
+        (lambda world: world.controller.rollback(), True),
+        (lambda world: world.controller.promote(1), True),
+        (lambda world: world.controller.pin(1), True),
+        (lambda world: pin_and_unpin(world, 1), True),
+        (lambda world: world.controller.promote(2), False),
+        (lambda world: pin_and_unpin(world, 2), False),
+        (lambda world: world.controller.keep(1), False),
+        (lambda world: world.publish(3), False),
+    ],
+    ids=["disappoints", "rollback", "promote", "pin", "pin+unpin", "promote-same", "pin-same", "keep", "publish"],
+)
+async def test_another_draft_than_the_newest_begins_another_line_also_after_a_restart(
+    world: World, change: Callable[[World], Awaitable[object]], is_broken: bool, is_restarted: bool
+) -> None:
+    async with world.running():
+        await world.publish(2)
+        world.trainer.rounds.append(no_gain)
+        await world.until(lambda: len(world.trainer.lines) == 2)
+        await change(world)
+        num_before = len(world.trainer.lines)
+        if not is_restarted:
+            world.trainer.rounds += [no_gain] * 2
+            await world.until(lambda: len(world.trainer.lines) == num_before + 2)
+    if is_restarted:
+        world.restart()
+        async with world.running():
+            world.trainer.rounds += [no_gain] * 2
+            await world.until(lambda: len(world.trainer.lines) == num_before + 2)
+    first, second, *_, before_last, last = world.trainer.lines
+    assert first == second, "a publication goes on"
+    assert (last != second) == is_broken
+    assert last == before_last, "once is enough"
 
 
 async def test_changes_at_once_leave_disk_and_wishes_in_agreement(world: World) -> None:
@@ -638,11 +733,9 @@ async def test_loop_that_ends_ends_the_controller_by_name(world: World) -> None:
 
 
 async def test_without_a_trainer_the_first_draft_serves(world: World) -> None:
-    world.controller = Controller(
-        world.config, world.registry, world.releases, world.history, None, FakeBuffer(), target_id=TARGET
-    )
+    world.is_training = False
+    world.restart()
     async with world.running():
-        await world.until(lambda: world.wanted() == 1)
         status = await world.controller.status()
     assert (status["training"], status["version"], status["buffer"]) == (False, 1, STATS)
 
@@ -653,30 +746,46 @@ def test_controller_imports_no_engine() -> None:
     assert done.stdout == "[]\n"
 
 
-async def test_old_traces_are_deleted_now_and_then(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    purged: list[float] = []
-    monkeypatch.setattr(
-        FakeBuffer, "purge", lambda self, *, before, all_targets: purged.append(time.time() - before) or 0
-    )
-    monkeypatch.setattr("osd.controller.SECONDS_BETWEEN_FORGETTING", 0.05)
-    buffer = world.config.buffer.model_copy(update={"max_age_seconds": 2.0})
-    world.config = world.config.model_copy(update={"buffer": buffer})
-    world.restart()
-    begun = time.monotonic()
+@pytest.mark.parametrize(("max_age", "between"), [(2.0, SECONDS_BETWEEN_FORGETTING), (3600.0, 180.0)])
+async def test_old_traces_are_deleted_now_and_then(world: World, max_age: float, between: float) -> None:
+    """A twentieth of their age, or more, lies between."""
+    world.configure("buffer", max_age_seconds=max_age)
     async with world.running():
-        await world.until(lambda: len(purged) >= 4)
-    assert len(purged) <= 1 + (time.monotonic() - begun) / 0.1, "a twentieth of two seconds, or more, lies between"
-    assert purged == pytest.approx([2.0] * len(purged), abs=0.5)
+        for num in (1, 2):
+            await world.until(lambda: len(world.buffer.purged) == num)  # noqa: B023
+            world.now += between - 1
+            await world.a_few_looks()
+            assert len(world.buffer.purged) == num
+            world.now += 1
+    assert {domain for domain, _ in world.buffer.purged} == {None}
+    assert [age for _, age in world.buffer.purged] == pytest.approx([max_age] * 2, abs=1.0)
+
+
+async def test_a_deletion_that_fails_is_tried_again_a_minute_later(world: World) -> None:
+    """Not only when the next one is due, which may be days."""
+    world.configure("buffer", max_age_seconds=30 * 86_400.0)
+    world.buffer.is_failing = True
+    async with world.running():
+        for num in (1, 2):
+            await world.until(lambda: len(world.buffer.purged) == num)  # noqa: B023
+            world.now += 59
+            await world.a_few_looks()
+            assert len(world.buffer.purged) == num
+            world.buffer.is_failing = False
+            world.now += 1
+        await world.a_few_looks()
+        assert len(world.buffer.purged) == 2, "it succeeded"
+
+
+async def test_without_an_age_no_trace_is_deleted(world: World) -> None:
+    async with world.running():
+        world.now += 1e9
+        await world.a_few_looks()
+    assert world.buffer.purged == []
 
 
 async def test_training_rests_and_says_so(world: World) -> None:
     """Six rounds without a gain, then none, also after a restart; until another draft is chosen by hand."""
-
-    def no_gain(base: DraftRelease) -> RoundOutcome:
-        outcome = world.trainer.better(base)
-        assert outcome.eval is not None
-        return replace(outcome, eval=replace(outcome.eval, diff_low=-0.01))
-
     async with world.running():
         await world.publish(2)
         world.trainer.rounds += [no_gain] * 8
@@ -698,10 +807,28 @@ async def test_training_rests_and_says_so(world: World) -> None:
         await world.until(lambda: "round from v1" in world.trainer.calls)
 
 
+@pytest.mark.parametrize("came_before", [False, True], ids=["new target", "target of before"])
+async def test_a_target_inherits_no_rest_of_another(world: World, came_before: bool) -> None:
+    """Six fruitless rounds of one target; then another one is served, for the first time or again."""
+    if came_before:
+        world.restart("other")
+        async with world.running():
+            await world.a_few_looks()
+        world.restart()
+    async with world.running():
+        world.trainer.rounds += [no_gain] * 6
+        await world.until(lambda: "rests" in world.kinds())
+        world.registry.publish(*[live_window(world.wanted() or 0, 0.9)] * 9)
+    world.restart("other")
+    async with world.running():
+        world.trainer.rounds.append(world.trainer.better)
+        await world.until(lambda: world.kinds()[-1] == "published")
+    assert world.kinds().count("rests") == 1 and "learns" not in world.kinds()
+
+
 async def test_a_fall_of_acceptance_ends_the_rest(world: World) -> None:
     for _ in range(30):
         world.registry.publish(live_window(1, 0.8))
-    await world.controller.ensure_first_release(str(world.model))
     for _ in range(6):
         world.registry.publish(replace(make_outcome("", 1), discarded="held-out loss rose", eval=None))
         world.registry.publish(Event(at=time.time() + 1, kind="discarded", text="held-out loss rose"))

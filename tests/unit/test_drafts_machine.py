@@ -44,7 +44,7 @@ class DraftsMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.restart()
-        self.newest = self.do(self.drafts.ensure_first(str(self.candidate))).version
+        self.newest = self.store.publish(self.candidate, parent=0, target_id=TARGET).version
 
     @rule()
     def restart(self) -> None:

@@ -17,7 +17,7 @@ PATIENCE = 3
 
 @pytest.fixture
 def appetite() -> Appetite:
-    return Appetite(TrainerConfig(patience_rounds=PATIENCE))
+    return Appetite(TrainerConfig(patience_rounds=PATIENCE), "t")
 
 
 def window(alpha: float, num_tested: int = 400, num_output_tokens: int = 500, domain: str = "") -> SpecWindow:
@@ -121,7 +121,7 @@ def test_a_round_nobody_could_judge_says_nothing(appetite: Appetite) -> None:
 
 
 def test_without_patience_it_never_rests() -> None:
-    appetite = Appetite(TrainerConfig(patience_rounds=0))
+    appetite = Appetite(TrainerConfig(patience_rounds=0), "t")
     for _ in range(100):
         end(appetite, FRUITLESS)
     assert appetite.decide(NOW).ok
@@ -221,12 +221,26 @@ def test_a_better_candidate_that_may_not_serve_is_no_gain(appetite: Appetite) ->
     assert appetite.is_resting
 
 
-def test_what_was_of_another_target_says_nothing(appetite: Appetite) -> None:
-    appetite.since = NOW + 10
+def test_what_was_before_the_first_release_says_nothing() -> None:
+    appetite = Appetite(TrainerConfig(patience_rounds=PATIENCE), "t", since=NOW + 10)
     serve(appetite, 0.9)
     for _ in range(PATIENCE):
-        end(appetite, FRUITLESS)
+        end(appetite, FRUITLESS, at=NOW + 9)
     assert not appetite.is_resting and appetite.decide(NOW + 20).reason == "learning"
+    for _ in range(PATIENCE):
+        end(appetite, FRUITLESS, at=NOW + 10)
+    assert appetite.decide(NOW + 20).reason == "at rest: 3 rounds in a row brought no gain", "nor do its windows"
+
+
+def test_rounds_of_another_target_say_nothing(appetite: Appetite) -> None:
+    for _ in range(PATIENCE):
+        end(appetite, replace(FRUITLESS, target_id="other"))
+    assert not appetite.is_resting
+    for _ in range(PATIENCE):
+        end(appetite, FRUITLESS)
+    appetite.add(replace(FRUITFUL, target_id="other"))
+    appetite.add(Event(at=NOW + 5000, kind="published", text=""))
+    assert appetite.is_resting and appetite.decide(NOW + 3601).ok, "nor do they count for the time since the last"
 
 
 def test_a_usual_alpha_known_from_little_is_no_measure(appetite: Appetite) -> None:
