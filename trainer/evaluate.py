@@ -11,7 +11,7 @@ Legend: R traces, G draft tokens per step, N rows, V vocabulary, I bootstrap res
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,7 @@ from trainer.classes import classes_of
 from trainer.draft import RowModel
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayCounts:
+class ReplayCounts(NamedTuple):
     """What the engine's counters would have shown for each trace."""
 
     tested_RG: np.ndarray
@@ -141,13 +140,11 @@ def _class_reports(
     for name in sorted(set(classes.tolist())):
         here = classes == name
         base_here, candidate_here = base.of(here), candidate.of(here)
-        if base_here.alpha is None or candidate_here.alpha is None:
-            continue
         diff_I = bootstrap_diff(candidate_here, base_here, gate.num_bootstrap, np.random.default_rng(seed))
         found[name] = ClassReport(
             num_traces=int(here.sum()),
-            alpha_base=base_here.alpha,
-            alpha_candidate=candidate_here.alpha,
+            alpha_base=base_here.alpha or 0.0,
+            alpha_candidate=candidate_here.alpha or 0.0,
             diff_high=float(np.quantile(diff_I, gate.confidence)),
         )
     return found

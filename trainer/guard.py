@@ -40,7 +40,7 @@ class LossGuard:
 
     @torch.no_grad()
     def losses(self, distiller: Distiller, traces: Sequence[Trace]) -> np.ndarray:
-        """float64 [traces]: the mean loss of each. A trace whose rows are all cut off by `max_length` counts 0."""
+        """float64 [traces]: the mean loss of each. A trace that weighs nothing beside the others counts 0."""
         values: list[float] = []
         for start in range(0, len(traces), self._config.batch_size):
             some = traces[start : start + self._config.batch_size]
