@@ -20,6 +20,7 @@ from buffers.codec import encode_trace
 from buffers.embedded import EmbeddedValkey
 from buffers.link import Link
 from buffers.redis_stream import RedisTraceBuffer
+from osd.exposition import Totals
 from osd.records import Trace
 from tests import servers
 from tests.builders import ids, make_trace, make_traces
@@ -107,7 +108,7 @@ def test_what_cannot_be_read_is_passed_over_and_counted_once(open_buffer: OpenBu
     assert buffer.stats().dropped == buffer.dropped == {"schema": 1, "corrupt": 4}, "however often it is looked at"
 
 
-def test_a_bad_held_out_trace_is_counted_once_for_whole_a_deployment(open_buffer: OpenBuffer, admin: Any) -> None:
+def test_a_bad_held_out_trace_is_counted_once_in_a_deployment(open_buffer: OpenBuffer, admin: Any) -> None:
     trainer, control = open_buffer(), open_buffer()
     good = make_traces(3, holdout=True)
     trainer.put(good)
@@ -120,6 +121,10 @@ def test_a_bad_held_out_trace_is_counted_once_for_whole_a_deployment(open_buffer
     assert ids(restarted.holdout(5)) == ids(good)
     assert restarted.dropped == {}
     assert control.stats().dropped == restarted.stats().dropped == {"corrupt": 1, "schema": 1}
+    shown = Totals()
+    shown.observe([], control.stats())
+    for reason in ("corrupt", "schema"):
+        assert f'osd_buffer_dropped_total{{reason="{reason}"}} 1.0' in shown.render(), "what the trainer met is shown"
     append(admin, holdout(), {"t": "7", "p": b"more rubbish"})
     control.holdout(5)
     assert control.dropped == {"corrupt": 1}
