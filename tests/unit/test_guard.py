@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from osd.config import GateConfig
-from osd.records import DraftRelease, RoundOutcome
-from tests.builders import make_minimal_trace
-from tests.tiny_drafts import chain_traces, release_of, save_draft
+from osd.records import DraftRelease, RoundOutcome, Trace
+from tests.builders import ids, make_trace
+from tests.tiny_drafts import chain_trace, chain_traces, release_of, save_draft
 from tests.tiny_rounds import GATE, alpha, buffer_with, config, same_weights, trainer_at
+from trainer.batch import TrainBatch, collate
 from trainer.distiller import Distiller
 from trainer.draft import load_draft
 from trainer.guard import NUM_WATCHED, LossGuard, has_risen
@@ -44,8 +46,13 @@ BEFORE = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
         ([0.5, 0.4, 0.6, 0.5, 0.5, 0.5], True),  # everywhere
         ([-0.5] * 6, False),
         ([0.0] * 6, False),
-        ([0.04] * 6, False),  # everywhere, and no doubt about it, but 1 % of 3.5
-        ([0.08] * 6, True),  # 2.3 %
+        ([0.069] * 6, False),  # everywhere, and no doubt about it, but less than 2 % of 3.5
+        ([0.071] * 6, True),
+        (
+            [1.99 + 5**0.5, 1.99 - 5**0.5] * 3,
+            False,
+        ),  # standard error sqrt(6 * 5 / 5) / sqrt(6) = 1, of which it takes 2
+        ([2.01 + 5**0.5, 2.01 - 5**0.5] * 3, True),
         ([3.0, -2.0, 1.0, -1.5, 2.0, -1.0], False),  # mean 0.25, standard error 0.82
         ([3.0, 2.0, 1.0, -0.5, 2.0, 1.0], True),  # mean 1.42, standard error 0.49
         ([np.nan, 0, 0, 0, 0, 0], True),
@@ -66,16 +73,16 @@ def test_noise_alone_is_rarely_a_rise() -> None:
 # What is watched
 
 
-def test_the_newest_held_out_traces_with_rows_are_watched() -> None:
+def test_the_newest_24_held_out_traces_with_rows_are_watched() -> None:
     traces = chain_traces(40, start=500, holdout=True)
     guard = LossGuard(config(), GATE, buffer_with(*traces, *chain_traces(30)))
-    assert [t.trace_id for t in guard.watched(64)] == [t.trace_id for t in traces[-NUM_WATCHED:]]
+    assert ids(guard.watched(64)) == ids(traces[-24:])
 
 
 def test_a_gate_that_wants_more_is_given_more() -> None:
-    traces = chain_traces(64, start=500, holdout=True)
-    gate = GateConfig(min_holdout_traces=NUM_WATCHED + 8)
-    assert len(LossGuard(config(), gate, buffer_with(*traces)).watched(64)) == NUM_WATCHED + 8
+    traces = chain_traces(40, start=500, holdout=True)
+    gate = GateConfig(min_holdout_traces=32)
+    assert ids(LossGuard(config(), gate, buffer_with(*traces)).watched(64)) == ids(traces[-32:])
 
 
 def test_too_few_are_not_watched_at_all() -> None:
@@ -84,7 +91,8 @@ def test_too_few_are_not_watched_at_all() -> None:
     assert len(LossGuard(config(), gate, buffer_with(*chain_traces(5, holdout=True))).watched(64)) == 5
     bad = chain_traces(1, start=50, holdout=True, prompt_ids=[1, 2, 3, 64])  # outside the vocabulary
     assert LossGuard(config(), gate, buffer_with(*chain_traces(4, holdout=True), *bad)).watched(64) == []
-    assert make_minimal_trace("no rows").num_rows == 0
+    no_rows = make_trace(index=60, holdout=True, num_rows=0, vocab_size=64)
+    assert LossGuard(config(), gate, buffer_with(*chain_traces(4, holdout=True), no_rows)).watched(64) == []
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
@@ -106,6 +114,41 @@ def test_the_loss_of_a_trace_does_not_depend_on_its_company(tmp_path: Path, batc
             weight += 1 / float(trace.keep_prob[i])
         expected.append(total / weight)
     assert losses == pytest.approx(expected, rel=0.01)
+
+
+class Weighs:
+    """A distiller whose loss at each row is the token served there; a trace of one row."""
+
+    def __init__(self) -> None:
+        self.batch_sizes: list[int] = []
+
+    def collate(self, traces: Sequence[Trace]) -> TrainBatch:
+        self.batch_sizes.append(len(traces))
+        return collate(traces, 64, 64)
+
+    def losses(self, batch: TrainBatch) -> torch.Tensor:
+        assert not torch.is_grad_enabled(), "what is only looked at needs no gradients"
+        return batch.label_ids_N.float()
+
+
+def test_losses_are_means_by_the_weights_of_rows_in_batches_of_the_configured_size() -> None:
+    def trace(index: int, keep_prob: Sequence[float]) -> Trace:
+        rows = np.arange(len(keep_prob))
+        return chain_trace(index, num_output=len(rows), keep_prob=keep_prob, output_ids=10 * (1 + rows))
+
+    distiller = Weighs()
+    # Tokens 10, 20 and 30, with weights 1, 2 and 4.
+    traces = [trace(0, [1.0, 0.5, 0.25]), trace(1, [1.0]), trace(2, [0.5, 1.0]), trace(3, [0.25, 0.25])]
+    losses = LossGuard(config(batch_size=3), GATE, buffer_with()).losses(distiller, traces)  # type: ignore[arg-type]
+    assert losses == pytest.approx([(10 + 40 + 120) / 7, 10, 40 / 3, 15])
+    assert distiller.batch_sizes == [3, 1]
+
+
+def test_a_trace_that_weighs_nothing_beside_another_ends_no_round() -> None:
+    # No capture keeps so little; who else writes to the buffer may.
+    heavy = chain_trace(0, keep_prob=np.full(12, 1.4e-45))
+    losses = LossGuard(config(), GATE, buffer_with()).losses(Weighs(), [heavy, chain_trace(1)])  # type: ignore[arg-type]
+    assert losses == pytest.approx([heavy.output_ids.mean(), 0])
 
 
 # What is done about it
