@@ -7,7 +7,6 @@ serving ─ put ─► [training stream per domain]  ─ read (new, by cursor), 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -19,7 +18,6 @@ from osd.records import HOLDOUT_ONE_IN, BufferStats, Trace
 Cursor = dict[str, int]
 """Domain -> id of the last trace read from it; {} = from the start. Plain JSON: part of the trainer's checkpoint."""
 
-MAX_DOMAIN_LENGTH = 48
 MIN_HOLDOUT_CAPACITY = 64
 
 
@@ -28,7 +26,7 @@ class TraceBuffer(Protocol):
 
     Traces are kept per domain, at most `max_traces` training ones each; the oldest leave first. Held-out traces
     (`Trace.is_holdout`) live apart, and only `holdout` returns them. A trace is stored under its cleaned domain
-    (`clean_domain`), or under "" once `max_domains` other labels are taken.
+    (`osd.records.clean_domain`), or under "" once `max_domains` other labels are taken.
 
     All but `put` and `dropped` raise `ReplayBufferError` when the server cannot be reached. Stored entries that
     cannot be decoded are skipped and counted ("schema": another version, "corrupt": anything else).
@@ -87,15 +85,6 @@ class TraceBuffer(Protocol):
 
     def close(self) -> None:
         """Release connections. What is stored stays."""
-
-
-def clean_domain(label: str) -> str:
-    """The label as it is stored: at most 48 of A-Z a-z 0-9 . _ -, anything else becomes "_".
-
-    Example:
-        clean_domain("code/python 3") == "code_python_3"
-    """
-    return re.sub(r"[^A-Za-z0-9._-]", "_", label.strip()[:MAX_DOMAIN_LENGTH])
 
 
 def in_domain(trace: Trace, domain: str) -> Trace:

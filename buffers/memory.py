@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from buffers import cursor as cursors
-from buffers.base import Cursor, clean_domain, holdout_capacity, in_domain
+from buffers.base import Cursor, holdout_capacity, in_domain
 from buffers.cursor import Entry, Span
-from osd.records import BufferStats, Trace
+from osd.records import BufferStats, Trace, clean_domain
 
 
-@dataclass
+@dataclass(slots=True)
 class _Domain:
     traces: deque[Trace]
     holdout: deque[Trace]

@@ -27,6 +27,9 @@ REJECTED, ACCEPTED, PLAIN = 0, 1, 2
 HOLDOUT_ONE_IN = 8
 """One trace in so many is held out: the gate judges drafts on it, training never sees it."""
 
+MAX_DOMAIN_LENGTH = 48
+"""Characters of a traffic class's name."""
+
 _SAMPLE_NUMBER = re.compile(r"^\d+_")
 """vLLM names sample i of request R `i_R`."""
 
@@ -41,6 +44,15 @@ def encode(record: Any) -> bytes:
 def decode(data: bytes | str, record_type: type[R]) -> R:
     """The record from its JSON. Raises `ValueError` naming the first field that does not fit."""
     return msgspec.json.decode(data, type=record_type)
+
+
+def clean_domain(label: str) -> str:
+    """The name of a traffic class, wherever it appears: at most 48 of A-Z a-z 0-9 . _ -, anything else becomes "_".
+
+    Example:
+        clean_domain("code/python 3") == "code_python_3"
+    """
+    return re.sub(r"[^A-Za-z0-9._-]", "_", label.strip()[:MAX_DOMAIN_LENGTH])
 
 
 def acceptance_rate(num_accepted_tokens: int, num_draft_tokens: int) -> float | None:
@@ -418,7 +430,7 @@ class BufferStats:
     oldest_at: float
     """`finished_at` of the oldest stored trace; 0 when empty."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """reason -> traces this client could not store, or could not read"""
+    """reason -> traces this client could not store, and those that nobody of the deployment could read"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

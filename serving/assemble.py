@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from osd.config import CaptureConfig
-from osd.records import ACCEPTED, PLAIN, REJECTED, Trace
+from osd.records import ACCEPTED, PLAIN, REJECTED, Trace, clean_domain
 from serving.budget import ByteBudget
 from serving.pick import Landed, Picked
 from serving.prefixes import StoredPrefixes
@@ -30,7 +30,6 @@ from serving.windows import WindowCounter
 
 logger = logging.getLogger(__name__)
 
-MAX_DOMAIN_LENGTH = 64
 MAX_WAITING_BYTES = 32 << 20
 """Rows whose top-k has not been taken yet."""
 
@@ -198,8 +197,8 @@ class TraceAssembler:
         rows, max_output = landed.rows, self._config.max_output
         assert rows is not None
         for b, request in enumerate(owners):
-            if request is not None and len(request.output_ids) > max_output:
-                served_B[b] = 0  # what lies beyond is not stored
+            if request is not None and len(request.output_ids) > max_output:  # what lies beyond is not stored
+                served_B[b] = max(0, served_B[b] - (len(request.output_ids) - max_output))
         wanted = np.flatnonzero(rows.offset_R < served_B[rows.request_R])
         scores = rows.scores
         if len(wanted) < len(rows.request_R):
@@ -282,7 +281,7 @@ class TraceAssembler:
 
 
 def domain_of(request: NewRequest) -> str:
-    """The traffic class the client named, cut to a bounded length; "" when it named none, or wants nothing kept."""
+    """The traffic class the client named, as it is stored; "" when it named none, or wants nothing kept."""
     if skip_reason(request) == "opted_out":
         return ""
-    return str(request.extra_args.get("osd_domain", ""))[:MAX_DOMAIN_LENGTH]
+    return clean_domain(str(request.extra_args.get("osd_domain", "")))

@@ -24,12 +24,17 @@ SKIP_REASONS = {
 """Every reason there is, and what one count of it stands for."""
 
 
+def wants_out(capture: object) -> bool:
+    """Whether this value of `X-OSD-Capture` or `vllm_xargs.osd_capture` keeps a request out: all but a plain yes do."""
+    return str(capture).strip().lower() not in ("on", "1", "true", "yes")
+
+
 def skip_reason(request: NewRequest, request_fraction: float = 1.0) -> str:
     """Why nothing of a request may be captured: its own wish first; "" when it may.
 
     Of requests that may, a share is taken by a hash of their ids.
     """
-    if str(request.extra_args.get("osd_capture", "on")).lower() not in ("on", "1", "true", "yes"):
+    if wants_out(request.extra_args.get("osd_capture", "on")):
         return "opted_out"
     if request.extra_args.get("osd_calibration"):
         return "calibration"

@@ -13,7 +13,8 @@ from osd.dashboard.answers import maybe, one_line
 from osd.errors import OSDError
 
 MAX_BODY_BYTES = 4096
-MAX_DOMAIN = 64
+MAX_DOMAIN = 1024
+"""Characters of a label as a client sent it: it is looked for by the name it is stored under."""
 WITHOUT_VERSION = {
     "pause": "No training and no publishing until resumed; serving goes on.",
     "resume": "Train and publish again.",

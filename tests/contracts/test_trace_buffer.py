@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from buffers.base import Cursor, TraceBuffer, clean_domain, holdout_capacity
+from buffers.base import Cursor, TraceBuffer, holdout_capacity
 from buffers.memory import MemoryTraceBuffer
 from buffers.redis_stream import RedisTraceBuffer
-from osd.records import encode
+from osd.records import clean_domain, encode
 from tests import servers
 from tests.builders import assert_same_trace, ids, make_trace, make_traces
 
