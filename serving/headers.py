@@ -1,9 +1,10 @@
-"""Our two request headers, turned into vLLM's own `vllm_xargs` before vLLM reads the request.
+"""What a request says of capture, in our two headers or in its body, told to the engine as vLLM's own `vllm_xargs`.
 
     X-OSD-Capture: off      nothing of this request is kept (counts remain)
     X-OSD-Domain: NAME      the request's traffic class
 
-Both are optional. A request without them passes through untouched, byte for byte.
+The same can be said in the body: `"vllm_xargs": {"osd_capture": "off", "osd_domain": "NAME"}`. All of it is optional: a
+request that says nothing passes through untouched, byte for byte, and costs a search for a few bytes.
 """
 
 from __future__ import annotations
@@ -11,41 +12,55 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from serving.skips import wants_out
+
 CAPTURE_HEADER = b"x-osd-capture"
 DOMAIN_HEADER = b"x-osd-domain"
 ROUTES_THAT_CAN_BE_TOLD = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 """Where vLLM hands `vllm_xargs` on to the engine. Elsewhere, and in beam search, it drops them."""
+METHODS_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
+REFUSAL = (
+    "X-OSD-Capture: off (or vllm_xargs.osd_capture) cannot be kept for this request: the engine can be told on "
+    + ", ".join(ROUTES_THAT_CAN_BE_TOLD)
+    + " only, with a JSON object as body and without beam search"
+)
 
 
 class HeadersToXargs:
-    """ASGI middleware. A body that is not a JSON object is left for vLLM to complain about; but one that asks not to be
-    captured and cannot be told so is answered with 400, since serving it would break the promise."""
+    """ASGI middleware. A body that is not a JSON object is left for vLLM to complain about; but a request that asks not
+    to be captured and cannot be told so is answered with 400, since serving it would break the promise."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        wanted = _wanted(scope) if scope["type"] == "http" and scope["method"] == "POST" else {}
-        if not wanted:
+        wanted = _wanted(scope) if scope["type"] in ("http", "websocket") else {}
+        if scope["type"] == "websocket" and "osd_capture" in wanted:
+            return await _refuse_socket(scope, receive, send)
+        if scope["type"] != "http" or scope["method"] in METHODS_WITHOUT_BODY:
             return await self._app(scope, receive, send)
         body = await _read_body(receive)
         if body is None:
             return  # the client went away
-        changed = _with_xargs(body, wanted) if scope["path"] in ROUTES_THAT_CAN_BE_TOLD else None
-        if changed is None:
-            if "osd_capture" in wanted:
-                return await _refuse(send)
-            changed = body
-        headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
-        headers.append((b"content-length", str(len(changed)).encode()))
-        await self._app({**scope, "headers": headers}, _replay(changed, receive), send)
+        try:
+            told = _told(scope["path"], body, wanted)
+        except _CannotBeTold:
+            return await _refuse(send)
+        if told is not body:
+            headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
+            scope = {**scope, "headers": [*headers, (b"content-length", str(len(told)).encode())]}
+        await self._app(scope, _replay(told, receive), send)
+
+
+class _CannotBeTold(Exception):
+    """A request is to be kept out and the engine would not hear of it."""
 
 
 def _wanted(scope: Any) -> dict[str, str]:
     wanted = {}
     for name, value in scope["headers"]:
         text = value.decode("latin-1").strip()
-        if name == CAPTURE_HEADER and text.lower() != "on":
+        if name == CAPTURE_HEADER and wants_out(text):
             wanted["osd_capture"] = "off"
         if name == DOMAIN_HEADER:
             wanted["osd_domain"] = text
@@ -63,20 +78,55 @@ async def _read_body(receive: Any) -> bytes | None:
             return b"".join(parts)
 
 
-def _with_xargs(body: bytes, wanted: dict[str, str]) -> bytes | None:
-    """The body with our arguments added; what the body itself says of the domain stays, "off" always wins."""
-    try:
-        request = json.loads(body)
-    except ValueError:
-        return None
-    if not isinstance(request, dict) or ("osd_capture" in wanted and request.get("use_beam_search")):
-        return None
+def _told(path: str, body: bytes, wanted: dict[str, str]) -> bytes:
+    """The body as the engine is to read it: itself where nothing has to be told."""
+    if not wanted and not _may_say_something(body):
+        return body
+    request = _object(body)
+    is_out = "osd_capture" in wanted or (b"osd_capture" in body if request is None else _keeps_out(request))
+    if request is None or path not in ROUTES_THAT_CAN_BE_TOLD or (is_out and request.get("use_beam_search")):
+        if is_out:
+            raise _CannotBeTold
+        return body
+    if not wanted and not is_out:
+        return body
     xargs = request.get("vllm_xargs")
-    merged = {**wanted, **(xargs if isinstance(xargs, dict) else {})}
-    if "osd_capture" in wanted:
-        merged["osd_capture"] = "off"
-    request["vllm_xargs"] = merged
+    request["vllm_xargs"] = {**wanted, **(xargs if isinstance(xargs, dict) else {})}  # a domain in the body stays
+    if is_out:
+        request["vllm_xargs"]["osd_capture"] = "off"
+        if path == "/v1/responses":
+            request["store"] = False  # else a later request could go on from this one, and would be captured
     return json.dumps(request).encode()
+
+
+def _may_say_something(body: bytes) -> bool:
+    """Whether our key may be in it: as it is, with letters escaped, or (a zero byte at once) in UTF-16 or UTF-32."""
+    return b"osd_capture" in body or b"\\u00" in body or 0 in body[:4]
+
+
+def _object(body: bytes) -> dict[str, Any] | None:
+    """The JSON object that vLLM will read; None where it is none. Of members of one name the last counts, but none of
+    ours overrules one that keeps the request out."""
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            found |= {k: v for k, v in pairs if k == "osd_capture" and wants_out(v)}
+            found |= {k: v for k, v in pairs if k == "vllm_xargs" and _keeps_out({k: v})}
+        return found
+
+    try:
+        request = json.loads(body, object_pairs_hook=members)
+    except (ValueError, RecursionError):
+        return None
+    return request if isinstance(request, dict) else None
+
+
+def _keeps_out(request: dict[str, Any]) -> bool:
+    xargs = request.get("vllm_xargs")
+    if isinstance(xargs, dict):
+        return "osd_capture" in xargs and wants_out(xargs["osd_capture"])
+    return "osd_capture" in str(xargs)  # whatever it says there, vLLM would not hear it
 
 
 def _replay(body: bytes, receive: Any) -> Any:
@@ -92,13 +142,17 @@ def _replay(body: bytes, receive: Any) -> Any:
     return replay
 
 
-async def _refuse(send: Any) -> None:
-    message = (
-        "X-OSD-Capture: off cannot be kept for this request: the engine can be told on "
-        + ", ".join(ROUTES_THAT_CAN_BE_TOLD)
-        + " only, with a JSON object as body and without beam search"
-    )
-    body = json.dumps({"error": {"message": message, "type": "BadRequestError", "code": 400}}).encode()
+async def _refuse(send: Any, kind: str = "http") -> None:
+    body = json.dumps({"error": {"message": REFUSAL, "type": "BadRequestError", "code": 400}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": f"{kind}.response.start", "status": 400, "headers": headers})
+    await send({"type": f"{kind}.response.body", "body": body})
+
+
+async def _refuse_socket(scope: Any, receive: Any, send: Any) -> None:
+    """Before it is accepted: what comes over it the engine could not be told about."""
+    await receive()
+    if "websocket.http.response" in scope.get("extensions", {}):
+        await _refuse(send, "websocket.http")
+    else:
+        await send({"type": "websocket.close", "code": 1008, "reason": "X-OSD-Capture: off cannot be kept here"})
