@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import time
 from collections.abc import Callable
@@ -60,7 +61,7 @@ class Controlled:
         it was under way or just over"""
         self._osd_proposer = "draft"
         """who proposed the draft tokens that the next step verifies"""
-        self._osd_last_end = 0.0
+        self._osd_last_end = -math.inf
 
     # -- vLLM's methods -----------------------------------------------------------------------------------------------
 
@@ -106,28 +107,29 @@ class Controlled:
         """
         given = json.loads(argument or "null")
         result: Any = {}
-        if name == "report":
-            result = {**self.osd.report(), "problem": self._osd_problem, "is_async": self.IS_ASYNC}
-        elif name == "sweep":
-            self.osd.sweep(given)
-        elif name == "end_sweep":
-            self.osd.end_sweep()
-        elif name == "sweep_steps_left":
-            result = self.osd.num_sweep_steps_left
-        elif name == "rows":
-            self.osd.times.fit()
-            result = self.osd.times.to_rows()
-        elif name == "load_rows":
-            self.osd.times.load_rows(given)
-            result = True
-        elif name == "restart":
-            self.osd.restart(given)
-        elif name == "force":
-            self.osd.force(Plan(*given) if given else None)
-        elif name == "log":
-            result = self.osd.accounts.keep_log(bool(given))
-        else:
-            raise ValueError(f"unknown command {name!r}")
+        match name:
+            case "report":
+                result = {**self.osd.report(), "problem": self._osd_problem, "is_async": self.IS_ASYNC}
+            case "sweep":
+                self.osd.sweep(given)
+            case "end_sweep":
+                self.osd.end_sweep()
+            case "sweep_steps_left":
+                result = self.osd.num_sweep_steps_left
+            case "rows":
+                self.osd.times.fit()
+                result = self.osd.times.to_rows()
+            case "load_rows":
+                self.osd.times.load_rows(given)
+                result = True
+            case "restart":
+                self.osd.restart(given)
+            case "force":
+                self.osd.force(Plan(*given) if given else None)
+            case "log":
+                result = self.osd.accounts.keep_log(bool(given))
+            case _:
+                raise ValueError(f"unknown command {name!r}")
         return json.dumps(result)
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ class Speculation:
         if not req_ids:
             return self._plan
         if not self.times.is_fitted:
-            self._begin_or_end_first_sweep(len(req_ids))
+            self._begin_or_end_first_sweep()
             return self._plan
         if self._probes.is_under_way:
             return self._plan
@@ -302,12 +302,12 @@ class Speculation:
             return OFF
         return Plan(proposer, self.settings.k_max)  # type: ignore[arg-type]
 
-    def _begin_or_end_first_sweep(self, batch: int) -> None:
+    def _begin_or_end_first_sweep(self) -> None:
         """An engine that was not measured beforehand measures its first steps."""
         if self._has_swept:
             self.times.fit()
         else:
-            self.sweep(min(batch, 1))
+            self.sweep(1)
 
     def _load(self, req_ids: Sequence[str], context: int) -> Load:
         requests = [self._requests[r] for r in req_ids if r in self._requests]

@@ -171,7 +171,7 @@ class Bench:
     """Scheduler, worker and clock: a step takes `STEP_S`, and the draft proposes 50, 51, … for every request."""
 
     def __init__(self, *, is_async: bool = False, **settings: Any) -> None:
-        self.now = 100.0
+        self.now = 0.0
         mixin, base = (ControlledAsync, AheadScheduler) if is_async else (Controlled, PlainScheduler)
         named = {"osd_clock": staticmethod(lambda: self.now)}
         self.scheduler: Any = type("Scheduler", (mixin, base), named)(vllm_config(**settings))
@@ -208,7 +208,8 @@ class Bench:
         return drafts.draft_token_ids
 
     def command(self, name: str, argument: Any = None) -> Any:
-        return json.loads(self.scheduler.osd_command(name, json.dumps(argument)))
+        """As it comes from another process: a name equal to ours, but not the same string."""
+        return json.loads(self.scheduler.osd_command(name.encode().decode(), json.dumps(argument)))
 
     @property
     def seen(self) -> StepSeen:
@@ -242,12 +243,12 @@ def test_what_is_no_whole_number_is_no_statement(value: Any) -> None:
 def test_a_request_begins_with_what_its_client_says() -> None:
     bench = Bench()
     bench.add("plain")
-    bench.add("capped", extra={"osd_spec_k": "2", "osd_domain": "sql"})
+    bench.add("capped", extra={"osd_spec_k": "2", "osd_domain": "code/python 3"})
     bench.add("synthetic", extra={"osd_calibration": 1})
     bench.scheduler.add_request(Request("pooling", [1, 2]))
     assert bench.osd.begun == [
         ("plain", "", None, True),
-        ("capped", "sql", 2, True),
+        ("capped", "code_python_3", 2, True),
         ("synthetic", "", None, False),
         ("pooling", "", None, True),
     ]
@@ -625,25 +626,6 @@ def test_the_control_knows_the_sizes_of_the_graphs(padded: list[int]) -> None:
     assert (scheduler.osd.times.seconds_per_token(Shape(1, 4, 10, 2)) == 0) == bool(padded)
 
 
-@pytest.mark.parametrize("is_async, base", [(False, "Scheduler"), (True, "AsyncScheduler")])
-def test_vllms_own_scheduler_is_what_is_controlled(is_async: bool, base: str) -> None:
-    from vllm.v1.engine.core import EngineCore
-
-    config = vllm_config(is_async=is_async)
-    cls = controlled_class(config)
-    assert next(c.__name__ for c in cls.__mro__ if c.__module__.startswith("vllm")) == base
-    assert cls.IS_ASYNC is is_async
-    bench = Bench(mode="fixed")
-    core = SimpleNamespace(scheduler=bench.scheduler)
-    assert json.loads(EngineCore.osd_speculation(core, "report"))["mode"] == "fixed"  # type: ignore[attr-defined]
-    assert EngineCore.osd_speculation(core, "force", '["draft", 1]') == "{}"  # type: ignore[attr-defined]
-    assert bench.scheduler.schedule().num_spec_tokens_to_schedule == 1
-    with pytest.raises(TypeError, match="101 were given"):
-        controlled_scheduler(config, *range(99))  # with self and the configuration
-    with pytest.raises(TypeError, match="unexpected keyword argument 'surprise'"):
-        controlled_scheduler(config, surprise=1)
-
-
 # -- from the replica -------------------------------------------------------------------------------------------------
 
 
@@ -717,3 +699,25 @@ def test_an_unknown_command_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="unknown command 'reprot'"):
         Bench().scheduler.osd_command("reprot", "")
     assert Bench().scheduler.osd_command("end_sweep", "") == "{}", "no argument need be given"
+
+
+# -- within vLLM -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_async, base", [(False, "Scheduler"), (True, "AsyncScheduler")])
+def test_vllms_own_scheduler_is_what_is_controlled(is_async: bool, base: str) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    config = vllm_config(is_async=is_async)
+    cls = controlled_class(config)
+    assert next(c.__name__ for c in cls.__mro__ if c.__module__.startswith("vllm")) == base
+    assert cls.IS_ASYNC is is_async
+    bench = Bench(mode="fixed")
+    core = SimpleNamespace(scheduler=bench.scheduler)
+    assert json.loads(EngineCore.osd_speculation(core, "report"))["mode"] == "fixed"  # type: ignore[attr-defined]
+    assert EngineCore.osd_speculation(core, "force", '["draft", 1]') == "{}"  # type: ignore[attr-defined]
+    assert bench.scheduler.schedule().num_spec_tokens_to_schedule == 1
+    with pytest.raises(TypeError, match="101 were given"):
+        controlled_scheduler(config, *range(99))  # with self and the configuration
+    with pytest.raises(TypeError, match="unexpected keyword argument 'surprise'"):
+        controlled_scheduler(config, surprise=1)

@@ -1,4 +1,5 @@
-"""The closed loop against a simulated engine, whose best choice is known by formula, and step by step by hand."""
+"""The closed loop against a simulated engine, whose best choice is known by formula; step by step it is followed in
+`test_speculation_steps.py`."""
 
 from __future__ import annotations
 
@@ -11,18 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.goodput import MARGIN, OFF, Load, Plan
-from serving.ngram import MAX_INDEXED, STEPS_PER_SHADOW
+from serving.goodput import OFF, Load, Plan
 from serving.probes import FRESH_TESTS, PROBE_SHARE, PROBE_STEPS
 from serving.speculation import (
     DECISIONS_PER_OPENING,
-    STEPS_PER_DECISION,
     Settings,
-    Speculation,
-    StepSeen,
 )
 from serving.step_times import Shape
-from tests.simulated_engine import SimulatedEngine, StepTime, best_fixed, cpu
+from tests.simulated_engine import SimulatedEngine, best_fixed, cpu
 
 K_MAX = 5
 AUTO = Settings(k_max=K_MAX)
@@ -346,25 +343,6 @@ def test_a_forced_plan_ends_a_probe() -> None:
     assert not engine.plans[-1].startswith("draft"), "decided anew: the probe is not gone on with"
 
 
-@pytest.mark.parametrize("client_cap, expected", [(None, 5), (0, 0), (2, 2), (99, 5), (-1, 0)])
-def test_a_client_gets_no_more_draft_tokens_than_it_allows(client_cap: int | None, expected: int) -> None:
-    control = Speculation(Settings(mode="fixed", k_max=K_MAX))
-    control.begin("capped", client_cap=client_cap)
-    control.begin("other")
-    for _ in range(10):
-        control.plan(["capped", "other"], 100)
-    assert (control.cap("capped"), control.cap("other")) == (expected, K_MAX)
-    assert control.has_caps == (expected < K_MAX)
-    assert control.lookup("capped", [*range(9), *range(9)]) == [*range(9)][:expected]
-
-
-@pytest.mark.parametrize("client_cap, plan", [(None, "draft 5"), (3, "draft 3"), (1, "draft 1"), (0, "off")])
-def test_what_clients_allow_is_all_that_a_choice_is_thought_to_bring(client_cap: int | None, plan: str) -> None:
-    control = profiled(Settings(k_max=K_MAX, predicted=0.95, proposers=("draft",)))
-    control.begin("a", client_cap=client_cap)
-    assert control.plan(["a"], 100).name == plan
-
-
 def test_the_caps_of_clients_hold_whatever_is_decided() -> None:
     engine = SimulatedEngine(AUTO, alpha=0.95)
     engine.run(200, 1)
@@ -377,43 +355,7 @@ def test_the_caps_of_clients_hold_whatever_is_decided() -> None:
     assert max(engine.control.cap(req_id) for req_id in engine._left) > 1
 
 
-# -- by hand ----------------------------------------------------------------------------------------------------------
-
-
-def rows(batches: Sequence[int], step_time: StepTime) -> list[dict[str, Any]]:
-    """A profile of an engine, with steps of every width and number of passes."""
-    return [
-        {"batch": b, "tokens": t, "context": 100 * b, "drafted": k, "seconds": step_time(b, t, k), "steps": 15}
-        for b in batches
-        for t in range(b, b * (2 + K_MAX), b)
-        for k in range(K_MAX + 1)
-    ]
-
-
-def profiled(
-    settings: Settings = AUTO, step_time: StepTime = cpu, batches: Sequence[int] = (1, 2, 4, 8)
-) -> Speculation:
-    """Has its step times."""
-    control = Speculation(settings)
-    control.times.load_rows(rows(batches, step_time))
-    return control
-
-
-def step(control: Speculation, accepted: dict[str, tuple[int, int]], proposer: str = "draft") -> None:
-    """One in which of so many tokens drafted for each request so many were accepted; its time teaches nothing."""
-    drafted, num_accepted = zip(*accepted.values(), strict=True)
-    num = len(accepted)
-    seen = StepSeen([*accepted], [*drafted], [*num_accepted], proposer, 0, 100 * num, False, 0.01, [100] * num)
-    control.observe(seen, lambda _: [1, 2, 3])
-
-
-def test_a_profile_makes_the_sweep_needless() -> None:
-    control = profiled(Settings(k_max=K_MAX, predicted=0.9))
-    control.begin("a")
-    assert control.plan(["a"], 100).name == "draft 5"
-    doubtful = profiled(Settings(k_max=K_MAX, predicted=0.02, proposers=("draft",)))
-    doubtful.begin("a")
-    assert doubtful.plan(["a"], 100).name == "off"
+# -- sweeps -----------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_profile_the_first_steps_are_a_sweep() -> None:
@@ -451,174 +393,6 @@ def test_a_sweep_waits_for_its_batch() -> None:
     assert engine.control.num_sweep_steps_left == 0
     assert Counter(engine.plans[-22:])["off"] == 8
     assert {name.split()[0] for name in engine.plans[-22:]} == {"draft", "off"}
-
-
-def test_a_batch_that_changes_is_decided_for_at_once_and_one_that_does_not_every_few_steps() -> None:
-    control = profiled(Settings(k_max=K_MAX, predicted=0.7, proposers=("draft",)))
-    ids = [f"r{i}" for i in range(8)]
-    for req_id in ids:
-        control.begin(req_id)
-    alone = control.plan(ids[:1], 100)
-    together = control.plan(ids, 800)
-    assert alone.k > together.k
-    assert control.plan(ids[:1], 100).k > together.k
-    for _ in range(40):
-        step(control, {"r0": (2, 0)})
-    plans = [control.plan(ids[:1], 100).proposer for _ in range(STEPS_PER_DECISION)]
-    assert plans == ["draft"] * (STEPS_PER_DECISION - 1) + ["off"]
-
-
-@pytest.mark.parametrize("num_running", [1, 2, 4])
-def test_a_probe_that_surprises_makes_void_what_was_known_of_all(num_running: int) -> None:
-    """Requests that come later, too: their class was learnt from a draft that is no more."""
-    control = profiled(Settings(k_max=K_MAX, proposers=("draft",)))
-    for i in range(30):
-        control.begin(f"old{i}")
-        for _ in range(20):
-            step(control, {f"old{i}": (2, 0)})
-        control.end(f"old{i}")
-    running = ["a", "b", "c", "d"][:num_running]
-    for req_id in running:
-        control.begin(req_id)
-    names = []
-    while (plan := control.plan(running, 400)).proposer == "off":
-        names.append(plan.name)
-        step(control, dict.fromkeys(running, (0, 0)))
-    assert (plan.name, control.report()["num_probes"]) == ("draft 2", 1)
-    assert len(names) > 50
-    for drafted in (0, 2, 2):
-        control.plan(running, 400)
-        step(control, dict.fromkeys(running, (drafted, drafted)))
-    for req_id in running:
-        control.end(req_id)
-    control.begin("new")
-    assert control.plan(["new"], 100).proposer == "draft"
-
-
-@pytest.mark.parametrize("predicted, plan", [(None, "draft 3"), (0.9, "draft 5"), (0.05, "off")])
-def test_a_release_is_judged_at_once_by_what_was_predicted(predicted: float | None, plan: str) -> None:
-    """Where nothing was, it is tried."""
-    control = profiled(Settings(k_max=K_MAX, proposers=("draft",)))
-    for req_id in ("a", "b"):
-        control.begin(req_id)
-    for _ in range(40):
-        step(control, {"a": (2, 0), "b": (2, 0)})
-    assert control.plan(["a", "b"], 200).name == "off"
-    control.restart(predicted)
-    assert control.plan(["a", "b"], 200).name == plan
-
-
-def test_requests_in_one_batch_get_as_many_draft_tokens_as_are_worth_verifying() -> None:
-    """Eight requests, where verification is dear and drafting cheap: half are always right, half never."""
-    control = profiled(AUTO, lambda batch, tokens, passes: 0.02 + 0.001 * tokens + 0.0005 * passes)
-    good, bad = [f"good{i}" for i in range(4)], [f"bad{i}" for i in range(4)]
-    for req_id in good + bad:
-        control.begin(req_id, client_cap=1 if req_id == "good0" else None)
-    for _ in range(30):
-        step(control, dict.fromkeys(good, (2, 2)) | dict.fromkeys(bad, (2, 0)))
-    plan = control.plan(good + bad, 800)
-    assert plan.proposer == "draft"
-    assert plan.min_survival == pytest.approx(MARGIN * plan.goodput * 0.001, rel=0.2)
-    assert control.has_caps
-    assert plan.k > 1
-    assert [control.cap(r) for r in good] == [1, plan.k, plan.k, plan.k], "the first one's client allows one"
-    assert {control.cap(r) for r in bad} == {0}
-
-
-def test_requests_that_are_not_counted_teach_nothing() -> None:
-    def next_survival(is_counted: bool) -> list[float]:
-        control = profiled()
-        for _ in range(5):
-            control.begin("probe", domain="sql", is_counted=is_counted)
-            for _ in range(30):
-                step(control, {"probe": (K_MAX, 0)})
-                step(control, {"probe": (K_MAX, 0)}, "ngram")
-            control.end("probe")
-        control.begin("next", domain="sql")
-        load = control._load(["next"], 100)
-        return [load.survival[name][0].sum() for name in ("draft", "ngram")]
-
-    fresh = profiled()
-    fresh.begin("next", domain="sql")
-    untouched = [float(fresh._load(["next"], 100).survival[name][0].sum()) for name in ("draft", "ngram")]
-    assert next_survival(is_counted=False) == untouched
-    draft, ngram = next_survival(is_counted=True)
-    assert draft < 0.2 * untouched[0]
-    assert ngram < 0.5 * untouched[1]
-
-
-def test_shadow_lookups_of_requests_that_are_not_counted_teach_nothing() -> None:
-    def survival(is_counted: bool) -> list[float]:
-        control = profiled()
-        control.begin("a", is_counted=is_counted)
-        text = [0, 1, 2, 3, 4, 5, 6] * 4
-        for _ in range(200):
-            seen = StepSeen(["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)])
-            control.observe(seen, lambda _: text)
-            text.append(len(text) % 7)
-        return [float(x) for x in control._load(["a"], 100).survival["ngram"][0]]
-
-    assert survival(is_counted=False) == pytest.approx(0.3 ** np.arange(1, K_MAX + 1))
-    assert min(survival(is_counted=True)) > 0.5, "a proposal is judged when all of it has been written, or some refuted"
-
-
-def test_a_prompt_that_is_still_being_indexed_says_nothing_of_n_grams() -> None:
-    control = profiled()
-    control.begin("a")
-    text = [i % 7 for i in range(20 * MAX_INDEXED)]
-    survival = []
-    for _ in range(20 * STEPS_PER_SHADOW + 30):
-        control.observe(StepSeen(["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)]), lambda _: text)
-        text.append(len(text) % 7)
-        survival.append(float(control._load(["a"], 100).survival["ngram"][0, 0]))
-    assert survival[: 19 * STEPS_PER_SHADOW] == pytest.approx([0.3] * 19 * STEPS_PER_SHADOW)
-    assert survival[-1] > 0.5
-
-
-def test_a_finished_request_teaches_its_domain() -> None:
-    control = profiled(batches=(1,))
-    for i in range(20):
-        for domain, accepted in (("good", 5), ("bad", 0)):
-            control.begin(f"{domain}{i}", domain=domain)
-            for _ in range(20):
-                step(control, {f"{domain}{i}": (5, accepted)})
-            control.end(f"{domain}{i}")
-    for domain, proposers in (("good", {"draft"}), ("bad", {"ngram", "off"})):
-        control.begin("new", domain=domain)
-        plans = [control.plan(["new"], 100) for _ in range(STEPS_PER_DECISION)]
-        assert plans[-1].proposer in proposers
-        control.end("new")
-
-
-def test_steps_with_prefills_and_steps_that_catch_up_do_not_count_as_step_times() -> None:
-    control = profiled(batches=(1,))
-    control.begin("a")
-    before = sum(row["steps"] for row in control.times.to_rows())
-
-    def seen(passes: int, is_pure: bool = True) -> None:
-        control.observe(StepSeen(["a"], [0], [0], "draft", passes, 100, is_pure, 5.0, [100]), lambda _: [1])
-
-    for _ in range(3):
-        seen(0, is_pure=False)
-    assert sum(row["steps"] for row in control.times.to_rows()) == before
-    seen(2)  # the draft reads what it has missed
-    assert sum(row["steps"] for row in control.times.to_rows()) == before
-    seen(2)
-    assert sum(row["steps"] for row in control.times.to_rows()) == before + 1
-
-
-def test_requests_that_are_not_known_are_passed_over() -> None:
-    control = profiled()
-    control.begin("a")
-    step(control, {"unknown": (2, 1), "a": (5, 2)})
-    control.end("unknown")
-    plan = control.plan(["a"], 100)
-    assert control.cap("unknown") == plan.k
-    assert control.lookup("unknown", [1, 2, 3, 1, 2]) == []
-    report = control.report()
-    assert report["tested_per_place"] == [1, 1, 1, 0, 0]
-    assert report["accepted_per_place"] == [1, 1, 0, 0, 0]
-    assert report["by_context"]["<256"] == [3, 2]
 
 
 # -- what it says of itself -------------------------------------------------------------------------------------------
@@ -661,11 +435,6 @@ def test_a_report_changes_nothing() -> None:
     engine = SimulatedEngine(AUTO, alpha=0.2)
     engine.run(150, 4)
     assert engine.control.report() == engine.control.report()
-
-
-def test_a_fresh_engine_has_a_report() -> None:
-    report = json.loads(json.dumps(Speculation(AUTO).report(), allow_nan=False))
-    assert (report["plan"], report["plans"], report["net"]["ratio"]) == ("draft 5", {}, None)
 
 
 def test_requests_without_drafts_are_no_part_of_the_spread() -> None:
@@ -714,29 +483,6 @@ def test_a_probe_is_as_short_as_it_says() -> None:
     assert np.mean([name != "off" for name in engine.plans[STEPS_TO_KNOW:]]) < 4 * PROBE_SHARE
 
 
-@pytest.mark.parametrize("given", [{"client_cap": 0}, {"is_counted": False}])
-def test_where_a_probe_would_show_nothing_there_is_none(given: dict[str, Any]) -> None:
-    control = profiled(Settings(k_max=K_MAX, proposers=("draft",), predicted=0.05))
-    for req_id in ("a", "b"):
-        control.begin(req_id, **given)
-    for _ in range(400):
-        assert control.plan(["a", "b"], 200).proposer == "off"
-        step(control, {"a": (0, 0), "b": (0, 0)})
-    assert control.report()["num_probes"] == 0
-
-
-def test_the_study_of_acceptance_leaves_out_what_is_not_counted() -> None:
-    control = profiled(Settings(k_max=K_MAX, proposers=("draft",)))
-    control.begin("x", is_counted=False)
-    control.begin("y")
-    seen = StepSeen(["gone", "x", "y"], [5, 5, 5], [0, 0, 5], "draft", 5, 10, True, 0.02, [10, 10, 5000], [1, 1, 2000])
-    control.observe(seen, lambda _: [1, 2, 3])
-    report = control.report()
-    assert report["tested_per_place"] == report["accepted_per_place"] == [1] * 5
-    assert {name: counts for name, counts in report["by_context"].items() if counts[0]} == {">=4096": [5, 5]}
-    assert {name: counts for name, counts in report["by_output"].items() if counts[0]} == {">=1024": [5, 5]}
-
-
 def test_a_request_thought_hopeless_is_verified_now_and_then() -> None:
     """Else it could never show that it is not."""
     engine = SimulatedEngine(Settings(k_max=K_MAX, proposers=("draft",)), alpha=0.8)
@@ -751,15 +497,3 @@ def test_a_request_thought_hopeless_is_verified_now_and_then() -> None:
         engine.control._set_caps(plan._replace(min_survival=0.9), list(engine._left), load)
         opened.append([r.cap for r in engine.control._requests.values()] == [K_MAX] * 4)
     assert opened.count(True) == 1
-
-
-def test_a_request_that_is_announced_again_keeps_what_it_has_shown() -> None:
-    """As a client's next turn in one and the same session."""
-    control = profiled(Settings(k_max=K_MAX, proposers=("draft",)))
-    control.begin("a", client_cap=2)
-    before = control._requests["a"]
-    control.begin("a")
-    assert control._requests["a"] is before
-    control.end("a")
-    control.begin("b")
-    assert control._requests["b"].slot == before.slot

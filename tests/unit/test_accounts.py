@@ -1,0 +1,54 @@
+"""What the control has done, as it is told and as it is reported."""
+
+from __future__ import annotations
+
+import time
+
+from serving.accounts import MAX_CHANGES, MAX_LOG, Accounts
+from serving.goodput import OFF, Plan
+
+TWO = Plan("draft", 2, seconds=0.25)
+
+
+def test_steps_are_added_up_by_plan() -> None:
+    accounts = Accounts()
+    accounts.add_step(TWO, 0.5, 3)
+    accounts.add_step(OFF, 0.125, 1)
+    accounts.add_step(TWO, 0.25, 2)
+    assert accounts.report()["plans"] == {
+        "draft 2": {"steps": 2, "seconds": 0.75, "tokens": 5, "predicted_seconds": 0.5},
+        "off": {"steps": 1, "seconds": 0.125, "tokens": 1, "predicted_seconds": 0.0},
+    }
+
+
+def test_a_decision_takes_the_mean_of_all_in_microseconds() -> None:
+    accounts = Accounts()
+    assert accounts.report()["decision_us"] == 0.0
+    accounts.add_decision(0.25)
+    accounts.add_decision(0.5)
+    assert accounts.report()["decision_us"] == 375_000.0
+
+
+def test_the_newest_changes_are_kept() -> None:
+    accounts = Accounts()
+    before = time.time()
+    for batch in range(MAX_CHANGES + 2):
+        accounts.add_change(TWO, OFF, batch, "goodput")
+    changes = accounts.report()["changes"]
+    assert before <= changes[0].pop("at") <= time.time()
+    assert changes[0] == {"from": "draft 2", "to": "off", "batch": 2, "reason": "goodput"}
+    assert [change["batch"] for change in changes] == list(range(2, MAX_CHANGES + 2))
+
+
+def test_a_log_is_bounded_and_ends_where_nobody_wants_it() -> None:
+    accounts = Accounts()
+    assert not accounts.has_log
+    assert accounts.keep_log(True) == []
+    assert accounts.has_log
+    for batch in range(MAX_LOG + 1):
+        accounts.write(TWO, batch=batch)
+    log = accounts.keep_log(True)
+    assert len(log) == MAX_LOG
+    assert log[0] == {"plan": "draft 2", "predicted_seconds": 0.25, "batch": 1}
+    assert accounts.keep_log(False) == [], "it was begun anew"
+    assert not accounts.has_log
