@@ -1,0 +1,94 @@
+"""`python -m tests.mutants`: tries the mutants that are drawn; exit status 1 where more survive than may."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from itertools import count
+from multiprocessing import Value
+from pathlib import Path
+
+from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.work_item import MutationSpec, WorkResult
+
+from tests.mutants.drawing import MODULES, draw, mutants_of
+from tests.mutants.which_tests import WhichTests
+
+ROOT = Path(__file__).parents[2]
+MOST_SURVIVING = 0.08
+SECONDS_FOR_A_MUTANT = 600.0
+"""Longer than all its tests take: what hangs is noticed."""
+
+_number = Value("i", 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("modules", nargs="*", default=MODULES, help="files to try (default: the fixed list)")
+    parser.add_argument("--num", type=int, default=300, help="how many mutants (default 300)")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw (default 1)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time (default: a core each)")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prog := "mutants-") as folder:
+        checkouts = [_checkout(Path(folder) / f"{prog}{i}") for i in range(given.jobs)]
+        os.chdir(checkouts[0])
+        sizes = {module: len(Path(module).read_text().splitlines()) for module in given.modules}
+        drawn = draw(mutants_of(given.modules, Path(folder) / "session.sqlite"), sizes, given.num, given.seed)
+        which = WhichTests(checkouts[0], given.modules, given.jobs)
+        jobs = [(mutant, which.of(str(mutant.module_path), *_lines(mutant))) for mutant in drawn]
+        with ProcessPoolExecutor(given.jobs, initializer=_work_in, initargs=(checkouts,)) as pool:
+            results = []
+            for (mutant, _), result in zip(jobs, pool.map(_try, jobs), strict=True):
+                results.append((mutant, result))
+                if not result.is_killed:
+                    print(f"survived: {mutant.module_path}:{mutant.start_pos[0]}", file=sys.stderr, flush=True)
+    return _report(results)
+
+
+def _checkout(folder: Path) -> Path:
+    """A clone of what is committed: a mutant is written into the file, and must not meet other work."""
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+    return folder
+
+
+def _work_in(checkouts: list[Path]) -> None:
+    with _number.get_lock():
+        os.chdir(checkouts[_number.value])
+        _number.value += 1
+
+
+def _lines(mutant: MutationSpec) -> tuple[int, int]:
+    return mutant.start_pos[0], mutant.end_pos[0]
+
+
+def _try(job: tuple[MutationSpec, list[str]]) -> WorkResult:
+    mutant, tests = job
+    chosen = Path("chosen-tests.txt")
+    chosen.write_text("\n".join(["-x", "-q", "-p", "no:cacheprovider", "--no-cov", *tests]))
+    command = f"{shlex.quote(sys.executable)} -m pytest @{chosen}" if tests else "true"
+    return mutate_and_test([mutant], command, SECONDS_FOR_A_MUTANT)
+
+
+def _report(results: list[tuple[MutationSpec, WorkResult]]) -> int:
+    tried = Counter(str(mutant.module_path) for mutant, _ in results)
+    survivors = [(mutant, result) for mutant, result in results if not result.is_killed]
+    survived = Counter(str(mutant.module_path) for mutant, _ in survivors)
+    print("| module | tried | survived |\n|---|---|---|")
+    for module, num in tried.items():
+        print(f"| `{module}` | {num} | {survived[module]} |")
+    share = len(survivors) / len(results)
+    print(f"| all | {len(results)} | {len(survivors)} ({100 * share:.1f} %) |")
+    for number, (mutant, result) in zip(count(1), survivors, strict=False):
+        changed = [line for line in (result.diff or "").splitlines()[3:] if line[:1] in "+-"]
+        print(f"\n{number}. {mutant.module_path}:{mutant.start_pos[0]}", *changed, sep="\n    ")
+    return int(share > MOST_SURVIVING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

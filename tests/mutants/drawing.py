@@ -1,0 +1,58 @@
+"""Which mutants are tried: places drawn with a fixed seed, spread over the files by their size, one mutant at each."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from cosmic_ray.commands.init import init
+from cosmic_ray.work_db import WorkDB
+from cosmic_ray.work_item import MutationSpec
+
+MODULES = tuple(
+    f"{folder}/{name}.py"
+    for folder, names in {
+        "osd": "policy judge drift controller releases drafts registry slots series metrics",
+        "osd/dashboard": "guard admin",
+        "serving": "capture pick rows assemble running skips headers windows scheduler speculation goodput estimates "
+        "probes swap proof pull",
+        "buffers": "codec cursor redis_stream redis_writer memory",
+        "trainer": "batch loss evaluate replay guard classes loop checkpoint",
+    }.items()
+    for name in names.split()
+)
+"""What carries the promises."""
+
+
+def mutants_of(modules: Iterable[str], session: Path) -> list[MutationSpec]:
+    """Every mutant that cosmic-ray knows to make of these files. `session`: where it keeps them meanwhile."""
+    database = WorkDB(str(session), WorkDB.Mode.create)
+    init([Path(module) for module in modules], database, {})
+    return [mutation for item in database.work_items for mutation in item.mutations]
+
+
+def draw(mutants: Iterable[MutationSpec], num_lines: Mapping[str, int], num: int, seed: int) -> list[MutationSpec]:
+    """`num` mutants, of each file as many as its share of the lines. A place is what one kind of fault can befall, an
+    operator, a number, a condition: one `+` has eleven mutants, and would else be eleven times as likely."""
+    places: dict[str, dict[tuple[object, ...], list[MutationSpec]]] = defaultdict(lambda: defaultdict(list))
+    for mutant in mutants:
+        kind = mutant.operator_name.partition("_")[0]
+        places[str(mutant.module_path)][(*mutant.start_pos, kind)].append(mutant)
+    random_of_run = random.Random(seed)
+    drawn = []
+    for module, quota in shares(num_lines, num).items():
+        chosen = random_of_run.sample(sorted(places[module], key=str), min(quota, len(places[module])))
+        drawn += [random_of_run.choice(places[module][place]) for place in sorted(chosen, key=str)]
+    return drawn
+
+
+def shares(sizes: Mapping[str, int], num: int) -> dict[str, int]:
+    """`num` parted in proportion to the sizes; what rounding leaves goes to the largest remainders."""
+    exact = {name: num * size / sum(sizes.values()) for name, size in sizes.items()}
+    parts = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(sizes, key=lambda name: parts[name] - exact[name])
+    for name in by_remainder[: num - sum(parts.values())]:
+        parts[name] += 1
+    return parts
