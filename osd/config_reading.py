@@ -36,7 +36,7 @@ MAPPINGS = ("serving.vllm", "serving.env")
 """Keys whose values are free mappings: what stands below them is not ours to check."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Resolved:
     """A configuration and, for each key (`serving.port`), where its value came from."""
 

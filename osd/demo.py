@@ -54,7 +54,7 @@ NUM_MORE_COMPARED = 16
 """Answers from the time of shift and swaps that are compared, besides those of the last window."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Story:
     """What the run has seen so far."""
 

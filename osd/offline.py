@@ -36,7 +36,7 @@ MAX_ROUNDS = 50
 """A candidate is written and judged after every round: many traces make longer rounds, not more."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """What is to be made of recorded traces."""
 

@@ -28,7 +28,7 @@ PORTS = range(20_000, 32_000)
 """Where free ports are looked for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A configuration made concrete: ports chosen, models found, the draft to start with on disk."""
 

@@ -43,7 +43,7 @@ class Prompt(msgspec.Struct, forbid_unknown_fields=True):
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Asking:
     """How prompts are put to a target.
 

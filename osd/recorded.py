@@ -72,7 +72,7 @@ class _Reader:
         return taken
 
 
-@dataclass
+@dataclass(slots=True)
 class Recorded:
     """What the files hold together. Each request counts once, whichever of them it stands in."""
 

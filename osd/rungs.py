@@ -17,7 +17,7 @@ Lookup = Callable[[str], str]
 """Name of a distribution -> its version; raises `PackageNotFoundError`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Rung:
     """One check: `ok` None = worth knowing, neither good nor bad."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from osd.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Running:
     """A running service.
 

@@ -13,7 +13,7 @@ GUTTER = 9
 ASCII_LEVELS = {0: " ", 1: "'", 2: "-", 4: "."}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Dots:
     """How dots make a character: a bit for each place, by column and by row from the top, and the character of a sum of
     bits."""

@@ -27,7 +27,7 @@ PLAIN = str.maketrans("─►┤┊◆…", "->|:^~")
 """One ASCII character for each of ours."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """What a frame shows.
 

@@ -17,7 +17,7 @@ Phrase = tuple[str, str]
 """Text and its style."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Line:
     """A line before it is known how much of it there is room for.
 

@@ -31,7 +31,7 @@ class Reader(Protocol):
     def get(self, path: str, **params: Any) -> Any: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Answers:
     """What the control port said at one moment: `/osd/status`, `/osd/history` and `/osd/events` (newest first)."""
 
