@@ -10,6 +10,7 @@ from typing import Any
 from osd import vocabulary
 from osd.checkpoint_files import weight_files
 from osd.errors import ConfigError
+from osd.heads import draft_head
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,10 @@ def check_pair(target: Path, draft: Path, max_model_len: int | None = None) -> i
         raise ConfigError(f"serving.target={target}: no *.safetensors there; give a complete model directory")
     weight_files(draft)
     configs = {path: read_config(path) for path in (target, draft)}
+    if what := draft_head(configs[draft]):
+        raise ConfigError(
+            f"serving.draft={draft}: is a draft head ({what}), and heads are not served; use a draft model of its own"
+        )
     check_context(configs[target], configs[draft], draft, max_model_len)
     return check_vocabulary(target, draft, vocab_size(configs[target], target), vocab_size(configs[draft], draft))
 

@@ -1,11 +1,11 @@
 """Swapping the draft inside a vLLM worker: stage and validate in a thread, commit between two engine steps.
 
-    stage(release) ──► thread: read, sha256, names, shapes, finiteness ──► staged
-    commit(version) ──► one short RPC: load in place, prove it landed, keep the last good weights ──► serving
-          └─ anything raised, or other weights found: load the last good ones again ──► the old draft serves on
+    stage(release) ──► thread: read, sha256, names, shapes, finiteness; build weights beside the draft ──► staged
+    commit(version) ──► one short RPC: put them in place, prove it, keep them as the last good ones ──► serving
+          └─ anything raised, or other weights found: put the last good ones back ──► the old draft serves on
 
-A checkpoint that lacks tensors or holds wrong shapes would leave vLLM's draft half loaded and end the engine at the
-next step, so nothing reaches the live draft before it has been compared with the draft the engine started with.
+Nothing reaches the live draft before it has been compared with the draft the engine started with, and before all the
+memory it takes is there (`serving/live_draft.py`): whatever of a swap fails, it is taken back without asking for more.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -23,6 +26,7 @@ from safetensors.torch import load_file
 
 from osd.errors import SwapError
 from osd.files import sha256
+from osd.heads import draft_head
 from osd.records import DraftRelease
 from serving.proof import SwapProof
 
@@ -62,6 +66,7 @@ class DraftShape:
 
     @classmethod
     def of(cls, directory: Path) -> DraftShape:
+        """Of the draft in a directory. Raises `SwapError` for a draft head."""
         with safe_open(directory / WEIGHTS, framework="pt") as weights:
             slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
             shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
@@ -69,6 +74,7 @@ class DraftShape:
                 n for n, part in slices.items() if part.get_dtype() == "BOOL" or part.get_dtype()[0] in "IU"
             )
         config = json.loads((directory / "config.json").read_text())
+        refuse_head(config)
         return cls(shapes, {key: config.get(key) for key in ARCHITECTURE_KEYS}, masks)
 
 
@@ -79,92 +85,119 @@ def read_release(release: DraftRelease, expected: DraftShape) -> dict[str, torch
         digest = sha256(directory / WEIGHTS)
         config = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise SwapError(f"v{release.version}: {directory} cannot be read: {error}") from None
+        raise SwapError(f"{directory} cannot be read: {error}") from None
     if digest != release.sha256:
-        raise SwapError(
-            f"v{release.version}: sha256 of {WEIGHTS} is {digest[:12]}, release.json says {release.sha256[:12]}"
-        )
+        raise SwapError(f"sha256 of {WEIGHTS} is {digest[:12]}, release.json says {release.sha256[:12]}")
+    refuse_head(config)
     for key, value in expected.architecture.items():
         if config.get(key) != value:
-            raise SwapError(f"v{release.version}: config.json has {key}={config.get(key)!r}, the engine runs {value!r}")
+            raise SwapError(f"config.json has {key}={config.get(key)!r}, the engine runs {value!r}")
     try:
         tensors = load_file(directory / WEIGHTS)
     except Exception as error:  # noqa: BLE001  safetensors raises its own types for damaged files
-        raise SwapError(f"v{release.version}: {WEIGHTS} is damaged: {error}") from None
-    check_tensors(tensors, expected, f"v{release.version}")
+        raise SwapError(f"{WEIGHTS} is damaged: {error}") from None
+    check_tensors(tensors, expected)
     return tensors
 
 
-def check_tensors(tensors: Tensors, expected: DraftShape, what: str) -> None:
+def refuse_head(config: Mapping[str, object]) -> None:
+    """Raise `SwapError` where a `config.json` is that of a draft head, which shares tensors with the target."""
+    if what := draft_head(config):
+        raise SwapError(f"it is a draft head ({what}), and heads are not served: only draft models of their own are")
+
+
+def check_tensors(tensors: Tensors, expected: DraftShape) -> None:
     """Raise `SwapError` unless names and shapes are those expected and every number is finite."""
     shapes = expected.shapes
     if missing := sorted(set(shapes) - set(tensors)):
-        raise SwapError(f"{what}: {len(missing)} tensors are missing, first {missing[0]}")
+        raise SwapError(f"{len(missing)} tensors are missing, first {missing[0]}")
     if unknown := sorted(set(tensors) - set(shapes)):
-        raise SwapError(f"{what}: {len(unknown)} tensors are unknown, first {unknown[0]}")
+        raise SwapError(f"{len(unknown)} tensors are unknown, first {unknown[0]}")
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name]:
-            raise SwapError(f"{what}: {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
+            raise SwapError(f"{name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
         if name in expected.masks:
             continue
         if not tensor.is_floating_point():
-            raise SwapError(f"{what}: {name} is {tensor.dtype}, expected floating point")
+            raise SwapError(f"{name} is {tensor.dtype}, expected floating point")
         if not torch.isfinite(tensor).all():
-            raise SwapError(f"{what}: {name} holds NaN or infinite values")
+            raise SwapError(f"{name} holds NaN or infinite values")
+
+
+Built = TypeVar("Built")
+"""Weights in the form a live draft keeps them."""
 
 
 @dataclass(slots=True)
-class Staging:
-    """State of one staging: running while `tensors` is None and `error` is empty."""
+class Staging(Generic[Built]):
+    """State of one staging: running while `weights` is None and `error` is empty."""
 
     release: DraftRelease
     started: float
     seconds: float = 0.0
-    tensors: dict[str, torch.Tensor] | None = None
+    weights: Built | None = None
     checksum: int = 0
     """What the proof of the swap will be compared with."""
     error: str = ""
 
 
-class DraftSwapper:
-    """The draft weights of one worker.
+class Draft(Protocol[Built]):
+    """A live draft (`serving/live_draft.py`)."""
 
-    `load` puts tensors into the live draft (and may raise half-way); `prove`, given those of the first draft, returns
-    what compares the live draft with a release.
-    """
+    def build(self, tensors: Tensors) -> Built:
+        """Weights in the live draft's form; it stays as it is. May raise anything."""
+
+    def put(self, weights: Built) -> None:
+        """Make them live. What raises here may have been put in part."""
+
+    def keep(self, weights: Built) -> None:
+        """`put_back` goes back to these from now on."""
+
+    def put_back(self) -> None:
+        """Make the weights kept last live again, or those of the start. Takes no memory."""
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Begin it beside the engine."""
+    threading.Thread(target=work, name="osd-stage", daemon=True).start()
+
+
+class DraftSwapper(Generic[Built]):
+    """The draft weights of one worker. `prove`, given those of the first draft, returns what compares the live draft
+    with a release; `begin` has work done without waiting for it."""
 
     def __init__(
         self,
         release: DraftRelease,
-        load: Callable[[Tensors], None],
-        shared_with_target: set[str] | None = None,
+        draft: Draft[Built],
         prove: Callable[[Tensors], SwapProof] | None = None,
+        begin: Callable[[Callable[[], None]], None] = in_thread,
     ) -> None:
         self.version = release.version
-        self._load = load
-        self._shared = shared_with_target or set()
+        self._draft, self._begin = draft, begin
         self._expected = DraftShape.of(Path(release.path))
-        self._last_good: Tensors = self._without_shared(load_file(Path(release.path) / WEIGHTS))
-        self._staging: Staging | None = None
-        self.proof = prove(self._last_good) if prove is not None else None
-        self._last_checksum = self._checksum(self._last_good)
+        self._staging: Staging[Built] | None = None
+        first = load_file(Path(release.path) / WEIGHTS)
+        self.proof = prove(first) if prove is not None else None
+        self._last_checksum = self._checksum(first)
 
     def stage(self, release: DraftRelease) -> None:
-        """Read and validate a release in a thread; `staging` tells how it went."""
-        staging = Staging(release, time.perf_counter())
+        """Read, validate and build a release in a thread; `staging` tells how it went."""
+        staging = Staging[Built](release, time.perf_counter())
         self._staging = staging
-        threading.Thread(target=self._read, args=(staging,), name="osd-stage", daemon=True).start()
+        self._begin(partial(self._read, staging))
 
-    def _read(self, staging: Staging) -> None:
+    def _read(self, staging: Staging[Built]) -> None:
         try:
-            tensors = self._without_shared(read_release(staging.release, self._expected))
+            tensors = read_release(staging.release, self._expected)
             staging.checksum = self._checksum(tensors)
-            staging.tensors = tensors  # last: whoever sees it may commit
-        except SwapError as error:
-            staging.error = str(error)
+            weights = self._draft.build(tensors)
         except Exception as error:  # noqa: BLE001  whatever is wrong with a release, the old draft serves on
-            staging.error = f"v{staging.release.version}: {type(error).__name__}: {error}"
-        staging.seconds = time.perf_counter() - staging.started
+            staging.seconds = time.perf_counter() - staging.started
+            staging.error = f"v{staging.release.version}: {_said(error)}"
+        else:
+            staging.seconds = time.perf_counter() - staging.started
+            staging.weights = weights  # last: whoever sees it may commit
 
     @property
     def staging(self) -> dict[str, object]:
@@ -172,22 +205,23 @@ class DraftSwapper:
         s = self._staging
         if s is None:
             return {"version": 0, "done": True, "error": "nothing staged", "seconds": 0.0}
-        done = s.tensors is not None or bool(s.error)
+        done = s.weights is not None or bool(s.error)
         return {"version": s.release.version, "done": done, "error": s.error, "seconds": s.seconds}
 
     def commit(self, version: int) -> float:
         """Make the staged release the live draft; returns seconds taken. Raises `SwapError`, the old one serving."""
         staging, started = self._staging, time.perf_counter()
-        if staging is None or staging.release.version != version or staging.tensors is None:
+        if staging is None or staging.release.version != version or staging.weights is None:
             raise SwapError(f"v{version} is not staged")
         try:
-            self._load(staging.tensors)
+            self._draft.put(staging.weights)
             if problem := self._problem(staging.checksum):
                 raise SwapError(problem)
         except Exception as error:
-            self._restore(f"v{version}: {error}")
-            raise SwapError(f"v{version}: loading failed, the previous draft was restored: {error}") from error
-        self._last_good, self._last_checksum = staging.tensors, staging.checksum
+            self._put_back(f"v{version}: {_said(error)}")
+            raise SwapError(f"v{version}: loading failed, the previous draft was restored: {_said(error)}") from error
+        self._draft.keep(staging.weights)
+        self._last_checksum = staging.checksum
         self.version, self._staging = version, None
         return time.perf_counter() - started
 
@@ -198,19 +232,23 @@ class DraftSwapper:
     def _problem(self, checksum: int) -> str:
         return self.proof.problem(checksum) if self.proof is not None else ""
 
-    def _restore(self, why: str) -> None:
-        """Load the last good weights. Raises `SwapError` when even they do not arrive: drafts are useless then, while
+    def _put_back(self, why: str) -> None:
+        """The last good weights. Raises `SwapError` when even they do not arrive: drafts are useless then, while
         answers stay what they are, and the next swap may mend it."""
+        problem = ""
         try:
-            self._load(self._last_good)
-            problem = self.prove()
+            self._draft.put_back()
         except Exception as error:  # noqa: BLE001  whatever it was, the engine serves on
-            problem = str(error)
+            problem = _said(error)
+        else:
+            with suppress(Exception):  # reading takes memory, and may lack it; what was put back is there all the same
+                problem = self.prove()
         if problem:
             raise SwapError(f"{why}; and the previous draft could not be restored: {problem}; restart this replica")
 
     def _checksum(self, tensors: Tensors) -> int:
         return self.proof.expected(tensors) if self.proof is not None and not self.proof.why_not else 0
 
-    def _without_shared(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in tensors.items() if name not in self._shared}
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, SwapError) else f"{type(error).__name__}: {error}"

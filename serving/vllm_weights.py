@@ -5,14 +5,18 @@ Like `serving/vllm_compat.py`, which says what was run, this holds private names
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from osd.errors import SwapError
 from serving import proof
+from serving.live_draft import LiveDraft, Owned
+
+SERVED_METHOD = "draft_model"
+"""vLLM's name for drafting with a model of its own; all else are heads, or need no weights."""
 
 
 @contextmanager
@@ -23,77 +27,69 @@ def _vllm_config(worker: Any) -> Iterator[None]:
         yield
 
 
+def check_method(worker: Any) -> None:
+    """Raise `SwapError` unless the draft is a model of its own."""
+    method = worker.vllm_config.speculative_config.method
+    if method != SERVED_METHOD:
+        raise SwapError(
+            f"vLLM would draft by the method {method!r}, which is not served: only a draft model of its own is. vLLM "
+            "goes by the name of the draft's directory too: it must not contain eagle3, eagle-, dflash or dspark"
+        )
+
+
+def live_draft(worker: Any) -> LiveDraft:
+    """The draft of this worker, to build weights for and to put them in."""
+
+    def pack(twin: Any) -> None:
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+        method = getattr(twin, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            vars(twin).pop("_already_called_process_weights_after_loading", None)
+            with _vllm_config(worker):
+                method.process_weights_after_loading(twin)
+
+    return LiveDraft(worker.get_draft_model(), worker.model_runner.get_model(), unpacked, pack)
+
+
 def load_draft_weights(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load Hugging Face tensors into the live draft, in place, between two engine steps.
-
-    Layerwise reload is the only way that re-packs CPU linears and keeps storage addresses on CUDA. Should loading
-    raise, the draft is left usable only after another complete load: callers must load a good state again.
-    """
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    draft = worker.get_draft_model()
-    draft_config = worker.vllm_config.speculative_config.draft_model_config
-    with _vllm_config(worker), torch.no_grad(), _nothing_said_of_layers_without_weights():
-        initialize_layerwise_reload(draft)
-        try:
-            draft.load_weights(list(tensors.items()))
-        finally:
-            finalize_layerwise_reload(draft, draft_config)
-            _repack_tied_heads(draft)
+    """Load Hugging Face tensors into the live draft, between two engine steps."""
+    draft = live_draft(worker)
+    draft.put(draft.build(tensors))
 
 
-WITHOUT_WEIGHTS = ("RotaryEmbedding", "ParallelLMHead")
+def unpacked(layer: Any, twin: Any) -> dict[str, torch.Tensor]:
+    """Parameters as vLLM made them before it packed them, for the twin of a layer: what a checkpoint fills. Raises
+    `SwapError` for layers that derive weights of their own from those of others."""
+    from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    if is_deferred_attention_layer(layer) and not isinstance(layer, Attention):
+        raise SwapError(f"the draft's {type(layer).__name__} derives weights when it is loaded, which is not supported")
+    info = get_layerwise_info(layer)
+    with info.restore_device if _needs_device(layer) else torch.device("cpu"):
+        made = {name: materialize_meta_tensor(meta).zero_() for name, meta in info.restore_metadata[0].items()}
+    return {name: restore_layer_refs(tensor, twin) for name, tensor in made.items()}
 
 
-@contextmanager
-def _nothing_said_of_layers_without_weights() -> Iterator[None]:
-    """vLLM warns at each reload of layers that have no tensors of their own (rotary embeddings, tied heads), as if they
-    had failed. What did arrive, `serving/proof.py` reads back."""
-
-    def is_news(record: logging.LogRecord) -> bool:
-        layer, _, text = record.getMessage().partition(": ")
-        return text != "Failed to load weights" or layer not in WITHOUT_WEIGHTS
-
-    vllm_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    vllm_logger.addFilter(is_news)
-    try:
-        yield
-    finally:
-        vllm_logger.removeFilter(is_news)
-
-
-def _repack_tied_heads(draft: Any) -> None:
-    """Refresh CPU output heads that are tied to the embedding.
-
-    Their weight is the embedding's own tensor, so a reload loads nothing "into" them, and the packed copy the CPU
-    multiplies with would stay that of the draft the engine started with.
-    """
+def _needs_device(layer: Any) -> bool:
+    """Whether weights of this layer are packed where it computes: those that are quantised."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-    from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
-    for module in draft.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedEmbeddingMethod):
-            method.process_weights_after_loading(module)
-
-
-def names_shared_with_target(worker: Any) -> set[str]:
-    """Parameter names of the draft whose storage belongs to the target (EAGLE heads share its embedding)."""
-    target = worker.model_runner.get_model()
-    target_ids = {id(p) for p in target.parameters()}
-    return {name for name, p in worker.get_draft_model().named_parameters() if id(p) in target_ids}
+    method = getattr(layer, "quant_method", None)
+    return method is not None and not isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
 
 
 @torch.no_grad()
 def read_back(worker: Any) -> Iterator[torch.Tensor]:
     """What `proof.of_release` compares, from the live draft. What it shares with the target is left out."""
-    draft = worker.get_draft_model()
-    shared = {id(p) for p in worker.model_runner.get_model().parameters()}
+    draft, target = worker.get_draft_model(), Owned(worker.model_runner.get_model())
     head = next((getattr(draft, name) for name in proof.HEADS if hasattr(draft, name)), None)
     for module in draft.modules():
-        own = [p for p in module.parameters(recurse=False) if id(p) not in shared]
+        own = [p for p in module.parameters(recurse=False) if module not in target.modules and p not in target]
         if hasattr(module, "embedding_dim"):
             if own and not _is_head(module):
                 yield module.weight[proof.rows(module.org_vocab_size)]

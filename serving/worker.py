@@ -18,6 +18,7 @@ from osd.records import DraftRelease, Trace, decode, encode
 from serving import vllm_compat, vllm_weights
 from serving.capture import Capture
 from serving.lazy_draft import LazyDraft, lazy_draft
+from serving.live_draft import Weights
 from serving.proof import SwapProof
 from serving.step_split import StepSplit
 from serving.swap import DraftSwapper
@@ -29,7 +30,7 @@ class WorkerExtension:
     """Subclasses say where traces go (`osd_open_sink`)."""
 
     osd_capture: Capture
-    osd_swapper: DraftSwapper
+    osd_swapper: DraftSwapper[Weights]
     osd_hook: vllm_compat.VerificationHook
     osd_split: StepSplit
     osd_lazy_draft: LazyDraft | None
@@ -46,10 +47,10 @@ class WorkerExtension:
         options = json.loads(settings)
         release = decode(json.dumps(options["release"]), DraftRelease)
         put, self.osd_sink_stats = self.osd_open_sink(options["sink"])
+        vllm_weights.check_method(self)
         self.osd_swapper = DraftSwapper(
             release,
-            lambda tensors: vllm_weights.load_draft_weights(self, tensors),
-            vllm_weights.names_shared_with_target(self),
+            vllm_weights.live_draft(self),
             lambda first: SwapProof(
                 lambda: vllm_weights.read_back(self),
                 vllm_weights.draft_dtype(self),

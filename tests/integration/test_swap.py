@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from osd.records import DraftRelease
 from serving import vllm_weights
+from serving.live_draft import LiveDraft, Weights
 from tests.integration.conftest import release_of
 from tests.integration.engines import Engine
 from tests.integration.pairs import Pair
+from tests.starving import MemoryFor
 from trainer.draft import load_draft
 from trainer.evaluate import replay
 
@@ -106,54 +108,93 @@ def test_a_wrong_hash_and_a_deleted_file_are_refused(
     assert acceptance_and_outputs(engine, prompts) == before
 
 
-def test_a_load_that_fails_half_way_restores_the_old_draft(
-    engine: Engine, pair: Pair, prompts: list[list[int]]
-) -> None:
+class Tampering:
+    """The live draft of an engine, until `put` has done something else once."""
+
+    def __init__(self, swapper: Any, put: Callable[[LiveDraft, Weights], None]) -> None:
+        self._swapper, self._live, self._put = swapper, swapper._draft, put
+        swapper._draft = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._live, name)
+
+    def put(self, weights: Weights) -> None:
+        self._swapper._draft = self._live
+        self._put(self._live, weights)
+
+
+def test_weights_that_are_put_in_half_are_taken_out_again(engine: Engine, pair: Pair, prompts: list[list[int]]) -> None:
     before = acceptance_and_outputs(engine, prompts)
-    swapper = engine.worker.osd_swapper
-    load = swapper._load
 
-    def fail_half_way(tensors: dict[str, torch.Tensor]) -> None:
-        swapper._load = load
-        half = dict(list(tensors.items())[: len(tensors) // 2])
-        load({**half, "model.layers.0.mlp.down_proj.weight": torch.zeros(3, 3)})
+    def fail_half_way(live: LiveDraft, weights: Weights) -> None:
+        live.put(Weights(first_half(weights.values), first_half(weights.attributes)))
+        raise RuntimeError("half of it")
 
-    swapper._load = fail_half_way
+    Tampering(engine.worker.osd_swapper, fail_half_way)
     answer = engine.swap(release_of(pair.stranger, 2))
-    assert "previous draft was restored" in answer["error"]
+    assert "previous draft was restored: RuntimeError: half of it" in answer["error"]
     assert acceptance_and_outputs(engine, prompts) == before
 
 
-def test_a_swap_that_does_not_land_is_taken_back(engine: Engine, pair: Pair, prompts: list[list[int]]) -> None:
-    """The engine says nothing, and goes on with a matrix of the old draft."""
-    before = acceptance_and_outputs(engine, prompts)
-    swapper = engine.worker.osd_swapper
-    load, name = swapper._load, "model.layers.0.mlp.down_proj.weight"
+def first_half(entries: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(list(entries.items())[: len(entries) // 2])
 
-    def forget_one(tensors: dict[str, torch.Tensor]) -> None:
-        swapper._load = load
-        load({**tensors, name: swapper._last_good[name]})
 
-    swapper._load = forget_one
-    answer = engine.swap(release_of(pair.stranger, 2))
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_a_swap_that_does_not_land_is_taken_back(
+    request: pytest.FixtureRequest, engine: Engine, pair: Pair, prompts: list[list[int]], kind: str
+) -> None:
+    """The engine says nothing, and goes on with one matrix of the old draft: packed, so that every parameter is right.
+    Of tied weights it is the output head's, whose parameter is the embedding's own."""
+    live, drafts = (engine, pair) if kind == "untied" else request.getfixturevalue("tied")
+    swapper, packed = live.worker.osd_swapper, {"untied": "QKVParallelLinear", "tied": "ParallelLMHead"}[kind]
+    if swapper.version != 1:
+        assert live.swap(release_of(drafts.draft, 1))["error"] == ""
+    before = acceptance_and_outputs(live, prompts)
+
+    def forget_one(draft: LiveDraft, weights: Weights) -> None:
+        stays = next(layer for layer, _ in weights.attributes if type(layer).__name__ == packed)
+        draft.put(Weights(weights.values, {at: held for at, held in weights.attributes.items() if at[0] is not stays}))
+
+    Tampering(swapper, forget_one)
+    answer = live.swap(release_of(drafts.stranger, 2))
     assert "the engine holds other weights" in answer["error"] and "previous draft was restored" in answer["error"]
     assert swapper.version == 1
-    assert acceptance_and_outputs(engine, prompts) == before
+    assert acceptance_and_outputs(live, prompts) == before
 
 
-def test_a_packed_copy_that_stays_behind_is_seen(
-    tied: tuple[Engine, Pair], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_a_swap_that_runs_out_of_memory_anywhere_leaves_the_old_draft(
+    request: pytest.FixtureRequest, engine: Engine, pair: Pair, prompts: list[list[int]], kind: str
 ) -> None:
-    """Every parameter is right then: what multiplies is not."""
-    engine, pair = tied
-    if engine.worker.osd_swapper.version != 1:
-        assert engine.swap(release_of(pair.draft, 1))["error"] == ""
-    before = acceptance_and_outputs(engine, prompts)
-    with monkeypatch.context() as patch:
-        patch.setattr(vllm_weights, "_repack_tied_heads", lambda draft: None)
-        assert "the engine holds other weights" in engine.swap(release_of(pair.stranger, 2))["error"]
-    assert engine.swap(release_of(pair.draft, 3))["error"] == ""
-    assert acceptance_and_outputs(engine, prompts) == before
+    """The first of what a swap takes is refused, and all after it; then the second; until the swap succeeds."""
+    live, drafts = (engine, pair) if kind == "untied" else request.getfixturevalue("tied")
+    if live.worker.osd_swapper.version != 1:
+        assert live.swap(release_of(drafts.draft, 1))["error"] == ""
+    before, held, swapper = acceptance_and_outputs(live, prompts), live_bits(live), live.worker.osd_swapper
+    begin, swapper._begin = swapper._begin, lambda read: read()  # memory is counted by thread
+    try:
+        for room in range(2000):
+            with MemoryFor(room):
+                error = live.swap(release_of(drafts.stranger, 2))["error"]
+            if not error:
+                break
+            assert live_bits(live) == held, f"room for {room}: {error}"
+            if room % 40 == 0:
+                assert acceptance_and_outputs(live, prompts) == before
+    finally:
+        swapper._begin = begin
+    assert room > 40 and swapper.version == 2 and live_bits(live) != held
+    assert live.swap(release_of(drafts.draft, 1))["error"] == ""
+    assert acceptance_and_outputs(live, prompts) == before
+
+
+def live_bits(engine: Engine) -> list[int]:
+    """Of every tensor of the draft, and of what its layers answer to unit vectors."""
+    draft = engine.worker.get_draft_model()
+    parts = [*vllm_weights.read_back(engine.worker), *draft.parameters(), *draft.buffers()]
+    assert not any(part.is_meta for part in parts)
+    return [hash(part.detach().numpy().tobytes()) for part in parts]
 
 
 def test_a_swap_that_reaches_the_target_is_taken_back(engine: Engine, pair: Pair) -> None:

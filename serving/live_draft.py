@@ -1,0 +1,193 @@
+"""The weights of a live draft: new ones are made beside it, in the form its layers keep them, and then put in place.
+
+    build(release) ──► a twin of each layer, loaded and packed as the engine does it ──► Weights   allocates
+    put(weights)   ──► values copied into the tensors that serve, packed matrices handed over      allocates nothing
+    put_back()     ──► the same with the weights that were kept last                               allocates nothing
+
+Memory is asked for by `build` alone, which leaves the live draft as it is; so a swap that runs out of it, wherever, can
+be taken back. Tensors stay where they are, as CUDA graphs and compiled code need it; what is made lies on the host, so
+no device has to hold a draft twice.
+
+What belongs to the target is known by its modules and its memory. Names tell nothing: an EAGLE head calls the target's
+embedding by another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from osd.errors import SwapError
+
+Tensors = Mapping[str, torch.Tensor]
+STRUCTURE = ("_parameters", "_buffers", "_modules")
+"""Of a module's attributes, those that hold its tensors and its parts."""
+
+
+@dataclass(slots=True, frozen=True)
+class Weights:
+    """A draft in the form its layers keep it."""
+
+    values: dict[torch.Tensor, torch.Tensor]
+    """of live tensors: what they are to hold, on the host"""
+    attributes: dict[tuple[nn.Module, str], Any]
+    """of live layers: what they hold beside tensors, as a matrix packed for a kernel"""
+
+
+class LiveDraft:
+    """A model that drafts. Its `load_weights`, as vLLM's models have it, takes pairs of name and tensor.
+
+    `unpacked(layer, twin)` gives parameters for the twin of a layer in the form a checkpoint fills, where the engine
+    has packed them since; `pack(twin)` packs a twin that was loaded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: nn.Module | None = None,
+        unpacked: Callable[[nn.Module, nn.Module], Tensors] = lambda layer, twin: {},
+        pack: Callable[[nn.Module], None] = lambda twin: None,
+    ) -> None:
+        self._model, self._unpacked, self._pack = model, unpacked, pack
+        self._target = Owned(target)
+        tensors = {tensor for layer in model.modules() for tensor in tensors_of(layer).values()}
+        own = (tensor for tensor in tensors if tensor.numel() and tensor not in self._target)
+        self._kept = Weights({live: live.detach().to("cpu", copy=True) for live in own}, {})
+
+    @torch.no_grad()
+    def build(self, tensors: Tensors) -> Weights:
+        """The weights of a checkpoint. Raises `SwapError` when loading them would write into the target, or a layer
+        does not pack them as it did; else what the model's loader raises, or running out of memory does."""
+        twins = self._twins()
+        with Writes(self._target) as writes:
+            twins[self._model].load_weights(list(tensors.items()))  # type: ignore[operator]
+        built = Weights({}, {})
+        for layer, twin in twins.items():
+            filled = tensors_of(twin)
+            loaded = {name for name, tensor in filled.items() if storage(tensor) in writes.storages}
+            if not loaded:
+                continue
+            self._pack(twin)
+            packed = tensors_of(twin)
+            for name, live in tensors_of(layer).items():
+                if name in loaded or packed.get(name) is not filled[name]:
+                    built.values[live] = _fitting(packed.get(name), live, f"{type(layer).__name__}.{name}")
+            for name, held in vars(twin).items():
+                if name not in STRUCTURE and held is not vars(layer).get(name):
+                    built.attributes[layer, name] = held
+        for layer, name in built.attributes:
+            self._kept.attributes.setdefault((layer, name), vars(layer).get(name))
+        return built
+
+    def put(self, weights: Weights) -> None:
+        """Make them those of the live draft. No memory is taken, so this does not fail for want of it."""
+        with torch.no_grad():
+            for (layer, name), held in weights.attributes.items():
+                vars(layer)[name] = held
+            for live, values in weights.values.items():
+                live.data.copy_(values)
+
+    def keep(self, weights: Weights) -> None:
+        """These are what `put_back` puts back from now on."""
+        self._kept.values.update(weights.values)
+        self._kept.attributes.update(weights.attributes)
+
+    def put_back(self) -> None:
+        """Make the live draft what it was when it was kept last, bit for bit, whatever was put into it since."""
+        self.put(self._kept)
+
+    def _twins(self) -> dict[nn.Module, nn.Module]:
+        """Of each layer one that shares all with it but its tensors and its parts; the target's stay themselves."""
+        layers = list(self._model.modules())
+        twins = {layer: layer if layer in self._target.modules else _shallow(layer) for layer in layers}
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        for layer, twin in twins.items():
+            if twin is layer:
+                continue
+            unpacked = self._unpacked(layer, twin)
+            for name, live in tensors_of(layer).items():
+                if live not in made and live not in self._target:
+                    made[live] = unpacked[name] if name in unpacked else _copy(live)
+            own = {
+                kind: {n: made.get(t, t) for n, t in vars(layer)[kind].items()} for kind in ("_parameters", "_buffers")
+            }
+            own["_parameters"] = {**unpacked, **own["_parameters"]}
+            vars(twin).update(own, _modules={n: twins.get(part) for n, part in vars(layer)["_modules"].items()})
+        return twins
+
+
+class Owned:
+    """The tensors of a model, known by where their values lie."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.modules = set(model.modules()) if model is not None else set()
+        named = [*model.named_parameters(), *model.named_buffers()] if model is not None else []
+        self._names = {storage(tensor): name for name, tensor in named if storage(tensor)}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return storage(tensor) in self._names
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """What the model calls it."""
+        return self._names[storage(tensor)]
+
+
+class Writes(TorchDispatchMode):
+    """Notes which memory is written to, and raises `SwapError` before anything is written to what is not to be."""
+
+    def __init__(self, forbidden: Owned) -> None:
+        super().__init__()
+        self._forbidden = forbidden
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _written(func, args, kwargs or {}):
+            if tensor in self._forbidden:
+                raise SwapError(f"loading it would write into the target's {self._forbidden.name_of(tensor)}")
+            self.storages.add(storage(tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a layer, without those of its parts."""
+    both = {**vars(layer)["_parameters"], **vars(layer)["_buffers"]}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """Where the values lie; 0 where there are none. Views of one tensor have one."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            tensors = given if isinstance(given, list) else [given]
+            yield from (tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.numel())
+
+
+def _shallow(layer: nn.Module) -> nn.Module:
+    twin = object.__new__(type(layer))
+    vars(twin).update(vars(layer))
+    return twin
+
+
+def _copy(live: torch.Tensor) -> torch.Tensor:
+    """On the host, with all the engine has noted on it: its loader among that."""
+    copied = live.detach().to("cpu", copy=True)
+    copied.__class__, copied.__dict__ = live.__class__, dict(vars(live))
+    return copied
+
+
+def _fitting(made: torch.Tensor | None, live: torch.Tensor, name: str) -> torch.Tensor:
+    if made is None or made.shape != live.shape:
+        # Packing may be given up half-way, and silently: the layer would go on with an empty matrix.
+        found = "nothing" if made is None else f"shape {tuple(made.shape)}"
+        raise SwapError(f"{name} is kept as {found}, the engine serves with shape {tuple(live.shape)}")
+    return made.detach().to("cpu")
