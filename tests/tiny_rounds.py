@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -16,6 +17,7 @@ from tests.tiny_drafts import TARGET_ID
 from trainer.draft import load_draft
 from trainer.evaluate import replay
 from trainer.loop import Trainer
+from trainer.replay import ReplayMix, ReplayState
 
 GATE = GateConfig(min_holdout_traces=4, max_holdout_traces=16)
 
@@ -34,6 +36,33 @@ def buffer_with(*traces: Trace, **options: Any) -> MemoryTraceBuffer:
 
 def trainer_at(directory: Path, buffer: TraceBuffer, **fields: Any) -> Trainer:
     return Trainer(config(**fields), GATE, 4, buffer, directory, TARGET_ID)
+
+
+class Rounds:
+    """The mix as a trainer drives it, without any training."""
+
+    def __init__(self, buffer: TraceBuffer, seed: int = 0, **fields: Any) -> None:
+        self.buffer, self.state, self.seed, self.num = buffer, ReplayState(), seed, 0
+        self.cursor: dict[str, int] = {}
+        self.mix = ReplayMix(config(**fields), buffer)
+
+    def round(self, *traces: Trace) -> list[Trace]:
+        """Put these, read them, and return what the round would be trained on."""
+        self.buffer.put(traces)
+        self.num += 1
+        fresh, cursor = self.buffer.read(self.cursor, 10_000)
+        pool = self.mix.pool(fresh, cursor, self.state, np.random.default_rng([self.seed, self.num, 0]))
+        rng = np.random.default_rng([self.seed, self.num, 1])
+        self.state = self.mix.remember(fresh, self.cursor, self.state, rng)
+        self.cursor = cursor
+        return pool
+
+    def anchors(self) -> list[Trace]:
+        """Everything the mix could draw as an anchor."""
+        found: dict[str, Trace] = {}
+        for slot, place in enumerate(self.state.places):
+            found |= {trace.trace_id: trace for trace in self.buffer.anchors([2 * slot + place])}
+        return list(found.values())
 
 
 def alpha(directory: str | Path, traces: list[Trace]) -> float:

@@ -189,6 +189,12 @@ def test_the_row_named_is_the_one_that_is_furthest_off(others: list[float], wors
 
 
 @pytest.mark.parametrize("make", [collate, collate_outputs])
+def test_traces_share_lines_unless_told_otherwise(make: Callable[..., RowBatch]) -> None:
+    traces = [make_trace(index=index, num_prompt=1 + 3 * index) for index in range(7)]
+    assert len(make(traces, 64, VOCAB_SIZE).ids_BS) < len(make(traces, 64, VOCAB_SIZE, packed=False).ids_BS) == 7
+
+
+@pytest.mark.parametrize("make", [collate, collate_outputs])
 def test_a_batch_of_nothing_is_refused(make: Callable[..., RowBatch]) -> None:
     with pytest.raises(ValueError, match="a batch needs at least one trace"):
         make([], 16, 10)

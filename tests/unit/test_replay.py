@@ -14,46 +14,18 @@ import torch
 from scipy.stats import chisquare
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from buffers.base import TraceBuffer
 from buffers.memory import MemoryTraceBuffer
 from osd.errors import ReplayBufferError
 from osd.records import DraftRelease, Trace
 from tests.builders import ids
 from tests.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, release_of, save_draft
-from tests.tiny_rounds import alpha, buffer_with, config, trainer_at
-from trainer.replay import RECENT_ROUNDS, ReplayMix, ReplayState
+from tests.tiny_rounds import Rounds, alpha, buffer_with, config, trainer_at
+from trainer.replay import ANCHOR_ONE_IN, PART, RECENT_ROUNDS, ReplayMix, ReplayState
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> DraftRelease:
     return release_of(save_draft(tmp_path / "base"))
-
-
-class Rounds:
-    """The mix as a trainer drives it, without any training."""
-
-    def __init__(self, buffer: TraceBuffer, seed: int = 0, **fields: Any) -> None:
-        self.buffer, self.state, self.seed, self.num = buffer, ReplayState(), seed, 0
-        self.cursor: dict[str, int] = {}
-        self.mix = ReplayMix(config(**fields), buffer)
-
-    def round(self, *traces: Trace) -> list[Trace]:
-        """Put these, read them, and return what the round would be trained on."""
-        self.buffer.put(traces)
-        self.num += 1
-        fresh, cursor = self.buffer.read(self.cursor, 10_000)
-        pool = self.mix.pool(fresh, cursor, self.state, np.random.default_rng([self.seed, self.num, 0]))
-        rng = np.random.default_rng([self.seed, self.num, 1])
-        self.state = self.mix.remember(fresh, self.cursor, self.state, rng)
-        self.cursor = cursor
-        return pool
-
-    def anchors(self) -> list[Trace]:
-        """Everything the mix could draw as an anchor."""
-        found: dict[str, Trace] = {}
-        for slot, place in enumerate(self.state.places):
-            found |= {trace.trace_id: trace for trace in self.buffer.anchors([2 * slot + place])}
-        return list(found.values())
 
 
 class MarkedBuffer(MemoryTraceBuffer):
@@ -102,6 +74,14 @@ def test_the_shares_of_a_round(fields: dict[str, Any], expected: dict[str, int])
     assert ids(pool)[:40] != ids(fresh), "in mixed order"
 
 
+@pytest.mark.parametrize("num_fresh", [1, 7, 8, 23])
+@pytest.mark.parametrize("replay_batches", [1, 3])
+def test_each_new_trace_has_as_many_replayed_beside_it(num_fresh: int, replay_batches: int) -> None:
+    rounds = Rounds(buffer_with(), replay_batches=replay_batches, num_anchors=16, recent_fraction=0.3)
+    rounds.round(*chain_traces(100))
+    assert len(rounds.round(*chain_traces(num_fresh, start=100))) == num_fresh * (1 + replay_batches)
+
+
 def test_few_different_traces_come_as_often_as_needed() -> None:
     pool = Rounds(buffer_with(), num_anchors=0).round(*chain_traces(3))
     assert set(Counter(ids(pool)).values()) == {5}
@@ -135,6 +115,82 @@ def test_a_small_domain_gets_an_equal_share(num_small: int, expected: int) -> No
 
 
 # Anchors
+
+
+class SlotsBuffer(MemoryTraceBuffer):
+    """Notes which anchors it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(target_id=TARGET_ID)
+        self.asked: list[int] = []
+
+    def anchors(self, slots: Sequence[int]) -> list[Trace]:
+        self.asked += slots
+        return super().anchors(slots)
+
+
+@pytest.mark.parametrize("num_anchors, slots", [(256, {0, 3, 4, 7}), (2, {0, 3}), (0, set())])
+def test_every_anchor_may_be_drawn_from_the_place_that_holds_it(num_anchors: int, slots: set[int]) -> None:
+    buffer = SlotsBuffer()
+    state = ReplayState(num_offered=4, places=[0, 1, 0, 1])
+    mix = ReplayMix(config(num_anchors=num_anchors, replay_batches=8), buffer)
+    mix.pool(chain_traces(64), {}, state, np.random.default_rng(0))
+    assert set(buffer.asked) == slots, "an anchor beyond the number configured now is left alone"
+    assert len(buffer.asked) == (64 * 8 // ANCHOR_ONE_IN if num_anchors else 0)
+
+
+def test_an_anchor_is_replaced_in_its_other_place_and_none_comes_twice() -> None:
+    buffer = buffer_with()
+    rounds = Rounds(buffer, num_anchors=3, replay_batches=0)
+    traces = chain_traces(150)
+    rounds.round(*traces[:3])
+    assert (rounds.state.places, ids(buffer.anchors([0, 2, 4]))) == ([0, 0, 0], ids(traces[:3]))
+    rounds.round(*traces[3:])
+    assert rounds.state.places == [1, 1, 1], "of many replacements in a round the last counts"
+    assert ids(buffer.anchors([0, 2, 4])) == ids(traces[:3]), "a round that is repeated finds what it found"
+    assert len(set(ids(buffer.anchors([1, 3, 5]))) & set(ids(traces[3:]))) == 3
+    assert rounds.state.num_offered == 150
+
+
+def test_where_the_cursor_stood_before_each_of_the_last_rounds_is_remembered() -> None:
+    rounds, stood = Rounds(buffer_with(), num_anchors=0, replay_batches=0), []
+    for index in range(RECENT_ROUNDS + 3):
+        stood.append(rounds.cursor)
+        rounds.round(*chain_traces(2, start=2 * index))
+        assert rounds.state.past == stood[-RECENT_ROUNDS:]
+
+
+def test_anchors_are_taken_of_what_was_read_behind_what_was_skipped() -> None:
+    buffer = buffer_with(*chain_traces(400))
+    mix = ReplayMix(config(num_anchors=16), buffer)
+    start = buffer.skip_to_newest({}, 8)
+    fresh, _ = buffer.read(start, 8)
+    rng = np.random.default_rng(0)
+    state = mix.remember(fresh, {}, ReplayState(), rng, read_from=start)
+    assert (state.num_offered, ids(buffer.anchors(range(0, 32, 2)))) == (8, ids(fresh))
+    assert state.past == [{}], "what was skipped counts as recent"
+
+
+class CountingBuffer(MemoryTraceBuffer):
+    """Counts what is read of it."""
+
+    num_read = 0
+
+    def read(self, cursor: dict[str, int], limit: int) -> tuple[list[Trace], dict[str, int]]:
+        found = super().read(cursor, limit)
+        self.num_read += len(found[0])
+        return found
+
+
+@pytest.mark.parametrize("is_there, num_parts", [(True, 1), (False, 2)])
+def test_whether_a_round_was_purged_is_not_looked_for_for_ever(is_there: bool, num_parts: int) -> None:
+    fresh, later = chain_traces(8, start=2000), chain_traces(250, start=3000)
+    buffer = CountingBuffer(target_id=TARGET_ID)
+    buffer.put([*fresh, *later] if is_there else later)
+    mix = ReplayMix(config(num_anchors=16), buffer)
+    state = mix.remember(fresh, {}, ReplayState(), np.random.default_rng(0))
+    assert bool(state.places) is is_there
+    assert buffer.num_read == 2 * num_parts * PART, "looked for before anchors are set, and after"
 
 
 def test_anchors_are_a_uniform_sample_of_everything_there_ever_was() -> None:
