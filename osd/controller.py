@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
 from osd import policy
 from osd.backoff import Backoff
+from osd.clock import Clock
 from osd.config import Config
 from osd.drafts import Drafts
 from osd.drift import Appetite
@@ -79,11 +79,10 @@ class Controller:
         *,
         target_id: str,
         backoff_s: float = 0.5,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Clock | None = None,
     ) -> None:
         self.config, self.history, self.target_id = config, history, target_id
-        self._clock, self._sleep = clock, sleep
+        self._clock = clock = clock or Clock()
         self._appetite = Appetite(config.trainer, target_id, since=releases.began_at(target_id))
         self._told_resting: bool | None = None
         """What was last said of it; None until the feed was read for the first time."""
@@ -91,7 +90,7 @@ class Controller:
         self._trainer, self._buffer = trainer, buffer
         self._changes = Drafts(config, registry, releases, target_id, self._tell, clock)
         self._paused = releases.paused()
-        self._started_at = time.time()
+        self._started_at = self._clock.time()
         self._cursor = "0"
         self._replicas: list[ReplicaStatus] = []
         self._buffer_stats: BufferStats | None = None
@@ -136,7 +135,7 @@ class Controller:
                 self._observe_health(is_redis_up=True)
                 self._redis_trouble.over(log)
                 self._disk_trouble.over(log)
-            await self._sleep(self.config.control.seconds_between_looks)
+            await self._clock.sleep(self.config.control.seconds_between_looks)
 
     async def _look(self) -> None:
         await self._read_feed()
@@ -167,8 +166,8 @@ class Controller:
         self._told_resting = resting
         if told is None or told == resting:
             return
-        kind, text = ("rests" if resting else "learns"), self._appetite.decide(time.time()).reason
-        await self._tell(Event(at=time.time(), kind=kind, text=text))
+        kind, text = ("rests" if resting else "learns"), self._appetite.decide(self._clock.time()).reason
+        await self._tell(Event(at=self._clock.time(), kind=kind, text=text))
 
     async def _observe(self) -> None:
         self._replicas = await asyncio.to_thread(self._registry.replicas)
@@ -187,29 +186,28 @@ class Controller:
         )
 
     async def _note_lagging(self, current: DraftRelease) -> None:
-        now = self._clock()
+        now = self._clock.monotonic()
         behind = {status.replica: status for status in self._replicas if status.version != current.version}
         self._behind_since = {name: self._behind_since.get(name, now) for name in behind}
         lagging = {name for name, since in self._behind_since.items() if now - since >= LAGGING_AFTER_S}
         for name in sorted(lagging - self._lagging):
             text = f"{name} still serves v{behind[name].version}, wanted is v{current.version}"
-            await self._tell(Event(at=time.time(), kind="lagging", text=text, version=current.version))
+            await self._tell(Event(at=self._clock.time(), kind="lagging", text=text, version=current.version))
         self._lagging = lagging
 
     async def _forget_old(self) -> None:
         """Delete traces beyond `buffer.max_age_seconds`, a twentieth of that too late at most."""
-        max_age, now = self.config.buffer.max_age_seconds, self._clock()
+        max_age, now = self.config.buffer.max_age_seconds, self._clock.monotonic()
         if max_age is not None and now >= self._forget_at:
             self._forget_at = now + SECONDS_BETWEEN_FORGETTING  # soon again, should it fail
-            await asyncio.to_thread(partial(self._buffer.purge, before=time.time() - max_age, all_targets=True))
+            await asyncio.to_thread(partial(self._buffer.purge, before=self._clock.time() - max_age, all_targets=True))
             self._forget_at = now + max(SECONDS_BETWEEN_FORGETTING, max_age / 20)
 
     def _make_judge(self, trainer: Trainer, patience_s: float) -> Judge:
         def replay(versions: list[DraftRelease], num_traces: int) -> Awaitable[dict[int, float] | None]:
             return self._ask(lambda: trainer.evaluate_releases(versions, num_traces))
 
-        gate, changes = self.config.gate, self._changes
-        return Judge(gate, self.history, changes, replay, self._tell, patience_s, self._clock, self._sleep)
+        return Judge(self.config.gate, self.history, self._changes, replay, self._tell, self._clock, patience_s)
 
     # Train
 
@@ -220,7 +218,7 @@ class Controller:
                     await self._run_round(trainer)
             except ReleaseError as error:
                 await self._disk_trouble.pause(str(error), log)
-            await self._sleep(self.config.control.seconds_between_looks)
+            await self._clock.sleep(self.config.control.seconds_between_looks)
 
     async def _is_round_due(self, trainer: Trainer) -> bool:
         if self._paused or not self.config.trainer.enabled:
@@ -232,11 +230,11 @@ class Controller:
             return False
         if self._told_resting is None:
             return False  # what was before is not known yet
-        appetite = self._appetite.decide(time.time())
+        appetite = self._appetite.decide(self._clock.time())
         if not appetite.ok:
             self._phase_detail, self._waiting_since = appetite.reason, None
             return False
-        now = self._clock()
+        now = self._clock.monotonic()
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         return policy.should_train(num_new, now - self._waiting_since, self.config.trainer, self._paused)
 
@@ -264,12 +262,12 @@ class Controller:
             await self._trainer_trouble.pause(f"trainer: {text}", log)
             return None
         if self._trainer_trouble.over(log):
-            await self._tell(Event(at=time.time(), kind="trainer_back", text="the trainer answers again"))
+            await self._tell(Event(at=self._clock.time(), kind="trainer_back", text="the trainer answers again"))
         return answer
 
     async def _tell_trainer_failed(self, text: str) -> None:
         """The first of several failures in a row is an event, each is counted."""
-        now = time.time()
+        now = self._clock.time()
         if self._trainer_trouble.num_failures == 0:
             await self._tell(Event(at=now, kind="trainer_failed", text=text))
         await self._tell(MetricPoint(at=now, name="osd_trainer_failures_total", value=1))
@@ -319,7 +317,7 @@ class Controller:
             "num_swaps": self.history.total("osd_swap_total"),
             "num_rollbacks": self.history.total("osd_rollback_total"),
             "started_at": self._started_at,
-            "uptime_s": time.time() - self._started_at,
+            "uptime_s": self._clock.time() - self._started_at,
         }
 
     async def drafts(self) -> list[dict[str, Any]]:
@@ -375,14 +373,14 @@ class Controller:
         learnt = [d["version"] for d in drafts if d["num_steps"]]
         text = f"{num_purged} traces deleted"
         text += f"; drafts that may have learnt from them: {_versions(learnt)}" if learnt else ""
-        await self._tell(Event(at=time.time(), kind="purged", text=text))
+        await self._tell(Event(at=self._clock.time(), kind="purged", text=text))
         return {"purged": num_purged, "trained_on": learnt}
 
     async def _set_paused(self, paused: bool) -> None:
         await asyncio.to_thread(self._releases.set_paused, paused)
         self._paused = paused
         text = "no training, no publishing" if paused else "training and publishing"
-        await self._tell(Event(at=time.time(), kind="paused" if paused else "resumed", text=text))
+        await self._tell(Event(at=self._clock.time(), kind="paused" if paused else "resumed", text=text))
 
 
 def _versions(versions: list[int]) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from osd import policy
+from osd.clock import Clock
 from osd.config import Config
 from osd.errors import ReleaseError, ReplayBufferError
 from osd.parts import Wishes
@@ -41,13 +41,13 @@ class Drafts:
         releases: ReleaseStore,
         target_id: str,
         tell: Tell,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock,
     ) -> None:
         self._config, self._registry, self._releases = config, registry, releases
         self._target_id, self._tell, self._clock = target_id, tell, clock
         self._lock = asyncio.Lock()
         self.changed_at = -math.inf
-        """When another draft was last told to serve, by `clock`; -inf: not since the start of the process."""
+        """When another draft was last told to serve, by the monotonic clock; -inf: not since this process began."""
 
     async def current(self) -> DraftRelease | None:
         return await asyncio.to_thread(self._releases.current, self._target_id)
@@ -93,7 +93,7 @@ class Drafts:
             except ReleaseError as error:
                 kind, text, version = "publish_failed", str(error), outcome.base_version
         label = {"published": "published", "publish_failed": "failed"}.get(kind, kind)
-        event = Event(at=time.time(), kind=kind, text=text + policy.contradictions(outcome), version=version)
+        event = Event(at=self._clock.time(), kind=kind, text=text + policy.contradictions(outcome), version=version)
         points = [MetricPoint(at=event.at, name="osd_round_total", value=1, labels={"outcome": label})]
         for rows, num in (("trainable", outcome.num_new_rows), ("contradicting", outcome.num_contradicting)):
             points.append(MetricPoint(at=event.at, name="osd_round_rows_total", value=num, labels={"kind": rows}))
@@ -134,7 +134,9 @@ class Drafts:
                 await self._serve(await asyncio.to_thread(self._releases.set_current, parent.version))
             except ReleaseError as error:
                 text = f"v{current.version} should go, but {error}"
-                await self._tell(Event(at=time.time(), kind="rollback_failed", text=text, version=current.version))
+                await self._tell(
+                    Event(at=self._clock.time(), kind="rollback_failed", text=text, version=current.version)
+                )
                 return False
         await self._tell_rollback(current.version, parent.version, reason, "disappointed")
         return True
@@ -145,7 +147,7 @@ class Drafts:
         async with self._lock:
             release = await asyncio.to_thread(self._releases.set_current, version)
             await self._serve(release)
-        await self._tell(Event(at=time.time(), kind="promoted", text=f"v{version} by hand", version=version))
+        await self._tell(Event(at=self._clock.time(), kind="promoted", text=f"v{version} by hand", version=version))
         return release
 
     async def rollback(self) -> DraftRelease:
@@ -163,24 +165,24 @@ class Drafts:
             release = await asyncio.to_thread(self._releases.pin, version)
             await self._serve(release)
         text = f"v{version} serves until unpinned"
-        await self._tell(Event(at=time.time(), kind="pinned", text=text, version=version))
+        await self._tell(Event(at=self._clock.time(), kind="pinned", text=text, version=version))
         return release
 
     async def unpin(self) -> None:
         async with self._lock:
             await asyncio.to_thread(self._releases.unpin)
-        await self._tell(Event(at=time.time(), kind="unpinned", text="newer drafts may serve again"))
+        await self._tell(Event(at=self._clock.time(), kind="unpinned", text="newer drafts may serve again"))
 
     async def keep(self, version: int) -> DraftRelease:
         async with self._lock:
             release = await asyncio.to_thread(self._releases.keep, version)
-        await self._tell(Event(at=time.time(), kind="kept", text=f"v{version} is never pruned", version=version))
+        await self._tell(Event(at=self._clock.time(), kind="kept", text=f"v{version} is never pruned", version=version))
         return release
 
     # Inside
 
     async def _serve(self, release: DraftRelease) -> None:
-        self.changed_at = self._clock()
+        self.changed_at = self._clock.monotonic()
         try:
             await asyncio.to_thread(self._registry.set_wanted, release)
         except ReplayBufferError as error:
@@ -194,6 +196,6 @@ class Drafts:
 
     async def _tell_rollback(self, version: int, parent: int, reason: str, label: str) -> None:
         text = f"v{version} -> v{parent}: {reason}"
-        event = Event(at=time.time(), kind="rolled_back", text=text, version=parent)
+        event = Event(at=self._clock.time(), kind="rolled_back", text=text, version=parent)
         point = MetricPoint(at=event.at, name="osd_rollback_total", value=1, labels={"reason": label})
         await self._tell(event, point)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Protocol
 
 from osd import policy
+from osd.clock import Clock
 from osd.config import GateConfig
 from osd.drafts import Drafts, Tell
 from osd.metrics import History
@@ -46,13 +46,12 @@ class Judge:
         drafts: Drafts,
         replay: Replay,
         tell: Tell,
+        clock: Clock,
         patience_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._gate, self._history, self._drafts = gate, history, drafts
         self._replay, self._tell = replay, tell
-        self._patience_s, self._clock, self._sleep = patience_s, clock, sleep
+        self._clock, self._patience_s = clock, patience_s
         self._task: asyncio.Task[None] | None = None
         self._version = 0
         self._num_stays = 0
@@ -68,7 +67,7 @@ class Judge:
             if not self._task.done():
                 return
             self._task.result()
-        live = self._history.window(current.version, self._since(current), until=time.time() + MOST_AHEAD_S)
+        live = self._history.window(current.version, self._since(current), until=self._clock.time() + MOST_AHEAD_S)
         if live is not None and policy.is_as_predicted(live, current, self._gate):
             self.alarm = ""
         if live is None or not policy.should_judge(live, current, self._gate).ok or self._is_too_early():
@@ -86,20 +85,20 @@ class Judge:
         if current.version != self._version:
             self._version, self._num_stays, self._judged_at, self.alarm = current.version, 0, -math.inf, ""
         # As the clock stands now: it may have been set since.
-        seconds_ago = self._clock() - max(self._drafts.changed_at, self._judged_at)
-        return time.time() - min(seconds_ago, OVER_S)
+        seconds_ago = self._clock.monotonic() - max(self._drafts.changed_at, self._judged_at)
+        return self._clock.time() - min(seconds_ago, OVER_S)
 
     def _is_too_early(self) -> bool:
         patience = min(MAX_PATIENCE_S, self._patience_s * 2**self._num_stays)
-        return self._num_stays > 0 and self._clock() < self._judged_at + patience
+        return self._num_stays > 0 and self._clock.monotonic() < self._judged_at + patience
 
     async def _judge(self, current: DraftRelease, parent: DraftRelease, live: SpecWindow) -> None:
         alphas = await self._replay([current, parent], policy.num_to_replay(live, self._gate))
         if not alphas:  # the trainer is away, or what was just served is not stored yet
             self._num_empty += 1
-            return await self._sleep(min(MAX_PATIENCE_S, SECONDS_TO_STORE * 2 ** (self._num_empty - 1)))
+            return await self._clock.sleep(min(MAX_PATIENCE_S, SECONDS_TO_STORE * 2 ** (self._num_empty - 1)))
         self._num_empty = 0
-        self._judged_at = self._clock() + min(max(live.at - time.time(), 0.0), MOST_AHEAD_S)
+        self._judged_at = self._clock.monotonic() + min(max(live.at - self._clock.time(), 0.0), MOST_AHEAD_S)
         decision = policy.should_rollback(live, current, parent.version, alphas, self._gate)
         if decision.ok:
             await self._drafts.take_back(current, decision.reason)
@@ -108,5 +107,5 @@ class Judge:
         is_unexplained = policy.is_unexplained(live, current, alphas, self._gate)
         if self._num_stays == 1 or is_unexplained != bool(self.alarm):
             kind = "alarm" if is_unexplained else "stays"
-            await self._tell(Event(at=time.time(), kind=kind, text=decision.reason, version=current.version))
+            await self._tell(Event(at=self._clock.time(), kind=kind, text=decision.reason, version=current.version))
         self.alarm = decision.reason if is_unexplained else ""

@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from osd.clock import Clock
 from osd.config import Config
 from osd.drafts import Drafts
 from osd.errors import ReleaseError
@@ -55,7 +56,7 @@ class DraftsMachine(RuleBasedStateMachine):
         async def tell(*records: Any) -> None:
             self.registry.feed += records
 
-        self.drafts = Drafts(config, self.registry, self.store, TARGET, tell)  # type: ignore[arg-type]
+        self.drafts = Drafts(config, self.registry, self.store, TARGET, tell, Clock())  # type: ignore[arg-type]
 
     def do(self, work: Any) -> Any:
         return asyncio.run(work)
