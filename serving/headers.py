@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from serving.scheduler import whole_number
 from serving.skips import wants_out
 
 CAPTURE_HEADER = b"x-osd-capture"
@@ -28,7 +29,8 @@ REFUSAL = (
 
 class HeadersToXargs:
     """ASGI middleware. A body that is not a JSON object is left for vLLM to complain about; but a request that asks not
-    to be captured and cannot be told so is answered with 400, since serving it would break the promise."""
+    to be captured and cannot be told so is answered with 400, since serving it would break the promise; so is one whose
+    limit of draft tokens (`vllm_xargs.osd_spec_k`) is none."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -44,16 +46,16 @@ class HeadersToXargs:
             return  # the client went away
         try:
             told = _told(scope["path"], body, wanted)
-        except _CannotBeTold:
-            return await _refuse(send)
+        except _Refused as refused:
+            return await _refuse(send, str(refused))
         if told is not body:
             headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
             scope = {**scope, "headers": [*headers, (b"content-length", str(len(told)).encode())]}
         await self._app(scope, _replay(told, receive), send)
 
 
-class _CannotBeTold(Exception):
-    """A request is to be kept out and the engine would not hear of it."""
+class _Refused(Exception):
+    """What the client is told."""
 
 
 def _wanted(scope: Any) -> dict[str, str]:
@@ -83,10 +85,11 @@ def _told(path: str, body: bytes, wanted: dict[str, str]) -> bytes:
     if not wanted and not _may_say_something(body):
         return body
     request = _object(body)
+    _check_limit(request)
     is_out = "osd_capture" in wanted or (b"osd_capture" in body if request is None else _keeps_out(request))
     if request is None or path not in ROUTES_THAT_CAN_BE_TOLD or (is_out and request.get("use_beam_search")):
         if is_out:
-            raise _CannotBeTold
+            raise _Refused(REFUSAL)
         return body
     if not wanted and not is_out:
         return body
@@ -100,8 +103,8 @@ def _told(path: str, body: bytes, wanted: dict[str, str]) -> bytes:
 
 
 def _may_say_something(body: bytes) -> bool:
-    """Whether our key may be in it: as it is, with letters escaped, or (a zero byte at once) in UTF-16 or UTF-32."""
-    return b"osd_capture" in body or b"\\u00" in body or 0 in body[:4]
+    """Whether keys of ours may be in it: as they are, with letters escaped, or (a zero byte at once) in UTF-16 or so."""
+    return b"osd_" in body or b"\\u00" in body or 0 in body[:4]
 
 
 def _object(body: bytes) -> dict[str, Any] | None:
@@ -129,6 +132,16 @@ def _keeps_out(request: dict[str, Any]) -> bool:
     return "osd_capture" in str(xargs)  # whatever it says there, vLLM would not hear it
 
 
+def _check_limit(request: dict[str, Any] | None) -> None:
+    """vLLM makes 1 of `true`, so that here alone it can be told from a number."""
+    xargs = (request or {}).get("vllm_xargs")
+    if isinstance(xargs, dict) and "osd_spec_k" in xargs and whole_number(xargs["osd_spec_k"]) is None:
+        said = json.dumps(xargs["osd_spec_k"])[:40]
+        raise _Refused(
+            f"vllm_xargs.osd_spec_k is a whole number of draft tokens, such as 2, and 0 for none; not {said}"
+        )
+
+
 def _replay(body: bytes, receive: Any) -> Any:
     sent = False
 
@@ -142,8 +155,8 @@ def _replay(body: bytes, receive: Any) -> Any:
     return replay
 
 
-async def _refuse(send: Any, kind: str = "http") -> None:
-    body = json.dumps({"error": {"message": REFUSAL, "type": "BadRequestError", "code": 400}}).encode()
+async def _refuse(send: Any, message: str, kind: str = "http") -> None:
+    body = json.dumps({"error": {"message": message, "type": "BadRequestError", "code": 400}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": f"{kind}.response.start", "status": 400, "headers": headers})
     await send({"type": f"{kind}.response.body", "body": body})
@@ -153,6 +166,6 @@ async def _refuse_socket(scope: Any, receive: Any, send: Any) -> None:
     """Before it is accepted: what comes over it the engine could not be told about."""
     await receive()
     if "websocket.http.response" in scope.get("extensions", {}):
-        await _refuse(send, "websocket.http")
+        await _refuse(send, REFUSAL, "websocket.http")
     else:
         await send({"type": "websocket.close", "code": 1008, "reason": "X-OSD-Capture: off cannot be kept here"})

@@ -318,6 +318,31 @@ async def test_a_request_that_is_kept_out_leaves_nothing_to_go_on_from() -> None
     assert json.loads(app.body)["store"] is True, "one that is captured may be kept"
 
 
+# ---------------------------------------------------------------------------------------------- a limit of draft tokens
+
+
+@pytest.mark.parametrize("value", [2, 2.0, "2", 0])
+async def test_a_limit_that_is_a_whole_number_passes(value: object) -> None:
+    body = json.dumps({"vllm_xargs": {"osd_spec_k": value}}).encode()
+    assert (await post(body))[0].body == body
+    app, _, _ = await post(body, OFF)
+    assert app.xargs == {"osd_spec_k": value, "osd_capture": "off"}
+
+
+@pytest.mark.parametrize(
+    "value", ["2.9", "true", "-1", "NaN", "1e400", "null", '"two"', "[2]", "9" * 12, '"' + "9" * 5000 + '"']
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/generative_scoring"])
+async def test_a_limit_that_is_none_is_refused_with_what_it_said(value: str, path: str) -> None:
+    for body in (f'{{"vllm_xargs": {{"osd_spec_k": {value}}}}}', f'{{"vllm_xargs": {{"\\u006fsd_spec_k": {value}}}}}'):
+        _, status, message = await post(body.encode(), path=path)
+        said = {"1e400": "Infinity"}.get(value, value)[:40]
+        assert status == 400
+        assert (
+            message == f"vllm_xargs.osd_spec_k is a whole number of draft tokens, such as 2, and 0 for none; not {said}"
+        )
+
+
 def test_the_refusal_is_one_line_that_names_the_header_and_the_remedy() -> None:
     assert "\n" not in REFUSAL
     for part in ("X-OSD-Capture", "vllm_xargs.osd_capture", "JSON", "beam search", *ROUTES_THAT_CAN_BE_TOLD):

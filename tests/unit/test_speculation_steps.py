@@ -338,6 +338,15 @@ def test_a_plan_whose_step_is_known_is_tried_when_it_was_long_not_used() -> None
     assert starts(planned(control, ["r0"], 860), "draft 1") == [400, 800]
 
 
+def test_two_trials_are_24_steps_apart_however_often_is_decided() -> None:
+    control = hardly_seen(DRAFT_OF_TWO, [(2, 1)])
+    names = []
+    for _ in range(60):
+        control.restart(None)
+        names += planned(control, ["r0"], 1)
+    assert starts(names, "draft 1") == [23, 47]
+
+
 def test_n_grams_whose_step_is_never_seen_are_not_tried_for_ever() -> None:
     control = Speculation(Settings(k_max=2, proposers=("ngram",)))
     control.times.load_rows([row for row in rows([1], flat) if row["tokens"] == 1 and row["drafted"] == 0])
