@@ -103,7 +103,7 @@ def _told(path: str, body: bytes, wanted: dict[str, str]) -> bytes:
 
 
 def _may_say_something(body: bytes) -> bool:
-    """Whether keys of ours may be in it: as they are, with letters escaped, or (a zero byte at once) in UTF-16 or so."""
+    """Whether a key of ours may be in it: as it is, with letters escaped, or (a zero byte at once) in UTF-16 or so."""
     return b"osd_" in body or b"\\u00" in body or 0 in body[:4]
 
 
