@@ -62,8 +62,7 @@ class Load(NamedTuple):
 
 def candidates(load: Load, times: StepTimes) -> list[Plan]:
     """Every choice with its predicted goodput, `off` first."""
-    k_max = max((survival_BG.shape[1] for survival_BG in load.survival.values()), default=0)
-    choices, shapes = _choices(tuple(load.survival), k_max, load.batch)
+    choices, shapes = _choices(tuple((name, found.shape[1]) for name, found in load.survival.items()), load.batch)
     gains = [0.0]
     for survival_BG in load.survival.values():
         gains += survival_BG.sum(0).cumsum().tolist()
@@ -75,12 +74,12 @@ def candidates(load: Load, times: StepTimes) -> list[Plan]:
     ]
 
 
-@lru_cache(maxsize=256)
+@lru_cache
 def _choices(
-    proposers: tuple[Proposer, ...], k_max: int, batch: int
+    proposers: tuple[tuple[Proposer, int], ...], batch: int
 ) -> tuple[list[tuple[Proposer, int]], tuple[Shape, ...]]:
-    """What may be proposed, and the steps it makes, as yet without context."""
-    choices = [(OFF.proposer, 0), *((proposer, k) for proposer in proposers for k in range(1, k_max + 1))]
+    """What may be proposed (each proposer: at most so many tokens), and the steps it makes, as yet without context."""
+    choices = [(OFF.proposer, 0), *((proposer, k) for proposer, k_max in proposers for k in range(1, k_max + 1))]
     load = Load(batch, 0, {})
     return choices, tuple(shape_of(load, proposer, k) for proposer, k in choices)
 
@@ -96,7 +95,7 @@ def choose(plans: Sequence[Plan], present: Plan) -> Plan:
     if best.goodput <= plans[0].goodput * (1 + HYSTERESIS):
         best = plans[0]  # what gains next to nothing is left out
     for plan in plans:
-        if plan.k == present.k and plan.proposer == present.proposer:
+        if (plan.proposer, plan.k) == (present.proposer, present.k):
             return plan if best.goodput <= plan.goodput * (1 + HYSTERESIS) else best
     return best
 

@@ -21,7 +21,7 @@ SURPRISE = 2.5
 """Standard deviations by which a probe must differ from what was thought, for that to be forgotten."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Probe:
     expected: float
     """acceptance of the first place, as it was thought to be"""
@@ -84,7 +84,7 @@ class Probes:
         if self._probe is None:
             return False, None
         self._probe.steps_left -= 1
-        if self._probe.steps_left > 0:
+        if self._probe.steps_left:
             return False, None
         probe, self._probe = self._probe, None
         self._num_untested = 0

@@ -81,7 +81,9 @@ def test_another_batch_or_other_proposers_are_other_steps() -> None:
     times = Table(seconds(0.10, [0.16, 0.20, 0.25], [0.11, 0.12, 0.13]) | {(1, 0): 0.08, (2, 1): 0.09})
     ngram_only = Load(2, 200, {"ngram": BOTH.survival["ngram"]})
     one = Load(1, 100, {"draft": np.array([[0.5]])})
+    unequal = Load(2, 200, {"draft": SURVIVAL_BG[:, :1], "ngram": BOTH.survival["ngram"]})
     assert [plan.name for plan in candidates(BOTH, times)][3:5] == ["draft 3", "ngram 1"]
+    assert [plan.name for plan in candidates(unequal, times)] == ["off", "draft 1", "ngram 1", "ngram 2", "ngram 3"]
     assert candidates(ngram_only, times)[1] == ("ngram", 1, pytest.approx(2.8 / 0.11), 0.11, 0.0)
     assert candidates(one, times) == [Plan("off", 0, 1 / 0.08, 0.08), Plan("draft", 1, 1.5 / 0.09, 0.09)]
     assert candidates(Load(2, 200, {}), times) == [Plan("off", 0, 2 / 0.10, 0.10)], "nobody may propose"
@@ -136,6 +138,11 @@ def test_the_present_choice_is_judged_by_what_it_promises_now() -> None:
     better = Plan("off", 0, 80.0)
     assert choose([better, now], Plan("draft", 2, 200.0)) == better
     assert choose([Plan("off", 0, 50.5), now], Plan("draft", 2, 10.0)) == now
+
+
+def test_what_nobody_predicted_promises_nothing_and_cuts_nothing() -> None:
+    assert OFF == ("off", 0, 0.0, 0.0, 0.0)
+    assert Plan("draft", 2) == ("draft", 2, 0.0, 0.0, 0.0)
 
 
 def test_n_grams_of_the_same_k_are_another_choice() -> None:
