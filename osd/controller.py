@@ -102,6 +102,8 @@ class Controller:
         """When the first trace that is still new was seen."""
         self._redis_trouble, self._disk_trouble = Backoff(backoff_s), Backoff(backoff_s)
         self._trainer_trouble = Backoff(backoff_s)
+        self._has_trainer_failed = False
+        """Whether that was said, and is not over: while Redis is away, the trainer has not failed."""
         self._judge = self._make_judge(trainer, 10 * backoff_s) if trainer else None
 
     async def run(self) -> None:
@@ -261,14 +263,16 @@ class Controller:
                 await self._tell_trainer_failed(text)
             await self._trainer_trouble.pause(f"trainer: {text}", log)
             return None
-        if self._trainer_trouble.over(log):
+        if self._trainer_trouble.over(log) and self._has_trainer_failed:
+            self._has_trainer_failed = False
             await self._tell(Event(at=self._clock.time(), kind="trainer_back", text="the trainer answers again"))
         return answer
 
     async def _tell_trainer_failed(self, text: str) -> None:
         """The first of several failures in a row is an event, each is counted."""
         now = self._clock.time()
-        if self._trainer_trouble.num_failures == 0:
+        if not self._has_trainer_failed:
+            self._has_trainer_failed = True
             await self._tell(Event(at=now, kind="trainer_failed", text=text))
         await self._tell(MetricPoint(at=now, name="osd_trainer_failures_total", value=1))
 

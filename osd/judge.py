@@ -53,13 +53,11 @@ class Judge:
         self._replay, self._tell = replay, tell
         self._clock, self._patience_s = clock, patience_s
         self._task: asyncio.Task[None] | None = None
-        self._version = 0
-        self._num_stays = 0
-        self._judged_at = -math.inf
         self._num_empty = 0
         """Replays in a row that could not be made."""
         self.alarm = ""
         """Why the engine seems to run something else than the serving draft; "" when it does not."""
+        self._meet(version=0)
 
     async def look(self, current: DraftRelease) -> None:
         """Begin a judgement if there is reason for one. An error of the one before is raised here."""
@@ -81,9 +79,13 @@ class Judge:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    def _meet(self, version: int) -> None:
+        """Nothing is known of another draft yet."""
+        self._version, self._num_stays, self._judged_at, self.alarm = version, 0, -math.inf, ""
+
     def _since(self, current: DraftRelease) -> float:
         if current.version != self._version:
-            self._version, self._num_stays, self._judged_at, self.alarm = current.version, 0, -math.inf, ""
+            self._meet(current.version)
         # As the clock stands now: it may have been set since.
         seconds_ago = self._clock.monotonic() - max(self._drafts.changed_at, self._judged_at)
         return self._clock.time() - min(seconds_ago, OVER_S)

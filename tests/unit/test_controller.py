@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import time
@@ -15,11 +16,20 @@ from pathlib import Path
 import pytest
 
 from osd.config import Config
-from osd.controller import LAGGING_AFTER_S, SECONDS_BETWEEN_FORGETTING, Controller
+from osd.controller import Controller
 from osd.errors import ReleaseError, ReplayBufferError
 from osd.metrics import History
 from osd.plan import first_release
-from osd.records import BufferStats, DraftRelease, EvalReport, Event, ReplicaStatus, RoundOutcome, SpecWindow
+from osd.records import (
+    BufferStats,
+    DraftRelease,
+    EvalReport,
+    Event,
+    MetricPoint,
+    ReplicaStatus,
+    RoundOutcome,
+    SpecWindow,
+)
 from osd.registry import FeedRecord
 from osd.releases import ReleaseStore
 from tests.clocks import HandClock
@@ -216,6 +226,7 @@ class World:
                 "control": {"seconds_between_looks": 0.005},
                 "trainer": {"min_new_traces": 32},
                 "releases": {"keep": 2},
+                "serving": {"served_model_name": "tiny"},
                 "speculation": {"mode": "fixed", "proposers": ["ngram"]},
             }
         )
@@ -257,6 +268,7 @@ class World:
         assert not task.done(), task.exception()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing of it goes on"
 
     def serve(self, version: int, alpha: float, ahead: float = 2.0, num: int = 1) -> None:
         """Windows that say with what α a version serves now; `ahead`: what the replica's clock is by."""
@@ -317,8 +329,23 @@ async def test_a_few_traces_wait_for_more_but_not_forever(world: World) -> None:
             world.clock.move(world.config.trainer.max_wait_seconds - 1)
             await world.a_few_looks()
             assert len(world.trainer.calls) == num_rounds, "each round waits anew"
+            assert (await world.controller.status())["phase_detail"] == "9 of 32 new traces"
             world.clock.move(1)
             await world.until(lambda: len(world.kinds()) > num_rounds)  # noqa: B023
+
+
+async def test_traces_that_were_deleted_do_not_hasten_a_round(world: World) -> None:
+    world.trainer.num_new = 9
+    async with world.running():
+        for _ in range(2):
+            world.trainer.rounds = [world.trainer.better]
+            await world.a_few_looks()
+            world.clock.move(world.config.trainer.max_wait_seconds - 1)
+            await world.a_few_looks()
+            world.trainer.rounds = []
+            await world.a_few_looks()
+            assert (await world.controller.status())["phase_detail"] == "0 of 32 new traces"
+    assert world.trainer.calls == []
 
 
 async def test_better_candidate_is_published_told_and_explained(world: World) -> None:
@@ -407,6 +434,64 @@ async def test_a_trainer_that_is_not_wanted_is_not_down(world: World) -> None:
         await world.until(lambda: world.says("osd_trainer_up 1.0"))
 
 
+async def test_redis_away_is_no_failure_of_the_trainer(world: World) -> None:
+    async with world.running():
+        world.trainer.rounds.append(world.trainer.better)
+        world.trainer.death = ReplayBufferError("Redis cannot be used")
+        await world.until(lambda: len(world.trainer.calls) >= 2)
+        assert (await world.controller.status())["trainer"] == "away"
+        world.trainer.death = KeyError("x" * 900)
+        await world.until(lambda: "trainer_failed" in world.kinds())
+        world.trainer.death = None
+        await world.until(lambda: "published" in world.kinds())
+    assert world.events()[0] == f"trainer_failed: KeyError: '{'x' * 489}", "500 characters are enough"
+    assert world.kinds() == ["trainer_failed", "trainer_back", "published"]
+    assert world.trainer.calls[-1] == "round from v1"
+
+
+@pytest.mark.parametrize("trouble", ["redis", "disk"])
+async def test_trouble_is_said_once_each_time(world: World, trouble: str, caplog: pytest.LogCaptureFixture) -> None:
+    state = world.releases.root / "state.json"
+    async with world.running():
+        for num in (1, 2):
+            world.registry.is_away = trouble == "redis"
+            if trouble == "disk":
+                state.write_text("{")
+            num_before = world.clock.turns["watch"]
+            await world.until(lambda: world.clock.turns["watch"] >= num_before + 3)  # noqa: B023
+            assert world.says(f"osd_redis_up {float(trouble == 'disk')}")
+            world.registry.is_away = False
+            state.unlink(missing_ok=True)
+            await world.until(lambda: caplog.text.count("works again: ") == num)  # noqa: B023
+            await world.until(lambda: world.says("osd_redis_up 1.0"))
+    assert caplog.text.count("trying again until it works") == 2
+    assert ("history stands still: Redis at redis://nowhere" in caplog.text) == (trouble == "redis")
+
+
+async def test_the_whole_feed_is_heard_before_the_first_round_each_record_once(world: World) -> None:
+    """Of a long feed the end counts most: there it says that training rests."""
+    point = MetricPoint(at=world.clock.now, name="osd_round_total", value=1, labels={"outcome": "refused"})
+    world.registry.publish(*[point] * 2500)
+    for _ in range(6):
+        world.registry.publish(no_gain(world.releases.get(1)), Event(at=world.clock.now, kind="refused", text=""))
+    world.trainer.rounds.append(world.trainer.better)
+    async with world.running():
+        await world.a_few_looks()
+        assert world.trainer.calls == []
+        assert world.history.total("osd_round_total") == 2500
+
+
+async def test_without_redis_rounds_that_bring_nothing_count_too(world: World) -> None:
+    async with world.running():
+        world.registry.is_away = True
+        world.trainer.rounds += [no_gain] * 8
+        await world.until(lambda: len(world.trainer.calls) == 6)
+        num_turns = world.clock.turns["train"]
+        await world.until(lambda: world.clock.turns["train"] >= num_turns + 3)
+        assert (await world.controller.status())["phase_detail"].startswith("at rest: 6 rounds in a row")
+    assert len(world.trainer.calls) == 6
+
+
 async def test_redis_away_stops_nothing_and_is_caught_up(world: World) -> None:
     async with world.running():
         await world.until(lambda: world.wanted() == 1)
@@ -490,8 +575,10 @@ async def test_changed_traffic_is_no_reason_to_go_back_and_is_said_once(world: W
         assert len(world.trainer.calls) == calls, "not judged again on the same window"
         world.serve(2, alpha=0.3, ahead=5)
         await world.a_few_looks()
+        world.clock.move(2.19)  # what it was judged on ended in two seconds; it has 0.2 of patience
+        await world.a_few_looks()
         assert len(world.trainer.calls) == calls, "nor soon"
-        world.clock.move(5)
+        world.clock.move(0.02)
         await world.until(lambda: len(world.trainer.calls) > calls)
         await world.a_few_looks()
     assert world.wanted() == 2
@@ -551,9 +638,13 @@ async def test_pause_holds_over_a_restart_and_refuses_the_round_under_way(world:
         world.trainer.gate_open.clear()
         world.trainer.rounds.append(world.trainer.better)
         await world.until(lambda: world.trainer.calls == ["round from v1"])
+        status = await world.controller.status()
+        assert (status["phase"], status["phase_detail"]) == ("training", "from v1")
         await world.controller.pause()
         world.trainer.gate_open.set()
         await world.until(lambda: world.kinds() == ["paused", "refused"])
+        assert (await world.controller.status())["phase"] == "waiting"
+    assert world.events()[0] == "paused: no training, no publishing"
     world.restart()
     world.trainer.rounds.append(world.trainer.better)
     async with world.running():
@@ -562,6 +653,7 @@ async def test_pause_holds_over_a_restart_and_refuses_the_round_under_way(world:
         assert world.trainer.calls == ["round from v1"]
         await world.controller.resume()
         await world.until(lambda: world.wanted() == 2)
+    assert "resumed: training and publishing" in world.events()
 
 
 async def test_restart_finds_releases_history_and_wishes_again(world: World) -> None:
@@ -597,7 +689,7 @@ async def test_lagging_replica_is_shown_and_said_once(world: World) -> None:
     async with world.running():
         world.registry.living = [replica(0, "replica-1"), replica(1)]
         await world.a_few_looks()
-        world.clock.move(LAGGING_AFTER_S - 0.1)
+        world.clock.move(14.9)
         await world.a_few_looks()
         assert world.kinds() == []
         world.clock.move(0.1)
@@ -616,6 +708,22 @@ async def test_lagging_replica_is_shown_and_said_once(world: World) -> None:
         await world.until(lambda: world.says('osd_replica_lagging{replica="replica-1"} 0.0'))
         assert not any(r["lagging"] for r in (await world.controller.status())["replicas"])
     assert world.events() == ["lagging: replica-1 still serves v0, wanted is v1"]
+
+
+async def test_a_replica_lags_with_a_newer_draft_too_and_only_while_it_does(world: World) -> None:
+    """A rollback that a replica does not follow leaves it ahead."""
+    async with world.running():
+        for version, seconds, is_lagging in ((9, 14, False), (1, 14, False), (9, 14, False), (9, 1, True)) * 2:
+            world.registry.living = [replica(version)]
+            await world.a_few_looks()
+            world.clock.move(seconds)
+            await world.a_few_looks()
+            (shown,) = (await world.controller.status())["replicas"]
+            assert shown["lagging"] == is_lagging
+            if is_lagging:
+                world.registry.living = [replica(1)]
+                await world.a_few_looks()
+    assert world.events() == ["lagging: replica-0 still serves v9, wanted is v1"] * 2
 
 
 async def test_old_releases_are_pruned_but_not_those_that_serve(world: World) -> None:
@@ -640,16 +748,82 @@ async def test_administration_by_hand(world: World) -> None:
         await world.controller.promote(3)
         await world.controller.rollback()
         assert world.wanted() == 2
-        assert await world.controller.purge() == {"purged": 17, "trained_on": [2, 3]}
         with pytest.raises(ReleaseError, match="draft v9: no such release in .*; there are: v1, v2, v3"):
             await world.controller.promote(9)
         drafts = {draft["version"]: draft for draft in await world.controller.drafts()}
         await world.publish(4)
-    assert world.kinds() == ["published", "published", "promoted", "promoted", "rolled_back", "purged", "published"]
+    assert world.kinds() == ["published", "published", "promoted", "promoted", "rolled_back", "published"]
     assert [version for version, draft in drafts.items() if draft["serving"]] == [2]
     assert drafts[3]["eval"]["alpha_candidate"] == 0.7
     assert not drafts[3]["bad"], "a rollback by hand condemns nothing"
     assert world.trainer.calls[-1] == "round from v2"
+
+
+async def test_what_the_service_is_doing(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        world.registry.living = [replica(2)]
+        world.serve(2, alpha=0.6, num=2)
+        await world.until(lambda: world.history.served(2) == (2000, 1200))
+        await world.controller.pin(2)
+        await world.a_few_looks()
+        world.clock.move(90)
+        status, drafts = await world.controller.status(), await world.controller.drafts()
+        (round_,), (shown,) = world.history.rounds(), status["replicas"]
+    assert status == {
+        "deployment": "default",
+        "target": world.config.serving.target,
+        "draft": world.config.serving.draft,
+        "served_model_name": "tiny",
+        "target_id": TARGET,
+        "version": 2,
+        "predicted_alpha": 0.7,
+        "served_alpha": 0.6,
+        "pinned": 2,
+        "paused": False,
+        "training": True,
+        "phase": "waiting",
+        "phase_detail": "0 of 32 new traces",
+        "k": world.config.speculation.k_max,
+        "mode": "fixed",
+        "proposers": ["ngram"],
+        "replicas": [shown],
+        "buffer": STATS,
+        "alarm": "",
+        "redis": "ok",
+        "trainer": "ok",
+        "last_round": round_,
+        "num_rounds": 1,
+        "num_swaps": 0,
+        "num_rollbacks": 0,
+        "started_at": world.clock.now - 90,
+        "uptime_s": 90,
+    }
+    assert (shown["replica"], shown["version"], shown["wanted"], shown["lagging"]) == ("replica-0", 2, 2, False)
+    alphas = [(d["version"], d["predicted_alpha"], d["served_alpha"], d["served_tested"]) for d in drafts]
+    assert alphas == [(1, None, None, 0), (2, 0.7, 0.6, 2000)]
+
+
+async def test_without_a_release_nothing_is_trained_nor_said_to_serve(world: World) -> None:
+    async with world.running():
+        shutil.rmtree(world.releases.get(1).path)
+        world.trainer.rounds.append(world.trainer.better)
+        await world.a_few_looks()
+        status = await world.controller.status()
+    assert (status["version"], status["predicted_alpha"], status["phase"]) == (0, None, "waiting")
+    assert world.trainer.calls == []
+
+
+async def test_a_purge_says_what_may_have_learnt_from_what_is_gone(world: World) -> None:
+    async with world.running():
+        assert await world.controller.purge("sql", 12.5) == {"purged": 17, "trained_on": []}
+        await world.publish(2)
+        await world.publish(3)
+        assert await world.controller.purge() == {"purged": 17, "trained_on": [2, 3]}
+    said = [text for text in world.events() if text.startswith("purged")]
+    assert said[0] == "purged: 17 traces deleted"
+    assert said[1] == "purged: 17 traces deleted; drafts that may have learnt from them: v2, v3"
+    assert world.buffer.purged == [("sql", 12.5), (None, None)]
 
 
 async def disappoint(world: World) -> None:
@@ -753,7 +927,7 @@ def test_controller_imports_no_engine() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(("max_age", "between"), [(2.0, SECONDS_BETWEEN_FORGETTING), (3600.0, 180.0)])
+@pytest.mark.parametrize(("max_age", "between"), [(2.0, 60.0), (3600.0, 180.0)])
 async def test_old_traces_are_deleted_now_and_then(world: World, max_age: float, between: float) -> None:
     """A twentieth of their age, or more, lies between."""
     world.configure("buffer", max_age_seconds=max_age)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from osd.config import GateConfig
-from osd.judge import MAX_PATIENCE_S, MOST_AHEAD_S, OVER_S, Judge
+from osd.judge import Judge
 from osd.metrics import History
 from osd.records import DraftRelease, Event
 from tests.clocks import HandClock
@@ -125,13 +125,13 @@ async def test_it_is_judged_on_what_it_served_since_it_was_told_to(
     assert (await scene.look() == 1) == is_judged
 
 
-@pytest.mark.parametrize(("ago", "is_judged"), [(OVER_S - 10, True), (OVER_S + 10, False)])
+@pytest.mark.parametrize(("ago", "is_judged"), [(3599.4, True), (3601, False)])
 async def test_after_a_restart_it_is_judged_on_the_last_hour(scene: Scene, ago: float, is_judged: bool) -> None:
     scene.serve(0.1, ago=ago)
     assert (await scene.look() == 1) == is_judged
 
 
-@pytest.mark.parametrize(("ahead", "is_judged"), [(MOST_AHEAD_S - 3, True), (MOST_AHEAD_S + 5, False)])
+@pytest.mark.parametrize(("ahead", "is_judged"), [(10.4, True), (11.4, False)])
 async def test_a_replicas_clock_may_be_ahead_by_a_little(scene: Scene, ahead: float, is_judged: bool) -> None:
     scene.changed_at = scene.clock.monotonic()
     scene.serve(0.1, ago=-ahead)
@@ -189,13 +189,13 @@ async def test_one_that_stays_is_judged_again_on_newer_traffic_at_growing_interv
         if await scene.look() > before:
             judged.append(waited)
             waited = 0.0
-    assert judged == [10, 20, 40, 80, 160, MAX_PATIENCE_S, MAX_PATIENCE_S, MAX_PATIENCE_S]
+    assert judged == [10, 20, 40, 80, 160, 300, 300, 300]
     assert scene.kinds() == ["stays"], "said once"
     assert scene.events[0].version == 2 and scene.events[0].text.startswith("the traffic changed: v2 serves with α 0.3")
     assert scene.taken_back == []
 
 
-@pytest.mark.parametrize("ahead", [-20, 0, MOST_AHEAD_S - 1])
+@pytest.mark.parametrize("ahead", [-20, 0, 9])
 async def test_what_it_was_judged_on_is_not_held_against_it_again(scene: Scene, ahead: float) -> None:
     scene.alphas = CHANGED_TRAFFIC
     scene.serve(0.3, ago=-ahead)
