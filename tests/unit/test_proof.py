@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from serving.proof import NUM_COLUMNS, NUM_ROWS, SwapProof, columns, digest, of_release, rows
+from serving.proof import VALUES_AT_ONCE, SwapProof, columns, digest, of_release, rows
 
 H, V = 24, 200
 
@@ -67,11 +67,26 @@ def test_a_tensor_that_was_not_loaded_shows(release: dict[str, torch.Tensor], na
     assert digest(live(stale)) != digest(of_release(release, torch.float32))
 
 
-def test_one_bit_shows(release: dict[str, torch.Tensor]) -> None:
-    parts = list(of_release(release, torch.float32))
+INTEGERS = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_one_bit_of_any_tensor_shows(release: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    parts = list(of_release(release, dtype))
+    assert len(parts) == 6 and all(part.dtype == dtype for part in parts)
     before = digest(parts)
-    parts[0].view(torch.int32).view(-1)[0] ^= 1
-    assert digest(parts) != before
+    for part in parts:
+        for bit in (0, 9):
+            bits = part.view(INTEGERS[dtype]).view(-1)
+            bits[-1] ^= 1 << bit
+            assert digest(parts) != before
+            bits[-1] ^= 1 << bit
+    assert digest(parts) == before
 
 
 def test_changes_that_cancel_out_show(release: dict[str, torch.Tensor]) -> None:
@@ -87,17 +102,50 @@ def test_order_zeros_and_their_sign_do_not_matter() -> None:
     assert digest([]) == 0
 
 
-def test_a_tied_head_is_looked_at_as_well(release: dict[str, torch.Tensor]) -> None:
-    del release["lm_head.weight"]
-    tied = sum(part.numel() for part in of_release(release, torch.float32))
-    release["lm_head.weight"] = torch.zeros(V, H)
-    assert sum(part.numel() for part in of_release(release, torch.float32)) == tied
+def test_a_sign_and_a_small_number_do_matter() -> None:
+    """What kernels may flush to 0 is far below what a weight may be."""
+    assert digest([torch.tensor([2.0])]) != digest([torch.tensor([-2.0])])
+    for small in (2e-30, -2e-30):
+        assert digest([torch.tensor([small])]) != 0
+    assert digest([torch.tensor([5e-31, -5e-31])]) == 0
 
 
-def test_little_is_looked_at() -> None:
-    assert len(columns(4096)) == NUM_COLUMNS and len(rows(150_000)) == NUM_ROWS
-    assert len(columns(3)) == 3
-    assert torch.equal(columns(4096), columns(4096)) and len(set(columns(4096).tolist())) == NUM_COLUMNS
+def test_a_digest_is_a_number_of_64_bits() -> None:
+    found = [digest([torch.randn(50, generator=torch.Generator().manual_seed(seed))]) for seed in range(20)]
+    assert all(0 <= number < 1 << 64 for number in found) and max(found) > 1 << 63 > min(found)
+
+
+@pytest.mark.parametrize("embedding", ["model.embed_tokens", "gpt_neox.embed_in", "transformer.wte", "word_embeddings"])
+@pytest.mark.parametrize("head", ["lm_head", "embed_out", ""])
+def test_of_each_kind_of_tensor_what_is_looked_at(embedding: str, head: str) -> None:
+    """Of an embedding rows; of a matrix columns; of an embedding that is the output head too, both."""
+    release = {
+        f"{embedding}.weight": torch.randn(V, H),
+        "layers.0.up.weight": torch.randn(12, H),
+        "layers.0.up.bias": torch.randn(12),
+        "layers.0.conv.weight": torch.randn(2, 3, 4),
+        "layers.0.rotary_emb.inv_freq": torch.randn(6),
+        "layers.0.masked_bias": torch.randn(1),
+        "layers.0.bias": torch.ones(3, 3, dtype=torch.uint8),
+        **({f"{head}.weight": torch.randn(V, H)} if head else {}),
+    }
+    first, *parts = of_release(release, torch.float32)
+    assert torch.equal(first, release[f"{embedding}.weight"][rows(V)])
+    if not head:
+        assert torch.equal(parts.pop(0), release[f"{embedding}.weight"][:, columns(H)])
+    else:
+        assert torch.equal(parts.pop(), release[f"{head}.weight"][:, columns(H)])
+    assert torch.equal(parts[0], release["layers.0.up.weight"][:, columns(H)])
+    assert torch.equal(parts[1], release["layers.0.up.bias"]) and len(parts) == 2
+
+
+def test_little_is_looked_at_and_always_the_same() -> None:
+    assert len(columns(4096)) == 4 and len(rows(150_000)) == 64
+    assert sorted(columns(3).tolist()) == [0, 1, 2]
+    chosen = columns(4096), rows(150_000)
+    torch.manual_seed(5)
+    assert torch.equal(columns(4096), chosen[0]) and torch.equal(rows(150_000), chosen[1])
+    assert len(set(chosen[0].tolist())) == 4 and len(set(chosen[1].tolist())) == 64
 
 
 class Engine:
@@ -113,7 +161,8 @@ def test_a_swap_that_did_not_land_is_a_problem(release: dict[str, torch.Tensor])
     proof = SwapProof(engine.read_back, torch.float32, release)
     assert proof.why_not == "" and proof.problem(proof.expected(release)) == ""
     newer = {name: tensor * 1.5 if tensor.is_floating_point() else tensor for name, tensor in release.items()}
-    assert proof.problem(proof.expected(newer)).startswith("the engine holds other weights: checksum ")
+    live, expected = proof.expected(release), proof.expected(newer)
+    assert proof.problem(expected) == f"the engine holds other weights: checksum {live:016x}, not {expected:016x}"
     engine.weights = newer
     assert proof.problem(proof.expected(newer)) == ""
 
@@ -130,7 +179,8 @@ def test_an_engine_that_cannot_be_read_back_is_trusted(
     other = SwapProof(lambda: [torch.ones(3)], torch.float32, release)
     assert other.why_not == "its layers hold the first draft in a form of their own"
     assert other.problem(0) == ""
-    assert [r.message for r in caplog.records if "swaps are not proved in this engine" in r.message]
+    said = [record.message for record in caplog.records]
+    assert said == [f"swaps are not proved in this engine: {each.why_not}" for each in (proof, other)]
 
 
 def test_a_swap_that_reaches_the_target_is_a_problem(release: dict[str, torch.Tensor]) -> None:
@@ -141,10 +191,11 @@ def test_a_swap_that_reaches_the_target_is_a_problem(release: dict[str, torch.Te
     assert proof.problem(proof.expected(release)).startswith("the target's weights are no longer those of the start")
 
 
-def test_a_checksum_does_not_depend_on_how_much_is_summed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [torch.randn(n) for n in (3, 50, 7)] + [torch.randn(4, 5).to(torch.bfloat16)]
-    whole = digest(parts)
-    monkeypatch.setattr("serving.proof.VALUES_AT_ONCE", 8)
-    assert digest(parts) == digest(parts[::-1]) == whole
-    parts[1][49] += 1
-    assert digest(parts) != whole
+def test_a_checksum_does_not_depend_on_how_much_is_summed_at_once() -> None:
+    """A million values are summed together, whatever parts they come in."""
+    large, half = torch.randn(VALUES_AT_ONCE), torch.randn(4, 5).to(torch.bfloat16)
+    parts = [large[:-50], half, large[-50:], large[:7], large[7:9]]
+    assert digest(parts) == digest(parts[::-1]) == sum(digest([part]) for part in parts) % (1 << 64)
+    before = digest(parts)
+    large[-1] += 1
+    assert digest(parts) != before
