@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from serving.net import MIN_STEPS, SETTLING_STEPS, NetWindows
+from serving.net import SETTLING_STEPS, NetWindows
 
 OFF_RATE = 100.0
 
@@ -113,22 +113,47 @@ def test_a_window_with_another_batch_is_thrown_away() -> None:
     assert engine.net.report()["discarded"] == 1
 
 
-def test_a_batch_that_differs_a_little_counts() -> None:
+@pytest.mark.parametrize(
+    "around, batch, counts", [(8, 6, True), (8, 5, False), (6, 8, True), (6, 9, False), (10, 8, True)]
+)
+def test_batches_may_differ_by_a_quarter_of_the_larger(around: int, batch: int, counts: bool) -> None:
     engine = Engine()
-    engine.batch = 10
+    engine.batch = around
     engine.until(is_off=True)
-    engine.batch = 8
+    engine.batch = batch
     engine.until(is_off=False)
-    engine.batch = 10
+    engine.batch = around
     engine.run(1.0)
-    assert (engine.net.report()["windows"], engine.net.report()["discarded"]) == (1, 0)
+    assert (engine.net.report()["windows"], engine.net.report()["discarded"]) == (int(counts), int(not counts))
 
 
-def test_windows_of_a_few_long_steps_are_thrown_away() -> None:
-    engine = Engine(step_s=0.5 / (MIN_STEPS - 1))
+@pytest.mark.parametrize("steps, counts", [(9, False), (10, True)])
+def test_windows_of_a_few_long_steps_are_thrown_away(steps: int, counts: bool) -> None:
+    engine = Engine(step_s=0.0625, window_s=0.0625 * steps)
     engine.run(100)
-    assert engine.net.report()["windows"] == 0
-    assert engine.net.report()["discarded"] > 3
+    assert (engine.net.report()["windows"] > 3, engine.net.report()["discarded"] > 3) == (counts, not counts)
+
+
+def test_a_window_that_brought_nothing_is_thrown_away() -> None:
+    """A rate of nothing is none to compare with."""
+    engine = Engine()
+    while not engine.net.report()["discarded"]:
+        engine.step(tokens=0 if engine.net.is_off() else None)
+    engine.run(30)
+    assert engine.net.report()["ratio"] == pytest.approx(1.5)
+    assert engine.net.report()["discarded"] == 1
+
+
+def test_the_newest_200_windows_count() -> None:
+    engine = Engine(interval_s=0.001, window_s=0.1)
+    while engine.net.report()["windows"] < 3:
+        engine.step()
+    engine.gain = 3.0
+    for _ in range(205 * 3 * (11 + SETTLING_STEPS)):
+        engine.step()
+    report = engine.net.report()
+    assert report["windows"] == 200
+    assert report["ratio"] == pytest.approx(3.0)
 
 
 def test_the_first_steps_of_a_window_do_not_count() -> None:

@@ -396,6 +396,17 @@ def test_a_prompt_of_one_token_is_a_prompt() -> None:
     assert (bench.seen.num_outputs, bench.seen.is_pure) == ([0], False)
 
 
+def test_a_request_that_reads_its_text_again_makes_the_step_impure() -> None:
+    """It lost its cache to others, and has an output already."""
+    bench = Bench(mode="fixed")
+    request = bench.add("a", range(5))
+    bench.step()
+    bench.step()
+    request.num_computed, request.spec_token_ids = 0, []
+    bench.step()
+    assert (bench.seen.num_outputs, bench.seen.drafted, bench.seen.is_pure) == ([2], [0], False)
+
+
 def test_a_request_aborted_under_way_shows_nothing_and_makes_the_step_impure() -> None:
     bench = Bench(mode="fixed")
     for req_id in ("a", "b"):

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.goodput import OFF, Load, Plan
+from serving.goodput import OFF, Plan
 from serving.probes import FRESH_TESTS, PROBE_SHARE, PROBE_STEPS
 from serving.speculation import (
-    DECISIONS_PER_OPENING,
     Settings,
 )
 from serving.step_times import Shape
@@ -481,19 +480,3 @@ def test_a_probe_is_as_short_as_it_says() -> None:
         length = 0 if name == "off" else length + 1
     assert runs == [PROBE_STEPS] * len(runs) != []
     assert np.mean([name != "off" for name in engine.plans[STEPS_TO_KNOW:]]) < 4 * PROBE_SHARE
-
-
-def test_a_request_thought_hopeless_is_verified_now_and_then() -> None:
-    """Else it could never show that it is not."""
-    engine = SimulatedEngine(Settings(k_max=K_MAX, proposers=("draft",)), alpha=0.8)
-    engine.run(300, 4)
-    plan = engine.control.plan(list(engine._left), 400)
-    assert plan.proposer == "draft"
-    opened = []
-    for _ in range(DECISIONS_PER_OPENING):
-        for request in engine.control._requests.values():
-            request.cap = 0
-        load = Load(4, 400, {"draft": np.zeros((4, K_MAX))})
-        engine.control._set_caps(plan._replace(min_survival=0.9), list(engine._left), load)
-        opened.append([r.cap for r in engine.control._requests.values()] == [K_MAX] * 4)
-    assert opened.count(True) == 1

@@ -12,7 +12,7 @@ import pytest
 from serving.estimates import Acceptance
 from serving.goodput import MARGIN, Plan
 from serving.ngram import MAX_INDEXED, STEPS_PER_SHADOW
-from serving.speculation import MAX_TRIED, STEPS_PER_DECISION, SWEEP_STEPS, Settings, Speculation, StepSeen
+from serving.speculation import STEPS_PER_DECISION, SWEEP_STEPS, Settings, Speculation, StepSeen
 from tests.simulated_engine import StepTime, cpu
 
 K_MAX = 5
@@ -127,23 +127,6 @@ def test_a_release_is_judged_at_once_by_what_was_predicted(predicted: float | No
     assert control.plan(["a", "b"], 200).name == "off"
     control.restart(predicted)
     assert control.plan(["a", "b"], 200).name == plan
-
-
-def test_requests_in_one_batch_get_as_many_draft_tokens_as_are_worth_verifying() -> None:
-    """Eight requests, where verification is dear and drafting cheap: half are always right, half never."""
-    control = profiled(AUTO, lambda batch, tokens, passes: 0.02 + 0.001 * tokens + 0.0005 * passes)
-    good, bad = [f"good{i}" for i in range(4)], [f"bad{i}" for i in range(4)]
-    for req_id in good + bad:
-        control.begin(req_id, client_cap=1 if req_id == "good0" else None)
-    for _ in range(30):
-        step(control, dict.fromkeys(good, (2, 2)) | dict.fromkeys(bad, (2, 0)))
-    plan = control.plan(good + bad, 800)
-    assert plan.proposer == "draft"
-    assert plan.min_survival == pytest.approx(MARGIN * plan.goodput * 0.001, rel=0.2)
-    assert control.has_caps
-    assert plan.k > 1
-    assert [control.cap(r) for r in good] == [1, plan.k, plan.k, plan.k], "the first one's client allows one"
-    assert {control.cap(r) for r in bad} == {0}
 
 
 def test_requests_that_are_not_counted_teach_nothing() -> None:
@@ -304,11 +287,13 @@ def starts(names: list[str], name: str) -> list[int]:
     return [i for i, found in enumerate(names) if found == name and (i == 0 or names[i - 1] != name)]
 
 
-def hardly_seen(settings: Settings, hardly: Sequence[tuple[int, int]], batches: Sequence[int] = (1, 2)) -> Speculation:
-    """Knows its step times well but for those of `hardly`: (tokens of a request, passes)."""
+def hardly_seen(
+    settings: Settings, hardly: Sequence[tuple[int, int]], batches: Sequence[int] = (1, 2), num: int = 2
+) -> Speculation:
+    """Knows its step times well but for those of `hardly`: (tokens of a request, passes), of which it saw `num`."""
     control = Speculation(settings)
     known = [
-        {**row, "steps": 2 if (row["tokens"] // row["batch"], row["drafted"]) in hardly else 15}
+        {**row, "steps": num if (row["tokens"] // row["batch"], row["drafted"]) in hardly else 15}
         for row in rows(batches, flat)
         if row["drafted"] <= settings.k_max
     ]
@@ -341,10 +326,16 @@ def test_a_plan_whose_step_is_known_is_tried_when_it_was_long_not_used() -> None
 def test_two_trials_are_24_steps_apart_however_often_is_decided() -> None:
     control = hardly_seen(DRAFT_OF_TWO, [(2, 1)])
     names = []
-    for _ in range(60):
+    for _ in range(460):
         control.restart(None)
         names += planned(control, ["r0"], 1)
-    assert starts(names, "draft 1") == [23, 47]
+    assert starts(names, "draft 1") == [23, 47, 447]
+
+
+@pytest.mark.parametrize("num, tried", [(5, [24, 48]), (6, [])])
+def test_six_steps_make_a_plan_known(num: int, tried: list[int]) -> None:
+    control = hardly_seen(DRAFT_OF_TWO, [(2, 1)], num=num)
+    assert starts(planned(control, ["r0"], 100), "draft 1") == tried
 
 
 def test_n_grams_whose_step_is_never_seen_are_not_tried_for_ever() -> None:
@@ -365,12 +356,10 @@ def test_nothing_is_tried_while_the_number_of_requests_changes() -> None:
 
 def test_a_choice_made_for_many_batches_is_forgotten_for_the_oldest() -> None:
     control = hardly_seen(DRAFT_OF_TWO, [])
-    req_ids = [f"r{i}" for i in range(MAX_TRIED + 2)]
-    for batch in range(1, MAX_TRIED + 3):
+    req_ids = [f"r{i}" for i in range(1026)]
+    for batch in range(1, 1027):
         control.plan(req_ids[:batch], 100)
-    assert len(control._used) == MAX_TRIED
-    batches = [batch for batch, _, _ in control._used]
-    assert (batches[0], batches[-1]) == (3, MAX_TRIED + 2)
+    assert [batch for batch, _, _ in control._used] == list(range(3, 1027))
 
 
 def test_nothing_is_decided_for_nobody() -> None:
@@ -597,21 +586,53 @@ def test_caps_are_thought_of_wherever_drafts_may_be_cut() -> None:
     assert control.has_caps
 
 
+GOOD, BAD = ([f"{name}{i}" for i in range(4)] for name in ("good", "bad"))
+
+
+def of_two_kinds(**client_caps: int) -> Speculation:
+    """Eight requests, where verification is dear and drafting cheap: half are always right, half never."""
+    control = profiled(AUTO, lambda batch, tokens, passes: 0.02 + 0.001 * tokens + 0.0005 * passes)
+    for req_id in GOOD + BAD:
+        control.begin(req_id, client_cap=client_caps.get(req_id))
+    for _ in range(30):
+        step(control, dict.fromkeys(GOOD, (2, 2)) | dict.fromkeys(BAD, (2, 0)))
+    return control
+
+
+def test_requests_in_one_batch_get_as_many_draft_tokens_as_are_worth_verifying() -> None:
+    control = of_two_kinds(good0=1)
+    plan = control.plan(GOOD + BAD, 800)
+    assert plan.proposer == "draft"
+    assert plan.min_survival == pytest.approx(MARGIN * plan.goodput * 0.001, rel=0.2)
+    assert control.has_caps
+    assert plan.k > 1
+    assert [control.cap(r) for r in GOOD] == [1, plan.k, plan.k, plan.k], "the first one's client allows one"
+    assert {control.cap(r) for r in BAD} == {0}
+
+
+def test_a_request_thought_hopeless_is_verified_whole_at_every_16th_decision() -> None:
+    """Else it could never show that it is not."""
+    control = of_two_kinds(bad0=3)
+    opened = []
+    for i in range(4 * 33):
+        assert control.plan(GOOD + BAD, 800).proposer == "draft"
+        caps = [control.cap(r) for r in BAD]
+        assert caps in ([0] * 4, [3, K_MAX, K_MAX, K_MAX])
+        opened += [i] * any(caps)
+        step(control, dict.fromkeys(GOOD, (2, 2)) | dict.fromkeys(BAD, (2, 0)))
+    assert opened == [*range(60, 64), *range(124, 128)]
+
+
 def test_a_plan_that_is_not_decided_verifies_all() -> None:
     """Caps were worth their verification under the plan they were made for."""
-    control = profiled(AUTO, lambda batch, tokens, passes: 0.02 + 0.001 * tokens + 0.0005 * passes)
-    good, bad = [f"good{i}" for i in range(4)], [f"bad{i}" for i in range(4)]
-    for req_id in good + bad:
-        control.begin(req_id, client_cap=3 if req_id == "bad0" else None)
-    for _ in range(30):
-        step(control, dict.fromkeys(good, (2, 2)) | dict.fromkeys(bad, (2, 0)))
-    control.plan(good + bad, 800)
-    assert {control.cap(r) for r in bad} == {0}
-    control.plan(good + bad, 800)
-    assert {control.cap(r) for r in bad} == {0}, "between two decisions nothing changes"
+    control = of_two_kinds(bad0=3)
+    control.plan(GOOD + BAD, 800)
+    assert {control.cap(r) for r in BAD} == {0}
+    control.plan(GOOD + BAD, 800)
+    assert {control.cap(r) for r in BAD} == {0}, "between two decisions nothing changes"
     control.force(Plan("draft", K_MAX))
-    control.plan(good + bad, 800)
-    assert [control.cap(r) for r in bad] == [3, K_MAX, K_MAX, K_MAX]
+    control.plan(GOOD + BAD, 800)
+    assert [control.cap(r) for r in BAD] == [3, K_MAX, K_MAX, K_MAX]
 
 
 def test_n_grams_are_looked_up_as_far_as_plan_and_client_allow() -> None:

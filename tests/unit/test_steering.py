@@ -19,7 +19,14 @@ from serving import steering, vllm_compat
 from serving.pull import HEARTBEAT_TTL
 from serving.scheduler import settings_of
 from serving.speculation import Settings
-from serving.steering import Steering, profile_path, read_profile, settings_for, write_profile
+from serving.steering import (
+    Steering,
+    predicted_acceptance,
+    profile_path,
+    read_profile,
+    settings_for,
+    write_profile,
+)
 from serving.step_times import Shape, StepTimes
 from tests.unit.test_policy import OUTCOME
 
@@ -42,6 +49,7 @@ class FakeEngine:
         self.takes_rows = True
         self.said: list[tuple[str, Any]] = []
         self.most_running = self.running = 0
+        self.asked: list[tuple[list[int], int]] = []
 
     async def utility(self, method: str, name: str, argument: str) -> str:
         assert method == "osd_speculation"
@@ -54,7 +62,8 @@ class FakeEngine:
             return str(self.left)
         return json.dumps({"rows": ROWS, "load_rows": self.takes_rows}.get(name, {}))
 
-    async def generate(self, *_: Any) -> None:
+    async def generate(self, prompt: list[int], num_tokens: int) -> None:
+        self.asked.append((prompt, num_tokens))
         self.running += 1
         self.most_running = max(self.running, self.most_running)
         try:
@@ -77,6 +86,11 @@ def test_what_was_measured_is_kept_and_found_again(tmp_path: Path, engine: FakeE
     assert [given for name, given in engine.said if name == "sweep"] == [1, 4]  # 16 and 64 do not fit in 8 sequences
     assert engine.most_running == 4
     assert engine.running == 0
+    prompts = [tuple(prompt) for prompt, _ in engine.asked]
+    assert len(set(prompts)) == 4, "the requests of one batch share no prefix"
+    assert {len(prompt) for prompt in prompts} == {64}
+    assert all(4 <= token < 512 for prompt in prompts for token in prompt)
+    assert {num_tokens for _, num_tokens in engine.asked} == {256 - 64 - 2 * 5}, "what fits, drafts included"
     assert read_profile(path) == ROWS
     engine.said.clear()
     asyncio.run(Steering(engine.utility, Config()).prepare(engine, path))
@@ -169,13 +183,18 @@ def test_the_profile_is_another_for_another_engine(tmp_path: Path, monkeypatch: 
     others = {profile_path(Config(), "another", draft)}
     for change in ({"serving": {"vllm": {"dtype": "bfloat16"}}}, {"serving": {"env": {"OMP_NUM_THREADS": "1"}}}):
         others.add(profile_path(Config.model_validate(change), "target", draft))
-    others.add(profile_path(Config.model_validate({"speculation": {"k_max": 3}}), "target", draft))
+    for change in ({"k_max": 3}, {"proposers": ["draft"]}):
+        others.add(profile_path(Config.model_validate({"speculation": change}), "target", draft))
+    (tmp_path / "model.safetensors").write_text("other weights take as long")
+    assert profile_path(Config.model_validate({"speculation": {"mode": "fixed"}}), "target", draft) == base
+    monkeypatch.setattr(vllm_compat, "engine_version", lambda: "another")
+    others.add(profile_path(Config(), "target", draft))
     monkeypatch.setattr(steering, "hardware", lambda: "another machine")
     others.add(profile_path(Config(), "target", draft))
     (tmp_path / "config.json").write_text('{"hidden_size": 1}')
     others.add(profile_path(Config(), "target", draft))
     assert base not in others
-    assert len(others) == 6
+    assert len(others) == 8
 
 
 def test_the_scheduler_gets_what_the_configuration_says() -> None:
@@ -213,4 +232,48 @@ def test_a_profile_can_be_read_into_a_table() -> None:
 
 def test_a_profile_is_written_whole(tmp_path: Path) -> None:
     write_profile(tmp_path / "a" / "p.json", ROWS)
-    assert json.loads((tmp_path / "a" / "p.json").read_text())["cells"] == ROWS
+    found = json.loads((tmp_path / "a" / "p.json").read_text())
+    assert found == {"schema_version": 1, "hardware": steering.hardware(), "cells": ROWS}
+
+
+def test_the_control_hears_of_a_swap_and_what_was_predicted(engine: FakeEngine) -> None:
+    asyncio.run(Steering(engine.utility, Config()).restart(replace(release(), outcome=OUTCOME)))
+    asyncio.run(Steering(engine.utility, Config()).restart(release()))
+    assert engine.said == [("restart", predicted_acceptance(replace(release(), outcome=OUTCOME))), ("restart", None)]
+
+
+def test_a_report_and_rows_are_what_the_control_says(engine: FakeEngine) -> None:
+    async def says(method: str, name: str, argument: str) -> str:
+        assert (method, argument) == ("osd_speculation", "null")
+        return json.dumps({"report": {"plan": "off"}, "rows": ROWS}[name])
+
+    assert asyncio.run(Steering(says, Config()).report()) == {"plan": "off"}
+    assert asyncio.run(Steering(says, Config()).rows()) == ROWS
+
+
+def test_where_step_times_cannot_be_measured_the_service_starts_all_the_same(
+    tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    del engine.vllm_config
+    asyncio.run(Steering(engine.utility, Config()).prepare(engine, tmp_path / "p.json"))
+    assert "step times could not be measured; they are learnt from traffic" in caplog.text
+    assert read_profile(tmp_path / "p.json") is None
+
+
+def test_a_control_that_knows_no_step_leaves_no_profile(tmp_path: Path, engine: FakeEngine) -> None:
+    async def empty(method: str, name: str, argument: str) -> str:
+        return "[]" if name == "rows" else await engine.utility(method, name, argument)
+
+    asyncio.run(Steering(empty, Config()).prepare(engine, tmp_path / "p.json"))
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_a_missing_profile_is_no_trouble_and_a_damaged_one_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_profile(tmp_path / "none.json") is None
+    assert caplog.messages == []
+    (tmp_path / "p.json").write_text("{")
+    assert read_profile(tmp_path / "p.json") is None
+    assert len(caplog.messages) == 1
+    assert f"{tmp_path / 'p.json'} cannot be read" in caplog.text
