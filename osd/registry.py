@@ -10,6 +10,7 @@ Keys: `osd:DEPLOYMENT:replicas` (set of names), `osd:DEPLOYMENT:replica:NAME` (a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,8 +76,8 @@ class Registry:
 
     def heartbeat(self, status: ReplicaStatus, ttl_s: float) -> None:
         """Say that a replica lives; it is forgotten `ttl_s` seconds after its last heartbeat."""
-        with self._errors(), self._redis.pipeline(transaction=False) as pipe:
-            pipe.set(self._replica_key(status.replica), encode(status), px=max(1, int(ttl_s * 1000)))
+        with self._errors(), self._redis.pipeline() as pipe:
+            pipe.set(self._replica_key(status.replica), encode(status), px=math.ceil(ttl_s * 1000))
             pipe.sadd(f"{self._prefix}:replicas", status.replica)
             pipe.execute()
 
@@ -87,7 +88,7 @@ class Registry:
             if not names:
                 return []
             texts = self._redis.mget([self._replica_key(name) for name in names])
-            gone = [name for name, text in zip(names, texts, strict=True) if text is None]
+            gone = [names[place] for place, text in enumerate(texts) if text is None]
             if gone:
                 self._redis.srem(f"{self._prefix}:replicas", *gone)
         found = [_decode_or_none(text, ReplicaStatus) for text in texts if text is not None]
@@ -105,13 +106,11 @@ class Registry:
         return None if text is None else _decode_or_none(text, DraftRelease)
 
     def publish(self, *records: FeedRecord) -> None:
-        """Append records to the feed, in order."""
-        if not records:
-            return
-        with self._errors(), self._redis.pipeline(transaction=False) as pipe:
+        """Append records to the feed, in order: all of them or none."""
+        with self._errors(), self._redis.pipeline() as pipe:
             for record in records:
                 entry = {"type": type(record).__name__, "json": encode(record)}
-                pipe.xadd(f"{self._prefix}:feed", entry, maxlen=self._feed_length, approximate=True)
+                pipe.xadd(f"{self._prefix}:feed", entry, maxlen=self._feed_length)
             pipe.execute()
 
     def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]:

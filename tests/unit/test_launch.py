@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import ExitStack
+from typing import Any
+
 import pytest
 
 from osd import config_reading
+from osd.config import Config
 from osd.errors import ConfigError
-from osd.launch import check_gpus
+from osd.launch import Service, check_gpus
 
 
 @pytest.mark.parametrize(
@@ -27,3 +33,70 @@ def test_more_gpus_than_there_are_are_refused(overrides: list[str], num: int, sa
         return check_gpus(config, num)
     with pytest.raises(ConfigError, match=says):
         check_gpus(config, num)
+
+
+class FakeRay:
+    """Keeps what it was started with, and what its environment said then."""
+
+    def init(self, **options: Any) -> None:
+        self.options, self.environ = options, dict(os.environ)
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {}
+
+    def shutdown(self) -> None:
+        pass
+
+
+class Begun(Service):
+    """A service of which nothing is there yet."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self._stack, self._report = config, ExitStack(), lambda text: None
+        self.url, self._actors, self.trainer = "", [], None
+
+
+RAY_VARIABLES = (
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN",
+    "RAY_USAGE_STATS_ENABLED",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+    "RAY_worker_niceness",
+)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    for name in RAY_VARIABLES:
+        monkeypatch.setenv(name, "as it was")
+        monkeypatch.delenv(name)
+    monkeypatch.setitem(sys.modules, "ray", ray := FakeRay())
+    return ray
+
+
+def started(ray: FakeRay, *overrides: str) -> dict[str, str]:
+    """What Ray found of its variables."""
+    service = Begun(config_reading.load(overrides=list(overrides), environ={}).config)
+    service._start_ray()
+    service.stop()
+    return {name: value for name, value in ray.environ.items() if name in RAY_VARIABLES}
+
+
+def test_a_private_ray_lets_in_only_who_has_its_token(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens on all addresses, and runs what it is told to."""
+    found = started(ray)
+    token = found["RAY_AUTH_TOKEN"]
+    assert found["RAY_AUTH_MODE"] == "token" and len(token) == 32 and len(set(token)) > 4
+    assert ray.options["address"] == "local" and ray.options["include_dashboard"] is False
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    assert started(ray)["RAY_AUTH_TOKEN"] != token, "drawn anew"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
+    assert started(ray)["RAY_AUTH_TOKEN"] == "mine"
+
+
+def test_a_cluster_of_others_has_its_own_ways_to_let_somebody_in(ray: FakeRay) -> None:
+    found = started(ray, "ray.address=ray://head:10001", "deployment=blue")
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & set(found)
+    assert (ray.options["address"], ray.options["namespace"]) == ("ray://head:10001", "osd-blue")
+    assert "include_dashboard" not in ray.options and "_temp_dir" not in ray.options

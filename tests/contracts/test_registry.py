@@ -1,0 +1,302 @@
+"""The registry against a real server: nothing said is lost while it lives, and nothing but one error leaves it."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffers.embedded import EmbeddedValkey
+from osd.errors import ConfigError, ReplayBufferError
+from osd.records import DraftRelease, Event, MetricPoint, ReplicaStatus, RoundOutcome, SpecWindow, SwapReport
+from osd.registry import FeedRecord, Registry
+from tests import servers
+
+RELEASE = DraftRelease(version=4, parent=3, path="/data/v000004", sha256="ab12", target_id="9f2c", created_at=1.7e9)
+
+
+def status(name: str, version: int = 4) -> ReplicaStatus:
+    return ReplicaStatus(
+        at=time.time(),
+        replica=name,
+        url="http://127.0.0.1:8000",
+        version=version,
+        target_id="9f2c",
+        k=4,
+        pid=1,
+        started_at=1.7e9,
+        engine="fake",
+        capture_rows={"rejected": 7},
+    )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedValkey]:
+    with (
+        tempfile.TemporaryDirectory(prefix="osd") as directory,
+        EmbeddedValkey(Path(directory), 32 << 20) as valkey,
+    ):
+        yield valkey
+
+
+@pytest.fixture
+def registry(server: EmbeddedValkey) -> Iterator[Registry]:
+    """Of the deployment `here`, of which nothing is stored yet."""
+    registry = Registry(server.url, "here")
+    yield registry
+    registry.close()
+    with servers.admin(server) as client:
+        client.flushall()
+
+
+@pytest.fixture
+def raw(server: EmbeddedValkey) -> Iterator[Any]:
+    with servers.admin(server) as client:
+        yield client
+
+
+def test_replicas_are_listed_by_name_while_they_beat(registry: Registry, raw: Any) -> None:
+    assert registry.replicas() == []
+    first, second = status("replica-1"), status("replica-0", version=3)
+    registry.heartbeat(first, ttl_s=30)
+    registry.heartbeat(second, ttl_s=30)
+    assert registry.replicas() == [second, first]
+    raw.delete("osd:here:replica:replica-0")  # as when it has expired
+    assert registry.replicas() == [first]
+    assert raw.smembers("osd:here:replicas") == {b"replica-1"}, "whoever is gone is asked for no more"
+    registry.heartbeat(second, ttl_s=30)
+    assert registry.replicas() == [second, first]
+
+
+def test_a_heartbeat_is_forgotten_after_its_time_and_each_one_begins_it_anew(registry: Registry, raw: Any) -> None:
+    key = "osd:here:replica:replica-0"
+    registry.heartbeat(status("replica-0", version=3), ttl_s=500)
+    assert 400_000 < raw.pttl(key) <= 500_000
+    registry.heartbeat(status("replica-0", version=4), ttl_s=30.5)
+    assert 20_000 < raw.pttl(key) <= 30_500
+    assert [found.version for found in registry.replicas()] == [4]
+    registry.heartbeat(status("replica-0"), ttl_s=0.0001)
+    while raw.exists(key):
+        assert raw.pttl(key) <= 1
+    assert registry.replicas() == []
+
+
+def test_a_heartbeat_that_cannot_be_read_hides_no_other(registry: Registry, raw: Any) -> None:
+    registry.heartbeat(found := status("replica-1"), ttl_s=30)
+    raw.sadd("osd:here:replicas", "replica-0", "replica-2")
+    raw.mset({"osd:here:replica:replica-0": b"\xff{", "osd:here:replica:replica-2": '{"replica": "replica-2"}'})
+    assert registry.replicas() == [found]
+
+
+def test_wanted_is_what_was_set_last_per_draft(registry: Registry, raw: Any) -> None:
+    assert registry.wanted() is None
+    registry.set_wanted(RELEASE)
+    registry.set_wanted(other := replace(RELEASE, draft="other", version=9))
+    assert registry.wanted() == RELEASE and registry.wanted("other") == other
+    registry.set_wanted(newer := replace(RELEASE, version=5))
+    assert registry.wanted() == newer
+    assert raw.ttl("osd:here:wanted:default") == -1, "it stays although nobody says it again"
+    raw.set("osd:here:wanted:default", '{"version": "newest"}')
+    assert registry.wanted() is None, "as when nobody said"
+
+
+def test_deployments_do_not_meet(server: EmbeddedValkey, registry: Registry) -> None:
+    registry.set_wanted(RELEASE)
+    registry.publish(Event(at=1.0, kind="note", text="mine"))
+    stranger = Registry(server.url, "stranger")
+    assert stranger.wanted() is None
+    assert stranger.read() == []
+    stranger.close()
+
+
+def test_feed_returns_every_kind_in_order_and_continues_where_left(registry: Registry) -> None:
+    records: list[FeedRecord] = [
+        SpecWindow(
+            at=1.0,
+            replica="r",
+            version=1,
+            seconds=1.0,
+            k=2,
+            num_drafts=2,
+            num_draft_tokens=4,
+            num_accepted_tokens=3,
+            num_accepted_tokens_per_pos=(2, 1),
+            num_tested_per_pos=(2, 2),
+        ),
+        SwapReport(at=2.0, replica="r", version=2, previous=1, ok=True, stage_s=0.1, pause_s=0.01),
+        Event(at=3.0, kind="published", text="v2", version=2),
+        RoundOutcome(
+            base_version=1,
+            path="/x",
+            num_steps=1,
+            num_tokens=2,
+            loss_first=2.0,
+            loss_last=1.0,
+            seconds=0.5,
+            trace_age_mean_s=1.0,
+            trace_age_max_s=2.0,
+            eval=None,
+        ),
+        MetricPoint(at=4.0, name="alpha", value=0.5),
+    ]
+    registry.publish(*records)
+    first = registry.read(count=2)
+    rest = registry.read(after=first[-1][0])
+    assert [record for _, record in first + rest] == records
+    assert registry.read(after=rest[-1][0]) == []
+    registry.publish(records[2])
+    assert [record for _, record in registry.read(after=rest[-1][0])] == [records[2]]
+
+
+def test_feed_passes_over_what_it_cannot_decode(registry: Registry, raw: Any) -> None:
+    for _ in range(5):
+        raw.xadd("osd:here:feed", {"type": "FromTheFuture", "json": "{}"})
+        raw.xadd("osd:here:feed", {"type": "Event", "json": '{"at": "noon"}'})
+        raw.xadd("osd:here:feed", {"type": b"\xff", "json": "{}"})
+        raw.xadd("osd:here:feed", {"other": "fields"})
+    assert registry.read(count=3) == []
+    event = Event(at=1.0, kind="note", text="still readable")
+    registry.publish(event)
+    for count in (1, 3, 7, 20, 21):
+        assert [record for _, record in registry.read(count=count)] == [event], "a reader must not be stuck behind them"
+
+
+def test_feed_is_read_in_parts_of_a_thousand(registry: Registry) -> None:
+    registry.publish(*(MetricPoint(at=float(i), name="n", value=0.0) for i in range(1001)))
+    first = registry.read()
+    assert [record.at for _, record in first] == [float(i) for i in range(1000)]
+    assert [record.at for _, record in registry.read(after=first[-1][0])] == [1000.0]
+
+
+def test_feed_is_bounded_and_keeps_the_newest(server: EmbeddedValkey) -> None:
+    registry = Registry(server.url, "bounded", feed_length=100)
+    for start in range(0, 1000, 50):
+        registry.publish(*(Event(at=float(i), kind="n", text="x") for i in range(start, start + 50)))
+    kept = [record.at for _, record in registry.read(count=2000) if isinstance(record, Event)]
+    assert 100 <= len(kept) < 300
+    assert kept == [float(i) for i in range(1000 - len(kept), 1000)]
+    registry.close()
+
+
+def test_threads_share_one_registry(registry: Registry) -> None:
+    def publish(writer: int) -> None:
+        for i in range(50):
+            registry.publish(MetricPoint(at=float(i), name=str(writer), value=0.0))
+
+    threads = [threading.Thread(target=publish, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    records = [record for _, record in registry.read() if isinstance(record, MetricPoint)]
+    for writer in range(4):
+        assert [r.at for r in records if r.name == str(writer)] == [float(i) for i in range(50)]
+
+
+def test_server_gone_is_one_error_and_its_return_is_noticed() -> None:
+    with tempfile.TemporaryDirectory(prefix="osd") as directory:
+        server = EmbeddedValkey(Path(directory), 32 << 20).start()
+        registry = Registry(server.url, "gone")
+        registry.ping()
+        server.stop()
+        for call in (
+            registry.ping,
+            registry.replicas,
+            registry.wanted,
+            registry.read,
+            lambda: registry.set_wanted(RELEASE),
+            lambda: registry.heartbeat(status("r"), 1.0),
+            lambda: registry.publish(Event(at=1.0, kind="n", text="x")),
+        ):
+            with pytest.raises(ReplayBufferError) as caught:
+                call()
+            assert "\n" not in str(caught.value)
+        server.restart()
+        registry.ping()
+        registry.close()
+        server.stop()
+
+
+class Deaf:
+    """A server that greets; of a later command it hears the name, and then closes the connection (the first
+    `num_closed` times), says nothing, or answers `answer`."""
+
+    def __init__(self, *, num_closed: int = 0, answer: bytes = b"") -> None:
+        self.heard: list[bytes] = []
+        self._num_closed, self._answer = num_closed, answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0?protocol=2"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def __enter__(self) -> Deaf:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        with connection:
+            while data := connection.recv(65536):
+                if b"CLIENT\r\n" in data:
+                    connection.sendall(b"+OK\r\n" * data.count(b"CLIENT\r\n"))
+                    continue
+                self.heard += [name for name in (b"XADD", b"PING") if name in data]
+                if len(self.heard) <= self._num_closed:
+                    return
+                connection.sendall(self._answer)
+
+
+def test_a_connection_that_breaks_is_tried_once_more() -> None:
+    with Deaf(num_closed=1, answer=b"+PONG\r\n") as server:
+        Registry(server.url, "d").ping()
+        assert server.heard == [b"PING", b"PING"]
+    with Deaf(num_closed=2, answer=b"+PONG\r\n") as server:
+        with pytest.raises(ReplayBufferError):
+            Registry(server.url, "d").ping()
+        assert server.heard == [b"PING", b"PING"]
+
+
+def test_what_was_not_answered_in_time_is_not_said_again() -> None:
+    """It may have been heard: the feed would have it twice."""
+    with Deaf() as server:
+        with pytest.raises(ReplayBufferError, match="cannot be used: Timeout reading from"):
+            Registry(server.url, "d", timeout_s=0.1).publish(Event(at=1.0, kind="n", text="x"))
+        assert server.heard == [b"XADD"]
+
+
+def test_stale_connections_survive_a_restart(server: EmbeddedValkey, registry: Registry) -> None:
+    """Connections that the server has closed since are replaced without anybody noticing."""
+    registry.set_wanted(RELEASE)
+    raw = servers.admin(server)
+    assert raw.client_kill_filter(_type="normal", skipme=True) >= 1, "there was one to go stale"
+    assert registry.wanted() == RELEASE
+    raw.client_kill_filter(_type="normal", skipme=True)
+    registry.publish(event := Event(at=1.0, kind="note", text="after"))
+    raw.close()
+    assert [record for _, record in registry.read()] == [event]
+
+
+def test_user_and_password_never_show() -> None:
+    registry = Registry("redis://me:s3cret@127.0.0.1:1/0", "d", timeout_s=0.2)
+    with pytest.raises(ReplayBufferError, match="^Redis at redis://127.0.0.1:1/0 cannot be used: ") as caught:
+        registry.ping()
+    assert "s3cret" not in str(caught.value) and "me:" not in str(caught.value)
+    for url in ("http://me:s3cret@host", "redis://me:12/s3cret@host"):
+        with pytest.raises(ConfigError, match=r"^buffer\.redis_url=.*: not a Redis URL; give one like") as refused:
+            Registry(url, "d")
+        assert "s3cret" not in str(refused.value) and "me:12" not in str(refused.value)
