@@ -17,8 +17,14 @@ from serving.skips import wants_out
 
 CAPTURE_HEADER = b"x-osd-capture"
 DOMAIN_HEADER = b"x-osd-domain"
-ROUTES_THAT_CAN_BE_TOLD = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-"""Where vLLM hands `vllm_xargs` on to the engine. Elsewhere, and in beam search, it drops them."""
+ROUTES_THAT_CAN_BE_TOLD: dict[str, dict[str, Any]] = {
+    "/v1/completions": {},
+    "/v1/chat/completions": {},
+    "/v1/responses": {"store": False},  # else a later request could go on from this one, and would be captured
+    "/v1/messages": {},
+}
+"""Where vLLM hands `vllm_xargs` on to the engine, and what else is set for a request that is kept out. Elsewhere, and
+in beam search, it drops them."""
 METHODS_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 REFUSAL = (
     "X-OSD-Capture: off (or vllm_xargs.osd_capture) cannot be kept for this request: the engine can be told on "
@@ -36,8 +42,7 @@ class HeadersToXargs:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        wanted = _wanted(scope) if scope["type"] in ("http", "websocket") else {}
-        if scope["type"] == "websocket" and "osd_capture" in wanted:
+        if scope["type"] == "websocket" and "osd_capture" in _wanted(scope):
             return await _refuse_socket(scope, receive, send)
         if scope["type"] != "http" or scope["method"] in METHODS_WITHOUT_BODY:
             return await self._app(scope, receive, send)
@@ -45,7 +50,7 @@ class HeadersToXargs:
         if body is None:
             return  # the client went away
         try:
-            told = _told(scope["path"], body, wanted)
+            told = _told(scope["path"], body, _wanted(scope))
         except _Refused as refused:
             return await _refuse(send, str(refused))
         if told is not body:
@@ -86,7 +91,8 @@ def _told(path: str, body: bytes, wanted: dict[str, str]) -> bytes:
         return body
     request = _object(body)
     _check_limit(request)
-    is_out = "osd_capture" in wanted or (b"osd_capture" in body if request is None else _keeps_out(request))
+    said = b"osd_capture" in body if request is None else _keeps_out("vllm_xargs", request.get("vllm_xargs"))
+    is_out = said or "osd_capture" in wanted
     if request is None or path not in ROUTES_THAT_CAN_BE_TOLD or (is_out and request.get("use_beam_search")):
         if is_out:
             raise _Refused(REFUSAL)
@@ -97,8 +103,7 @@ def _told(path: str, body: bytes, wanted: dict[str, str]) -> bytes:
     request["vllm_xargs"] = {**wanted, **(xargs if isinstance(xargs, dict) else {})}  # a domain in the body stays
     if is_out:
         request["vllm_xargs"]["osd_capture"] = "off"
-        if path == "/v1/responses":
-            request["store"] = False  # else a later request could go on from this one, and would be captured
+        request |= ROUTES_THAT_CAN_BE_TOLD[path]
     return json.dumps(request).encode()
 
 
@@ -112,11 +117,7 @@ def _object(body: bytes) -> dict[str, Any] | None:
     ours overrules one that keeps the request out."""
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            found |= {k: v for k, v in pairs if k == "osd_capture" and wants_out(v)}
-            found |= {k: v for k, v in pairs if k == "vllm_xargs" and _keeps_out({k: v})}
-        return found
+        return dict(pairs) | {name: value for name, value in pairs if _keeps_out(name, value)}
 
     try:
         request = json.loads(body, object_pairs_hook=members)
@@ -125,11 +126,13 @@ def _object(body: bytes) -> dict[str, Any] | None:
     return request if isinstance(request, dict) else None
 
 
-def _keeps_out(request: dict[str, Any]) -> bool:
-    xargs = request.get("vllm_xargs")
-    if isinstance(xargs, dict):
-        return "osd_capture" in xargs and wants_out(xargs["osd_capture"])
-    return "osd_capture" in str(xargs)  # whatever it says there, vLLM would not hear it
+def _keeps_out(name: str, value: Any) -> bool:
+    """Whether this member of the body, or of its `vllm_xargs`, asks to be kept out."""
+    if name == "vllm_xargs" and not isinstance(value, dict):
+        return "osd_capture" in str(value)  # whatever it says there, vLLM would not hear it
+    if name == "vllm_xargs":
+        return any(_keeps_out(*member) for member in value.items())
+    return name == "osd_capture" and wants_out(value)
 
 
 def _check_limit(request: dict[str, Any] | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -39,11 +39,15 @@ class WindowCounter:
     position leave out what was verified beyond a request's end, since nobody was served it."""
 
     num_speculative_tokens: int
+    clock: Callable[[], float] = time.monotonic
+    last_version: int = 0
     _counts: dict[tuple[int, str], _Counts] = field(default_factory=dict)
     _domains: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _since: float = field(default_factory=time.monotonic)
-    last_version: int = 0
+    _since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._since = self.clock()
 
     def add_step(
         self,
@@ -58,8 +62,9 @@ class WindowCounter:
         What is not judged does not enter the counts per position, on which decisions rest."""
         with self._lock:
             self.last_version = version
-            if not self._counts and time.monotonic() - self._since > LONGEST_GAP:
-                self._since = time.monotonic()  # nothing ran since the last report: the window begins here
+            now = self.clock()
+            if not self._counts and now - self._since > LONGEST_GAP:
+                self._since = now  # nothing ran since the last report: the window begins here
             counts = self._of(version, domain)
             counts.num_output_tokens += num_served
             counts.num_steps += 1
@@ -85,7 +90,7 @@ class WindowCounter:
     def take(self, replica: str, draft: str) -> list[SpecWindow]:
         """Windows since the last call; the counters start again at zero. Nothing happened = no windows."""
         with self._lock:
-            now = time.monotonic()
+            now = self.clock()
             seconds, self._since = now - self._since, now
             counts, self._counts = self._counts, {}
         at = time.time()

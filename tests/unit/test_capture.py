@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,17 @@ import pytest
 
 from buffers.memory import MemoryTraceBuffer
 from osd.errors import CaptureError
-from osd.records import ACCEPTED, PLAIN, REJECTED, SpecWindow, Trace
-from serving.assemble import Schedule
+from osd.records import ACCEPTED, MAX_DOMAIN_LENGTH, PLAIN, REJECTED, SpecWindow, Trace
+from serving.assemble import STORED_OVERHEAD, Schedule
+from serving.budget import ByteBudget
+from serving.capture import MAX_QUEUED_BYTES, SECONDS_TO_GATHER
+from serving.pick import Landed
 from serving.skips import skip_reason
 from serving.vllm_compat import NewRequest, Verification
-from tests.captures import Bench, make_capture, make_request, step, together, verification
+from tests.captures import Bench, Clock, make_capture, make_request, step, together, verification
+
+ONE_ROW_BYTES = (3 + 1) * 4 + 21 + 8 * 6
+"""Of a trace of three tokens of prompt, one of output and one row of eight tokens: ids, the row's numbers, its top."""
 
 
 class Line:
@@ -108,6 +115,7 @@ def test_what_n_grams_propose_is_captured_but_no_draft_is_credited_with_it(line:
     assert trace.draft_version.tolist() == [1, 1, 0, 0, 0, 1, 1]
     assert trace.kind.tolist() == [ACCEPTED, REJECTED, ACCEPTED, ACCEPTED, REJECTED, ACCEPTED, REJECTED]
     assert (trace.num_drafts, trace.num_draft_tokens, trace.num_accepted_tokens) == (2, 8, 2)
+    assert trace.finished_at == pytest.approx(time.time(), abs=60)
     ((key, window),) = line.windows().items()
     assert key == (1, "sql"), "its tokens count under the draft that served before"
     assert (window.num_drafts, window.num_draft_tokens, window.num_accepted_tokens) == (2, 8, 2)
@@ -324,7 +332,7 @@ def test_where_capture_is_off_nothing_is_handed_out_and_every_step_is_judged() -
 
 
 def test_the_share_of_requests_that_is_captured_is_the_same_on_the_hot_path_and_in_the_thread() -> None:
-    line = Line(request_fraction=0.5)
+    line = Line(request_fraction=0.5, top_k=5)
     names = [f"r{i}" for i in range(40)]
     line.begin(*(make_request(name) for name in names))
     line.verify(*(verification(3, [10], 0, name) for name in names))
@@ -333,7 +341,7 @@ def test_the_share_of_requests_that_is_captured_is_the_same_on_the_hot_path_and_
     chosen = {name for name in names if not skip_reason(make_request(name), 0.5)}
     assert 10 < len(chosen) < 30
     assert line.traces.keys() == chosen
-    assert {trace.num_rows for trace in line.traces.values()} == {1}
+    assert {trace.target_ids.shape for trace in line.traces.values()} == {(1, 5)}
     assert line.skipped == {"not_sampled": 40 - len(chosen)}
 
 
@@ -354,8 +362,53 @@ def test_a_failure_of_ours_is_logged_with_its_place_and_a_known_one_without(
     assert line.skipped == {"hook_error": 2}
 
 
+class Lost:
+    """A step whose copy from the device failed."""
+
+    nbytes = 0
+
+    def land(self) -> Landed:
+        raise RuntimeError("the device is gone")
+
+
+def test_each_request_that_cannot_be_handed_out_and_each_step_that_cannot_be_read_is_counted() -> None:
+    def broken(traces: Sequence[Trace]) -> int:
+        raise OSError("no space")
+
+    capture = make_capture(broken)
+    names = ["one", "two", "three"]
+    capture.on_schedule([make_request(name) for name in names], set())
+    capture.on_verify(together(*(verification(3, [10], 0, name) for name in names)))
+    capture.on_schedule([], set(names))
+    capture.drain()
+    assert capture.assembler.skipped == {"assembly_error": 3}
+    capture._queue.put(replace(step(3, [10]), picked=Lost()))
+    capture.close()
+    assert capture.assembler.skipped == {"assembly_error": 4}
+
+
+def test_a_budget_is_spent_by_all_that_is_stored_of_a_trace() -> None:
+    for spare, is_stored in ((0, True), (-1, False)):
+        bench = Bench(ByteBudget(ONE_ROW_BYTES + STORED_OVERHEAD + spare, Clock()))
+        bench.begin(make_request())
+        bench.add(step(3, [10]))
+        bench.finish("r")
+        assert sum(trace.num_bytes for trace in bench.traces) == ONE_ROW_BYTES * is_stored
+        assert bench.assembler.skipped == ({} if is_stored else {"budget": 1})
+        assert (bench.assembler.num_traces, bench.assembler.rows["plain"]) == (is_stored, is_stored)
+
+
+def test_the_limits_are_those_the_docs_give() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "capture.md").read_text()
+    assert f"`capture.queue_size` and {MAX_QUEUED_BYTES >> 20} MiB" in text
+    assert SECONDS_TO_GATHER == 0.1 and "within a tenth of a second" in text
+    assert f"at most {MAX_DOMAIN_LENGTH} characters" in text
+    assert STORED_OVERHEAD == 1024 and "header (under 1 KB)" in text
+
+
 def test_nobody_waits_for_a_capture_that_has_ended_or_hangs(line: Line) -> None:
     line.capture.close()
+    assert line.capture._thread.daemon and not line.capture._thread.is_alive()
     started = time.monotonic()
     line.capture.drain(timeout=0.01)
     assert time.monotonic() - started < 4

@@ -90,6 +90,8 @@ async def post(
     sent = await call(app, scope_of(headers or {}, length=len(body), **scope), *messages)
     if not sent:
         assert app.after == [{"type": "http.disconnect"}], "the server still hears when the client goes away"
+        lengths = [value for name, value in app.scopes[0]["headers"] if name == b"content-length"]
+        assert lengths == [str(len(app.body)).encode()]
         return app, 0, ""
     start, end = sent
     assert not app.bodies
@@ -117,7 +119,8 @@ async def assert_refused(content: bytes | dict[str, Any], headers: Any = None, *
         b'{"prompt": "what is osd_capture?", "use_beam_search" : true}',
         b'{"prompt": "caf\\u00e9",  "vllm_xargs": {"osd_spec_k": 2}}',
         b'{"vllm_xargs":  {"osd_capture": "on"}}',
-        b'{"vllm_xargs":  {"osd_capture": true, "osd_domain": "a"}}',
+        b'{"vllm_xargs":  {"osd_capture": true, "osd_domain": "a", "best": 5}, "osd_capture": "off"}',
+        b'{ "xargs": ["osd_capture"], "vllm_xargs": null}',
         b'{"sampling_params":  {"extra_args": {"osd_capture": "off"}}}',
         '{"prompt":  "x"}'.encode("utf-16"),
         b"",
@@ -132,7 +135,6 @@ async def test_a_request_that_says_nothing_passes_byte_for_byte(body: bytes, pat
     app, status, _ = await post(body, {"X-OSD-Capture": "on"} if chunk == 5 else {}, path=path, chunk=chunk)
     assert status == 0
     assert app.body == body
-    assert dict(app.scopes[0]["headers"])[b"content-length"] == str(len(body)).encode()
 
 
 async def test_what_passes_untouched_is_not_even_copied() -> None:
@@ -167,9 +169,7 @@ async def test_a_client_that_goes_away_while_it_sends_is_not_served() -> None:
 async def test_headers_become_xargs(chunk: int) -> None:
     app, _, _ = await post({"prompt": "é"}, OFF | {"X-OSD-Domain": " sql "}, chunk=chunk)
     assert json.loads(app.body) == {"prompt": "é", "vllm_xargs": {"osd_capture": "off", "osd_domain": "sql"}}
-    headers = app.scopes[0]["headers"]
-    assert [value for name, value in headers if name == b"content-length"] == [str(len(app.body)).encode()]
-    assert dict(headers)[b"content-type"] == b"application/json", "other headers stay"
+    assert (b"content-type", b"application/json") in app.scopes[0]["headers"], "other headers stay"
 
 
 @pytest.mark.parametrize("xargs", [None, "text", [], {}])
@@ -279,7 +279,7 @@ async def test_a_no_is_read_in_whatever_way_it_is_written(body: bytes) -> None:
     [
         b'{"vllm_xargs": {"osd_capture": "off", "osd_capture": "on"}}',
         b'{"vllm_xargs": {"osd_capture": "on", "osd_capture": "off"}}',
-        b'{"vllm_xargs": {"osd_capture": "off"}, "vllm_xargs": {"osd_capture": "on"}}',
+        b'{ "vllm_xargs": {"osd_capture": "off"}, "vllm_xargs": {"osd_capture": "on"}}',
         b'{"vllm_xargs": {"osd_capture": "off"}, "n": 2, "vllm_xargs": {}}',
         b'{"vllm_xargs": {}, "vllm_xargs": {"osd_capture": "off"}}',
     ],
