@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from osd.records import ACCEPTED, PLAIN, REJECTED
 from serving import rows
-from serving.pick import Landed, Lot, pick, pick_later, pick_on_device, pick_on_host
+from serving.pick import Landed, Lot, Picked, pick, pick_later, pick_on_device, pick_on_host
 from serving.rows import Logits, TopK, kinds_of, summarise, summarise_rows
 from serving.vllm_compat import Verification
 
@@ -207,34 +208,56 @@ def test_a_step_that_was_looked_at_keeps_nothing_of_the_engines() -> None:
     np.testing.assert_array_equal(top_of(got).ids_RK, top_of(expected).ids_RK)
 
 
-def test_small_steps_are_left_to_the_capture_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(4)
-    step = make_step(rng, 6)
-    lot, pool = make_lot(rng, step), rows.RowPool()
-    assert pick(step, lot, pool).nbytes == step.logits.nbytes
-    assert pick(step, replace(lot, captured_B=np.zeros(6, bool)), pool).nbytes == 0, "nothing is to be kept"
-    monkeypatch.setattr("serving.pick.MAX_BYTES_TO_COPY", step.logits.nbytes - 1)
-    assert not hasattr(pick(step, lot, pool), "step")
+def plain_step(num_requests: int, size: int) -> Verification:
+    """Of requests without draft tokens, each of which is served its own number."""
+    sampled = torch.arange(num_requests)[:, None]
+    return Verification(
+        req_ids=[f"r{b}" for b in range(num_requests)],
+        num_draft_tokens_B=np.zeros(num_requests, np.int64),
+        is_partial_B=np.zeros(num_requests, bool),
+        draft_ids=torch.empty(0, dtype=torch.int32),
+        first_position_B=torch.arange(num_requests) + 1,
+        sampled_BG=sampled.int(),
+        logits=torch.zeros(num_requests, size),
+    )
 
 
-def test_memory_of_copied_rows_is_used_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "ROWS_AT_ONCE", 4)
-    pool, logits = rows.RowPool(), torch.arange(60.0).reshape(10, 6)
-    first = pool.copy(logits, torch.tensor([1, 3, 4]))
-    second = pool.copy(logits, torch.tensor([2]))
-    assert first.logits_RV[:, 0].tolist() == [6, 18, 24] and second.logits_RV[:, 0].tolist() == [12]
-    where = first.logits_RV.data_ptr()
-    rows.top_of([first], 2)
-    again = pool.copy(logits, torch.tensor([9, 8, 7, 6]))
-    assert again.logits_RV.data_ptr() == where and again.logits_RV[:, 0].tolist() == [54, 48, 42, 36]
-    again.give_back()
-    assert pool.copy(logits, torch.arange(5)).logits_RV.data_ptr() != where  # it has room for four
-    assert pool.copy(logits[:, :5].contiguous(), torch.tensor([0])).logits_RV.shape == (1, 5)
-    monkeypatch.setattr(rows, "MAX_POOLED_BYTES", 3 * 24 * 4)
-    held = [pool.copy(logits, torch.arange(4)) for _ in range(9)]
-    for one in held:
-        one.give_back()
-    assert len(pool._free) == 3
+def test_steps_of_up_to_a_mebibyte_of_logits_are_left_to_the_capture_thread() -> None:
+    pool = rows.RowPool()
+    step, larger = plain_step(256, 1024), plain_step(257, 1024)
+    keep_one = np.arange(257) == 3
+    lot = Lot(keep_one[:256], np.zeros((256, 1)), np.ones(3), top_k=4)
+    assert pick(step, lot, pool).nbytes == step.logits.nbytes == 1 << 20
+    assert pick(step, replace(lot, captured_B=np.zeros(256, bool)), pool).nbytes == 0, "nothing is to be kept"
+    chosen = pick(larger, Lot(keep_one, np.zeros((257, 1)), np.ones(3), top_k=4), pool)
+    assert chosen.nbytes == rows.ROWS_AT_ONCE * 1024 * 4, "memory of the pool"
+    for picked in (pick(step, lot, pool), chosen):
+        landed = picked.land()
+        assert landed.rows is not None and landed.rows.request_R.tolist() == [3] and landed.sampled_BG[3] == 3
+
+
+@pytest.mark.parametrize("way", [pick_on_host, pick_on_device])
+def test_a_row_is_kept_when_its_lot_lies_under_its_probability(way: Callable[[Verification, Lot], Picked]) -> None:
+    """Not when it is the same: at a fraction of 0 no row is kept, at 1 every one. Of those who are not captured, or
+    whose prefill is not through, none."""
+    step = plain_step(6, VOCAB)
+    step.is_partial_B[5] = True
+    chance = np.array([[0.0], [0.25], [0.5], [0.99], [0.0], [0.0]])
+    captured = np.array([True, True, True, True, False, True])
+    for fraction, kept in ((0.0, []), (0.25, [0]), (0.3, [0, 1]), (1.0, [0, 1, 2, 3])):
+        landed = way(step, Lot(captured, chance, np.array([1.0, 1.0, fraction]), top_k=2)).land()
+        assert (landed.rows.request_R.tolist() if landed.rows is not None else []) == kept
+        assert landed.position_B.tolist() == [1, 2, 3, 4, 5, 6]
+        assert landed.sampled_BG[:, 0].tolist() == [0, 1, 2, 3, 4, -1]
+
+
+def test_what_is_on_its_way_from_a_device_is_counted() -> None:
+    step = plain_step(3, VOCAB)
+    nothing = Lot(np.zeros(3, bool), np.zeros((3, 1)), np.ones(3), top_k=2)
+    tokens_and_positions = 3 * 4 + 3 * 8
+    assert pick_on_device(step, nothing).nbytes == tokens_and_positions
+    one = replace(nothing, captured_B=np.array([False, True, False]), keep_prob=np.array([1.0, 0.0, 0.0]))
+    assert pick_on_device(step, one).nbytes == tokens_and_positions + 2 * (4 + 2) + 4
 
 
 @pytest.mark.parametrize("size", [128 * 40, 128 * 40 + 1, 128 * 33 + 127, 151_936])
@@ -253,11 +276,11 @@ def test_the_top_of_a_large_vocabulary_is_the_top_of_all(size: int) -> None:
     assert all(len(set(one)) == 8 for one in ids.tolist())
 
 
-def test_the_rows_of_many_steps_are_as_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(3)
-    steps = [Logits(torch.from_numpy(rng.normal(size=(n, VOCAB))).float()) for n in (1, 7, 2, 30, 1)]
+def test_the_rows_of_many_steps_are_as_those_of_each() -> None:
+    """Also where they are too many to be summarised together."""
+    rng, size = np.random.default_rng(3), rows.MAX_ELEMENTS // 9
+    steps = [Logits(torch.from_numpy(rng.normal(size=(n, size))).float()) for n in (1, 7, 2, 30, 1)]
     alone = [rows.top_of([one.of(np.arange(len(one.logits_RV)))], 8) for one in steps]
-    monkeypatch.setattr(rows, "MAX_ELEMENTS", 9 * VOCAB)
     together = rows.top_of([steps[0], steps[1], alone[2], *steps[3:]], 8)  # one of them came from a device
     for name in ("ids_RK", "logprobs_RK", "tail_R"):
         found, expected = getattr(together, name), np.concatenate([getattr(one, name) for one in alone])
