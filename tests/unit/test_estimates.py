@@ -362,16 +362,20 @@ def test_a_request_is_believed_later_where_requests_are_alike() -> None:
 
 def test_a_restart_begins_with_what_was_predicted() -> None:
     estimates = Acceptance(2)
-    running = estimates.open("code")
+    running, other = estimates.open("code"), estimates.open("")
     for _ in range(10):
         finish(estimates, "code", [0] * 20)
-    step(estimates, running, 2, 0, times=50)
-    assert first(estimates, running) < 0.1
-    estimates.restart([running], 0.9)
+    for slot in (running, other):
+        step(estimates, slot, 2, 0, times=50)
+        assert first(estimates, slot) < 0.1
+    estimates.restart([other, running], 0.9)
     assert estimates.survival(np.array([running]))[0].tolist() == pytest.approx([0.9, 0.81])
+    assert estimates.survival(np.array([other]))[0].tolist() == pytest.approx([0.9, 0.81])
     assert of_new(estimates, "code") == pytest.approx(0.9)
     step(estimates, running, 2, 1)
     assert estimates.close(running) == 0.5, "what it showed before belongs to the other draft"
+    estimates.restart([other], 0.0)
+    assert first(estimates, other) == 0, "known to be useless is not unknown"
 
 
 def test_a_restart_with_nothing_predicted_begins_with_the_unknown() -> None:

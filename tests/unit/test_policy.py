@@ -147,6 +147,7 @@ def test_should_train(num_new_traces: int, waited_s: float, enabled: bool, pause
             False,
             "base is no longer current: trained from v2, v3 serves",
         ),
+        (replace(OUTCOME, base_version=4), GATE, False, False, "trained from v4, v3 serves"),  # rolled back meanwhile
         (replace(OUTCOME, target_id="other"), GATE, False, False, "trained for another target"),
         (replace(OUTCOME, target_id="1"), GATE, False, False, "trained for another target"),
         (replace(OUTCOME, target_id=""), GATE, False, True, ""),  # recorded traces may not say
@@ -180,7 +181,7 @@ def test_should_train(num_new_traces: int, waited_s: float, enabled: bool, pause
         (losing(), GATE.model_copy(update={"min_class_traces": 13}), False, True, ""),
         # Of several, the one that loses most is named, and only what is no chance counts.
         (with_classes(a=falling(0.7), b=falling(0.5), c=falling(0.6)), GATE, False, False, "but b loses"),
-        (with_classes(b=falling(0.5), a=falling(0.7)), GATE, False, False, "but b loses"),
+        (with_classes(b=falling(0.5), a=falling(0.79)), GATE, False, False, "but b loses"),
         (with_classes(a=falling(0.7), b=falling(0.5, diff_high=0.1)), GATE, False, False, "but a loses"),
         (with_classes(a=falling(0.79), b=falling(0.2, num_traces=7)), GATE, False, True, ""),
     ],
@@ -244,6 +245,7 @@ def test_should_judge(window: SpecWindow | None, release: DraftRelease, ok: bool
         (live(0.50), {4: 0.50, 3: 0.31}, False, "the traffic changed"),
         (live(0.50), {4: 0.50, 3: 0.50}, False, "the traffic changed"),
         (live(0.50), {4: 0.71, 3: 0.40}, False, "the engine is not running what we think"),
+        (live(0.50), {4: 0.71, 3: 0.70}, False, "the engine is not running what we think"),
         (live(0.50), {4: 0.59, 3: 0.40}, False, "the traffic changed"),
         (live(0.50), {4: 0.71, 3: 0.77}, True, "v3 reaches 0.77"),
         (live(0.50), {4: 0.50, 3: 0.551}, True, "v3 reaches 0.55"),  # more than half the margin
