@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ import pytest
 
 from osd.errors import ReplayBufferError
 from osd.records import DraftRelease, ReplicaStatus, SpecWindow, SwapReport, decode
+from serving import vllm_compat
 from serving.pull import Activity, DraftPuller
 
 
@@ -20,33 +23,43 @@ def release(version: int, target_id: str = "target") -> DraftRelease:
 
 
 class FakeEngine:
-    """Answers as the worker extension does. Versions in `refused` fail to stage."""
+    """Answers as the worker extension does. Versions in `refused` fail to stage, and all to commit while there is a
+    `commit_error`; staging takes `seconds_to_stage` of the clock, asked about every 100 seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: Pulled) -> None:
         self.live, self.staged = 1, 0
         self.refused: set[int] = set()
+        self.commit_error, self.proved = "", True
         self.calls: list[str] = []
-        self.num_windows = 0
+        self.releases: list[DraftRelease] = []
+        """What it was asked to stage."""
+        self.num_windows, self.windows_at_once = 0, 1
+        self.seconds_to_stage = 0.0
+        self._world = world
 
     async def rpc(self, method: str, *args: Any) -> Any:
         self.calls.append(method)
         if method == "osd_stage":
-            self.staged = decode(args[0], DraftRelease).version
+            self.releases.append(decode(args[0], DraftRelease))
+            self.staged = self.releases[-1].version
+            self._done_at = self._world.now + self.seconds_to_stage
             return None
         if method == "osd_staging":
+            is_done = self._world.now >= self._done_at
+            self._world.now += 0.0 if is_done else 100.0
             error = "does not fit" if self.staged in self.refused else ""
-            return json.dumps({"done": True, "error": error, "seconds": 0.5})
+            return json.dumps({"done": is_done, "error": error, "seconds": 0.5})
         if method == "osd_commit":
             assert args == (self.staged,) and self.staged not in self.refused
-            self.live = self.staged
-            return json.dumps({"pause_s": 0.01, "error": ""})
-        assert method == "osd_report"
-        self.num_windows += 1
-        report = {"windows": [self._window()], "rows": {"rejected": 7}, "skipped": {}, "num_traces": 5, "dropped": {}}
-        report |= {"num_running": 2}
-        return msgspec.json.encode(report)
+            if not self.commit_error:
+                self.live = self.staged
+            return json.dumps({"pause_s": 0.01, "error": self.commit_error, "proved": self.proved})
+        assert method == "osd_report" and args == ("replica-0", "default")
+        windows = [self._window() for _ in range(self.windows_at_once)]
+        return msgspec.json.encode({"windows": windows, **COUNTERS})
 
     def _window(self) -> SpecWindow:
+        self.num_windows += 1
         return SpecWindow(
             at=float(self.num_windows),
             replica="replica-0",
@@ -61,25 +74,57 @@ class FakeEngine:
         )
 
 
+COUNTERS = {
+    "rows": {"rejected": 7},
+    "skipped": {"opted_out": 3},
+    "num_traces": 5,
+    "dropped": {"redis": 4},
+    "num_running": 2,
+    "unproved": "cannot be read back",
+    "split": {"model": 0.25},
+}
+
+
+class FakeSteering:
+    """The control of speculation: remembers which drafts it began anew with."""
+
+    def __init__(self) -> None:
+        self.restarts: list[int] = []
+
+    async def restart(self, release: DraftRelease) -> None:
+        self.restarts.append(release.version)
+
+    async def report(self) -> dict[str, Any]:
+        return {"k": 3, "num_restarts": len(self.restarts)}
+
+
 class FakeRegistry:
     """Remembers what it was told. `is_away` stands for a Redis that cannot be reached."""
 
     def __init__(self) -> None:
+        self.num_heartbeats = 0
+        self.ttls: set[float] = set()
+        self.takes_feed = True
         self.want: DraftRelease | None = None
         self.said: list[Any] = []
         self.status: ReplicaStatus | None = None
         self.is_away = False
 
     def wanted(self, draft: str) -> DraftRelease | None:
+        assert draft == "default"
         self._answer()
         return self.want
 
     def heartbeat(self, status: ReplicaStatus, ttl_s: float) -> None:
         self._answer()
         self.status = status
+        self.num_heartbeats += 1
+        self.ttls.add(ttl_s)
 
     def publish(self, *records: Any) -> None:
         self._answer()
+        if not self.takes_feed:
+            raise ReplayBufferError("full")
         self.said += records
 
     def _answer(self) -> None:
@@ -93,9 +138,10 @@ class FakeRegistry:
 class Pulled:
     """A puller between the two fakes, with a clock that is moved by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.now = 1000.0
-        self.engine, self.registry, self.activity = FakeEngine(), FakeRegistry(), Activity(self.clock)
+        self.engine, self.registry, self.activity = FakeEngine(self), FakeRegistry(), Activity(self.clock)
+        self.steering = FakeSteering()
         self.puller = DraftPuller(
             self.registry,  # type: ignore[arg-type]
             self.engine.rpc,
@@ -105,6 +151,7 @@ class Pulled:
             k=2,
             release=release(1),
             clock=self.clock,
+            **({"steering": self.steering} | options),
         )
 
     def clock(self) -> float:
@@ -120,19 +167,115 @@ def pulled() -> Pulled:
     return Pulled()
 
 
+def num_stagings(pulled: Pulled) -> int:
+    return pulled.engine.calls.count("osd_stage")
+
+
 async def test_the_wanted_draft_is_swapped_in_and_reported(pulled: Pulled) -> None:
     pulled.registry.want = release(3)
     await pulled.look()
     assert pulled.engine.live == 3
+    assert pulled.engine.releases == [release(3)]
     (report,) = pulled.registry.of(SwapReport)
-    assert (report.version, report.previous, report.ok) == (3, 1, True)
+    assert (report.replica, report.draft, report.version, report.previous) == ("replica-0", "default", 3, 1)
+    assert (report.ok, report.error, report.proved) == (True, "", True)
     assert (report.stage_s, report.pause_s) == (0.5, 0.01)
-    status = pulled.registry.status
-    assert status is not None and (status.version, status.capture_rows, status.num_running) == (3, {"rejected": 7}, 2)
-    assert status.num_traces == 5
-    num_calls = pulled.engine.calls.count("osd_stage")
+    assert report.at == pytest.approx(time.time(), abs=60)
     await pulled.look(5)
-    assert pulled.engine.calls.count("osd_stage") == num_calls, "what serves is not swapped in again"
+    assert num_stagings(pulled) == 1, "what serves is not swapped in again"
+    pulled.registry.want = release(2)
+    await pulled.look()
+    assert [report.previous for report in pulled.registry.of(SwapReport)] == [1, 3], "an older one is a wish as well"
+
+
+async def test_the_heartbeat_says_who_serves_what_and_what_the_worker_counted(pulled: Pulled) -> None:
+    pulled.registry.want = release(3)
+    await pulled.look()
+    status = pulled.registry.status
+    assert status is not None
+    assert (status.replica, status.draft, status.url) == ("replica-0", "default", "http://127.0.0.1:1")
+    assert (status.version, status.target_id, status.k, status.pid) == (3, "target", 2, os.getpid())
+    assert (status.capture_rows, status.capture_skipped) == ({"rejected": 7}, {"opted_out": 3})
+    assert (status.num_traces, status.buffer_dropped, status.num_running) == (5, {"redis": 4}, 2)
+    assert status.unproved == "cannot be read back" and status.engine == vllm_compat.engine_version()
+    assert status.speculation == {"k": 3, "num_restarts": 1, "split": {"model": 0.25}}
+    assert status.started_at <= status.at == pytest.approx(time.time(), abs=60)
+    assert pulled.registry.ttls == {10.0}
+
+
+async def test_without_control_the_heartbeat_says_why() -> None:
+    pulled = Pulled(steering=None, uncontrolled="its k is fixed")
+    pulled.registry.want = release(3)
+    await pulled.look()
+    assert pulled.engine.live == 3
+    assert pulled.registry.status is not None and pulled.registry.status.speculation == {"problem": "its k is fixed"}
+    fixed = Pulled(steering=None)
+    await fixed.look()
+    assert fixed.registry.status is not None and fixed.registry.status.speculation == {}
+
+
+async def test_control_hears_of_a_swap_and_of_no_other(pulled: Pulled) -> None:
+    pulled.engine.refused = {2}
+    for version, error, restarts in ((2, "", []), (3, "", [3]), (4, "out of memory", [3])):
+        pulled.registry.want, pulled.engine.commit_error = release(version), error
+        await pulled.look()
+        assert pulled.steering.restarts == restarts
+
+
+async def test_a_commit_that_fails_leaves_what_serves_and_is_tried_again(pulled: Pulled) -> None:
+    pulled.registry.want, pulled.engine.commit_error, pulled.engine.proved = release(2), "out of memory", False
+    await pulled.look()
+    (report,) = pulled.registry.of(SwapReport)
+    assert (report.ok, report.error, report.pause_s, report.proved) == (False, "out of memory", 0.01, False)
+    assert (report.version, report.previous) == (2, 1)
+    assert pulled.registry.status is not None and pulled.registry.status.version == 1
+    pulled.engine.commit_error = ""
+    await pulled.look(0.99)
+    assert pulled.engine.live == 1
+    await pulled.look(0.01)
+    assert pulled.engine.live == 2
+
+
+async def test_after_a_success_what_was_refused_before_need_not_wait(pulled: Pulled) -> None:
+    pulled.registry.want, pulled.engine.refused = release(2), {2}
+    await pulled.look()
+    for version in (3, 2):
+        pulled.registry.want, pulled.engine.refused = release(version), set()
+        await pulled.look()
+        assert pulled.engine.live == version
+
+
+async def test_staging_is_waited_for_while_reports_go_on(pulled: Pulled) -> None:
+    pulled.registry.want, pulled.engine.seconds_to_stage = release(2), 500.0
+    await pulled.look()
+    assert pulled.engine.live == 2 and num_stagings(pulled) == 1
+    assert pulled.registry.num_heartbeats >= 5
+
+
+async def test_staging_that_takes_ten_minutes_is_given_up(pulled: Pulled) -> None:
+    pulled.registry.want, pulled.engine.seconds_to_stage = release(2), 601.0
+    await pulled.look()
+    (report,) = pulled.registry.of(SwapReport)
+    assert (report.ok, report.error, report.proved, report.pause_s) == (False, "staging took too long", False, 0.0)
+    assert pulled.engine.live == 1 and "osd_commit" not in pulled.engine.calls
+    assert pulled.now == 1600.0
+
+
+async def test_a_report_is_due_every_second(pulled: Pulled) -> None:
+    await pulled.look()
+    for seconds, num in ((0.5, 1), (0.49, 1), (0.01, 2), (0.99, 2), (5.0, 3), (0.5, 3)):
+        await pulled.look(seconds)
+        assert pulled.registry.num_heartbeats == num
+
+
+async def test_a_swap_is_reported_at_once(pulled: Pulled) -> None:
+    await pulled.look()
+    await pulled.look(0.9)
+    assert pulled.registry.num_heartbeats == 1
+    pulled.registry.want = release(2)
+    await pulled.look()
+    assert len(pulled.registry.of(SwapReport)) == 1
+    assert pulled.registry.status is not None and pulled.registry.status.version == 2
 
 
 async def test_a_draft_of_another_target_is_left_alone(pulled: Pulled) -> None:
@@ -160,12 +303,29 @@ async def test_a_refused_draft_is_tried_again_later_and_later(pulled: Pulled) ->
 
 async def test_what_was_to_be_said_waits_for_redis(pulled: Pulled) -> None:
     await pulled.look()
+    pulled.registry.is_away, pulled.registry.want = True, release(2)
+    for _ in range(2):
+        await pulled.look(1.0)
+    assert pulled.engine.live == 1, "it serves on with what it has"
+    pulled.registry.is_away, pulled.registry.takes_feed = False, False
+    await pulled.look(1.0)
+    pulled.registry.takes_feed = True
+    await pulled.look(1.0)
+    await pulled.look(1.0)
+    assert [window.at for window in pulled.registry.of(SpecWindow)] == [1.0, 2.0, 3.0], "each once, in order"
+    assert len(pulled.registry.of(SwapReport)) == 1
+
+
+async def test_what_waits_is_bounded_and_the_oldest_leaves_first(pulled: Pulled) -> None:
+    pulled.engine.windows_at_once = 1500
+    await pulled.look()
     pulled.registry.is_away = True
     for _ in range(2):
         await pulled.look(1.0)
+    pulled.registry.said.clear()
     pulled.registry.is_away = False
     await pulled.look(1.0)
-    assert [window.at for window in pulled.registry.of(SpecWindow)] == [1.0, 2.0, 3.0], "each once, in order"
+    assert [window.at for window in pulled.registry.of(SpecWindow)] == [float(i) for i in range(2501, 4501)]
 
 
 async def test_an_idle_engine_is_not_asked_but_still_beats(pulled: Pulled) -> None:
@@ -176,18 +336,44 @@ async def test_an_idle_engine_is_not_asked_but_still_beats(pulled: Pulled) -> No
     assert pulled.engine.calls.count("osd_report") == num_asked
     assert pulled.registry.status is not None
 
+
+async def ask(activity: Activity, app: Any, **scope: str) -> None:
+    await activity.watching(app)({"type": "http", "method": "POST"} | scope, None, None)
+
+
+async def test_an_engine_is_active_while_it_answers_and_three_seconds_longer(pulled: Pulled) -> None:
+    activity = pulled.activity
     during: list[bool] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         pulled.now += 100  # a long stream
-        during.append(pulled.activity.is_recent())
+        during.append(activity.is_recent())
 
-    watched = pulled.activity.watching(app)
-    await watched({"type": "http", "method": "GET"}, None, None)
-    assert not pulled.activity.is_recent(), "a health check is no work"
-    await watched({"type": "http", "method": "POST"}, None, None)
-    assert during == [False, True]
-    pulled.now += 2
-    assert pulled.activity.is_recent()
-    pulled.now += 2
-    assert not pulled.activity.is_recent()
+    assert activity.is_recent(), "it has just been started"
+    await ask(activity, app, method="GET")
+    await ask(activity, app, type="websocket")
+    assert not activity.is_recent(), "a health check is no work"
+    await ask(activity, app)
+    assert during == [False, False, True]
+    pulled.now += 2.99
+    assert activity.is_recent()
+    pulled.now += 0.01
+    assert not activity.is_recent()
+
+
+async def test_of_two_requests_the_later_counts_and_one_that_fails_too(pulled: Pulled) -> None:
+    activity = pulled.activity
+    seen: list[bool] = []
+
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("the client has gone")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        with pytest.raises(RuntimeError):
+            await ask(activity, failing)
+        pulled.now += 50
+        seen.append(activity.is_recent())
+
+    await ask(activity, app)
+    pulled.now += 3
+    assert (seen, activity.is_recent()) == ([True], False)
