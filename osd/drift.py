@@ -141,7 +141,7 @@ class Appetite:
         if not self.is_resting:
             return Decision(True, self.woken_by or "learning")
         waited = now - self._rounds_at
-        if self._rounds_at and waited >= self._trainer.max_idle_seconds:
+        if waited >= self._trainer.max_idle_seconds:
             return Decision(
                 True, f"no round for {waited / 60:.0f} minutes: looking whether there is something to learn"
             )

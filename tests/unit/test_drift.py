@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from osd.config import TrainerConfig
-from osd.drift import MAX_LABELS, Appetite
+from osd.drift import Appetite, FadingAlpha, Watched
 from osd.records import EvalReport, Event, RoundOutcome, SpecWindow
 
 NOW = 1.7e9
@@ -173,10 +174,82 @@ def test_a_fall_of_one_class_is_seen_though_the_whole_holds(appetite: Appetite) 
     assert appetite.woken_by.startswith("α of 'sql' fell from 0.79 to 0.")
 
 
-def test_labels_cannot_fill_the_memory(appetite: Appetite) -> None:
-    for index in range(10 * MAX_LABELS):
-        appetite.add(window(0.5, domain=f"label-{index}"))
-    assert len(appetite._labels) == MAX_LABELS
+def test_of_many_labels_the_first_64_are_watched(appetite: Appetite) -> None:
+    """The others count in the whole, which here hardly notices them."""
+    for index in range(70):
+        serve(appetite, 0.8, num_windows=3, domain=f"label-{index}")
+    resting(appetite, 0.8)
+    for index in (64, 69, 63):
+        assert appetite.is_resting
+        for _ in range(20):
+            serve(appetite, 0.8, num_windows=1, num_tested=4000)
+            serve(appetite, 0.3, num_windows=1, num_tested=160, domain=f"label-{index}")
+    assert appetite.woken_by.startswith("α of 'label-63' fell from 0.79 to 0.")
+
+
+def test_a_rest_takes_what_is_recent_of_each_label_for_usual(appetite: Appetite) -> None:
+    serve(appetite, 0.9, num_windows=100, domain="sql")
+    serve(appetite, 0.5, num_windows=40, domain="sql")
+    for _ in range(PATIENCE):
+        end(appetite, FRUITLESS)
+    serve(appetite, 0.5, domain="sql")
+    assert appetite.is_resting
+
+
+def test_a_fall_within_the_margin_is_none() -> None:
+    appetite = resting(Appetite(TrainerConfig(patience_rounds=PATIENCE, drift_margin=0.7), "t"))
+    serve(appetite, 0.2)
+    assert appetite.is_resting
+
+
+@pytest.mark.parametrize("kind", ["rolled_back", "promoted", "unpinned"])
+def test_another_draft_begins_the_count_anew(appetite: Appetite, kind: str) -> None:
+    for _ in range(3):
+        for _ in range(PATIENCE - 1):
+            end(appetite, FRUITLESS)
+        appetite.add(Event(at=NOW, kind=kind, text=""))
+    assert appetite.decide(NOW).reason == "learning", "it never rested"
+    end(appetite, FRUITLESS)
+    assert not appetite.is_resting
+
+
+# The averages, by hand
+
+
+def test_a_count_fades_to_its_half() -> None:
+    fading = FadingAlpha(100)
+    fading.add(window(1.0, num_tested=40, num_output_tokens=0))
+    fading.add(window(0.5, num_tested=40, num_output_tokens=100))
+    assert (fading.tested, fading.accepted, fading.alpha) == (60, 40, 2 / 3)
+    assert FadingAlpha(100, tested=24, accepted=6).alpha == 0.25
+    assert FadingAlpha(100, tested=23.9, accepted=6).alpha is None
+    assert FadingAlpha(100, tested=99, accepted=49).error == pytest.approx(math.sqrt(0.495 * 0.505 / 100), rel=1e-12)
+
+
+def test_recent_is_4000_tokens_and_usual_64000() -> None:
+    watched = Watched()
+    watched.add(window(0.5, num_tested=400, num_output_tokens=0))
+    watched.add(window(0.5, num_tested=0, num_output_tokens=4000))
+    assert watched.recent.tested == 200
+    watched.add(window(0.5, num_tested=0, num_output_tokens=60_000))
+    assert watched.usual.tested == pytest.approx(200, rel=1e-9)
+
+
+def test_what_becomes_usual_has_the_weight_of_all_that_such_an_average_holds() -> None:
+    watched = Watched(recent=FadingAlpha(4000, tested=99, accepted=49))
+    watched.settle()
+    assert (watched.usual.tested, watched.usual.accepted) == (16 * 99, 16 * 49)
+    assert watched.usual_error == watched.recent.error
+
+
+def test_a_fall_must_exceed_the_margin_and_two_standard_errors_of_both() -> None:
+    recent, usual = FadingAlpha(4000, tested=100, accepted=60), FadingAlpha(64_000, tested=1000, accepted=800)
+    watched = Watched(recent=recent, usual=usual, usual_error=0.03)
+    most = 0.2 - 2 * math.sqrt(recent.error**2 + 0.03**2)
+    assert watched.fall(most + 1e-9) is None
+    assert watched.fall(most - 1e-9) == (0.8, 0.6)
+    for unknown in (Watched(recent=recent), Watched(usual=usual)):
+        assert unknown.fall(-9.0) is None
 
 
 @pytest.mark.parametrize("kind", ["rolled_back", "promoted", "unpinned"])
@@ -192,7 +265,7 @@ def test_another_draft_ends_the_rest(appetite: Appetite, kind: str) -> None:
 def test_at_rest_a_round_runs_now_and_then(appetite: Appetite) -> None:
     resting(appetite)
     assert not appetite.decide(NOW + 3599).ok
-    decision = appetite.decide(NOW + 3601)
+    decision = appetite.decide(NOW + 3600)
     assert decision.ok
     assert decision.reason == "no round for 60 minutes: looking whether there is something to learn"
     end(appetite, FRUITLESS, at=NOW + 3650)
