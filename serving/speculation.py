@@ -103,7 +103,8 @@ class Speculation:
         self.settings = settings
         self.times = StepTimes(padded)
         self.anatomy = Anatomy(settings.k_max)
-        self.net = NetWindows(settings.net_interval_seconds, settings.net_window_seconds, settings.seed, clock)
+        net_interval_s = settings.net_interval_seconds if settings.mode == "auto" else 0.0
+        self.net = NetWindows(net_interval_s, settings.net_window_seconds, settings.seed, clock)
         self.accounts = Accounts()
         self._draft = Acceptance(settings.k_max, UNKNOWN if settings.predicted is None else settings.predicted)
         self._ngram = Acceptance(settings.k_max, 0.3)
@@ -153,7 +154,7 @@ class Speculation:
             return self._adopt(self._forced, "forced", req_ids)
         if self._sweep and len(req_ids) >= self._sweep_batch:
             return self._adopt(self._sweep.pop(), "sweep", req_ids)
-        if self.settings.mode == "auto" and self.net.is_off():
+        if self.net.is_off():
             return self._adopt(OFF, "net window", req_ids)
         if self.settings.mode != "auto":
             return self._adopt(self._resting_plan(), self.settings.mode, req_ids)
@@ -221,8 +222,7 @@ class Speculation:
                 self.times.add(shape, step.seconds)
             if not self._is_sweeping:
                 self.accounts.add_step(self._plan, step.seconds, tokens)
-        if self.settings.mode == "auto":
-            self.net.add_step(step.seconds, tokens, len(step.req_ids))
+        self.net.add_step(step.seconds, tokens, len(step.req_ids))
         self._end_step_of_probe()
         if self.accounts.has_log:
             self.accounts.write(
@@ -365,7 +365,7 @@ class Speculation:
         requests = [self._requests[r] for r in req_ids if r in self._requests]
         self._num_set_caps += 1
         is_open = self._num_set_caps % DECISIONS_PER_OPENING == 0  # who is never verified never shows that it changed
-        if plan.proposer != "draft" or plan.min_survival <= 0 or is_open:
+        if plan.min_survival <= 0 or is_open:
             for request in requests:
                 request.cap = request.client_cap
             return

@@ -81,7 +81,8 @@ class PlainScheduler:
 
     def schedule(self, *given: Any) -> Any:
         assert self.dynamic_sd_lookup is not None
-        verified = {r.request_id: r.spec_token_ids for r in self.running if r.spec_token_ids}
+        decoding = [r for r in self.running if not r.is_prefill_chunk]
+        verified = {r.request_id: r.spec_token_ids for r in decoding if r.spec_token_ids}
         num = {
             r.request_id: min(r.chunk, r.num_tokens - r.num_computed) or 1 + len(r.spec_token_ids) for r in self.running
         }
@@ -92,9 +93,10 @@ class PlainScheduler:
             num_invalid_spec_tokens=None,
             num_spec_tokens_to_schedule=self.dynamic_sd_lookup[len(num)],
         )
+        for request in decoding:
+            request.spec_token_ids = []
         for request in self.running:
             request.num_computed = min(request.num_tokens, request.num_computed + num[request.request_id])
-            request.spec_token_ids = []
         self._update_after_schedule(output)
         return output
 
@@ -569,7 +571,7 @@ def test_scheduling_ahead_placeholders_are_cut_instead() -> None:
     bench.scheduler.schedule()
     assert (capped.spec_token_ids, free.spec_token_ids) == ([-1], [-1] * K)
     assert bench.scheduler.placeholders == [-1] * K, "a list that all requests share"
-    assert reading.spec_token_ids == [], "no placeholder is made where there was none"
+    assert reading.spec_token_ids == [8, 8], "what a request has that reads its prompt is vLLM's to deal with"
     bench.osd.force(OFF)
     bench.scheduler.schedule()
     assert capped.spec_token_ids == free.spec_token_ids == []

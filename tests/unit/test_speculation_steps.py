@@ -357,9 +357,9 @@ def test_nothing_is_tried_while_the_number_of_requests_changes() -> None:
 def test_a_choice_made_for_many_batches_is_forgotten_for_the_oldest() -> None:
     control = hardly_seen(DRAFT_OF_TWO, [])
     req_ids = [f"r{i}" for i in range(1026)]
-    for batch in range(1, 1027):
+    for batch in (*range(1, 1025), 1, 1025, 1026):
         control.plan(req_ids[:batch], 100)
-    assert [batch for batch, _, _ in control._used] == list(range(3, 1027))
+    assert [batch for batch, _, _ in control._used] == [*range(4, 1025), 1, 1025, 1026]
 
 
 def test_nothing_is_decided_for_nobody() -> None:
@@ -404,6 +404,7 @@ def test_a_probe_drafts_two_tokens_where_so_many_may_be(k_max: int, name: str) -
     probes = starts(names, name)
     assert len(probes) > 1, "one request that can show something is enough"
     assert control.report()["num_probes"] == len(probes)
+    assert names.count(name) == 3 * len(probes)
     assert names.count("off") == 200 - names.count(name)
 
 
@@ -852,5 +853,6 @@ def test_an_engine_begins_with_what_its_draft_was_measured_with(predicted: float
 def test_until_something_is_known_the_draft_is_tried(settings: Settings, plan: str) -> None:
     control = Speculation(settings)
     assert (control.present.name, control.report()["plan"]) == (plan, plan)
-    assert (control.report()["mode"], control.report()["k"]) == (settings.mode, 3 if plan != "off" else 0)
+    report = control.report()
+    assert (report["mode"], report["k"], report["batch"]) == (settings.mode, 3 if plan != "off" else 0, 0)
     assert control.report()["proposer"] == plan.split()[0]

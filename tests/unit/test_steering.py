@@ -42,7 +42,7 @@ class FakeEngine:
 
     def __init__(self, steps_per_look: int = 8) -> None:
         model = SimpleNamespace(max_model_len=256, get_vocab_size=lambda: 512)
-        scheduler = SimpleNamespace(max_num_seqs=8)
+        scheduler = SimpleNamespace(max_num_seqs=4)
         self.vllm_config = SimpleNamespace(model_config=model, scheduler_config=scheduler)
         self.steps_per_look = steps_per_look
         self.left = 0
@@ -83,7 +83,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 def test_what_was_measured_is_kept_and_found_again(tmp_path: Path, engine: FakeEngine) -> None:
     path = tmp_path / "profiles" / "p.json"
     asyncio.run(Steering(engine.utility, Config()).prepare(engine, path))
-    assert [given for name, given in engine.said if name == "sweep"] == [1, 4]  # 16 and 64 do not fit in 8 sequences
+    assert [given for name, given in engine.said if name == "sweep"] == [1, 4]  # 16 and 64 do not fit in 4 sequences
     assert engine.most_running == 4
     assert engine.running == 0
     prompts = [tuple(prompt) for prompt, _ in engine.asked]
@@ -125,6 +125,7 @@ def test_requests_that_end_before_the_sweep_make_no_profile(
     asyncio.run(Steering(engine.utility, Config()).prepare(engine, tmp_path / "p.json"))
     assert read_profile(tmp_path / "p.json") is None
     assert ("end_sweep", None) in engine.said
+    assert [name for name, _ in engine.said].count("sweep_steps_left") <= 3, "nobody waits for what has ended"
 
 
 @pytest.mark.parametrize("speculation", [{"calibration_seconds": 0}, {"mode": "fixed"}, {"mode": "off"}])
