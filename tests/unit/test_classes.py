@@ -65,6 +65,14 @@ def test_neither_length_nor_what_all_prompts_share_makes_a_class() -> None:
     assert are_told_apart(*kinds)
 
 
+def test_a_word_that_most_prompts_share_makes_them_alike_however_often_they_say_it() -> None:
+    def saying(word: int, times: int, num: int) -> list[Trace]:
+        return [make_trace(index=index, num_rows=0, prompt_ids=np.full(times, word)) for index in range(num)]
+
+    found = classes_of([*saying(5, 1, 13), *saying(5, 100, 13), *saying(9, 1, 4)])
+    assert found == ["unlabelled 1"] * 26 + ["unlabelled 2"] * 4
+
+
 def test_the_largest_class_is_the_first() -> None:
     found = classes_of([*prompts(300, 12, 2), *prompts(100, 14, 1)])
     assert found == ["unlabelled 2"] * 12 + ["unlabelled 1"] * 14
