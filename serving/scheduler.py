@@ -185,7 +185,7 @@ class Controlled:
         if not sampled or not scheduled:
             return None
         invalid = output.num_invalid_spec_tokens or {}
-        seen = StepSeen([], [], [], proposer, 0, 0, True, now - began, [])
+        seen = StepSeen([], [], [], proposer, output.num_spec_tokens_to_schedule, 0, True, now - began, [])
         for req_id, num_scheduled in scheduled.items():
             request, emitted = self.requests.get(req_id), sampled[index[req_id]]
             drafted = len(drafts.get(req_id, ()))
@@ -198,8 +198,7 @@ class Controlled:
             seen.accepted.append(len(emitted) - 1)
             seen.num_tokens.append(request.num_tokens)
             seen.num_outputs.append(request.num_output_tokens)
-        seen.context = sum(seen.num_tokens)
-        seen.passes = output.num_spec_tokens_to_schedule
+            seen.context += request.num_tokens
         return seen if seen.req_ids else None
 
     def _osd_close(self) -> None:
