@@ -6,6 +6,7 @@ Plain ASGI, so that an event stream passes unbuffered.
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -51,9 +52,7 @@ def is_loopback(host: str) -> bool:
 
 def host_without_port(host: str) -> str:
     """`127.0.0.1:8001` -> `127.0.0.1`, `[::1]:8001` -> `[::1]`."""
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0]
+    return re.sub(r":[0-9]*$", "", host)
 
 
 class Guard:

@@ -17,7 +17,7 @@ import pytest
 import osd.dashboard
 from osd.dashboard import ControlServer, build_app
 from osd.dashboard.app import MAX_POINTS, MAX_SPAN, resolve_span
-from osd.dashboard.guard import is_loopback
+from osd.dashboard.guard import Guard, is_loopback
 from osd.errors import ConfigError, ReleaseError, ReplayBufferError
 from osd.metrics import History
 from osd.records import BufferStats, Event, ReplicaStatus, SpecWindow, SwapReport
@@ -184,15 +184,48 @@ def test_page_explains_each_acceptance_as_the_records_do() -> None:
         assert words in page and words in records
 
 
-@pytest.mark.parametrize("path", ["/dashboard", "/osd/status", "/nothing", "/dashboard/static/app.js", "/metrics"])
-async def test_every_answer_carries_the_security_headers(client: httpx.AsyncClient, path: str) -> None:
-    headers = (await client.get(path)).headers
-    policy = headers["content-security-policy"]
-    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
-    assert "unsafe" not in policy and "http" not in policy and "*" not in policy
-    assert headers["x-frame-options"] == "DENY"
-    assert headers["x-content-type-options"] == "nosniff"
-    assert headers["referrer-policy"] == "no-referrer"
+SECURITY_HEADERS = {
+    "x-frame-options": "DENY",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "connect-src": "'self'",
+    "img-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "cache"),
+    [
+        ("/dashboard", "no-cache"),
+        ("/dashboard/static/app.js", "no-cache"),
+        ("/osd/status", "no-store"),
+        ("/metrics", "no-store"),
+        ("/nothing", "no-store"),
+        ("/osd/admin/pause", "no-store"),
+    ],
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", "evil.example"])
+async def test_every_answer_carries_the_security_headers(
+    client: httpx.AsyncClient, path: str, cache: str, host: str
+) -> None:
+    response = await client.get(path, headers={"Host": host})
+    headers = response.headers
+    assert {name: headers.get(name) for name in SECURITY_HEADERS} == SECURITY_HEADERS
+    assert dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; ")) == POLICY
+    assert headers["cache-control"] == (cache if host == "127.0.0.1" else "no-store")
     assert "access-control-allow-origin" not in headers
 
 
@@ -386,25 +419,61 @@ async def test_metrics_health_and_openapi(client: httpx.AsyncClient) -> None:
     assert all(paths[f"/osd/admin/{action}"]["post"]["security"] for action in ACTIONS)
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize(
-    "headers",
-    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": f"Basic {TOKEN}"}],
-)
-async def test_administration_needs_the_token(
-    client: httpx.AsyncClient, controller: FakeController, action: str, headers: dict[str, str]
+WRONG = [
+    None,
+    TOKEN,
+    f"Basic {TOKEN}",
+    "Bearer",
+    "Bearer ",
+    "Bearer wrong",
+    f"Bearer {TOKEN[:-1]}",
+    f"Bearer {TOKEN[0]}",
+    f"Bearer {TOKEN[1:]}",
+    f"Bearer {TOKEN}x",
+    f"Bearer {TOKEN}{TOKEN}",
+    f"Bearer {TOKEN},{TOKEN}",
+    f"Bearer {TOKEN.upper()}",
+    f"Bearer {TOKEN.title()}",
+    f"Bearer {TOKEN}é",
+    "Bearer schlüssel",
+]
+"""Not the token: nothing, another scheme, another word, a part of it, more than it, its letters in another case."""
+
+
+@pytest.mark.parametrize("given", WRONG)
+async def test_nothing_that_needs_the_token_is_done_without_the_whole_of_it(
+    controller: FakeController, history: FakeHistory, given: str | None
 ) -> None:
-    response = await client.post(f"/osd/admin/{action}", headers=headers, content=b"{not json")
-    assert response.status_code == 401
-    assert response.headers["www-authenticate"] == "Bearer"
-    assert "Authorization: Bearer TOKEN" in error_of(response)
-    assert TOKEN not in response.text
-    assert controller.calls == []
+    taken: list[str] = []
+    app = build_app(controller, history, TOKEN, traces=lambda: iter([taken.append("trace") or b""]))
+    headers = {} if given is None else {"Authorization": given.encode()}
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        routes = [("POST", f"/osd/admin/{action}?version=3&token={TOKEN}") for action in ACTIONS]
+        for method, path in [*routes, ("GET", "/osd/traces")]:
+            response = await client.request(method, path, headers=headers, content=b"{not json")
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+            has_word = given is not None and given.startswith("Bearer ") and given != "Bearer "
+            what = "wrong token" if has_word else "no token"
+            where = path.partition("?")[0]
+            assert error_of(response) == f"{method} {where}: {what}; send `Authorization: Bearer TOKEN`"
+    assert controller.calls == [] and taken == []
 
 
-async def test_a_token_of_other_letters_is_refused_not_an_error(client: httpx.AsyncClient) -> None:
-    response = await client.post("/osd/admin/pause", headers={"Authorization": "Bearer schlüssel".encode()})
-    assert response.status_code == 401
+def test_all_that_changes_anything_is_behind_the_token(controller: FakeController, history: FakeHistory) -> None:
+    app = build_app(controller, history, TOKEN, traces=lambda: iter([b""]))
+    guarded, open_to_all = set[str](), set[str]()
+    for path, methods in app.openapi()["paths"].items():
+        for method, route in methods.items():
+            (guarded if route.get("security") == [{"HTTPBearer": []}] else open_to_all).add(f"{method} {path}")
+    assert guarded == {"get /osd/traces", *(f"post /osd/admin/{action}" for action in ACTIONS)}
+    assert open_to_all and all(route.startswith("get ") for route in open_to_all)
+
+
+async def test_the_scheme_is_written_in_any_case(client: httpx.AsyncClient) -> None:
+    response = await client.post("/osd/admin/pause", headers={"Authorization": f"bearer {TOKEN}"})
+    assert response.status_code == 200
 
 
 @pytest.mark.parametrize("action", ["pause", "resume", "rollback", "unpin"])
@@ -461,9 +530,31 @@ async def test_bad_version_is_one_line(client: httpx.AsyncClient, controller: Fa
     assert controller.calls == []
 
 
-async def test_a_long_body_is_not_read(client: httpx.AsyncClient) -> None:
-    response = await client.post("/osd/admin/pin", content=b" " * 5000, headers=RIGHT)
-    assert response.status_code == 400 and "4096 bytes" in error_of(response)
+@pytest.mark.parametrize(("num_bytes", "status"), [(4096, 200), (4097, 400), (50_000, 400)])
+async def test_a_long_body_is_not_read_to_its_end(
+    client: httpx.AsyncClient, controller: FakeController, num_bytes: int, status: int
+) -> None:
+    sent: list[int] = []
+
+    async def body() -> AsyncIterator[bytes]:
+        whole = b'{"version": 3}'.ljust(num_bytes)
+        for start in range(0, num_bytes, 1000):
+            sent.append(start)
+            yield whole[start : start + 1000]
+
+    response = await client.post("/osd/admin/pin", content=body(), headers=RIGHT)
+    assert response.status_code == status
+    if status == 200:
+        assert controller.calls == [("pin", 3)]
+    else:
+        assert error_of(response) == "pin: the body is longer than 4096 bytes"
+        assert controller.calls == [] and len(sent) <= 6
+
+
+async def test_the_query_goes_before_the_body(client: httpx.AsyncClient, controller: FakeController) -> None:
+    await client.post("/osd/admin/pin?version=1", json={"version": 4}, headers=RIGHT)
+    await client.post("/osd/admin/pin", json={"version": 1}, headers=RIGHT)
+    assert controller.calls == [("pin", 1), ("pin", 1)], "1 is the first there is"
 
 
 @pytest.mark.parametrize("query", ["version=0", "version=-1", "version=x", "version=1.5"])
@@ -511,16 +602,59 @@ async def test_static_serves_nothing_above_itself(client: httpx.AsyncClient, pat
     assert (await client.get(f"/dashboard/static/{path}")).status_code == 404
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:8001", "localhost", "LOCALHOST:1", "[::1]:8001", "a.localhost"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1:8001", "127.0.0.1", "127.8.9.10", "[::1]:8001", "[::1]", "[0:0:0:0:0:0:0:1]:1"),
+        *("localhost", "LOCALHOST:1", "localhost.", "LocalHost.:8001", "a.localhost", "A.LOCALHOST:8001"),
+    ],
+)
 async def test_local_names_are_answered(client: httpx.AsyncClient, host: str) -> None:
     assert (await client.get("/osd/status", headers={"Host": host})).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8001", "localhost.evil.example", ""])
-async def test_foreign_names_are_refused_on_a_local_port(client: httpx.AsyncClient, host: str) -> None:
-    response = await client.get("/osd/status", headers={"Host": host})
-    assert response.status_code == 421
-    assert "control.host" in error_of(response)
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("evil.example", "127.0.0.1.evil.example:8001", "localhost.evil.example", "evillocalhost", "localhost-1"),
+        *("", ":8001", "10.0.0.1", "0.0.0.0:8001", "[::]:8001", "[fe80::1]", "[::1", "[::1].evil.example:80"),
+        *("2130706433", "localhostlocalhost", "localhost:80@evil.example", "evil.example:80@localhost:80"),
+    ],
+)
+async def test_foreign_names_are_refused_on_a_local_port(
+    client: httpx.AsyncClient, controller: FakeController, host: str
+) -> None:
+    for method, path in (("GET", "/osd/status"), ("POST", "/osd/admin/pause")):
+        response = await client.request(method, path, headers={**RIGHT, "Host": host})
+        assert response.status_code == 421
+        assert error_of(response).startswith(f"Host {host!r}: ") and "control.host" in error_of(response)
+    assert controller.calls == []
+
+
+async def test_a_long_foreign_name_is_not_said_in_full(client: httpx.AsyncClient) -> None:
+    line = error_of(await client.get("/osd/status", headers={"Host": "e" * 300}))
+    assert "e" * 100 in line and "e" * 101 not in line
+
+
+async def test_what_is_no_request_passes_as_it_is() -> None:
+    """The server's own start and end."""
+    passed: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(send)
+
+    send = object()
+    await Guard(app, host="127.0.0.1")({"type": "lifespan"}, None, send)  # type: ignore[arg-type]
+    assert passed == [send]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+async def test_a_port_of_this_machine_alone_looks_at_the_name(
+    controller: FakeController, history: FakeHistory, host: str
+) -> None:
+    transport = httpx.ASGITransport(build_app(controller, history, TOKEN, host=host))
+    async with httpx.AsyncClient(transport=transport, base_url="http://node-7:8001") as client:
+        assert (await client.get("/osd/status")).status_code == 421
 
 
 async def test_a_port_open_to_the_network_answers_to_any_name(controller: FakeController, history: FakeHistory) -> None:
