@@ -6,7 +6,6 @@ Like `serving/vllm_compat.py`, which says what was run, this holds private names
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,14 +16,6 @@ from serving.live_draft import LiveDraft, Owned
 
 SERVED_METHOD = "draft_model"
 """vLLM's name for drafting with a model of its own; all else are heads, or need no weights."""
-
-
-@contextmanager
-def _vllm_config(worker: Any) -> Iterator[None]:
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(worker.vllm_config):
-        yield
 
 
 def check_method(worker: Any) -> None:
@@ -41,12 +32,13 @@ def live_draft(worker: Any) -> LiveDraft:
     """The draft of this worker, to build weights for and to put them in."""
 
     def pack(twin: Any) -> None:
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
         method = getattr(twin, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
-            vars(twin).pop("_already_called_process_weights_after_loading", None)
-            with _vllm_config(worker):
+            vars(twin).pop("_already_called_process_weights_after_loading", None)  # else some methods do nothing
+            with set_current_vllm_config(worker.vllm_config):
                 method.process_weights_after_loading(twin)
 
     return LiveDraft(worker.get_draft_model(), worker.model_runner.get_model(), unpacked, pack)

@@ -15,10 +15,11 @@ import torch
 from osd.errors import SwapError
 from osd.records import DraftRelease
 from serving.proof import SwapProof, of_release
-from serving.swap import ARCHITECTURE_KEYS, DraftSwapper
+from serving.swap import DraftSwapper
 from tests.draft_releases import CONFIG, written
 
 NORM, MATRIX, MASK, IDS = "model.norm.weight", "model.layers.0.q_proj.weight", "attention.bias", "attention.ids"
+STEPS = "attention.steps"
 Checkpoint = Mapping[str, torch.Tensor]
 
 
@@ -28,6 +29,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
         MATRIX: torch.arange(8.0).reshape(2, 4) * version,
         MASK: torch.ones(2, 2, dtype=torch.bool),
         IDS: torch.arange(3, dtype=torch.uint8),
+        STEPS: torch.arange(2),
     }
 
 
@@ -147,10 +149,32 @@ def assert_not_committed(world: World) -> None:
 def test_masks_may_hold_anything_and_numbers_any_precision(world: World) -> None:
     made = {name: tensor.to(torch.bfloat16) if name == MATRIX else tensor for name, tensor in tensors(2).items()}
     made[MASK], made[IDS] = torch.zeros(2, 2), torch.tensor([1.0, float("nan"), 2.0])
+    made[STEPS] = torch.tensor([-5, 5], dtype=torch.int16)
     assert world.stage(written(world.path / "other", made, version=2)) == ""
 
 
-@pytest.mark.parametrize("key", ARCHITECTURE_KEYS)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "architectures",
+        "hidden_act",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+        "layer_norm_eps",
+        "rope_theta",
+        "rope_parameters",
+        "rotary_pct",
+        "use_parallel_residual",
+        "max_position_embeddings",
+    ],
+)
 def test_another_architecture_is_refused_by_the_key_that_differs(world: World, key: str) -> None:
     other = written(world.path / "bad", tensors(2), version=2, **{key: ["other"]})
     assert world.stage(other) == f"v2: config.json has {key}=['other'], the engine runs {CONFIG.get(key)!r}"

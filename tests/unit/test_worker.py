@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from osd.config import CaptureConfig
 from osd.errors import SwapError
 from osd.records import DraftRelease, encode
 from serving.worker import WorkerExtension, trace_settings
+from tests.draft_releases import written
 
 
 class Swapper:
@@ -87,14 +89,48 @@ def test_a_report_says_what_was_counted_and_why_swaps_are_not_proved(proof: Any,
     assert asked == [("replica-0", "default")]
 
 
+def starting(draft: torch.nn.Module, method: str = "draft_model") -> Any:
+    """A worker of vLLM with this draft, before it was hooked. Settings of the sink come to `settings`."""
+    made: Any = WorkerExtension()
+    made.settings = []
+    made.osd_open_sink = lambda settings: made.settings.append(settings) or (len, lambda: {"full": 7})
+    made.vllm_config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method, draft_model_config=SimpleNamespace(dtype=torch.float32))
+    )
+    target = torch.nn.LayerNorm(2)
+    made.model_runner = SimpleNamespace(
+        get_model=lambda: target, rejection_sampler=torch.nn.Identity(), execute_model=lambda scheduled: scheduled
+    )
+    made.get_draft_model = lambda: draft
+    return made
+
+
+def test_a_worker_starts_with_the_name_of_the_release_it_serves(tmp_path: Path) -> None:
+    draft = torch.nn.LayerNorm(4)
+    tensors = {name: tensor.detach() for name, tensor in draft.named_parameters()}
+    release = replace(written(tmp_path, tensors, version=5), draft="code")
+    made = starting(draft)
+    settings = trace_settings(release, CaptureConfig(top_k=3), k=4, sink={"url": "redis"}, target_id="t", seed=1)
+    assert made.osd_start(settings) == "{}"
+    assert made.osd_swapper.version == made.osd_capture.draft_version == 5
+    assert made.osd_swapper.proof.why_not == "" and made.osd_swapper.prove() == ""
+    assert made.settings == [{"url": "redis"}] and made.osd_sink_stats() == {"full": 7}
+    assert made.osd_hook.is_listening and made.osd_lazy_draft is None
+    with torch.no_grad():
+        draft.weight[0] += 1
+    assert made.osd_swapper.prove() != "", "it is this draft that is read back"
+    with torch.no_grad():
+        draft.weight[0] -= 1
+        made.model_runner.get_model().bias[1] += 1
+    assert "the target's weights" in made.osd_swapper.prove()
+
+
 def test_a_worker_whose_draft_is_no_model_of_its_own_does_not_start(tmp_path: Path) -> None:
     """vLLM takes a draft for an EAGLE head by the name of its directory."""
-    made = worker(Swapper())
-    made.osd_open_sink = lambda settings: (len, dict)
-    made.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(method="eagle3"))
-    release = DraftRelease(version=1, parent=0, path=str(tmp_path), sha256="a", target_id="t", created_at=1.0)
     with pytest.raises(SwapError, match="draft by the method 'eagle3'"):
-        made.osd_start(trace_settings(release, CaptureConfig(), k=4, sink={}))
+        starting(torch.nn.Identity(), "eagle3").osd_start(
+            trace_settings(written(tmp_path, {}), CaptureConfig(), k=4, sink={}, target_id="t")
+        )
 
 
 def test_traces_need_somewhere_to_go() -> None:
