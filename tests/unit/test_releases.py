@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import shutil
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,16 +75,38 @@ def current_version(store: ReleaseStore, target_id: str | None = None) -> int | 
 def test_publish_is_a_complete_copy_that_becomes_current(store: ReleaseStore, model: Path) -> None:
     assert store.current() is None
     (model / "tokenizer.json").write_text("{}")
-    (model / "pytorch_model.bin").write_bytes(b"the same again")
-    outcome = make_outcome()
+    for name in ("pytorch_model.bin", "model.gguf", ".gitattributes", "release.json"):
+        (model / name).write_bytes(b"the same again, or not of the model")
+    (model / "logs").mkdir()
+    (model / "vocab.json").symlink_to(model / "tokenizer.json")
+    outcome = replace(make_outcome(), kind="lora")
+    begun = time.time()
     release = store.publish(model, parent=0, target_id=TARGET, outcome=outcome)
     assert (release.version, release.parent, release.target_id, release.outcome) == (1, 0, TARGET, outcome)
-    names = {path.name for path in Path(release.path).iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json", "release.json"}
+    assert (release.draft, release.kind) == ("default", "lora")
+    assert begun <= release.created_at <= time.time()
+    assert release.sha256 == hashlib.sha256(b"weights").hexdigest()
+    files = list(Path(release.path).iterdir())
+    assert {path.name for path in files} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "vocab.json",
+        "release.json",
+    }
+    assert not any(path.is_symlink() for path in files)
+    assert Path(release.path).stat().st_mode & 0o777 == 0o755, "others may read it, as with any directory"
     (model / "model.safetensors").write_bytes(b"trained on")
     store.verify(release)
     assert store.current() == store.get(1) == release
     assert ReleaseStore(store.root).list() == [release], "another process finds the same"
+
+
+def test_a_store_may_be_anywhere_and_of_any_draft(tmp_path: Path, model: Path) -> None:
+    store = ReleaseStore(tmp_path / "a" / "b", "small")
+    release = store.publish(model, parent=0, target_id=TARGET)
+    assert (release.draft, release.kind) == ("small", "full")
+    assert Path(release.path) == tmp_path / "a" / "b" / "v000001"
 
 
 def test_moved_store_gives_paths_that_exist(store: ReleaseStore, model: Path, tmp_path: Path) -> None:
@@ -197,10 +223,14 @@ def test_damaged_release_is_never_offered(
 
 
 @pytest.mark.parametrize("text", [b"", b"7", b'{"version": 99, "per_target": {"9f2c": 99}}'])
-def test_damaged_pointer_falls_back_to_the_newest(store: ReleaseStore, model: Path, text: bytes) -> None:
+def test_damaged_pointer_falls_back_to_the_newest(
+    store: ReleaseStore, model: Path, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     publish_line(store, model, 2)
     (store.root / "CURRENT").write_bytes(text)
     assert current_version(store) == current_version(store, TARGET) == 2
+    num_said = caplog.text.count("CURRENT is damaged, the newest release counts as current")
+    assert num_said == (len(text) < 9), "once"
 
 
 def test_damaged_state_says_so(store: ReleaseStore) -> None:
@@ -284,6 +314,64 @@ def test_bad_current_is_not_offered_even_before_the_pointer_moves(store: Release
             offer(3)
 
 
+def test_one_that_is_marked_bad_gives_way_to_its_parent(store: ReleaseStore, model: Path) -> None:
+    publish_line(store, model, 3)
+    store.set_current(1)
+    store.publish(model, parent=1, target_id=TARGET)
+    store.mark_bad(4, "disappointed")
+    assert current_version(store, TARGET) == current_version(store) == 1
+    store.mark_bad(1, "damaged")
+    assert store.bad() == {4: "disappointed", 1: "damaged"}
+    assert current_version(store, TARGET) == 3, "the newest there is, rather than nothing"
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_a_version_that_was_lost_is_not_given_again(store: ReleaseStore, model: Path, is_bad: bool) -> None:
+    publish_line(store, model, 3)
+    if is_bad:
+        store.mark_bad(3, "disappointed")
+        store.set_current(1)
+    shutil.rmtree(store.root / "v000003")
+    assert store.publish(model, parent=1, target_id=TARGET).version == 4
+
+
+def test_a_line_ends_where_another_than_the_newest_is_chosen(store: ReleaseStore, model: Path) -> None:
+    def line() -> int:
+        return ReleaseStore(store.root).line(TARGET)
+
+    publish_line(store, model, 3)
+    store.publish(model, parent=0, target_id="other")
+    lines = [line()]
+    for change in (
+        store.rollback,
+        lambda target=TARGET: store.set_current(3),
+        lambda target=TARGET: store.pin(1),
+        lambda target=TARGET: store.mark_bad(1, "damaged"),
+    ):
+        change(TARGET)
+        lines.append(line())
+    assert len({*lines}) == 5
+    store.unpin()
+    for same in (
+        lambda: store.publish(model, parent=2, target_id=TARGET),
+        lambda: store.set_current(5),
+        lambda: store.pin(5),
+        lambda: store.keep(2),
+        store.unpin,
+        lambda: store.publish(model, parent=4, target_id="other"),
+        lambda: store.set_current(4),
+    ):
+        same()
+        assert line() == lines[-1]
+
+
+def test_a_target_began_with_its_first_release(store: ReleaseStore, model: Path) -> None:
+    assert store.began_at(TARGET) == 0.0
+    first, *_ = publish_line(store, model, 2)
+    assert store.began_at(TARGET) == first.created_at
+    assert store.began_at("other") == 0.0
+
+
 def test_pin_serves_one_version_until_unpinned(store: ReleaseStore, model: Path) -> None:
     publish_line(store, model, 3)
     store.pin(2)
@@ -324,6 +412,7 @@ def test_prune_keeps_what_may_be_needed(store: ReleaseStore, model: Path) -> Non
     assert list(store.prune(keep=3, serving={5})) == [2, 4, 6, 9, 10]
     assert versions(store) == [1, 3, 5, 7, 8, 11, 12, 13]
     assert list(store.prune(keep=3, serving={5})) == []
+    assert not list(store.root.glob(".tmp-*"))
     assert store.previous(TARGET).version == 7
 
 
@@ -342,12 +431,20 @@ def test_rollback_over_a_pruned_parent(store: ReleaseStore, model: Path) -> None
 
 
 def test_paused_and_kept_survive_a_restart(store: ReleaseStore, model: Path) -> None:
-    publish_line(store, model, 1)
+    publish_line(store, model, 3)
+    assert not store.paused()
     store.set_paused(True)
-    store.keep(1)
+    for version in (3, 1, 3):
+        store.keep(version)
+    store.mark_bad(2, "disappointed")
+    store.pin(3)
     again = ReleaseStore(store.root)
+    again.unpin()
     assert again.paused()
-    assert again.kept() == (1,)
+    assert again.kept() == (1, 3)
+    assert again.bad() == {2: "disappointed"} and again.is_bad(2) and not again.is_bad(3)
+    again.set_paused(False)
+    assert not store.paused() and store.kept() == (1, 3)
 
 
 def test_place_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
