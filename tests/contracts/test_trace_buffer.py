@@ -189,6 +189,17 @@ def test_a_cursor_from_before_a_purge_misses_nothing_after_it(buffer: TraceBuffe
     assert read_all(buffer, cursor) == ids(make_traces(3, start=200))
 
 
+def test_nor_from_before_two_of_them_in_a_domain_that_had_less(buffer: TraceBuffer):
+    buffer.put(make_traces(2, domain="a") + make_traces(50, start=2))
+    cursor = seen(buffer)
+    for _ in range(2):
+        buffer.purge()
+    assert buffer.stats().num_put == 0
+    later = [make_trace(index=i, domain=["", "a"][i % 2]) for i in range(90, 94)]
+    buffer.put(later)
+    assert read_all(buffer, cursor) == ids(later)
+
+
 def test_a_cursor_ahead_of_the_buffer_comes_back_to_it(buffer: TraceBuffer):
     buffer.put(make_traces(5))
     ahead = {domain: seq + 1000 for domain, seq in seen(buffer).items()}
@@ -429,6 +440,18 @@ def test_what_is_old_is_purged(buffer: TraceBuffer):
     assert buffer.num_unread(cursor) == 13, "cursors go on counting"
     assert buffer.purge(before=1.0) == 0
     assert buffer.purge(domain="b", before=1e12) == 5
+    stats = buffer.stats()
+    assert (stats.num_traces, stats.num_put, stats.oldest_at) == (8, 163, 450.0), "what went was stored once"
+
+
+def test_a_domain_that_was_emptied_has_no_oldest(buffer: TraceBuffer):
+    buffer.put([*make_traces(2, domain="old"), make_trace(index=9, domain="new")])
+    buffer.purge(domain="old")
+    stats = buffer.stats()
+    assert (stats.num_traces, stats.oldest_at) == (1, 1009.0)
+    assert ids(buffer.sample(9, np.random.default_rng(0), seen(buffer))) == ids([make_trace(index=9)])
+    buffer.purge(before=2000.0)
+    assert buffer.stats().oldest_at == 0.0
 
 
 def test_an_old_trace_that_came_late_goes_with_what_came_before_it(buffer: TraceBuffer):
@@ -476,6 +499,8 @@ def test_traces_of_another_target_or_draft_are_dropped_and_counted(buffer: Trace
     assert buffer.put([make_trace(target_id="other"), make_trace(index=1), make_trace(draft="other")]) == 1
     assert read_all(buffer) == ids([make_trace(index=1)])
     assert buffer.dropped == buffer.stats().dropped == {"mismatch": 2}
+    buffer.dropped["mismatch"] = 9
+    assert buffer.dropped == {"mismatch": 2}, "it is a copy"
 
 
 # -- concurrency -------------------------------------------------------------------------------------------------------

@@ -203,26 +203,6 @@ def test_a_large_put_travels_in_pieces(tmp_path: Path):
         assert ids(buffer.read({}, 100)[0]) == ids(traces)
 
 
-def test_a_server_too_old_is_refused():
-    """A server that answers like Redis 6.2 (hand-written: no such server is at hand)."""
-    info = b"# Server\r\nredis_version:6.2.14\r\n"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=answer_info, args=(listener, info), daemon=True).start()
-        with pytest.raises(ReplayBufferError, match="6.2.14 is too old; use Redis 7.0 or later"):
-            open_buffer(f"redis://127.0.0.1:{listener.getsockname()[1]}").ping()
-
-
-def answer_info(listener: socket.socket, info: bytes) -> None:
-    connection, _ = listener.accept()
-    with connection:
-        while data := connection.recv(65536):
-            if b"INFO\r\n" in data:
-                data = data.replace(b"INFO\r\n", b"", 1)
-                connection.sendall(b"$%d\r\n%s\r\n" % (len(info), info))
-            else:
-                connection.sendall(b"+OK\r\n" * data.count(b"CLIENT\r\n"))
-
-
 def test_ping_asks_the_server_and_accepts_both_kinds(buffer: RedisTraceBuffer, server: EmbeddedValkey):
     with servers.admin(server) as client:
         before = client.info("stats")["total_connections_received"]

@@ -16,6 +16,7 @@ from osd.records import _TRACE_ARRAYS, PLAIN, REJECTED, Trace
 from tests.builders import assert_same_trace, make_minimal_trace, make_trace
 
 PREFIX = 12
+MAX_HEADER_BYTES = 16 << 10
 
 
 def with_header(data: bytes, change) -> bytes:
@@ -28,8 +29,15 @@ def with_header(data: bytes, change) -> bytes:
 
 def with_raw_header(data: bytes, head: bytes) -> bytes:
     length = struct.unpack_from("<I", data, 8)[0]
-    body = data[:8] + struct.pack("<I", len(head)) + head + data[PREFIX + length : -4]
+    return with_crc(data[:8] + struct.pack("<I", len(head)) + head + data[PREFIX + length : -4])
+
+
+def with_crc(body: bytes) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
+
+
+def header_of(data: bytes) -> bytes:
+    return data[PREFIX : PREFIX + struct.unpack_from("<I", data, 8)[0]]
 
 
 def test_every_field_comes_back():
@@ -110,9 +118,67 @@ def test_a_header_that_could_not_be_read_back_is_refused():
         encode_trace(make_trace(trace_id="x" * 20_000))
 
 
-def test_a_trace_that_could_not_be_read_back_is_refused():
-    with pytest.raises(ValueError, match="at most"):
-        encode_trace(make_trace(prompt_ids=np.zeros(MAX_TRACE_BYTES // 4, np.int32)))
+def test_the_longest_header_is_read_back_and_a_longer_one_neither_written_nor_read():
+    room = MAX_HEADER_BYTES - len(header_of(encode_trace(make_trace(trace_id=""))))
+    longest = encode_trace(make_trace(trace_id="x" * room))
+    assert len(header_of(longest)) == MAX_HEADER_BYTES and decode_trace(longest).trace_id == "x" * room
+    with pytest.raises(ValueError, match="header of 16385 bytes, at most 16384"):
+        encode_trace(make_trace(trace_id="x" * (room + 1)))
+    with pytest.raises(CorruptTrace, match="header of 16385 bytes"):
+        decode_trace(with_raw_header(longest, header_of(longest) + b" "))
+
+
+def test_the_largest_trace_is_read_back_and_a_larger_one_neither_written_nor_read():
+    def sized(num_prompt: int, name: str) -> Trace:
+        return make_trace(trace_id=name, num_output=0, prompt_ids=np.zeros(num_prompt, np.int32))
+
+    room = MAX_TRACE_BYTES - len(encode_trace(sized(10_000_000, ""))) + 40_000_000
+    largest = encode_trace(sized(room // 4, "x" * (room % 4)))
+    assert len(largest) == MAX_TRACE_BYTES and len(decode_trace(largest).prompt_ids) == room // 4
+    with pytest.raises(ValueError, match=f"at most {MAX_TRACE_BYTES}"):
+        encode_trace(sized(room // 4, "x" * (room % 4 + 1)))
+    with pytest.raises(CorruptTrace, match=f"{MAX_TRACE_BYTES + 1} bytes, at most"):
+        decode_trace(largest + b"\0")
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "said"),
+    [(0, b"OSDX", "starts with b'OSDX'"), (6, b"\x01\0", "header of"), (6, b"\0\x01", "header of")],
+)
+def test_a_false_beginning_with_a_right_crc_is_corrupt(at: int, value: bytes, said: str):
+    body = bytearray(encode_trace(make_trace())[:-4])
+    body[at : at + len(value)] = value
+    with pytest.raises(CorruptTrace, match=said):
+        decode_trace(with_crc(bytes(body)))
+
+
+def test_a_header_that_would_reach_into_the_crc_is_corrupt():
+    whole = encode_trace(make_minimal_trace("x"))
+    assert len(whole) == PREFIX + len(header_of(whole)) + 4, "a trace without any array"
+    for too_long in range(1, 5):
+        body = whole[:8] + struct.pack("<I", len(header_of(whole)) + too_long) + whole[PREFIX:-4]
+        with pytest.raises(CorruptTrace, match="header of"):
+            decode_trace(with_crc(body))
+
+
+@pytest.mark.parametrize("length", [MAX_TRACE_BYTES + 1, 2**40])
+def test_an_impossible_shape_without_bytes_is_corrupt(length: int):
+    def widen(header: dict) -> None:
+        for name in ("target_ids", "target_logprobs"):
+            shape_of(header, name)[:] = [0, length]
+
+    with pytest.raises(CorruptTrace, match="target_ids: impossible shape"):
+        decode_trace(with_header(encode_trace(make_minimal_trace("x")), widen))
+
+
+def test_a_negative_length_that_another_makes_good_is_corrupt():
+    def shift(header: dict) -> None:
+        (num_prompt,) = shape_of(header, "prompt_ids")
+        shape_of(header, "prompt_ids")[0] = -1
+        grow(header, "output_ids", num_prompt + 1)
+
+    with pytest.raises(CorruptTrace, match="prompt_ids: impossible shape"):
+        decode_trace(with_header(encode_trace(make_trace()), shift))
 
 
 def test_every_truncation_is_corrupt():
@@ -205,9 +271,8 @@ def test_values_the_record_refuses_are_corrupt():
     data = encode_trace(make_trace(num_prompt=2, num_output=2, num_rows=1, top_k=1))
     position = np.asarray([3], "<i4").tobytes()
     at = data.rindex(position, 0, len(data) - 8)
-    body = data[:at] + np.asarray([400], "<i4").tobytes() + data[at + 4 : -4]
-    with pytest.raises(CorruptTrace):
-        decode_trace(body + struct.pack("<I", zlib.crc32(body)))
+    with pytest.raises(CorruptTrace, match="position"):
+        decode_trace(with_crc(data[:at] + np.asarray([400], "<i4").tobytes() + data[at + 4 : -4]))
 
 
 def test_lying_bytes_cost_no_memory():
@@ -232,6 +297,5 @@ def test_random_damage_with_a_right_crc_never_crashes():
         body = bytearray(data[:-4])
         for index in rng.integers(0, len(body), rng.integers(1, 6)):
             body[index] = rng.integers(0, 256)
-        damaged = bytes(body) + struct.pack("<I", zlib.crc32(body))
         with contextlib.suppress(CorruptTrace, UnknownSchema):
-            assert isinstance(decode_trace(damaged), Trace)
+            assert isinstance(decode_trace(with_crc(bytes(body))), Trace)
