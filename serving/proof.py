@@ -30,9 +30,10 @@ NOT_LOADED = ("rotary_emb.inv_freq", "masked_bias")
 """Entries of older checkpoints that engines compute by themselves."""
 TINY = 1e-30
 """What is smaller counts as 0: kernels may flush it."""
-VALUES_AT_ONCE = 1 << 20
+VALUES_AT_ONCE = 1_000_000
 """Small parts are summed together, for the time each sum takes; no more than that, for the memory."""
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = -0x61C8864680B583EB
+"""The golden ratio, as 64 bits have it, signed."""
 _MODULUS = 1 << 64
 
 Tensors = Mapping[str, torch.Tensor]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from osd.records import ACCEPTED, PLAIN, REJECTED
-from serving.rows import MAX_POOLED_BYTES, ROWS_AT_ONCE, Logits, RowPool, TopK, kinds_of, summarise, top_of
+from serving.rows import Logits, RowPool, TopK, kinds_of, summarise, top_of
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_some_rows_of_a_top_are_copies_in_the_order_asked_for() -> None:
 def test_memory_is_given_back_once_all_is_settled() -> None:
     given: list[int] = []
     steps: list[Logits | TopK] = [
-        Logits(torch.eye(3)[n : n + 1].clone(), give_back=lambda n=n: given.append(n)) for n in range(3)
+        Logits(torch.eye(3)[n : n + 1].clone(), give_back=partial(given.append, n)) for n in range(3)
     ]
     top = top_of([steps[0], top_of([Logits(torch.zeros(1, 3))], 1), *steps[1:]], 1)
     assert top.ids_RK[[0, 2, 3], 0].tolist() == [0, 1, 2] and given == [0, 1, 2]
@@ -71,22 +73,22 @@ def test_memory_is_given_back_once_all_is_settled() -> None:
 def test_memory_of_rows_is_used_again_where_it_fits() -> None:
     pool, logits = RowPool(), torch.arange(40.0).reshape(20, 2)
     first = pool.copy(logits, torch.tensor([3, 1]))
-    assert first.logits_RV.tolist() == [[6, 7], [2, 3]] and first.nbytes == ROWS_AT_ONCE * 2 * 4
+    assert first.logits_RV.tolist() == [[6, 7], [2, 3]] and first.nbytes == 16 * 2 * 4
     where = first.logits_RV.data_ptr()
     assert pool.copy(logits, torch.tensor([0])).logits_RV.data_ptr() != where, "it is still held"
-    for num in (ROWS_AT_ONCE, 1):
+    for num in (16, 1):
         first.give_back()
         first = pool.copy(logits, torch.arange(num))
         assert first.logits_RV.data_ptr() == where and first.logits_RV.shape == (num, 2)
-    for others, num in ((logits, ROWS_AT_ONCE + 1), (logits[:, :1].contiguous(), 1), (logits.half(), 1)):
+    for others, num in ((logits, 16 + 1), (logits[:, :1].contiguous(), 1), (logits.half(), 1)):
         first.give_back()
         copied = pool.copy(others, torch.arange(num))
         assert torch.equal(copied.logits_RV, others[:num]) and copied.logits_RV.dtype == others.dtype
-        assert copied.nbytes == others[:1].nbytes * ROWS_AT_ONCE * (1 + (num > ROWS_AT_ONCE))
+        assert copied.nbytes == others[:1].nbytes * 16 * (1 + (num > 16))
 
 
 def test_the_pool_keeps_no_more_than_it_may() -> None:
-    pool, row = RowPool(), torch.zeros(1, MAX_POOLED_BYTES // ROWS_AT_ONCE // 4 // 4)  # a quarter of what it may keep
+    pool, row = RowPool(), torch.zeros(1, (32 << 20) // 16 // 4)  # 16 of them are a quarter of what it may keep
     held = [pool.copy(row, torch.tensor([0])) for _ in range(6)]
     for one in held:
         one.give_back()

@@ -93,7 +93,12 @@ def starting(draft: torch.nn.Module, method: str = "draft_model") -> Any:
     """A worker of vLLM with this draft, before it was hooked. Settings of the sink come to `settings`."""
     made: Any = WorkerExtension()
     made.settings = []
-    made.osd_open_sink = lambda settings: made.settings.append(settings) or (len, lambda: {"full": 7})
+
+    def open_sink(settings: dict[str, Any]) -> Any:
+        made.settings.append(settings)
+        return len, lambda: {"full": 7}
+
+    made.osd_open_sink = open_sink
     made.vllm_config = SimpleNamespace(
         speculative_config=SimpleNamespace(method=method, draft_model_config=SimpleNamespace(dtype=torch.float32))
     )
