@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from osd.exposition import SPECULATION
-from osd.history_file import HistoryFile
-from osd.metrics import MAX_CHANGES, MAX_CLASSES, OTHER_CLASSES, UNLABELLED, History
+from osd.history_file import HistoryFile, Minute
+from osd.metrics import MAX_CHANGES, MAX_CLASSES, MAX_LISTED, OTHER_CLASSES, UNLABELLED, History
 from osd.records import (
     BufferStats,
     Event,
@@ -214,13 +215,13 @@ def test_window_of_a_version_and_a_time() -> None:
 
 def test_old_windows_are_folded_then_forgotten_and_sums_stay_true() -> None:
     history = History(history_seconds=4 * NARROW_FOR_S)
-    for at in range(0, int(3 * NARROW_FOR_S), 5):
+    for at in range(0, int(3 * NARROW_FOR_S), 30):
         history.add(window(float(at)))
     total = history.window()
-    assert total is not None and total.num_drafts == 100 * 3 * NARROW_FOR_S / 5
+    assert total is not None and total.num_drafts == 100 * 3 * NARROW_FOR_S / 30
     columns = history.series(START, 60.0)
     assert set(columns["alpha"]) == {0.666667}
-    assert sum(columns["requests"]) == 2 * 3 * NARROW_FOR_S / 5
+    assert sum(columns["requests"]) == 2 * 3 * NARROW_FOR_S / 30
     history.add(window(4 * NARROW_FOR_S + 100))
     assert history.series(0.0, 60.0)["at"][0] >= START
     history.add(window(10 * NARROW_FOR_S))
@@ -433,26 +434,48 @@ def test_prometheus_rounds_and_rollbacks_come_as_points() -> None:
 
 
 def test_prometheus_counters_of_replicas_never_fall() -> None:
-    history = History()
-    first = status(capture_rows={"rejected": 100}, capture_skipped={"opted_out": 2}, buffer_dropped={"redis": 1})
-    first = replace(first, num_traces=30)
-    stats = BufferStats(num_traces=9, num_holdout=2, num_bytes=80, num_put=11, oldest_at=START, dropped={"schema": 3})
-    history.observe([first, status("replica-1", version=2, capture_rows={"rejected": 5})], stats)
-    found = samples(history)
-    assert found["osd_capture_rows_total", "kind=rejected"] == 105
-    assert found["osd_capture_skipped_total", "reason=opted_out"] == 2
-    assert found["osd_buffer_dropped_total", "reason=redis"] == 1
-    assert found["osd_buffer_dropped_total", "reason=schema"] == 3
-    assert (found["osd_buffer_traces",], found["osd_buffer_bytes",]) == (11, 80)
-    assert found["osd_draft_info", "draft=default", "replica=replica-1", "version=2"] == 1
-    restarted = replace(first, started_at=START + 60, capture_rows={"rejected": 1}, version=2)
-    history.observe([restarted], None)
-    found = samples(history)
-    assert found["osd_capture_rows_total", "kind=rejected"] == 106, "what the gone ones counted stays counted"
-    assert found["osd_capture_traces_total",] == 60
-    assert [name for name in found if name[0] == "osd_draft_info"] == [
-        ("osd_draft_info", "draft=default", "replica=replica-0", "version=2")
+    """Two replicas; one restarts, one goes and comes back, both are gone, and a heartbeat comes twice."""
+
+    def seen(name: str, started_at: float, num: int) -> ReplicaStatus:
+        counts = {"capture_rows": {"rejected": num}, "capture_skipped": {"gap": num}, "buffer_dropped": {"redis": num}}
+        return status(name, started_at=START + started_at, num_traces=num, **counts)
+
+    looks = [
+        ([seen("a", 0, 100), seen("b", 0, 5)], 105),
+        ([seen("a", 0, 130), seen("b", 0, 5)], 135),
+        ([seen("a", 60, 1), seen("b", 0, 7)], 138),
+        ([seen("a", 60, 2)], 139),
+        ([], 139),
+        ([seen("b", 0, 9), seen("a", 60, 2)], 141),
+        ([seen("a", 60, 2), seen("b", 90, 0)], 141),
+        ([seen("a", 120, 4), seen("b", 90, 3), seen("c", 0, 1)], 149),
     ]
+    history, told = History(), []
+    for replicas, _ in looks:
+        history.observe(iter(replicas), None)
+        told.append(samples(history))
+    for name, label in (
+        ("osd_capture_rows_total", "kind=rejected"),
+        ("osd_capture_skipped_total", "reason=gap"),
+        ("osd_buffer_dropped_total", "reason=redis"),
+    ):
+        assert [found[name, label] for found in told] == [total for _, total in looks], name
+    assert [found["osd_capture_traces_total",] for found in told] == [total for _, total in looks]
+
+
+def test_prometheus_shows_what_lives_now_and_what_the_buffer_held_last() -> None:
+    history = History()
+    stats = BufferStats(num_traces=9, num_holdout=2, num_bytes=80, num_put=11, oldest_at=START, dropped={"schema": 3})
+    assert not [name for name in samples(history) if name[0].startswith("osd_buffer_")], "nobody has looked"
+    history.observe([status(buffer_dropped={"redis": 1, "schema": 4}), status("replica-1", version=2)], stats)
+    history.observe([status("replica-1", version=3, draft="other")], None)
+    found = samples(history)
+    assert found["osd_buffer_dropped_total", "reason=redis"] == 1
+    assert found["osd_buffer_dropped_total", "reason=schema"] == 7, "of replicas and of the buffer's own"
+    assert (found["osd_buffer_traces",], found["osd_buffer_bytes",]) == (11, 80)
+    assert {name: value for name, value in found.items() if name[0] == "osd_draft_info"} == {
+        ("osd_draft_info", "draft=other", "replica=replica-1", "version=3"): 1
+    }
 
 
 def test_prometheus_names_every_promised_series() -> None:
@@ -531,6 +554,28 @@ def test_labels_of_clients_make_no_endless_number_of_lines() -> None:
     assert len(line(history, "replica")) == MAX_LINES
 
 
+def test_the_first_classes_to_come_have_lines_and_the_others_share_one() -> None:
+    first = [f"class {i}" for i in range(MAX_CLASSES)]
+    history = filled(*(window(0.0, domain=name) for name in first), poor(0.0, domain="late"), poor(0.0, domain="later"))
+    history.add(window(0.0))
+    history.add(poor(0.0, domain="class 0"))
+    found = line(history, "class", 5.0)
+    assert set(found) == {*first, OTHER_CLASSES, UNLABELLED}
+    assert found[OTHER_CLASSES] == [round(40 / 240, 6)] and found["class 0"] == [round(140 / 300, 6)]
+    assert found[UNLABELLED] == [0.666667], "is not counted among them"
+
+
+def test_classes_of_the_file_are_known_again_and_what_they_shared_is_none(path: Path) -> None:
+    known = [f"class {i}" for i in range(MAX_CLASSES - 1)]
+    counts = Counts(tested_per_pos=[4], accepted_per_pos=[1])
+    HistoryFile(path).write([("class", (NOW, name), counts) for name in (OTHER_CLASSES, *known)], [], oldest=0.0)
+    history = History(7 * 86400, HistoryFile(path))
+    for name in ("eighth", "ninth", "class 0"):
+        history.add(recent(3600.0, domain=name))
+    names = set(history.series(NOW, 60.0, "class")["lines"])
+    assert names == {*known, OTHER_CLASSES, "eighth"}
+
+
 # -- speculation over time ---------------------------------------------------------------------------------------------
 
 
@@ -552,6 +597,69 @@ def test_the_measured_gain_and_the_parts_of_a_step_are_columns() -> None:
     assert columns["net_ratio"] == [None, 1.6, None, 1.5, None]
     assert columns["share_draft"] == pytest.approx([None, 0.25, 0.25, 0.25, None])
     assert columns["net_low"][1] == pytest.approx(1.5) and columns["net_high"][1] == pytest.approx(1.7)
+
+
+def test_a_restarted_replica_counts_from_nothing() -> None:
+    history = filled(*(window(float(at)) for at in range(0, 40, 10)))
+    history.observe([working(0, 100.0, 1.5)], None)
+    history.observe([working(10, 104.0, 1.6)], None)
+    again = [replace(working(at, seconds, 1.2), started_at=START + 15) for at, seconds in ((20, 50.0), (30, 58.0))]
+    for seen in again:
+        history.observe([seen], None)
+    columns = history.series(START, 10.0)
+    assert columns["net_ratio"] == [None, 1.6, None, 1.2], "its first heartbeat is no span"
+    assert columns["share_verify"] == pytest.approx([None, 0.75, None, 0.75])
+
+
+# -- bounds and clocks -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_listed_is_bounded_and_the_newest_stays() -> None:
+    history = History()
+    for at in range(MAX_LISTED + 10):
+        history.add(Event(at=START + at, kind="kept", text=""))
+    assert [event.at - START for event in history.events(2 * MAX_LISTED)] == list(range(10, MAX_LISTED + 10))
+    assert [event.at - START for event in history.events()] == list(range(MAX_LISTED - 90, MAX_LISTED + 10))
+    for at in range(MAX_LISTED + 10):
+        history.add(swap(float(at), 2, 1))
+    assert [report.at - START for report in history.swaps()] == list(range(10, MAX_LISTED + 10))
+
+
+def test_nothing_older_than_the_history_is_kept_of_any_kind() -> None:
+    history = History(history_seconds=600.0)
+    history.observe([working(0, 1.0, 1.5)], None)
+    history.observe([working(5, 2.0, 1.5)], None)
+    history.add(window(0.0, domain="old"))
+    history.add(window(599.0, domain="new"))
+    assert set(line(history, "class", 5.0)) == {"old", "new"}
+    assert history.series(START, 5.0)["net_ratio"][1] is None and history.series(START, 10.0)["net_ratio"][0] == 1.5
+    history.add(window(620.0, domain="new"))
+    assert set(line(history, "class", 5.0)) == {"new"}
+    assert history.series(0.0, 1.0)["at"][0] == START + 599
+    history.add(window(10.0, domain="new"))
+    assert history.series(START, 10.0)["net_ratio"][0] is None
+
+
+def test_a_clock_that_was_set_back_counts_on(path: Path) -> None:
+    history = kept_in(path, recent(0.0), recent(1000.0), now=NOW + 2000)
+    told = [recent(500.0), recent(501.0)]
+    for record in told:
+        history.add(record)
+    assert [n for n in history.series(NOW + 400, 60.0)["requests"] if n] == [4, 2]
+    assert (whole := history.window()) is not None and whole.num_drafts == 400
+    history.save(NOW + 520)
+    history.save(NOW + 2100)
+    minutes = [
+        (key[0] - NOW, value.num_drafts) for kind, key, value in HistoryFile(path).minutes(0.0) if kind == "class"
+    ]
+    assert minutes == [(0.0, 100), (960.0, 100)], "what is in the file stays as it is, and is there once"
+
+
+def test_a_window_of_a_version_until_a_time() -> None:
+    history = filled(window(0.0), window(5.0), window(5.5), window(10.0))
+    assert (found := history.window(until=START + 5)) is not None and found.num_drafts == 300
+    assert (found.at, found.num_drafts) == (START + 10, 300)
+    assert history.window(since=START + 6, until=START + 9) is None
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -603,6 +711,67 @@ def test_what_the_feed_tells_again_is_counted_once(path: Path, first: int) -> No
     assert len(after.events()) == len(before.events()) == 2
     after.save()
     assert History(7 * 86400, HistoryFile(path)).series(NOW, 60.0) == before.series(NOW, 60.0)
+
+
+class Sheet(HistoryFile):
+    """A file that is a list of what it was asked to write."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[list[tuple[str, float]], list[object], float]] = []
+
+    def minutes(self, since: float) -> list[Minute]:
+        return []
+
+    def events(self) -> list[Event | SwapReport]:
+        return []
+
+    def write(self, minutes: Iterable[Minute], events: Iterable[Event | SwapReport], oldest: float) -> None:
+        self.written.append(([(kind, key[0] - NOW) for kind, key, _ in minutes], list(events), oldest - NOW))
+
+
+def test_a_late_window_is_in_its_minute_and_each_minute_and_event_is_written_once() -> None:
+    """Windows come up to 15 seconds late: a minute is written when nothing more is expected of it."""
+    history = History(1000.0, sheet := Sheet())
+    history.add(recent(58.0))
+    history.add(event := Event(at=NOW, kind="published", text="v2", version=2))
+    history.save(NOW + 74.5)
+    assert sheet.written.pop() == ([], [event], -925.5)
+    history.add(recent(61.0))
+    history.add(recent(59.0, replica="replica-1"))
+    history.save(NOW + 75)
+    (minutes, events, _) = sheet.written.pop()
+    assert sorted(minutes) == [("class", 0.0), ("replica", 0.0), ("replica", 0.0)] and events == []
+    history.add(report := swap(62.0, 3, 2))
+    history.save(NOW + 134)
+    history.save(NOW + 135)
+    assert sheet.written == [([], [report], -866.0), ([("replica", 60.0), ("class", 60.0)], [], -865.0)]
+
+
+def test_all_kinds_of_minutes_come_back_as_they_were(path: Path) -> None:
+    before = History(7 * 86400, HistoryFile(path))
+    for at in (0.0, 20.0, 70.0):
+        before.observe([replace(working(0, 100.0 + at, 1.5), at=NOW + at)], None)
+        before.add(recent(at, domain="sql", num_steps=7, num_captured=1, version=1 + int(at)))
+    before.save()
+    after = History(7 * 86400, HistoryFile(path))
+    for by in ("class", "replica", "position"):
+        assert after.series(NOW, 60.0, by) == before.series(NOW, 60.0, by)
+    assert after.series(NOW, 60.0)["net_ratio"] == [1.5, 1.5]
+    kept = {(kind, *key[1:]): value for kind, key, value in HistoryFile(path).minutes(NOW) if key[0] == NOW}
+    assert kept["speculation", "replica-0"].seconds_per_part == {"draft": 5.0, "verify": 15.0}
+    assert kept["replica", "replica-0", 1, 2] == Counts.of(recent(0.0, num_steps=7, num_captured=1), 0.25)
+    assert HistoryFile(path).minutes(NOW + 61) == []
+    assert [after.served(version) for version in (1, 21, 71, 2)] == [(180, 120)] * 3 + [(0, 0)]
+
+
+def test_what_a_draft_served_is_counted_once_between_feed_and_file(path: Path) -> None:
+    told = [recent(10.0 * i, version=1 + i // 12) for i in range(24)]
+    before = kept_in(path, *told)
+    after = History(7 * 86400, HistoryFile(path))
+    for again in told[9:]:
+        after.add(again)
+    for history in (before, after):
+        assert [history.served(version) for version in (1, 2)] == [(12 * 180, 12 * 120)] * 2
 
 
 def test_a_minute_is_kept_once_it_is_over(path: Path) -> None:
@@ -675,10 +844,10 @@ def test_a_disk_that_refuses_loses_nothing(path: Path) -> None:
 
 def test_long_spans_are_drawn_from_long_slots_and_say_the_same(path: Path) -> None:
     history = History(7 * 86400, HistoryFile(path))
-    for i in range(0, 4 * 7200, 30):
-        history.add(recent(float(i), domain="sql" if i % 60 else "chat", num_steps=10))
+    for i in range(0, 4 * 7200, 60):
+        history.add(recent(float(i), domain="sql" if i % 120 else "chat", num_steps=10))
     fine, coarse = history.series(NOW, 60.0, "class"), history.series(NOW, 1200.0, "class")
-    assert sum(coarse["requests"]) == sum(fine["requests"]) == 2 * 4 * 7200 / 30
+    assert sum(coarse["requests"]) == sum(fine["requests"]) == 2 * 4 * 7200 / 60
     assert sum(coarse["tested"]) == sum(fine["tested"])
     assert set(coarse["k"]) == {20.0} and set(coarse["lines"]) == {"sql", "chat"}
     history.save(NOW + 5 * 7200)

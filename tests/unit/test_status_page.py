@@ -14,7 +14,7 @@ from osd.status_page import drafts_table, page
 from osd.troubles import learnable, troubles
 from osd.wording import percent, size, span
 from tests.unit.test_controller import World, world
-from tests.unit.test_history import NONSENSE, REPORT
+from tests.unit.test_history import NONSENSE, REPORT, window
 
 __all__ = ["world"]
 
@@ -308,17 +308,36 @@ def test_numbers_as_people_read_them() -> None:
 
 
 async def test_the_page_of_a_real_controller(world: World) -> None:
-    """Every key the page reads is one the control port gives."""
+    """Every key the page reads is one the control port gives; v1 served with α = 1 / 10, v2 with 12 / 16."""
     async with world.running():
         await world.publish(2)
         await world.until(lambda: world.history.total("osd_round_total") == 1)
+        for version, tested, accepted in ((1, (10,), (1,)), (2, (8, 6), (6, 5)), (2, (2,), (1,))):
+            counts = {"num_tested_per_pos": tested, "num_accepted_tokens_per_pos": accepted}
+            world.history.add(window(0.0, version=version, **counts))
         transport = httpx.ASGITransport(build_app(world.controller, world.history, "token"))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            state, events = [(await client.get(path)).json() for path in ("/osd/status", "/osd/events")]
+            state, events, drafts = [
+                (await client.get(path)).json() for path in ("/osd/status", "/osd/events", "/osd/drafts")
+            ]
     lines = page(state, events).splitlines()
     assert any(line.startswith("draft       v2, ") for line in lines)
+    assert any(line.endswith("; alpha 0.70 predicted, 0.75 served") for line in lines)
+    told = [(d["version"], d["predicted_alpha"], d["served_alpha"], d["served_tested"]) for d in drafts]
+    assert told == [(1, None, 0.1, 10), (2, 0.7, 0.75, 16)]
     assert any(line.startswith("last round  published ") and "held-out α 0.40 -> 0.70" in line for line in lines)
     assert "so far      1 round, " in "\n".join(lines)
+
+
+def test_what_was_predicted_and_what_is_served_of_the_draft() -> None:
+    def promise(**alphas: float | None) -> str:
+        return next(line for line in page(status(**alphas), []).splitlines() if line.startswith("draft ")).split("; ")[
+            -1
+        ]
+
+    assert promise(predicted_alpha=0.7251, served_alpha=0.1449) == "alpha 0.73 predicted, 0.14 served"
+    assert promise(predicted_alpha=0.5, served_alpha=None) == "alpha 0.50 predicted"
+    assert promise(predicted_alpha=None, served_alpha=0.5) == "proposes up to 4 tokens a step"
 
 
 def test_drafts_as_a_table_say_which_serves_and_which_never_will() -> None:
