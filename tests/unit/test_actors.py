@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from osd.actors import RemoteMethods
+from osd.actors import RemoteMethods, TrainerActor
 from osd.errors import OSDError, ReplayBufferError
 
 
@@ -56,3 +56,24 @@ async def test_a_fault_of_ours_leaves_its_traceback_in_the_log(caplog: pytest.Lo
 async def test_a_dead_actor_is_a_dead_actor() -> None:
     with pytest.raises(ActorDiedError):
         await RemoteMethods(Handle(ActorDiedError())).double(4)
+
+
+class Heard:
+    """A trainer and its pace that remember what they were told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def begin(self) -> None:
+        self.heard.append("begin")
+
+    def run_round(self, base: str, on_step: Any = None, *, line: int = 0) -> str:
+        self.heard.append((base, on_step, line))
+        return "outcome"
+
+
+def test_a_round_over_there_is_paced_and_knows_its_line() -> None:
+    actor = TrainerActor.__new__(TrainerActor)
+    actor._trainer = actor._pace = heard = Heard()  # type: ignore[assignment]
+    assert actor.run_round("base", 7) == "outcome"  # type: ignore[arg-type, comparison-overlap]
+    assert heard.heard == ["begin", ("base", heard, 7)]
