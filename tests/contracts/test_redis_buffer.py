@@ -20,6 +20,7 @@ from buffers.codec import encode_trace
 from buffers.embedded import EmbeddedValkey
 from buffers.link import Link
 from buffers.redis_stream import RedisTraceBuffer
+from osd.errors import ReplayBufferError
 from osd.exposition import Totals
 from osd.records import Trace
 from tests import servers
@@ -174,7 +175,8 @@ def test_an_unreadable_anchor_is_counted_once_and_its_slot_emptied(open_buffer: 
 
 
 class Between:
-    """Stands between client and server. Before the message after the next `num_first` of a client, `act` is called."""
+    """Stands between client and server. Of a client's messages with `words`, `act` is called before the one after the
+    next `num_first`; where it raises `OSError`, the connection is cut."""
 
     def __init__(self, server: EmbeddedValkey) -> None:
         port = int(server.url.rpartition(":")[2].split("/")[0])
@@ -183,10 +185,11 @@ class Between:
         self.url = server.url.replace(f":{port}/", f":{self._listener.getsockname()[1]}/")
         self.num_left = -1
         self._act: Callable[[], object] = lambda: None
+        self._words = b""
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def arm(self, num_first: int, act: Callable[[], object]) -> None:
-        self.num_left, self._act = num_first, act
+    def arm(self, num_first: int, act: Callable[[], object], words: bytes = b"") -> None:
+        self.num_left, self._act, self._words = num_first, act, words
 
     def close(self) -> None:
         self._listener.close()
@@ -202,10 +205,10 @@ class Between:
     def _hand_on(self, source: socket.socket, to: socket.socket, is_request: bool) -> None:
         with suppress(OSError), source, to:
             while data := source.recv(1 << 20):
-                if is_request:
-                    if self.num_left == 0:
-                        self._act()
+                if is_request and self._words in data:
                     self.num_left -= 1
+                    if self.num_left == -1:
+                        self._act()
                 to.sendall(data)
 
 
@@ -303,12 +306,12 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def test_after_a_purge_the_append_only_file_holds_nothing_of_it(
-    open_buffer: OpenBuffer, admin: Any, server: EmbeddedValkey
+    open_buffer: OpenBuffer, admin: Any, between: Between
 ) -> None:
-    """Nor of anchors alone; also where the server refused to write the file anew at first."""
+    """Nor of anchors alone; also where the server was lost before it was told to write the file anew."""
     directory = Path(admin.config_get("dir")["dir"])
-    buffer = open_buffer()
-    traces = {name: make_trace(trace_id=f"{name}-secret", domain=name) for name in ("old", "all", "code")}
+    buffer = open_buffer(url=between.url)
+    traces = {name: make_trace(trace_id=f"{name}-secret", domain=name) for name in ("old", "all", "code", "cut")}
     stays = make_trace(trace_id="stays", domain="other", finished_at=9e9)
 
     def store(name: str) -> None:
@@ -335,11 +338,22 @@ def test_after_a_purge_the_append_only_file_holds_nothing_of_it(
         base = base_files(directory)
         assert buffer.purge(before=2000.0) == 0
         assert base_files(directory) == base, "where nothing went, nothing is written"
+        store("cut")
+        between.arm(0, lose, b"persistence")
+        with pytest.raises(ReplayBufferError):
+            buffer.purge(before=2000.0)
+        assert buffer.stats().num_traces == 3 and files_with(directory, "cut-secret") != []
+        assert buffer.purge(before=2000.0) == 0
+        wait_for(lambda: is_gone("cut"))
         store("all")
-        assert buffer.purge() == 4
+        assert buffer.purge() == 5
         wait_for(lambda: is_gone("all"))
     finally:
         admin.config_set("appendonly", "no")
+
+
+def lose() -> None:
+    raise OSError
 
 
 def base_files(directory: Path) -> list[str]:
