@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -198,7 +198,7 @@ class RedisWriter:
 
     def _call(self, domain: str, group: list[_Packed]) -> Call:
         group = sorted(group, key=lambda one: one.is_holdout)
-        args: list[str | int | bytes] = [*self._capacities, sum(not one.is_holdout for one in group)]
+        args: list[Any] = [*self._capacities, sum(not one.is_holdout for one in group)]
         for one in group:
             args += [one.at, one.payload]
         return scripts.PUT, [self._keys.train(domain), self._keys.holdout(domain)], args

@@ -14,7 +14,7 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from buffers import aof, scripts
 from buffers.base import holdout_capacity
-from buffers.codec import decode_trace
+from buffers.codec import decode_trace, encode_trace
 from buffers.link import Backoff, Call, is_out_of_memory
 from buffers.redis_keys import Keys
 from buffers.redis_writer import Drops, RedisWriter
@@ -172,10 +172,23 @@ def test_at_most_128_traces_travel_together(world: World, num: int, sizes: list[
     assert sorted(name for _, names in world.server.puts for name in names) == sorted(ids(traces))
 
 
+def of_bytes(num_bytes: int, index: int) -> Trace:
+    """A trace whose encoding has exactly so many bytes."""
+    encoded = encode_trace(with_prompt(300_000, "t", index))
+    room = num_bytes - len(encoded) + 4 * 300_000
+    return with_prompt(room // 4, "t" * (1 + room % 4), index)
+
+
+def with_prompt(num_tokens: int, name: str, index: int) -> Trace:
+    return make_trace(index=index, trace_id=f"{name}{index}", num_rows=0, prompt_ids=np.zeros(num_tokens, np.int32))
+
+
 def test_at_most_4_mib_travel_together_and_the_trace_that_reaches_them(world: World) -> None:
-    large = [make_trace(index=i, prompt_ids=np.zeros(3 << 18, np.int32)) for i in range(4)]
-    assert world.put([*large, make_trace(index=9)]) == 5
-    assert [len(names) for _, names in world.server.puts] == [2, 2, 1]
+    sizes = [2 << 20, (2 << 20) - 1, 2 << 20, 2 << 20, 2 << 20, 2 << 20]
+    traces = [of_bytes(size, index) for index, size in enumerate(sizes)]
+    assert [len(encode_trace(trace)) for trace in traces] == sizes
+    assert world.put(traces) == 6
+    assert [len(names) for _, names in world.server.puts] == [3, 2, 1]
 
 
 # -- what is lost ------------------------------------------------------------------------------------------------------
@@ -202,22 +215,23 @@ def test_a_domain_that_fails_costs_its_traces_alone(world: World) -> None:
     assert world.dropped == {"redis": 3}
 
 
-def test_nothing_more_is_sent_once_time_is_up() -> None:
-    world = World(seconds=5.0)
+@pytest.mark.parametrize(("num", "seconds", "num_sent"), [(600, 2.5, 3 * 128), (129, 5.5, 128), (128, 9.0, 128)])
+def test_nothing_more_is_sent_once_time_is_up(num: int, seconds: float, num_sent: int) -> None:
+    """Of 5 seconds, where each piece takes so many; the last is begun when exactly all have passed."""
+    world = World()
 
     class Slow(FakeServer):
         def scripts(self, calls: Sequence[Call]) -> list[Any]:
-            world.now += 2.5
+            world.now += seconds
             return super().scripts(calls)
 
     server: Any = Slow()
     writer = RedisWriter(
         server, KEYS, world.drops, max_traces=1000, max_domains=3, seconds=5.0, clock=lambda: world.now
     )
-    traces = many(600)
-    assert writer.put(traces) == 3 * 128, "the third was begun when exactly all time had passed"
-    assert world.dropped == {"redis": 600 - 384}
-    assert server.num_dropped_connections == 1
+    assert writer.put(many(num)) == num_sent
+    assert world.dropped == ({"redis": num - num_sent} if num > num_sent else {})
+    assert server.num_dropped_connections == (num > num_sent)
 
 
 def test_out_of_memory_makes_room_in_every_buffer_and_tries_once_more(world: World) -> None:
@@ -276,6 +290,7 @@ def test_an_outage_is_said_once_and_its_end_too(world: World, caplog: pytest.Log
         world.server.is_away = False
         for i in range(2):
             assert world.put([make_trace(index=i)]) == 1
+            assert len(caplog.records) == 2
     assert [record.getMessage() for record in caplog.records] == [
         "replay buffer redis://there: Connection refused for ***; traces are dropped until it is back",
         "replay buffer redis://there takes traces again",
