@@ -187,9 +187,7 @@ class Trainer:
 
     def _is_own(self, base: DraftRelease) -> bool:
         """Whether the working weights grew from `base`, or `base` is their last candidate, published."""
-        return self._state.base_version is not None and (
-            base.version == self._state.base_version or base.sha256 == self._state.candidate_sha256
-        )
+        return base.version == self._state.base_version or base.sha256 == self._state.candidate_sha256
 
     def _start_from(self, base: DraftRelease) -> Distiller:
         model = load_draft(base.path)
@@ -272,7 +270,7 @@ class Trainer:
             discarded = NON_FINITE
             self._start_from(base)
         elif progress.has_risen:
-            discarded = self._undo(base, progress)
+            discarded = self._undo(distiller, base, progress)
         else:
             path, report = self._export_and_judge(distiller.model, base)
         if fresh:
@@ -299,14 +297,14 @@ class Trainer:
             padding=1 - progress.num_tokens / progress.num_computed if progress.num_computed else 0.0,
         )
 
-    def _undo(self, base: DraftRelease, progress: _Progress) -> str:
+    def _undo(self, distiller: Distiller, base: DraftRelease, progress: _Progress) -> str:
         """Go back to the weights before this round; why, in words."""
         assert progress.holdout is not None
         found = None if self._is_from_base else load_checkpoint(self._checkpoints)
-        if found is None or self._distiller is None:
+        if found is None:
             self._start_from(base)
         else:
-            self._distiller.restart(adapter.below(found.model.hf), found.moments, found.adapters)
+            distiller.restart(adapter.below(found.model.hf), found.moments, found.adapters)
         return "held-out loss rose from {:.3g} to {:.3g}; the learning rate is halved".format(*progress.holdout)
 
     def _adapt_rate(self, *, went_well: bool) -> None:

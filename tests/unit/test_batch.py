@@ -170,6 +170,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "listed token too high": ({"target_ids": [[0, 10]]}, r"cmpl-1: target_ids holds 10, .* vocabulary has 10"),
     "negative listed token": ({"target_ids": [[0, -1]]}, r"cmpl-1: target_ids holds -1, .* vocabulary has 10"),
     "token listed twice": ({"target_ids": [[4, 4]]}, r"cmpl-1: target_ids lists a token twice"),
+    "token listed twice, not at first": (
+        {"target_ids": [[4, 2, 2]], "target_logprobs": np.log([[0.9, 0.04, 0.04]])},
+        r"cmpl-1: target_ids lists a token twice",
+    ),
     "mass missing": ({"tail_logprob": [-20.0], "target_logprobs": [[-1.0, -2.0]]}, r"cmpl-1: target_logprobs .* 0.503"),
     "infinite tail": ({"tail_logprob": [np.inf]}, r"cmpl-1: target_logprobs and tail_logprob of row 0 add up to inf"),
 }

@@ -70,7 +70,9 @@ def test_each_rounds_figures_stand_in_the_event_file(tmp_path: Path) -> None:
     assert first.eval is not None and second.eval is not None
     assert curve("alpha/base") == pytest.approx({1: first.eval.alpha_base, 2: second.eval.alpha_base})
     assert curve("alpha/predicted") == pytest.approx({1: first.eval.alpha_candidate, 2: second.eval.alpha_candidate})
-    assert min(curve("tokens_per_second").values()) > 0
+    # 32 new traces and 128 replayed ones in each round, of which 15 tokens are fed.
+    assert curve("tokens_per_second")[1] * first.seconds == pytest.approx(160 * 15, rel=1e-3)
+    assert curve("tokens_per_second")[2] * second.seconds == pytest.approx(160 * 15, rel=1e-3)
     assert curve("is_candidate") == {1: 1, 2: 1, 3: 0}
     outcomes = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("outcome/text_summary")]
     assert outcomes == ["candidate", "candidate", NO_TRACES]

@@ -197,7 +197,7 @@ def run_four_rounds(
     """Four rounds, each on 16 new traces and each candidate published, with one kill (round, place, what dies)."""
     buffer = DyingBuffer(target_id=TARGET_ID)
     buffer.put(chain_traces(8, start=500, holdout=True))
-    options = {"num_anchors": 24} | options
+    options = {"num_anchors": 24, "replay_batches": 2} | options
     trainer = trainer_at(directory, buffer, **options)
     outcomes: list[RoundOutcome] = []
     for index in range(4):
