@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -114,10 +113,10 @@ class Knows(RowModel):
         return torch.nn.functional.one_hot(ids_N + self.is_known_V[ids_N], self.vocab_size) + self.weight
 
 
-def counting(first: int, num_output: int = 11, domain: str = "") -> Trace:
-    """A request of one token, answered with those that follow it."""
-    tokens = np.arange(first, first + 1 + num_output)
-    return make_trace(index=first, num_rows=0, prompt_ids=tokens[:1], output_ids=tokens[1:], domain=domain)
+def counting(first: int, num_output: int = 11, num_prompt: int = 1, domain: str = "") -> Trace:
+    """A request whose prompt counts from `first`, and whose answer goes on."""
+    prompt_ids, output_ids = np.split(np.arange(first, first + num_prompt + num_output), [num_prompt])
+    return make_trace(index=first, num_rows=0, prompt_ids=prompt_ids, output_ids=output_ids, domain=domain)
 
 
 def test_a_match_is_the_served_token_from_the_second_on() -> None:
@@ -136,13 +135,14 @@ def test_long_outputs_are_judged_on_their_end(max_length: int, max_length_of_mod
 @pytest.mark.parametrize("can_pack", [True, False])
 def test_short_requests_are_replayed_together_and_each_gets_its_own_counts(can_pack: bool) -> None:
     draft = Knows(range(10, 40), can_pack=can_pack)
-    traces = [counting(first, num) for first, num in [(60, 9), (10, 2), (20, 12), (30, 1), (40, 4), (36, 6)]]
+    traces = [counting(first, num) for first, num in [(60, 9), (10, 2), (20, 12), (30, 1), (40, 4)]]
+    traces.append(counting(30, 6, num_prompt=7))
     counts = replay(draft, traces, 2, max_length=64, batch_size=2)
     # Of the last request, tokens 38 to 40 are known and 41, 42 are not.
     assert counts.tested_RG.tolist() == [[8, 0], [1, 0], [4, 4], [0, 0], [3, 0], [3, 1]]
     assert counts.accepted_RG.tolist() == [[0, 0], [1, 0], [4, 4], [0, 0], [0, 0], [1, 1]]
     if not can_pack:
-        assert draft.asked == [(2, 2), (2, 6), (2, 12)], "a line for each, the shortest first: little is padded"
+        assert draft.asked == [(2, 2), (2, 9), (2, 12)], "a line for each, the shortest first: little is padded"
     assert len(draft.asked) == 3
 
 
@@ -170,6 +170,13 @@ def test_a_report_by_hand() -> None:
         diff_high=0.8,
         classes={"unlabelled 1": ClassReport(num_traces=1, alpha_base=0.2, alpha_candidate=1.0, diff_high=0.8)},
     )
+
+
+def test_both_drafts_see_as_much_in_as_large_batches() -> None:
+    drafts = Knows(can_pack=False), Knows(range(256), can_pack=False)
+    report = compare(*drafts, [counting(10)] * 5, 2, GateConfig(), max_length=7, batch_size=2)
+    assert drafts[0].asked == drafts[1].asked == [(2, 7), (2, 7), (1, 7)]
+    assert (report.alpha_candidate, report.alpha_base) == (0, 1)
 
 
 def test_nothing_to_test_is_no_gain() -> None:
@@ -217,7 +224,10 @@ def test_a_report_is_drawn_with_the_given_seed_and_as_often_as_the_gate_says() -
         diff_I = bootstrap_diff(*counts, 137, np.random.default_rng(seed))
         assert diff_I.shape == (137,)
         assert (report.diff_low, report.diff_high) == tuple(np.quantile(diff_I, [0.1, 0.9]))
-        assert {name: found.num_traces for name, found in report.classes.items()} == Counter(classes_of(traces, seed))
+        classes = np.array(classes_of(traces, seed))
+        for name, found in report.classes.items():
+            alphas = [each.of(classes == name).alpha for each in counts]
+            assert [found.num_traces, found.alpha_candidate, found.alpha_base] == [(classes == name).sum(), *alphas]
 
 
 def counts_of(tested: Sequence[int], accepted: Sequence[int]) -> ReplayCounts:
