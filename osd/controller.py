@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -96,7 +97,7 @@ class Controller:
         self._buffer_stats: BufferStats | None = None
         self._behind_since: dict[str, float] = {}
         self._lagging: set[str] = set()
-        self._forget_at = 0.0
+        self._forget_at = -math.inf
         self._phase, self._phase_detail = "waiting", ""
         self._waiting_since: float | None = None
         """When the first trace that is still new was seen."""
