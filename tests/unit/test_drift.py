@@ -158,6 +158,7 @@ def test_little_evidence_is_taken_with_care(appetite: Appetite) -> None:
     resting(appetite, 0.8)
     serve(appetite, 0.8, num_windows=100, num_tested=0)
     assert appetite.is_resting, "no evidence is no fall"
+    assert appetite.decide(NOW).reason == "at rest: 3 rounds in a row brought no gain", "nor is it shown"
     serve(appetite, 0.7, num_windows=3, num_tested=10)
     assert appetite.is_resting
     serve(appetite, 0.1, num_windows=4, num_tested=10)
