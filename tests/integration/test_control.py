@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -305,11 +306,21 @@ def test_what_n_grams_get_accepted_is_not_credited_to_the_draft(
 ) -> None:
     repeating = [(prompt * 20)[:120] for prompt in prompts[:4]]
     controlled.command("force", ("ngram", K))
+    before = controlled.command("report")
+    controlled.command("log", True)
     assert controlled.generate(repeating, **LONG) == plain.generate(repeating, **LONG)
-    accepted = sum(plan["tokens"] - plan["steps"] for plan in controlled.command("report")["plans"].values())
-    assert accepted > 0
-    for trace in controlled.traces():
-        assert trace.num_draft_tokens == trace.num_accepted_tokens == 0
+    log = controlled.command("log", False)
+    assert {entry["plan"] for entry in log} == {f"ngram {K}"}
+    assert sum(entry["accepted"] for entry in log) > 10, "else there is nothing to credit"
+    after = controlled.command("report")
+    for count in ("tested_per_place", "accepted_per_place"):
+        assert after[count] == before[count]
+    traces = controlled.traces()
+    assert len(traces) == 4
+    for trace in traces:
+        assert trace.num_drafts == trace.num_draft_tokens == trace.num_accepted_tokens == 0
+    windows = json.loads(controlled.rpc("osd_report", "test", "default"))["windows"]
+    assert sum(window["num_draft_tokens"] + window["num_accepted_tokens"] for window in windows) == 0
 
 
 # ------------------------------------------------------------------------------------------------------- when it fails
