@@ -26,9 +26,6 @@ class RowsOfRequest:
     """of the draft that proposed"""
     top: TopK
 
-    def __len__(self) -> int:
-        return len(self.position_R)
-
     def of(self, index_R: np.ndarray) -> RowsOfRequest:
         """Some of them, copied."""
         return RowsOfRequest(
@@ -69,7 +66,7 @@ class RunningRequest:
         start = position - len(self.request.prompt_ids)
         output = self.output_ids
         if self.computes_again(position):
-            del output[max(start, 0) :]
+            del output[start:]
             self.rows = [part.of(np.flatnonzero(part.position_R < position)) for part in self.rows]
             self.is_ended = False
         if self.is_ended:
@@ -108,9 +105,6 @@ class RunningRequest:
         cut = max(0, len(params.prompt_ids) - config.max_context, num_repeated - config.max_repeated_context)
         prompt_ids = params.prompt_ids[cut:]
         output_ids = self.output_ids[: config.max_output]
-        length = len(prompt_ids) + len(output_ids)
-        parts = [part.of(np.flatnonzero(_lies_within(part.position_R - cut, length))) for part in self.rows]
-        parts = [part for part in parts if len(part)]
         return Trace(
             trace_id=params.req_id,
             draft=draft,
@@ -122,24 +116,20 @@ class RunningRequest:
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
-            position=_joined([part.position_R - cut for part in parts], np.int32),
-            kind=_joined([part.kind_R for part in parts], np.int8),
-            draft_ids=_joined([part.draft_id_R for part in parts], np.int32),
-            target_ids=_joined([part.top.ids_RK for part in parts], np.int32, (0, 0)),
-            target_logprobs=_joined([part.top.logprobs_RK for part in parts], np.float16, (0, 0)),
-            tail_logprob=_joined([part.top.tail_R for part in parts], np.float32),
-            keep_prob=_joined([part.keep_prob_R for part in parts], np.float32),
-            draft_version=_joined([part.version_R for part in parts], np.int32),
+            position=_joined([part.position_R - cut for part in self.rows]),
+            kind=_joined([part.kind_R for part in self.rows]),
+            draft_ids=_joined([part.draft_id_R for part in self.rows]),
+            target_ids=_joined([part.top.ids_RK for part in self.rows]),
+            target_logprobs=_joined([part.top.logprobs_RK for part in self.rows]),
+            tail_logprob=_joined([part.top.tail_R for part in self.rows]),
+            keep_prob=_joined([part.keep_prob_R for part in self.rows]),
+            draft_version=_joined([part.version_R for part in self.rows]),
             num_drafts=self.num_drafts,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
         )
 
 
-def _lies_within(position_R: np.ndarray, length: int) -> np.ndarray:
-    return (position_R >= 1) & (position_R < length)
-
-
-def _joined(parts: Sequence[np.ndarray], dtype: type, nothing: tuple[int, ...] = (0,)) -> np.ndarray:
-    """One array of all; of shape `nothing` where there are none."""
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(nothing, dtype)
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """One array of all; `Trace` gives it its dtype, and its dimensions where there are none."""
+    return np.concatenate(parts) if parts else np.zeros(0)

@@ -110,6 +110,8 @@ def test_what_is_not_judged_counts_in_the_totals_alone() -> None:
 
 def test_finished_requests_count_under_the_draft_that_served_last() -> None:
     counter = WindowCounter(4)
+    counter.add_finished("", 1.0, 1)
+    assert windows_of(counter).keys() == {(0, "")}, "none has served yet"
     add(counter, version=4, domain="sql")
     add(counter, version=5, domain="")
     counter.add_finished("sql", 1.5, 30)
