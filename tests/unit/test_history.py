@@ -764,6 +764,24 @@ def test_all_kinds_of_minutes_come_back_as_they_were(path: Path) -> None:
     assert [after.served(version) for version in (1, 21, 71, 2)] == [(180, 120)] * 3 + [(0, 0)]
 
 
+def test_what_the_feed_tells_anew_takes_the_place_of_what_the_file_had(path: Path) -> None:
+    told = [recent(10.0 * i, domain="sql") for i in range(60)]
+    kept_in(path, *told)
+    since_then = replace(poor(0.0, domain="sql"), at=NOW + 595)
+    after, whole = History(7 * 86400, HistoryFile(path)), History(7 * 86400)
+    for history, records in ((after, told[7:]), (whole, told)):
+        for record in [*records, since_then]:
+            history.add(record)
+    assert after.series(NOW, 60.0, "class") == whole.series(NOW, 60.0, "class")
+
+
+def test_a_shorter_history_takes_no_more_of_the_file_than_it_keeps(path: Path) -> None:
+    kept_in(path, recent(0.0, version=1), recent(1800.0, version=2))
+    after = History(2700.0, HistoryFile(path))
+    assert [after.served(version) for version in (1, 2)] == [(0, 0), (180, 120)]
+    assert after.series(0.0, 60.0)["version"] == [2]
+
+
 def test_what_a_draft_served_is_counted_once_between_feed_and_file(path: Path) -> None:
     told = [recent(10.0 * i, version=1 + i // 12) for i in range(24)]
     before = kept_in(path, *told)
