@@ -90,7 +90,7 @@ class SwapProof:
         untouched: Callable[[], Iterable[torch.Tensor]] = lambda: (),
     ) -> None:
         self._read_back, self._dtype, self._untouched = read_back, dtype, untouched
-        self._before = 0
+        self._before: int
         self.why_not = self._try(first)
         """Why swaps cannot be proved in this engine; "" when they can."""
         if self.why_not:
