@@ -386,12 +386,21 @@ def stored_bytes(redis_url: str, *directories: Path) -> Iterator[tuple[str, byte
 
 def places_of(token_ids: Sequence[int], redis_url: str, *directories: Path) -> set[str]:
     """Where these token ids are stored: as int32, as JSON, or as text."""
+    patterns, stored = _written(token_ids), stored_bytes(redis_url, *directories)
+    return {where for where, content in stored if any(pattern in content for pattern in patterns)}
+
+
+def stored_ones(candidates: Sequence[list[int]], redis_url: str, *directories: Path) -> list[list[int]]:
+    """Those of them that `places_of` would find anywhere."""
+    contents = [content for _, content in stored_bytes(redis_url, *directories)]
+    return [ids for ids in candidates if any(p in content for p in _written(ids) for content in contents)]
+
+
+def _written(token_ids: Sequence[int]) -> list[bytes]:
     words = [f"t{i}" for i in token_ids]
-    patterns = [
+    return [
         np.asarray(token_ids, "<i4").tobytes(),
         *(separator.join(map(str, token_ids)).encode() for separator in (",", ", ")),
         " ".join(words).encode(),
         "".join(words).encode(),
     ]
-    stored = stored_bytes(redis_url, *directories)
-    return {where for where, content in stored if any(pattern in content for pattern in patterns)}

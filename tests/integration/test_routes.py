@@ -5,6 +5,7 @@ The application is vLLM's; its handlers are stand-ins that note what would have 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +108,14 @@ async def post(app: Any, path: str, headers: dict[str, str], **content: Any) -> 
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         answer = await client.post(path.replace("{response_id}", "r"), headers=headers, **content)
     return answer, list(requests)
+
+
+def body_of(path: str, text: str, token_ids: list[int]) -> dict[str, Any]:
+    """A request that this route would serve, with another text than the planted one."""
+    found = (
+        json.dumps(LEADS_TO_THE_ENGINE[path]).replace(SECRET, text).replace(json.dumps(TOKENS), json.dumps(token_ids))
+    )
+    return dict(json.loads(found))
 
 
 def extra_args(request: Any) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from osd.models import fingerprint
 from osd.records import DraftRelease, SpecWindow, SwapReport, Trace
 from osd.registry import Registry
 from osd.releases import ReleaseStore
+from serving.headers import ROUTES_THAT_CAN_BE_TOLD
 from tests.browser import Open, smoothed, until
 from tests.integration import services
 from tests.integration.pairs import VOCABULARY, Pair
@@ -53,9 +54,11 @@ from tests.integration.services import (
     prompt_texts,
     replica_version,
     status,
+    stored_ones,
     wait_for_version,
     wait_until,
 )
+from tests.integration.test_routes import LEADS_TO_THE_ENGINE, body_of, ways
 from tests.prometheus import scraping
 
 pytestmark = pytest.mark.timeout(1200)
@@ -248,6 +251,34 @@ def test_a_request_that_opts_out_leaves_no_trace(service: Service) -> None:
         return int(status(service.control_url)["replicas"][0]["capture_skipped"].get("opted_out", 0))
 
     wait_until(lambda: num_skipped() == skipped + len(opted_out), 10, "what was left out is counted")
+
+
+def test_nothing_is_kept_of_who_asks_so_on_whatever_route_in_whatever_way(service: Service) -> None:
+    """Served or refused: each with a text that never was before, looked for once what said nothing is stored."""
+    told = ROUTES_THAT_CAN_BE_TOLD
+    planted = iter(prompt_texts(400, seed=77))
+
+    def send(path: str, headers: dict[str, str], more: dict[str, Any]) -> tuple[int, list[int]]:
+        text = next(planted)
+        body = body_of(path, text, services.ids_of(text)) | {"model": MODEL} | more
+        answer = httpx.post(f"{service.url}{path}", json=body, headers=headers, timeout=120)
+        return answer.status_code, services.ids_of(text)
+
+    kept_out = []
+    for path in LEADS_TO_THE_ENGINE:
+        for way, (headers, said) in ways().items():
+            can_be_told = path in told and "beams" not in way
+            for more in ({}, {"stream": True}, {"n": 3, "temperature": 1.0}) if can_be_told else ({},):
+                answer, ids = send(path, headers, said | more)
+                assert answer == (200 if can_be_told else 400), (path, way, more)
+                kept_out.append(ids)
+    beams = [("/v1/completions", {"use_beam_search": True, "n": 2})]
+    said_nothing = [send(path, {}, more) for path, more in [*((path, {}) for path in told), *beams]]
+    assert {answer for answer, _ in said_nothing} == {200}
+    where = (service.redis_url, service.config.data_path)
+    open_ones = [ids for _, ids in said_nothing]
+    wait_until(lambda: stored_ones(open_ones, *where) == open_ones, 30, "what said nothing is stored")
+    assert stored_ones(kept_out, *where) == []
 
 
 def test_a_request_with_a_grammar_is_counted_on_the_metrics_page(service: Service) -> None:
