@@ -80,7 +80,8 @@ def test_memory_of_rows_is_used_again_where_it_fits() -> None:
         first.give_back()
         first = pool.copy(logits, torch.arange(num))
         assert first.logits_RV.data_ptr() == where and first.logits_RV.shape == (num, 2)
-    for others, num in ((logits, 16 + 1), (logits[:, :1].contiguous(), 1), (logits.half(), 1)):
+    wider, narrower = torch.cat([logits, logits], 1), logits[:, :1].contiguous()
+    for others, num in ((logits, 16 + 1), (narrower, 1), (wider, 1), (logits.half(), 1)):
         first.give_back()
         copied = pool.copy(others, torch.arange(num))
         assert torch.equal(copied.logits_RV, others[:num]) and copied.logits_RV.dtype == others.dtype
