@@ -835,6 +835,27 @@ def test_a_file_that_is_none_is_put_aside(path: Path, caplog: pytest.LogCaptureF
     assert len(aside) == 1 and aside[0].read_bytes().startswith(b"no database")
 
 
+def test_a_file_that_another_holds_is_not_put_aside(path: Path) -> None:
+    """It is whole, and refuses only for now."""
+    path.parent.mkdir()
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("create table mine (x)")
+    holder.execute("begin exclusive")
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        HistoryFile(path)
+    holder.execute("rollback")
+    assert holder.execute("select count(*) from mine").fetchone() == (0,)
+    assert not [file for file in path.parent.iterdir() if "unreadable" in file.name]
+    holder.close()
+
+
+def test_minutes_come_oldest_first_as_they_were_written_last(path: Path) -> None:
+    file = HistoryFile(path)
+    file.write([("replica", (NOW + 60, "r", 1, 2), Counts(1.0)), ("class", (NOW + 120, "sql"), Counts(2.0))], [], 0.0)
+    file.write([("replica", (NOW + 60, "r", 1, 2), Counts(3.0)), ("class", (NOW, "sql"), Counts(4.0))], [], 0.0)
+    assert [(key[0] - NOW, value.seconds) for _, key, value in file.minutes(0.0)] == [(0, 4.0), (60, 3.0), (120, 2.0)]
+
+
 def test_rows_of_another_version_are_passed_over(path: Path) -> None:
     file = HistoryFile(path)
     file.write([("replica", (NOW, "replica-0", 1, 2), Counts(num_drafts=3))], [], oldest=0.0)
