@@ -56,7 +56,7 @@ class _Packed(NamedTuple):
     payload: bytes
 
 
-@dataclass
+@dataclass(slots=True)
 class _Tally:
     """What became of the traces of one put."""
 

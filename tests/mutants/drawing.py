@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 
 from cosmic_ray.commands.init import init
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB
 from cosmic_ray.work_item import MutationSpec
 
@@ -43,9 +46,19 @@ def draw(mutants: Iterable[MutationSpec], num_lines: Mapping[str, int], num: int
     random_of_run = random.Random(seed)
     drawn = []
     for module, quota in shares(num_lines, num).items():
-        chosen = random_of_run.sample(sorted(places[module], key=str), min(quota, len(places[module])))
-        drawn += [random_of_run.choice(places[module][place]) for place in sorted(chosen, key=str)]
+        shuffled = random_of_run.sample(sorted(places[module], key=str), len(places[module]))
+        candidates = (random_of_run.choice(places[module][place]) for place in shuffled)
+        drawn += islice(filter(can_be_made, candidates), quota)
     return drawn
+
+
+def can_be_made(mutant: MutationSpec) -> bool:
+    """cosmic-ray counts names with dots in `except (...)` as places, and cannot replace them."""
+    operator = get_operator(mutant.operator_name)(**mutant.operator_args)
+    try:
+        return mutate_code(mutant.module_path.read_text(), operator, mutant.occurrence) is not None
+    except AttributeError:
+        return False
 
 
 def shares(sizes: Mapping[str, int], num: int) -> dict[str, int]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import importlib.metadata
+import inspect
 import subprocess
 import sys
 import time
+import typing
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("osd", "serving", "buffers", "trainer")
-FLOOR = {"osd", "osd.records", "osd.config", "osd.errors", "osd.files", "osd.redis_url", "osd.registry"}
+FLOOR = {"osd", "osd.records", "osd.config", "osd.errors", "osd.files", "osd.heads", "osd.redis_url", "osd.registry"}
 ROOF = {
     "osd.launch",
     "osd.actors",
@@ -33,11 +39,11 @@ ROOF = {
 which measure them."""
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            yield name, ast.parse(path.read_text())
+@cache
+def modules() -> list[tuple[str, ast.Module]]:
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return [(name, ast.parse(path.read_text())) for name, path in zip(names, paths, strict=True)]
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -91,8 +97,12 @@ def test_only_the_composition_root_builds_rays_parts() -> None:
     assert users <= {"osd.launch", "osd.actors"}
 
 
+def knows_vllm(tree: ast.Module) -> bool:
+    return any(i.split(".")[0] == "vllm" for i in imports(tree))
+
+
 def test_private_names_of_vllm_stand_in_one_file() -> None:
-    users = {name for name, tree in modules() if any(i.split(".")[0] == "vllm" for i in imports(tree))}
+    users = {name for name, tree in modules() if knows_vllm(tree)}
     # What runs inside vLLM's scheduler and drafter cannot but be written against them.
     assert users == {
         "serving.vllm_compat",
@@ -160,6 +170,78 @@ def test_every_module_and_public_class_says_what_it_is_for() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node):
                 missing.append(f"{name}.{node.name}")
     assert not missing
+
+
+@pytest.fixture(scope="module")
+def imported() -> list[tuple[ModuleType, dict[str, object]]]:
+    """Every module of ours but the laboratory and what needs vLLM, and what each imports for its types alone."""
+    found = []
+    for name, tree in modules():
+        if name == "osd.__main__" or name.startswith("osd.bench") or knows_vllm(tree):
+            continue
+        for_types = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+        names = {
+            alias.asname or alias.name: getattr(importlib.import_module(node.module or ""), alias.name)
+            for block in for_types
+            for node in block.body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        found.append((importlib.import_module(name), names))
+    return found
+
+
+def classes_of(module: ModuleType) -> list[type]:
+    return [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+
+
+def test_every_annotation_means_something(imported: list[tuple[ModuleType, dict[str, object]]]) -> None:
+    """They are never evaluated when the code runs: this does."""
+    for module, names in imported:
+        for owner in [module, *classes_of(module)]:
+            for value in vars(owner).values():
+                function = getattr(value, "fget", None) or inspect.unwrap(getattr(value, "__func__", value))
+                if inspect.isfunction(function) and function.__module__ == module.__name__:
+                    typing.get_type_hints(function, localns=names)
+
+
+STATE = {
+    "osd.demo.Story",
+    "osd.drift.FadingAlpha",
+    "osd.drift.Watched",
+    "osd.recorded.Recorded",
+    "serving.assemble.Schedule",
+    "serving.assemble.Step",
+    "serving.capture._Live",
+    "serving.net._Window",
+    "serving.pick.Landed",
+    "serving.pick._FromDevice",
+    "serving.probes._Probe",
+    "serving.reference.Generation",
+    "serving.rows.Rows",
+    "serving.running.RunningRequest",
+    "serving.speculation.StepSeen",
+    "serving.speculation._Request",
+    "serving.step_times._Cell",
+    "serving.swap.Staging",
+    "serving.windows.WindowCounter",
+    "serving.windows._Counts",
+    "buffers.memory._Domain",
+    "buffers.redis_writer._Tally",
+    "trainer.loop._Progress",
+}
+"""Dataclasses that change, or are made so often that freezing them would be felt; all others are values."""
+
+
+def test_values_do_not_change_and_have_no_other_fields(imported: list[tuple[ModuleType, dict[str, object]]]) -> None:
+    found = {
+        f"{module.__name__}.{cls.__qualname__}": cls
+        for module, _ in imported
+        for cls in classes_of(module)
+        if dataclasses.is_dataclass(cls)
+    }
+    assert {name for name, cls in found.items() if "__slots__" not in vars(cls)} == set()
+    assert {name for name, cls in found.items() if not cls.__dataclass_params__.frozen} == STATE  # type: ignore[attr-defined]
 
 
 def test_no_file_speaks_of_machines_or_registries() -> None:
