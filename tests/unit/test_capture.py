@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from buffers.memory import MemoryTraceBuffer
 from osd.errors import CaptureError
@@ -18,7 +20,7 @@ from osd.records import ACCEPTED, MAX_DOMAIN_LENGTH, PLAIN, REJECTED, SpecWindow
 from serving.assemble import STORED_OVERHEAD, Schedule
 from serving.budget import ByteBudget
 from serving.capture import MAX_QUEUED_BYTES, SECONDS_TO_GATHER
-from serving.pick import Landed
+from serving.pick import Landed, pick_on_device
 from serving.skips import skip_reason
 from serving.vllm_compat import NewRequest, Verification
 from tests.captures import Bench, Clock, make_capture, make_request, step, together, verification
@@ -123,6 +125,24 @@ def test_what_n_grams_propose_is_captured_but_no_draft_is_credited_with_it(line:
     assert window.num_tested_per_pos == (2, 2, 0, 0)
 
 
+def test_rows_stay_with_their_request_where_those_of_others_are_thrown_away(line: Line) -> None:
+    """The engine goes on with one that has ended, and its rows come first."""
+    line.begin(make_request("ended", max_tokens=1), make_request("known"))
+    line.verify(verification(3, [10], 0, "ended"), verification(3, [11], 0, "known"))
+    line.swap(2)
+    beyond = replace(verification(4, [60, 13], 2, "ended"), draft_ids=torch.tensor([60, 61]))
+    line.verify(beyond, verification(4, [50, 51, 12], 4, "known"))
+    line.verify(verification(6, [14], 0, "ended"), verification(7, [15], 4, "known"))
+    line.finish("ended", "known")
+    trace = line.traces["known"]
+    assert trace.position.tolist() == [3, 4, 5, 6, 7]
+    assert trace.kind.tolist() == [PLAIN, ACCEPTED, ACCEPTED, REJECTED, REJECTED]
+    assert trace.draft_ids.tolist() == [-1, 50, 51, 52, 50]
+    assert trace.draft_version.tolist() == [1, 1, 1, 1, 2]
+    assert trace.target_ids[:, 0].tolist() == [12, 51, 52, 13, 16]
+    assert line.traces["ended"].position.tolist() == [3]
+
+
 def test_a_draft_is_proposed_by_the_version_at_its_requests_start_until_a_step_has_been_verified(line: Line) -> None:
     line.begin(make_request())
     line.swap(2)
@@ -151,6 +171,17 @@ def test_each_kind_of_row_is_kept_with_its_own_probability() -> None:
     assert line.capture.assembler.rows["rejected"] == 195
     assert line.capture.assembler.rows["accepted"] == sum(int((t.kind == ACCEPTED).sum()) for t in kept)
     assert line.capture.assembler.rows["plain"] == sum(int((t.kind == PLAIN).sum()) for t in kept)
+
+
+def test_rows_that_are_summarised_on_the_device_have_as_many_tokens_as_others() -> None:
+    line = Line(top_k=5)
+    line.capture._pick = partial(pick_on_device)
+    line.begin(make_request())
+    line.verify(verification(3, [50, 11], 4))
+    line.finish("r")
+    line.capture.close()
+    assert line.traces["r"].target_ids.shape == (2, 5)
+    assert line.traces["r"].target_ids[:, 0].tolist() == [51, 12]
 
 
 def test_a_trace_says_what_its_request_was_and_when_it_ended() -> None:
@@ -335,11 +366,13 @@ def test_the_share_of_requests_that_is_captured_is_the_same_on_the_hot_path_and_
     line = Line(request_fraction=0.5, top_k=5)
     names = [f"r{i}" for i in range(40)]
     line.begin(*(make_request(name) for name in names))
-    line.verify(*(verification(3, [10], 0, name) for name in names))
-    line.finish(*names)
-    line.capture.close()
     chosen = {name for name in names if not skip_reason(make_request(name), 0.5)}
     assert 10 < len(chosen) < 30
+    line.verify(*(verification(3, [10], 0, name) for name in names if name not in chosen))
+    assert line.capture._num_bytes_in == 0, "nothing is copied for the others"
+    line.verify(*(verification(3, [10], 0, name) for name in names if name in chosen))
+    line.finish(*names)
+    line.capture.close()
     assert line.traces.keys() == chosen
     assert {trace.target_ids.shape for trace in line.traces.values()} == {(1, 5)}
     assert line.skipped == {"not_sampled": 40 - len(chosen)}

@@ -55,7 +55,8 @@ def scope_of(
     pairs = list(headers.items() if isinstance(headers, dict) else headers)
     pairs += [("Content-Length", str(length)), ("Content-Type", "application/json")]
     raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in pairs]
-    return {"type": "http", "method": method, "path": path, "headers": raw, **fields}
+    kind = str(b"http", "ascii")  # as a server reads it
+    return {"type": kind, "method": method, "path": path, "headers": raw, **fields}
 
 
 async def call(app: App, scope: dict[str, Any], *messages: dict[str, Any]) -> list[dict[str, Any]]:
