@@ -99,6 +99,20 @@ def status(name: str = "replica-0", **fields: object) -> ReplicaStatus:
     return ReplicaStatus(**(values | {"started_at": START, "engine": "fake"} | fields))  # type: ignore[arg-type]
 
 
+ROUND = RoundOutcome(
+    base_version=1,
+    path="",
+    num_steps=1,
+    num_tokens=1,
+    loss_first=1.0,
+    loss_last=1.0,
+    seconds=1.0,
+    trace_age_mean_s=1.0,
+    trace_age_max_s=1.0,
+    eval=None,
+)
+
+
 def filled(*records: object) -> History:
     history = History()
     for record in records:
@@ -187,6 +201,8 @@ def test_speeds_of_replicas_add_up_and_domains_share_their_seconds() -> None:
         window(0.2, replica="replica-1"),
     ).series(START, 1.0)
     assert columns["tokens_per_second"] == [440 / 0.25 + 220 / 0.25]
+    history = filled(window(0.1), window(0.1, replica="replica-1"))
+    assert history.series(START, 0.0)["tokens_per_second"] == [2 * 220 / 0.25], "looks of two at once are two"
 
 
 def test_bucket_shows_the_version_most_tokens_came_from() -> None:
@@ -244,6 +260,23 @@ def test_marks_are_where_the_deployment_changed_version() -> None:
     assert marks == [(1, 2), (3, 3), (4, 4), (6, 3)], "late replicas mark nothing, a rollback does"
 
 
+def test_a_mark_is_where_a_swap_first_succeeded_and_says_what_it_cost() -> None:
+    history = filled(
+        swap(4, 3, 2, proved=True, pause_s=0.02),
+        swap(1, 2, 1, ok=False, error="shape"),
+        swap(2, 2, 1, replica="replica-1"),
+    )
+    assert history.marks() == [
+        {"at": START + 2, "version": 2, "previous": 1, "pause_s": 0.006, "proved": False},
+        {"at": START + 4, "version": 3, "previous": 2, "pause_s": 0.02, "proved": True},
+    ]
+    assert [event.text for event in history.events()] == [
+        "replica-0 keeps v1, v2 was refused: shape",
+        "replica-1: v1 -> v2, engine paused 6.0 ms",
+        "replica-0: v2 -> v3, engine paused 20.0 ms, weights read back and equal",
+    ]
+
+
 def test_events_are_in_time_and_swaps_are_among_them() -> None:
     history = filled(
         Event(at=START + 9, kind="published", text="v2", version=2),
@@ -257,20 +290,8 @@ def test_events_are_in_time_and_swaps_are_among_them() -> None:
 
 
 def test_rounds_and_swaps_are_listed() -> None:
-    outcome = RoundOutcome(
-        base_version=1,
-        path="",
-        num_steps=1,
-        num_tokens=1,
-        loss_first=1.0,
-        loss_last=1.0,
-        seconds=1.0,
-        trace_age_mean_s=1.0,
-        trace_age_max_s=1.0,
-        eval=None,
-    )
-    history = filled(outcome, swap(1, 2, 1))
-    assert history.rounds() == [outcome]
+    history = filled(ROUND, swap(1, 2, 1))
+    assert history.rounds() == [ROUND]
     assert history.swaps() == [swap(1, 2, 1)]
 
 
@@ -301,6 +322,7 @@ def test_changes_of_plan_are_bounded() -> None:
         history.observe([status(speculation={"changes": [change(at, "draft 1")]})], None)
     kept = [c["at"] - START for c in history.changes(10 * MAX_CHANGES)]
     assert kept == list(range(2 * MAX_CHANGES, 3 * MAX_CHANGES))
+    assert [c["at"] - START for c in history.changes()] == kept[-50:]
 
 
 def test_prometheus_shows_the_control_of_speculation() -> None:
@@ -603,7 +625,7 @@ def test_a_restarted_replica_counts_from_nothing() -> None:
     history = filled(*(window(float(at)) for at in range(0, 40, 10)))
     history.observe([working(0, 100.0, 1.5)], None)
     history.observe([working(10, 104.0, 1.6)], None)
-    again = [replace(working(at, seconds, 1.2), started_at=START + 15) for at, seconds in ((20, 50.0), (30, 58.0))]
+    again = [replace(working(at, seconds, 1.2), started_at=START + 15) for at, seconds in ((20, 204.0), (30, 212.0))]
     for seen in again:
         history.observe([seen], None)
     columns = history.series(START, 10.0)
@@ -623,6 +645,10 @@ def test_what_is_listed_is_bounded_and_the_newest_stays() -> None:
     for at in range(MAX_LISTED + 10):
         history.add(swap(float(at), 2, 1))
     assert [report.at - START for report in history.swaps()] == list(range(10, MAX_LISTED + 10))
+    for number in range(MAX_LISTED + 1):
+        history.add(replace(ROUND, base_version=number))
+    assert [outcome.base_version for outcome in history.rounds()] == list(range(1, MAX_LISTED + 1))
+    assert (MAX_LISTED, MAX_CHANGES, MAX_CLASSES) == (2000, 200, 8), "what memory and the page are laid out for"
 
 
 def test_nothing_older_than_the_history_is_kept_of_any_kind() -> None:
@@ -636,8 +662,8 @@ def test_nothing_older_than_the_history_is_kept_of_any_kind() -> None:
     history.add(window(620.0, domain="new"))
     assert set(line(history, "class", 5.0)) == {"new"}
     assert history.series(0.0, 1.0)["at"][0] == START + 599
-    history.add(window(10.0, domain="new"))
-    assert history.series(START, 10.0)["net_ratio"][0] is None
+    history.add(window(5.0, domain="new"))
+    assert (found := history.series(START, 10.0))["at"][0] == START and found["net_ratio"][0] is None
 
 
 def test_a_clock_that_was_set_back_counts_on(path: Path) -> None:
@@ -759,6 +785,8 @@ def test_all_kinds_of_minutes_come_back_as_they_were(path: Path) -> None:
     assert after.series(NOW, 60.0)["net_ratio"] == [1.5, 1.5]
     kept = {(kind, *key[1:]): value for kind, key, value in HistoryFile(path).minutes(NOW) if key[0] == NOW}
     assert kept["speculation", "replica-0"].seconds_per_part == {"draft": 5.0, "verify": 15.0}
+    (later,) = (value for kind, key, value in HistoryFile(path).minutes(NOW + 60) if kind == "speculation")
+    assert later.seconds_per_part == {"draft": 12.5, "verify": 37.5}, "since the heartbeat before"
     assert kept["replica", "replica-0", 1, 2] == Counts.of(recent(0.0, num_steps=7, num_captured=1), 0.25)
     assert HistoryFile(path).minutes(NOW + 61) == []
     assert [after.served(version) for version in (1, 21, 71, 2)] == [(180, 120)] * 3 + [(0, 0)]

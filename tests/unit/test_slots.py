@@ -68,7 +68,9 @@ def test_counts_stand_in_files_as_they_always_did() -> None:
     """A file outlives the version that wrote it."""
     assert msgspec.json.encode(EACH) == b"[1.5,2,3,4,5,6,7,8,9,10.5,[11,12],[13,14]]"
     assert msgspec.json.decode(b"[1.5,2,3]", type=Counts) == Counts(seconds=1.5, num_steps=2, num_drafts=3)
-    assert msgspec.json.encode(StepTimes((1.3, None, 1.4), {"draft": 0.5})) == b'[[1.3,null,1.4],{"draft":0.5}]'
+    times = StepTimes((1.3, None, 1.4), {"draft": 0.5})
+    assert msgspec.json.encode(times) == b'[[1.3,null,1.4],{"draft":0.5}]'
+    assert msgspec.json.decode(b'[[1.3,null,1.4],{"draft":0.5}]', type=StepTimes) == times
 
 
 def test_step_times_add_seconds_and_keep_what_was_measured_last() -> None:
