@@ -17,7 +17,7 @@ import torch
 from buffers.memory import MemoryTraceBuffer
 from osd.errors import CaptureError
 from osd.records import ACCEPTED, MAX_DOMAIN_LENGTH, PLAIN, REJECTED, SpecWindow, Trace
-from serving.assemble import STORED_OVERHEAD, Schedule
+from serving.assemble import MAX_WAITING_BYTES, STORED_OVERHEAD, Schedule
 from serving.budget import ByteBudget
 from serving.capture import MAX_QUEUED_BYTES, SECONDS_TO_GATHER
 from serving.pick import Landed, pick_on_device
@@ -434,6 +434,7 @@ def test_a_budget_is_spent_by_all_that_is_stored_of_a_trace() -> None:
 def test_the_limits_are_those_the_docs_give() -> None:
     text = (Path(__file__).parents[2] / "docs" / "capture.md").read_text()
     assert f"`capture.queue_size` and {MAX_QUEUED_BYTES >> 20} MiB" in text
+    assert f"rows of another {MAX_WAITING_BYTES >> 20} MiB may wait for their top-k" in text
     assert SECONDS_TO_GATHER == 0.1 and "within a tenth of a second" in text
     assert f"at most {MAX_DOMAIN_LENGTH} characters" in text
     assert STORED_OVERHEAD == 1024 and "header (under 1 KB)" in text
