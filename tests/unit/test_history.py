@@ -431,7 +431,7 @@ def test_prometheus_says_which_parts_work_once_the_controller_looked() -> None:
 
 
 def test_prometheus_histogram_of_pauses() -> None:
-    reports = [swap(1, 2, 1), swap(2, 3, 2, pause_s=0.3), swap(3, 4, 3, ok=False, pause_s=9.0)]
+    reports = [swap(1, 2, 1, pause_s=0.01), swap(2, 3, 2, pause_s=0.296), swap(3, 4, 3, ok=False, pause_s=9.0)]
     found = samples(filled(*reports))
     assert found["osd_swap_total", "ok=true"] == 2
     assert found["osd_swap_total", "ok=false"] == 1
@@ -447,8 +447,10 @@ def test_prometheus_rounds_and_rollbacks_come_as_points() -> None:
         for outcome in ("published", "refused", "refused")
     ]
     back = MetricPoint(at=START, name="osd_rollback_total", value=1, labels={"reason": "disappointed"})
-    history = filled(*points, back, MetricPoint(at=START, name="unknown_total", value=1))
+    rows = MetricPoint(at=START, name="osd_round_rows_total", value=40, labels={"kind": "trainable"})
+    history = filled(*points, back, rows, rows, MetricPoint(at=START, name="unknown_total", value=1))
     found = samples(history)
+    assert found["osd_round_rows_total", "kind=trainable"] == 80
     assert found["osd_round_total", "outcome=refused"] == 2
     assert found["osd_rollback_total", "reason=disappointed"] == 1
     assert history.total("osd_round_total") == 3
