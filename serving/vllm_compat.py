@@ -68,6 +68,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading": ("self", "layer"),
     "vllm.model_executor.layers.attention:is_deferred_attention_layer": ("layer",),
+    "vllm.model_executor.model_loader.reload.layerwise:_get_original_loader": ("tensor",),
     "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": ("layer",),
     "vllm.model_executor.model_loader.reload.meta:materialize_meta_tensor": ("meta_tensor",),
     "vllm.model_executor.model_loader.reload.sanitize:restore_layer_refs": ("tensor", "layer"),

@@ -54,7 +54,7 @@ def unpacked(layer: Any, twin: Any) -> dict[str, torch.Tensor]:
     """Parameters as vLLM made them before it packed them, for the twin of a layer: what a checkpoint fills. Raises
     `SwapError` for layers that derive weights of their own from those of others."""
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
@@ -63,6 +63,8 @@ def unpacked(layer: Any, twin: Any) -> dict[str, torch.Tensor]:
     info = get_layerwise_info(layer)
     with info.restore_device if _needs_device(layer) else torch.device("cpu"):
         made = {name: materialize_meta_tensor(meta).zero_() for name, meta in info.restore_metadata[0].items()}
+    for tensor in made.values():
+        tensor.weight_loader = _get_original_loader(tensor)  # vLLM's own way of reloading leaves it wrapped, and deaf
     return {name: restore_layer_refs(tensor, twin) for name, tensor in made.items()}
 
 

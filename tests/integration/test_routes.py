@@ -6,6 +6,7 @@ The application is vLLM's; its handlers are stand-ins that note what would have 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,11 +83,13 @@ class State:
 @pytest.fixture(scope="module")
 def app() -> Iterator[Any]:
     """With whatever vLLM can offer for a model that generates, or that listens."""
+    level = logging.root.level
     vllm_compat.prepare_environment()
     from vllm.entrypoints.launchers.app import build_app
 
     args = vllm_compat.engine_arguments("no-model", {"enable_scale_out": True})
     app = build_app(args, ("generate", "transcription", "realtime"), None)
+    logging.root.setLevel(level)  # of its libraries, one silences the whole process when it is imported
     app.state = State(args)
     yield app
 
