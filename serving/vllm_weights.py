@@ -64,7 +64,8 @@ def unpacked(layer: Any, twin: Any) -> dict[str, torch.Tensor]:
     with info.restore_device if _needs_device(layer) else torch.device("cpu"):
         made = {name: materialize_meta_tensor(meta).zero_() for name, meta in info.restore_metadata[0].items()}
     for tensor in made.values():
-        tensor.weight_loader = _get_original_loader(tensor)  # vLLM's own way of reloading leaves it wrapped, and deaf
+        # vLLM's own way of reloading leaves it wrapped, and deaf.
+        vars(tensor)["weight_loader"] = _get_original_loader(tensor)
     return {name: restore_layer_refs(tensor, twin) for name, tensor in made.items()}
 
 
