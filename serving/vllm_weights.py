@@ -62,10 +62,10 @@ def unpacked(layer: Any, twin: Any) -> dict[str, torch.Tensor]:
         raise SwapError(f"the draft's {type(layer).__name__} derives weights when it is loaded, which is not supported")
     info = get_layerwise_info(layer)
     with info.restore_device if _needs_device(layer) else torch.device("cpu"):
-        made = {name: materialize_meta_tensor(meta).zero_() for name, meta in info.restore_metadata[0].items()}
+        metadata = info.restore_metadata[0]
+        made: dict[str, Any] = {name: materialize_meta_tensor(meta).zero_() for name, meta in metadata.items()}
     for tensor in made.values():
-        # vLLM's own way of reloading leaves it wrapped, and deaf.
-        vars(tensor)["weight_loader"] = _get_original_loader(tensor)
+        tensor.weight_loader = _get_original_loader(tensor)  # vLLM's own way of reloading leaves it wrapped, and deaf
     return {name: restore_layer_refs(tensor, twin) for name, tensor in made.items()}
 
 
