@@ -10,12 +10,11 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from itertools import count
 from multiprocessing import Value
 from pathlib import Path
 
 from cosmic_ray.mutating import mutate_and_test
-from cosmic_ray.work_item import MutationSpec, WorkResult
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkResult
 
 from tests.mutants.drawing import MODULES, draw, mutants_of
 from tests.mutants.which_tests import WhichTests
@@ -35,8 +34,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the draw (default 1)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time (default: a core each)")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prog := "mutants-") as folder:
-        checkouts = [_checkout(Path(folder) / f"{prog}{i}") for i in range(given.jobs)]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        checkouts = [_checkout(Path(folder) / str(i)) for i in range(given.jobs)]
         os.chdir(checkouts[0])
         sizes = {module: len(Path(module).read_text().splitlines()) for module in given.modules}
         drawn = draw(mutants_of(given.modules, Path(folder) / "session.sqlite"), sizes, given.num, given.seed)
@@ -46,8 +45,9 @@ def main() -> int:
             results = []
             for (mutant, _), result in zip(jobs, pool.map(_try, jobs), strict=True):
                 results.append((mutant, result))
-                if not result.is_killed:
-                    print(f"survived: {mutant.module_path}:{mutant.start_pos[0]}", file=sys.stderr, flush=True)
+                what = "noticed" if _is_noticed(result) else "SURVIVED"
+                place = f"{mutant.module_path}:{mutant.start_pos[0]}"
+                print(f"{len(results)}/{len(jobs)} {place} {what}", file=sys.stderr, flush=True)
     return _report(results)
 
 
@@ -75,16 +75,21 @@ def _try(job: tuple[MutationSpec, list[str]]) -> WorkResult:
     return mutate_and_test([mutant], command, SECONDS_FOR_A_MUTANT)
 
 
+def _is_noticed(result: WorkResult) -> bool:
+    """Whether a test failed. A mutant that could not be tried was not noticed."""
+    return result.test_outcome is TestOutcome.KILLED
+
+
 def _report(results: list[tuple[MutationSpec, WorkResult]]) -> int:
     tried = Counter(str(mutant.module_path) for mutant, _ in results)
-    survivors = [(mutant, result) for mutant, result in results if not result.is_killed]
+    survivors = [(mutant, result) for mutant, result in results if not _is_noticed(result)]
     survived = Counter(str(mutant.module_path) for mutant, _ in survivors)
     print("| module | tried | survived |\n|---|---|---|")
     for module, num in tried.items():
         print(f"| `{module}` | {num} | {survived[module]} |")
     share = len(survivors) / len(results)
     print(f"| all | {len(results)} | {len(survivors)} ({100 * share:.1f} %) |")
-    for number, (mutant, result) in zip(count(1), survivors, strict=False):
+    for number, (mutant, result) in enumerate(survivors, 1):
         changed = [line for line in (result.diff or "").splitlines()[3:] if line[:1] in "+-"]
         print(f"\n{number}. {mutant.module_path}:{mutant.start_pos[0]}", *changed, sep="\n    ")
     return int(share > MOST_SURVIVING)
