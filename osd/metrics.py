@@ -253,8 +253,8 @@ class History:
 
     def _add_window(self, window: SpecWindow) -> None:
         if self._feed_from is None:
-            self._meet_feed(window.at)
-        if window.at < (self._feed_from or 0.0):
+            self._feed_from = self._meet_feed(window.at)
+        if window.at < self._feed_from:
             return
         is_same_look = self._ends.get(window.replica) == window.at
         self._ends[window.replica] = window.at
@@ -265,16 +265,17 @@ class History:
         for table in self._tables().values():
             table.forget(window.at, window.at - self._history_seconds)
 
-    def _meet_feed(self, at: float) -> None:
-        """The feed tells anew what happened since its first window, `at`, in finer slots than the file has: what the
-        file has of it goes, but for the minute in which the feed begins, of which the feed may lack a part."""
+    def _meet_feed(self, at: float) -> float:
+        """Start of what is taken from the feed. It tells anew what happened since its first window, `at`, in finer
+        slots than the file has: what the file has of it goes, but for the minute in which the feed begins, of which
+        the feed may lack a part."""
         minute = floor(at, MINUTE_S)
-        self._feed_from = minute + MINUTE_S if minute < self._loaded_until else at
         for table in (self._counts, self._classes):
             table.drop_minutes(after=minute)
         self._served.clear()
         for key, counts in self._counts.since(0.0):
             self._count_served(key[2], counts.tested_per_pos, counts.accepted_per_pos)
+        return minute + MINUTE_S if minute < self._loaded_until else at
 
     def _count_served(self, version: int, tested: Iterable[int], accepted: Iterable[int]) -> None:
         before = self._served.get(version, (0, 0))

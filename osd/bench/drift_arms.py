@@ -31,7 +31,7 @@ LOOKUPS: dict[str, dict[str, Any]] = {names.NGRAM: {}, names.NGRAM_TUNED: names.
 ARMS = (names.FROZEN, *LOOKUPS, names.OURS, names.OURS_LORA, names.SERVED)
 
 
-@dataclass
+@dataclass(slots=True)
 class Server:
     """A running server, and what its processes have used."""
 

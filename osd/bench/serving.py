@@ -131,7 +131,7 @@ def _overrides(target: str, deployment: str, data: str) -> list[str]:
     ]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Both:
     """Both servers, and which of them was busy last."""
 

@@ -1,8 +1,9 @@
-"""Which tests run a line: the others cannot notice what is wrong with it."""
+"""Which tests may notice what is wrong with a line: those that run it, or read it."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -12,6 +13,8 @@ from pathlib import Path
 from coverage import CoverageData
 
 FOLDERS = ("tests/unit", "tests/contracts")
+READERS = ["tests/unit/test_layout.py"]
+"""Tests of the code as it is written: annotations, what dataclasses are, imports."""
 
 
 class WhichTests:
@@ -24,6 +27,7 @@ class WhichTests:
         subprocess.run(command, cwd=checkout, check=True)
         data = CoverageData(str(checkout / ".coverage"))
         data.read()
+        self._importers = {module: _files_that_import(module, checkout) for module in modules}
         self._tests: dict[str, dict[int, set[str]]] = {}
         self._run_by_calls = {module: _lines_of_functions(checkout / module) for module in modules}
         for module in modules:
@@ -33,12 +37,27 @@ class WhichTests:
             self._tests[module] = tests
 
     def of(self, module: str, first: int, last: int) -> list[str]:
-        """Ids of the tests that ran one of these lines; of what runs at import, those that ran anything of the file."""
+        """Tests by id or file, the likeliest to notice first: those that ran one of these lines; of what runs at
+        import, those that ran anything of the file, or import it."""
         tests = self._tests[module]
-        lines = range(first, last + 1) if first in self._run_by_calls[module] else list(tests)
-        found: set[str] = set().union(*(tests[line] for line in lines))
+        if first in self._run_by_calls[module]:
+            found = set().union(*(tests[line] for line in range(first, last + 1)))
+            return [*self._ordered(module, found), *READERS]
+        files = self._importers[module]
+        ran = {name for names in tests.values() for name in names if name.partition("::")[0] not in files}
+        return [*READERS, *self._ordered(module, files | ran)]
+
+    def _ordered(self, module: str, tests: set[str]) -> list[str]:
         own = Path(module).stem
-        return sorted(found, key=lambda name: (own not in name.partition("::")[0], name))
+        return sorted(tests - set(READERS), key=lambda name: (own not in name.partition("::")[0], name))
+
+
+def _files_that_import(module: str, checkout: Path) -> set[str]:
+    name = module.removesuffix(".py").replace("/", ".")
+    package, _, last = name.rpartition(".")
+    imports = re.compile(rf"^\s*(from {name} import|import {name}\b|from {package} import .*\b{last}\b)", re.MULTILINE)
+    files = [path for folder in FOLDERS for path in (checkout / folder).glob("test_*.py")]
+    return {str(path.relative_to(checkout)) for path in files if imports.search(path.read_text())}
 
 
 def _lines_of_functions(path: Path) -> set[int]:
