@@ -306,6 +306,7 @@ def test_other_modes_decide_nothing(settings: Settings, plan: str, alpha: float)
     engine = SimulatedEngine(settings, alpha=alpha)
     engine.run(150, 2)
     assert set(engine.plans) == {plan}
+    assert engine.control.report()["predicted_tokens_per_second"] == 0.0, "nothing is promised of it"
 
 
 @pytest.mark.parametrize("proposers, absent", [(("draft",), "ngram"), (("ngram",), "draft")])
