@@ -21,8 +21,9 @@ from tests.mutants.which_tests import WhichTests
 
 ROOT = Path(__file__).parents[2]
 MOST_SURVIVING = 0.08
-SECONDS_FOR_A_MUTANT = 600.0
-"""Longer than all its tests take: what hangs is noticed."""
+SECONDS_FOR_A_TEST, SECONDS_FOR_A_MUTANT = 60, 600.0
+"""Longer than it takes: what hangs is noticed."""
+OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "--no-cov", f"--timeout={SECONDS_FOR_A_TEST}"]
 
 _number = Value("i", 0)
 
@@ -70,7 +71,7 @@ def _lines(mutant: MutationSpec) -> tuple[int, int]:
 def _try(job: tuple[MutationSpec, list[str]]) -> WorkResult:
     mutant, tests = job
     chosen = Path("chosen-tests.txt")
-    chosen.write_text("\n".join(["-x", "-q", "-p", "no:cacheprovider", "--no-cov", *tests]))
+    chosen.write_text("\n".join([*OPTIONS, *tests]))
     command = f"{shlex.quote(sys.executable)} -m pytest @{chosen}" if tests else "true"
     return mutate_and_test([mutant], command, SECONDS_FOR_A_MUTANT)
 
