@@ -60,7 +60,8 @@ class _Progress:
     num_tokens: int = 0
     num_computed: int = 0
     """Tokens, padding included."""
-    is_finite: bool = True
+    is_finite: bool = False
+    """Whether all losses and the weights at the end are."""
     holdout: tuple[float, float] | None = None
     """Mean loss over the watched traces before and after."""
     has_risen: bool = False
@@ -224,7 +225,6 @@ class Trainer:
             batch = distiller.collate(traces)
             loss = distiller.step(batch, index, self._state.rate_scale)
             if loss is None:
-                progress.is_finite = False
                 return progress
             progress.add(loss, batch)
             if on_step is not None:

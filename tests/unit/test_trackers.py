@@ -49,7 +49,9 @@ def test_each_rounds_figures_stand_in_the_event_file(tmp_path: Path) -> None:
     first = trainer.run_round(base)
     buffer.put(chain_traces(32, start=40))
     second, third = trainer.run_round(base), trainer.run_round(base)
+    writers = [thread for thread in threading.enumerate() if thread.name == "tracker tensorboard"]
     trainer.close()
+    assert any(not writer.is_alive() for writer in writers), "all is written"
     assert third.discarded == NO_TRACES
 
     events = read(only(tmp_path / "t" / "curves"))
