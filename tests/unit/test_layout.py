@@ -7,6 +7,7 @@ import importlib.metadata
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -237,6 +238,27 @@ def dataclasses_of(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, set[str]]]:
             if ast.unparse(call.func if call else decorator) == "dataclass":
                 keywords = call.keywords if call else []
                 yield node, {str(k.arg) for k in keywords if ast.unparse(k.value) == "True"}
+
+
+UNEVEN = {
+    "buffers.redis_writer": 1,
+    "osd.series": 2,
+    "osd.status": 1,
+    "osd.tiny.natural_report": 1,
+    "serving.anatomy": 1,
+    "serving.lazy_draft": 3,
+    "serving.ngram": 1,
+    "serving.step_times": 1,
+}
+"""Where what is gone through together may be of different lengths, and how often."""
+
+
+def test_what_is_gone_through_together_is_of_one_length() -> None:
+    """Else values would be lost without a word."""
+    calls = [(name, n) for name, tree in modules() for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    zips = [(name, ast.unparse(call)) for name, call in calls if ast.unparse(call.func) == "zip"]
+    uneven = Counter(name for name, text in zips if not text.endswith("strict=True)"))
+    assert {name: num for name, num in uneven.items() if not name.startswith("osd.bench")} == UNEVEN
 
 
 def test_no_file_speaks_of_machines_or_registries() -> None:
