@@ -38,6 +38,15 @@ SWITCHES = {"on": True, "yes": True, "off": False, "no": False}
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic would make 1 of `true`."""
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and wanted in (int, float, int | None, float | None):
+            raise ValueError("a number is wanted")
+        return value
+
 
 class ServingConfig(_Section):
     """The target, its draft, and the OpenAI API they are served on."""
@@ -301,7 +310,8 @@ class Config(_Section):
     deployment: str = Field("default", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
     """Name of this deployment: keeps its data, Redis keys and actors apart from others."""
     data_dir: str = ""
-    """Where releases, checkpoints and the private Valkey's file live; empty = `~/.local/share/osd/DEPLOYMENT`."""
+    """Where releases, checkpoints and the private Valkey's file live; empty = `osd/DEPLOYMENT` under
+    `$XDG_DATA_HOME`, or `~/.local/share` where that is not set."""
     serving: ServingConfig = ServingConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     capture: CaptureConfig = CaptureConfig()

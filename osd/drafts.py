@@ -118,6 +118,7 @@ class Drafts:
             parent=current.version,
             target_id=self._target_id,
             outcome=outcome,
+            origin=current.origin,
         )
         await self._serve(release)
         await self._prune(serving)

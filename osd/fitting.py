@@ -35,10 +35,10 @@ def write_fitting(source: Path, aside: Path, num_tokens: int) -> None:
     Memory is bounded whatever the draft's size: its weights pass through in pieces.
     """
     own = vocab_size(read_config(source), source)
+    tensors = stored_tensors(source)
     if own == num_tokens and weight_files(source) == [source / WEIGHTS]:
         copy_model(source, aside)
         return
-    tensors = stored_tensors(source)
     counted = tensors_per_token(tensors, own, source) if own != num_tokens else set()
     fitted = {name: t.with_rows(num_tokens) if name in counted else t for name, t in tensors.items()}
     write_checkpoint(aside / WEIGHTS, fitted, lambda name: _content(tensors[name], fitted[name]))

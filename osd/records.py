@@ -301,6 +301,8 @@ class DraftRelease:
     created_at: float
     outcome: RoundOutcome | None = None
     """How it came to be; None for the draft the service started with."""
+    origin: str = ""
+    """Fingerprint of the draft its line of releases began with; "" = not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

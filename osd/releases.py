@@ -144,6 +144,7 @@ class ReleaseStore:
         parent: int,
         target_id: str,
         outcome: RoundOutcome | None = None,
+        origin: str = "",
         copy: Callable[[Path, Path], None] = copy_model,
     ) -> DraftRelease:
         """Copy a candidate aside (`copy(source, aside)`), hash it, move it into place, and only then point at it."""
@@ -164,6 +165,7 @@ class ReleaseStore:
                     created_at=time.time(),
                     kind=outcome.kind if outcome else "full",
                     outcome=outcome,
+                    origin=origin,
                 )
                 write_record(aside, release)
                 aside.rename(release.path)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from osd.records import NO_TRACES
 from osd.wording import counted, percent
 
 LEFT_OUT_AS_REQUESTS = (
@@ -122,7 +123,7 @@ def _training(status: dict[str, Any], outcome: dict[str, Any] | None) -> Iterato
         )
     elif outcome is not None and outcome["kind"] == "publish_failed":
         yield f"a better draft could not be published ({outcome['text']}): make room in releases.dir"
-    elif outcome is not None and outcome["kind"] == "discarded":
+    elif outcome is not None and outcome["kind"] == "discarded" and NO_TRACES not in outcome["text"]:
         yield f"the last training round failed ({outcome['text']}): lower trainer.learning_rate if it happens again"
     if status["paused"]:
         yield "training is paused, so the draft does not learn: `osd resume` ends it"

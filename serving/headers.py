@@ -25,6 +25,7 @@ ROUTES_THAT_CAN_BE_TOLD: dict[str, dict[str, Any]] = {
 }
 """Where vLLM hands `vllm_xargs` on to the engine, and what else is set for a request that is kept out. Elsewhere, and
 in beam search, it drops them."""
+XARGS = ("osd_capture", "osd_domain", "osd_spec_k")
 METHODS_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 REFUSAL = (
     "X-OSD-Capture: off (or vllm_xargs.osd_capture) cannot be kept for this request: the engine can be told on "
@@ -35,8 +36,8 @@ REFUSAL = (
 
 class HeadersToXargs:
     """ASGI middleware. A body that is not a JSON object is left for vLLM to complain about; but a request that asks not
-    to be captured and cannot be told so is answered with 400, since serving it would break the promise; so is one whose
-    limit of draft tokens (`vllm_xargs.osd_spec_k`) is none."""
+    to be captured and cannot be told so is answered with 400, since serving it would break the promise; so is one that
+    says something of ours by another name, at another place, or a limit of draft tokens that is none."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -90,7 +91,9 @@ def _told(path: str, body: bytes, wanted: dict[str, str]) -> bytes:
     if not wanted and not _may_say_something(body):
         return body
     request = _object(body)
-    _check_limit(request)
+    if request is not None:
+        _check_names(request)
+        _check_limit(request)
     said = b"osd_capture" in body if request is None else _keeps_out("vllm_xargs", request.get("vllm_xargs"))
     is_out = said or "osd_capture" in wanted
     if request is None or path not in ROUTES_THAT_CAN_BE_TOLD or (is_out and request.get("use_beam_search")):
@@ -135,9 +138,19 @@ def _keeps_out(name: str, value: Any) -> bool:
     return name == "osd_capture" and wants_out(value)
 
 
-def _check_limit(request: dict[str, Any] | None) -> None:
+def _check_names(request: dict[str, Any]) -> None:
+    """What vLLM would pass over may be a wish to be kept out."""
+    if misplaced := [name for name in request if name.startswith("osd_")]:
+        raise _Refused(f'{misplaced[0][:40]} belongs in "vllm_xargs": {{...}}, which may say {", ".join(XARGS)}')
+    xargs = request.get("vllm_xargs")
+    names = xargs if isinstance(xargs, dict) else {}
+    if unknown := [name for name in names if name.startswith("osd_") and name not in XARGS]:
+        raise _Refused(f"vllm_xargs.{unknown[0][:40]}: there is {', '.join(XARGS)} only")
+
+
+def _check_limit(request: dict[str, Any]) -> None:
     """vLLM makes 1 of `true`, so that here alone it can be told from a number."""
-    xargs = (request or {}).get("vllm_xargs")
+    xargs = request.get("vllm_xargs")
     if isinstance(xargs, dict) and "osd_spec_k" in xargs and whole_number(xargs["osd_spec_k"]) is None:
         said = json.dumps(xargs["osd_spec_k"])[:40]
         raise _Refused(

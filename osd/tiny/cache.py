@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from osd.errors import ConfigError
 from osd.files import cache_root
+
+logger = logging.getLogger(__name__)
 
 
 def build_once(name: str, build: Callable[[Path], None]) -> Path:
@@ -51,5 +54,9 @@ def _build_aside(final: Path, build: Callable[[Path], None]) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on `path`. The kernel lets go of it when the process ends, however it ends."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("another process builds %s: waiting for it", path.with_suffix("").name.removeprefix("."))
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -86,6 +86,15 @@ def test_every_word_there_is_to_choose_can_be_typed_everywhere(key: str, word: s
 
 
 @pytest.mark.parametrize(
+    "key", ["speculation.k_max", "serving.port", "trainer.learning_rate", "buffer.max_age_seconds"]
+)
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_switch_is_no_number(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}={value.title()} \(command line\): a number is wanted"):
+        config_reading.load(overrides=[f"{key}={value}"], environ={})
+
+
+@pytest.mark.parametrize(
     ("content", "says"),
     [
         (b"serving: {port: 1}\nserving: {host: h}\n", "line 2: not valid YAML (serving stands there twice)"),

@@ -13,7 +13,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from osd.config import Config
 from osd.controller import Controller
@@ -219,7 +221,7 @@ class World:
         self.model = directory / "candidate"
         self.model.mkdir()
         (self.model / "config.json").write_text('{"vocab_size": 8}')
-        (self.model / "model.safetensors").write_bytes(b"weights")
+        save_file({"w": np.zeros(8, np.float32)}, self.model / "model.safetensors")
         self.config = Config.model_validate(
             {
                 "data_dir": str(directory),
@@ -355,6 +357,7 @@ async def test_better_candidate_is_published_told_and_explained(world: World) ->
         status = await world.controller.status()
     assert world.trainer.calls == ["round from v1"]
     assert world.registry.wishes["default"] == world.releases.current()
+    assert world.releases.get(2).origin == world.releases.get(1).origin != ""
     assert world.events() == ["published: v2: held-out α 0.40 -> 0.70 on 40 requests, at least +0.250"]
     assert (status["version"], status["num_rounds"]) == (2, 1)
     assert (status["mode"], status["proposers"]) == ("fixed", ["ngram"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from osd.fitting import _set_vocab_size, write_fitting
 from osd.pairs import read_config, vocab_size
 from osd.plan import first_release
 from osd.releases import ReleaseStore
+from tests.unit.test_releases import make_outcome
 
 NUM_TOKENS = 80
 SIZES: dict[str, Any] = {
@@ -160,8 +162,9 @@ def test_what_cannot_be_padded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="says vocab_size 80, but no embedding has so many rows"):
         fit(tmp_path / "draft", 97)
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match="shorter than its header says"):
-        fit(tmp_path / "draft", 98)
+    for num_tokens in (98, 80):
+        with pytest.raises(ConfigError, match="shorter than its header says"):
+            fit(tmp_path / "draft", num_tokens)
 
 
 def test_a_config_with_the_size_in_two_places_is_changed_in_both(tmp_path: Path) -> None:
@@ -179,6 +182,35 @@ def test_a_first_release_is_padded_once(draft: Path, tmp_path: Path) -> None:
     ReleaseStore(config.releases_path).verify(first)
     assert first_release(config, draft, "target-a", 96) == first
     assert len(ReleaseStore(config.releases_path).list()) == 1
+
+
+def test_a_draft_begun_with_gives_way_to_another_until_something_is_learnt(
+    draft: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that no engine can start with must not be there for good."""
+    config = Config(data_dir=str(tmp_path / "data"))
+    shutil.copytree(draft, tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text((draft / "config.json").read_text() + " ")
+    first = first_release(config, draft, "target-a", 96)
+    second = first_release(config, tmp_path / "other", "target-a", 96)
+    assert (second.version, second.parent, second.target_id) == (2, 0, "target-a") and second.origin != first.origin
+    assert first_release(config, tmp_path / "other", "target-a", 96) == second
+    assert caplog.messages == []
+    store = ReleaseStore(config.releases_path)
+    learnt = store.publish(second.path, parent=2, target_id="target-a", outcome=make_outcome(), origin=second.origin)
+    assert first_release(config, tmp_path / "other", "target-a", 96) == learnt and caplog.messages == []
+    assert first_release(config, draft, "target-a", 96) == learnt
+    assert caplog.messages == [
+        f"v3 serves, which was learnt from another draft: {draft} is not used; to begin with it, name another "
+        "deployment=NAME"
+    ]
+
+
+def test_a_release_of_unknown_origin_stays(draft: Path, tmp_path: Path) -> None:
+    """As those of the version before are."""
+    config = Config(data_dir=str(tmp_path / "data"))
+    before = ReleaseStore(config.releases_path).publish(draft, parent=0, target_id="target-a")
+    assert before.origin == "" and first_release(config, draft, "target-a", 80) == before
 
 
 def test_memory_does_not_grow_with_the_draft(tmp_path: Path) -> None:

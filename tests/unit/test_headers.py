@@ -120,7 +120,7 @@ async def assert_refused(content: bytes | dict[str, Any], headers: Any = None, *
         b'{"prompt": "what is osd_capture?", "use_beam_search" : true}',
         b'{"prompt": "caf\\u00e9",  "vllm_xargs": {"osd_spec_k": 2}}',
         b'{"vllm_xargs":  {"osd_capture": "on"}}',
-        b'{"vllm_xargs":  {"osd_capture": true, "osd_domain": "a", "best": 5}, "osd_capture": "off"}',
+        b'{"vllm_xargs":  {"osd_capture": true, "osd_domain": "a", "best": 5}, "capture": "off"}',
         b'{ "xargs": ["osd_capture"], "vllm_xargs": null}',
         b'{"sampling_params":  {"extra_args": {"osd_capture": "off"}}}',
         '{"prompt":  "x"}'.encode("utf-16"),
@@ -342,6 +342,23 @@ async def test_a_limit_that_is_none_is_refused_with_what_it_said(value: str, pat
         assert (
             message == f"vllm_xargs.osd_spec_k is a whole number of draft tokens, such as 2, and 0 for none; not {said}"
         )
+
+
+@pytest.mark.parametrize(
+    "body, names",
+    [
+        ({"osd_capture": "off"}, ("osd_capture", '"vllm_xargs": {...}')),
+        ({"osd_domain": "sql"}, ("osd_domain", '"vllm_xargs": {...}')),
+        ({"vllm_xargs": {"osd_captur": "off"}}, ("vllm_xargs.osd_captur:", "osd_capture, osd_domain, osd_spec_k")),
+        ({"vllm_xargs": {"osd_calibration": 1}}, ("vllm_xargs.osd_calibration:", "osd_capture")),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/tokenize"])
+async def test_a_word_of_ours_misspelt_or_at_another_place_is_refused(
+    body: dict[str, Any], names: tuple[str, ...], path: str
+) -> None:
+    _, status, message = await post(body, path=path)
+    assert status == 400 and all(name in message for name in names) and "\n" not in message
 
 
 def test_the_refusal_is_one_line_that_names_the_header_and_the_remedy() -> None:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from osd.dashboard import build_app
-from osd.records import ReplicaStatus
+from osd.records import NO_TRACES, ReplicaStatus
 from osd.status import describe_replica
 from osd.status_page import drafts_table, page
 from osd.troubles import learnable, troubles
@@ -251,6 +251,12 @@ def test_a_round_that_ended_badly(kind: str, line: str) -> None:
     ended = {"at": NOW - 5, "kind": kind, "text": "loss is nan", "version": 4}
     assert first_line(page(status(), [ended, *EVENTS])) == line
     assert first_line(page(status(), [*EVENTS, ended])) == "all is well", "a later round went well"
+
+
+def test_a_round_with_nothing_to_learn_from_is_no_trouble() -> None:
+    """What was new has been purged, say."""
+    ended = {"at": NOW - 5, "kind": "discarded", "text": f"round discarded: {NO_TRACES}", "version": 4}
+    assert first_line(page(status(), [ended, *EVENTS])) == "all is well"
 
 
 def test_a_pause() -> None:

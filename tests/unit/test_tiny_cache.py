@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,19 @@ def test_processes_starting_at_once_build_once(tmp_path: Path) -> None:
         worker.join(60)
         assert worker.exitcode == 0
     assert log.read_text() == "built\n"
+
+
+def test_whoever_waits_for_another_process_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    cache_root().mkdir(parents=True)
+    with (cache_root() / ".model.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=build_once, args=("model", lambda directory: None))
+        waiting.start()
+        while not caplog.messages:
+            time.sleep(0.01)
+        assert waiting.is_alive() and caplog.messages == ["another process builds model: waiting for it"]
+    waiting.join(60)
+    assert (cache_root() / "model").is_dir()
 
 
 def test_unusable_cache_directory_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
