@@ -90,7 +90,6 @@ class Controller:
         self._registry, self._releases = registry, releases
         self._trainer, self._buffer = trainer, buffer
         self._changes = Drafts(config, registry, releases, target_id, self._tell, clock)
-        self._paused = releases.paused()
         self._started_at = self._clock.time()
         self._cursor = "0"
         self._replicas: list[ReplicaStatus] = []
@@ -178,7 +177,7 @@ class Controller:
         self.history.observe(self._replicas, self._buffer_stats)
 
     def _observe_health(self, *, is_redis_up: bool) -> None:
-        is_training_wanted = self.config.trainer.enabled and not self._paused
+        is_training_wanted = self.config.trainer.enabled and not self._changes.is_paused
         self.history.observe_health(
             Health(
                 is_redis_up=is_redis_up,
@@ -224,7 +223,7 @@ class Controller:
             await self._clock.sleep(self.config.control.seconds_between_looks)
 
     async def _is_round_due(self, trainer: Trainer) -> bool:
-        if self._paused or not self.config.trainer.enabled:
+        if self._changes.is_paused or not self.config.trainer.enabled:
             return False
         num_new = await self._ask(trainer.num_new_traces)
         self._phase_detail = f"{num_new or 0} of {self.config.trainer.min_new_traces} new traces"
@@ -239,7 +238,7 @@ class Controller:
             return False
         now = self._clock.monotonic()
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
-        return policy.should_train(num_new, now - self._waiting_since, self.config.trainer, self._paused)
+        return policy.should_train(num_new, now - self._waiting_since, self.config.trainer, self._changes.is_paused)
 
     async def _run_round(self, trainer: Trainer) -> None:
         found = await self._changes.base()
@@ -252,7 +251,7 @@ class Controller:
         self._phase, self._phase_detail = "waiting", ""
         if outcome is not None:
             serving = {status.version for status in self._replicas}
-            await self._changes.conclude(outcome, lambda: self._paused, serving)
+            await self._changes.conclude(outcome, serving)
 
     async def _ask(self, call: Callable[[], Awaitable[T]]) -> T | None:
         """The trainer's answer; None after an error, which is said once, followed by a growing pause."""
@@ -305,7 +304,7 @@ class Controller:
             "predicted_alpha": policy.predicted_alpha(current) if current is not None else None,
             "served_alpha": conditional_acceptance(*self.history.served(version)[::-1]),
             "pinned": pinned,
-            "paused": self._paused,
+            "paused": self._changes.is_paused,
             "training": self._trainer is not None and self.config.trainer.enabled,
             "phase": self._phase,
             "phase_detail": self._phase_detail,
@@ -382,8 +381,7 @@ class Controller:
         return {"purged": num_purged, "trained_on": learnt}
 
     async def _set_paused(self, paused: bool) -> None:
-        await asyncio.to_thread(self._releases.set_paused, paused)
-        self._paused = paused
+        await self._changes.set_paused(paused)
         text = "no training, no publishing" if paused else "training and publishing"
         await self._tell(Event(at=self._clock.time(), kind="paused" if paused else "resumed", text=text))
 

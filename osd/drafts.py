@@ -46,6 +46,8 @@ class Drafts:
         self._config, self._registry, self._releases = config, registry, releases
         self._target_id, self._tell, self._clock = target_id, tell, clock
         self._lock = asyncio.Lock()
+        self.is_paused = releases.paused()
+        """While it is, no candidate is published."""
         self.changed_at = -math.inf
         """When another draft was last told to serve, by the monotonic clock; -inf: not since this process began."""
 
@@ -85,11 +87,11 @@ class Drafts:
 
     # Automatic changes
 
-    async def conclude(self, outcome: RoundOutcome, is_paused: Callable[[], bool], serving: set[int]) -> None:
+    async def conclude(self, outcome: RoundOutcome, serving: set[int]) -> None:
         """Publish the candidate of a round, or say why not."""
         async with self._lock:
             try:
-                kind, text, version = await self._publish_or_refuse(outcome, is_paused(), serving)
+                kind, text, version = await self._publish_or_refuse(outcome, serving)
             except ReleaseError as error:
                 kind, text, version = "publish_failed", str(error), outcome.base_version
         label = {"published": "published", "publish_failed": "failed"}.get(kind, kind)
@@ -99,9 +101,7 @@ class Drafts:
             points.append(MetricPoint(at=event.at, name="osd_round_rows_total", value=num, labels={"kind": rows}))
         await self._tell(presentable(outcome), event, *points)
 
-    async def _publish_or_refuse(
-        self, outcome: RoundOutcome, is_paused: bool, serving: set[int]
-    ) -> tuple[str, str, int]:
+    async def _publish_or_refuse(self, outcome: RoundOutcome, serving: set[int]) -> tuple[str, str, int]:
         current = await self.current()
         if current is None:
             return "refused", "the draft it was trained from is gone", outcome.base_version
@@ -109,7 +109,7 @@ class Drafts:
         decision = policy.should_publish(outcome, current, self._config.gate, pinned is not None)
         if outcome.discarded:
             return "discarded", decision.reason, outcome.base_version
-        if is_paused or not decision.ok:
+        if self.is_paused or not decision.ok:
             reason = decision.reason if not decision.ok else "paused while it was trained"
             return "refused", reason, outcome.base_version
         release = await asyncio.to_thread(
@@ -143,6 +143,12 @@ class Drafts:
         return True
 
     # Changes by hand
+
+    async def set_paused(self, is_paused: bool) -> None:
+        """When it returns, no candidate is being published."""
+        async with self._lock:
+            await asyncio.to_thread(self._releases.set_paused, is_paused)
+            self.is_paused = is_paused
 
     async def promote(self, version: int) -> DraftRelease:
         async with self._lock:

@@ -503,6 +503,16 @@ def test_traces_of_another_target_or_draft_are_dropped_and_counted(buffer: Trace
     assert buffer.dropped == {"mismatch": 2}, "it is a copy"
 
 
+def test_an_anchor_that_ended_at_that_very_time_stays(buffer: TraceBuffer):
+    (trace,) = make_traces(1)
+    buffer.put([trace])
+    buffer.set_anchors({0: trace})
+    assert buffer.purge(before=trace.finished_at) == 0
+    assert ids(buffer.anchors([0])) == ids([trace])
+    assert buffer.purge(before=trace.finished_at + 0.001) == 1
+    assert buffer.anchors([0]) == []
+
+
 # -- concurrency -------------------------------------------------------------------------------------------------------
 
 

@@ -40,7 +40,8 @@ class Desk:
         self.said += records
 
     async def conclude(self, outcome: RoundOutcome, *, is_paused: bool = False, serving: tuple[int, ...] = ()) -> None:
-        await self.drafts.conclude(outcome, lambda: is_paused, {*serving})
+        self.drafts.is_paused = is_paused
+        await self.drafts.conclude(outcome, {*serving})
 
     def event(self, kind: str, text: str, version: int = 0) -> Event:
         return Event(at=self.clock.now, kind=kind, text=text, version=version)
@@ -197,6 +198,23 @@ async def test_another_candidate_is_said_and_changes_nothing(
     assert (contradicts in event.text) == ("num_contradicting" in fields)
     assert isinstance(counted, MetricPoint) and counted.labels == {"outcome": label}
     assert (versions(desk.store), desk.wanted(), desk.drafts.changed_at) == ([1, 2, 3], None, -math.inf)
+
+
+async def test_a_pause_while_a_candidate_waits_for_its_turn_refuses_it(desk: Desk) -> None:
+    paused = asyncio.create_task(desk.drafts.set_paused(True))
+    published = asyncio.create_task(desk.drafts.conclude(make_outcome(str(desk.model), 3), set()))
+    await asyncio.gather(paused, published)
+    assert [record.kind for record in desk.said if isinstance(record, Event)] == ["refused"]
+    assert versions(desk.store) == [1, 2, 3] and desk.store.paused()
+
+
+async def test_a_pause_is_answered_when_what_was_being_published_is(desk: Desk) -> None:
+    """From then on nothing is."""
+    published = asyncio.create_task(desk.drafts.conclude(make_outcome(str(desk.model), 3), set()))
+    await asyncio.sleep(0)
+    await desk.drafts.set_paused(True)
+    assert desk.wanted() == 4 and desk.store.paused()
+    await published
 
 
 async def test_a_worse_candidate_is_refused_for_that_also_while_paused(desk: Desk) -> None:

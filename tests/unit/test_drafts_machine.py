@@ -70,7 +70,8 @@ class DraftsMachine(RuleBasedStateMachine):
     def round_ends(self, gain: float, lost: bool, is_paused: bool, is_stale: bool) -> None:
         before, pinned = self.serving(), self.store.pinned()
         base = before + 1 if is_stale else before
-        self.do(self.drafts.conclude(outcome(self.candidate, base, gain, lost), lambda: is_paused, {before}))
+        self.drafts.is_paused = is_paused
+        self.do(self.drafts.conclude(outcome(self.candidate, base, gain, lost), {before}))
         may = gain > 0 and not lost and not is_paused and not is_stale and pinned is None
         assert (self.serving() != before) == may
         if may:

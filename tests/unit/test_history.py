@@ -757,6 +757,21 @@ class Sheet(HistoryFile):
         self.written.append(([(kind, key[0] - NOW) for kind, key, _ in minutes], list(events), oldest - NOW))
 
 
+def test_an_event_that_comes_while_the_file_is_written_is_written_next() -> None:
+    class Busy(Sheet):
+        def write(self, minutes: Iterable[Minute], events: Iterable[Event | SwapReport], oldest: float) -> None:
+            super().write(minutes, events, oldest)
+            if len(self.written) == 1:
+                history.add(later)
+
+    first, later = (Event(at=NOW + i, kind="published", text=f"v{i}", version=i) for i in (2, 3))
+    history = History(1000.0, sheet := Busy())
+    history.add(first)
+    history.save(NOW + 10)
+    history.save(NOW + 20)
+    assert [events for _, events, _ in sheet.written] == [[first], [later]]
+
+
 def test_a_late_window_is_in_its_minute_and_each_minute_and_event_is_written_once() -> None:
     """Windows come up to 15 seconds late: a minute is written when nothing more is expected of it."""
     history = History(1000.0, sheet := Sheet())

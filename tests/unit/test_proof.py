@@ -96,6 +96,14 @@ def test_changes_that_cancel_out_show(release: dict[str, torch.Tensor]) -> None:
     assert digest([a]) != digest([b])
 
 
+def test_bits_that_cancel_out_show() -> None:
+    """What one value loses in its bits and another wins: a last place, a sign."""
+    one, two = torch.tensor(1.5), torch.tensor(2.5)
+    up, down = torch.nextafter(one, torch.tensor(9.0)), torch.nextafter(two, torch.tensor(0.0))
+    assert digest([torch.stack([one, two])]) != digest([torch.stack([up, down])])
+    assert digest([torch.tensor([1.5, -2.5])]) != digest([torch.tensor([-1.5, 2.5])])
+
+
 def test_order_zeros_and_their_sign_do_not_matter() -> None:
     a = torch.tensor([1.0, -2.0, 3.0])
     assert digest([a]) == digest([a[[2, 0]], a[1:2]]) == digest([torch.tensor([-0.0, 3.0, 0.0, 1.0, -2.0, 1e-38])])

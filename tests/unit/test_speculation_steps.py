@@ -764,15 +764,20 @@ def test_what_the_draft_gets_accepted_fades_while_n_grams_propose() -> None:
 
 def test_a_client_that_allows_nothing_says_nothing_of_n_grams() -> None:
     """That none was found for it was its own wish."""
-    control = profiled()
-    control.begin("a", client_cap=0)
-    control.begin("b")
-    for _ in range(10):
-        step(control, {"a": (0, 0), "b": (1, 1)}, "ngram")
-    for req_id in ("a", "b"):
-        control.end(req_id)
-    control.begin("c")
-    assert control._load(["c"], 100).survival["ngram"][0, 0] > 0.3
+
+    def believed_beside(*others: str) -> float:
+        control = profiled()
+        for req_id in others:
+            control.begin(req_id, client_cap=0)
+        control.begin("b")
+        for _ in range(10):
+            step(control, dict.fromkeys(others, (0, 0)) | {"b": (1, 1)}, "ngram")
+        for req_id in (*others, "b"):
+            control.end(req_id)
+        control.begin("c")
+        return float(control._load(["c"], 100).survival["ngram"][0, 0])
+
+    assert believed_beside("a") == believed_beside() > 0.3
 
 
 def test_n_grams_are_learnt_by_domain() -> None:
