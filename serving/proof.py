@@ -3,7 +3,7 @@
 An engine fuses matrices, pads vocabularies and packs weights for its kernels, so a file and a live model cannot be
 compared name by name; and a packed copy that was forgotten looks right in every parameter. Here the weights are read
 back through the very kernels that serve: a linear layer given a unit vector answers with a column of its matrix,
-exactly. Sums over bits do not care how matrices are stacked or padded.
+exactly. Sums over bits do not care how matrices are stacked or padded; two layers exchanged whole would pass, too.
 
     release ──► chosen columns, rows, vectors ──► digest ─┐
     engine  ──► read back through its layers  ──► digest ─┴► equal?
