@@ -95,8 +95,8 @@ class ReleaseStore:
         return self._before(version, offered) or (offered[max(offered)] if offered else None)
 
     def began_at(self, target_id: str) -> float:
-        """When the newest line of this target began, whose first release is never pruned; 0.0 when there is none."""
-        return next((r.created_at for r in reversed(self.list(target_id)) if r.parent == 0), 0.0)
+        """When the first release for this target was made, which is never pruned; 0.0 when there is none."""
+        return min((release.created_at for release in self.list(target_id)), default=0.0)
 
     def line(self, target_id: str) -> int:
         """A number that changes whenever the target is given another draft than a new one: by a rollback, a promote, a
@@ -238,11 +238,10 @@ class ReleaseStore:
     # Inside
 
     def _needed(self, serving: set[int]) -> set[int]:
-        """Versions that are never pruned: pinned, kept, serving, first of a target's newest line, current and its
-        parent."""
+        """Versions that are never pruned: pinned, kept, serving, first of their line, current and its parent."""
         state, releases = self._state(), self.list()
         current = [r for t in {r.target_id for r in releases} if (r := self.current(t)) is not None]
-        first = {r.target_id: r.version for r in releases if r.parent == 0}
+        first = {r.target_id: r.version for r in reversed(releases)}
         return {
             *serving,
             *state.kept,
@@ -256,12 +255,9 @@ class ReleaseStore:
         return {r.version: r for r in self.list(target_id) if r.version not in bad}
 
     def _before(self, version: int, offered: dict[int, DraftRelease]) -> DraftRelease | None:
-        """The nearest offered ancestor; where the chain is broken, the newest one offered before `version`. None before
-        a release that begins a line: what was before is of another draft."""
+        """The nearest offered ancestor; where the chain is broken, the newest one offered before `version`."""
         parents = {r.version: r.parent for r in self.list()}
         ancestor = parents.get(version)
-        if ancestor == 0:
-            return None
         while ancestor and ancestor not in offered:
             ancestor = parents.get(ancestor)
         older = [v for v in offered if v < version]

@@ -372,19 +372,6 @@ def test_a_target_began_with_its_first_release(store: ReleaseStore, model: Path)
     assert store.began_at("other") == 0.0
 
 
-def test_a_draft_begun_with_later_begins_a_line_of_its_own(store: ReleaseStore, model: Path) -> None:
-    """There is nothing to go back to, and it is kept as the first one was."""
-    publish_line(store, model, 2)
-    begun = store.publish(model, parent=0, target_id=TARGET)
-    assert store.began_at(TARGET) == begun.created_at
-    with pytest.raises(ReleaseError, match="draft v3: there is no earlier release to go back to"):
-        store.previous(TARGET)
-    for parent in (3, 4, 5):
-        store.publish(model, parent=parent, target_id=TARGET)
-    assert store.prune(1, set()) == [1, 2, 4]
-    assert store.began_at(TARGET) == begun.created_at and store.previous(TARGET).version == 5
-
-
 def test_pin_serves_one_version_until_unpinned(store: ReleaseStore, model: Path) -> None:
     publish_line(store, model, 3)
     store.pin(2)
