@@ -94,28 +94,27 @@ def try_port(host: str, port: int) -> None:
 
 
 def first_release(config: Config, draft: Path, target_id: str, num_tokens: int) -> DraftRelease:
-    """What to serve first: the pinned or current release of this target. When there is none, or nothing has been learnt
-    since another draft was begun with, `draft` is published, fitted to the target's `num_tokens`."""
+    """What to serve first: the pinned or current release of this target; when there is none, `draft` is published,
+    fitted to the target's `num_tokens`. A line in the log says when the release began with another draft."""
     try:
         store = ReleaseStore(config.releases_path)
+        origin = models.fingerprint(draft)
         if (pinned := store.pinned(target_id)) is not None:
             release = store.get(pinned)
             store.verify(release)
-            return release
-        origin = models.fingerprint(draft)
-        current = newest_undamaged(store, target_id)
-        is_of_another = current is not None and current.origin not in ("", origin)
-        if current is None or (is_of_another and current.outcome is None):
+        elif (found := newest_undamaged(store, target_id)) is not None:
+            release = found
+        else:
             fitting = partial(write_fitting, num_tokens=num_tokens)
-            return store.publish(draft, parent=0, target_id=target_id, origin=origin, copy=fitting)
-        if is_of_another:
+            release = store.publish(draft, parent=0, target_id=target_id, origin=origin, copy=fitting)
+        if release.origin not in ("", origin):
             logger.warning(
-                "v%d serves, which was learnt from another draft: %s is not used; to begin with it, name another "
+                "v%d serves, which comes of another draft: %s is not used; to begin with it, name another "
                 "deployment=NAME",
-                current.version,
+                release.version,
                 draft,
             )
-        return current
+        return release
     except ReleaseError as error:
         key = "releases.dir" if config.releases.dir else "data_dir"
         raise ConfigError(f"{key}: {error}; choose another with {key}=DIRECTORY") from None

@@ -184,26 +184,26 @@ def test_a_first_release_is_padded_once(draft: Path, tmp_path: Path) -> None:
     assert len(ReleaseStore(config.releases_path).list()) == 1
 
 
-def test_a_draft_begun_with_gives_way_to_another_until_something_is_learnt(
-    draft: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_draft_that_is_not_used_is_told_of(
+    draft: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_pinned: bool
 ) -> None:
-    """One that no engine can start with must not be there for good."""
+    """Also where the release that serves was trained, and nothing of a running service is changed by asking."""
     config = Config(data_dir=str(tmp_path / "data"))
     shutil.copytree(draft, tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text((draft / "config.json").read_text() + " ")
     first = first_release(config, draft, "target-a", 96)
-    second = first_release(config, tmp_path / "other", "target-a", 96)
-    assert (second.version, second.parent, second.target_id) == (2, 0, "target-a") and second.origin != first.origin
-    assert first_release(config, tmp_path / "other", "target-a", 96) == second
-    assert caplog.messages == []
     store = ReleaseStore(config.releases_path)
-    learnt = store.publish(second.path, parent=2, target_id="target-a", outcome=make_outcome(), origin=second.origin)
-    assert first_release(config, tmp_path / "other", "target-a", 96) == learnt and caplog.messages == []
-    assert first_release(config, draft, "target-a", 96) == learnt
+    learnt = store.publish(first.path, parent=1, target_id="target-a", outcome=make_outcome(), origin=first.origin)
+    if is_pinned:
+        store.pin(2)
+    assert first_release(config, draft, "target-a", 96) == learnt and caplog.messages == []
+    assert first_release(config, tmp_path / "other", "target-a", 96) == learnt
     assert caplog.messages == [
-        f"v3 serves, which was learnt from another draft: {draft} is not used; to begin with it, name another "
+        f"v2 serves, which comes of another draft: {tmp_path / 'other'} is not used; to begin with it, name another "
         "deployment=NAME"
     ]
+    assert [release.version for release in store.list()] == [1, 2]
 
 
 def test_a_release_of_unknown_origin_stays(draft: Path, tmp_path: Path) -> None:
