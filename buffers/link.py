@@ -15,7 +15,7 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
 from redis.retry import Retry
 
 from osd.errors import ReplayBufferError
-from osd.redis_url import HOW_TO_WRITE_ONE, is_clear, mask_text, mask_url
+from osd.exchange.redis_url import HOW_TO_WRITE_ONE, is_clear, mask_text, mask_url
 
 MIN_VERSION = (7, 0)
 CONNECT_SECONDS = 2.0

@@ -12,8 +12,8 @@ from typing import IO
 from buffers import trace_stream
 from buffers.codec import CorruptTrace, UnknownSchema, decode_trace
 from buffers.trace_stream import CutShort
+from osd.common.files import explain, fsync
 from osd.errors import OSDError
-from osd.files import explain, fsync
 from osd.records import Trace
 
 REMEDY = "give a file of `osd traces export`"

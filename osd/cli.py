@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 import osd
-from osd.bench import BENCHES
 from osd.errors import ConfigError, OSDError
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
@@ -32,8 +31,6 @@ traces_app = typer.Typer(help="The traces a running service has stored.", no_arg
 app.add_typer(drafts_app, name="drafts")
 app.add_typer(traces_app, name="traces")
 app.add_typer(config_app, name="config")
-bench_app = typer.Typer(help="Measured costs, with raw runs, intervals and a report kept.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
 
 UrlOption = Annotated[str | None, typer.Option("--url", help="Control port of the service (default: the one running).")]
 DeploymentOption = Annotated[str | None, typer.Option("--deployment", help="Which running service, by name.")]
@@ -90,15 +87,15 @@ def serve(
         "buffer.redis_url": redis_url,
         "ray.address": address,
     }
-    from osd import config_reading
+    from osd.config import reading
 
-    resolved = config_reading.load(config, overrides, flags)
+    resolved = reading.load(config, overrides, flags)
     if detach:
-        from osd.detach import serve_detached
+        from osd.service.detach import serve_detached
 
         serve_detached(resolved.config, sys.argv, typer.echo)
         return
-    from osd import launch
+    from osd.service import launch
 
     launch.serve(resolved.config, typer.echo)
 
@@ -117,11 +114,11 @@ def profile(
 ) -> None:
     """Measure what steps take on this hardware with these models, keep it for `osd serve`, and print it."""
     target, overrides = split_arguments(arguments or [])
-    from osd import config_reading
+    from osd.config import reading
 
     flags = {"serving.target": target, "serving.draft": draft}
-    resolved = config_reading.load(config, overrides, flags)
-    from osd.profile import run
+    resolved = reading.load(config, overrides, flags)
+    from osd.service.profile import run
 
     run(resolved.config, again=again, say=typer.echo)
 
@@ -129,7 +126,7 @@ def profile(
 @app.command(epilog="Example:  osd stop")
 def stop(deployment: DeploymentOption = None) -> None:
     """End a running service of this user."""
-    from osd.detach import stop_service
+    from osd.service.detach import stop_service
 
     typer.echo(f"{stop_service(deployment)} has stopped")
 
@@ -142,7 +139,7 @@ def demo(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
 ) -> None:
     """Tiny models, real vLLM, drifting traffic: acceptance and speed fall, and recover as the draft learns."""
-    from osd.demo import run
+    from osd.demo.story import run
 
     sys.exit(run(report_path=report, html_path=html, keep=keep, overrides=overrides or []))
 
@@ -159,7 +156,7 @@ def status(
     if as_json:
         _show(state)
         return
-    from osd.status_page import page
+    from osd.observe.status_text import page
 
     typer.echo(page(state, client.get("/osd/events")))
 
@@ -172,7 +169,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame (always so without a terminal).")] = False,
 ) -> None:
     """The dashboard at a glance, in this terminal: health, acceptance over time, the loop, events. q leaves."""
-    from osd.top.run import run
+    from osd.observe.top.run import run
 
     run(lambda: _client(url, deployment), window, once=once)
 
@@ -195,7 +192,7 @@ def drafts_list(url: UrlOption = None, deployment: DeploymentOption = None, as_j
     drafts = _client(url, deployment).get("/osd/drafts")
     if as_json:
         return _show(drafts)
-    from osd.status_page import drafts_table
+    from osd.observe.status_text import drafts_table
 
     typer.echo(drafts_table(drafts, time.time()))
 
@@ -239,7 +236,7 @@ def purge(
     deployment: DeploymentOption = None,
 ) -> None:
     """Delete stored traces. Says which drafts may have learnt from them."""
-    from osd.wording import moment
+    from osd.common.wording import moment
 
     if every == (domain is not None or before is not None):
         raise ConfigError("say which traces: --all, or --domain and --before")
@@ -255,7 +252,7 @@ def export(
     deployment: DeploymentOption = None,
 ) -> None:
     """Write every stored trace to FILE, for `osd train`."""
-    from osd import recorded
+    from osd.offline import recorded
 
     recorded.export(_client(url, deployment), file, force=force, say=typer.echo)
 
@@ -273,13 +270,14 @@ def train(
     force: Annotated[bool, typer.Option("--force", help="Take the draft even if it is not better.")] = False,
 ) -> None:
     """Distil from recorded traces alone: no engine, no cluster, no Redis. Exits with 1 when the draft is not better."""
-    from osd import config_reading, offline
+    from osd.config import reading
+    from osd.offline import train
 
     files = [*traces, *(Path(a) for a in arguments or [] if not _is_override(a))]
     overrides = [a for a in arguments or [] if _is_override(a)]
-    resolved = config_reading.load(config, overrides, {"serving.draft": draft}).config
-    job = offline.Job(config=resolved, draft=offline.check_draft(resolved), out=out, epochs=epochs, force=force)
-    sys.exit(offline.run(job, files, typer.echo, _warn))
+    resolved = reading.load(config, overrides, {"serving.draft": draft}).config
+    job = train.Job(config=resolved, draft=train.check_draft(resolved), out=out, epochs=epochs, force=force)
+    sys.exit(train.run(job, files, typer.echo, _warn))
 
 
 @app.command(
@@ -304,15 +302,15 @@ def distil(
     ] = False,
 ) -> None:
     """A draft before there is traffic: TARGET answers the prompts, the draft learns. Exits with 1 if no better."""
-    from osd import config_reading
-    from osd import distil as command
-    from osd.prompts import Asking
+    from osd.config import reading
+    from osd.offline import distil as command
+    from osd.offline.prompts import Asking
 
     target, overrides = split_arguments(arguments or [])
     flags = {"serving.target": target, "serving.draft": draft}
     sys.exit(
         command.run(
-            lambda own: config_reading.load(config, overrides, flags | own).config,
+            lambda own: reading.load(config, overrides, flags | own).config,
             prompts_file=prompts,
             out=out,
             keep_traces=keep_traces,
@@ -330,12 +328,12 @@ def config_show(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [SECTION.KEY=VALUE]...")] = None,
 ) -> None:
     """The resolved configuration, each value with its origin."""
-    from osd import config_reading
-    from osd.redis_url import mask_url
+    from osd.config import reading
+    from osd.exchange.redis_url import mask_url
 
     file, overrides = split_arguments(arguments or [])
-    resolved = config_reading.load(file, overrides)
-    leaves = config_reading.leaves(resolved.config)
+    resolved = reading.load(file, overrides)
+    leaves = reading.leaves(resolved.config)
     url = resolved.config.buffer.redis_url
     for key, value in (leaves | ({"buffer.redis_url": mask_url(url)} if url else {})).items():
         origin = resolved.origins.get(key) or next(
@@ -344,23 +342,21 @@ def config_show(
         typer.echo(f"{key} = {json.dumps(value)}    # {origin}")
 
 
-def _add_bench(name: str, summary: str) -> None:
-    @bench_app.command(name, help=summary, short_help=summary, epilog=f"Example:  osd bench {name} --quick")
-    def bench(
-        quick: Annotated[
-            bool, typer.Option("--quick", help="Smaller models, fewer repeats: a look, no result.")
-        ] = False,
-        out: Annotated[
-            Path | None, typer.Option(help="Directory for its files (default: one in bench-results/).")
-        ] = None,
-    ) -> None:
-        from osd.bench.runner import run
+def _add_benches(checkout: Path) -> None:
+    """The laboratory stands beside the product in a checkout, and is no part of an installation."""
+    if (checkout / "pyproject.toml").exists() and (checkout / "benchmarks").is_dir():
+        sys.path.append(str(checkout))
+        from benchmarks.cli import app as benches
 
-        run(name, quick=quick, out=out, say=typer.echo)
+        app.add_typer(benches, name="bench")
+        return
+
+    @app.command("bench", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def bench() -> None:
+        raise ConfigError("osd bench: the benches stand in a checkout of the project, not in an installation")
 
 
-for _name, _summary in BENCHES.items():
-    _add_bench(_name, _summary)
+_add_benches(Path(__file__).parents[1])
 
 
 @app.command(
@@ -372,10 +368,10 @@ def doctor(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
 ) -> None:
     """What is installed, which engine runs and why, whether the models fit, what the draft costs, what is broken."""
-    from osd import config_reading
-    from osd.doctor import run
+    from osd.config import reading
+    from osd.doctor.ladder import run
 
-    sys.exit(run(config_reading.load(config, overrides or []).config, typer.echo))
+    sys.exit(run(reading.load(config, overrides or []).config, typer.echo))
 
 
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -392,7 +388,7 @@ def _is_override(argument: str) -> bool:
 
 
 def _client(url: str | None, deployment: str | None) -> Any:
-    from osd.client import Client
+    from osd.client.http import Client
 
     return Client(url, deployment)
 

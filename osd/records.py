@@ -411,7 +411,7 @@ class ReplicaStatus:
     """Why its swaps cannot be proved by reading the draft back; "" when they are."""
     """Requests in the engine."""
     speculation: dict[str, Any] = field(default_factory=dict)
-    """What the control of speculation last said of itself (`serving/speculation.py`); empty = k is fixed."""
+    """What the control of speculation last said of itself (`serving/speculation/control.py`); empty = k is fixed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from osd.config_docs import render
+from osd.config.docs import render
 
 if __name__ == "__main__":
     Path(__file__).parents[1].joinpath("docs", "configuration.md").write_text(render())

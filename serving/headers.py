@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from serving.scheduler import whole_number
-from serving.skips import wants_out
+from serving.capture.skips import wants_out
+from serving.speculation.scheduler import whole_number
 
 CAPTURE_HEADER = b"x-osd-capture"
 DOMAIN_HEADER = b"x-osd-domain"

@@ -22,10 +22,10 @@ from typing import Any
 import msgspec
 
 from osd.errors import OSDError
+from osd.exchange.registry import Registry
 from osd.records import DraftRelease, ReplicaStatus, SpecWindow, SwapReport, encode
-from osd.registry import Registry
-from serving import vllm_compat
-from serving.steering import Steering
+from serving.speculation.client import Steering
+from serving.vllm import names
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class DraftPuller:
             k=self._k,
             pid=os.getpid(),
             started_at=self._started_at,
-            engine=vllm_compat.engine_version(),
+            engine=names.engine_version(),
             capture_rows=self._counters.get("rows", {}),
             capture_skipped=self._counters.get("skipped", {}),
             num_traces=self._counters.get("num_traces", 0),

@@ -20,14 +20,15 @@ import threading
 from functools import partial
 from typing import Any
 
-from osd.config import Config
+from osd.config.schema import Config
 from osd.errors import ConfigError
+from osd.exchange.registry import Registry
 from osd.records import DraftRelease
-from osd.registry import Registry
-from serving import vllm_compat
 from serving.headers import HeadersToXargs
 from serving.pull import Activity, DraftPuller, release_to_start
-from serving.steering import Steering, profile_path, settings_for
+from serving.speculation.client import Steering, profile_path, settings_for
+from serving.vllm.names import problem_with_control
+from serving.vllm.server import build_engine_and_app, call_core, engine_arguments, http_server
 from serving.worker import trace_settings
 
 logger = logging.getLogger(__name__)
@@ -154,23 +155,23 @@ class Replica:
             }
             extra |= self._control_arguments()
         try:
-            self._args = vllm_compat.engine_arguments(self._target_dir, extra)
+            self._args = engine_arguments(self._target_dir, extra)
         except ValueError as error:
             raise ConfigError(f"serving.vllm: {error}") from None
-        return await vllm_compat.build_engine_and_app(self._args)
+        return await build_engine_and_app(self._args)
 
     def _control_arguments(self) -> dict[str, Any]:
         """vLLM arguments under which the control of speculation runs in the engine; {} where this vLLM has changed
         under it."""
         assert self._release is not None
-        if problem := vllm_compat.problem_with_control():
+        if problem := problem_with_control():
             self._uncontrolled = f"{problem}; k stays at {self._config.speculation.k_max}"
             logger.warning("speculation is not controlled: %s", self._uncontrolled)
             return {}
         self._is_controlled = True
         given = dict(self._config.serving.vllm.get("additional_config") or {})
         given["osd"] = settings_for(self._config.speculation, self._release)
-        return {"scheduler_cls": "serving.scheduler.controlled_scheduler", "additional_config": given}
+        return {"scheduler_cls": "serving.speculation.scheduler.controlled_scheduler", "additional_config": given}
 
     async def _start_extension(self) -> None:
         if self._release is None:
@@ -185,7 +186,7 @@ class Replica:
         )
         await self._rpc("osd_start", settings)
         if self._is_controlled:
-            self._steering = Steering(partial(vllm_compat.call_core, self._engine), self._config)
+            self._steering = Steering(partial(call_core, self._engine), self._config)
             path = profile_path(self._config, self._target_id, self._release.path)
             await self._steering.prepare(self._engine, path)
             await self._rpc("osd_report", self.name, self._release.draft)  # what measuring left behind
@@ -205,7 +206,7 @@ class Replica:
     async def _serve(self, app: Any, sock: socket.socket) -> None:
         assert self._stop is not None
         watched = self._activity.watching(HeadersToXargs(app))
-        server = vllm_compat.http_server(watched, self._args, seconds_to_finish=GRACEFUL_SHUTDOWN_SECONDS)
+        server = http_server(watched, self._args, seconds_to_finish=GRACEFUL_SHUTDOWN_SECONDS)
         app.state.server = server
         http = asyncio.create_task(server.serve(sockets=[sock]), name="http")
         pull = asyncio.create_task(self._look_after(), name="pull")

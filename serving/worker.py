@@ -12,18 +12,19 @@ from typing import Any
 
 import msgspec
 
-from osd.config import CaptureConfig
+from osd.config.schema import CaptureConfig
 from osd.errors import SwapError
 from osd.records import DraftRelease, Trace, decode, encode
-from serving import vllm_compat, vllm_weights
-from serving.capture import Capture
-from serving.lazy_draft import LazyDraft, lazy_draft
-from serving.live_draft import Weights
-from serving.proof import SwapProof
-from serving.step_split import StepSplit
-from serving.swap import DraftSwapper
+from serving.capture.capture import Capture
+from serving.speculation.lazy_draft import LazyDraft, lazy_draft
+from serving.speculation.step_split import StepSplit
+from serving.swap import weights
+from serving.swap.live_draft import Weights
+from serving.swap.proof import SwapProof
+from serving.swap.swap import DraftSwapper
+from serving.vllm import fixes, hooks
 
-vllm_compat.fix_cpu_sampling()
+fixes.fix_cpu_sampling()
 
 
 class WorkerExtension:
@@ -31,7 +32,7 @@ class WorkerExtension:
 
     osd_capture: Capture
     osd_swapper: DraftSwapper[Weights]
-    osd_hook: vllm_compat.VerificationHook
+    osd_hook: hooks.VerificationHook
     osd_split: StepSplit
     osd_lazy_draft: LazyDraft | None
     osd_sink_stats: Callable[[], dict[str, int]]
@@ -47,15 +48,15 @@ class WorkerExtension:
         options = json.loads(settings)
         release = decode(json.dumps(options["release"]), DraftRelease)
         put, self.osd_sink_stats = self.osd_open_sink(options["sink"])
-        vllm_weights.check_method(self)
+        weights.check_method(self)
         self.osd_swapper = DraftSwapper(
             release,
-            vllm_weights.live_draft(self),
+            weights.live_draft(self),
             lambda first: SwapProof(
-                lambda: vllm_weights.read_back(self),
-                vllm_weights.draft_dtype(self),
+                lambda: weights.read_back(self),
+                weights.draft_dtype(self),
                 first,
-                lambda: vllm_weights.sample_of_target(self),
+                lambda: weights.sample_of_target(self),
             ),
         )
         self.osd_capture = Capture(
@@ -68,7 +69,7 @@ class WorkerExtension:
             seed=options.get("seed"),
         )
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        self.osd_hook = vllm_compat.VerificationHook(runner, self.osd_capture)
+        self.osd_hook = hooks.VerificationHook(runner, self.osd_capture)
         self.osd_split = StepSplit()
         self.osd_lazy_draft = None
         if options.get("is_controlled"):
@@ -120,7 +121,7 @@ class WorkerExtension:
 
     def osd_target_checksum(self) -> float:
         """A number that changes when any weight of the target does."""
-        return vllm_weights.target_checksum(self)
+        return weights.target_checksum(self)
 
 
 def trace_settings(release: DraftRelease, capture: CaptureConfig, **more: Any) -> str:

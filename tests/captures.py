@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from osd.config import CaptureConfig
+from osd.config.schema import CaptureConfig
 from osd.records import Trace
-from serving.assemble import Schedule, Step, TraceAssembler
-from serving.budget import ByteBudget
-from serving.capture import Capture
-from serving.pick import Landed, Lot, pick_on_host
-from serving.vllm_compat import NewRequest, Verification
-from serving.windows import WindowCounter
+from serving.capture.assemble import Schedule, Step, TraceAssembler
+from serving.capture.budget import ByteBudget
+from serving.capture.capture import Capture
+from serving.capture.pick import Landed, Lot, pick_on_host
+from serving.capture.windows import WindowCounter
+from serving.vllm.hooks import NewRequest, Verification
 
 VOCAB = 100
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from osd.clock import Clock
+from osd.common.clock import Clock
 
 
 class HandClock(Clock):

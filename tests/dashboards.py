@@ -12,12 +12,12 @@ from typing import Any
 
 import uvicorn
 
-from osd.dashboard import build_app
-from osd.history_file import HistoryFile, Minute
-from osd.metrics import History
+from osd.observe.dashboard import build_app
+from osd.observe.history import History
+from osd.observe.history_file import HistoryFile, Minute
+from osd.observe.slots import Counts, StepTimes
+from osd.observe.status import describe_replica
 from osd.records import BufferStats, EvalReport, Event, ReplicaStatus, RoundOutcome, SpecWindow, SwapReport
-from osd.slots import Counts, StepTimes
-from osd.status import describe_replica
 
 TOKEN = "correct-horse"
 CLASSES = ("sql", "arithmetic", "python", "finance")

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from osd.exposition import COUNTERS, GAUGES, PAUSE_HISTOGRAM, SPECULATION
+from osd.observe.exposition import COUNTERS, GAUGES, PAUSE_HISTOGRAM, SPECULATION
 from tests.programs import path_of
 
 OURS: dict[str, tuple[str, ...]] = {

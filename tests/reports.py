@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from osd.demo_report import course
-from osd.load import Answer
+from osd.client.load import Answer
+from osd.demo.report import course
 from osd.records import SwapReport
 
 BEGAN = 1_790_000_000.0

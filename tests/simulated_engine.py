@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from serving.goodput import Plan
-from serving.speculation import Settings, Speculation, StepSeen
+from serving.speculation.control import Settings, Speculation, StepSeen
+from serving.speculation.goodput import Plan
 
 StepTime = Callable[[int, int, int], float]
 """(requests, verified tokens, draft passes) -> seconds"""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from osd.files import sha256
+from osd.common.files import sha256
 from osd.records import ACCEPTED, REJECTED, DraftRelease, Trace
 from tests.builders import trace_id
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from buffers.base import TraceBuffer
 from buffers.memory import MemoryTraceBuffer
-from osd.config import GateConfig, TrainerConfig
+from osd.config.schema import GateConfig, TrainerConfig
 from osd.records import Trace
 from tests.tiny_drafts import TARGET_ID
 from trainer.draft import load_draft

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from osd.config import TrainerConfig
+from osd.config.schema import TrainerConfig
 from osd.errors import ConfigError
 from osd.records import Trace
 from trainer import adapter

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from osd.common.files import sha256
 from osd.errors import ReleaseError
-from osd.files import sha256
 from trainer import adapter
 from trainer.files import write_aside
 from trainer.names import names_in_model

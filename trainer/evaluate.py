@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from osd.config import GateConfig
+from osd.config.schema import GateConfig
 from osd.records import ClassReport, EvalReport, Trace, conditional_acceptance
 from trainer.batch import collate_outputs, to_device
 from trainer.classes import classes_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from osd.common.files import fsync, replace_file
 from osd.errors import OSDError
-from osd.files import fsync, replace_file
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from osd.config import GateConfig, TrainerConfig
+from osd.config.schema import GateConfig, TrainerConfig
 from osd.records import Trace
 from trainer.batch import trainable
 from trainer.distiller import Distiller

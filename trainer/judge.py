@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from osd.config import GateConfig, TrainerConfig
+from osd.config.schema import GateConfig, TrainerConfig
 from osd.records import DraftRelease, EvalReport, Trace
 from trainer.batch import check_tokens, well_formed
 from trainer.distiller import accelerator

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from osd.config import GateConfig, TrainerConfig
+from osd.config.schema import GateConfig, TrainerConfig
 from osd.records import NO_TRACES, DraftRelease, EvalReport, RoundOutcome, Trace
 from trainer import adapter
 from trainer.batch import TrainBatch, trainable

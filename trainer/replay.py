@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from osd.config import TrainerConfig
+from osd.config.schema import TrainerConfig
 from osd.errors import ReplayBufferError
 from osd.records import Trace
 

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from osd.config import TrainerConfig
+from osd.config.schema import TrainerConfig
 from osd.errors import ConfigError
 from osd.records import RoundOutcome
 

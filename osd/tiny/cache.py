@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from osd.common.files import cache_root
 from osd.errors import ConfigError
-from osd.files import cache_root
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from buffers.embedded import EmbeddedValkey
 from buffers.link import Link
 from buffers.redis_stream import RedisTraceBuffer
 from osd.errors import ReplayBufferError
-from osd.exposition import Totals
+from osd.observe.exposition import Totals
 from osd.records import Trace
 from tests import servers
 from tests.builders import ids, make_trace, make_traces

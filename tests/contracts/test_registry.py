@@ -15,8 +15,8 @@ import pytest
 
 from buffers.embedded import EmbeddedValkey
 from osd.errors import ConfigError, ReplayBufferError
+from osd.exchange.registry import FeedRecord, Registry
 from osd.records import DraftRelease, Event, MetricPoint, ReplicaStatus, RoundOutcome, SpecWindow, SwapReport
-from osd.registry import FeedRecord, Registry
 from tests import servers
 
 RELEASE = DraftRelease(version=4, parent=3, path="/data/v000004", sha256="ab12", target_id="9f2c", created_at=1.7e9)

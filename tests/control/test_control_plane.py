@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from buffers.embedded import EmbeddedValkey
-from osd.config import Config
-from osd.control import ControlPlane, keep
-from osd.metrics import History
+from osd.config.schema import Config
+from osd.control.plane import ControlPlane, keep
+from osd.exchange.registry import Registry
+from osd.observe.history import History
 from osd.records import SpecWindow, SwapReport
-from osd.registry import Registry
 from tests.browser import Open
 from tests.dashboards import write_week
 

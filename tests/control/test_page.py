@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from osd.metrics import History
+from osd.observe.history import History
 from osd.records import SwapReport
 from tests.browser import Open, smoothed, until
 from tests.dashboards import TOKEN, Scene, served, week, window

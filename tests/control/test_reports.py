@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from osd.bench import plot
-from osd.bench.record import Protocol
-from osd.bench.result import Lines, Result, Spread
-from osd.bench.stats import Estimate
-from osd.demo_report import html
+from benchmarks import plot
+from benchmarks.record import Protocol
+from benchmarks.result import Lines, Result, Spread
+from benchmarks.stats import Estimate
+from osd.demo.report import html
 from tests.reports import report
 
 COLOURS = """canvas => {

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from osd.config import CaptureConfig
+from osd.config.schema import CaptureConfig
 from osd.records import DraftRelease
 from tests.integration.engines import SINK, Engine
 from tests.integration.pairs import VOCABULARY, Pair, build_pair

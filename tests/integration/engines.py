@@ -13,7 +13,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from osd.config import CaptureConfig
+from osd.config.schema import CaptureConfig
 from osd.records import DraftRelease, Trace, encode
 from serving.worker import WorkerExtension, trace_settings
 
@@ -73,7 +73,7 @@ class Engine:
                 **(speculative or {}),
             }
         if control is not None:
-            settings["scheduler_cls"] = "serving.scheduler.controlled_scheduler"
+            settings["scheduler_cls"] = "serving.speculation.scheduler.controlled_scheduler"
             settings["additional_config"] = {"osd": {"k_max": k, **control}}
         self.is_controlled = control is not None
         self.k = k

@@ -23,12 +23,13 @@ import httpx
 import numpy as np
 import redis
 
-from osd import config_reading, runtime
-from osd.client import Client
-from osd.launch import Service
-from osd.load import Answer, drive
-from osd.reaper import running
+from osd.client.http import Client
+from osd.client.load import Answer, drive
+from osd.config import reading
 from osd.records import EvalReport, RoundOutcome
+from osd.service import note
+from osd.service.launch import Service
+from osd.service.reaper import running
 from tests.integration.pairs import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def settings(deployment: str, data_dir: Path, target: Path, draft: Path) -> list
 @contextmanager
 def supervised(arguments: Sequence[str]) -> Iterator[Service]:
     """A service in this process, with its supervisor in a thread."""
-    service = Service(config_reading.load(None, arguments).config, lambda text: print(text, flush=True))
+    service = Service(reading.load(None, arguments).config, lambda text: print(text, flush=True))
     stop = threading.Event()
     supervisor = threading.Thread(target=service.supervise, args=(stop,), daemon=True)
     try:
@@ -97,12 +98,12 @@ class Served:
                 start_new_session=True,
             )
 
-    def wait_ready(self, seconds: float = 600) -> runtime.Running:
+    def wait_ready(self, seconds: float = 600) -> note.Running:
         """Its note; with its own log in the failure when it ended or took too long."""
 
-        def note() -> runtime.Running | None:
+        def note() -> note.Running | None:
             assert self.process.poll() is None, self.log.read_text()
-            return next((r for r in runtime.find_all() if r.pid == self.process.pid), None)
+            return next((r for r in note.find_all() if r.pid == self.process.pid), None)
 
         found = wait_until(note, seconds, f"{self.deployment} is ready")
         print(f"{self.deployment}: ready after {time.monotonic() - self.started_at:.1f} s")
@@ -136,7 +137,7 @@ class Detached:
         assert done.returncode == 0, done
         print(f"{self.deployment}: detached after {time.monotonic() - started:.1f} s")
         self.said = done.stdout
-        self.note = next(r for r in runtime.find_all() if r.deployment == self.deployment)
+        self.note = next(r for r in note.find_all() if r.deployment == self.deployment)
 
     def stop(self) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "osd", "stop", "--deployment", self.deployment]
@@ -144,7 +145,7 @@ class Detached:
 
     def end(self) -> None:
         """Whatever happened: nothing of it stays."""
-        if any(r.pid == self.note.pid for r in runtime.find_all()):
+        if any(r.pid == self.note.pid for r in note.find_all()):
             with suppress(ProcessLookupError):
                 os.kill(self.note.pid, signal.SIGKILL)  # its reaper ends the rest
 

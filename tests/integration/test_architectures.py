@@ -19,13 +19,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from buffers.memory import MemoryTraceBuffer
-from osd.config import CaptureConfig, Config, GateConfig, TrainerConfig
+from osd.config.schema import CaptureConfig, Config, GateConfig, TrainerConfig
+from osd.control.policy import should_publish
 from osd.errors import ConfigError
-from osd.pairs import check_context
-from osd.plan import first_release
-from osd.policy import should_publish
+from osd.models.compatibility import check_context
 from osd.records import REJECTED, DraftRelease, RoundOutcome, SpecWindow, Trace, decode
-from osd.releases import ReleaseStore
+from osd.releases.store import ReleaseStore
+from osd.service.plan import first_release
 from tests.builders import trace_id
 from tests.integration.conftest import release_of
 from tests.integration.engines import SINK, Engine
@@ -164,7 +164,7 @@ def test_traces_whose_prompts_were_cut_teach_as_well(loop: Loop, tmp_path: Path)
 def test_one_request_longer_than_the_drafts_context_would_stop_drafting_for_all(
     request: pytest.FixtureRequest, loop: Loop, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    """What vLLM does, and why `osd/pairs.py` refuses such a draft."""
+    """What vLLM does, and why `osd/models/compatibility.py` refuses such a draft."""
     shutil.copytree(loop.release.path, tmp_path / "short")
     config = json.loads((tmp_path / "short" / "config.json").read_text())
     (tmp_path / "short" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 48}))

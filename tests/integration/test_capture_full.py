@@ -14,9 +14,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from osd.exposition import Totals
+from osd.observe.exposition import Totals
 from osd.records import ACCEPTED, PLAIN, ReplicaStatus, Trace
-from serving import pick
+from serving.capture import pick
 from tests.integration.engines import Engine
 from tests.integration.pairs import Pair
 from tests.integration.test_capture import assert_rows_are_the_targets, keep_all

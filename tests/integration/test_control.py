@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from osd.config import CaptureConfig, Config
+from osd.config.schema import CaptureConfig, Config
 from osd.records import PLAIN
-from serving import vllm_compat
-from serving.lazy_draft import LazyDraft
 from serving.replica import Replica
+from serving.speculation.lazy_draft import LazyDraft
+from serving.vllm import fixes, names
 from tests.integration.conftest import release_of
 from tests.integration.engines import Engine
 from tests.integration.pairs import VOCABULARY, Pair
@@ -332,7 +332,7 @@ def test_an_error_in_the_control_ends_the_control_and_nothing_else(
     engine = Engine(pair.target, release_of(pair.draft, 1), k=3, control={}, disable_log_stats=True)
     KEPT.append(engine)
     engine.scheduler.osd.plan = lambda *_: 1 / 0
-    with caplog.at_level(logging.ERROR, logger="serving.scheduler"):
+    with caplog.at_level(logging.ERROR, logger="serving.speculation.scheduler"):
         assert engine.generate(prompts, **LONG) == plain.generate(prompts, **LONG)
     assert [record.message.count("serving is not affected") for record in caplog.records] == [1]
     assert "ZeroDivisionError" in engine.command("report")["problem"]
@@ -368,9 +368,9 @@ def test_a_vllm_without_the_hooks_gets_a_static_k_and_one_line(
     replica = Replica.__new__(Replica)
     replica._config = Config()
     replica._release = release_of(pair.draft, 1)
-    assert replica._control_arguments()["scheduler_cls"] == "serving.scheduler.controlled_scheduler"
-    monkeypatch.delattr(vllm_compat.resolve(where), name)
-    assert vllm_compat.problem_with_control() != ""
+    assert replica._control_arguments()["scheduler_cls"] == "serving.speculation.scheduler.controlled_scheduler"
+    monkeypatch.delattr(names.resolve(where), name)
+    assert names.problem_with_control() != ""
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert replica._control_arguments() == {}
@@ -382,9 +382,9 @@ def test_a_vllm_without_the_hooks_gets_a_static_k_and_one_line(
 def test_every_private_name_the_control_relies_on_is_where_it_is_expected() -> None:
     import inspect
 
-    assert vllm_compat.problem_with_control() == ""
-    for name, parameters in vllm_compat.DRAFTER_NAMES.items():
-        found = tuple(inspect.signature(vllm_compat.resolve(name)).parameters)
+    assert names.problem_with_control() == ""
+    for name, parameters in names.DRAFTER_NAMES.items():
+        found = tuple(inspect.signature(names.resolve(name)).parameters)
         assert found[: len(parameters)] == parameters, name
 
 
@@ -393,9 +393,9 @@ def test_a_vllm_that_checks_requests_elsewhere_is_served_all_the_same(
 ) -> None:
     from vllm.sampling_params import SamplingParams
 
-    monkeypatch.setattr(vllm_compat, "_ORIGINALS", {})
+    monkeypatch.setattr(fixes, "_ORIGINALS", {})
     monkeypatch.delattr(SamplingParams, "_validate_spec_decode")
-    vllm_compat.refuse_what_would_end_the_engine()
+    fixes.refuse_what_would_end_the_engine()
     assert [record.message for record in caplog.records] == [
         "requests with logprob_token_ids are not refused: this vLLM has no _validate_spec_decode"
     ]

@@ -17,10 +17,10 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from osd import runtime
-from osd.models import fingerprint
-from osd.release_files import WEIGHTS
-from osd.releases import ReleaseStore
+from osd.models.resolve import fingerprint
+from osd.releases.files import WEIGHTS
+from osd.releases.store import ReleaseStore
+from osd.service import note
 from tests.integration import services
 from tests.integration.pairs import Pair
 from tests.integration.services import (
@@ -241,4 +241,4 @@ def test_another_target_starts_its_own_line_and_finds_no_traces_of_the_first(dam
     assert (newest.parent, newest.target_id) == (0, fingerprint(other)) and newest.target_id != first_id
     kept = damaged.releases.current(first_id)
     assert kept is not None and kept.version == 2, "the first target's line is as it was"
-    assert [r.deployment for r in runtime.find_all()] == ["test-damage"]
+    assert [r.deployment for r in note.find_all()] == ["test-damage"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from osd.bench.lookup import prompt_lookup
+from benchmarks.lookup import prompt_lookup
 from osd.tiny.models import ensure
 
 ROOT = Path(__file__).parents[2]

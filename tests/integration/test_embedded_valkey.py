@@ -20,7 +20,7 @@ from buffers.embedded import EmbeddedValkey
 from buffers.program import find_server
 from buffers.redis_stream import RedisTraceBuffer
 from osd.errors import ReplayBufferError
-from osd.runtime import is_alive
+from osd.service.note import is_alive
 from tests import servers
 from tests.builders import ids, make_traces
 

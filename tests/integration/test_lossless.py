@@ -10,7 +10,7 @@ import torch
 from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
-from serving import vllm_compat
+from serving.vllm import fixes, names, server
 from tests.integration.conftest import release_of
 from tests.integration.engines import Engine
 from tests.integration.pairs import Pair
@@ -96,7 +96,7 @@ def without_fix() -> Iterator[None]:
     from vllm.v1.sample import rejection_sampler
 
     repaired = rejection_sampler.expand_batch_to_tokens
-    rejection_sampler.expand_batch_to_tokens = vllm_compat.original_expand_batch_to_tokens()
+    rejection_sampler.expand_batch_to_tokens = fixes.original_expand_batch_to_tokens()
     yield
     rejection_sampler.expand_batch_to_tokens = repaired
 
@@ -120,19 +120,19 @@ def test_the_test_of_distribution_fails_without_the_repair(
 def test_every_private_name_of_vllm_is_where_it_is_expected() -> None:
     import inspect
 
-    for name, parameters in vllm_compat.PRIVATE_NAMES.items():
-        found = list(inspect.signature(vllm_compat.resolve(name)).parameters)
-        if "classmethod" in str(type(vllm_compat.resolve(name))):
+    for name, parameters in names.PRIVATE_NAMES.items():
+        found = list(inspect.signature(names.resolve(name)).parameters)
+        if "classmethod" in str(type(names.resolve(name))):
             found = found[1:]
         assert tuple(found[: len(parameters)]) == parameters, name
 
 
 def test_the_installed_engine_is_one_the_project_was_run_on() -> None:
-    assert vllm_compat.engine_version().split()[-1] in vllm_compat.TESTED_VERSIONS
+    assert names.engine_version().split()[-1] in names.TESTED_VERSIONS
 
 
 @pytest.mark.parametrize("given", ["secret", ["secret"]])
 def test_a_key_given_as_text_is_one_key(given: object) -> None:
     """vLLM takes a list, and would take each letter of a text for a key."""
-    args = vllm_compat.engine_arguments("model", {"api-key": given, "max_model_len": 256})
+    args = server.engine_arguments("model", {"api-key": given, "max_model_len": 256})
     assert (args.api_key, args.max_model_len) == (["secret"], 256)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from osd.tiny.natural import ensure_natural, ensure_natural_cost_shaped, requests
-from osd.tiny.natural_recipe import Recipe, natural_hash
-from osd.tiny.natural_sampling import sampled_answers
-from osd.tiny.natural_text import PACKAGES
+from benchmarks.natural.models import ensure_natural, ensure_natural_cost_shaped, requests
+from benchmarks.natural.recipe import Recipe, natural_hash
+from benchmarks.natural.sampling import sampled_answers
+from benchmarks.natural.text import PACKAGES
 from osd.tiny.recipe import Shape
 from osd.tiny.tokenizer import chat_prompt
 

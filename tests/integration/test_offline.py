@@ -16,13 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from osd import config_reading, offline, recorded, runtime
-from osd.client import Client
-from osd.load import send
-from osd.offline_report import REPORT
-from osd.reaper import running
+from osd.client.http import Client
+from osd.client.load import send
+from osd.config import reading
+from osd.offline import recorded, train
+from osd.offline.report import REPORT
 from osd.records import Trace
-from osd.releases import ReleaseStore
+from osd.releases.store import ReleaseStore
+from osd.service import note
+from osd.service.reaper import running
 from tests.integration import services
 from tests.integration.pairs import Pair
 from tests.integration.services import ROOT, prompt_texts, status, wait_until
@@ -64,9 +66,9 @@ class Distilled:
     def export(self, process: subprocess.Popen[bytes]) -> None:
         """As soon as some are stored, as another command would."""
 
-        def note() -> runtime.Running | None:
+        def note() -> note.Running | None:
             assert process.poll() is None, self.log.read_text()
-            return next((r for r in runtime.find_all() if r.pid == process.pid), None)
+            return next((r for r in note.find_all() if r.pid == process.pid), None)
 
         found = wait_until(note, 300, "the service of `osd distil` is ready")
         self.deployment = found.deployment
@@ -82,7 +84,7 @@ class Distilled:
         finally:
             os.kill(process.pid, signal.SIGCONT)
 
-    def look(self, found: runtime.Running) -> None:
+    def look(self, found: note.Running) -> None:
         body = {"model": services.MODEL, "prompt": "t30 t31", "max_tokens": 5, "ignore_eos": True}
         own = {"vllm_xargs": {"osd_capture": "off"}}
         (self.completion,) = asyncio.run(send(found.service_url, [body | own], streams=1))
@@ -157,10 +159,10 @@ def test_a_target_without_a_chat_template_would_be_asked_to_go_on(distilled: Dis
 
 def test_training_on_the_kept_traces_gives_such_a_draft_again(distilled: Distilled, pair: Pair, tmp_path: Path) -> None:
     settings = ["trainer.learning_rate=5.0e-3", "trainer.device=cpu", "gate.min_holdout_traces=4"]
-    config = config_reading.load(None, [*settings, f"serving.draft={pair.stranger}"]).config
-    job = offline.Job(config=config, draft=pair.stranger, out=tmp_path / "again", epochs=1, force=False)
+    config = reading.load(None, [*settings, f"serving.draft={pair.stranger}"]).config
+    job = train.Job(config=config, draft=pair.stranger, out=tmp_path / "again", epochs=1, force=False)
     said: list[str] = []
-    assert offline.run(job, [distilled.kept, distilled.exported], said.append, said.append) == 0
+    assert train.run(job, [distilled.kept, distilled.exported], said.append, said.append) == 0
     assert f", {len(traces_in(distilled.exported))} repeated left out; target " in said[0]
     report = json.loads((tmp_path / "again" / REPORT).read_text())
     assert report["eval"]["alpha_candidate"] > report["eval"]["alpha_base"] + 0.3

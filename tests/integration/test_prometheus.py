@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from osd.metrics import History
+from osd.observe.history import History
 from osd.records import Health, SpecWindow
 from tests.prometheus import SECONDS, Prometheus, scraping, wait_until
 from tests.unit.test_history import status, window

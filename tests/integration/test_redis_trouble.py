@@ -20,8 +20,8 @@ import pytest
 from buffers.embedded import EmbeddedValkey
 from buffers.redis_stream import RedisTraceBuffer
 from osd.errors import ReplayBufferError
+from osd.exchange.registry import Registry
 from osd.records import Event
-from osd.registry import Registry
 from tests import servers
 from tests.builders import ids, make_trace, make_traces
 

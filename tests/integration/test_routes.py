@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import vllm_compat
 from serving.headers import REFUSAL, ROUTES_THAT_CAN_BE_TOLD, HeadersToXargs
+from serving.vllm import server
 
 SECRET = "the planted text"
 TOKENS = [71, 72, 73]
@@ -84,10 +84,10 @@ class State:
 def app() -> Iterator[Any]:
     """With whatever vLLM can offer for a model that generates, or that listens."""
     level = logging.root.level
-    vllm_compat.prepare_environment()
+    server.prepare_environment()
     from vllm.entrypoints.launchers.app import build_app
 
-    args = vllm_compat.engine_arguments("no-model", {"enable_scale_out": True})
+    args = server.engine_arguments("no-model", {"enable_scale_out": True})
     app = build_app(args, ("generate", "transcription", "realtime"), None)
     logging.root.setLevel(level)  # of its libraries, one silences the whole process when it is imported
     app.state = State(args)

@@ -26,14 +26,14 @@ import openai
 import pytest
 import redis
 
-from osd import runtime
-from osd.client import Client
-from osd.launch import Service
-from osd.load import Answer
-from osd.models import fingerprint
+from osd.client.http import Client
+from osd.client.load import Answer
+from osd.exchange.registry import Registry
+from osd.models.resolve import fingerprint
 from osd.records import DraftRelease, SpecWindow, SwapReport, Trace
-from osd.registry import Registry
-from osd.releases import ReleaseStore
+from osd.releases.store import ReleaseStore
+from osd.service import note
+from osd.service.launch import Service
 from serving.headers import ROUTES_THAT_CAN_BE_TOLD
 from tests.browser import Open, smoothed, until
 from tests.integration import services
@@ -774,7 +774,7 @@ class Beside:
     arguments: list[str]
     directory: Path
     served: Served | None = None
-    note: runtime.Running | None = None
+    note: note.Running | None = None
     processes: set[services.Identity] = field(default_factory=set)
 
     def start(self) -> Served:
@@ -783,7 +783,7 @@ class Beside:
         self.served = Served(self.arguments, self.directory / f"serve-{time.time():.0f}.log")
         return self.served
 
-    def running(self) -> tuple[Served, runtime.Running]:
+    def running(self) -> tuple[Served, note.Running]:
         if self.served is None or self.note is None:  # the test that starts it was not selected
             self.note = self.start().wait_ready()
             wait_for_version(self.note.control_url, 2)
@@ -824,7 +824,7 @@ def assert_gone(beside: Beside, seconds: float) -> float:
     return took
 
 
-def assert_nothing_listens_and_nothing_is_half_done(beside: Beside, note: runtime.Running) -> None:
+def assert_nothing_listens_and_nothing_is_half_done(beside: Beside, note: note.Running) -> None:
     # A process counts as dead a moment before its last thread lets go of its sockets.
     urls = (note.service_url, note.control_url)
     wait_until(lambda: not any(map(services.is_listening, urls)), 2, "nothing listens")
@@ -923,7 +923,7 @@ def test_what_speculation_gains_is_measured_while_it_serves(beside: Beside) -> N
     assert re.search(r'^osd_speculation_net_ratio\{bound="mean",replica="replica-0"\} \d', text, re.M), text
 
 
-def speculation(note: runtime.Running) -> dict[str, Any]:
+def speculation(note: note.Running) -> dict[str, Any]:
     """What the control last said of itself."""
     found: dict[str, Any] = status(note.control_url)["replicas"][0]["speculation"]
     return found or {"plans": {}, "net": {"windows": 0}}
@@ -939,7 +939,7 @@ def test_ctrl_c_while_requests_stream_leaves_nothing_within_ten_seconds(service:
         assert served.process.wait(1) == 0
     assert "Traceback" not in served.log.read_text()
     assert_nothing_listens_and_nothing_is_half_done(beside, note)
-    assert [r.deployment for r in runtime.find_all()] == ["test-main"]
+    assert [r.deployment for r in note.find_all()] == ["test-main"]
     assert all(answer.ok for answer in ask(service.url, PROMPTS)), "the other deployment serves on"
 
 
@@ -951,7 +951,7 @@ def test_ctrl_c_during_the_start_leaves_nothing(beside: Beside) -> None:
     served.interrupt()
     print(f"Ctrl-C during the start: everything gone after {assert_gone(beside, 10):.1f} s")
     assert "Traceback" not in served.log.read_text()
-    assert [r.deployment for r in runtime.find_all()] == ["test-main"]
+    assert [r.deployment for r in note.find_all()] == ["test-main"]
 
 
 def test_a_restart_finds_its_version_again(beside: Beside) -> None:
@@ -1032,7 +1032,7 @@ def test_nothing_outlives_a_killed_service(service: Service, beside: Beside) -> 
     served.process.wait()
     print(f"kill -9 of the service: everything gone after {assert_gone(beside, 15):.1f} s")
     assert_nothing_listens_and_nothing_is_half_done(beside, note)
-    assert [r.deployment for r in runtime.find_all()] == ["test-main"]
+    assert [r.deployment for r in note.find_all()] == ["test-main"]
     assert all(answer.ok for answer in ask(service.url, PROMPTS)), "the other deployment serves on"
 
 
@@ -1074,8 +1074,8 @@ def test_a_detached_service_runs_on_until_it_is_told_to_stop(
     assert "stopped in" in log.read_text() and "Traceback" not in log.read_text()
     assert API_KEY not in log.read_text()
     assert_nothing_listens_and_nothing_is_half_done(beside, note)
-    assert [r.deployment for r in runtime.find_all()] == ["test-main"]
-    assert not (runtime.directory() / "test-beside.json").exists(), "the note went with it"
+    assert [r.deployment for r in note.find_all()] == ["test-main"]
+    assert not (note.directory() / "test-beside.json").exists(), "the note went with it"
     assert "no deployment 'test-beside'" in osd("stop", "--deployment", "test-beside", ok=False)
     assert all(answer.ok for answer in ask(service.url, PROMPTS)), "the other deployment serves on"
 
@@ -1095,4 +1095,4 @@ def test_a_stopped_service_leaves_nothing(service: Service) -> None:
     assert left == {}
     assert not any(path.exists() for path in directories)
     assert not services.is_listening(service.url) and not services.is_listening(service.control_url)
-    assert runtime.find_all() == []
+    assert note.find_all() == []

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from osd.records import DraftRelease
-from serving import vllm_weights
-from serving.live_draft import LiveDraft, Weights
+from serving.swap import weights
+from serving.swap.live_draft import LiveDraft, Weights
 from tests.integration.conftest import release_of
 from tests.integration.engines import Engine
 from tests.integration.pairs import Pair
@@ -192,7 +192,7 @@ def test_a_swap_that_runs_out_of_memory_anywhere_leaves_the_old_draft(
 def live_bits(engine: Engine) -> list[int]:
     """Of every tensor of the draft, and of what its layers answer to unit vectors."""
     draft = engine.worker.get_draft_model()
-    parts = [*vllm_weights.read_back(engine.worker), *draft.parameters(), *draft.buffers()]
+    parts = [*weights.read_back(engine.worker), *draft.parameters(), *draft.buffers()]
     assert not any(part.is_meta for part in parts)
     return [hash(part.detach().numpy().tobytes()) for part in parts]
 

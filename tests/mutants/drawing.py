@@ -17,10 +17,15 @@ from cosmic_ray.work_item import MutationSpec
 MODULES = tuple(
     f"{folder}/{name}.py"
     for folder, names in {
-        "osd": "policy judge drift controller releases drafts registry slots series metrics",
-        "osd/dashboard": "guard admin",
-        "serving": "capture pick rows assemble running skips headers windows scheduler speculation goodput estimates "
-        "probes swap proof pull",
+        "osd/control": "policy rollback drift controller release_manager",
+        "osd/releases": "store",
+        "osd/exchange": "registry",
+        "osd/observe": "slots series history",
+        "osd/observe/dashboard": "guard admin",
+        "serving": "headers pull",
+        "serving/capture": "capture pick rows assemble running skips windows",
+        "serving/speculation": "scheduler control goodput estimates probes",
+        "serving/swap": "swap proof",
         "buffers": "codec cursor redis_stream redis_writer memory",
         "trainer": "batch loss evaluate replay guard classes loop checkpoint",
     }.items()

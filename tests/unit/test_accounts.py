@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from serving.accounts import MAX_CHANGES, MAX_LOG, Accounts
-from serving.goodput import OFF, Plan
+from serving.speculation.accounts import MAX_CHANGES, MAX_LOG, Accounts
+from serving.speculation.goodput import OFF, Plan
 
 TWO = Plan("draft", 2, seconds=0.25)
 

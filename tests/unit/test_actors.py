@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from osd.actors import RemoteMethods, TrainerActor
 from osd.errors import OSDError, ReplayBufferError
+from osd.service.actors import RemoteMethods, TrainerActor
 
 
 class Handle:

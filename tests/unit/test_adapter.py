@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from osd.config import GateConfig
+from osd.config.schema import GateConfig
 from osd.records import DraftRelease
 from tests.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, release_of, save_draft, tiny_llama
 from tests.tiny_rounds import GATE, alpha, buffer_with, config, same_weights, trainer_at, weights

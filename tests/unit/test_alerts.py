@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from osd.metrics import History
+from osd.observe.history import History
+from osd.observe.problems import troubles
 from osd.records import BufferStats, Health
-from osd.troubles import troubles
 from tests import promtool
 from tests.promtool import OF_A_TARGET, OURS, PROMETHEUS, Named, named
 from tests.unit.test_history import REPORT, START, status, swap, window

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from osd.answering import Tally, body_of, has_chat_template
-from osd.load import Answer
-from osd.prompts import Asking, Message, Prompt
+from osd.client.load import Answer
+from osd.offline.answering import Tally, body_of, has_chat_template
+from osd.offline.prompts import Asking, Message, Prompt
 
 ASKING = Asking(max_tokens=256, temperature=0.5, streams=1)
 

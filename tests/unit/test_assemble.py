@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from buffers.codec import encode_trace
-from osd.exposition import Totals
+from osd.observe.exposition import Totals
 from osd.records import HOLDOUT_ONE_IN, ReplicaStatus, Trace
-from serving import rows
-from serving.assemble import STORED_OVERHEAD, Schedule, Step
-from serving.budget import ByteBudget
-from serving.pick import Lot, pick_on_host
-from serving.prefixes import BLOCK, StoredPrefixes
-from serving.skips import SKIP_REASONS, skip_reason
-from serving.vllm_compat import new_request
+from serving.capture import rows
+from serving.capture.assemble import STORED_OVERHEAD, Schedule, Step
+from serving.capture.budget import ByteBudget
+from serving.capture.pick import Lot, pick_on_host
+from serving.capture.prefixes import BLOCK, StoredPrefixes
+from serving.capture.skips import SKIP_REASONS, skip_reason
+from serving.vllm.hooks import new_request
 from tests.captures import VOCAB, Bench, Clock, Landing, Stuck, make_capture, make_request, step, verification
 
 # ------------------------------------------------------------------------------------------------------------- replays
@@ -103,7 +103,7 @@ def test_it_does_not_matter_how_many_steps_are_handled_together() -> None:
 
 
 def test_rows_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.assemble.MAX_WAITING_BYTES", 4 * VOCAB * 4)
+    monkeypatch.setattr("serving.capture.assemble.MAX_WAITING_BYTES", 4 * VOCAB * 4)
     bench = Bench()
     bench.begin(make_request())
     for position in range(3, 40):
@@ -177,7 +177,7 @@ def test_rows_that_cannot_be_summarised_cost_their_requests_and_no_other(monkeyp
     bench.begin(make_request("one"), make_request("two"))
     bench.add(step(3, [10, 11], num_drafts=4, req_id="one"))
     with monkeypatch.context() as broken:
-        broken.setattr("serving.assemble.top_of", lambda *_: 1 / 0)
+        broken.setattr("serving.capture.assemble.top_of", lambda *_: 1 / 0)
         bench.add(step(4, [12], req_id="one"))  # computes again what waits
     bench.add(step(5, [13], req_id="one"), step(3, [20], req_id="two"))
     bench.finish("one", "two")
@@ -186,7 +186,7 @@ def test_rows_that_cannot_be_summarised_cost_their_requests_and_no_other(monkeyp
     bench.begin(make_request("three"))
     bench.add(step(3, [30], req_id="three"))
     with monkeypatch.context() as broken:
-        broken.setattr("serving.assemble.top_of", lambda *_: 1 / 0)
+        broken.setattr("serving.capture.assemble.top_of", lambda *_: 1 / 0)
         bench.finish("three")  # its end came before its rows did
     assert len(bench.traces) == 1
     assert bench.assembler.skipped == {"assembly_error": 2, "gap": 2}
@@ -349,7 +349,7 @@ def test_a_full_queue_drops_rows_but_no_tokens_and_is_counted() -> None:
 
 
 def test_steps_that_come_together_are_handled_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.capture.SECONDS_TO_GATHER", 60.0)  # whoever cannot wait says so
+    monkeypatch.setattr("serving.capture.capture.SECONDS_TO_GATHER", 60.0)  # whoever cannot wait says so
     sizes: list[int] = []
     summarise = rows.summarise
 
@@ -416,7 +416,7 @@ def test_what_has_been_handled_is_not_held() -> None:
 
 
 def test_what_ended_before_the_end_of_capture_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.capture.SECONDS_TO_GATHER", 60.0)
+    monkeypatch.setattr("serving.capture.capture.SECONDS_TO_GATHER", 60.0)
     traces: list[Trace] = []
     capture = make_capture(lambda some: traces.extend(some) or len(some))
     capture.on_schedule([make_request()], set())
@@ -470,7 +470,7 @@ def test_a_queue_of_large_steps_is_full_by_its_bytes(monkeypatch: pytest.MonkeyP
         capture.on_verify(verification(3, [10], 0, "first"))
         capture.drain()
         size = capture._num_bytes_in
-        monkeypatch.setattr("serving.capture.MAX_QUEUED_BYTES", 2 * size)
+        monkeypatch.setattr("serving.capture.capture.MAX_QUEUED_BYTES", 2 * size)
         capture.on_schedule([], {"first"})
         assert sink.entered.wait(5)
         for i in range(20):

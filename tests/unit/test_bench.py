@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from osd.bench import BENCHES, machine, plot, runner
-from osd.bench.record import Goal, Notebook, Options, Protocol, read_rows
-from osd.bench.result import Figure, Lines, Result, Spread, number, table
-from osd.bench.stats import Estimate, estimate, median_ratio, quantile
+from benchmarks import BENCHES, plot, runner
+from benchmarks.record import Goal, Notebook, Options, Protocol, read_rows
+from benchmarks.result import Figure, Lines, Result, Spread, number, table
+from benchmarks.stats import Estimate, estimate, median_ratio, quantile
+from osd.common import machine
 from osd.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +180,7 @@ def test_help_lists_the_benches_and_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_is_a_module_with_a_run(name: str) -> None:
-    assert callable(importlib.import_module(f"osd.bench.{name}").run)
+    assert callable(importlib.import_module(f"benchmarks.{name}").run)
 
 
 # -- each bench on recorded rows --------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def test_every_bench_is_a_module_with_a_run(name: str) -> None:
 
 def recorded(name: str) -> tuple[Result, dict[tuple[str, str], Figure], list[dict[str, Any]]]:
     """The result of a bench from recorded rows, its figures by group and name, and the rows."""
-    module = importlib.import_module(f"osd.bench.{name}")
+    module = importlib.import_module(f"benchmarks.{name}")
     rows = [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text().splitlines()]
     result: Result = module.summarise(module.protocol(Options(directory=Path("unused"), quick=True)), rows)
     json.dumps(result.as_dict(), allow_nan=False)
@@ -250,15 +251,15 @@ def test_serving_from_recorded_rows() -> None:
 
 
 def test_the_service_of_the_serving_bench_never_rests_from_training() -> None:
-    from osd.bench import serving
-    from osd.config_reading import load
+    from benchmarks import serving
+    from osd.config.reading import load
 
     config = load(serving.PRESET, serving._overrides("t", "d", "data"), environ={}).config
     assert (config.trainer.patience_rounds, config.trainer.min_new_traces) == (0, 1)
 
 
 def test_the_vllm_beside_the_service_gets_the_same_options() -> None:
-    from osd.bench.servers import vllm_command
+    from benchmarks.servers import vllm_command
 
     options = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 32}
     command = vllm_command(Path("t"), Path("d"), name="tiny", port=7, k=4, options=options)
@@ -270,7 +271,7 @@ def test_the_vllm_beside_the_service_gets_the_same_options() -> None:
 
 
 def test_changes_compare_auto_with_the_fixed_choice_that_was_best_then() -> None:
-    from osd.bench import changes
+    from benchmarks import changes
 
     plan = changes.protocol(Options(directory=Path("unused"), quick=True))
     (name, *_) = plan.sizes["changes"]
@@ -288,7 +289,7 @@ def test_changes_compare_auto_with_the_fixed_choice_that_was_best_then() -> None
 
 def test_control_is_held_against_what_could_have_been_fixed() -> None:
     """Per cell, for all cells, and against a table of k by batch; here `auto` always finds the cell's best."""
-    from osd.bench import control
+    from benchmarks import control
 
     plan = control.protocol(Options(directory=Path("unused")))
     speeds = {

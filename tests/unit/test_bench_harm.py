@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from osd.bench import harm, soak
-from osd.bench.record import Options
-from osd.bench.result import Result
+from benchmarks import harm, soak
+from benchmarks.record import Options
+from benchmarks.result import Result
 
 
 def request(started: float, ended: float, error: str = "", **more: Any) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def test_one_kind_that_pays_for_another_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sly", [0.0, 0.5])
 def test_poison_and_noise_leave_the_served_tokens_alone(sly: float) -> None:
-    from osd.bench.recording import Recorded
+    from benchmarks.recording import Recorded
 
     rng = np.random.default_rng(2)
     request = Recorded(

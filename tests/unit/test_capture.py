@@ -17,12 +17,12 @@ import torch
 from buffers.memory import MemoryTraceBuffer
 from osd.errors import CaptureError
 from osd.records import ACCEPTED, MAX_DOMAIN_LENGTH, PLAIN, REJECTED, SpecWindow, Trace
-from serving.assemble import MAX_WAITING_BYTES, STORED_OVERHEAD, Schedule
-from serving.budget import ByteBudget
-from serving.capture import MAX_QUEUED_BYTES, SECONDS_TO_GATHER
-from serving.pick import Landed, pick_on_device
-from serving.skips import skip_reason
-from serving.vllm_compat import NewRequest, Verification
+from serving.capture.assemble import MAX_WAITING_BYTES, STORED_OVERHEAD, Schedule
+from serving.capture.budget import ByteBudget
+from serving.capture.capture import MAX_QUEUED_BYTES, SECONDS_TO_GATHER
+from serving.capture.pick import Landed, pick_on_device
+from serving.capture.skips import skip_reason
+from serving.vllm.hooks import NewRequest, Verification
 from tests.captures import Bench, Clock, make_capture, make_request, step, together, verification
 
 ONE_ROW_BYTES = (3 + 1) * 4 + 21 + 8 * 6
@@ -386,7 +386,7 @@ def test_a_yes_in_any_spelling_is_one(wish: object) -> None:
 def test_a_failure_of_ours_is_logged_with_its_place_and_a_known_one_without(
     line: Line, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.ERROR, logger="serving.capture"):
+    with caplog.at_level(logging.ERROR, logger="serving.capture.capture"):
         line.capture.on_failure(CaptureError("this vLLM is not known"))
         line.capture.on_failure(ValueError("a tensor was missing"))
     known, unknown = caplog.records

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from osd.bench import closed_loop, contenders, learning
-from osd.bench import drift_names as names
-from osd.bench.closed_loop import ClosedLoop
-from osd.bench.curve import Curve
-from osd.bench.recording import Recorded, kinds
-from osd.bench.served import EveryStep, Served
-from osd.bench.step_times import STREAMS, StepTimes
-from osd.config import Config, SpeculationConfig
-from osd.drift import Appetite
-from osd.policy import Decision
+from benchmarks import closed_loop, contenders, learning
+from benchmarks import drift_names as names
+from benchmarks.closed_loop import ClosedLoop
+from benchmarks.curve import Curve
+from benchmarks.recording import Recorded, kinds
+from benchmarks.served import EveryStep, Served
+from benchmarks.step_times import STREAMS, StepTimes
+from osd.config.schema import Config, SpeculationConfig
+from osd.control.drift import Appetite
+from osd.control.policy import Decision
 from osd.records import ACCEPTED, PLAIN, REJECTED
-from serving.goodput import OFF, Plan
-from serving.speculation import Speculation, StepSeen
-from serving.step_times import StepTimes as StepTimes_of_the_engine
+from serving.speculation.control import Speculation, StepSeen
+from serving.speculation.goodput import OFF, Plan
+from serving.speculation.step_times import StepTimes as StepTimes_of_the_engine
 from tests.tiny_drafts import save_draft
 from tests.unit.test_contenders import a_setup, recorded
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from osd import config, config_reading
+from osd.config import reading, schema
 from osd.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -18,7 +18,7 @@ def test_precedence_is_flags_overrides_environment_file_defaults(tmp_path: Path)
     file = tmp_path / "c.yaml"
     file.write_text("serving: {port: 1, host: h1, seconds_between_polls: 2, draft: d1}\ndeployment: fromfile\n")
     environ = {"OSD_SERVING__PORT": "2", "OSD_SERVING__HOST": "h2", "OSD_SERVING__SECONDS_BETWEEN_POLLS": "3"}
-    resolved = config_reading.load(file, ["serving.port=3", "serving.host=h3"], {"serving.port": 4}, environ)
+    resolved = reading.load(file, ["serving.port=3", "serving.host=h3"], {"serving.port": 4}, environ)
     serving = resolved.config.serving
     assert (serving.port, serving.host, serving.seconds_between_polls, serving.draft) == (4, "h3", 3, "d1")
     assert serving.target == ""
@@ -54,7 +54,7 @@ def test_precedence_is_flags_overrides_environment_file_defaults(tmp_path: Path)
 )
 def test_what_is_wrong_is_named_in_one_line(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config_reading.load(overrides=overrides, environ={})
+        reading.load(overrides=overrides, environ={})
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
@@ -64,7 +64,7 @@ def test_what_is_wrong_is_named_in_one_line(overrides: list[str], says: str) -> 
     ("key", "word"),
     [
         (f"{name}.{key}", word)
-        for name, section in config.Config.model_fields.items()
+        for name, section in schema.Config.model_fields.items()
         if isinstance(section.annotation, type) and issubclass(section.annotation, BaseModel)
         for key, field in section.annotation.model_fields.items()
         if get_origin(field.annotation) is Literal
@@ -78,11 +78,11 @@ def test_every_word_there_is_to_choose_can_be_typed_everywhere(key: str, word: s
     file.write_text(f"{section}:\n  {name}: {word}\n")
     variable = {f"OSD_{section}__{name}".upper(): word}
     for found in (
-        config_reading.load(overrides=[f"{key}={word}"], environ={}),
-        config_reading.load(environ=variable),
-        config_reading.load(file, environ={}),
+        reading.load(overrides=[f"{key}={word}"], environ={}),
+        reading.load(environ=variable),
+        reading.load(file, environ={}),
     ):
-        assert config_reading.leaves(found.config)[key] == word
+        assert reading.leaves(found.config)[key] == word
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_every_word_there_is_to_choose_can_be_typed_everywhere(key: str, word: s
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_a_switch_is_no_number(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}={value.title()} \(command line\): a number is wanted"):
-        config_reading.load(overrides=[f"{key}={value}"], environ={})
+        reading.load(overrides=[f"{key}={value}"], environ={})
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_file_that_is_no_configuration_is_one_line(content: bytes, says: str, 
     file = tmp_path / "c.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        config_reading.load(file, environ={})
+        reading.load(file, environ={})
     assert says in str(caught.value) and str(file) in str(caught.value)
     assert "\n" not in str(caught.value) and "ServingConfig" not in str(caught.value)
 
@@ -123,7 +123,7 @@ def test_words_are_words_and_switches_are_switches(tmp_path: Path) -> None:
         "serving:\n  env: {A: off, B: on, C: true}\n  vllm: {enforce_eager: on, enable_prefix_caching: No, seed: 3}\n"
         "  served_model_name: on\ncapture: {enabled: off}\ntrainer: {enabled: yes}\n"
     )
-    found = config_reading.load(file, ["deployment=no"], environ={}).config
+    found = reading.load(file, ["deployment=no"], environ={}).config
     assert found.serving.env == {"A": "off", "B": "on", "C": "true"}
     assert found.serving.vllm == {"enforce_eager": True, "enable_prefix_caching": False, "seed": 3}
     assert (found.serving.served_model_name, found.deployment) == ("on", "no")
@@ -136,7 +136,7 @@ def test_merged_mappings_may_override(tmp_path: Path) -> None:
         "serving:\n  vllm: &base {seed: 1, max_model_len: 9}\n  env: &other {<<: *base, seed: 2}\n"
         "capture: &c {enabled: false}\n"
     )
-    found = config_reading.load(file, environ={}).config
+    found = reading.load(file, environ={}).config
     assert found.serving.env == {"seed": "2", "max_model_len": "9"}
     assert found.serving.vllm == {"seed": 1, "max_model_len": 9}
 
@@ -145,10 +145,10 @@ def test_an_unknown_key_fails_in_file_and_environment_too(tmp_path: Path) -> Non
     file = tmp_path / "c.yaml"
     file.write_text("trainer:\n  lerning_rate: 1\n")
     with pytest.raises(ConfigError, match=r"trainer.lerning_rate .*c.yaml.*did you mean trainer.learning_rate"):
-        config_reading.load(file, environ={})
+        reading.load(file, environ={})
     with pytest.raises(ConfigError, match="OSD_TRAINER__LERNING_RATE: no such key"):
-        config_reading.load(environ={"OSD_TRAINER__LERNING_RATE": "1"})
-    config_reading.load(environ={"OSD_URL": "http://x", "PATH": "/"})
+        reading.load(environ={"OSD_TRAINER__LERNING_RATE": "1"})
+    reading.load(environ={"OSD_URL": "http://x", "PATH": "/"})
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path, text: str | None, says: str) -> 
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        config_reading.load(file, environ={})
+        reading.load(file, environ={})
 
 
 @pytest.mark.parametrize(
@@ -175,35 +175,35 @@ def test_the_key_clients_need_is_found_where_vllm_looks(
     serving: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "outer")
-    assert config.Config.model_validate({"serving": serving}).serving.api_key == key
+    assert schema.Config.model_validate({"serving": serving}).serving.api_key == key
     monkeypatch.delenv("VLLM_API_KEY")
-    assert config.Config().serving.api_key == ""
+    assert schema.Config().serving.api_key == ""
 
 
 def test_vllm_arguments_pass_through_and_merge() -> None:
     overrides = ["serving.vllm.dtype=bfloat16", "serving.vllm.max_model_len=512", "serving.env.OMP_NUM_THREADS=1"]
-    serving = config_reading.load(overrides=overrides, environ={}).config.serving
+    serving = reading.load(overrides=overrides, environ={}).config.serving
     assert serving.vllm == {"dtype": "bfloat16", "max_model_len": 512}
     assert serving.env == {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("path", sorted(p for p in CONFIGS.glob("*.yaml") if not p.name.startswith("cluster-")))
 def test_every_preset_loads(path: Path) -> None:
-    resolved = config_reading.load(path, environ={})
+    resolved = reading.load(path, environ={})
     assert resolved.config.serving.target
     assert resolved.config.serving.draft
 
 
 def test_every_key_is_documented() -> None:
-    def check(section: type[config.BaseModel]) -> None:
+    def check(section: type[schema.BaseModel]) -> None:
         assert section.__doc__
         for name, info in section.model_fields.items():
             inner = info.annotation
-            if isinstance(inner, type) and issubclass(inner, config.BaseModel):
+            if isinstance(inner, type) and issubclass(inner, schema.BaseModel):
                 check(inner)
             else:
                 assert info.description, f"{section.__name__}.{name} has no text under it"
 
-    for info in config.Config.model_fields.values():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, config.BaseModel):
+    for info in schema.Config.model_fields.values():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, schema.BaseModel):
             check(info.annotation)

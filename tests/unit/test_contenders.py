@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from osd.bench import contenders
-from osd.bench import drift_names as names
-from osd.bench.curve import Curve
-from osd.bench.drift_recordings import load, save
-from osd.bench.recording import Recorded
-from osd.config import CaptureConfig, Config, GateConfig, SpeculationConfig, TrainerConfig
+from benchmarks import contenders
+from benchmarks import drift_names as names
+from benchmarks.curve import Curve
+from benchmarks.drift_recordings import load, save
+from benchmarks.recording import Recorded
+from osd.config.schema import CaptureConfig, Config, GateConfig, SpeculationConfig, TrainerConfig
 from tests.tiny_drafts import chain_trace, save_draft
 
 

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from osd.config import Config
-from osd.controller import Controller
+from osd.config.schema import Config
+from osd.control.controller import Controller
 from osd.errors import ReleaseError, ReplayBufferError
-from osd.metrics import History
-from osd.plan import first_release
+from osd.exchange.registry import FeedRecord
+from osd.observe.history import History
 from osd.records import (
     BufferStats,
     DraftRelease,
@@ -32,8 +32,8 @@ from osd.records import (
     RoundOutcome,
     SpecWindow,
 )
-from osd.registry import FeedRecord
-from osd.releases import ReleaseStore
+from osd.releases.store import ReleaseStore
+from osd.service.plan import first_release
 from tests.clocks import HandClock
 
 TARGET = "9f2c"
@@ -925,7 +925,7 @@ async def test_without_a_trainer_the_first_draft_serves(world: World) -> None:
 
 
 def test_controller_imports_no_engine() -> None:
-    program = "import sys, osd.controller; print([m for m in ('torch', 'vllm', 'ray') if m in sys.modules])"
+    program = "import sys, osd.control.controller; print([m for m in ('torch', 'vllm', 'ray') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

@@ -14,20 +14,20 @@ import httpx
 import numpy as np
 import pytest
 
-import osd.dashboard
-from osd.dashboard import ControlServer, build_app
-from osd.dashboard.app import MAX_POINTS, MAX_SPAN, resolve_span
-from osd.dashboard.guard import Guard, is_loopback
+import osd.observe.dashboard
 from osd.errors import ConfigError, ReleaseError, ReplayBufferError
-from osd.metrics import History
+from osd.observe.dashboard import ControlServer, build_app
+from osd.observe.dashboard.app import MAX_POINTS, MAX_SPAN, resolve_span
+from osd.observe.dashboard.guard import Guard, is_loopback
+from osd.observe.history import History
+from osd.observe.status import SpeculationFigures, describe_replica
 from osd.records import BufferStats, Event, ReplicaStatus, SpecWindow, SwapReport
-from osd.status import SpeculationFigures, describe_replica
 from tests.unit.test_history import NONSENSE, REPORT
 
 TOKEN = "correct-horse"
 RIGHT = {"Authorization": f"Bearer {TOKEN}"}
 HOSTILE = "</script><img src=x onerror=alert(1)>"
-STATIC = Path(osd.dashboard.__file__).parent / "static"
+STATIC = Path(osd.observe.dashboard.__file__).parent / "static"
 ACTIONS = ["pause", "resume", "promote", "rollback", "pin", "unpin", "keep", "purge"]
 
 

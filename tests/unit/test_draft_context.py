@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from buffers.memory import MemoryTraceBuffer
-from osd.config import GateConfig, TrainerConfig
+from osd.config.schema import GateConfig, TrainerConfig
 from tests.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, release_of
 from trainer.draft import load_draft
 from trainer.evaluate import replay

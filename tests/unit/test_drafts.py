@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from osd.config import Config
-from osd.drafts import Drafts
+from osd.config.schema import Config
+from osd.control.release_manager import Drafts
 from osd.errors import ReleaseError
+from osd.exchange.registry import FeedRecord
+from osd.observe.status import presentable
 from osd.records import Event, MetricPoint, RoundOutcome
-from osd.registry import FeedRecord
-from osd.releases import ReleaseStore
-from osd.status import presentable
+from osd.releases.store import ReleaseStore
 from tests.clocks import HandClock
 from tests.unit.test_controller import TARGET, MemoryRegistry, make_outcome, no_gain
 from tests.unit.test_releases import make_model, publish_line, versions
@@ -113,7 +113,7 @@ async def test_without_redis_a_change_is_made_and_wanted_later(
 async def test_what_is_wanted_is_written_only_where_it_differs_from_the_disk(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="osd.drafts"):
+    with caplog.at_level(logging.INFO, logger="osd.control.release_manager"):
         for wish in (None, desk.v1, replace(desk.v3, path="/elsewhere")):
             desk.registry.wishes = {} if wish is None else {"default": wish}
             await desk.drafts.restore_wanted()

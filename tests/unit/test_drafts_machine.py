@@ -13,12 +13,12 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from osd.clock import Clock
-from osd.config import Config
-from osd.drafts import Drafts
+from osd.common.clock import Clock
+from osd.config.schema import Config
+from osd.control.release_manager import Drafts
 from osd.errors import ReleaseError
 from osd.records import ClassReport, EvalReport, RoundOutcome
-from osd.releases import ReleaseStore
+from osd.releases.store import ReleaseStore
 from tests.unit.test_controller import TARGET, MemoryRegistry, make_outcome
 
 VERSIONS = st.integers(1, 12)

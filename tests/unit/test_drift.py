@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from osd.config import TrainerConfig
-from osd.drift import Appetite, FadingAlpha, Watched
+from osd.config.schema import TrainerConfig
+from osd.control.drift import Appetite, FadingAlpha, Watched
 from osd.records import EvalReport, Event, RoundOutcome, SpecWindow
 
 NOW = 1.7e9

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from osd.bench import drift_names as names
-from osd.bench.curve import Counts, Curve
-from osd.bench.drift_contest import mean_with_interval
-from osd.bench.drift_modelled import BEST_RATIO, FROZEN_ALIKE, FROZEN_RATIO, GOALS
-from osd.bench.drift_report import WINDOW, requests_to_reach, summarise
-from osd.bench.lookup import ngram, prompt_lookup, walk
-from osd.bench.record import Protocol, Row
-from osd.bench.recording import Recorded
-from osd.bench.result import Figure
-from osd.bench.step_times import DRAFT, StepTimes
+from benchmarks import drift_names as names
+from benchmarks.curve import Counts, Curve
+from benchmarks.drift_contest import mean_with_interval
+from benchmarks.drift_modelled import BEST_RATIO, FROZEN_ALIKE, FROZEN_RATIO, GOALS
+from benchmarks.drift_report import WINDOW, requests_to_reach, summarise
+from benchmarks.lookup import ngram, prompt_lookup, walk
+from benchmarks.record import Protocol, Row
+from benchmarks.recording import Recorded
+from benchmarks.result import Figure
+from benchmarks.step_times import DRAFT, StepTimes
 
 
 def a_request(prompt: list[int], output: list[int]) -> Recorded:
@@ -59,7 +59,7 @@ def test_after_a_full_draft_one_token_is_free() -> None:
 
 
 def test_replayed_counts_agree_with_the_trainers_own(tmp_path: Any) -> None:
-    from osd.bench.served import counts_of
+    from benchmarks.served import counts_of
 
     rng = np.random.default_rng(0)
     for _ in range(50):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from osd.bench.drift_family import BLOCK_SIZE, FAMILIES, FIRST_SERVED, TRAINING
-from osd.bench.drift_schedule import Phase, Schedule, arrivals, read, read_all, returns, shifts
+from benchmarks.drift_family import BLOCK_SIZE, FAMILIES, FIRST_SERVED, TRAINING
+from benchmarks.drift_schedule import Phase, Schedule, arrivals, read, read_all, returns, shifts
 from osd.errors import ConfigError
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from osd.bench import drift_arms, drift_speed
-from osd.bench import drift_names as names
-from osd.bench.drift_jobs import base_config
-from osd.bench.drift_speed_report import summarise
-from osd.bench.record import Options
-from osd.bench.result import Figure
+from benchmarks import drift_arms, drift_speed
+from benchmarks import drift_names as names
+from benchmarks.drift_jobs import base_config
+from benchmarks.drift_speed_report import summarise
+from benchmarks.record import Options
+from benchmarks.result import Figure
 
 BURN = "import time\nwhile time.process_time() < {}: pass\n"
 
@@ -37,7 +37,7 @@ def test_cpu_time_of_a_tree_holds_children_and_those_that_ended() -> None:
 
 
 def test_what_each_service_is_told_can_be_loaded() -> None:
-    from osd.config_reading import load
+    from osd.config.reading import load
 
     config = base_config()
     loaded = {
@@ -59,7 +59,7 @@ def test_what_each_service_is_told_can_be_loaded() -> None:
 
 
 def test_the_reference_is_told_nothing_of_speculation() -> None:
-    from osd.bench.servers import bare_command
+    from benchmarks.servers import bare_command
 
     plain = bare_command(Path("t"), None, name="tiny", port=7, options={"enforce_eager": True})
     assert "--speculative-config" not in plain

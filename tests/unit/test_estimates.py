@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
-from serving.estimates import Acceptance
+from serving.speculation.estimates import Acceptance
 
 
 def step(estimates: Acceptance, slot: int, drafted: int, accepted: int, times: int = 1) -> None:

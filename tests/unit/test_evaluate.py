@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from osd.config import GateConfig
+from osd.config.schema import GateConfig
 from osd.records import ClassReport, EvalReport, Trace
-from serving.reference import SpeculativeSampler, Step
 from tests.builders import make_trace
+from tests.speculative_reference import SpeculativeSampler, Step
 from tests.tiny_drafts import VOCAB_SIZE, chain_traces, tiny_llama
 from trainer.classes import classes_of
 from trainer.draft import RowModel

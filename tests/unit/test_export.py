@@ -13,10 +13,10 @@ import pytest
 
 from buffers import trace_stream
 from buffers.memory import MemoryTraceBuffer
-from osd import recorded
-from osd.client import Client
-from osd.dashboard import ControlServer, build_app
+from osd.client.http import Client
 from osd.errors import ConfigError, OSDError, ReplayBufferError
+from osd.observe.dashboard import ControlServer, build_app
+from osd.offline import recorded
 from tests.builders import ids, make_traces
 from tests.tiny_drafts import files_of_at_most
 

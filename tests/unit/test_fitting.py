@@ -24,12 +24,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from osd.config import Config
+from osd.config.schema import Config
 from osd.errors import ConfigError
-from osd.fitting import _set_vocab_size, write_fitting
-from osd.pairs import read_config, vocab_size
-from osd.plan import first_release
-from osd.releases import ReleaseStore
+from osd.models.compatibility import read_config, vocab_size
+from osd.models.vocab_padding import _set_vocab_size, write_fitting
+from osd.releases.store import ReleaseStore
+from osd.service.plan import first_release
 from tests.unit.test_releases import make_outcome
 
 NUM_TOKENS = 80
@@ -222,7 +222,7 @@ def test_memory_does_not_grow_with_the_draft(tmp_path: Path) -> None:
     save_file({"model.embed_tokens.weight": embedding, "model.layers.0.w": layer}, tmp_path / "draft/model.safetensors")
     (tmp_path / "fitted").mkdir()
     code = (
-        "import resource, sys; from pathlib import Path; from osd.fitting import write_fitting\n"
+        "import resource, sys; from pathlib import Path; from osd.models.vocab_padding import write_fitting\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "write_fitting(Path(sys.argv[1]), Path(sys.argv[2]), 40_064)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

@@ -24,11 +24,11 @@ from safetensors.torch import save_file
 from schemathesis.checks import not_a_server_error
 
 from buffers.codec import CorruptTrace, UnknownSchema, decode_trace, encode_trace
-from osd.dashboard import build_app
 from osd.errors import ReleaseError, SwapError
+from osd.observe.dashboard import build_app
 from osd.records import DraftRelease
-from osd.releases import ReleaseStore
-from serving.swap import DraftShape, read_release
+from osd.releases.store import ReleaseStore
+from serving.swap.swap import DraftShape, read_release
 from tests.builders import make_trace
 from tests.unit.test_dashboard import RIGHT, TOKEN, FakeController, FakeHistory
 

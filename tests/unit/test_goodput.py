@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from serving.goodput import (
+from serving.speculation.goodput import (
     OFF,
     Load,
     Plan,
@@ -18,7 +18,7 @@ from serving.goodput import (
     unmeasured,
     with_threshold,
 )
-from serving.step_times import Shape, StepTimes
+from serving.speculation.step_times import Shape, StepTimes
 
 
 class Table(StepTimes):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from osd.config import GateConfig
+from osd.config.schema import GateConfig
 from osd.records import DraftRelease, RoundOutcome, Trace
 from tests.builders import ids, make_trace
 from tests.tiny_drafts import chain_trace, chain_traces, release_of, save_draft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from osd.heads import KEYS, draft_head
+from osd.models.heads import KEYS, draft_head
 
 
 @pytest.mark.parametrize(

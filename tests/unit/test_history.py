@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from osd.exposition import SPECULATION
-from osd.history_file import HistoryFile, Minute
-from osd.metrics import MAX_CHANGES, MAX_CLASSES, MAX_LISTED, OTHER_CLASSES, UNLABELLED, History
+from osd.observe.exposition import SPECULATION
+from osd.observe.history import MAX_CHANGES, MAX_CLASSES, MAX_LISTED, OTHER_CLASSES, UNLABELLED, History
+from osd.observe.history_file import HistoryFile, Minute
+from osd.observe.series import COLUMNS, MAX_LINES
+from osd.observe.slots import NARROW_FOR_S, Counts
 from osd.records import (
     BufferStats,
     Event,
@@ -29,8 +31,6 @@ from osd.records import (
     SwapReport,
     merge_windows,
 )
-from osd.series import COLUMNS, MAX_LINES
-from osd.slots import NARROW_FOR_S, Counts
 
 START = 1_700_000_000.0
 
@@ -54,7 +54,7 @@ REPORT = {
     "problem": "",
     "split": {"steps": 100, "draft": 0.4, "verify": 1.2, "sample": 0.2, "other": 0.2},
 }
-"""What `serving/speculation.py`, the scheduler and the worker say together."""
+"""What `serving/speculation/control.py`, the scheduler and the worker say together."""
 
 NONSENSE = [
     {"plan": "off"},

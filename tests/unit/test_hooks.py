@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from serving.pick import Lot, pick_on_host
-from serving.rows import top_of
-from serving.vllm_compat import NewRequest, Verification, VerificationHook, is_v2, verification_v1, verification_v2
+from serving.capture.pick import Lot, pick_on_host
+from serving.capture.rows import top_of
+from serving.vllm.hooks import NewRequest, Verification, VerificationHook, is_v2, verification_v1, verification_v2
 
 VOCAB = 64
 

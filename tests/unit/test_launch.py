@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from osd import config_reading
-from osd.config import Config
+from osd.config import reading
+from osd.config.schema import Config
 from osd.errors import ConfigError
-from osd.launch import Service, check_gpus
+from osd.service.launch import Service, check_gpus
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from osd.launch import Service, check_gpus
     ],
 )
 def test_more_gpus_than_there_are_are_refused(overrides: list[str], num: int, says: str) -> None:
-    config = config_reading.load(overrides=overrides, environ={}).config
+    config = reading.load(overrides=overrides, environ={}).config
     if not says:
         return check_gpus(config, num)
     with pytest.raises(ConfigError, match=says):
@@ -77,7 +77,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 def started(ray: FakeRay, *overrides: str) -> dict[str, str]:
     """What Ray found of its variables."""
-    service = Begun(config_reading.load(overrides=list(overrides), environ={}).config)
+    service = Begun(reading.load(overrides=list(overrides), environ={}).config)
     service._start_ray()
     service.stop()
     return {name: value for name, value in ray.environ.items() if name in RAY_VARIABLES}

@@ -15,24 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("osd", "serving", "buffers", "trainer")
-FLOOR = {"osd", "osd.records", "osd.config", "osd.errors", "osd.files", "osd.heads", "osd.redis_url", "osd.registry"}
-ROOF = {
-    "osd.launch",
-    "osd.actors",
-    "osd.cli",
-    "osd.control",
-    "osd.worker",
-    "osd.demo",
-    "osd.doctor",
-    "osd.answering",
-    "osd.offline",
-    "osd.recorded",
-    "osd.profile",
-    "osd.profile_worker",
-}
-"""Composition: the only modules of `osd` that know serving, buffers and trainer, besides the benches of `osd.bench`,
-which measure them."""
+PACKAGES = ("osd", "serving", "buffers", "trainer", "benchmarks")
 
 
 @cache
@@ -56,59 +39,6 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from imports(node)
 
 
-def inner(name: str) -> str:
-    """`trainer.loop.Trainer` -> `trainer.loop`: the module of ours an imported name belongs to."""
-    parts = name.split(".")
-    while (
-        len(parts) > 1 and not (ROOT / Path(*parts)).with_suffix(".py").exists() and not (ROOT / Path(*parts)).is_dir()
-    ):
-        parts.pop()
-    return ".".join(parts)
-
-
-def test_serving_buffers_and_trainer_stand_on_the_floor_alone() -> None:
-    wrong = []
-    for name, tree in modules():
-        package = name.split(".")[0]
-        if package == "osd":
-            continue
-        for imported in {inner(i) for i in imports(tree) if i.split(".")[0] in PACKAGES}:
-            other = imported.split(".")[0]
-            if other != package and imported not in FLOOR:
-                wrong.append(f"{name} imports {imported}")
-    assert not wrong
-
-
-def test_only_the_roof_knows_the_parts() -> None:
-    wrong = []
-    for name, tree in modules():
-        if not name.startswith("osd") or name in ROOF or name.startswith("osd.bench."):
-            continue
-        wrong += [f"{name} imports {i}" for i in imports(tree) if i.split(".")[0] in ("serving", "buffers", "trainer")]
-    assert not wrong
-
-
-def test_only_the_composition_root_builds_rays_parts() -> None:
-    users = {name for name, tree in modules() if any(i.split(".")[0] == "ray" for i in imports(tree))}
-    assert users <= {"osd.launch", "osd.actors"}
-
-
-def knows_vllm(tree: ast.Module) -> bool:
-    return any(i.split(".")[0] == "vllm" for i in imports(tree))
-
-
-def test_private_names_of_vllm_stand_in_one_file() -> None:
-    users = {name for name, tree in modules() if knows_vllm(tree)}
-    # What runs inside vLLM's scheduler and drafter cannot but be written against them.
-    assert users == {
-        "serving.vllm_compat",
-        "serving.vllm_weights",
-        "serving.scheduler",
-        "serving.lazy_draft",
-        "serving.step_split",
-    }
-
-
 FORBIDDEN = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "yaml.load", "eval", "exec"}
 """What makes code of data."""
 
@@ -127,7 +57,14 @@ def test_nothing_of_ours_makes_code_of_data() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["osd.cli", "osd.config_reading", "osd.records", "osd.controller", "osd.dashboard", "osd.bench.runner"],
+    [
+        "osd.cli",
+        "osd.config.reading",
+        "osd.records",
+        "osd.control.controller",
+        "osd.observe.dashboard",
+        "benchmarks.runner",
+    ],
 )
 def test_importing_it_loads_nothing_heavy(module: str) -> None:
     code = f"import {module}, sys; print([m for m in ('torch', 'vllm', 'ray', 'transformers') if m in sys.modules])"
@@ -194,40 +131,37 @@ def annotations(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 STATE = {
-    "osd.demo.Story",
-    "osd.drift.FadingAlpha",
-    "osd.drift.Watched",
-    "osd.recorded.Recorded",
-    "serving.assemble.Schedule",
-    "serving.assemble.Step",
-    "serving.capture._Live",
-    "serving.net._Window",
-    "serving.pick.Landed",
-    "serving.pick._FromDevice",
-    "serving.probes._Probe",
-    "serving.reference.Generation",
-    "serving.rows.Rows",
-    "serving.running.RunningRequest",
-    "serving.speculation.StepSeen",
-    "serving.speculation._Request",
-    "serving.step_times._Cell",
-    "serving.swap.Staging",
-    "serving.windows.WindowCounter",
-    "serving.windows._Counts",
+    "osd.demo.story.Story",
+    "osd.control.drift.FadingAlpha",
+    "osd.control.drift.Watched",
+    "osd.offline.recorded.Recorded",
+    "serving.capture.assemble.Schedule",
+    "serving.capture.assemble.Step",
+    "serving.capture.capture._Live",
+    "serving.speculation.net._Window",
+    "serving.capture.pick.Landed",
+    "serving.capture.pick._FromDevice",
+    "serving.speculation.probes._Probe",
+    "serving.capture.rows.Rows",
+    "serving.capture.running.RunningRequest",
+    "serving.speculation.control.StepSeen",
+    "serving.speculation.control._Request",
+    "serving.speculation.step_times._Cell",
+    "serving.swap.swap.Staging",
+    "serving.capture.windows.WindowCounter",
+    "serving.capture.windows._Counts",
     "buffers.memory._Domain",
     "buffers.redis_writer._Tally",
     "trainer.loop._Progress",
 }
 """Dataclasses that change, or are made so often that freezing them would be felt; all others are values."""
-OPEN = {"serving.vllm_compat.FileUpdate"}
-"""Dataclasses whose base, vLLM's, has no slots."""
 
 
 def test_values_do_not_change_and_have_no_other_fields() -> None:
     found = {f"{name}.{cls.name}": options for name, tree in modules() for cls, options in dataclasses_of(tree)}
-    product = {name: options for name, options in found.items() if not name.startswith("osd.bench")}
-    assert {name for name, options in product.items() if "slots" not in options} == OPEN
-    assert {name for name, options in product.items() if "frozen" not in options} == STATE | OPEN
+    product = {name: options for name, options in found.items() if not name.startswith("benchmarks")}
+    assert {name for name, options in product.items() if "slots" not in options} == set()
+    assert {name for name, options in product.items() if "frozen" not in options} == STATE
 
 
 def dataclasses_of(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, set[str]]]:
@@ -242,13 +176,12 @@ def dataclasses_of(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, set[str]]]:
 
 UNEVEN = {
     "buffers.redis_writer": 1,
-    "osd.series": 2,
-    "osd.status": 1,
-    "osd.tiny.natural_report": 1,
-    "serving.anatomy": 1,
-    "serving.lazy_draft": 3,
-    "serving.ngram": 1,
-    "serving.step_times": 1,
+    "osd.observe.series": 2,
+    "osd.observe.status": 1,
+    "serving.speculation.acceptance_breakdown": 1,
+    "serving.speculation.lazy_draft": 3,
+    "serving.speculation.ngram": 1,
+    "serving.speculation.step_times": 1,
 }
 """Where what is gone through together may be of different lengths, and how often."""
 
@@ -258,7 +191,7 @@ def test_what_is_gone_through_together_is_of_one_length() -> None:
     calls = [(name, n) for name, tree in modules() for n in ast.walk(tree) if isinstance(n, ast.Call)]
     zips = [(name, ast.unparse(call)) for name, call in calls if ast.unparse(call.func) == "zip"]
     uneven = Counter(name for name, text in zips if not text.endswith("strict=True)"))
-    assert {name: num for name, num in uneven.items() if not name.startswith("osd.bench")} == UNEVEN
+    assert {name: num for name, num in uneven.items() if not name.startswith("benchmarks")} == UNEVEN
 
 
 def test_no_file_speaks_of_machines_or_registries() -> None:

@@ -12,10 +12,10 @@ from torch import nn
 
 from osd.errors import SwapError
 from osd.records import DraftRelease
-from serving import proof
-from serving.live_draft import LiveDraft, Weights, storage
-from serving.proof import SwapProof
-from serving.swap import DraftSwapper
+from serving.swap import proof
+from serving.swap.live_draft import LiveDraft, Weights, storage
+from serving.swap.proof import SwapProof
+from serving.swap.swap import DraftSwapper
 from tests.draft_releases import written
 from tests.starving import MemoryFor
 

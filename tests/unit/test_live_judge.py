@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from osd.config import GateConfig
-from osd.judge import Judge
-from osd.metrics import History
+from osd.config.schema import GateConfig
+from osd.control.rollback import Judge
+from osd.observe.history import History
 from osd.records import DraftRelease, Event
 from tests.clocks import HandClock
 from tests.unit.test_controller import TARGET, live_window, make_outcome

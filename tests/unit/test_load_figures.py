@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from osd.demo import alpha
-from osd.load import Answer, figures
+from osd.client.load import Answer, figures
+from osd.demo.story import alpha
 from osd.records import SpecWindow
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from osd.config import TrainerConfig
+from osd.config.schema import TrainerConfig
 from trainer.loss import LOSSES, coarsen, forward_kl, total_variation, weighted_mean
 
 INF = math.inf

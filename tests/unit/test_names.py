@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from osd.errors import SwapError
-from serving.swap import DraftShape, check_tensors
+from serving.swap.swap import DraftShape, check_tensors
 from tests.integration.shapes import add_old_masks
 from trainer.draft import export_draft, load_draft
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.natural.recipe import HERE, NATURAL, SOURCES, TINY, natural_hash, recipe_from_json, recipe_to_json
+from benchmarks.natural.text import HOME, PACKAGES, SourceFile, split, text_hash
+from benchmarks.natural.traffic import MAX_CHARS, MIN_CHARS, line_windows, requests, served_windows
 from osd.errors import ConfigError
-from osd.tiny.natural_recipe import NATURAL, SOURCES, natural_hash, recipe_from_json, recipe_to_json
-from osd.tiny.natural_text import HOME, PACKAGES, SourceFile, split, text_hash
-from osd.tiny.natural_traffic import MAX_CHARS, MIN_CHARS, line_windows, requests, served_windows
 
 LINE = "def function_{0}(argument_{0}: int) -> str:  # number {0}"
 BODY = "    return argument_{0} + {0}"
@@ -123,9 +123,8 @@ def test_hash_follows_the_recipe(tmp_path: Path) -> None:
 
 
 def test_hash_covers_every_file_that_shapes_the_models() -> None:
-    here = Path(__file__).parents[2] / "osd" / "tiny"
-    shaping = {path.name for path in here.glob("natural_*.py")} - {"natural_report.py"}
-    assert shaping | {"tokenizer.py", "training.py", "muon.py"} == set(SOURCES)
+    own = {path for path in HERE.glob("*.py") if path.stem not in ("__init__", "models", "report")}
+    assert own | {TINY / "tokenizer.py", TINY / "training.py", TINY / "muon.py"} == set(SOURCES)
 
 
 def test_a_python_without_source_is_one_clear_error(tmp_path: Path) -> None:

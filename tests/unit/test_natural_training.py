@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from osd.tiny.natural_build import build
-from osd.tiny.natural_recipe import Recipe
-from osd.tiny.natural_report import acceptance, count_steps, is_loop, share_of_loops
-from osd.tiny.natural_sampling import sampled_answers
-from osd.tiny.natural_text import HOME, split
-from osd.tiny.natural_traffic import MAX_TOKENS, requests
-from osd.tiny.natural_training import (
+from benchmarks.natural.build import build
+from benchmarks.natural.recipe import Recipe
+from benchmarks.natural.report import acceptance, count_steps, is_loop, share_of_loops
+from benchmarks.natural.sampling import sampled_answers
+from benchmarks.natural.text import HOME, split
+from benchmarks.natural.traffic import MAX_TOKENS, requests
+from benchmarks.natural.training import (
     distil_draft,
     lessons,
     nats_per_token,

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from serving.net import SETTLING_STEPS, NetWindows
+from serving.speculation.net import SETTLING_STEPS, NetWindows
 
 OFF_RATE = 100.0
 

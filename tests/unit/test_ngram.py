@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving.ngram import MAX_INDEXED, SIZES, STEPS_PER_SHADOW, Lookup, Shadow
+from serving.speculation.ngram import MAX_INDEXED, SIZES, STEPS_PER_SHADOW, Lookup, Shadow
 
 
 def ids(text: str) -> list[int]:

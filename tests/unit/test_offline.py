@@ -10,10 +10,12 @@ import pytest
 
 from buffers.codec import encode_trace
 from buffers.trace_file import write_traces
-from osd import config_reading, offline, recorded
+from osd.config import reading
 from osd.errors import ConfigError, OSDError
-from osd.offline_report import REPORT
-from osd.prompts import read_prompts
+from osd.offline import recorded
+from osd.offline.prompts import read_prompts
+from osd.offline.report import REPORT
+from osd.offline.train import Job, check_draft, run
 from osd.records import Trace
 from tests.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, save_draft
 from trainer.draft import load_draft
@@ -47,9 +49,9 @@ class Run:
         self.warned: list[str] = []
 
     def __call__(self, *files: Path, epochs: int = 2, force: bool = False, settings: tuple[str, ...] = ()) -> int:
-        config = config_reading.load(None, [*SETTINGS, *settings], {"serving.draft": str(self.draft)}, {}).config
-        job = offline.Job(config=config, draft=offline.check_draft(config), out=self.out, epochs=epochs, force=force)
-        return offline.run(job, files, self.said.append, self.warned.append)
+        config = reading.load(None, [*SETTINGS, *settings], {"serving.draft": str(self.draft)}, {}).config
+        job = Job(config=config, draft=check_draft(config), out=self.out, epochs=epochs, force=force)
+        return run(job, files, self.said.append, self.warned.append)
 
     def names(self) -> set[str]:
         """What lies in the directory now, beside draft and traces."""
@@ -110,9 +112,9 @@ def test_more_passes_are_more_steps(train: Run, tmp_path: Path) -> None:
 
 
 def test_many_small_rounds_become_fewer(train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("osd.offline.MAX_ROUNDS", 4)
+    monkeypatch.setattr("osd.offline.train.MAX_ROUNDS", 4)
     rounds = []
-    monkeypatch.setattr("osd.offline._figures", lambda outcome: rounds.append(outcome) or "")
+    monkeypatch.setattr("osd.offline.train._figures", lambda outcome: rounds.append(outcome) or "")
     train(
         write(tmp_path / "a.traces", TRAINING + HELD_OUT), epochs=2, settings=("trainer.max_new_traces=8",), force=True
     )

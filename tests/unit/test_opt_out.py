@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from osd.config import CaptureConfig
+from osd.config.schema import CaptureConfig
 from osd.records import SpecWindow, Trace
-from serving.capture import Capture
-from serving.vllm_compat import NewRequest, Verification
+from serving.capture.capture import Capture
+from serving.vllm.hooks import NewRequest, Verification
 
 VOCABULARY = 16
 PROMPT = [3, 4, 5]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from osd.errors import ReplayBufferError
-from osd.pace import LONGEST_REST_S, Pace, busy_replicas
+from osd.service.pace import LONGEST_REST_S, Pace, busy_replicas
 
 
 class Day:

@@ -12,10 +12,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
-from osd.config import Config
+from osd.config.schema import Config
 from osd.errors import ConfigError
-from osd.pairs import check_pair, context_length
-from osd.plan import max_model_len
+from osd.models.compatibility import check_pair, context_length
+from osd.service.plan import max_model_len
 
 WORDS = ["a", "b", "c", "d"]
 

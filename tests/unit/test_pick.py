@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from osd.records import ACCEPTED, PLAIN, REJECTED
-from serving import rows
-from serving.pick import Landed, Lot, Picked, pick, pick_later, pick_on_device, pick_on_host
-from serving.rows import Logits, TopK, kinds_of, summarise, summarise_rows
-from serving.vllm_compat import Verification
+from serving.capture import rows
+from serving.capture.pick import Landed, Lot, Picked, pick, pick_later, pick_on_device, pick_on_host
+from serving.capture.rows import Logits, TopK, kinds_of, summarise, summarise_rows
+from serving.vllm.hooks import Verification
 
 VOCAB = 40
 G = 4

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from osd.config import GateConfig, TrainerConfig
-from osd.policy import (
+from osd.config.schema import GateConfig, TrainerConfig
+from osd.control.policy import (
     contradictions,
     is_as_predicted,
     is_unexplained,

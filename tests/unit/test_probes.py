@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serving.probes import PROBE_K, Probes
+from serving.speculation.probes import PROBE_K, Probes
 
 
 def known() -> Probes:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from osd.progress import progress
+from osd.common.progress import progress
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,9 @@ def test_with_nothing_known_of_the_total_there_is_one_line(capsys: pytest.Captur
 
 
 def test_a_terminal_sees_a_bar_and_text_as_it_is() -> None:
-    code = "from osd.progress import progress\nwith progress('asking', 2, 'prompts') as a: a(2, 'no [/such] tag')"
+    code = (
+        "from osd.common.progress import progress\nwith progress('asking', 2, 'prompts') as a: a(2, 'no [/such] tag')"
+    )
     ours, theirs = pty.openpty()
     done = subprocess.run([sys.executable, "-c", code], stderr=theirs, cwd=ROOT, timeout=60, check=False)
     os.close(theirs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from serving.proof import VALUES_AT_ONCE, SwapProof, columns, digest, of_release, rows
+from serving.swap.proof import VALUES_AT_ONCE, SwapProof, columns, digest, of_release, rows
 
 H, V = 24, 200
 

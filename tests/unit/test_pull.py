@@ -12,8 +12,8 @@ import pytest
 
 from osd.errors import ReplayBufferError
 from osd.records import DraftRelease, ReplicaStatus, SpecWindow, SwapReport, decode
-from serving import vllm_compat
 from serving.pull import Activity, DraftPuller
+from serving.vllm import names
 
 
 def release(version: int, target_id: str = "target") -> DraftRelease:
@@ -197,7 +197,7 @@ async def test_the_heartbeat_says_who_serves_what_and_what_the_worker_counted(pu
     assert (status.version, status.target_id, status.k, status.pid) == (3, "target", 2, os.getpid())
     assert (status.capture_rows, status.capture_skipped) == ({"rejected": 7}, {"opted_out": 3})
     assert (status.num_traces, status.buffer_dropped, status.num_running) == (5, {"redis": 4}, 2)
-    assert status.unproved == "cannot be read back" and status.engine == vllm_compat.engine_version()
+    assert status.unproved == "cannot be read back" and status.engine == names.engine_version()
     assert status.speculation == {"k": 3, "num_restarts": 1, "split": {"model": 0.25}}
     assert status.started_at <= status.at == pytest.approx(time.time(), abs=60)
     assert pulled.registry.ttls == {10.0}

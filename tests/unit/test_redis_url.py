@@ -6,8 +6,8 @@ import pytest
 
 from buffers.link import Link
 from osd.errors import ConfigError, ReplayBufferError
-from osd.redis_url import is_clear, mask_text, mask_url
-from osd.registry import Registry
+from osd.exchange.redis_url import is_clear, mask_text, mask_url
+from osd.exchange.registry import Registry
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from osd.records import ACCEPTED, PLAIN, REJECTED
-from serving.reference import Sampling, SpeculativeSampler, acceptance, one_hot, residual, target_logprobs
+from tests.speculative_reference import Sampling, SpeculativeSampler, acceptance, one_hot, residual, target_logprobs
 from tests.tiny_drafts import VOCAB_SIZE, tiny_llama
 
 Drafting = Literal["greedy", "probabilistic"]

@@ -17,7 +17,7 @@ import pytest
 
 from osd.errors import ReleaseError
 from osd.records import DraftRelease, RoundOutcome
-from osd.releases import ReleaseStore
+from osd.releases.store import ReleaseStore
 
 TARGET = "9f2c"
 
@@ -148,7 +148,7 @@ def test_publish_killed_before_the_pointer_changes_nothing(store: ReleaseStore, 
 
 PUBLISH_AND_DIE = """
 import itertools, os, pathlib, sys
-from osd.releases import ReleaseStore
+from osd.releases.store import ReleaseStore
 
 def die(event, args):
     global left
@@ -272,7 +272,7 @@ def test_two_stores_publishing_at_once(store: ReleaseStore, tmp_path: Path) -> N
 
 def test_start_leaves_alone_what_another_process_is_writing(store: ReleaseStore, model: Path) -> None:
     program = (
-        "import sys, pathlib; from osd.files import locked; root = pathlib.Path(sys.argv[1])\n"
+        "import sys, pathlib; from osd.common.files import locked; root = pathlib.Path(sys.argv[1])\n"
         "with locked(root / 'LOCK'): (root / '.tmp-publish-busy').mkdir(); print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -459,7 +459,9 @@ def test_full_disk_is_one_clear_line_and_changes_nothing(store: ReleaseStore, mo
     publish_line(store, model, 1)
     make_model(model, b"x" * (1 << 20))
     program = (
-        "import resource, signal, sys; from osd.releases import ReleaseStore; from osd.errors import ReleaseError\n"
+        "import resource, signal, sys\n"
+        "from osd.errors import ReleaseError\n"
+        "from osd.releases.store import ReleaseStore\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
         "try: ReleaseStore(sys.argv[1]).publish(sys.argv[2], parent=1, target_id='9f2c')\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from osd.records import DraftRelease
-from osd.releases import ReleaseStore, what_serves
+from osd.releases.store import ReleaseStore, what_serves
 from serving.pull import release_to_start
 from tests.unit.test_controller import MemoryRegistry
 from tests.unit.test_releases import make_model, publish_line

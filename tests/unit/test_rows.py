@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from osd.records import ACCEPTED, PLAIN, REJECTED
-from serving.rows import Logits, RowPool, TopK, kinds_of, summarise, top_of
+from serving.capture.rows import Logits, RowPool, TopK, kinds_of, summarise, top_of
 
 
 @pytest.mark.parametrize(

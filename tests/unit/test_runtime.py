@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from osd import runtime
-from osd.client import Client
+from osd.client.http import Client
 from osd.errors import ConfigError
+from osd.service import note
 
 
 @pytest.fixture
@@ -23,12 +23,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-def note(deployment: str = "a", pid: int | None = None) -> runtime.Running:
-    return runtime.Running(deployment, pid or os.getpid(), "http://127.0.0.1:1", "http://127.0.0.1:2", "secret")
+def running(deployment: str = "a", pid: int | None = None) -> note.Running:
+    return note.Running(deployment, pid or os.getpid(), "http://127.0.0.1:1", "http://127.0.0.1:2", "secret")
 
 
 def test_the_note_is_for_this_user_alone(folder: Path) -> None:
-    path = runtime.write(note())
+    path = note.write(running())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [p.name for p in folder.iterdir()] == ["a.json"]
@@ -41,10 +41,10 @@ def test_a_url_alone_is_enough_where_the_note_has_its_token(folder: Path, monkey
         seen.append(more["headers"]["Authorization"])
         return httpx.Response(200, json={})
 
-    monkeypatch.setattr("osd.client.httpx.request", request)
+    monkeypatch.setattr("osd.client.http.httpx.request", request)
     for name in ("OSD_URL", "OSD_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    runtime.write(note())
+    note.write(running())
     Client("http://localhost:2/").admin("pause")
     monkeypatch.setenv("OSD_TOKEN", "other")
     Client("http://127.0.0.1:2/").admin("pause")
@@ -61,29 +61,29 @@ def test_a_directory_open_to_others_is_refused(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="open to others; set OSD_RUNTIME_DIR"):
-        runtime.write(note())
+        note.write(running())
 
 
 def test_a_dead_service_is_not_found_and_one_of_several_must_be_named(folder: Path) -> None:
     child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    runtime.write(note("dead", int(child.stdout)))
+    note.write(running("dead", int(child.stdout)))
     with pytest.raises(ConfigError, match="no service of this user is running"):
-        runtime.find()
-    runtime.write(note("a"))
-    assert runtime.find().token == "secret"
-    runtime.write(note("b"))
+        note.find()
+    note.write(running("a"))
+    assert note.find().token == "secret"
+    note.write(running("b"))
     with pytest.raises(ConfigError, match="several services are running"):
-        runtime.find()
-    assert runtime.find("b").deployment == "b"
-    runtime.remove("b")
-    assert runtime.find().deployment == "a"
+        note.find()
+    assert note.find("b").deployment == "b"
+    note.remove("b")
+    assert note.find().deployment == "a"
 
 
 def test_a_process_that_ended_counts_as_gone_before_anybody_collected_it(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        runtime.write(note("a", child.pid))
-        assert runtime.find().pid == child.pid
+        note.write(running("a", child.pid))
+        assert note.find().pid == child.pid
         assert child.stdin is not None
         child.stdin.close()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended; its exit status stays uncollected
-        assert runtime.find_all() == []
+        assert note.find_all() == []

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from serving.goodput import OFF, Plan
-from serving.scheduler import (
+from serving.speculation.control import SWEEP_STEPS, Settings, Speculation, StepSeen
+from serving.speculation.goodput import OFF, Plan
+from serving.speculation.scheduler import (
     MAX_IDLE_SECONDS,
     Controlled,
     ControlledAsync,
@@ -22,8 +23,7 @@ from serving.scheduler import (
     settings_of,
     whole_number,
 )
-from serving.speculation import SWEEP_STEPS, Settings, Speculation, StepSeen
-from serving.step_times import Shape
+from serving.speculation.step_times import Shape
 
 K = 4
 STEP_S = 0.010

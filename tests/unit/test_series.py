@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from osd.series import COLUMNS, columns, lines
-from osd.slots import Counts, StepTimes
+from osd.observe.series import COLUMNS, columns, lines
+from osd.observe.slots import Counts, StepTimes
 
 Key = tuple[float, str, int, int]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from osd.observe.slots import Counts, SlotTable, StepTimes, acceptance, floor
 from osd.records import SpecWindow
-from osd.slots import Counts, SlotTable, StepTimes, acceptance, floor
 
 DAY = 86400.0
 """A time on the edge of every slot."""

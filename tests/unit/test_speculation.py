@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.goodput import OFF, Plan
-from serving.probes import FRESH_TESTS, PROBE_SHARE, PROBE_STEPS
-from serving.speculation import (
+from serving.speculation.control import (
     Settings,
 )
-from serving.step_times import Shape
+from serving.speculation.goodput import OFF, Plan
+from serving.speculation.probes import FRESH_TESTS, PROBE_SHARE, PROBE_STEPS
+from serving.speculation.step_times import Shape
 from tests.simulated_engine import SimulatedEngine, best_fixed, cpu
 
 K_MAX = 5

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.estimates import Acceptance
-from serving.goodput import MARGIN, Plan
-from serving.ngram import MAX_INDEXED, STEPS_PER_SHADOW
-from serving.speculation import STEPS_PER_DECISION, SWEEP_STEPS, Settings, Speculation, StepSeen
+from serving.speculation.control import STEPS_PER_DECISION, SWEEP_STEPS, Settings, Speculation, StepSeen
+from serving.speculation.estimates import Acceptance
+from serving.speculation.goodput import MARGIN, Plan
+from serving.speculation.ngram import MAX_INDEXED, STEPS_PER_SHADOW
 from tests.simulated_engine import StepTime, cpu
 
 K_MAX = 5

@@ -7,12 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
-from osd.dashboard import build_app
+from osd.common.wording import percent, size, span
+from osd.observe.dashboard import build_app
+from osd.observe.problems import learnable, troubles
+from osd.observe.status import describe_replica
+from osd.observe.status_text import drafts_table, page
 from osd.records import NO_TRACES, ReplicaStatus
-from osd.status import describe_replica
-from osd.status_page import drafts_table, page
-from osd.troubles import learnable, troubles
-from osd.wording import percent, size, span
 from tests.unit.test_controller import World, world
 from tests.unit.test_history import NONSENSE, REPORT, window
 

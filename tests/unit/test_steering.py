@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 
-from osd.config import Config
-from osd.profile import table
+from osd.config.schema import Config
 from osd.records import DraftRelease
-from serving import steering, vllm_compat
+from osd.service.profile import table
 from serving.pull import HEARTBEAT_TTL
-from serving.scheduler import settings_of
-from serving.speculation import Settings
-from serving.steering import (
+from serving.speculation import client
+from serving.speculation.client import (
     Steering,
     predicted_acceptance,
     profile_path,
@@ -27,7 +25,10 @@ from serving.steering import (
     settings_for,
     write_profile,
 )
-from serving.step_times import Shape, StepTimes
+from serving.speculation.control import Settings
+from serving.speculation.scheduler import settings_of
+from serving.speculation.step_times import Shape, StepTimes
+from serving.vllm import names, server
 from tests.unit.test_policy import OUTCOME
 
 ROWS = [{"batch": 1, "tokens": 1, "context": 64, "drafted": 0, "seconds": 0.01, "steps": 8}]
@@ -75,8 +76,8 @@ class FakeEngine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
-    monkeypatch.setattr(vllm_compat, "generate_synthetic", lambda engine, *given: engine.generate(*given))
-    monkeypatch.setattr(steering, "SECONDS_BETWEEN_LOOKS", 0.001)
+    monkeypatch.setattr(server, "generate_synthetic", lambda engine, *given: engine.generate(*given))
+    monkeypatch.setattr(client, "SECONDS_BETWEEN_LOOKS", 0.001)
     return fake
 
 
@@ -151,11 +152,11 @@ def test_a_control_that_does_not_answer_is_logged_and_serving_goes_on(
     async def silent(*_: Any) -> str:
         raise RuntimeError("gone")
 
-    steering = Steering(silent, Config())
+    client = Steering(silent, Config())
     with caplog.at_level(logging.ERROR):
-        assert asyncio.run(steering.report()) == {}
-        asyncio.run(steering.restart(release()))
-        asyncio.run(steering.prepare(engine, tmp_path / "p.json"))
+        assert asyncio.run(client.report()) == {}
+        asyncio.run(client.restart(release()))
+        asyncio.run(client.prepare(engine, tmp_path / "p.json"))
     assert "gone" in caplog.text
     assert not (tmp_path / "p.json").exists()
 
@@ -167,8 +168,8 @@ def test_a_control_that_never_answers_stops_nobody(
         await asyncio.sleep(60)
         return "{}"
 
-    assert steering.SECONDS_TO_ANSWER < HEARTBEAT_TTL
-    monkeypatch.setattr(steering, "SECONDS_TO_ANSWER", 0.05)
+    assert client.SECONDS_TO_ANSWER < HEARTBEAT_TTL
+    monkeypatch.setattr(client, "SECONDS_TO_ANSWER", 0.05)
     assert asyncio.run(asyncio.wait_for(Steering(stuck, Config()).report(), 5)) == {}
     assert "did not answer 'report' within" in caplog.text
 
@@ -188,9 +189,9 @@ def test_the_profile_is_another_for_another_engine(tmp_path: Path, monkeypatch: 
         others.add(profile_path(Config.model_validate({"speculation": change}), "target", draft))
     (tmp_path / "model.safetensors").write_text("other weights take as long")
     assert profile_path(Config.model_validate({"speculation": {"mode": "fixed"}}), "target", draft) == base
-    monkeypatch.setattr(vllm_compat, "engine_version", lambda: "another")
+    monkeypatch.setattr(names, "engine_version", lambda: "another")
     others.add(profile_path(Config(), "target", draft))
-    monkeypatch.setattr(steering, "hardware", lambda: "another machine")
+    monkeypatch.setattr(client, "hardware", lambda: "another machine")
     others.add(profile_path(Config(), "target", draft))
     (tmp_path / "config.json").write_text('{"hidden_size": 1}')
     others.add(profile_path(Config(), "target", draft))
@@ -234,7 +235,7 @@ def test_a_profile_can_be_read_into_a_table() -> None:
 def test_a_profile_is_written_whole(tmp_path: Path) -> None:
     write_profile(tmp_path / "a" / "p.json", ROWS)
     found = json.loads((tmp_path / "a" / "p.json").read_text())
-    assert found == {"schema_version": 1, "hardware": steering.hardware(), "cells": ROWS}
+    assert found == {"schema_version": 1, "hardware": client.hardware(), "cells": ROWS}
 
 
 def test_the_control_hears_of_a_swap_and_what_was_predicted(engine: FakeEngine) -> None:

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.step_times import CELL_SIZE, MAX_CELLS, STALE_SIZE, STALE_STEPS, STEPS_PER_FIT, Shape, StepTimes, key_of
+from serving.speculation.step_times import (
+    CELL_SIZE,
+    MAX_CELLS,
+    STALE_SIZE,
+    STALE_STEPS,
+    STEPS_PER_FIT,
+    Shape,
+    StepTimes,
+    key_of,
+)
 
 BATCHES, WIDTHS = (1, 2, 4, 8, 16, 32), (0, 1, 3, 5)
 

@@ -14,8 +14,8 @@ import torch
 
 from osd.errors import SwapError
 from osd.records import DraftRelease
-from serving.proof import SwapProof, of_release
-from serving.swap import DraftSwapper
+from serving.swap.proof import SwapProof, of_release
+from serving.swap.swap import DraftSwapper
 from tests.draft_releases import CONFIG, written
 
 NORM, MATRIX, MASK, IDS = "model.norm.weight", "model.layers.0.q_proj.weight", "attention.bias", "attention.ids"
@@ -203,7 +203,7 @@ def cut(release: DraftRelease) -> DraftRelease:
     """Damaged, and released like this."""
     file = Path(release.path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
-    from osd.files import sha256
+    from osd.common.files import sha256
 
     return replace(release, sha256=sha256(file))
 

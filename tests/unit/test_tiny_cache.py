@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from osd.common.files import cache_root
 from osd.errors import ConfigError
-from osd.files import cache_root
 from osd.tiny.cache import build_once
 from osd.tiny.recipe import SOURCES, recipe_hash
 

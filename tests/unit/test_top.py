@@ -23,14 +23,14 @@ import pytest
 from fastapi.testclient import TestClient
 from rich.console import Console
 
-from osd.dashboard import build_app
 from osd.errors import ConfigError, OSDError
-from osd.metrics import History
+from osd.observe.dashboard import build_app
+from osd.observe.history import History
+from osd.observe.top.curve import ASCII, BRAILLE, Dots, chart, draw, resample
+from osd.observe.top.layout import View, frame, share
+from osd.observe.top.reading import Answers, Readings, read, window_seconds
+from osd.observe.top.run import can_show_braille
 from osd.records import Event, SwapReport
-from osd.top.curve import ASCII, BRAILLE, Dots, chart, draw, resample
-from osd.top.layout import View, frame, share
-from osd.top.reading import Answers, Readings, read, window_seconds
-from osd.top.run import can_show_braille
 from tests.dashboards import TOKEN, Scene, served, window
 
 ROOT = Path(__file__).parents[2]

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from osd import config_reading, offline
+from osd.config import reading
 from osd.errors import ConfigError
-from osd.launch import Service
+from osd.offline import train
 from osd.records import NO_TRACES
+from osd.service.launch import Service
 from tests.tiny_drafts import TARGET_ID, chain_traces, release_of, save_draft
 from tests.tiny_rounds import buffer_with, config, trainer_at
 from trainer.trackers import NUM_WAITING, Tracker, check_installed
@@ -84,10 +85,10 @@ def test_offline_training_leaves_its_curves_beside_the_draft(tmp_path: Path) -> 
     from tests.unit.test_offline import HELD_OUT, SETTINGS, TRAINING, write
 
     given = [*SETTINGS, "trainer.trackers=[tensorboard]"]
-    settings = config_reading.load(None, given, {"serving.draft": str(save_draft(tmp_path / "draft"))}, {}).config
-    draft = offline.check_draft(settings)
-    job = offline.Job(config=settings, draft=draft, out=tmp_path / "new", epochs=2, force=True)
-    assert offline.run(job, [write(tmp_path / "all.traces", TRAINING + HELD_OUT)], print, print) == 0
+    settings = reading.load(None, given, {"serving.draft": str(save_draft(tmp_path / "draft"))}, {}).config
+    draft = train.check_draft(settings)
+    job = train.Job(config=settings, draft=draft, out=tmp_path / "new", epochs=2, force=True)
+    assert train.run(job, [write(tmp_path / "all.traces", TRAINING + HELD_OUT)], print, print) == 0
     assert read(only(tmp_path / "new.curves")).Scalars("loss/last")
 
 
@@ -114,10 +115,10 @@ def test_the_missing_package_is_named_with_the_remedy() -> None:
 @pytest.mark.skipif(not is_absent("wandb"), reason="wandb is installed here")
 def test_an_absent_tracker_is_refused_before_anything_starts(tmp_path: Path) -> None:
     flags = {"serving.draft": str(save_draft(tmp_path / "draft")), "data_dir": str(tmp_path / "data")}
-    settings = config_reading.load(None, ["trainer.trackers=[wandb]"], flags, {}).config
+    settings = reading.load(None, ["trainer.trackers=[wandb]"], flags, {}).config
     for start in (
         lambda: Service(settings),
-        lambda: offline.check_draft(settings),
+        lambda: train.check_draft(settings),
         lambda: trainer_at(tmp_path / "t", buffer_with(), trackers=["wandb"]),
     ):
         with pytest.raises(ConfigError, match="pip install wandb"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from osd.errors import SwapError
-from serving.vllm_weights import check_method, read_back, sample_of_target
+from serving.swap.weights import check_method, read_back, sample_of_target
 
 
 def worker(method: str = "draft_model", draft: nn.Module | None = None, target: nn.Module | None = None) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from osd.records import SpecWindow, merge_windows
-from serving.windows import LONGEST_GAP, MAX_DOMAINS, WindowCounter
+from serving.capture.windows import LONGEST_GAP, MAX_DOMAINS, WindowCounter
 from tests.captures import Clock
 
 

@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
+from osd.common.wording import moment
 from osd.errors import ConfigError
-from osd.wording import moment
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from osd.config import CaptureConfig
+from osd.config.schema import CaptureConfig
 from osd.errors import SwapError
 from osd.records import DraftRelease, encode
 from serving.worker import WorkerExtension, trace_settings

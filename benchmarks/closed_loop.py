@@ -1,0 +1,230 @@
+"""A replay in which the service's own control of speculation decides what every step proposes.
+
+    recorded requests, STREAMS at a time ──► Speculation.plan ──► a modelled step ──► Speculation.observe ──► ...
+                                               draft, n-grams or nothing     seconds as measured (`step_times.py`)
+
+The control is the code that serves (`serving/speculation/control.py`), not a model of it; it is shown steps as long as
+such steps were measured to take, off by a random part, and decides by them. What vLLM would do is replayed: what a step
+proposes is verified by the next one, a request's first step verifies what was proposed at the end of its prefill, and
+tokens beyond the end of an answer are verified in vain. Not in it: prefill, and the time that deciding and swapping
+take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.curve import Counts
+from benchmarks.recording import Recorded
+from benchmarks.served import Served, matches_of
+from benchmarks.step_times import STREAMS, StepTimes
+from osd.config.schema import Config
+from osd.records import ACCEPTED, PLAIN, REJECTED
+from serving.speculation.control import Settings, Speculation, StepSeen
+from serving.speculation.goodput import Plan
+from serving.speculation.step_times import CELL_SIZE, Shape
+from trainer.draft import RowModel, load_draft
+
+NOISE = 0.05
+"""Standard deviation of the logarithm of a step's time."""
+DRAFT, NGRAM = "draft", "ngram"
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that decodes."""
+
+    index: int
+    tokens: list[int]
+    """Prompt and answer to its end."""
+    num_prompt: int
+    matches: np.ndarray
+    """bool [T - 1]: where the serving draft is right."""
+    at: int = 1
+    """Output tokens so far."""
+    num_proposed: int = 0
+    """Draft tokens that its next step verifies."""
+    found: Sequence[int] = ()
+    """Those of an n-gram."""
+    kinds: list[int] = field(default_factory=lambda: [PLAIN])
+    seconds: float = 0.0
+    by: dict[str, list[int]] = field(default_factory=lambda: {DRAFT: [0] * 4, NGRAM: [0] * 4})
+    """proposer -> drafts, drafted, tested, accepted"""
+    num_steps: int = 0
+
+    @property
+    def name(self) -> str:
+        return str(self.index)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + self.at
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.num_tokens
+
+    def num_right(self, proposer: str) -> int:
+        """How many of the proposed tokens are accepted."""
+        num = min(self.num_proposed, self.num_left)
+        if proposer == DRAFT:
+            right = self.matches[self.at - 1 : self.at - 1 + num]
+        else:
+            served = self.tokens[self.num_tokens : self.num_tokens + num]
+            right = np.array([a == b for a, b in zip(self.found, served, strict=False)], bool)
+        wrong = np.flatnonzero(~right)
+        return int(wrong[0]) if len(wrong) else num
+
+    def advance(self, proposer: str, num_right: int) -> None:
+        """A step accepted so many, and the target adds a token."""
+        num_tested = min(num_right + 1, self.num_proposed, self.num_left)
+        self.num_steps += 1
+        if self.num_proposed:
+            for place, num in enumerate((1, self.num_proposed, num_tested, num_right)):
+                self.by[proposer][place] += num
+        new = [ACCEPTED] * num_right + [REJECTED if num_tested > num_right else PLAIN]
+        self.kinds += new[: self.num_left]
+        self.at += min(num_right + 1, self.num_left)
+
+    def ended(self) -> Served:
+        all_ = [sum(both) for both in zip(*self.by.values(), strict=True)]
+        return Served(
+            index=self.index,
+            counts=self._counts(all_),
+            of_the_draft=self._counts(self.by[DRAFT]),
+            kind_T=np.array(self.kinds, np.int8),
+            seconds=self.seconds,
+        )
+
+    def _counts(self, numbers: Sequence[int]) -> Counts:
+        drafts, drafted, tested, accepted = numbers
+        return Counts(
+            tokens=len(self.kinds) - 1,
+            steps=self.num_steps,
+            drafts=drafts,
+            drafted=drafted,
+            tested=tested,
+            accepted=accepted,
+        )
+
+
+class ClosedLoop:
+    """Serves recorded requests, `STREAMS` at a time and in modelled time, under the control of speculation."""
+
+    def __init__(self, requests: Sequence[Recorded], config: Config, times: StepTimes, *, seed: int) -> None:
+        given = config.speculation
+        settings = Settings(
+            mode=given.mode,
+            k_max=given.k_max,
+            proposers=tuple(given.proposers),
+            net_interval_seconds=given.net_interval_seconds,
+            net_window_seconds=given.net_window_seconds,
+            seed=seed,
+        )
+        self.clock = 0.0
+        """Modelled seconds of decoding so far."""
+        self.speculation = Speculation(settings, clock=lambda: self.clock)
+        self._requests, self._times = requests, times
+        self._k_max = given.k_max
+        self._rng = np.random.default_rng(seed)
+        self._model: RowModel | None = None
+        self._running: list[_Running] = []
+        self._proposer = DRAFT
+        """Who proposed what the next step verifies."""
+        self._sleeps = False
+        self._measure_beforehand()
+
+    def swap(self, draft: str | Path, predicted: float | None) -> None:
+        """Requests under way go on as with the draft they began with: a new one would read what the old one left in
+        its KV cache, and be worse than it is."""
+        self._model = load_draft(draft)
+        self.speculation.restart(predicted)
+
+    def serve(self) -> Iterator[Served]:
+        coming = iter(range(len(self._requests)))
+        while True:
+            while len(self._running) < STREAMS and (index := next(coming, None)) is not None:
+                self._admit(index)
+            if not self._running:
+                return
+            if all(one.num_left for one in self._running):
+                self._step()
+            for one in [one for one in self._running if not one.num_left]:
+                self._running.remove(one)
+                self.speculation.end(one.name)
+                yield one.ended()
+
+    def _admit(self, index: int) -> None:
+        request = self._requests[index]
+        tokens = [*request.prompt_ids.tolist(), *request.output_ids.tolist()]
+        one = _Running(index, tokens, len(request.prompt_ids), self._matches(index))
+        self.speculation.begin(one.name)
+        self._propose(one, self.speculation.present)
+        self._running.append(one)
+
+    def _step(self) -> None:
+        running, proposer = self._running, self._proposer
+        plan = self.speculation.plan([one.name for one in running], sum(one.num_tokens for one in running))
+        passes = plan.k if plan.proposer == DRAFT else 0
+        drafted = [one.num_proposed for one in running]
+        seconds = self._times.step(sum(drafted) / len(running), drafts=passes > 0)
+        if passes and self._sleeps:
+            seconds += self._times.draft_s  # it catches up
+        self._sleeps = not passes
+        seconds *= float(np.exp(self._rng.normal(0, NOISE)))
+        self.clock += seconds
+        right = [one.num_right(proposer) for one in running]
+        # What an answer would have gone on with is not known: nothing is said of what lies beyond its end, though the
+        # step took what verifying it takes. Once per answer, a step so seems to have been narrower than it was.
+        known = [min(n, r if r == one.num_left else n) for one, n, r in zip(running, drafted, right, strict=True)]
+        tokens = {one.name: one for one in running}
+        self.speculation.observe(
+            StepSeen(
+                req_ids=list(tokens),
+                drafted=known,
+                accepted=right,
+                proposer=proposer,
+                passes=passes,
+                context=sum(one.num_tokens for one in running),
+                is_pure=True,
+                seconds=seconds,
+                num_tokens=[one.num_tokens for one in running],
+                num_outputs=[one.at for one in running],
+            ),
+            lambda name: tokens[name].tokens[: tokens[name].num_tokens],
+        )
+        self.speculation.times.settle()
+        self._proposer = NGRAM if plan.proposer == NGRAM else DRAFT
+        for one, num in zip(running, right, strict=True):
+            one.seconds += seconds / STREAMS
+            one.advance(proposer, num)
+            self._propose(one, plan)
+
+    def _propose(self, one: _Running, plan: Plan) -> None:
+        """At the end of a step."""
+        one.found = ()
+        if self._proposer == NGRAM:
+            one.found = self.speculation.lookup(one.name, one.tokens[: one.num_tokens])
+            one.num_proposed = len(one.found)
+        else:
+            one.num_proposed = min(plan.k, self.speculation.cap(one.name)) if plan.proposer == DRAFT else 0
+
+    def _matches(self, index: int) -> np.ndarray:
+        assert self._model is not None, "swap() comes first"
+        return matches_of(self._model, self._requests[index])
+
+    def _measure_beforehand(self) -> None:
+        """What an engine measures before its port answers."""
+        rows = [
+            {
+                **Shape(STREAMS, STREAMS * (1 + k), 0, k)._asdict(),
+                "seconds": self._times.step(k, drafts=k > 0),
+                "steps": CELL_SIZE,
+            }
+            for k in (0, 1, self._k_max)
+        ]
+        self.speculation.times.load_rows(rows)

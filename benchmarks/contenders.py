@@ -1,0 +1,182 @@
+"""Who is compared on drifting traffic: ways to come by draft tokens, each run over the same recorded requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks import drift_names as names
+from benchmarks import lookup
+from benchmarks.closed_loop import ClosedLoop
+from benchmarks.curve import Curve
+from benchmarks.learning import learn
+from benchmarks.recording import Recorded, kinds, trace_of
+from benchmarks.served import TARGET_ID, counts_of, matches_of
+from benchmarks.step_times import StepTimes
+from osd.config.schema import Config
+from trainer.distiller import Distiller
+from trainer.draft import export_draft, load_draft
+
+CEILING_EPOCHS = 24
+"""Passes of the ceiling over its recording."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What a contender gets. No field tells the domain of a request."""
+
+    config: Config
+    draft: Path
+    """What serves at first; for the ceiling, the ceiling."""
+    requests: Sequence[Recorded]
+    arrivals: Sequence[float]
+    directory: Path
+    """For what it writes; empty."""
+    seed: int
+    times: StepTimes | None = None
+    """What steps take, for who decides by them."""
+
+    @property
+    def k(self) -> int:
+        return self.config.speculation.k_max
+
+
+def fixed(setup: Setup) -> Curve:
+    """A draft that never learns."""
+    model = load_draft(setup.draft)
+    return Curve.of([counts_of(matches_of(model, request), setup.k) for request in setup.requests])
+
+
+def ours(setup: Setup, **trainer: object) -> Curve:
+    """The project's trainer and gate as configured, but for the trainer's given fields."""
+    config = setup.config.model_copy(update={"trainer": setup.config.trainer.model_copy(update=trainer)})
+    return learn(config, setup.draft, setup.requests, setup.directory, seed=setup.seed, arrivals=setup.arrivals)
+
+
+def served(setup: Setup, *, learns: bool) -> Curve:
+    """As `osd serve` serves by default: the closed loop decides what is proposed, and training rests where it brings
+    nothing. Without `learns`: the closed loop alone, over the draft there is."""
+    if setup.times is None:
+        raise ValueError("the closed loop decides by step times, and none were measured")
+    loop = ClosedLoop(setup.requests, setup.config, setup.times, seed=setup.seed)
+    if learns:
+        return learn(
+            setup.config,
+            setup.draft,
+            setup.requests,
+            setup.directory,
+            seed=setup.seed,
+            arrivals=setup.arrivals,
+            may_rest=True,
+            server=loop,
+        )
+    loop.swap(setup.draft, None)
+    ended = sorted(loop.serve(), key=lambda one: one.index)
+    return Curve.of([one.counts for one in ended], seconds=np.array([one.seconds for one in ended], float))
+
+
+def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
+    """OSD's published recipe (arXiv 2310.07177 and its released code), trained on the position it means.
+
+    Every `every` requests one step of AdamW over their rejected positions alone, forward KL, constant rate, no warm-up,
+    no clipping; then they are forgotten. No replay, no held-out requests, no gate: what was learnt serves at once.
+    """
+    torch.manual_seed(setup.seed)
+    rng = np.random.default_rng(setup.seed)
+    changes = {
+        "method": "full",
+        "loss": "forward_kl",
+        "learning_rate": learning_rate,
+        "weight_decay": 0.0,
+        "warmup_steps": 0,
+        "max_grad_norm": 1e9,
+    }
+    distiller = Distiller(load_draft(setup.draft), setup.config.trainer.model_copy(update=changes))
+    counts, cpu_s, waiting, spent, num_updates = [], [], [], 0.0, 0
+    for request, at in zip(setup.requests, setup.arrivals, strict=True):
+        matches = matches_of(distiller.model, request)
+        counts.append(counts_of(matches, setup.k))
+        waiting.append(
+            trace_of(
+                request,
+                kinds(matches, setup.k, len(request.output_ids)),
+                at=at,
+                target_id=TARGET_ID,
+                accepted_fraction=0.0,
+                plain_fraction=0.0,
+                rng=rng,
+            )
+        )
+        if len(waiting) == every:
+            started = time.process_time()
+            if rejected := [trace for trace in waiting if trace.num_rows]:
+                distiller.step(distiller.collate(rejected), 0)
+                num_updates += 1
+            spent += time.process_time() - started
+            waiting = []
+        cpu_s.append(spent)
+    return Curve.of(counts, cpu_s, num_rounds=num_updates, num_published=num_updates, train_seconds=spent)
+
+
+def train_ceiling(config: Config, draft: Path, requests: Sequence[Recorded], out: Path) -> None:
+    """What the draft can be: the same step, loss and peak rate, many passes over a recording of all domains.
+
+    Every position counts, and the rate falls to zero along a cosine: nothing here has to be learnt in passing.
+    """
+    torch.set_num_threads(config.trainer.num_threads)
+    distiller = Distiller(load_draft(draft), config.trainer.model_copy(update={"method": "full"}))
+    rng = np.random.default_rng(config.trainer.seed)
+    traces = [
+        trace_of(
+            request,
+            kinds(np.zeros(len(request.output_ids), bool), 1, len(request.output_ids)),
+            at=0.0,
+            target_id=TARGET_ID,
+            accepted_fraction=1.0,
+            plain_fraction=1.0,
+            rng=rng,
+        )
+        for request in requests
+    ]
+    size = config.trainer.batch_size
+    num_steps = CEILING_EPOCHS * -(-len(traces) // size)
+    step = 0
+    for _ in range(CEILING_EPOCHS):
+        order = rng.permutation(len(traces))
+        for start in range(0, len(traces), size):
+            rate = 0.5 * (1 + np.cos(np.pi * step / num_steps))
+            distiller.step(distiller.collate([traces[i] for i in order[start : start + size]]), step, rate)
+            step += 1
+    export_draft(distiller.model, draft, out)
+
+
+Contender = Callable[[Setup], Curve]
+
+CONTENDERS: dict[str, Contender] = {
+    names.FROZEN: fixed,
+    names.FROZEN_LOOP: partial(served, learns=False),
+    names.CEILING: fixed,
+    names.NGRAM: lambda setup: lookup.ngram(setup.requests, setup.k),
+    names.NGRAM_TUNED: lambda setup: lookup.ngram(
+        setup.requests,
+        setup.k,
+        shortest=names.LOOKUP_TUNED["prompt_lookup_min"],
+        longest=names.LOOKUP_TUNED["prompt_lookup_max"],
+    ),
+    names.SUFFIX: lambda setup: lookup.suffix(setup.requests, setup.k),
+    names.SUFFIX_LONG: lambda setup: lookup.suffix(setup.requests, lookup.SUFFIX_TREE_DEPTH),
+    **{name: partial(osd, every=every, learning_rate=rate) for name, (every, rate) in names.OSD_PUBLISHED.items()},
+    names.OSD_TUNED: lambda setup: osd(setup, every=8, learning_rate=setup.config.trainer.learning_rate),
+    names.OURS: ours,
+    names.OURS_LORA: lambda setup: ours(
+        setup, method="lora", learning_rate=names.LORA_RATE * setup.config.trainer.learning_rate
+    ),
+    names.SERVED: partial(served, learns=True),
+}
+"""By the names the report gives them."""

@@ -1,0 +1,136 @@
+"""The two families of models the drift benchmark serves, each with its own kinds of traffic.
+
+`tiny` makes its text up and answers greedily; `natural` continues the standard library's source, sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from osd.errors import ConfigError
+
+TRAINING, FIRST_SERVED = 0, 1
+"""Blocks of traffic that never meet: one to train the ceiling on, one for each seed of the benchmark."""
+BLOCK_SIZE = 1200
+"""Requests of one domain in a block."""
+TINY_SEED = 30_000
+"""Traffic seed of block 0. The tiny models learnt from seeds below 1000."""
+NATURAL_SEED = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Models, and the traffic they are served."""
+
+    name: str
+    domains: Callable[[], Sequence[str]]
+    home: Callable[[], str]
+    """The domain the draft was trained on."""
+    models: Callable[[], tuple[Path, Path]]
+    """Directories of target and draft, built where they are missing."""
+    costly_target: Callable[[], Path]
+    """The same target at the cost of a far larger model, for measuring speed."""
+    requests: Callable[[str, int, int], Sequence[Any]]
+    """(domain, block, n) -> the first n requests of it."""
+    temperature: float
+    max_tokens: int
+
+    def prompts(self, domain: str, block: int, num: int) -> list[str]:
+        """The first `num` prompts of a domain in a block. Raises `ConfigError` when they are not all different."""
+        if num > BLOCK_SIZE:
+            raise ConfigError(f"{num} requests of {domain}: a schedule may ask for {BLOCK_SIZE} of a domain at most")
+        found = [request.prompt for request in self.requests(domain, block, num)]
+        if len(set(found)) < num:
+            raise ConfigError(f"{domain}, block {block}: a prompt comes twice; choose another traffic seed")
+        return found
+
+
+def _tiny_domains() -> Sequence[str]:
+    from osd.tiny.traffic import DOMAINS
+
+    return DOMAINS
+
+
+def _tiny_home() -> str:
+    from osd.tiny.traffic import HOME
+
+    return HOME
+
+
+def _tiny_models() -> tuple[Path, Path]:
+    from osd.tiny.models import ensure
+
+    found = ensure()
+    return found.target, found.draft
+
+
+def _tiny_costly() -> Path:
+    from osd.tiny.models import ensure_cost_shaped
+
+    return ensure_cost_shaped()
+
+
+def _tiny_requests(domain: str, block: int, num: int) -> Sequence[Any]:
+    from osd.tiny.traffic import requests
+
+    return requests(domain, num, TINY_SEED + block)
+
+
+def _natural_domains() -> Sequence[str]:
+    from benchmarks.natural.text import PACKAGES
+
+    return tuple(PACKAGES)
+
+
+def _natural_home() -> str:
+    from benchmarks.natural.text import HOME
+
+    return HOME
+
+
+def _natural_models() -> tuple[Path, Path]:
+    from benchmarks.natural.models import ensure_natural
+
+    found = ensure_natural()
+    return found.target, found.draft
+
+
+def _natural_costly() -> Path:
+    from benchmarks.natural.models import ensure_natural_cost_shaped
+
+    return ensure_natural_cost_shaped()
+
+
+def _natural_requests(domain: str, block: int, num: int) -> Sequence[Any]:
+    # Other seeds bring the same prompts in another order: blocks are places in the order of one seed.
+    from benchmarks.natural.traffic import requests
+
+    return requests(domain, num, NATURAL_SEED, block * BLOCK_SIZE)
+
+
+FAMILIES = {
+    "tiny": Family(
+        name="tiny",
+        domains=_tiny_domains,
+        home=_tiny_home,
+        models=_tiny_models,
+        costly_target=_tiny_costly,
+        requests=_tiny_requests,
+        temperature=0.0,
+        max_tokens=160,
+    ),
+    "natural": Family(
+        name="natural",
+        domains=_natural_domains,
+        home=_natural_home,
+        models=_natural_models,
+        costly_target=_natural_costly,
+        requests=_natural_requests,
+        temperature=0.7,
+        max_tokens=96,
+    ),
+}
+"""By the names a schedule uses."""

@@ -1,0 +1,99 @@
+"""What the processes of the drift benchmark do: record, train ceilings, run one contender over one schedule.
+
+Importing it loads nothing heavy; each process sets its threads first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import drift_names as names
+from benchmarks.drift_family import FAMILIES, FIRST_SERVED, TRAINING
+from benchmarks.drift_schedule import Schedule, arrivals
+from benchmarks.record import Row
+from benchmarks.step_times import StepTimes
+from osd.config.schema import Config
+
+PRESET = Path(__file__).resolve().parents[1] / "configs" / "tiny-cpu.yaml"
+
+
+def prepare() -> None:
+    """To be called first in a process: one thread, so that two processes share two cores."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def base_config() -> Config:
+    """The settings all contenders share: the tiny preset, whatever the environment says."""
+    from osd.config.reading import load
+
+    return load(PRESET, environ={}).config
+
+
+def record_stream(family: str, domain: str, block: int, num: int) -> None:
+    """Have a stream's recording in the cache."""
+    from benchmarks.drift_recordings import take
+
+    _one_thread()
+    take(family, domain, block, num)
+
+
+def ceiling(family: str, domains: Sequence[str], num: int) -> Path:
+    """The ceiling's draft for a set of domains, learnt from `num` requests of each, from the cache or trained now."""
+    from benchmarks import contenders, drift_recordings
+    from osd.models.resolve import fingerprint
+    from osd.tiny.cache import build_once
+
+    _one_thread()
+    config = base_config()
+    target, draft = FAMILIES[family].models()
+    sources = [*sorted(Path(contenders.__file__).parents[1].glob("trainer/*.py")), Path(contenders.__file__)]
+    digest = hashlib.sha256(config.trainer.model_dump_json().encode())
+    for part in (fingerprint(target), fingerprint(draft), family, *sorted(domains), str(num)):
+        digest.update(part.encode() + b"\0")
+    for source in sources:
+        digest.update(source.read_bytes())
+
+    def build(directory: Path) -> None:
+        requests = [r for d in sorted(domains) for r in drift_recordings.take(family, d, TRAINING, num)]
+        contenders.train_ceiling(config, draft, requests, directory / "draft")
+
+    return build_once(f"ceilings/{digest.hexdigest()[:16]}", build) / "draft"
+
+
+def run_one(
+    name: str, schedule: Schedule, seed: int, contender: str, ceiling_requests: int, times: StepTimes | None = None
+) -> Row:
+    """One contender over one schedule, from the cached recordings; the ceiling learnt from so many of each domain."""
+    from benchmarks import contenders, drift_recordings
+
+    _one_thread()
+    coming = arrivals(schedule, name, seed)
+    if contender == names.CEILING:
+        draft = ceiling(schedule.family, schedule.domains, ceiling_requests)
+    else:
+        draft = FAMILIES[schedule.family].models()[1]
+    with tempfile.TemporaryDirectory(prefix="osd-drift-") as directory:
+        setup = contenders.Setup(
+            config=base_config(),
+            draft=draft,
+            requests=drift_recordings.in_order(schedule.family, FIRST_SERVED + seed, coming),
+            arrivals=[arrival.at for arrival in coming],
+            directory=Path(directory),
+            seed=seed,
+            times=times,
+        )
+        curve = contenders.CONTENDERS[contender](setup)
+    return {"schedule": name, "seed": seed, "contender": contender, **curve.as_row()}
+
+
+def _one_thread() -> None:
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()

@@ -1,0 +1,137 @@
+"""Learning curves without an engine: requests of a recording arrive one by one, the real trainer learns, the real gate
+publishes, and what each draft would have been accepted of each request is counted by replay.
+
+It says how fast a way of training learns per request and per second of training. It says nothing of the speed of
+serving: for that, see the benches that run the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.curve import Curve
+from benchmarks.recording import Recorded, trace_of
+from benchmarks.served import TARGET_ID, EveryStep, Served, Server
+from buffers.memory import MemoryTraceBuffer
+from osd.config.schema import Config
+from osd.control.drift import Appetite
+from osd.control.policy import predicted_alpha, should_publish
+from osd.records import DraftRelease, Event, SpecWindow, Trace
+from osd.releases.store import ReleaseStore
+from trainer.loop import Trainer
+
+
+def learn(
+    config: Config,
+    draft: Path,
+    requests: Sequence[Recorded],
+    directory: Path,
+    *,
+    seed: int,
+    arrivals: Sequence[float] | None = None,
+    may_rest: bool = False,
+    server: Server | None = None,
+) -> Curve:
+    """Serve the requests; train whenever the configuration says so, as if training took no time.
+
+    `arrivals`: seconds at which the requests end, by default one after the other each second. `may_rest`: training
+    rests where it brings nothing, as in the service; without it every curve has the same rounds. `server`: how they
+    are served, by default with k_max draft tokens in every step.
+    """
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    k = config.speculation.k_max
+    buffer = MemoryTraceBuffer(target_id=TARGET_ID, max_traces=config.buffer.max_traces)
+    store = ReleaseStore(directory / "releases")
+    serving = store.publish(draft, parent=0, target_id=TARGET_ID)
+    trainer = Trainer(config.trainer, config.gate, k, buffer, directory / "trainer", TARGET_ID)
+    appetite = Appetite(config.trainer, TARGET_ID)
+    server = server or EveryStep(requests, k)
+    server.swap(serving.path, None)
+    paddings: list[float] = []
+    ended: list[Served] = []
+    cpu_s = np.zeros(len(requests))
+    num_rounds = num_published = num_discarded = 0
+    published_at: list[int] = []
+    at = train_seconds = train_cpu_s = 0.0
+    for served in server.serve():
+        ended.append(served)
+        at = max(at, float(served.index) if arrivals is None else arrivals[served.index])
+        buffer.put([_trace(config, requests[served.index], served, at, rng, serving)])
+        appetite.add(_window(served, at, serving.version, k))
+        is_wanted = not may_rest or appetite.decide(at).ok
+        if is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces:
+            started, cpu_started = time.perf_counter(), time.process_time()
+            outcome = trainer.run_round(serving)
+            train_seconds += time.perf_counter() - started
+            train_cpu_s += time.process_time() - cpu_started
+            num_rounds += 1
+            appetite.add(outcome)
+            is_better = should_publish(outcome, serving, config.gate, False).ok
+            appetite.add(Event(at=at, kind="published" if is_better else "refused", text=""))
+            num_discarded += bool(outcome.discarded)
+            paddings.append(outcome.padding)
+            if is_better:
+                serving = store.publish(outcome.path, parent=serving.version, target_id=TARGET_ID, outcome=outcome)
+                store.prune(2, {serving.version})
+                server.swap(serving.path, predicted_alpha(serving))
+                num_published += 1
+                published_at.append(served.index)
+        cpu_s[served.index] = train_cpu_s
+    ended.sort(key=lambda served: served.index)
+    seconds = [served.seconds for served in ended]
+    return Curve.of(
+        [served.counts for served in ended],
+        np.maximum.accumulate(cpu_s).tolist(),
+        num_rounds=num_rounds,
+        num_published=num_published,
+        num_discarded=num_discarded,
+        train_seconds=train_seconds,
+        padding=float(np.mean(paddings)) if paddings else 0.0,
+        seconds=None if None in seconds else np.array(seconds, float),
+        notes={"published_at": published_at},
+    )
+
+
+def _trace(
+    config: Config,
+    request: Recorded,
+    served: Served,
+    at: float,
+    rng: np.random.Generator,
+    serving: DraftRelease,
+) -> Trace:
+    return trace_of(
+        request,
+        served.kind_T,
+        at=at,
+        target_id=TARGET_ID,
+        accepted_fraction=config.capture.accepted_fraction,
+        plain_fraction=config.capture.plain_fraction,
+        rng=rng,
+        draft_version=serving.version,
+    )
+
+
+def _window(served: Served, at: float, version: int, k: int) -> SpecWindow:
+    """What the engine would have reported of one request."""
+    counts = served.of_the_draft
+    return SpecWindow(
+        at=at,
+        replica="recorded",
+        version=version,
+        seconds=1.0,
+        k=k,
+        num_drafts=counts.drafts,
+        num_draft_tokens=counts.drafted,
+        num_accepted_tokens=counts.accepted,
+        num_accepted_tokens_per_pos=(counts.accepted,),
+        num_tested_per_pos=(counts.tested,),
+        num_output_tokens=counts.tokens,
+        num_finished=1,
+    )

@@ -1,0 +1,133 @@
+"""What a bench found: figures with their intervals, the goals they are held to, and what to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.record import Goal, Protocol
+from benchmarks.stats import Estimate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One number, with its 95 % interval where it has one.
+
+    Example:
+        Figure(group="batch 8", name="tokens/s, on / off", value=0.99, low=0.98, high=1.0, unit="", n=40)
+    """
+
+    group: str
+    name: str
+    value: float
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    n: int = 1
+    """Observations behind it."""
+
+    @classmethod
+    def of(cls, group: str, name: str, found: Estimate, unit: str = "") -> Figure:
+        return cls(group=group, name=name, value=found.value, unit=unit, low=found.low, high=found.high, n=found.n)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """A drawing: per label the single observations, their middle, and its interval, on one axis.
+
+    `reference` is where a line is drawn (1 for ratios).
+    """
+
+    title: str
+    unit: str
+    rows: tuple[tuple[str, Estimate, tuple[float, ...]], ...]
+    """(label, estimate, observations)"""
+    reference: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lines:
+    """A drawing: one line per label."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: dict[str, tuple[tuple[float, float], ...]]
+    """label -> (x, y) points, x ascending"""
+
+
+Drawing = Spread | Lines
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """All a bench has to say. Everything in it follows from the protocol and the raw rows."""
+
+    protocol: Protocol
+    figures: tuple[Figure, ...]
+    drawings: tuple[Drawing, ...] = ()
+
+    def verdicts(self) -> list[tuple[Goal, Figure, bool]]:
+        """Each goal with each figure it is about, and whether that meets it."""
+        found = []
+        for goal in self.protocol.goals:
+            for figure in self.figures:
+                number = getattr(figure, goal.bound)
+                if figure.name == goal.figure and number is not None:
+                    found.append((goal, figure, goal.is_met(number)))
+        return found
+
+    def unjudged(self) -> list[tuple[Goal, str]]:
+        """Each goal that could not be held against a figure, and the group of that figure, "" where there is none at
+        all: a bench that measured too little has not met its goals."""
+        found = []
+        for goal in self.protocol.goals:
+            groups = [f.group for f in self.figures if f.name == goal.figure and getattr(f, goal.bound) is None]
+            is_missing = not any(f.name == goal.figure for f in self.figures)
+            found += [(goal, group) for group in ([""] if is_missing else groups)]
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON: {"bench", "figures": [...], "goals": [...]}; "met" is None where nothing could be judged."""
+        goals: list[dict[str, Any]] = [
+            {"group": f.group, "figure": f.name, "goal": str(goal), "met": is_met}
+            for goal, f, is_met in self.verdicts()
+        ]
+        goals += [
+            {"group": group, "figure": goal.figure, "goal": str(goal), "met": None} for goal, group in self.unjudged()
+        ]
+        return {"bench": self.protocol.bench, "figures": [asdict(f) for f in self.figures], "goals": goals}
+
+
+def number(value: float) -> str:
+    """Four significant digits, whole numbers whole, thousands told apart."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def table(result: Result) -> str:
+    """The figures as text, a line each, under the name of their group."""
+    verdicts = {(f.group, f.name): (goal, is_met) for goal, f, is_met in result.verdicts()}
+    lines: list[Sequence[str]] = [("", "value", "95 % interval", "n", "goal")]
+    group = None
+    for figure in result.figures:
+        if figure.group != group:
+            group = figure.group
+            lines.append((group, "", "", "", ""))
+        lines.append(_line(figure, verdicts.get((figure.group, figure.name))))
+    widths = [max(len(line[i]) for line in lines) for i in range(5)]
+    unjudged = [f"not judged: {group + ', ' if group else ''}{g.figure} {g}" for g, group in result.unjudged()]
+    return "\n".join([_aligned(line, widths).rstrip() for line in lines] + unjudged)
+
+
+def _line(figure: Figure, verdict: tuple[Goal, bool] | None) -> tuple[str, ...]:
+    interval = ""
+    if figure.low is not None and figure.high is not None:
+        interval = f"{number(figure.low)} to {number(figure.high)}"
+    goal = f"{verdict[0]}: {'met' if verdict[1] else 'MISSED'}" if verdict else ""
+    return f"  {figure.name}", f"{number(figure.value)} {figure.unit}".rstrip(), interval, str(figure.n), goal
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    name, *others = (f"{text:<{width}}" for text, width in zip(line, widths, strict=True))
+    return "  ".join([name, *others])

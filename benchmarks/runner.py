@@ -1,0 +1,50 @@
+"""`osd bench NAME`: run one bench, keep its files, print its table."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.plot import page
+from benchmarks.record import Options
+from benchmarks.result import Result, table
+from osd.common import machine
+from osd.errors import ConfigError
+
+
+def run(name: str, *, quick: bool, out: Path | None, say: Callable[[str], None]) -> Result:
+    """Run the bench `name` and write its files to `out`, by default a new directory under `bench-results/`."""
+    directory = out or Path("bench-results") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {directory}: cannot be written ({error.strerror}); choose another directory"
+        ) from None
+    _hand_on_the_path()
+    # By default SIGTERM ends Python without a word to the servers a bench has started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    started, cpu_before = time.perf_counter(), machine.cpu_seconds()
+    options = Options(directory=directory, quick=quick, say=say)
+    result: Result = importlib.import_module(f"benchmarks.{name}").run(options)
+    seconds, cpu_after = time.perf_counter() - started, machine.cpu_seconds()
+    cores = {who: (cpu_after[who] - cpu_before[who]) / seconds for who in cpu_after}
+    whole = result.as_dict() | {"seconds": seconds, "busy_cores": cores}
+    (directory / "result.json").write_text(json.dumps(whole, indent=2) + "\n")
+    (directory / "report.html").write_text(page(result, machine.describe()))
+    say(table(result))
+    say(f"cores busy: {cores['machine']:.2f} on the machine, {cores['bench']:.2f} of them with this bench")
+    say(f"{seconds:.0f} s; raw runs, protocol and report.html: {directory}")
+    return result
+
+
+def _hand_on_the_path() -> None:
+    """Processes that a bench starts find the benches too, wherever it was called."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -1,0 +1,104 @@
+"""What a decode step of the cost-shaped target takes, by the draft tokens it verifies, and what a draft model adds.
+
+With these a replayed run becomes a speed: a step costs the same whether its draft tokens are accepted or not. Engines
+that verify tokens from nowhere (0, 4, 24 a step) and one with the tiny draft take turns on the same prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.curve import Curve
+from benchmarks.record import Row
+
+STREAMS = 4
+WIDTHS = (0, 4, 24)
+"""Draft tokens verified per request and step."""
+DRAFT = "draft model, 4"
+CYCLES = 12
+NUM_TOKENS = 32
+PROPOSER = "benchmarks.step_times.Proposer"
+
+
+class Proposer:
+    """As many tokens as it is asked for, at no cost: vLLM's `custom_class`."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._k = vllm_config.speculative_config.num_speculative_tokens
+
+    def load_model(self, *_: Any) -> None: ...
+
+    def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        return [[7] * self._k if sampled else [] for sampled in sampled_token_ids]
+
+
+def measure(num_cycles: int) -> list[Row]:
+    """Seconds of a step with `STREAMS` requests, median of each burst: rows {"arm", "step_s"}. For a fresh process."""
+    from benchmarks import engine, models
+
+    engine.prepare()
+    from osd.tiny.models import ensure, ensure_cost_shaped
+
+    target, draft = ensure_cost_shaped(), models.release(ensure().draft, 1)
+    plain = {"worker_extension_cls": "", "kv_cache_memory_bytes": 64 << 20}
+    engines: dict[str, Any] = {}
+    for width in WIDTHS:
+        proposer = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": width}
+        settings = plain | {"speculative_config": proposer if width else None}
+        engines[str(width)] = engine.Engine(target, draft, k=width, batch=STREAMS, **settings)
+    engines[DRAFT] = engine.Engine(target, draft, k=4, batch=STREAMS, **plain)
+    prompts = np.random.default_rng(0).integers(8, 200, (STREAMS, 16)).tolist()
+    for one in engines.values():
+        one.burst(prompts, 8)
+    rows = []
+    for cycle in range(num_cycles):
+        for arm in list(engines)[:: 1 if cycle % 2 else -1]:
+            steps = dict(engines[arm].burst(prompts, NUM_TOKENS).gaps)  # all streams wait for the same steps
+            rows.append({"arm": arm, "step_s": median(steps.values())})
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """Seconds of a step of `STREAMS` requests.
+
+    Example:
+        StepTimes(verify_s=(0.034, 0.04, 0.07), draft_s=0.004): 4 tokens verified in 40 ms, drafted in 4 ms
+    """
+
+    verify_s: tuple[float, ...]
+    """By `WIDTHS`."""
+    draft_s: float
+    """What a draft model of k = 4 adds."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> StepTimes:
+        by_arm = {arm: [row["step_s"] for row in rows if row["arm"] == arm] for arm in (*map(str, WIDTHS), DRAFT)}
+        verify_s = tuple(median(by_arm[str(width)]) for width in WIDTHS)
+        pairs = zip(by_arm[DRAFT], by_arm["4"], strict=True)
+        return cls(verify_s=verify_s, draft_s=max(0.0, median(drafting - verifying for drafting, verifying in pairs)))
+
+    def step(self, width: float, *, drafts: bool) -> float:
+        """A step that verifies `width` draft tokens a request in the mean. The time grows linearly between the widths
+        that were measured. Drafts of fewer than 4 tokens are charged as much as those of 4, which is too much."""
+        return float(np.interp(width, WIDTHS, self.verify_s)) + drafts * self.draft_s
+
+    def seconds(self, curve: Curve, *, has_draft_model: bool) -> np.ndarray:
+        """float [requests]: decode time of each request, `STREAMS` of them sharing every step; what the run says itself
+        where it kept time. A proposer that is no model proposes at no cost, which flatters it.
+        """
+        if curve.seconds is not None:
+            return curve.seconds
+        drafts, steps = curve.counts["drafts"], curve.counts["steps"]
+        width = curve.counts["drafted"] / np.maximum(drafts, 1)
+        with_draft = np.interp(width, WIDTHS, self.verify_s) + (self.draft_s if has_draft_model else 0.0)
+        return np.asarray((drafts * with_draft + (steps - drafts) * self.verify_s[0]) / STREAMS)
+
+    def tokens_per_second_without(self) -> float:
+        """No speculation: a token a step."""
+        return STREAMS / self.verify_s[0]

@@ -1,0 +1,85 @@
+"""An engine of vLLM in this process, stepped by hand, and vLLM's own weight updates from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+def engine_in_process(model: str, extra: Mapping[str, Any]) -> Any:
+    """vLLM's `LLM` with engine core and worker in this process, to be stepped by hand: `add_greedy`, `step`."""
+    from vllm import LLM
+
+    return LLM(model=model, distributed_executor_backend="uni", skip_tokenizer_init=True, **extra)
+
+
+def add_greedy(llm: Any, req_id: str, prompt_ids: list[int], num_tokens: int) -> None:
+    """Queue a request for exactly `num_tokens` tokens at temperature 0."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    llm.llm_engine.add_request(req_id, {"prompt_token_ids": prompt_ids}, params)
+
+
+def step(llm: Any) -> dict[str, list[int]]:
+    """One engine step: request id -> tokens it brought. A step without requests tells the worker who has finished."""
+    return {output.request_id: list(output.outputs[0].token_ids) for output in llm.llm_engine.step()}
+
+
+def abort(llm: Any, req_ids: list[str]) -> None:
+    """End requests where they are."""
+    llm.llm_engine.abort_request(req_ids)
+
+
+def has_unfinished(llm: Any) -> bool:
+    """Whether any request is still waiting or running."""
+    return bool(llm.llm_engine.has_unfinished_requests())
+
+
+def file_weight_updates() -> dict[str, str]:
+    """`weight_transfer_config` under which vLLM's own weight updates read a safetensors file.
+
+    vLLM has the calls (`start_draft_weight_update`, `update_weights`, `finish_weight_update`) but no backend that works
+    without a GPU. This one does what its built-in ones do in each call, with a file in the place of a transport.
+    """
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    @dataclass
+    class FileUpdate(WeightTransferUpdateInfo):
+        path: str = ""
+
+    class FileEngine(WeightTransferEngine):
+        init_info_cls, update_info_cls, supports_draft_weight_update = object, FileUpdate, True
+
+        def init_transfer_engine(self, init_info: Any) -> None: ...
+
+        def shutdown(self) -> None: ...
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update_info: Any) -> None:
+            from safetensors.torch import load_file
+
+            model: Any = self.model
+            model.load_weights(list(load_file(update_info.path).items()))
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    if _FILE_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(_FILE_BACKEND, FileEngine)
+    return {"backend": _FILE_BACKEND}
+
+
+_FILE_BACKEND = "osd_file"

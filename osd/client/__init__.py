@@ -1,0 +1,1 @@
+"""The other side of the HTTP interfaces: commands that ask a running service, and load for it."""

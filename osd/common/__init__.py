@@ -1,0 +1,1 @@
+"""Small things that every room needs: clocks, files, words, progress."""

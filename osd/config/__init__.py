@@ -1,0 +1,1 @@
+"""What an operator may set: the schema, how a YAML file becomes it, and the page that documents it."""

@@ -1,0 +1,178 @@
+"""When training is worth its cost: while the draft still learns, when acceptance falls, and now and then.
+
+    rounds ──► so many in a row brought nothing ─► rest
+    windows ─► recent α far under the usual α ───► learn     (TIDE's rule, arXiv 2602.05145)
+    changes by hand, rollbacks ──────────────────► learn
+    `max_idle_seconds` without a round ──────────► one round, to see whether there is something to learn
+
+Both averages are ratios of counts that fade with the tokens served, so a draft that is seldom tried (the control of
+speculation has turned it off) is judged by what little is tried, and with the care that little deserves. What is known
+is rebuilt from the feed when the process restarts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from osd.config.schema import TrainerConfig
+from osd.control.policy import Decision
+from osd.records import NO_TRACES, Event, MetricPoint, RoundOutcome, SpecWindow, SwapReport
+
+RECENT_TOKENS, USUAL_TOKENS = 4_000, 64_000
+"""Output tokens over which a count fades to its half."""
+MIN_TESTED = 24
+"""Draft tokens tested, faded ones in part, before an average says anything."""
+SURE = 2.0
+"""Standard errors of the recent α that a fall must exceed beside the margin."""
+MAX_LABELS = 64
+"""Traffic classes watched on their own; the rest counts only in the whole."""
+ENDS_OF_A_ROUND = frozenset({"published", "refused", "discarded"})
+WAKING = frozenset({"rolled_back", "promoted", "unpinned"})
+"""Events after which there is another draft to improve."""
+
+
+@dataclass(slots=True)
+class FadingAlpha:
+    """Conditional acceptance of which the past counts less and less.
+
+    Example:
+        usual = FadingAlpha(64_000)
+        usual.add(window); usual.alpha  -> 0.81
+    """
+
+    half_life: float
+    """Output tokens."""
+    tested: float = 0.0
+    accepted: float = 0.0
+
+    def add(self, window: SpecWindow) -> None:
+        kept = 0.5 ** (window.num_output_tokens / self.half_life)
+        self.tested = self.tested * kept + sum(window.num_tested_per_pos)
+        self.accepted = self.accepted * kept + sum(window.num_accepted_tokens_per_pos)
+
+    @property
+    def alpha(self) -> float | None:
+        """None while too little was tested."""
+        return self.accepted / self.tested if self.tested >= MIN_TESTED else None
+
+    @property
+    def error(self) -> float:
+        """Standard error of `alpha`, as if tokens were independent; one token in hand keeps it from being 0."""
+        alpha = (self.accepted + 0.5) / (self.tested + 1)
+        return math.sqrt(alpha * (1 - alpha) / (self.tested + 1))
+
+
+@dataclass(slots=True)
+class Watched:
+    """The two averages of one traffic class."""
+
+    recent: FadingAlpha = field(default_factory=lambda: FadingAlpha(RECENT_TOKENS))
+    usual: FadingAlpha = field(default_factory=lambda: FadingAlpha(USUAL_TOKENS))
+    usual_error: float = 0.0
+    """Standard error of what was recent when it became usual."""
+
+    def add(self, window: SpecWindow) -> None:
+        self.recent.add(window)
+        self.usual.add(window)
+
+    def settle(self) -> None:
+        """What is recent is from now on what is usual, with the weight of all that an average of its length holds."""
+        self.usual_error = self.recent.error
+        scale = USUAL_TOKENS / RECENT_TOKENS
+        self.usual.tested, self.usual.accepted = self.recent.tested * scale, self.recent.accepted * scale
+
+    def fall(self, margin: float) -> tuple[float, float] | None:
+        """(usual, recent) α when the recent one is clearly lower."""
+        usual, recent = self.usual.alpha, self.recent.alpha
+        if usual is None or recent is None:
+            return None
+        chance = SURE * math.hypot(self.recent.error, self.usual_error)
+        if usual - recent <= margin + chance:
+            return None
+        return usual, recent
+
+
+class Appetite:
+    """Whether new traces are worth a round. Fed with every record of the feed, in order.
+
+    Rounds of another target than `target_id` say nothing, nor does anything from before `since`: a target that begins
+    inherits no rest.
+
+    Example:
+        appetite = Appetite(config.trainer, target_id="9f2c", since=releases.began_at("9f2c"))
+        for _, record in registry.read(): appetite.add(record)
+        appetite.decide(time.time())  -> Decision(False, "at rest: 6 rounds in a row brought no gain; ...")
+    """
+
+    def __init__(self, trainer: TrainerConfig, target_id: str, since: float = 0.0) -> None:
+        self._trainer, self._target_id, self._since = trainer, target_id, since
+        self._is_own = False
+        """Whether the newest round was of this target."""
+        self._is_judged = False
+        """Whether something can be said of the newest round: it had held-out traces, or was undone."""
+        self._all, self._labels = Watched(), dict[str, Watched]()
+        self._num_fruitless = 0
+        self._rounds_at = 0.0
+        """End of the newest round."""
+        self.is_resting = False
+        self.woken_by = ""
+        """Why it rests no longer: what fell, or what was changed; "" while it never rested."""
+
+    def add(self, record: SpecWindow | SwapReport | RoundOutcome | Event | MetricPoint) -> None:
+        """Take one record of the feed."""
+        if not isinstance(record, RoundOutcome) and record.at < self._since:
+            return
+        match record:
+            case SpecWindow():
+                self._add_window(record)
+            case RoundOutcome():
+                self._is_own = record.target_id == self._target_id
+                is_empty = record.discarded == NO_TRACES
+                self._is_judged = record.eval is not None or bool(record.discarded and not is_empty)
+            case Event() if record.kind in WAKING:
+                self._wake(f"another draft serves ({record.kind.replace('_', ' ')})")
+            case Event() if self._is_own and record.kind in ENDS_OF_A_ROUND:
+                self._rounds_at = record.at
+                self._end_round(gained=record.kind == "published")
+
+    def decide(self, now: float) -> Decision:
+        """Whether a round is worth it now, and why."""
+        if not self.is_resting:
+            return Decision(True, self.woken_by or "learning")
+        waited = now - self._rounds_at
+        if waited >= self._trainer.max_idle_seconds:
+            return Decision(
+                True, f"no round for {waited / 60:.0f} minutes: looking whether there is something to learn"
+            )
+        recent, usual = self._all.recent.alpha, self._all.usual.alpha
+        seen = f"; α {recent:.2f}, usually {usual:.2f}" if recent is not None and usual is not None else ""
+        return Decision(False, f"at rest: {self._num_fruitless} rounds in a row brought no gain{seen}")
+
+    def _add_window(self, window: SpecWindow) -> None:
+        self._all.add(window)
+        if window.domain and (window.domain in self._labels or len(self._labels) < MAX_LABELS):
+            self._labels.setdefault(window.domain, Watched()).add(window)
+        if self.is_resting:
+            for label, watched in {"": self._all, **self._labels}.items():
+                if fell := watched.fall(self._trainer.drift_margin):
+                    of = f" of {label!r}" if label else ""
+                    return self._wake(f"α{of} fell from {fell[0]:.2f} to {fell[1]:.2f}")
+
+    def _end_round(self, *, gained: bool) -> None:
+        """A round whose candidate does not serve brought nothing, whatever kept it from serving."""
+        if not gained and not self._is_judged:
+            return
+        self._num_fruitless = 0 if gained else self._num_fruitless + 1
+        patience = self._trainer.patience_rounds
+        if gained:
+            self.is_resting = False
+        elif patience and self._num_fruitless >= patience and not self.is_resting:
+            self.is_resting, self.woken_by = True, ""
+            for watched in (self._all, *self._labels.values()):
+                watched.settle()
+
+    def _wake(self, why: str) -> None:
+        if self.is_resting:
+            self.is_resting, self.woken_by = False, why
+        self._num_fruitless = 0

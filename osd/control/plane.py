@@ -1,0 +1,131 @@
+"""The control plane: controller and control port in one thread with its own event loop.
+
+It is a process of its own, so that neither training decisions nor people watching cost the engine anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sqlite3
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from buffers import trace_stream
+from buffers.redis_stream import RedisTraceBuffer
+from osd.common.backoff import Backoff
+from osd.config.schema import Config
+from osd.control.controller import Controller
+from osd.exchange.registry import Registry
+from osd.observe.dashboard import ControlServer, build_app
+from osd.observe.history import History
+from osd.observe.history_file import HistoryFile
+from osd.releases.store import ReleaseStore
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_SAVES = 30.0
+
+
+def open_history_file(path: Path) -> HistoryFile | None:
+    """None, said once, where the disk does not let us: then history lives as long as Redis' feed."""
+    try:
+        return HistoryFile(path)
+    except (OSError, sqlite3.Error) as error:
+        logger.warning("history is not kept on disk, for %s cannot be used: %s", path, error)
+        return None
+
+
+async def keep(history: History, seconds: float = SECONDS_BETWEEN_SAVES) -> None:
+    """Save the history now and then. A disk that refuses is said once, and tried again."""
+    trouble = Backoff(seconds)
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await asyncio.to_thread(history.save)
+        except (OSError, sqlite3.Error) as error:
+            await trouble.pause(f"history is not kept on disk: {error}", logger)
+        else:
+            trouble.over(logger)
+
+
+class ControlPlane:
+    """`trainer` has awaitable methods (`osd.control.protocols.Trainer`), or is None where nothing is trained."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        redis_url: str,
+        buffer_settings: dict[str, Any],
+        target_id: str,
+        token: str,
+        trainer: Any,
+    ) -> None:
+        self._config = config
+        self._token = token
+        self._history = History(config.control.history_seconds, open_history_file(config.history_path))
+        buffer = RedisTraceBuffer(**buffer_settings)
+        self._traces = partial(trace_stream.stream, buffer, target_id)
+        self._controller = Controller(
+            config,
+            Registry(redis_url, config.deployment),
+            ReleaseStore(config.releases_path),
+            self._history,
+            trainer,
+            buffer,
+            target_id=target_id,
+        )
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._server: ControlServer | None = None
+        self._thread = threading.Thread(target=self._run, name="osd-control", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._config.control.host}:{self._config.control.port}"
+
+    def wait_ready(self) -> str:
+        """Block until the control port answers; returns its URL. Raises what kept it from starting."""
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        return self.url
+
+    def stop(self) -> None:
+        """Close the control port and end both loops."""
+        if self._server is not None:
+            self._server.should_exit = True
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:  # noqa: BLE001  handed to whoever waits for readiness
+            self._error = error
+            if self._ready.is_set():
+                logger.critical("the control plane ended: %s", error)
+                os._exit(1)  # started again by its supervisor, it finds its state on disk and in Redis
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        control = self._config.control
+        app = build_app(self._controller, self._history, self._token, host=control.host, traces=self._traces)
+        self._server = ControlServer.of(app, host=control.host, port=control.port)
+        http = asyncio.create_task(self._server.serve(), name="http")
+        loops = asyncio.create_task(self._controller.run(), name="controller")
+        keeping = asyncio.create_task(keep(self._history), name="history")
+        while not self._server.started and not http.done():
+            await asyncio.sleep(0.02)
+        self._ready.set()
+        done, _ = await asyncio.wait({http, loops, keeping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done & {loops, keeping}:
+            task.result()
+        loops.cancel()
+        keeping.cancel()
+        await asyncio.gather(loops, keeping, return_exceptions=True)

@@ -1,0 +1,38 @@
+"""What the controller asks of its parts. They never hold the controller."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from osd.exchange.registry import FeedRecord
+from osd.records import BufferStats, DraftRelease, ReplicaStatus, RoundOutcome
+
+
+class Trainer(Protocol):
+    """The trainer's methods, awaited: a Ray actor behind an adapter, or a fake. Any exception means "try again"."""
+
+    async def num_new_traces(self) -> int: ...
+    async def run_round(self, base: DraftRelease, line: int) -> RoundOutcome: ...
+    async def evaluate_releases(self, versions: list[DraftRelease], num_traces: int) -> dict[int, float]: ...
+
+
+class Wishes(Protocol):
+    """The wanted release, in `osd.exchange.registry.Registry`."""
+
+    def wanted(self, draft: str = "default") -> DraftRelease | None: ...
+    def set_wanted(self, release: DraftRelease) -> None: ...
+
+
+class Feed(Wishes, Protocol):
+    """All that is used of `osd.exchange.registry.Registry`."""
+
+    def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]: ...
+    def publish(self, *records: FeedRecord) -> None: ...
+    def replicas(self) -> list[ReplicaStatus]: ...
+
+
+class Buffer(Protocol):
+    """All that is used of `buffers.base.TraceBuffer`."""
+
+    def stats(self) -> BufferStats: ...
+    def purge(self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False) -> int: ...

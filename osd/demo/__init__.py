@@ -1,0 +1,1 @@
+"""`osd demo`: traffic shifts, acceptance falls, the draft learns, on a service of its own."""

@@ -1,0 +1,1 @@
+"""What replicas, controller and trainer tell each other through Redis."""

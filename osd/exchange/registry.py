@@ -1,0 +1,167 @@
+"""What replicas and controller tell each other through Redis: heartbeats, the wanted draft, a feed.
+
+Replicas pull: each writes its heartbeat, reads the wanted release, and appends what it saw to the feed; the
+controller reads. Nobody keeps a list of handles. All of it may be lost: heartbeats return by themselves, the
+wanted release is written again from disk, and the feed is history.
+
+Keys: `osd:DEPLOYMENT:replicas` (set of names), `osd:DEPLOYMENT:replica:NAME` (a heartbeat that expires),
+`osd:DEPLOYMENT:wanted:DRAFT` (a `DraftRelease`), `osd:DEPLOYMENT:feed` (the stream).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from osd.errors import ConfigError, ReplayBufferError
+from osd.exchange.redis_url import HOW_TO_WRITE_ONE, is_clear, mask_text, mask_url
+from osd.records import (
+    DraftRelease,
+    Event,
+    MetricPoint,
+    ReplicaStatus,
+    RoundOutcome,
+    SpecWindow,
+    SwapReport,
+    decode,
+    encode,
+)
+
+FeedRecord = SpecWindow | SwapReport | Event | RoundOutcome | MetricPoint
+"""What may stand in the feed."""
+
+FEED_TYPES: dict[str, type[FeedRecord]] = {
+    record_type.__name__: record_type for record_type in (SpecWindow, SwapReport, Event, RoundOutcome, MetricPoint)
+}
+
+FEED_LENGTH = 50_000
+"""Records kept in the feed (about 25 MB); the oldest leave first."""
+
+
+class Registry:
+    """The shared state of one deployment. Blocking, thread-safe, without threads of its own.
+
+    Every method raises `ReplayBufferError` (one line, without user and password) when Redis is away or refuses.
+
+    Example:
+        registry = Registry("redis://127.0.0.1:6379/0", "default")
+        registry.heartbeat(ReplicaStatus(replica="replica-0", ...), ttl_s=5)
+        if (release := registry.wanted()) and release.version != serving:
+            registry.publish(swap(release))
+    """
+
+    def __init__(self, url: str, deployment: str, *, timeout_s: float = 2.0, feed_length: int = FEED_LENGTH) -> None:
+        self._url, self._where = url, mask_url(url)
+        self._prefix = f"osd:{deployment}"
+        self._feed_length = feed_length
+        try:
+            if not is_clear(url):
+                raise ValueError
+            self._redis: Any = redis.Redis.from_url(
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                # Once more and at once: a pooled connection may be stale after the server was restarted.
+                # Not after a timeout, which would append to the feed twice.
+                retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
+            )
+        except ValueError:
+            raise ConfigError(f"buffer.redis_url={self._where}: {HOW_TO_WRITE_ONE}") from None
+
+    def heartbeat(self, status: ReplicaStatus, ttl_s: float) -> None:
+        """Say that a replica lives; it is forgotten `ttl_s` seconds after its last heartbeat."""
+        with self._errors(), self._redis.pipeline() as pipe:
+            pipe.set(self._replica_key(status.replica), encode(status), px=math.ceil(ttl_s * 1000))
+            pipe.sadd(f"{self._prefix}:replicas", status.replica)
+            pipe.execute()
+
+    def replicas(self) -> list[ReplicaStatus]:
+        """The living replicas, by name."""
+        with self._errors():
+            names = sorted(name.decode() for name in self._redis.smembers(f"{self._prefix}:replicas"))
+            if not names:
+                return []
+            texts = self._redis.mget([self._replica_key(name) for name in names])
+            gone = [names[place] for place, text in enumerate(texts) if text is None]
+            if gone:
+                self._redis.srem(f"{self._prefix}:replicas", *gone)
+        found = [_decode_or_none(text, ReplicaStatus) for text in texts if text is not None]
+        return [status for status in found if status is not None]
+
+    def set_wanted(self, release: DraftRelease) -> None:
+        """Say which release every replica is to serve."""
+        with self._errors():
+            self._redis.set(self._wanted_key(release.draft), encode(release))
+
+    def wanted(self, draft: str = "default") -> DraftRelease | None:
+        """The release every replica is to serve; None when nobody said, or what was said cannot be read."""
+        with self._errors():
+            text = self._redis.get(self._wanted_key(draft))
+        return None if text is None else _decode_or_none(text, DraftRelease)
+
+    def publish(self, *records: FeedRecord) -> None:
+        """Append records to the feed, in order: all of them or none."""
+        with self._errors(), self._redis.pipeline() as pipe:
+            for record in records:
+                entry = {"type": type(record).__name__, "json": encode(record)}
+                pipe.xadd(f"{self._prefix}:feed", entry, maxlen=self._feed_length)
+            pipe.execute()
+
+    def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]:
+        """Up to `count` records behind the id `after`, oldest first; what cannot be decoded is passed over.
+
+        Example:
+            for last, record in registry.read(after=last): history.add(record)
+        """
+        while True:
+            with self._errors():
+                entries = self._redis.xrange(f"{self._prefix}:feed", min=f"({after}", count=count)
+            decoded = map(_decode_entry, entries)
+            found = [(entry_id, record) for entry_id, record in decoded if record is not None]
+            if found or len(entries) < count:
+                return found
+            after = entries[-1][0].decode()
+
+    def ping(self) -> None:
+        """Return when Redis answers."""
+        with self._errors():
+            self._redis.ping()
+
+    def close(self) -> None:
+        """Give the connections back."""
+        with self._errors():
+            self._redis.close()
+
+    def _replica_key(self, name: str) -> str:
+        return f"{self._prefix}:replica:{name}"
+
+    def _wanted_key(self, draft: str) -> str:
+        return f"{self._prefix}:wanted:{draft}"
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except redis.RedisError as error:
+            text = mask_text(error, self._url) or type(error).__name__
+            raise ReplayBufferError(f"Redis at {self._where} cannot be used: {text}") from None
+
+
+def _decode_entry(entry: tuple[bytes, dict[bytes, bytes]]) -> tuple[str, FeedRecord | None]:
+    entry_id, fields = entry
+    record_type = FEED_TYPES.get(fields.get(b"type", b"").decode(errors="replace"))
+    record = None if record_type is None else _decode_or_none(fields.get(b"json", b""), record_type)
+    return entry_id.decode(), record
+
+
+def _decode_or_none(text: bytes, record_type: type[Any]) -> Any:
+    try:
+        return decode(text, record_type)
+    except ValueError:
+        return None

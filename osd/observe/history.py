@@ -1,0 +1,333 @@
+"""The history of a deployment in memory: what the dashboard draws, the watch loop judges by, and Prometheus scrapes.
+
+It is built anew at start, from the registry's feed and, for what is older, from the file it keeps:
+
+    file ──► minutes ┐
+    feed ─► add ─► slots (`slots.py`) ─► series (`series.py`), window     events, swaps, changes of plan ─► lists
+                └► totals ─► prometheus                 slots, events ─► save ─► file
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from osd.exchange.registry import FeedRecord
+from osd.observe import series
+from osd.observe.exposition import Totals
+from osd.observe.history_file import HistoryFile
+from osd.observe.slots import MINUTE_S, Counts, SlotTable, StepTimes, floor
+from osd.observe.status import plan_changes, speculation_figures
+from osd.records import (
+    BufferStats,
+    Event,
+    Health,
+    MetricPoint,
+    ReplicaStatus,
+    RoundOutcome,
+    SpecWindow,
+    SwapReport,
+    encode,
+)
+
+MAX_LISTED = 2000
+"""Events, swaps and rounds kept."""
+MAX_CHANGES = 200
+"""Changes of plan kept."""
+MAX_CLASSES = 8
+"""Classes of traffic counted apart, besides the unlabelled; the first to come."""
+OTHER_CLASSES, UNLABELLED = "(other classes)", "(unlabelled)"
+LATE_S = 15.0
+"""Seconds after which nothing more is expected of a minute."""
+LINES = ("class", "replica", "position")
+"""What `series` can draw a line for each of."""
+
+
+class History:
+    """Thread-safe; nothing is older than `history_seconds` before the newest window.
+
+    Example:
+        history = History(7 * 86400, HistoryFile(Path("/data/history.db")))
+        for last, record in registry.read(): history.add(record)
+        history.window(version=4).alpha
+    """
+
+    def __init__(self, history_seconds: float = 7 * 86400, file: HistoryFile | None = None) -> None:
+        self._history_seconds, self._file = history_seconds, file
+        self._counts = SlotTable(Counts, narrow_s=1.0)
+        """(start, replica, version, k)"""
+        self._classes = SlotTable(Counts, narrow_s=5.0)
+        """(start, class of traffic)"""
+        self._steps = SlotTable(StepTimes, narrow_s=10.0)
+        """(start, replica)"""
+        self._class_names: set[str] = {UNLABELLED}
+        self._served: dict[int, tuple[int, int]] = {}
+        """version -> (tested, accepted)"""
+        self._ends: dict[str, float] = {}
+        """replica -> end of its newest window; the windows of one look share their seconds"""
+        self._seconds_per_part: dict[tuple[str, float], dict[str, float]] = {}
+        """(replica, started_at) -> what its newest heartbeat reported"""
+        self._events: deque[Event] = deque(maxlen=MAX_LISTED)
+        self._swaps: deque[SwapReport] = deque(maxlen=MAX_LISTED)
+        self._rounds: deque[RoundOutcome] = deque(maxlen=MAX_LISTED)
+        self._changes: deque[dict[str, Any]] = deque(maxlen=MAX_CHANGES)
+        self._changed_at: dict[str, float] = {}
+        """replica -> time of its newest change of plan; a heartbeat is seen more than once"""
+        self._totals = Totals()
+        self._lock = threading.RLock()
+        self._kept: set[bytes] = set()
+        """Events of the file; the feed may tell them again."""
+        self._unsaved: list[Event | SwapReport] = []
+        self._saved_until = 0.0
+        """Start of the first minute that the file does not have."""
+        self._loaded_until = 0.0
+        """The same when the file was read."""
+        self._feed_from: float | None = None if file else 0.0
+        """Windows that ended before are in the file's minutes; None until the feed's first one."""
+        if file is not None:
+            self._load(file)
+
+    def add(self, record: FeedRecord) -> None:
+        """Take one record of the feed."""
+        with self._lock:
+            self._totals.add(record)
+            match record:
+                case SpecWindow():
+                    self._add_window(record)
+                case Event() | SwapReport():
+                    self._add_event(record)
+                case RoundOutcome():
+                    self._rounds.append(record)
+                case MetricPoint():
+                    pass
+
+    def observe(self, replicas: Iterable[ReplicaStatus], buffer: BufferStats | None) -> None:
+        """Take what does not come by the feed: the living replicas, and what the buffer holds."""
+        replicas = list(replicas)
+        with self._lock:
+            self._totals.observe(replicas, buffer)
+            for status in replicas:
+                self._add_changes(status)
+                self._add_step_times(status)
+
+    def observe_health(self, health: Health) -> None:
+        """Take what the controller finds of the parts, once per look."""
+        with self._lock:
+            self._totals.observe_health(health)
+
+    def series(self, since: float, bucket_s: float, by: str = "") -> dict[str, Any]:
+        """Columns (`osd.observe.series.COLUMNS`) with one row per bucket from `since` to the newest window.
+
+        With `by` (one of `LINES`), also `lines`: name -> the three acceptances, a value for each row.
+        """
+        bucket_s = max(bucket_s, 1.0)
+        with self._lock:
+            counts, steps = self._counts.since(since, bucket_s), self._steps.since(since, bucket_s)
+            columns: dict[str, Any] = series.columns(counts, steps, bucket_s)
+            if by:
+                table = self._classes if by == "class" else self._counts
+                label = {"class": 1, "replica": 1, "position": None}[by]
+                columns["lines"] = series.lines(table.since(since, bucket_s), bucket_s, columns["at"], label)
+        return columns
+
+    def window(self, version: int | None = None, since: float = 0.0, until: float = math.inf) -> SpecWindow | None:
+        """Everything seen since, of one version or of all, as one window; None when there was nothing."""
+        with self._lock:
+            counts = self._counts.since(since)
+            found = [(k, c) for k, c in counts if version in (None, k[2]) and k[0] <= until]
+        if not found:
+            return None
+        total = Counts()
+        for _, counted in found:
+            total.add(counted)
+        start, replica, newest_version, k = max(found, key=lambda item: item[0])[0]
+        return SpecWindow(
+            at=max(self._ends.get(replica, start), start),
+            replica=replica,
+            version=newest_version,
+            seconds=total.seconds,
+            k=k,
+            num_steps=total.num_steps,
+            num_drafts=total.num_drafts,
+            num_draft_tokens=total.num_draft_tokens,
+            num_accepted_tokens=total.num_accepted_tokens,
+            num_accepted_tokens_per_pos=tuple(total.accepted_per_pos),
+            num_tested_per_pos=tuple(total.tested_per_pos),
+            num_output_tokens=total.num_output_tokens,
+            num_finished=total.num_finished,
+            num_captured=total.num_captured,
+            decode_seconds=total.decode_seconds,
+            num_decode_tokens=total.num_decode_tokens,
+        )
+
+    def served(self, version: int) -> tuple[int, int]:
+        """(tested, accepted) draft tokens of a version in all that this history has taken, file included."""
+        with self._lock:
+            return self._served.get(version, (0, 0))
+
+    def marks(self) -> list[dict[str, Any]]:
+        """When the deployment went over to another version, oldest first: `{"at", "version", "previous", "pause_s"}`.
+
+        The first replica to swap counts; those that follow, or are catching up, do not mark it again.
+        """
+        marks: list[dict[str, Any]] = []
+        for report in sorted(self.swaps(), key=lambda report: report.at):
+            is_new = all(mark["version"] != report.version for mark in marks)
+            if report.ok and (is_new or report.previous == marks[-1]["version"] != report.version):
+                mark = {"at": report.at, "version": report.version, "previous": report.previous}
+                marks.append(mark | {"pause_s": report.pause_s, "proved": report.proved})
+        return marks
+
+    def events(self, limit: int = 100) -> list[Event]:
+        """The newest events, oldest first; swaps are among them."""
+        with self._lock:
+            return sorted(self._events, key=lambda event: event.at)[-limit:]
+
+    def rounds(self) -> list[RoundOutcome]:
+        """Training rounds, oldest first."""
+        with self._lock:
+            return list(self._rounds)
+
+    def swaps(self) -> list[SwapReport]:
+        """Swap reports, in the order they came."""
+        with self._lock:
+            return list(self._swaps)
+
+    def changes(self, limit: int = 50) -> list[dict[str, Any]]:
+        """The newest changes of what is speculated, oldest first: {"at", "replica", "from", "to", "batch", "reason"}.
+
+        From heartbeats: those of before this process are not known.
+        """
+        with self._lock:
+            return sorted(self._changes, key=lambda change: change["at"])[-limit:]
+
+    def total(self, name: str) -> int:
+        """Sum of a counter over its labels: `total("osd_rollback_total")`."""
+        with self._lock:
+            return self._totals.total(name)
+
+    def prometheus(self) -> str:
+        """Prometheus text of the whole deployment."""
+        with self._lock:
+            return self._totals.render()
+
+    def save(self, now: float | None = None) -> None:
+        """Write minutes that are over, and new events, to the file. Raises `sqlite3.Error` or `OSError`, and loses
+        nothing then."""
+        if self._file is None:
+            return
+        now = time.time() if now is None else now
+        until = floor(now - LATE_S, MINUTE_S)
+        with self._lock:
+            minutes = [
+                (kind, key, value)
+                for kind, table in self._tables().items()
+                for key, value in table.minutes(self._saved_until, until).items()
+            ]
+            events = list(self._unsaved)
+        self._file.write(minutes, events, oldest=now - self._history_seconds)
+        with self._lock:
+            self._saved_until = max(self._saved_until, until)
+            del self._unsaved[: len(events)]
+
+    def _tables(self) -> dict[str, SlotTable[Any]]:
+        """By their kind in the file."""
+        return {"replica": self._counts, "class": self._classes, "speculation": self._steps}
+
+    def _load(self, file: HistoryFile) -> None:
+        for kind, key, value in file.minutes(time.time() - self._history_seconds):
+            self._tables()[kind].put_minute(key, value)
+            self._saved_until = max(self._saved_until, key[0] + MINUTE_S)
+            if kind == "replica":
+                self._count_served(key[2], value.tested_per_pos, value.accepted_per_pos)
+            if kind == "class" and key[1] != OTHER_CLASSES:
+                self._class_names.add(str(key[1]))
+        self._loaded_until = self._saved_until
+        for event in file.events():
+            self._kept.add(encode(event))
+            self._list_event(event)
+
+    def _add_window(self, window: SpecWindow) -> None:
+        if self._feed_from is None:
+            self._feed_from = self._meet_feed(window.at)
+        if window.at < self._feed_from:
+            return
+        is_same_look = self._ends.get(window.replica) == window.at
+        self._ends[window.replica] = window.at
+        counts = Counts.of(window, 0.0 if is_same_look else window.seconds)
+        self._counts.add(window.at, (window.replica, window.version, window.k), counts)
+        self._count_served(window.version, window.num_tested_per_pos, window.num_accepted_tokens_per_pos)
+        self._classes.add(window.at, (self._class_of(window.domain),), Counts.of(window, 0.0))
+        for table in self._tables().values():
+            table.forget(window.at, window.at - self._history_seconds)
+
+    def _meet_feed(self, at: float) -> float:
+        """Start of what is taken from the feed. It tells anew what happened since its first window, `at`, in finer
+        slots than the file has: what the file has of it goes, but for the minute in which the feed begins, of which
+        the feed may lack a part."""
+        minute = floor(at, MINUTE_S)
+        for table in (self._counts, self._classes):
+            table.drop_minutes(after=minute)
+        self._served.clear()
+        for key, counts in self._counts.since(0.0):
+            self._count_served(key[2], counts.tested_per_pos, counts.accepted_per_pos)
+        return minute + MINUTE_S if minute < self._loaded_until else at
+
+    def _count_served(self, version: int, tested: Iterable[int], accepted: Iterable[int]) -> None:
+        before = self._served.get(version, (0, 0))
+        self._served[version] = (before[0] + sum(tested), before[1] + sum(accepted))
+
+    def _class_of(self, domain: str) -> str:
+        name = domain or UNLABELLED
+        if name not in self._class_names and len(self._class_names) > MAX_CLASSES:
+            return OTHER_CLASSES
+        self._class_names.add(name)
+        return name
+
+    def _add_event(self, record: Event | SwapReport) -> None:
+        if self._file is not None:
+            if encode(record) in self._kept:
+                return
+            self._unsaved.append(record)
+        self._list_event(record)
+
+    def _list_event(self, record: Event | SwapReport) -> None:
+        if isinstance(record, SwapReport):
+            self._swaps.append(record)
+            record = _swap_event(record)
+        self._events.append(record)
+
+    def _add_changes(self, status: ReplicaStatus) -> None:
+        changed_at = self._changed_at.get(status.replica, 0.0)
+        new = [change for change in plan_changes(status) if change["at"] > changed_at]
+        self._changes.extend(new)
+        self._changed_at[status.replica] = max([changed_at, *(change["at"] for change in new)])
+
+    def _add_step_times(self, status: ReplicaStatus) -> None:
+        """What the replica's totals grew by since its heartbeat before."""
+        figures = speculation_figures(status.speculation)
+        if figures is None:
+            return
+        run = (status.replica, status.started_at)
+        before, self._seconds_per_part[run] = self._seconds_per_part.get(run), figures.seconds_per_part
+        grown = {part: s - (before or {}).get(part, 0.0) for part, s in figures.seconds_per_part.items()}
+        if before is None or not any(s > 0 for s in grown.values()):
+            return
+        net = None if figures.net_ratio is None else (figures.net_ratio, figures.net_low, figures.net_high)
+        times = StepTimes(net=net, seconds_per_part={part: s for part, s in grown.items() if s > 0})
+        self._steps.add(status.at, (status.replica,), times)
+
+
+def _swap_event(report: SwapReport) -> Event:
+    if report.ok:
+        text = (
+            f"{report.replica}: v{report.previous} -> v{report.version}, engine paused {1000 * report.pause_s:.1f} ms"
+            + (", weights read back and equal" if report.proved else "")
+        )
+        return Event(at=report.at, kind="swapped", text=text, version=report.version)
+    text = f"{report.replica} keeps v{report.previous}, v{report.version} was refused: {report.error}"
+    return Event(at=report.at, kind="swap_failed", text=text, version=report.version)

@@ -1,0 +1,114 @@
+"""The history of a deployment on disk: whole minutes, and events, in one SQLite file, so that it survives restarts.
+
+Redis' feed holds the newest hours; what is older, or was in a Redis that is gone, is here. A file that cannot be read
+is put aside and a new one begun: history is never a reason not to serve.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from osd.observe.slots import Counts, Key, StepTimes
+from osd.records import Event, SwapReport, decode, encode
+
+log = logging.getLogger(__name__)
+
+SCHEMA = """
+create table if not exists minutes (
+    kind text, start real, labels blob, value blob, primary key (kind, start, labels)) without rowid;
+create table if not exists events (at real, type text, record blob, unique (type, record));
+"""
+EVENT_TYPES: dict[str, type[Event] | type[SwapReport]] = {"Event": Event, "SwapReport": SwapReport}
+VALUE_TYPES: dict[str, Any] = {"replica": Counts, "class": Counts, "speculation": StepTimes}
+"""Kind of a minute -> what it holds."""
+MAX_EVENTS = 2000
+
+Minute = tuple[str, Key, Any]
+"""(kind, (start, labels ...), value)"""
+
+
+class HistoryFile:
+    """One writer. All of it raises `sqlite3.Error` or `OSError` when the disk refuses; the file stays whole.
+
+    Example:
+        kept = HistoryFile(Path("/data/history.db"))
+        kept.write([("replica", (1.7e9, "replica-0", 4, 5), Counts(num_drafts=100))], [], oldest=1.69e9)
+        for kind, key, value in kept.minutes(since=1.69e9): ...
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        try:
+            self._db = _open(path)
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            aside = path.with_name(f"{path.name}.unreadable-{int(time.time())}")
+            log.warning("%s cannot be read (%s); it is kept as %s, and history begins anew", path, error, aside.name)
+            path.replace(aside)
+            self._db = _open(path)
+
+    def minutes(self, since: float) -> list[Minute]:
+        """What was kept, oldest first; what another version wrote and this one cannot read is left out."""
+        query = "select kind, start, labels, value from minutes where start >= ? order by start"
+        found = []
+        for kind, start, labels, value in self._db.execute(query, (since,)):
+            try:
+                key = (start, *msgspec.json.decode(labels, type=list[str | int]))
+                found.append((kind, key, msgspec.json.decode(value, type=VALUE_TYPES[kind])))
+            except (KeyError, msgspec.DecodeError):
+                continue
+        return found
+
+    def events(self) -> list[Event | SwapReport]:
+        """Oldest first."""
+        found = []
+        for kind, record in self._db.execute("select type, record from events order by at"):
+            try:
+                found.append(decode(record, EVENT_TYPES[kind]))
+            except (KeyError, ValueError):
+                continue
+        return found
+
+    def write(self, minutes: Iterable[Minute], events: Iterable[Event | SwapReport], oldest: float) -> None:
+        """Keep these, and forget minutes before `oldest` and all but the newest events. All of it or nothing."""
+        rows = [
+            (kind, key[0], msgspec.json.encode(key[1:]).decode(), msgspec.json.encode(v)) for kind, key, v in minutes
+        ]
+        with self._db:
+            self._db.executemany("insert or replace into minutes values (?, ?, ?, ?)", rows)
+            self._db.executemany(
+                "insert or ignore into events values (?, ?, ?)", [(e.at, type(e).__name__, encode(e)) for e in events]
+            )
+            self._db.execute("delete from minutes where start < ?", (oldest,))
+            self._db.execute(
+                "delete from events where rowid not in (select rowid from events order by at desc limit ?)",
+                (MAX_EVENTS,),
+            )
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    db = sqlite3.connect(path, timeout=2.0, check_same_thread=False)
+    try:
+        db.execute("pragma journal_mode = wal")
+        db.execute("pragma synchronous = normal")
+        db.executescript(SCHEMA)
+        if (state := db.execute("pragma quick_check(1)").fetchone()[0]) != "ok":
+            raise sqlite3.DatabaseError(state)
+    except BaseException:
+        db.close()
+        raise
+    return db

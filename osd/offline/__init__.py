@@ -1,0 +1,1 @@
+"""Training without a service: recorded traces in, a draft directory out."""

@@ -1,0 +1,171 @@
+"""A target answers prompts, and what is captured of it goes to a file of traces.
+
+The service is that of `osd serve`, in this process and on this machine; it is gone when `record` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from buffers import trace_stream
+from buffers.base import TraceBuffer
+from buffers.codec import encode_trace
+from buffers.redis_stream import RedisTraceBuffer
+from buffers.trace_file import TraceWriter, write_traces
+from osd.client.load import Answer, send
+from osd.common.progress import Advance, progress
+from osd.config.schema import Config
+from osd.errors import OSDError
+from osd.exchange.registry import Registry
+from osd.offline.prompts import Asking, Prompt
+from osd.offline.recorded import Say
+from osd.service.actors import buffer_settings
+from osd.service.launch import Service
+
+PORTION = 256
+"""Prompts answered between two emptyings of the replay buffer, which holds little beside a large file of prompts."""
+SECONDS_TO_SETTLE = 5.0
+"""When no trace has arrived for so long after the last answer, none will."""
+TOO_LONG = ("maximum context length", "exceeds model's maximum")
+"""What vLLM says of a prompt that does not fit."""
+REFUSED, FAILED = "refused by the target and skipped", "failed"
+
+
+def record(config: Config, prompts: Sequence[Prompt], asking: Asking, path: Path, say: Say) -> None:
+    """Let the target answer the prompts, in random order, and write what was captured to a file of traces."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all that was started, as Ctrl-C does
+    service = Service(config, say)
+    try:
+        service.start()
+        buffer = RedisTraceBuffer(**buffer_settings(service.config, service.redis_url, service.plan.target_id))
+        with write_traces(path, service.plan.target_id) as file:
+            tally = _answer_all(service, buffer, prompts, asking, file)
+            if not file.num_traces:
+                raise OSDError(f"no prompt left a trace ({tally}); see {service.log_dir}")
+        buffer.close()
+        why = _why_not_captured(service) if tally.num_lost else ""
+    finally:
+        service.stop()
+    say(f"prompts: {tally}{why}")
+
+
+def _why_not_captured(service: Service) -> str:
+    """What the engine counted of what it could not capture or store."""
+    registry = Registry(service.redis_url, service.config.deployment)
+    replicas = registry.replicas()
+    registry.close()
+    reasons: Counter[str] = Counter()
+    for status in replicas:
+        reasons.update(status.capture_skipped)
+        reasons.update({f"buffer {reason}": num for reason, num in status.buffer_dropped.items()})
+    return f" (not captured because of: {', '.join(f'{what} {n}' for what, n in sorted(reasons.items()) if n)})"
+
+
+def _answer_all(
+    service: Service, buffer: TraceBuffer, prompts: Sequence[Prompt], asking: Asking, file: TraceWriter
+) -> Tally:
+    """What became of the prompts."""
+    serving = service.config.serving
+    model = serving.served_model_name or serving.target
+    is_chat = "chat_template" in serving.vllm or has_chat_template(service.plan.target_dir)
+    bodies = [body_of(prompt, model, asking, is_chat=is_chat) for prompt in prompts]
+    random.Random(service.config.trainer.seed).shuffle(bodies)  # sorted prompts would be learnt, and judged, in order
+    tally = Tally()
+    with progress("answering", len(bodies), "prompts") as advance:
+        for start in range(0, len(bodies), PORTION):
+            portion = bodies[start : start + PORTION]
+            sent = send(service.url, portion, streams=asking.streams, api_key=serving.api_key, on_answer=_tick(advance))
+            answers = asyncio.run(sent)
+            _check_alive(answers)
+            tally.add(answers, _empty(buffer, sum(answer.ok for answer in answers), file))
+    return tally
+
+
+def _tick(advance: Advance) -> Any:
+    return lambda answer: advance(1, "" if answer.ok else answer.error[:60])
+
+
+class Tally:
+    """What became of the prompts, and the first thing the target said against one of each kind."""
+
+    def __init__(self) -> None:
+        self.num_lost = 0
+        """Answers that left no trace."""
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+
+    def add(self, answers: Sequence[Answer], num_captured: int) -> None:
+        """Count the answers of which so many left a trace."""
+        for answer in answers:
+            what = "answered" if answer.ok else _reason(answer.error)
+            self._counts[what] += 1
+            self._examples.setdefault(what, answer.error)
+        self.num_lost += max(0, sum(answer.ok for answer in answers) - num_captured)
+
+    def __str__(self) -> str:
+        told = [f"{num} {what}{self._example(what)}" for what, num in sorted(self._counts.items())]
+        return ", ".join(told + ([f"{self.num_lost} answered but not captured"] if self.num_lost else []))
+
+    def _example(self, what: str) -> str:
+        return f" ({self._examples[what]})" if what in (REFUSED, FAILED) else ""
+
+
+def _reason(error: str) -> str:
+    if any(text in error for text in TOO_LONG):
+        return "longer than the context, skipped"
+    return REFUSED if error.startswith("400") else FAILED
+
+
+def _check_alive(answers: Sequence[Answer]) -> None:
+    """Raise `OSDError` when nothing was answered, for other reasons than the prompts themselves."""
+    if answers and all(not answer.ok and _reason(answer.error) == FAILED for answer in answers):
+        raise OSDError(f"the target does not answer: {answers[0].error}")
+
+
+def _empty(buffer: TraceBuffer, num_expected: int, file: TraceWriter) -> int:
+    """Move all traces from the buffer to the file, once they have arrived; how many."""
+    num, changed_at = -1, time.monotonic()
+    while num < num_expected and time.monotonic() - changed_at < SECONDS_TO_SETTLE:
+        time.sleep(0.05)
+        stats = buffer.stats()
+        if (newer := stats.num_traces + stats.num_holdout) != num:
+            num, changed_at = newer, time.monotonic()
+    before = file.num_traces
+    for trace in trace_stream.stored(buffer):
+        file.add(encode_trace(trace))
+    buffer.purge()
+    return file.num_traces - before
+
+
+def body_of(prompt: Prompt, model: str, asking: Asking, *, is_chat: bool) -> dict[str, Any]:
+    """One request. A prompt is a user message, or the text to go on from where the target has no chat template."""
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": prompt.max_tokens or asking.max_tokens,
+        "temperature": asking.temperature,
+    }
+    if prompt.domain:
+        body["vllm_xargs"] = {"osd_domain": prompt.domain}
+    if prompt.messages:
+        return body | {"messages": [{"role": m.role, "content": m.content} for m in prompt.messages]}
+    if is_chat:
+        return body | {"messages": [{"role": "user", "content": prompt.prompt}]}
+    return body | {"prompt": prompt.prompt}
+
+
+def has_chat_template(model: Path) -> bool:
+    """Whether the model's tokenizer turns messages into text."""
+    if any((model / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        return bool(json.loads((model / "tokenizer_config.json").read_text()).get("chat_template"))
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,209 @@
+"""`osd train`: distil from recorded traces alone, without vLLM, Ray or Redis; the trainer is that of the service.
+
+files of traces ─► memory buffer ─► rounds ─► candidate ─► judged on the held-out traces ─► --out
+                                                                  └► not better: kept aside, exit status 1
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from osd.common.files import explain
+from osd.common.progress import Advance, progress
+from osd.config.schema import Config, GateConfig
+from osd.control import policy
+from osd.errors import ConfigError, OSDError
+from osd.models import resolve
+from osd.models.checkpoint_files import weight_files
+from osd.models.compatibility import read_config, vocab_size
+from osd.models.vocab_padding import write_fitting
+from osd.offline import recorded
+from osd.offline.recorded import Recorded, Say
+from osd.offline.report import describe, judgement, write_report
+from osd.records import HOLDOUT_ONE_IN, DraftRelease, RoundOutcome
+from osd.releases.store import ReleaseStore
+from trainer import trackers
+
+MAX_ROUNDS = 50
+"""A candidate is written and judged after every round: many traces make longer rounds, not more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is to be made of recorded traces."""
+
+    config: Config
+    draft: Path
+    """The draft to begin with."""
+    out: Path
+    epochs: int
+    """Passes over the training traces."""
+    force: bool
+    """Take the new draft even if it was not shown to be better."""
+
+
+def check_out(out: Path) -> None:
+    """Raise `ConfigError` unless a directory can be made there."""
+    if out.exists():
+        raise ConfigError(f"--out: {out}: exists already; name a new directory")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out: {out}: there is no directory {out.absolute().parent}; make it first")
+
+
+def check_draft(config: Config) -> Path:
+    """The directory of the draft to begin with. Raises `ConfigError` when it is none that can be trained, or a tracker
+    of its training is not installed."""
+    trackers.check_installed(config.trainer.trackers)
+    draft = resolve.resolve(config.serving.draft, "serving.draft")
+    weight_files(draft)
+    return draft
+
+
+def run(job: Job, traces: Sequence[Path], say: Say, warn: Say) -> int:
+    """Train on files of traces; the exit status. `warn` is told what cannot be read of them."""
+    check_out(job.out)
+    return train(job, recorded.load(traces, warn), say)
+
+
+def train(job: Job, traces: Recorded, say: Say) -> int:
+    """Train, judge, and write the draft; the exit status: 1 when the draft is not better, and kept aside."""
+    _check_vocabulary(job.draft, traces)
+    check_holdout(len(traces.holdout), "--traces: only", job.config.gate, job.force)
+    say(describe(traces))
+    with workplace(job.out) as work:
+        release = _release_of(job.draft, traces.target_id, work)
+        outcome = _run_rounds(job, traces, release, work, say)
+        verdict = policy.should_publish(outcome, release, job.config.gate, pinned=False)
+        is_taken = verdict.ok or job.force
+        out = job.out if is_taken else free_name(job.out, "refused")
+        write_report(outcome, verdict, traces, draft=str(job.draft), epochs=job.epochs)
+        Path(outcome.path).rename(out)
+    say(judgement(outcome, job.config.gate))
+    if is_taken:
+        say(f"draft: {out}" + ("" if verdict.ok else "  (taken by --force although not shown to be better)"))
+        return 0
+    say(f"refused: {verdict.reason}; the draft is kept aside in {out}")
+    return 1
+
+
+def _run_rounds(job: Job, traces: Recorded, release: DraftRelease, work: Path, say: Say) -> RoundOutcome:
+    """Passes over the shuffled traces, in rounds: the last candidate, with the figures of all rounds."""
+    from trainer.loop import Trainer
+
+    total = job.epochs * len(traces.training)
+    size = max(job.config.trainer.max_new_traces, math.ceil(total / MAX_ROUNDS))
+    curves = job.config.trainer.tracker_dir or str(free_name(job.out, "curves"))
+    config = job.config.trainer.model_copy(update={"max_new_traces": size, "tracker_dir": curves})
+    buffer, k = traces.buffer(), job.config.speculation.k_max
+    trainer = Trainer(config, job.config.gate, k, buffer, work, traces.target_id)
+    kept: list[RoundOutcome] = []
+    undone: list[RoundOutcome] = []
+    with progress("training", total, "traces") as advance:
+        for part in _parts(len(traces.training), job.epochs, size, config.seed):
+            buffer.put([traces.training[i] for i in part])
+            outcome = trainer.run_round(release, _share_of(len(part), advance))
+            (undone if outcome.discarded else kept).append(outcome)
+            advance(0, _figures(outcome))
+    trainer.close()
+    if not kept:
+        raise OSDError(f"no round of training helped: {outcome.discarded}; try a lower trainer.learning_rate")
+    if undone:
+        say(f"{len(undone)} of {len(undone) + len(kept)} rounds undone, the last because: {undone[-1].discarded}")
+    return _sum(kept)
+
+
+def _share_of(num_traces: int, advance: Advance) -> Callable[[int, int, float], None]:
+    """Advance by `num_traces` in all while the steps of a round go by."""
+
+    def on_step(done: int, total: int, loss: float) -> None:
+        advance(num_traces * done // total - num_traces * (done - 1) // total, f"loss {loss:.3f}")
+
+    return on_step
+
+
+def _parts(num_traces: int, epochs: int, size: int, seed: int) -> Iterator[np.ndarray]:
+    """Indices of the traces of each round: every epoch in an order of its own, in rounds of nearly the same size."""
+    rng = np.random.default_rng(seed)
+    for _ in range(epochs):
+        yield from np.array_split(rng.permutation(num_traces), math.ceil(num_traces / size))
+
+
+def _sum(outcomes: list[RoundOutcome]) -> RoundOutcome:
+    return replace(
+        outcomes[-1],
+        num_steps=sum(o.num_steps for o in outcomes),
+        num_tokens=sum(o.num_tokens for o in outcomes),
+        loss_first=outcomes[0].loss_first,
+        seconds=sum(o.seconds for o in outcomes),
+    )
+
+
+def _figures(outcome: RoundOutcome) -> str:
+    alpha = f", α {outcome.eval.alpha_candidate:.3f}" if outcome.eval else ""
+    return f"{outcome.num_steps} steps, loss {outcome.loss_last:.3f}{alpha}{', undone' if outcome.discarded else ''}"
+
+
+# Before
+
+
+def _check_vocabulary(draft: Path, traces: Recorded) -> None:
+    """Raise `ConfigError` when the traces hold tokens the draft has not: they are of another tokenizer."""
+    size = vocab_size(read_config(draft), draft)
+    arrays = ((t.prompt_ids, t.output_ids) for t in [*traces.training, *traces.holdout])
+    largest = max((int(ids.max()) for ids in chain.from_iterable(arrays) if ids.size), default=0)
+    if largest >= size:
+        raise ConfigError(
+            f"serving.draft={draft}: has {size} tokens, the traces hold token {largest}; "
+            "use a draft with the tokenizer of the target they were recorded from"
+        )
+
+
+def check_holdout(num: int, what: str, gate: GateConfig, force: bool) -> None:
+    """Raise `ConfigError` when too few traces are held out to tell whether the new draft is better."""
+    if num < gate.min_holdout_traces and not force:
+        raise ConfigError(
+            f"{what} {num} held out (one in {HOLDOUT_ONE_IN}), gate.min_holdout_traces="
+            f"{gate.min_holdout_traces} are needed to judge the new draft; give more, or take it unjudged with --force"
+        )
+
+
+def _release_of(draft: Path, target_id: str, work: Path) -> DraftRelease:
+    """The draft as a release, its weights in one file."""
+    num_tokens = vocab_size(read_config(draft), draft)
+    copy = partial(write_fitting, num_tokens=num_tokens)
+    return ReleaseStore(work / "releases").publish(draft, parent=0, target_id=target_id, copy=copy)
+
+
+@contextmanager
+def workplace(out: Path) -> Iterator[Path]:
+    """A directory beside `out`, on the same file system, gone afterwards."""
+    try:
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
+    except OSError as error:
+        raise ConfigError(f"--out: {explain(error, out)}") from None
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+# After
+
+
+def free_name(out: Path, suffix: str) -> Path:
+    """`OUT.SUFFIX`, or the first of `OUT.SUFFIX-2` and so on that is free."""
+    name, number = out.with_name(f"{out.name}.{suffix}"), 1
+    while name.exists():
+        number += 1
+        name = out.with_name(f"{out.name}.{suffix}-{number}")
+    return name

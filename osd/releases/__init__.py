@@ -1,0 +1,1 @@
+"""Draft releases on disk: published whole or not at all, verified when read."""

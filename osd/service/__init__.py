@@ -1,0 +1,1 @@
+"""The service as processes: what is planned, started on Ray, watched over and ended."""

@@ -1,0 +1,223 @@
+"""The plain parts as Ray runs them: each in a process of its own, its output in a log file, restarted when it dies.
+
+Nothing here decides anything; these classes only build a part inside its process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from osd.config.schema import Config, TrainerConfig
+from osd.errors import OSDError
+from osd.records import DraftRelease, RoundOutcome
+from serving.vllm import server
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BEFORE_RESTART = 3.0
+OURS = ("osd", "serving", "buffers", "trainer")
+"""Packages whose information, not only warnings, goes to the log."""
+
+
+def redirect_output(directory: Path, name: str) -> None:
+    """Send what this process and its children print or log to `directory/name.log`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for package in OURS:
+        logging.getLogger(package).setLevel(logging.INFO)
+
+
+def was_restarted() -> bool:
+    """Whether Ray runs this actor's constructor again after its process died."""
+    import ray
+
+    return ray.get_runtime_context().was_current_actor_reconstructed
+
+
+def exit_when_failed(wait_ready: Any) -> None:
+    """In a restarted process nobody waits for readiness: one that cannot start ends, so that Ray tries again."""
+
+    def watch() -> None:
+        try:
+            wait_ready()
+        except BaseException as error:  # noqa: BLE001  whatever it was, the next process may do better
+            print(f"restart failed: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            time.sleep(SECONDS_BEFORE_RESTART)
+            os._exit(1)
+
+    if was_restarted():
+        threading.Thread(target=watch, daemon=True).start()
+
+
+class ReplicaActor:
+    """`serving.replica.Replica` in a process of its own.
+
+    A restarted one is constructed with the arguments of the first. Its `draft_release` may have been pruned since, so
+    the store on disk is asked what serves now.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        name: str,
+        target_dir: str,
+        target_id: str,
+        draft_release: DraftRelease | None,
+        redis_url: str,
+        log_dir: str,
+    ) -> None:
+        redirect_output(Path(log_dir), name)
+        server.prepare_environment()
+        from osd.exchange.registry import Registry
+        from osd.releases.store import what_serves
+        from osd.service.worker import QUALIFIED_NAME
+        from serving.replica import Replica
+
+        self._replica = Replica(
+            config,
+            name=name,
+            target_dir=target_dir,
+            target_id=target_id,
+            draft_release=draft_release and what_serves(config.releases_path, draft_release),
+            registry=Registry(redis_url, config.deployment),
+            worker_extension=QUALIFIED_NAME,
+            sink=buffer_settings(config, redis_url, target_id),
+        )
+        exit_when_failed(self._replica.wait_ready)
+
+    def wait_ready(self) -> str:
+        return self._replica.wait_ready()
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self._replica.call(method, *args)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def stop(self) -> None:
+        self._replica.close()
+
+
+def limit_gpu_memory(config: TrainerConfig) -> None:
+    """Keep this process to its share of the GPU that it may have in common with an engine; not on one of its own."""
+    import torch
+
+    if config.num_gpus < 1 and config.device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction)
+
+
+class TrainerActor:
+    """`trainer.loop.Trainer` in a process of its own, at low priority where it shares the CPU with an engine."""
+
+    def __init__(self, config: Config, *, redis_url: str, target_id: str, log_dir: str) -> None:
+        redirect_output(Path(log_dir), "trainer")
+        if not config.trainer.num_gpus:
+            os.nice(10)
+        from buffers.redis_stream import RedisTraceBuffer
+        from osd.exchange.registry import Registry
+        from osd.service.pace import Pace, busy_replicas
+        from trainer.loop import Trainer
+
+        limit_gpu_memory(config.trainer)
+        self._pace = Pace(config.trainer.duty_cycle, busy_replicas(Registry(redis_url, config.deployment)))
+        self._trainer = Trainer(
+            config.trainer,
+            config.gate,
+            config.speculation.k_max,
+            RedisTraceBuffer(**buffer_settings(config, redis_url, target_id)),
+            config.checkpoint_path / target_id,
+            target_id,
+        )
+
+    def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
+        self._pace.begin()
+        return self._trainer.run_round(base, on_step=self._pace, line=line)
+
+    def num_new_traces(self) -> int:
+        return self._trainer.num_new_traces()
+
+    def evaluate_releases(self, versions: list[DraftRelease], num_traces: int) -> dict[int, float]:
+        return self._trainer.evaluate_releases(versions, num_traces)
+
+    def stop(self) -> None:
+        """Let curves of training be written to their end."""
+        self._trainer.close()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class ControlActor:
+    """`ControlPlane` (controller, dashboard) in a process of its own; `trainer` is the actor's name."""
+
+    def __init__(
+        self, config: Config, *, redis_url: str, target_id: str, token: str, trainer: str, log_dir: str
+    ) -> None:
+        redirect_output(Path(log_dir), "control")
+        import ray
+
+        from osd.control.plane import ControlPlane
+
+        self._plane = ControlPlane(
+            config,
+            redis_url=redis_url,
+            buffer_settings=buffer_settings(config, redis_url, target_id),
+            target_id=target_id,
+            token=token,
+            trainer=RemoteMethods(ray.get_actor(trainer)) if trainer else None,
+        )
+        exit_when_failed(self._plane.wait_ready)
+
+    def wait_ready(self) -> str:
+        return self._plane.wait_ready()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def stop(self) -> None:
+        self._plane.stop()
+
+
+class RemoteMethods:
+    """An actor handle whose methods are awaited like those of the plain object, and raise what those would raise."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._call, getattr(self._handle, name))
+
+    async def _call(self, method: Any, *arguments: Any, **named: Any) -> Any:
+        from ray.exceptions import RayTaskError
+
+        try:
+            return await method.remote(*arguments, **named)
+        except RayTaskError as error:  # its text is the traceback over there
+            if not isinstance(error.cause, OSDError):
+                logger.error("%s", error)
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+
+
+def buffer_settings(config: Config, redis_url: str, target_id: str) -> dict[str, Any]:
+    """The arguments of `RedisTraceBuffer` for this deployment."""
+    return {
+        "url": redis_url,
+        "deployment": config.deployment,
+        "target_id": target_id,
+        "max_traces": config.buffer.max_traces,
+        "max_domains": config.buffer.max_domains,
+    }

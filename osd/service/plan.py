@@ -1,0 +1,140 @@
+"""What a service is going to be, settled before anything of it starts: free ports, models on disk, the first draft.
+
+Everything that can be known to be wrong with a configuration on this machine is found here.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from osd.config.schema import Config
+from osd.errors import ConfigError, ReleaseError
+from osd.models import resolve
+from osd.models.compatibility import check_pair
+from osd.models.vocab_padding import write_fitting
+from osd.records import DraftRelease
+from osd.releases.store import ReleaseStore
+
+logger = logging.getLogger(__name__)
+
+PORTS = range(20_000, 32_000)
+"""Where free ports are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A configuration made concrete: ports chosen, models found, the draft to start with on disk."""
+
+    config: Config
+    target_dir: Path
+    target_id: str
+    release: DraftRelease
+
+
+def plan(config: Config) -> Plan:
+    """Check everything that can be checked before starting. Raises `OSDError` with key, value and remedy."""
+    config = with_free_ports(config)
+    target = resolve.resolve(config.serving.target, "serving.target")
+    draft = resolve.resolve(config.serving.draft, "serving.draft")
+    num_tokens = check_pair(target, draft, max_model_len(config))
+    target_id = resolve.fingerprint(target)
+    return Plan(config, target, target_id, first_release(config, draft, target_id, num_tokens))
+
+
+def max_model_len(config: Config) -> int | None:
+    """The context the engine is told to serve; None = the target's own."""
+    vllm = {key.replace("-", "_"): value for key, value in config.serving.vllm.items()}
+    value = vllm.get("max_model_len")
+    return value if isinstance(value, int) else None
+
+
+def with_free_ports(config: Config) -> Config:
+    """Ports 0 replaced by free ones. Raises `ConfigError` for a port somebody else listens on."""
+    taken: list[int] = []
+    for section in ("serving", "control"):
+        part = getattr(config, section)
+        port = part.port or free_port(part.host, taken)
+        try:
+            try_port(part.host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"{section}.port={port}: cannot listen on {part.host}:{port} ({error.strerror}); "
+                f"choose another with {section}.port=N, or 0 for any free one"
+            ) from None
+        if port in taken:
+            raise ConfigError(f"{section}.port={port}: the service port and the control port must differ")
+        taken.append(port)
+        config = config.model_copy(update={section: part.model_copy(update={"port": port})})
+    return config
+
+
+def free_port(host: str, taken: Sequence[int] = ()) -> int:
+    """A port nobody listens on. It is used only when the engine has loaded, so it is none of those that the system
+    (32768 and up) or Ray (10002 to 19999) hands out to others meanwhile."""
+    for port in random.sample(PORTS, 100):
+        with suppress(OSError):
+            try_port(host, port)
+            if port not in taken:
+                return port
+    raise ConfigError(f"no free port on {host} between {PORTS[0]} and {PORTS[-1]}; name one instead of 0")
+
+
+def try_port(host: str, port: int) -> None:
+    """Raise `OSError` when one cannot listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+
+
+def first_release(config: Config, draft: Path, target_id: str, num_tokens: int) -> DraftRelease:
+    """What to serve first: the pinned or current release of this target; when there is none, `draft` is published,
+    fitted to the target's `num_tokens`. A line in the log says when the release began with another draft."""
+    try:
+        store = ReleaseStore(config.releases_path)
+        origin = resolve.fingerprint(draft)
+        if (pinned := store.pinned(target_id)) is not None:
+            release = store.get(pinned)
+            store.verify(release)
+        elif (found := newest_undamaged(store, target_id)) is not None:
+            release = found
+        else:
+            fitting = partial(write_fitting, num_tokens=num_tokens)
+            release = store.publish(draft, parent=0, target_id=target_id, origin=origin, copy=fitting)
+        if release.origin not in ("", origin):
+            logger.warning(
+                "v%d serves, which comes of another draft: %s is not used; to begin with it, name another "
+                "deployment=NAME",
+                release.version,
+                draft,
+            )
+        return release
+    except ReleaseError as error:
+        key = "releases.dir" if config.releases.dir else "data_dir"
+        raise ConfigError(f"{key}: {error}; choose another with {key}=DIRECTORY") from None
+
+
+def newest_undamaged(store: ReleaseStore, target_id: str) -> DraftRelease | None:
+    """The current release, its weights read again; damaged ones are marked bad and passed over."""
+    while (release := store.current(target_id)) is not None:
+        try:
+            store.verify(release)
+        except ReleaseError as error:
+            logger.warning("%s", error)
+            store.mark_bad(release.version, "damaged on disk")
+            continue
+        return release
+    return None
+
+
+def without_speculation(config: Config) -> Config:
+    """The same engine without a draft, on another free port."""
+    vllm = {k: v for k, v in config.serving.vllm.items() if k != "per_request_spec_decode_metrics"}
+    port = free_port(config.serving.host, [config.serving.port, config.control.port])
+    return config.model_copy(update={"serving": config.serving.model_copy(update={"port": port, "vllm": vllm})})

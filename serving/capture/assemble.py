@@ -1,0 +1,287 @@
+"""What the capture thread does: rows are joined to their requests, and each finished request becomes a `Trace`.
+
+    steps ──► tokens, counters            at once, step by step
+         └──► rows that wait ──settle──► top-k of all together ──► their requests ──flush──► traces of those that ended
+
+The engine shares Python's lock with this thread, so what can be done for many steps at a time is.
+
+Legend: B requests in a step, G draft tokens per step, V vocabulary, K top-k, R rows kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from osd.config.schema import CaptureConfig
+from osd.records import ACCEPTED, PLAIN, REJECTED, Trace, clean_domain
+from serving.capture.budget import ByteBudget
+from serving.capture.pick import Landed, Picked
+from serving.capture.prefixes import StoredPrefixes
+from serving.capture.rows import Logits, TopK, top_of
+from serving.capture.running import RowsOfRequest, RunningRequest
+from serving.capture.skips import skip_reason
+from serving.capture.windows import WindowCounter
+from serving.vllm.hooks import NewRequest
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES = 32 << 20
+"""Rows whose top-k has not been taken yet."""
+
+STORED_OVERHEAD = 1024
+"""Bytes a stored trace takes beyond its arrays, at most: the budget counts them."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One verification step on its way to the capture thread."""
+
+    at: float
+    """By `time.monotonic`."""
+    req_ids: list[str]
+    version_B: np.ndarray
+    """version of the draft that proposed, per request; 0 where none did"""
+    num_drafts_B: np.ndarray
+    picked: Picked
+    is_model_draft: bool = True
+    """Whether the draft model proposed; else n-grams did, and the draft is not to be credited with them."""
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Requests that came and went before a step."""
+
+    at: float
+    """By the clock on the wall, as traces carry it."""
+    new: list[NewRequest]
+    finished: set[str]
+
+
+@dataclass(slots=True, frozen=True)
+class _Waiting:
+    """Rows of one step, of the requests `owners[owner_R]`."""
+
+    owners: list[RunningRequest | None]
+    owner_R: np.ndarray
+    position_R: np.ndarray
+    kind_R: np.ndarray
+    draft_id_R: np.ndarray
+    keep_prob_R: np.ndarray
+    version_R: np.ndarray
+    scores: Logits | TopK
+
+
+class TraceAssembler:
+    """Joins rows to their requests and hands out a `Trace` when a request ends. Single-threaded."""
+
+    def __init__(
+        self,
+        config: CaptureConfig,
+        *,
+        draft: str,
+        target_id: str,
+        put: Callable[[Sequence[Trace]], int],
+        windows: WindowCounter,
+        budget: ByteBudget | None = None,
+    ) -> None:
+        self.skipped: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()
+        self.num_traces = 0
+        self._config = config
+        self._draft = draft
+        self._target_id = target_id
+        self._put = put
+        self._windows = windows
+        self._requests: dict[str, RunningRequest] = {}
+        self._prefixes = StoredPrefixes()
+        self._budget = budget or ByteBudget(config.max_bytes_per_second)
+        self._waiting: list[_Waiting] = []
+        self._num_waiting_bytes = 0
+        self._ended: deque[tuple[RunningRequest, float]] = deque()
+        """Requests to be handed out, with the time of their end."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests)
+
+    def add(self, item: Step | Schedule) -> None:
+        """Take in what happened, in the order it happened. Traces are handed out by `flush`."""
+        if isinstance(item, Schedule):
+            for req_id in item.finished:
+                self._finish(req_id, item.at)
+            for request in item.new:
+                self._begin(request)
+        else:
+            landed = item.picked.land()
+            owners = [self._requests.get(req_id) for req_id in item.req_ids]
+            served_B = self._add_tokens(item, landed, owners)
+            if landed.rows is not None:
+                self._add_rows(item, landed, owners, served_B)
+
+    def flush(self) -> None:
+        """Hand out the requests that have ended. One that cannot be does not keep the others from it: what it raised is
+        raised when all have had their turn."""
+        self._settle()
+        failures: list[Exception] = []
+        while self._ended:
+            request, at = self._ended.popleft()
+            if request.has_gap:
+                self.skipped["gap"] += 1
+                continue
+            try:
+                self._hand_out(request, at)
+            except Exception as error:  # noqa: BLE001  whatever one trace is about, the next is another's
+                failures.append(error)
+        if failures:
+            raise ExceptionGroup(f"{len(failures)} requests could not be handed out", failures)
+
+    def _settle(self) -> None:
+        """Give the rows that wait to their requests. Where that fails, these requests have a gap."""
+        waiting, self._waiting = self._waiting, []
+        self._num_waiting_bytes = 0
+        if not waiting:
+            return
+        try:
+            self._distribute(waiting)
+        except Exception:
+            self.skipped["assembly_error"] += 1
+            logger.exception("the rows of %d steps could not be captured", len(waiting))
+            for request in (owner for one in waiting for owner in one.owners if owner is not None):
+                request.has_gap = True
+
+    def _begin(self, request: NewRequest) -> None:
+        known = self._requests.get(request.req_id)
+        if known is not None and len(known.request.prompt_ids) == len(request.prompt_ids):
+            return  # announced again after preemption, as vLLM does to its V2 model runner
+        if known is not None and known.captured:
+            self.skipped["gap"] += 1  # its prompt has grown by what its client sent meanwhile: what was, is left out
+        reason = skip_reason(request, self._config.request_fraction)
+        captured = self._config.enabled and not reason
+        if reason and known is None:
+            self.skipped[reason] += 1
+        self._requests[request.req_id] = RunningRequest(request, domain_of(request), captured)
+
+    def _add_tokens(self, step: Step, landed: Landed, owners: Sequence[RunningRequest | None]) -> np.ndarray:
+        """Append what was emitted; returns, per request, how many of its emitted tokens count (0 after its end)."""
+        served_B = np.zeros(len(step.req_ids), np.int64)
+        sampled_BG, num_emitted_B = landed.sampled_BG.tolist(), (landed.sampled_BG >= 0).sum(1).tolist()
+        position_B, num_drafts_B = landed.position_B.tolist(), step.num_drafts_B.tolist()
+        version_B = step.version_B.tolist()
+        for b, request in enumerate(owners):
+            num_emitted = num_emitted_B[b]
+            if request is None or not num_emitted:
+                continue
+            if self._waiting and request.computes_again(position_B[b]):
+                self._settle()  # what it throws away must be where it is looked for
+            was_ended = request.is_ended
+            served = request.append(position_B[b], sampled_BG[b][:num_emitted])
+            if was_ended and not served:
+                continue  # the engine had gone on before it saw the end
+            served_B[b] = served
+            request.first_at = request.first_at or step.at
+            request.last_at = step.at
+            num_drafts = num_drafts_B[b] if step.is_model_draft else 0
+            request.count_draft(num_drafts, num_emitted - 1)
+            # Drafts are judged by replaying held-out traces: what leaves no trace must not be held against them.
+            is_judged = request.captured or not self._config.enabled
+            version = version_B[b] or self._windows.last_version
+            self._windows.add_step(version, request.domain, num_drafts, num_emitted - 1, served, is_judged)
+        return served_B
+
+    def _add_rows(self, step: Step, landed: Landed, owners: list[RunningRequest | None], served_B: np.ndarray) -> None:
+        rows, max_output = landed.rows, self._config.max_output
+        assert rows is not None
+        for b, request in enumerate(owners):
+            if request is not None and len(request.output_ids) > max_output:  # what lies beyond is not stored
+                served_B[b] = max(0, served_B[b] - (len(request.output_ids) - max_output))
+        wanted = np.flatnonzero(rows.offset_R < served_B[rows.request_R])
+        scores = rows.scores
+        if len(wanted) < len(rows.request_R):
+            scores = scores.of(wanted)
+            rows.scores.give_back()
+        if not len(wanted):
+            return
+        owner_R = rows.request_R[wanted]
+        self._waiting.append(
+            _Waiting(
+                owners=owners,
+                owner_R=owner_R,
+                position_R=landed.position_B[owner_R] + rows.offset_R[wanted],
+                kind_R=rows.kind_R[wanted],
+                draft_id_R=rows.draft_id_R[wanted],
+                keep_prob_R=rows.keep_prob_R[wanted],
+                version_R=step.version_B[owner_R],
+                scores=scores,
+            )
+        )
+        self._num_waiting_bytes += scores.nbytes
+        if self._num_waiting_bytes > MAX_WAITING_BYTES:
+            self._settle()
+
+    def _distribute(self, waiting: Sequence[_Waiting]) -> None:
+        """The rows of several steps, as parts of their own to the requests they belong to."""
+        owners: dict[int, RunningRequest] = {}
+        numbers = []
+        for one in waiting:
+            number_B = np.zeros(len(one.owners), np.int64)
+            for b in set(one.owner_R.tolist()):
+                request = one.owners[b]
+                assert request is not None, "only what was served is wanted"
+                number_B[b] = id(request)
+                owners[id(request)] = request
+            numbers.append(number_B[one.owner_R])
+        owner_R = np.concatenate(numbers)
+        rows = RowsOfRequest(
+            np.concatenate([one.position_R for one in waiting]),
+            np.concatenate([one.kind_R for one in waiting]),
+            np.concatenate([one.draft_id_R for one in waiting]),
+            np.concatenate([one.keep_prob_R for one in waiting]),
+            np.concatenate([one.version_R for one in waiting]),
+            top_of([one.scores for one in waiting], self._config.top_k),
+        )
+        order = np.argsort(owner_R, kind="stable")
+        bounds = np.flatnonzero(np.diff(owner_R[order])) + 1
+        for mine in np.split(order, bounds):
+            owners[int(owner_R[mine[0]])].rows.append(rows.of(mine))
+
+    def _finish(self, req_id: str, at: float) -> None:
+        request = self._requests.pop(req_id, None)
+        if request is None:
+            return
+        if request.output_ids:
+            self._windows.add_finished(
+                request.domain,
+                request.last_at - request.first_at,
+                max(len(request.output_ids) - 1, 0),
+                request.captured and not request.has_gap,
+            )
+        if request.captured and request.output_ids:
+            self._ended.append((request, at))
+
+    def _hand_out(self, request: RunningRequest, at: float) -> None:
+        prompt_ids = np.asarray(request.request.prompt_ids, np.int32)
+        num_repeated = self._prefixes.repeated(prompt_ids)
+        trace = request.to_trace(
+            self._config, draft=self._draft, target_id=self._target_id, at=at, num_repeated=num_repeated
+        )
+        if not self._budget.spend(trace.num_bytes + STORED_OVERHEAD):
+            self.skipped["budget"] += 1
+            return
+        self.num_traces += 1
+        num_left_out = len(prompt_ids) - len(trace.prompt_ids)
+        if self._put([trace]) and num_left_out <= num_repeated:  # else the prompt's beginning is stored nowhere
+            self._prefixes.remember(np.concatenate([prompt_ids, trace.output_ids]))
+        for kind, name in ((REJECTED, "rejected"), (ACCEPTED, "accepted"), (PLAIN, "plain")):
+            self.rows[name] += int((trace.kind == kind).sum())
+
+
+def domain_of(request: NewRequest) -> str:
+    """The traffic class the client named, as it is stored; "" when it named none, or wants nothing kept."""
+    if skip_reason(request) == "opted_out":
+        return ""
+    return clean_domain(str(request.extra_args.get("osd_domain", "")))

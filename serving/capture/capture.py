@@ -1,0 +1,188 @@
+"""Capture: verification steps in, one `Trace` per finished request out. Runs inside the vLLM worker.
+
+    engine step ──► Capture.on_verify ──► queue ──► capture thread ──► TraceAssembler ──► put(traces)
+                    picks rows             waits for copies from a      (replay buffer)
+                    (serving/capture/pick.py)      device, top-k on a CPU,
+                                           joins rows to their request
+
+The engine waits for nothing here: a full queue, a spent budget or a failing buffer drop traces and count why
+(`serving/capture/skips.py`). All that is known of a request's tokens comes from its prompt and the sampler's own
+output, never from the engine's token buffers on the host, which lag behind under asynchronous scheduling.
+
+Legend: B requests in a step, G draft tokens per step.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from osd.config.schema import CaptureConfig
+from osd.errors import OSDError
+from osd.records import Trace
+from serving.capture.assemble import Schedule, Step, TraceAssembler
+from serving.capture.pick import Lot, pick
+from serving.capture.rows import RowPool
+from serving.capture.skips import skip_reason
+from serving.capture.windows import WindowCounter
+from serving.vllm.hooks import NewRequest, Verification
+
+logger = logging.getLogger(__name__)
+
+
+MAX_QUEUED_BYTES = 256 << 20
+"""Rows waiting for the capture thread; beyond that, rows are dropped as if the queue were full."""
+SECONDS_TO_GATHER = 0.1
+"""The capture thread handles together what comes within so long: a step by itself is dearer, and wakes it each time."""
+HURRY_AT = 0.25
+"""Part of what may be queued that ends the gathering."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """What the hot path must know about a running request."""
+
+    captured: bool
+    proposed_by: int
+    """Version of the draft when its present draft tokens were proposed."""
+
+
+class Capture:
+    """Listens to one worker. `put` receives finished traces in the capture thread."""
+
+    def __init__(
+        self,
+        config: CaptureConfig,
+        *,
+        draft: str,
+        target_id: str,
+        num_speculative_tokens: int,
+        put: Callable[[Sequence[Trace]], int],
+        draft_version: int,
+        seed: int | None = None,
+    ) -> None:
+        self.draft_version = draft_version
+        self.windows = WindowCounter(num_speculative_tokens)
+        self.assembler = TraceAssembler(config, draft=draft, target_id=target_id, put=put, windows=self.windows)
+        self._config = config
+        self._live: dict[str, _Live] = {}
+        self._random = np.random.default_rng(seed)
+        self._pick = partial(pick, pool=RowPool())
+        self._num_bytes_in = 0
+        """written by the engine's thread alone"""
+        self._num_bytes_out = 0
+        """written by the capture thread alone"""
+        self._hurry = threading.Event()
+        """Something queued is not to wait for more."""
+        self._queue: queue.SimpleQueue[Step | Schedule | threading.Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="osd-capture", daemon=True)
+        self._thread.start()
+
+    # -- hot path: called by the engine -------------------------------------------------------------------------------
+
+    def on_schedule(self, new: list[NewRequest], finished: set[str]) -> None:
+        """Note which requests came and went."""
+        for req_id in finished:
+            self._live.pop(req_id, None)
+        for request in new:
+            captured = self._config.enabled and not skip_reason(request, self._config.request_fraction)
+            self._live[request.req_id] = _Live(captured, self.draft_version)
+        self._queue.put(Schedule(time.time(), new, finished))
+
+    def on_verify(self, step: Verification) -> None:
+        """Pick the rows of one step."""
+        taken = self._take(step)
+        self._num_bytes_in += taken.picked.nbytes
+        self._queue.put(taken)
+        if self._is_full(HURRY_AT):
+            self._hurry.set()
+
+    def on_failure(self, error: Exception) -> None:
+        """Capture is off until the engine restarts; serving goes on."""
+        self.assembler.skipped["hook_error"] += 1
+        details = None if isinstance(error, OSDError) else error
+        text = "capture is off until the engine restarts; serving is not affected: %s"
+        logger.error(text, error, exc_info=details)
+
+    def _take(self, step: Verification) -> Step:
+        lives = [self._live.get(req_id) for req_id in step.req_ids]
+        version_B = np.array([self.draft_version if live is None else live.proposed_by for live in lives])
+        captured_B = np.array([live is not None and live.captured for live in lives])
+        for live in lives:
+            if live is not None:
+                live.proposed_by = self.draft_version
+        if captured_B.any() and self._is_full():
+            self.assembler.skipped["queue_full"] += 1
+            captured_B[:] = False
+        keep_prob = np.array([1.0, self._config.accepted_fraction, self._config.plain_fraction])
+        lot = Lot(captured_B, self._random.random(step.sampled_BG.shape), keep_prob, self._config.top_k)
+        if not step.is_model_draft:
+            version_B[:] = 0
+        picked = self._pick(step, lot)
+        return Step(time.monotonic(), step.req_ids, version_B, step.num_draft_tokens_B, picked, step.is_model_draft)
+
+    def _is_full(self, part: float = 1.0) -> bool:
+        num_queued_bytes = self._num_bytes_in - self._num_bytes_out
+        is_full = self._queue.qsize() >= part * self._config.queue_size
+        return is_full or num_queued_bytes > part * MAX_QUEUED_BYTES
+
+    # -- capture thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        is_open = True
+        while is_open:
+            is_open = self._handle_what_came()
+
+    def _handle_what_came(self) -> bool:
+        """Wait for something, and a little for more; False after the last. What was handled is not held any longer."""
+        items = deque([self._queue.get()])
+        self._hurry.wait(SECONDS_TO_GATHER)
+        self._hurry.clear()
+        while not self._queue.empty():  # nobody else takes from it
+            items.append(self._queue.get())
+        reached: list[threading.Event] = []
+        is_open = True
+        while items:
+            item = items.popleft()
+            if item is None:
+                is_open = False
+            elif isinstance(item, threading.Event):
+                reached.append(item)
+            else:
+                self._handle(partial(self.assembler.add, item))
+                self._num_bytes_out += item.picked.nbytes if isinstance(item, Step) else 0
+        self._handle(self.assembler.flush)
+        for event in reached:
+            event.set()
+        return is_open
+
+    def _handle(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self.assembler.skipped["assembly_error"] += (
+                len(error.exceptions) if isinstance(error, ExceptionGroup) else 1
+            )
+            logger.exception("a step could not be captured")
+
+    def drain(self, timeout: float = 5.0) -> None:
+        """Wait until everything queued so far has been handled."""
+        reached = threading.Event()
+        self._queue.put(reached)
+        self._hurry.set()
+        reached.wait(timeout)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._hurry.set()
+        self._thread.join(timeout=5)

@@ -1,0 +1,279 @@
+"""vLLM's schedulers with a closed loop: before each step they ask how to speculate, after it they tell what it brought.
+
+    schedule()                 the plan's k becomes this step's number of draft tokens (vLLM's `dynamic_sd_lookup`)
+    update_from_output()       drafted and accepted tokens and the time of the step go to `control.py`
+    update_draft_token_ids()   n-grams are looked up, and drafts cut to what is worth verifying
+
+vLLM loads one of the two by name (`scheduler_cls`), in the process of the engine core, from which the replica asks for
+reports through `EngineCore.osd_speculation`; until then nothing of vLLM is imported. A request never fails because of
+us: the first error ends the control, is logged once, and leaves the engine at its largest k (in mode `off` at none).
+
+With asynchronous scheduling drafts never visit the scheduler: k is chosen per step all the same, but n-grams are left
+out, and requests differ in k only by their placeholders.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from osd.records import clean_domain
+from serving.speculation.control import Settings, Speculation, StepSeen
+from serving.speculation.goodput import Plan
+
+logger = logging.getLogger(__name__)
+
+SETTINGS_KEY = "osd"
+"""Of vLLM's `additional_config`, where the settings are."""
+MAX_IDLE_SECONDS = 0.002
+"""A step scheduled so soon after the one before it began where that one ended."""
+
+
+class Controlled:
+    """Mixed into vLLM's scheduler, for engines that schedule a step when the one before it is done (all on CPUs)."""
+
+    IS_ASYNC = False
+    osd_clock: Callable[[], float] = staticmethod(time.perf_counter)
+    running: list[Any]
+    requests: dict[str, Any]
+    dynamic_sd_lookup: list[int] | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.vllm_config  # type: ignore[attr-defined]
+        settings = settings_of(config.additional_config)
+        if self.IS_ASYNC:
+            if "ngram" in settings.proposers:
+                logger.warning("n-grams are left out of speculation.proposers: the engine schedules asynchronously")
+            settings = replace(settings, proposers=tuple(p for p in settings.proposers if p != "ngram"))
+        self.osd = Speculation(settings, padded=padded_sizes(config))
+        self._osd_problem = ""
+        self._osd_resting_k = 0 if settings.mode == "off" else self.num_spec_tokens  # type: ignore[attr-defined]
+        self._osd_lookups: dict[int, list[int]] = {}
+        self._osd_open: dict[int, tuple[float, str, bool]] = {}
+        """id of a scheduled step -> when it was scheduled, who proposed what it verifies, and whether the step before
+        it was under way or just over"""
+        self._osd_proposer = "draft"
+        """who proposed the draft tokens that the next step verifies"""
+        self._osd_last_end = -math.inf
+
+    # -- vLLM's methods -----------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        added = super().add_request(request, *args, **kwargs)  # type: ignore[misc]
+        self._osd_guard(lambda: self._osd_begin(request))
+        return added
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        started = self.osd_clock()
+        plan = self._osd_guard(self._osd_plan)
+        k = self._osd_resting_k if plan is None else plan.k if plan.proposer == "draft" else 0
+        # Never None: that would make vLLM pad new decodes with draft tokens from nowhere.
+        self.dynamic_sd_lookup = self._osd_lookup_table(k)
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._osd_guard(lambda: self._osd_scheduled(output, started))
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        # Before vLLM's own: it trims what was sampled, and the last step of a request would look rejected.
+        seen = self._osd_guard(lambda: self._osd_read(scheduler_output, model_runner_output))
+        if seen is not None:
+            self._osd_guard(lambda: self.osd.observe(seen, lambda r: self.requests[r].all_token_ids))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self._osd_guard(self._osd_close)
+        return outputs
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        self._osd_guard(lambda: self._osd_redraft(draft_token_ids))
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        if self.IS_ASYNC:
+            self._osd_guard(lambda: self._osd_cut_placeholders(scheduler_output))
+
+    # -- from the replica ---------------------------------------------------------------------------------------------
+
+    def osd_command(self, name: str, argument: str) -> str:
+        """`report`, `sweep`, `end_sweep`, `sweep_steps_left`, `rows`, `load_rows`, `restart`, `force` or `log`.
+
+        Arguments and results are JSON text.
+        """
+        given = json.loads(argument or "null")
+        result: Any = {}
+        match name:
+            case "report":
+                result = {**self.osd.report(), "problem": self._osd_problem, "is_async": self.IS_ASYNC}
+            case "sweep":
+                self.osd.sweep(given)
+            case "end_sweep":
+                self.osd.end_sweep()
+            case "sweep_steps_left":
+                result = self.osd.num_sweep_steps_left
+            case "rows":
+                self.osd.times.fit()
+                result = self.osd.times.to_rows()
+            case "load_rows":
+                self.osd.times.load_rows(given)
+                result = True
+            case "restart":
+                self.osd.restart(given)
+            case "force":
+                self.osd.force(Plan(*given) if given else None)
+            case "log":
+                result = self.osd.accounts.keep_log(bool(given))
+            case _:
+                raise ValueError(f"unknown command {name!r}")
+        return json.dumps(result)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _osd_guard(self, act: Callable[[], Any]) -> Any:
+        if self._osd_problem:
+            return None
+        try:
+            return act()
+        except Exception as error:
+            self._osd_problem = f"{type(error).__name__}: {error}"
+            logger.exception(
+                "control of speculation has ended, until the engine restarts: k stays at %d; serving is not affected",
+                self._osd_resting_k,
+            )
+            return None
+
+    def _osd_begin(self, request: Any) -> None:
+        params = request.sampling_params
+        extra = (params.extra_args if params is not None else None) or {}
+        self.osd.begin(
+            request.request_id,
+            domain=clean_domain(str(extra.get("osd_domain", ""))),
+            client_cap=whole_number(extra.get("osd_spec_k")),
+            is_counted=not extra.get("osd_calibration"),
+        )
+
+    def _osd_plan(self) -> Plan:
+        decoding = [r for r in self.running if r.num_output_tokens > 0]
+        return self.osd.plan([r.request_id for r in decoding], sum(r.num_tokens for r in decoding))
+
+    def _osd_lookup_table(self, k: int) -> list[int]:
+        table = self._osd_lookups.get(k)
+        if table is None:
+            size = self.scheduler_config.max_num_seqs + 1  # type: ignore[attr-defined]
+            table = self._osd_lookups.setdefault(k, [k] * size)
+        return table
+
+    def _osd_scheduled(self, output: Any, started: float) -> None:
+        follows = bool(self._osd_open) or started - self._osd_last_end < MAX_IDLE_SECONDS
+        self._osd_open[id(output)] = (started, self._osd_proposer, follows)
+        # The worker's counters must know whose tokens these are.
+        output.osd_proposer = self._osd_proposer
+        self._osd_proposer = "ngram" if self.osd.present.proposer == "ngram" else "draft"
+
+    def _osd_read(self, output: Any, result: Any) -> StepSeen | None:
+        now = self.osd_clock()
+        started, proposer, follows = self._osd_open.pop(id(output))
+        began = self._osd_last_end if follows else started
+        self._osd_last_end = now
+        sampled, index = result.sampled_token_ids, result.req_id_to_index
+        drafts, scheduled = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
+        if not sampled or not scheduled:
+            return None
+        invalid = output.num_invalid_spec_tokens or {}
+        seen = StepSeen([], [], [], proposer, output.num_spec_tokens_to_schedule, 0, True, now - began, [])
+        for req_id, num_scheduled in scheduled.items():
+            request, emitted = self.requests.get(req_id), sampled[index[req_id]]
+            drafted = len(drafts.get(req_id, ()))
+            if num_scheduled != 1 + drafted or request is None or not request.num_output_tokens:
+                seen.is_pure = False
+            if not emitted or request is None:
+                continue
+            seen.req_ids.append(req_id)
+            seen.drafted.append(drafted - invalid.get(req_id, 0))
+            seen.accepted.append(len(emitted) - 1)
+            seen.num_tokens.append(request.num_tokens)
+            seen.num_outputs.append(request.num_output_tokens)
+            seen.context += request.num_tokens
+        return seen if seen.req_ids else None
+
+    def _osd_close(self) -> None:
+        if len(self.osd._requests) > len(self.requests):
+            for req_id in self.osd._requests.keys() - self.requests.keys():
+                self.osd.end(req_id)
+
+    def _osd_redraft(self, draft_token_ids: Any) -> None:
+        """In place: what the next step is to verify."""
+        drafts = draft_token_ids.draft_token_ids
+        if self._osd_proposer == "ngram":
+            for i, req_id in enumerate(draft_token_ids.req_ids):
+                request = self.requests.get(req_id)
+                if request is not None and not request.is_finished():
+                    drafts[i] = self.osd.lookup(req_id, request.all_token_ids)
+        elif self.osd.has_caps:
+            for i, req_id in enumerate(draft_token_ids.req_ids):
+                if (cap := self.osd.cap(req_id)) < len(drafts[i]):
+                    drafts[i] = drafts[i][:cap]
+
+    def _osd_cut_placeholders(self, output: Any) -> None:
+        if not self.osd.has_caps:
+            return
+        for req_id in output.num_scheduled_tokens:
+            request = self.requests[req_id]
+            if not request.is_prefill_chunk and (cap := self.osd.cap(req_id)) < len(request.spec_token_ids):
+                request.spec_token_ids = [-1] * cap
+
+
+class ControlledAsync(Controlled):
+    """Mixed into vLLM's asynchronous scheduler, for engines that schedule ahead."""
+
+    IS_ASYNC = True
+
+
+def controlled_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `scheduler_cls` names: called once vLLM has settled how the engine schedules."""
+    return controlled_class(vllm_config)(vllm_config, *args, **kwargs)
+
+
+def controlled_class(vllm_config: Any) -> type[Controlled]:
+    """vLLM's scheduler that fits the engine, under control. From then on the replica reaches it: vLLM calls a method of
+    the engine core by its name (`engine_core.call_utility`)."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    EngineCore.osd_speculation = _command  # type: ignore[attr-defined]
+    is_async = vllm_config.scheduler_config.async_scheduling
+    bases = (ControlledAsync, AsyncScheduler) if is_async else (Controlled, Scheduler)
+    return type("ControlledScheduler", bases, {})
+
+
+def settings_of(additional_config: Any) -> Settings:
+    """The settings within vLLM's `additional_config`."""
+    given = additional_config.get(SETTINGS_KEY, {}) if isinstance(additional_config, dict) else {}
+    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    return Settings(**values)
+
+
+def padded_sizes(config: Any) -> list[int]:
+    """Numbers of tokens to which CUDA graphs round a step up; empty without graphs."""
+    compilation = config.compilation_config
+    mode = compilation.cudagraph_mode
+    has_graphs = mode is not None and getattr(mode, "name", str(mode)) != "NONE"
+    return list(compilation.cudagraph_capture_sizes or ()) if has_graphs else []
+
+
+def whole_number(value: Any) -> int | None:
+    """How many draft tokens a client allows: 3, 3.0 or "3". None for all else (2.9, "2.9", true, -1, NaN, a list)."""
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
+        return int(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number and 0 <= value < 1e9 and value % 1 == 0 else None
+
+
+def _command(core: Any, name: str, argument: str = "null") -> str:
+    return str(core.scheduler.osd_command(name, argument))

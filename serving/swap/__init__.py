@@ -1,0 +1,1 @@
+"""Another draft in a running engine: built beside the live one, exchanged, proven."""

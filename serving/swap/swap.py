@@ -1,0 +1,255 @@
+"""Swapping the draft inside a vLLM worker: stage and validate in a thread, commit between two engine steps.
+
+    stage(release) ──► thread: read, sha256, names, shapes, finiteness; build weights beside the draft ──► staged
+    commit(version) ──► one short RPC: put them in place, prove it, keep them as the last good ones ──► serving
+          └─ anything raised, or other weights found: put the last good ones back ──► the old draft serves on
+
+Nothing reaches the live draft before it has been compared with the draft the engine started with, and before all the
+memory it takes is there (`serving/swap/live_draft.py`): whatever of a swap fails, it is taken back without asking for
+more.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from osd.common.files import sha256
+from osd.errors import SwapError
+from osd.models.heads import draft_head
+from osd.records import DraftRelease
+from serving.swap.proof import SwapProof
+
+WEIGHTS = "model.safetensors"
+ARCHITECTURE_KEYS = (
+    "architectures",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "rope_theta",
+    "rope_parameters",
+    "rotary_pct",
+    "use_parallel_residual",
+    "max_position_embeddings",
+)
+"""Entries of `config.json` that must not change from one draft to the next: weights alone are swapped."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """What every release must look like: that of the draft the engine started with."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    architecture: Mapping[str, object]
+    masks: frozenset[str]
+    """Names of tensors that are not numbers: masks, which older checkpoints (Pythia) hold as well."""
+
+    @classmethod
+    def of(cls, directory: Path) -> DraftShape:
+        """Of the draft in a directory. Raises `SwapError` for a draft head."""
+        with safe_open(directory / WEIGHTS, framework="pt") as weights:
+            slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            masks = frozenset(
+                n for n, part in slices.items() if part.get_dtype() == "BOOL" or part.get_dtype()[0] in "IU"
+            )
+        config = json.loads((directory / "config.json").read_text())
+        refuse_head(config)
+        return cls(shapes, {key: config.get(key) for key in ARCHITECTURE_KEYS}, masks)
+
+
+def read_release(release: DraftRelease, expected: DraftShape) -> dict[str, torch.Tensor]:
+    """The tensors of a release, proved to fit. Raises `SwapError` saying what does not."""
+    directory = Path(release.path)
+    try:
+        digest = sha256(directory / WEIGHTS)
+        config = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise SwapError(f"{directory} cannot be read: {error}") from None
+    if digest != release.sha256:
+        raise SwapError(f"sha256 of {WEIGHTS} is {digest[:12]}, release.json says {release.sha256[:12]}")
+    refuse_head(config)
+    for key, value in expected.architecture.items():
+        if config.get(key) != value:
+            raise SwapError(f"config.json has {key}={config.get(key)!r}, the engine runs {value!r}")
+    try:
+        tensors = load_file(directory / WEIGHTS)
+    except Exception as error:  # noqa: BLE001  safetensors raises its own types for damaged files
+        raise SwapError(f"{WEIGHTS} is damaged: {error}") from None
+    check_tensors(tensors, expected)
+    return tensors
+
+
+def refuse_head(config: Mapping[str, object]) -> None:
+    """Raise `SwapError` where a `config.json` is that of a draft head, which shares tensors with the target."""
+    if what := draft_head(config):
+        raise SwapError(f"it is a draft head ({what}), and heads are not served: only draft models of their own are")
+
+
+def check_tensors(tensors: Tensors, expected: DraftShape) -> None:
+    """Raise `SwapError` unless names and shapes are those expected and every number is finite."""
+    shapes = expected.shapes
+    if missing := sorted(set(shapes) - set(tensors)):
+        raise SwapError(f"{len(missing)} tensors are missing, first {missing[0]}")
+    if unknown := sorted(set(tensors) - set(shapes)):
+        raise SwapError(f"{len(unknown)} tensors are unknown, first {unknown[0]}")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes[name]:
+            raise SwapError(f"{name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
+        if name in expected.masks:
+            continue
+        if not tensor.is_floating_point():
+            raise SwapError(f"{name} is {tensor.dtype}, expected floating point")
+        if not torch.isfinite(tensor).all():
+            raise SwapError(f"{name} holds NaN or infinite values")
+
+
+Built = TypeVar("Built")
+"""Weights in the form a live draft keeps them."""
+
+
+@dataclass(slots=True)
+class Staging(Generic[Built]):
+    """State of one staging: running while `weights` is None and `error` is empty."""
+
+    release: DraftRelease
+    started: float
+    seconds: float = 0.0
+    weights: Built | None = None
+    checksum: int = 0
+    """What the proof of the swap will be compared with."""
+    error: str = ""
+
+
+class Draft(Protocol[Built]):
+    """A live draft (`serving/swap/live_draft.py`)."""
+
+    def build(self, tensors: Tensors) -> Built:
+        """Weights in the live draft's form; it stays as it is. May raise anything."""
+
+    def put(self, weights: Built) -> None:
+        """Make them live. What raises here may have been put in part."""
+
+    def keep(self, weights: Built) -> None:
+        """`put_back` goes back to these from now on."""
+
+    def put_back(self) -> None:
+        """Make the weights kept last live again, or those of the start. Takes no memory."""
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Begin it beside the engine."""
+    threading.Thread(target=work, name="osd-stage", daemon=True).start()
+
+
+class DraftSwapper(Generic[Built]):
+    """The draft weights of one worker. `prove`, given those of the first draft, returns what compares the live draft
+    with a release; `begin` has work done without waiting for it."""
+
+    def __init__(
+        self,
+        release: DraftRelease,
+        draft: Draft[Built],
+        prove: Callable[[Tensors], SwapProof] | None = None,
+        begin: Callable[[Callable[[], None]], None] = in_thread,
+    ) -> None:
+        self.version = release.version
+        self._draft, self._begin = draft, begin
+        self._expected = DraftShape.of(Path(release.path))
+        self._staging: Staging[Built] | None = None
+        first = load_file(Path(release.path) / WEIGHTS)
+        self.proof = prove(first) if prove is not None else None
+        self._last_checksum = self._checksum(first)
+
+    def stage(self, release: DraftRelease) -> None:
+        """Read, validate and build a release in a thread; `staging` tells how it went."""
+        staging = Staging[Built](release, time.perf_counter())
+        self._staging = staging
+        self._begin(partial(self._read, staging))
+
+    def _read(self, staging: Staging[Built]) -> None:
+        try:
+            tensors = read_release(staging.release, self._expected)
+            staging.checksum = self._checksum(tensors)
+            weights = self._draft.build(tensors)
+        except Exception as error:  # noqa: BLE001  whatever is wrong with a release, the old draft serves on
+            staging.seconds = time.perf_counter() - staging.started
+            staging.error = f"v{staging.release.version}: {_said(error)}"
+        else:
+            staging.seconds = time.perf_counter() - staging.started
+            staging.weights = weights  # last: whoever sees it may commit
+
+    @property
+    def staging(self) -> dict[str, object]:
+        """`{"version", "done", "error", "seconds"}` of the newest staging."""
+        s = self._staging
+        if s is None:
+            return {"version": 0, "done": True, "error": "nothing staged", "seconds": 0.0}
+        done = s.weights is not None or bool(s.error)
+        return {"version": s.release.version, "done": done, "error": s.error, "seconds": s.seconds}
+
+    def commit(self, version: int) -> float:
+        """Make the staged release the live draft; returns seconds taken. Raises `SwapError`, the old one serving."""
+        staging, started = self._staging, time.perf_counter()
+        if staging is None or staging.release.version != version or staging.weights is None:
+            raise SwapError(f"v{version} is not staged")
+        try:
+            self._draft.put(staging.weights)
+            if problem := self._problem(staging.checksum):
+                raise SwapError(problem)
+        except Exception as error:
+            self._put_back(f"v{version}: {_said(error)}")
+            raise SwapError(f"v{version}: loading failed, the previous draft was restored: {_said(error)}") from error
+        self._draft.keep(staging.weights)
+        self._last_checksum = staging.checksum
+        self.version, self._staging = version, None
+        return time.perf_counter() - started
+
+    def prove(self) -> str:
+        """In what the live draft is not the one committed last; "" when it is, or when that cannot be known here."""
+        return self._problem(self._last_checksum)
+
+    def _problem(self, checksum: int) -> str:
+        return self.proof.problem(checksum) if self.proof is not None else ""
+
+    def _put_back(self, why: str) -> None:
+        """The last good weights. Raises `SwapError` when even they do not arrive: drafts are useless then, while
+        answers stay what they are, and the next swap may mend it."""
+        problem = ""
+        try:
+            self._draft.put_back()
+        except Exception as error:  # noqa: BLE001  whatever it was, the engine serves on
+            problem = _said(error)
+        else:
+            with suppress(Exception):  # reading takes memory, and may lack it; what was put back is there all the same
+                problem = self.prove()
+        if problem:
+            raise SwapError(f"{why}; and the previous draft could not be restored: {problem}; restart this replica")
+
+    def _checksum(self, tensors: Tensors) -> int:
+        return self.proof.expected(tensors) if self.proof is not None and not self.proof.why_not else 0
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, SwapError) else f"{type(error).__name__}: {error}"

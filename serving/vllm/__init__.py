@@ -1,0 +1,1 @@
+"""All that is written against one version of vLLM."""

@@ -1,0 +1,256 @@
+"""How capture hears what an engine verifies: hooks on one worker's model runner, V1 or V2.
+
+    execute_model(scheduler_output) ─► on_schedule(new requests, finished)
+    rejection sampler(logits, ...)  ─► verification_v1 or _v2 ─► on_verify(Verification)
+
+Nothing here reads a value from the device: tensors are handed on, indexing is queued behind the engine's own work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from osd.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request as the worker first meets it."""
+
+    req_id: str
+    prompt_ids: list[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int | None
+    stop_ids: frozenset[int]
+    """Tokens that end the output; empty under `ignore_eos` without stop tokens."""
+    min_tokens: int
+    extra_args: Mapping[str, Any]
+    skip_reason: str
+    """Why its logits must not be captured ("structured_output", ...); "" when they may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What one verification step shows, in batch order. B requests, G draft tokens at most, V vocabulary."""
+
+    req_ids: list[str]
+    num_draft_tokens_B: np.ndarray
+    is_partial_B: np.ndarray
+    """True where the row belongs to an unfinished prefill and its sample is thrown away."""
+    draft_ids: torch.Tensor
+    """[sum of num_draft_tokens], flat"""
+    first_position_B: torch.Tensor
+    """Absolute index of the first token this step samples for the request."""
+    sampled_BG: torch.Tensor
+    """[B, G + 1], -1 after the last emitted token"""
+    logits: torch.Tensor
+    """[sum of (num_draft_tokens + 1), V]: raw target logits; row j of a request follows j accepted drafts"""
+    is_model_draft: bool = True
+    """Whether the draft model proposed; else n-grams did."""
+
+
+class Listener(Protocol):
+    """Who is told of steps and verifications."""
+
+    def on_schedule(self, new: list[NewRequest], finished: set[str]) -> None: ...
+    def on_verify(self, step: Verification) -> None: ...
+    def on_failure(self, error: Exception) -> None: ...
+
+
+class VerificationHook:
+    """Tells a listener what one worker's model runner does. `remove()` takes it out again.
+
+    `on_schedule` is called before each step that brings or ends requests, `on_verify` within each step, after sampling
+    and before drafting. Only the live instances are touched, never vLLM's classes. A request never fails because of us:
+    the first error ends the listening and is handed to `on_failure`, as is a runner that cannot be listened to.
+    """
+
+    def __init__(self, model_runner: Any, listener: Listener) -> None:
+        self._runner = model_runner
+        self._listener = listener
+        self.is_listening = True
+        self.is_model_draft = True
+        """Whether the draft tokens of this step are the draft model's."""
+        self._detach: Callable[[], None] = lambda: None
+        with self._guard():
+            self._detach = _listen_v2(self) if is_v2(model_runner) else self._listen_v1()
+            self._execute_model = model_runner.execute_model
+            model_runner.execute_model = self._execute_and_listen
+
+    def remove(self) -> None:
+        vars(self._runner).pop("execute_model", None)
+        self._detach()
+
+    def _execute_and_listen(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._guard():
+            self.is_model_draft = getattr(scheduler_output, "osd_proposer", "draft") == "draft"
+            new, finished = scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids
+            if self.is_listening and (new or finished):
+                self._listener.on_schedule([new_request(r) for r in new], set(finished))
+        return self._execute_model(scheduler_output, *args, **kwargs)
+
+    def _listen_v1(self) -> Callable[[], None]:
+        return self._runner.rejection_sampler.register_forward_hook(self._after_verification).remove
+
+    def _after_verification(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        self.tell(lambda: verification_v1(self._runner, args, output))
+
+    def tell(self, read: Callable[[], Verification]) -> None:
+        """Hand on what `read` makes of a step."""
+        with self._guard():
+            if self.is_listening:
+                step = read()
+                self._listener.on_verify(step if self.is_model_draft else replace(step, is_model_draft=False))
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  a request must never fail because of capture
+            self.is_listening = False
+            self._listener.on_failure(error)
+
+
+def is_v2(model_runner: Any) -> bool:
+    """Whether this is vLLM's V2 model runner (the default on CUDA; `VLLM_USE_V2_MODEL_RUNNER=0` asks for V1)."""
+    return type(model_runner).__module__.startswith("vllm.v1.worker.gpu.")
+
+
+def verification_v1(runner: Any, args: tuple[Any, ...], output: Any) -> Verification:
+    """A step from the arguments and the result of V1's `RejectionSampler.forward`."""
+    metadata, _draft_probs, logits, _sampling = args
+    num_drafts_B = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
+    num_reqs = len(num_drafts_B)
+    ends_B = metadata.cu_num_sampled_tokens
+    first_rows = metadata.logits_indices[torch.cat([ends_B.new_zeros(1), ends_B[:-1]]).long()]
+    return Verification(
+        req_ids=list(runner.input_batch.req_ids[:num_reqs]),
+        num_draft_tokens_B=num_drafts_B,
+        is_partial_B=runner.discard_request_mask.np[:num_reqs].copy(),
+        draft_ids=metadata.draft_token_ids,
+        first_position_B=runner.positions[first_rows.long()] + 1,
+        sampled_BG=output.sampled_token_ids,
+        logits=logits,
+    )
+
+
+def _listen_v2(hook: VerificationHook) -> Callable[[], None]:
+    """V2's samplers are plain callables: each is replaced, on the runner alone, by one that also tells the hook."""
+    runner = hook._runner
+    if problem := _problem_with_v2(runner):
+        raise CaptureError(f"vLLM's V2 model runner {problem}; VLLM_USE_V2_MODEL_RUNNER=0 asks for the V1 runner")
+    own = {name: getattr(runner, name) for name in ("sampler", "rejection_sampler")}
+    for name, sampler in own.items():
+        setattr(runner, name, _Overheard(sampler, hook))
+
+    def detach() -> None:
+        for name, sampler in own.items():
+            setattr(runner, name, sampler)
+
+    return detach
+
+
+def _problem_with_v2(runner: Any) -> str:
+    """What makes a V2 runner's batches other than those `verification_v2` reads; "" when nothing does."""
+    for name, module in (("sampler", "sample.sampler"), ("rejection_sampler", "spec_decode.rejection_sampler")):
+        found = type(getattr(runner, name))
+        if f"{found.__module__}.{found.__name__}" != f"vllm.v1.worker.gpu.{module}.{_V2_CLASSES[name]}":
+            return f"has a {name} that capture does not know ({found.__name__})"
+    for name in ("batch_sharder", "pcp_manager", "adaptive_verification"):
+        if getattr(runner, name, None) is not None:
+            return f"uses {name}, with which capture does not work"
+    return ""
+
+
+_V2_CLASSES = {"sampler": "Sampler", "rejection_sampler": "RejectionSampler"}
+
+
+class _Overheard:
+    """A sampler of the V2 runner whose calls the hook hears of; in all else it is that sampler."""
+
+    def __init__(self, sampler: Any, hook: VerificationHook) -> None:
+        self._sampler = sampler
+        self._hook = hook
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = self._sampler(logits, input_batch, *args, **kwargs)
+        self._hook.tell(lambda: verification_v2(logits, input_batch, output))
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def verification_v2(logits: torch.Tensor, batch: Any, output: Any) -> Verification:
+    """A step from V2's `InputBatch` and `SamplerOutput`, of a call to either of its samplers.
+
+    Each request owns the rows of `logits` and `logits_indices` from `cu_num_logits[b]` on: its last token, then its
+    draft tokens. Sampled tokens beyond `num_sampled` are whatever was in memory.
+    """
+    num_drafts = batch.num_draft_tokens_per_req
+    num_drafts_B = np.zeros(batch.num_reqs, np.int64) if num_drafts is None else num_drafts.astype(np.int64)
+    is_draft = np.ones(int(num_drafts_B.sum()) + batch.num_reqs, bool)
+    is_draft[np.cumsum(num_drafts_B + 1) - (num_drafts_B + 1)] = False
+    draft_rows = to_device(np.nonzero(is_draft)[0], logits.device)
+    sampled_BG = output.sampled_token_ids
+    offset_G = torch.arange(sampled_BG.shape[1], device=sampled_BG.device)
+    is_emitted_BG = offset_G < output.num_sampled[:, None]
+    return Verification(
+        req_ids=list(batch.req_ids),
+        num_draft_tokens_B=num_drafts_B,
+        is_partial_B=batch.num_computed_tokens_np + batch.num_scheduled_tokens < batch.prefill_len_np,
+        draft_ids=batch.input_ids[batch.logits_indices[draft_rows].long()],
+        first_position_B=batch.positions[batch.logits_indices[batch.cu_num_logits[:-1].long()].long()] + 1,
+        sampled_BG=torch.where(is_emitted_BG, sampled_BG, -1),
+        logits=logits,
+    )
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device that the host does not wait for."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # a copy from pageable memory would wait
+    return tensor.to(device, non_blocking=True)
+
+
+def new_request(data: Any) -> NewRequest:
+    """A request as the scheduler announces it (`NewRequestData`)."""
+    params = data.sampling_params
+    if params is None:
+        return NewRequest(data.req_id, [], 0.0, 1.0, 0, None, frozenset(), 0, {}, "pooling")
+    stop_ids = set(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        stop_ids |= set(params.all_stop_token_ids)
+    return NewRequest(
+        req_id=data.req_id,
+        prompt_ids=data.prompt_token_ids or [],
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        max_tokens=params.max_tokens,
+        stop_ids=frozenset(stop_ids),
+        min_tokens=params.min_tokens,
+        extra_args=params.extra_args or {},
+        skip_reason=_skip_reason(data),
+    )
+
+
+def _skip_reason(data: Any) -> str:
+    if data.sampling_params.structured_outputs is not None:
+        return "structured_output"  # its grammar mask is already in the logits
+    if data.mm_features:
+        return "multimodal"
+    if data.prompt_token_ids is None or data.prompt_embeds is not None:
+        return "prompt_embeds"
+    if data.lora_request is not None:
+        return "target_adapter"
+    return ""

@@ -1,0 +1,100 @@
+"""vLLM's own server, built from its parts: its arguments, its engine, its OpenAI application."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from serving.vllm.fixes import refuse_what_would_end_the_engine
+
+
+def prepare_environment(environ: Any = os.environ) -> None:
+    """Settings that must stand before vLLM is imported, in every process of an engine.
+
+    The hooks below are those of the V1 model runner, which vLLM would otherwise leave for V2 on CUDA.
+    """
+    environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    environ["VLLM_SERVER_DEV_MODE"] = "0"  # its routes let anybody who reaches the port change weights
+    environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def engine_arguments(model: str, extra: Mapping[str, Any]) -> Any:
+    """vLLM's own argument namespace with `extra` set by name. Raises `ValueError` naming an argument vLLM lacks."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", model])
+    lists = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
+    for key, value in extra.items():
+        name = key.replace("-", "_")
+        if not hasattr(args, name):
+            raise ValueError(f"vLLM has no argument {name!r}")
+        # One API key given as text is a list of one: as it is, each of its letters would open the door.
+        setattr(args, name, [value] if name in lists and isinstance(value, str) else value)
+    return args
+
+
+async def build_engine_and_app(args: Any) -> tuple[Any, Any]:
+    """vLLM's `AsyncLLM` and its own OpenAI application on it."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    refuse_what_would_end_the_engine()
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+    try:
+        tasks = await engine.get_supported_tasks()
+        app = build_app(args, tasks, engine.model_config)
+        await init_app_state(engine, app.state, args, tasks)
+    except BaseException:
+        engine.shutdown()
+        raise
+    return engine, app
+
+
+async def generate_synthetic(engine: Any, prompt_ids: list[int], num_tokens: int) -> None:
+    """A request of exactly `num_tokens` tokens through `AsyncLLM`, of which nothing is kept and nothing is learnt."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={"osd_calibration": 1},
+    )
+    async for _ in engine.generate({"prompt_token_ids": prompt_ids}, params, f"osd-calibration-{uuid.uuid4().hex}"):
+        pass
+
+
+async def call_core(engine: Any, method: str, *args: Any) -> Any:
+    """A method of the engine core, between two of its steps."""
+    return await engine.engine_core.call_utility_async(method, *args)
+
+
+def http_server(app: Any, args: Any, *, seconds_to_finish: int) -> Any:
+    """The uvicorn server vLLM would run: its TLS, log level and header limits. Requests in flight get
+    `seconds_to_finish` when it stops. Access is not logged."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning" if args.uvicorn_log_level == "info" else args.uvicorn_log_level,
+        access_log=False,
+        timeout_graceful_shutdown=seconds_to_finish,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers,
+    )
+    config.h11_max_incomplete_event_size = args.h11_max_incomplete_event_size
+    config.h11_max_header_count = args.h11_max_header_count  # type: ignore[attr-defined]
+    return uvicorn.Server(config)
