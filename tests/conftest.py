@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.browser import browser, visit
+from tests.support.browser import browser, visit
 
 __all__ = ["browser", "visit"]
 

@@ -23,8 +23,8 @@ from buffers.redis_stream import RedisTraceBuffer
 from osd.errors import ReplayBufferError
 from osd.observe.exposition import Totals
 from osd.records import Trace
-from tests import servers
-from tests.builders import ids, make_trace, make_traces
+from tests.support import servers
+from tests.support.builders import ids, make_trace, make_traces
 
 OpenBuffer = Callable[..., RedisTraceBuffer]
 

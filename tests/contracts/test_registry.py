@@ -17,7 +17,7 @@ from buffers.embedded import EmbeddedValkey
 from osd.errors import ConfigError, ReplayBufferError
 from osd.exchange.registry import FeedRecord, Registry
 from osd.records import DraftRelease, Event, MetricPoint, ReplicaStatus, RoundOutcome, SpecWindow, SwapReport
-from tests import servers
+from tests.support import servers
 
 RELEASE = DraftRelease(version=4, parent=3, path="/data/v000004", sha256="ab12", target_id="9f2c", created_at=1.7e9)
 

@@ -16,8 +16,8 @@ from buffers.base import Cursor, TraceBuffer, holdout_capacity
 from buffers.memory import MemoryTraceBuffer
 from buffers.redis_stream import RedisTraceBuffer
 from osd.records import clean_domain, encode
-from tests import servers
-from tests.builders import assert_same_trace, ids, make_trace, make_traces
+from tests.support import servers
+from tests.support.builders import assert_same_trace, ids, make_trace, make_traces
 
 Open = Callable[..., TraceBuffer]
 """Opens a buffer: the same deployment, draft and target_id name the same stored traces."""

@@ -19,8 +19,8 @@ from osd.control.plane import ControlPlane, keep
 from osd.exchange.registry import Registry
 from osd.observe.history import History
 from osd.records import SpecWindow, SwapReport
-from tests.browser import Open
-from tests.dashboards import write_week
+from tests.support.browser import Open
+from tests.support.dashboards import write_week
 
 TOKEN = "correct-horse"
 

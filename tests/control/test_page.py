@@ -13,8 +13,8 @@ import pytest
 
 from osd.observe.history import History
 from osd.records import SwapReport
-from tests.browser import Open, smoothed, until
-from tests.dashboards import TOKEN, Scene, served, week, window
+from tests.support.browser import Open, smoothed, until
+from tests.support.dashboards import TOKEN, Scene, served, week, window
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from benchmarks.record import Protocol
 from benchmarks.result import Lines, Result, Spread
 from benchmarks.stats import Estimate
 from osd.demo.report import html
-from tests.reports import report
+from tests.support.reports import report
 
 COLOURS = """canvas => {
   const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);

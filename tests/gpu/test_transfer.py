@@ -8,7 +8,7 @@ import torch
 
 from serving.capture.pick import Transfer, pick_on_device, pick_on_host
 from serving.vllm.hooks import Verification
-from tests.unit.test_pick import make_lot, make_step
+from tests.unit.serving.capture.test_pick import make_lot, make_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

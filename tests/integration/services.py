@@ -31,8 +31,8 @@ from osd.service import note
 from osd.service.launch import Service
 from osd.service.reaper import running
 from tests.integration.pairs import VOCABULARY
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 MODEL = "pair"
 Identity = tuple[int, int]
 """A process id and its start, which no other process shares."""

@@ -26,10 +26,10 @@ from osd.models.compatibility import check_context
 from osd.records import REJECTED, DraftRelease, RoundOutcome, SpecWindow, Trace, decode
 from osd.releases.store import ReleaseStore
 from osd.service.plan import first_release
-from tests.builders import trace_id
 from tests.integration.conftest import release_of
 from tests.integration.engines import SINK, Engine
 from tests.integration.shapes import PADDED, SHAPES, VOCABULARY, add_old_masks, build_pair
+from tests.support.builders import trace_id
 from trainer.draft import load_draft
 from trainer.evaluate import ReplayCounts, replay
 from trainer.loop import Trainer

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
 
 
 def bench(name: str, out: Path) -> tuple[dict[str, Any], dict[tuple[str, str], dict[str, Any]]]:

@@ -15,9 +15,7 @@ import pytest
 
 from benchmarks.lookup import prompt_lookup
 from osd.tiny.models import ensure
-
-ROOT = Path(__file__).parents[2]
-
+from tests.support.paths import ROOT
 
 Case = tuple[np.ndarray, int, int]
 """Tokens so far, shortest and longest n-gram."""

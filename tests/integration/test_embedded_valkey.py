@@ -21,8 +21,8 @@ from buffers.program import find_server
 from buffers.redis_stream import RedisTraceBuffer
 from osd.errors import ReplayBufferError
 from osd.service.note import is_alive
-from tests import servers
-from tests.builders import ids, make_traces
+from tests.support import servers
+from tests.support.builders import ids, make_traces
 
 
 @pytest.fixture(params=servers.PROGRAMS)
@@ -127,7 +127,7 @@ def service(kind: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], 
     code = f"""
         import signal, threading, time
         from pathlib import Path
-        from tests import servers
+        from tests.support import servers
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
         running = []
         thread = threading.Thread(target=lambda: running.append(servers.start({kind!r}, Path({str(tmp_path)!r}))))
@@ -173,7 +173,7 @@ def test_a_forked_child_of_the_service_does_not_keep_the_server_alive(tmp_path: 
     code = f"""
         import os, time
         from buffers.embedded import EmbeddedValkey
-        from tests import servers
+        from tests.support import servers
         server = EmbeddedValkey({str(tmp_path)!r}).start()
         child = os.fork()
         if not child:

@@ -13,8 +13,8 @@ import pytest
 
 from osd.observe.history import History
 from osd.records import Health, SpecWindow
-from tests.prometheus import SECONDS, Prometheus, scraping, wait_until
-from tests.unit.test_history import status, window
+from tests.support.prometheus import SECONDS, Prometheus, scraping, wait_until
+from tests.unit.osd.observe.test_history import status, window
 
 
 class Service:

@@ -22,8 +22,8 @@ from buffers.redis_stream import RedisTraceBuffer
 from osd.errors import ReplayBufferError
 from osd.exchange.registry import Registry
 from osd.records import Event
-from tests import servers
-from tests.builders import ids, make_trace, make_traces
+from tests.support import servers
+from tests.support.builders import ids, make_trace, make_traces
 
 IMPATIENT = 0.4
 """Seconds that a put may take."""

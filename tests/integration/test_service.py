@@ -35,7 +35,6 @@ from osd.releases.store import ReleaseStore
 from osd.service import note
 from osd.service.launch import Service
 from serving.headers import ROUTES_THAT_CAN_BE_TOLD
-from tests.browser import Open, smoothed, until
 from tests.integration import services
 from tests.integration.pairs import VOCABULARY, Pair
 from tests.integration.services import (
@@ -59,7 +58,8 @@ from tests.integration.services import (
     wait_until,
 )
 from tests.integration.test_routes import LEADS_TO_THE_ENGINE, body_of, ways
-from tests.prometheus import scraping
+from tests.support.browser import Open, smoothed, until
+from tests.support.prometheus import scraping
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -19,7 +19,7 @@ from serving.swap.live_draft import LiveDraft, Weights
 from tests.integration.conftest import release_of
 from tests.integration.engines import Engine
 from tests.integration.pairs import Pair
-from tests.starving import MemoryFor
+from tests.support.starving import MemoryFor
 from trainer.draft import load_draft
 from trainer.evaluate import replay
 

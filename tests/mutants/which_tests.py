@@ -13,7 +13,7 @@ from pathlib import Path
 from coverage import CoverageData
 
 FOLDERS = ("tests/unit", "tests/contracts")
-READERS = ["tests/unit/test_layout.py"]
+READERS = ["tests/unit/project/test_layout.py"]
 """Tests of the code as it is written: annotations, what dataclasses are, imports."""
 
 
@@ -56,7 +56,7 @@ def _files_that_import(module: str, checkout: Path) -> set[str]:
     name = module.removesuffix(".py").replace("/", ".")
     package, _, last = name.rpartition(".")
     imports = re.compile(rf"^\s*(from {name} import|import {name}\b|from {package} import .*\b{last}\b)", re.MULTILINE)
-    files = [path for folder in FOLDERS for path in (checkout / folder).glob("test_*.py")]
+    files = [path for folder in FOLDERS for path in (checkout / folder).rglob("test_*.py")]
     return {str(path.relative_to(checkout)) for path in files if imports.search(path.read_text())}
 
 

@@ -1,0 +1,1 @@
+"""What several tests stand on: builders, fakes, servers, a browser."""

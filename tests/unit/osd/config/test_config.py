@@ -1,0 +1,210 @@
+"""Configuration: precedence, strictness, and one clear line for what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from osd.config import reading, schema
+from osd.errors import ConfigError
+from tests.support.paths import ROOT
+
+CONFIGS = ROOT / "configs"
+
+
+def test_precedence_is_flags_overrides_environment_file_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("serving: {port: 1, host: h1, seconds_between_polls: 2, draft: d1}\ndeployment: fromfile\n")
+    environ = {"OSD_SERVING__PORT": "2", "OSD_SERVING__HOST": "h2", "OSD_SERVING__SECONDS_BETWEEN_POLLS": "3"}
+    resolved = reading.load(file, ["serving.port=3", "serving.host=h3"], {"serving.port": 4}, environ)
+    serving = resolved.config.serving
+    assert (serving.port, serving.host, serving.seconds_between_polls, serving.draft) == (4, "h3", 3, "d1")
+    assert serving.target == ""
+    assert resolved.config.deployment == "fromfile"
+    assert resolved.origins["serving.seconds_between_polls"] == (
+        "environment variable OSD_SERVING__SECONDS_BETWEEN_POLLS"
+    )
+    assert resolved.origins["serving.draft"] == str(file)
+    assert "serving.target" not in resolved.origins
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["serving.prt=1"], "serving.prt (command line): no such key; did you mean serving.port?"),
+        (["servng.port=1"], "no such key"),
+        (["serving.port=99999"], "serving.port=99999 (command line)"),
+        (["serving.port=abc"], "serving.port='abc'"),
+        (["trainer.learning_rate=0"], "trainer.learning_rate=0"),
+        (
+            ["gate.min_holdout_traces=65"],
+            "gate.max_holdout_traces=64 (defaults): must be at least gate.min_holdout_traces=65",
+        ),
+        (["deployment=Has Spaces"], "deployment='Has Spaces'"),
+        (["serving.vllm.model=x"], "use serving.target"),
+        (["serving.vllm.speculative-config=x"], "use serving.draft"),
+        (["serving.vllm.scheduler_cls=x"], "scheduler_cls is not yours"),
+        (["serving.port.deep=1"], "serving.port"),
+        (["nonsense"], "section.key=value"),
+        (["trainer.trackers=[foo]"], "trainer.trackers.0='foo' (command line)"),
+        (["speculation.mode=yes"], "speculation.mode='yes' (command line)"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        reading.load(overrides=overrides, environ={})
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [
+        (f"{name}.{key}", word)
+        for name, section in schema.Config.model_fields.items()
+        if isinstance(section.annotation, type) and issubclass(section.annotation, BaseModel)
+        for key, field in section.annotation.model_fields.items()
+        if get_origin(field.annotation) is Literal
+        for word in get_args(field.annotation)
+    ],
+)
+def test_every_word_there_is_to_choose_can_be_typed_everywhere(key: str, word: str, tmp_path: Path) -> None:
+    """`mode: off` too, which YAML reads as `mode: false`."""
+    section, name = key.split(".")
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{section}:\n  {name}: {word}\n")
+    variable = {f"OSD_{section}__{name}".upper(): word}
+    for found in (
+        reading.load(overrides=[f"{key}={word}"], environ={}),
+        reading.load(environ=variable),
+        reading.load(file, environ={}),
+    ):
+        assert reading.leaves(found.config)[key] == word
+
+
+@pytest.mark.parametrize(
+    "key", ["speculation.k_max", "serving.port", "trainer.learning_rate", "buffer.max_age_seconds"]
+)
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_switch_is_no_number(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}={value.title()} \(command line\): a number is wanted"):
+        reading.load(overrides=[f"{key}={value}"], environ={})
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"serving: {port: 1}\nserving: {host: h}\n", "line 2: not valid YAML (serving stands there twice)"),
+        (b"serving:\n  port: 1\n  port: 2\n", "line 3: not valid YAML (port stands there twice)"),
+        (b"\xff\xfe\x00", "is not text in UTF-8"),
+        (b"serving: \x00", "not valid YAML (a character that is not allowed at position 9)"),
+        (b"deployment: 2024-13-45", "not valid YAML (month must be in 1..12"),
+        (b"deployment: !!bool foo", "not valid YAML"),
+        (b"serving: &a {x: *a}", "a section contains itself"),
+        (b"a: " + b"[" * 5000, "not valid YAML"),
+        (b"serving: 3", "serving=3"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_one_line(content: bytes, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        reading.load(file, environ={})
+    assert says in str(caught.value) and str(file) in str(caught.value)
+    assert "\n" not in str(caught.value) and "ServingConfig" not in str(caught.value)
+
+
+def test_words_are_words_and_switches_are_switches(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "serving:\n  env: {A: off, B: on, C: true}\n  vllm: {enforce_eager: on, enable_prefix_caching: No, seed: 3}\n"
+        "  served_model_name: on\ncapture: {enabled: off}\ntrainer: {enabled: yes}\n"
+    )
+    found = reading.load(file, ["deployment=no"], environ={}).config
+    assert found.serving.env == {"A": "off", "B": "on", "C": "true"}
+    assert found.serving.vllm == {"enforce_eager": True, "enable_prefix_caching": False, "seed": 3}
+    assert (found.serving.served_model_name, found.deployment) == ("on", "no")
+    assert (found.capture.enabled, found.trainer.enabled) == (False, True)
+
+
+def test_merged_mappings_may_override(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "serving:\n  vllm: &base {seed: 1, max_model_len: 9}\n  env: &other {<<: *base, seed: 2}\n"
+        "capture: &c {enabled: false}\n"
+    )
+    found = reading.load(file, environ={}).config
+    assert found.serving.env == {"seed": "2", "max_model_len": "9"}
+    assert found.serving.vllm == {"seed": 1, "max_model_len": 9}
+
+
+def test_an_unknown_key_fails_in_file_and_environment_too(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("trainer:\n  lerning_rate: 1\n")
+    with pytest.raises(ConfigError, match=r"trainer.lerning_rate .*c.yaml.*did you mean trainer.learning_rate"):
+        reading.load(file, environ={})
+    with pytest.raises(ConfigError, match="OSD_TRAINER__LERNING_RATE: no such key"):
+        reading.load(environ={"OSD_TRAINER__LERNING_RATE": "1"})
+    reading.load(environ={"OSD_URL": "http://x", "PATH": "/"})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("a: [", "not valid YAML"), ("- 1", "must be a mapping"), (None, "cannot be read")]
+)
+def test_a_bad_file_is_one_line(tmp_path: Path, text: str | None, says: str) -> None:
+    file = tmp_path / "c.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        reading.load(file, environ={})
+
+
+@pytest.mark.parametrize(
+    ("serving", "key"),
+    [
+        ({}, "outer"),
+        ({"env": {"VLLM_API_KEY": "of-the-replica"}}, "of-the-replica"),
+        ({"env": {"VLLM_API_KEY": "of-the-replica"}, "vllm": {"api_key": "one"}}, "one"),
+        ({"vllm": {"api_key": ["one", "two"]}}, "one"),
+    ],
+)
+def test_the_key_clients_need_is_found_where_vllm_looks(
+    serving: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "outer")
+    assert schema.Config.model_validate({"serving": serving}).serving.api_key == key
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert schema.Config().serving.api_key == ""
+
+
+def test_vllm_arguments_pass_through_and_merge() -> None:
+    overrides = ["serving.vllm.dtype=bfloat16", "serving.vllm.max_model_len=512", "serving.env.OMP_NUM_THREADS=1"]
+    serving = reading.load(overrides=overrides, environ={}).config.serving
+    assert serving.vllm == {"dtype": "bfloat16", "max_model_len": 512}
+    assert serving.env == {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("path", sorted(p for p in CONFIGS.glob("*.yaml") if not p.name.startswith("cluster-")))
+def test_every_preset_loads(path: Path) -> None:
+    resolved = reading.load(path, environ={})
+    assert resolved.config.serving.target
+    assert resolved.config.serving.draft
+
+
+def test_every_key_is_documented() -> None:
+    def check(section: type[schema.BaseModel]) -> None:
+        assert section.__doc__
+        for name, info in section.model_fields.items():
+            inner = info.annotation
+            if isinstance(inner, type) and issubclass(inner, schema.BaseModel):
+                check(inner)
+            else:
+                assert info.description, f"{section.__name__}.{name} has no text under it"
+
+    for info in schema.Config.model_fields.values():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, schema.BaseModel):
+            check(info.annotation)

@@ -1,0 +1,116 @@
+"""The mistakes one can make with `osd traces export`, `osd train` and `osd distil`: one line each, nothing left behind.
+
+Every command runs as a process of its own, as from a shell.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from buffers.codec import encode_trace
+from buffers.trace_file import write_traces
+from tests.support.paths import ROOT
+from tests.support.tiny_drafts import TARGET_ID, chain_traces, save_draft
+
+SETTINGS = ["trainer.learning_rate=1.0e-2", "trainer.max_length=64", "gate.min_holdout_traces=4", "trainer.device=cpu"]
+
+
+class Shell:
+    """A directory with a draft and a file of traces, and commands that run in it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        save_draft(directory / "draft")
+        with write_traces(directory / "a.traces", TARGET_ID) as file:
+            for trace in chain_traces(64) + chain_traces(12, start=500, holdout=True):
+                file.add(encode_trace(trace))
+        (directory / "p.txt").write_text("hello\n" * 64)
+        self.before = self.names()
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.directory))
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("OSD_")}
+        environ = kept | {"OSD_RUNTIME_DIR": str(self.directory / "run"), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "osd", *arguments]
+        return subprocess.run(command, cwd=self.directory, env=environ, capture_output=True, text=True, timeout=120)
+
+    def refusal(self, *arguments: str, status: int = 2) -> str:
+        """The one line of a command that was refused and left nothing."""
+        done = self.run(*arguments)
+        assert done.returncode == status, done
+        lines = done.stderr.strip().splitlines()
+        assert len(lines) == 1, done.stderr
+        assert self.names() == self.before
+        return lines[0].removeprefix("osd: ")
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+def test_train_takes_more_files_and_overrides_in_any_order(shell: Shell) -> None:
+    (shell.directory / "b.traces").write_bytes((shell.directory / "a.traces").read_bytes())
+    files = ["--traces", "a.traces", "b.traces"]
+    done = shell.run("train", *SETTINGS[:2], *files, "--draft", "draft", *SETTINGS[2:], "--out", "new", "--epochs", "1")
+    assert done.returncode == 0, done.stderr
+    assert "traces: 64 to learn from, 12 held out, 76 repeated left out; target target-a" in done.stdout
+    assert done.stdout.splitlines()[-1] == "draft: new"
+    assert "training: 64 of 64 traces" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["a.tracks"], "a.tracks: cannot be read (No such file or directory); give a file of `osd traces export`"),
+        (["p.txt"], "p.txt: not a file of traces; give a file of `osd traces export`"),
+        (["a.traces", "trainer.epochs=3"], "trainer.epochs (command line): no such key"),
+        (["a.traces", "--draft", "nowhere"], "serving.draft=nowhere: no such directory"),
+        (["a.traces", "--out", "p.txt"], "--out: p.txt: exists already; name a new directory"),
+    ],
+    ids=["no file", "another file", "no key", "no draft", "out exists"],
+)
+def test_train_refuses(shell: Shell, arguments: list[str], line: str) -> None:
+    status = 1 if "give a file of" in line else 2
+    said = shell.refusal("train", "--draft", "draft", "--out", "new", "--traces", *arguments, status=status)
+    assert said.startswith(line)
+
+
+def test_train_without_a_draft(shell: Shell) -> None:
+    assert "serving.draft is not set" in shell.refusal("train", "--out", "new", "--traces", "a.traces")
+
+
+def test_export_without_a_service(shell: Shell) -> None:
+    line = "no service of this user is running here; start one with `osd serve`, or give --url"
+    assert shell.refusal("traces", "export", "new.traces") == line
+
+
+def test_export_to_a_file_that_exists(shell: Shell) -> None:
+    line = "FILE: a.traces: exists already; name another file, or replace it with --force"
+    assert shell.refusal("traces", "export", "a.traces", "--url", "http://127.0.0.1:1") == line
+
+
+@pytest.mark.parametrize(
+    "prompts, line",
+    [
+        ("", "--prompts: p.txt: holds no prompt"),
+        ("hello\n" * 63, "--prompts: p.txt: 63 prompts: about 7 held out (one in 8), gate.min_holdout_traces=8 are"),
+        ("hello\n" * 64, "serving.target is not set"),
+    ],
+    ids=["none", "too few", "enough"],
+)
+def test_distil_refuses_before_anything_is_started(shell: Shell, prompts: str, line: str) -> None:
+    (shell.directory / "p.txt").write_text(prompts)
+    assert shell.refusal("distil", "--draft", "draft", "--prompts", "p.txt", "--out", "new").startswith(line)
+
+
+def test_distil_will_not_replace_kept_traces(shell: Shell) -> None:
+    options = ["--prompts", "p.txt", "--out", "new", "--keep-traces", "a.traces"]
+    assert shell.refusal("distil", *options).startswith("--keep-traces: a.traces: exists already")

@@ -1,0 +1,75 @@
+"""A run of the tests is green only where everything ran, and at most two tests of it needed a second try."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+FIRST_TRY_FAILS = """
+import pathlib, pytest
+
+@pytest.mark.parametrize("number", range({num}))
+def test_it(number):
+    tried = pathlib.Path(__file__).with_name(f"tried-{{number}}")
+    was_tried = tried.exists()
+    tried.touch()
+    assert was_tried and {comes_right}
+"""
+
+
+class Stage:
+    """`scripts/stage` over a file of tests of its own, as stages of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.again = folder / "again"
+        self.again.touch()
+        self._file = folder / "test_of_a_stage.py"
+
+    def run(self, num: int, *, comes_right: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Tests that fail when they are first tried, and then `comes_right`."""
+        self._file.write_text(FIRST_TRY_FAILS.format(num=num, comes_right=comes_right))
+        for tried in self._file.parent.glob("tried-*"):
+            tried.unlink()
+        shutil.copyfile(ROOT / "tests" / "conftest.py", self._file.with_name("conftest.py"))
+        command = ["scripts/stage", str(self.again), str(self._file), "-q", "-p", "xdist.plugin", "-c", os.devnull]
+        ours = {"OSD_TEST_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        return subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **ours, **environ}, capture_output=True, text=True, timeout=120
+        )
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def test_two_tests_of_a_run_may_need_a_second_try_and_are_named_and_no_third(stage: Stage) -> None:
+    first = stage.run(2)
+    assert first.returncode == 0
+    assert [line.rpartition("::")[2] for line in stage.again.read_text().splitlines()] == ["test_it[0]", "test_it[1]"]
+    later = stage.run(1)
+    assert later.returncode == 1
+    assert later.stderr.splitlines()[-1] == "red: 3 tests failed at first, and at most 2 of a run may need a second try"
+
+
+def test_what_fails_twice_is_red(stage: Stage) -> None:
+    result = stage.run(1, comes_right=False)
+    assert result.returncode == 1
+    assert "test_it[0]" in result.stderr
+    assert result.stderr.splitlines()[-1] == "red: failed twice, or beside one that did"
+
+
+def test_time_that_is_over_is_red_and_nothing_is_tried_again(stage: Stage) -> None:
+    result = stage.run(1, TEST_DEADLINE=str(int(time.time()) - 1))
+    assert result.returncode == 1
+    why = "red: the time of this run (TEST_DEADLINE) was over before all its tests had begun"
+    assert result.stderr.splitlines()[-1] == why
+    assert "passed" not in result.stdout and not stage.again.read_text()

@@ -1,0 +1,288 @@
+"""A round that made the draft worse: noticed, undone exactly, and not repeated at the same rate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from osd.config.schema import GateConfig
+from osd.records import DraftRelease, RoundOutcome, Trace
+from tests.support.builders import ids, make_trace
+from tests.support.tiny_drafts import chain_trace, chain_traces, release_of, save_draft
+from tests.support.tiny_rounds import GATE, alpha, buffer_with, config, same_weights, trainer_at
+from trainer.batch import TrainBatch, collate
+from trainer.distiller import Distiller
+from trainer.draft import load_draft
+from trainer.guard import NUM_WATCHED, LossGuard, has_risen
+
+TOO_HIGH = 0.5
+"""A learning rate at which the tiny draft stays finite, and forgets what it knew."""
+HELD_OUT = chain_traces(16, start=500, holdout=True)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> DraftRelease:
+    """A draft that knows the language already, so that there is something to lose."""
+    blank = release_of(save_draft(tmp_path / "blank"))
+    outcome = trainer_at(tmp_path / "school", buffer_with(*chain_traces(64), *HELD_OUT)).run_round(blank)
+    return release_of(Path(outcome.path))
+
+
+# What counts as a rise
+
+
+BEFORE = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+
+
+@pytest.mark.parametrize(
+    "change, is_risen",
+    [
+        ([0.5, 0.4, 0.6, 0.5, 0.5, 0.5], True),  # everywhere
+        ([-0.5] * 6, False),
+        ([0.0] * 6, False),
+        ([0.069] * 6, False),  # everywhere, and no doubt about it, but less than 2 % of 3.5
+        ([0.071] * 6, True),
+        (
+            [1.99 + 5**0.5, 1.99 - 5**0.5] * 3,
+            False,
+        ),  # standard error sqrt(6 * 5 / 5) / sqrt(6) = 1, of which it takes 2
+        ([2.01 + 5**0.5, 2.01 - 5**0.5] * 3, True),
+        ([3.0, -2.0, 1.0, -1.5, 2.0, -1.0], False),  # mean 0.25, standard error 0.82
+        ([3.0, 2.0, 1.0, -0.5, 2.0, 1.0], True),  # mean 1.42, standard error 0.49
+        ([np.nan, 0, 0, 0, 0, 0], True),
+        ([np.inf, -9, -9, -9, -9, -9], True),
+    ],
+)
+def test_a_rise_must_be_more_than_chance_and_more_than_a_trifle(change: list[float], is_risen: bool) -> None:
+    assert has_risen(BEFORE, BEFORE + np.array(change)) is is_risen
+
+
+def test_noise_alone_is_rarely_a_rise() -> None:
+    rng = np.random.default_rng(0)
+    before = rng.uniform(1, 3, NUM_WATCHED)
+    false_alarms = sum(has_risen(before, before + rng.normal(0, 0.5, NUM_WATCHED)) for _ in range(2000))
+    assert 0.01 < false_alarms / 2000 < 0.05  # two standard errors, one-sided: 2.3 % and a little for 24 degrees
+
+
+# What is watched
+
+
+def test_the_newest_24_held_out_traces_with_rows_are_watched() -> None:
+    traces = chain_traces(40, start=500, holdout=True)
+    guard = LossGuard(config(), GATE, buffer_with(*traces, *chain_traces(30)))
+    assert ids(guard.watched(64)) == ids(traces[-24:])
+
+
+def test_a_gate_that_wants_more_is_given_more() -> None:
+    traces = chain_traces(40, start=500, holdout=True)
+    gate = GateConfig(min_holdout_traces=32)
+    assert ids(LossGuard(config(), gate, buffer_with(*traces)).watched(64)) == ids(traces[-32:])
+
+
+def test_too_few_are_not_watched_at_all() -> None:
+    gate = GateConfig(min_holdout_traces=5)
+    assert LossGuard(config(), gate, buffer_with(*chain_traces(4, holdout=True))).watched(64) == []
+    assert len(LossGuard(config(), gate, buffer_with(*chain_traces(5, holdout=True))).watched(64)) == 5
+    bad = chain_traces(1, start=50, holdout=True, prompt_ids=[1, 2, 3, 64])  # outside the vocabulary
+    assert LossGuard(config(), gate, buffer_with(*chain_traces(4, holdout=True), *bad)).watched(64) == []
+    no_rows = make_trace(index=60, holdout=True, num_rows=0, vocab_size=64)
+    assert LossGuard(config(), gate, buffer_with(*chain_traces(4, holdout=True), no_rows)).watched(64) == []
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_the_loss_of_a_trace_does_not_depend_on_its_company(tmp_path: Path, batch_size: int) -> None:
+    guard = LossGuard(config(batch_size=batch_size), GATE, buffer_with())
+    distiller = Distiller(load_draft(save_draft(tmp_path / "draft", scale=0.3)), config())
+    traces = [*chain_traces(4), *chain_traces(4, start=4, step=7, num_output=5)]
+    losses = guard.losses(distiller, traces)
+    expected = []
+    for trace in traces:
+        # By hand: KL of (0.97, 0.02, rest 0.01) to softmax, weighted by 1 / keep_prob.
+        tokens = torch.tensor([*trace.prompt_ids, *trace.output_ids])[None]
+        q_SV = distiller.model.hf(tokens).logits[0].softmax(-1).detach().double().numpy()
+        total = weight = 0.0
+        for i, t in enumerate(trace.position):
+            listed = q_SV[t - 1, trace.target_ids[i]]
+            p = np.array([0.97, 0.02, 0.01])
+            total += float((p * np.log(p / [*listed, 1 - listed.sum()])).sum()) / float(trace.keep_prob[i])
+            weight += 1 / float(trace.keep_prob[i])
+        expected.append(total / weight)
+    assert losses == pytest.approx(expected, rel=0.01)
+
+
+class Weighs:
+    """A distiller whose loss at each row is the token served there; a trace of one row."""
+
+    def __init__(self) -> None:
+        self.batch_sizes: list[int] = []
+
+    def collate(self, traces: Sequence[Trace]) -> TrainBatch:
+        self.batch_sizes.append(len(traces))
+        return collate(traces, 64, 64)
+
+    def losses(self, batch: TrainBatch) -> torch.Tensor:
+        assert not torch.is_grad_enabled(), "what is only looked at needs no gradients"
+        return batch.label_ids_N.float()
+
+
+def test_losses_are_means_by_the_weights_of_rows_in_batches_of_the_configured_size() -> None:
+    def trace(index: int, keep_prob: Sequence[float]) -> Trace:
+        rows = np.arange(len(keep_prob))
+        return chain_trace(index, num_output=len(rows), keep_prob=keep_prob, output_ids=10 * (1 + rows))
+
+    distiller = Weighs()
+    # Tokens 10, 20 and 30, with weights 1, 2 and 4.
+    traces = [trace(0, [1.0, 0.5, 0.25]), trace(1, [1.0]), trace(2, [0.5, 1.0]), trace(3, [0.25, 0.25])]
+    losses = LossGuard(config(batch_size=3), GATE, buffer_with()).losses(distiller, traces)  # type: ignore[arg-type]
+    assert losses == pytest.approx([(10 + 40 + 120) / 7, 10, 40 / 3, 15])
+    assert distiller.batch_sizes == [3, 1]
+
+
+def test_a_trace_that_weighs_nothing_beside_another_ends_no_round() -> None:
+    # No capture keeps so little; who else writes to the buffer may.
+    heavy = chain_trace(0, keep_prob=np.full(12, 1.4e-45))
+    losses = LossGuard(config(), GATE, buffer_with()).losses(Weighs(), [heavy, chain_trace(1)])  # type: ignore[arg-type]
+    assert losses == pytest.approx([heavy.output_ids.mean(), 0])
+
+
+# What is done about it
+
+
+def is_undone(outcome: RoundOutcome) -> bool:
+    """Whether the outcome says so, with both losses."""
+    before, after = outcome.holdout_loss_before, outcome.holdout_loss_after
+    if not outcome.discarded:
+        return False
+    said = re.fullmatch(r"held-out loss rose from (\S+) to (\S+); the learning rate is halved", outcome.discarded)
+    assert said is not None and before is not None and after is not None and before < after
+    assert (float(said[1]), float(said[2])) == (pytest.approx(before, rel=0.01), pytest.approx(after, rel=0.01))
+    assert (outcome.path, outcome.eval) == ("", None)
+    return True
+
+
+METHODS = pytest.mark.parametrize("method", ["full", "lora"])
+
+
+@METHODS
+def test_a_first_round_that_harms_leaves_the_base(tmp_path: Path, base: DraftRelease, method: str) -> None:
+    buffer = buffer_with(*chain_traces(32), *HELD_OUT)
+    trainer = trainer_at(tmp_path / "t", buffer, learning_rate=TOO_HIGH, method=method)
+    outcome = trainer.run_round(base)
+    assert is_undone(outcome)
+    assert outcome.learning_rate == TOO_HIGH
+    assert trainer.num_new_traces() == 0
+    # The next rounds are those of a trainer which did nothing in the first, at half the rate.
+    idle_buffer = buffer_with(*HELD_OUT)
+    idle = trainer_at(tmp_path / "idle", idle_buffer, learning_rate=0.01, method=method, replay_batches=0)
+    idle.run_round(base)
+    calm = trainer_at(tmp_path / "t", buffer, learning_rate=0.02, method=method, replay_batches=0)
+    for each in (buffer, idle_buffer):
+        each.put(chain_traces(32, start=100))
+    again, expected = calm.run_round(base), idle.run_round(base)
+    assert (again.learning_rate, again.loss_first) == (0.01, expected.loss_first)
+    assert same_weights(again.path, expected.path)
+
+
+@METHODS
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_later_round_that_harms_leaves_the_weights_of_the_one_before(
+    tmp_path: Path, base: DraftRelease, method: str, restarted: bool
+) -> None:
+    """Two trainers with a good first round; then one learns another language, and the other has nothing to do."""
+    outcomes = []
+    for name in ("harmed", "idle"):
+        buffer = buffer_with(*chain_traces(32), *HELD_OUT)
+        options: dict[str, Any] = {"method": method, "replay_batches": 0}
+        trainer = trainer_at(tmp_path / name, buffer, **options)
+        assert trainer.run_round(base).discarded == ""
+        if name == "harmed":
+            if restarted:
+                trainer = trainer_at(tmp_path / name, buffer, **options)
+            buffer.put(chain_traces(32, start=32, step=7))
+            assert is_undone(trainer.run_round(base))
+        else:
+            assert trainer.run_round(base).discarded == "no traces"
+            trainer = trainer_at(tmp_path / name, buffer, learning_rate=0.005, **options)
+        buffer.put(chain_traces(32, start=100))
+        outcomes.append(trainer.run_round(base))
+    assert [outcome.learning_rate for outcome in outcomes] == [0.005, 0.005]
+    assert outcomes[0].loss_first == outcomes[1].loss_first
+    assert same_weights(outcomes[0].path, outcomes[1].path), "weights, moments and adapters"
+
+
+@METHODS
+def test_after_another_release_was_followed_it_is_that_one_which_is_left(
+    tmp_path: Path, base: DraftRelease, method: str
+) -> None:
+    blank = release_of(tmp_path / "blank")
+    school = trainer_at(tmp_path / "other school", buffer_with(*chain_traces(24, start=200), *HELD_OUT))
+    other = release_of(Path(school.run_round(blank).path), version=7)
+    options: dict[str, Any] = {"method": method, "replay_batches": 0}
+    buffer = buffer_with(*chain_traces(32), *HELD_OUT)
+    trainer = trainer_at(tmp_path / "t", buffer, **options)
+    assert trainer.run_round(base).discarded == ""
+    buffer.put(chain_traces(32, start=32, step=7))
+    assert is_undone(trainer.run_round(other))
+    buffer.put(chain_traces(32, start=100))
+    # As if nothing had ever happened before this, the third round.
+    idle_buffer = buffer_with(*HELD_OUT)
+    idle = trainer_at(tmp_path / "idle", idle_buffer, learning_rate=0.005, **options)
+    assert [idle.run_round(other).discarded for _ in range(2)] == ["no traces"] * 2
+    idle_buffer.put(chain_traces(32, start=100))
+    assert same_weights(trainer.run_round(other).path, idle.run_round(other).path)
+
+
+def test_the_rate_is_halved_by_each_harm_and_recovers_with_good_rounds(tmp_path: Path, base: DraftRelease) -> None:
+    buffer = buffer_with(*HELD_OUT)
+    trainer = trainer_at(tmp_path, buffer, replay_batches=0)
+    rates = []
+    for index in range(2):
+        buffer.put(chain_traces(32, start=100 * index, step=7))
+        outcome = trainer.run_round(base)
+        assert is_undone(outcome)
+        rates.append(outcome.learning_rate)
+    assert rates == pytest.approx([0.01, 0.005])
+    assert trainer.run_round(base).discarded == "no traces", "neither good nor bad"
+    trainer = trainer_at(tmp_path, buffer, replay_batches=0)  # it remembers
+    rates = []
+    for index in range(17):
+        buffer.put(chain_traces(8, start=1000 + 8 * index))
+        outcome = trainer.run_round(base)
+        assert outcome.discarded == ""
+        rates.append(outcome.learning_rate)
+    # 0.0025 * 1.1^n; 1.1^15 = 4.18 is the first above 4.
+    assert rates == pytest.approx([min(0.01, 0.0025 * 1.1**n) for n in range(17)])
+    assert rates[14] < 0.01 and rates[15:] == [0.01, 0.01]
+
+
+def test_a_rate_that_is_far_too_high_finds_its_way_down(tmp_path: Path, base: DraftRelease) -> None:
+    buffer = buffer_with(*HELD_OUT)
+    trainer = trainer_at(tmp_path, buffer, learning_rate=TOO_HIGH)
+    said: list[bool] = []
+    while len(said) < 10 and (not said or said[-1]):
+        buffer.put(chain_traces(16, start=16 * len(said)))
+        outcome = trainer.run_round(base)
+        said.append(is_undone(outcome))
+    assert 2 <= len(said) < 10, "several harmful rounds, then a good one"
+    assert outcome.learning_rate == TOO_HIGH / 2 ** (len(said) - 1)
+    assert alpha(outcome.path, HELD_OUT) >= alpha(base.path, HELD_OUT) - 0.05
+
+
+def test_without_held_out_traces_nothing_is_undone(tmp_path: Path, base: DraftRelease) -> None:
+    outcome = trainer_at(tmp_path, buffer_with(*chain_traces(32, step=7))).run_round(base)
+    assert outcome.discarded == ""
+    assert (outcome.holdout_loss_before, outcome.holdout_loss_after) == (None, None)
+
+
+def test_a_good_round_shows_both_losses(tmp_path: Path) -> None:
+    blank = release_of(save_draft(tmp_path / "blank"))
+    outcome = trainer_at(tmp_path / "t", buffer_with(*chain_traces(64), *HELD_OUT)).run_round(blank)
+    # Before: nearly uniform over 64 tokens, ln 64 less the target's entropy of 0.16.
+    assert outcome.holdout_loss_before == pytest.approx(4.0, abs=0.1)
+    assert outcome.holdout_loss_after == pytest.approx(outcome.loss_last, abs=0.5)
