@@ -1,4 +1,5 @@
-# Each target is the only command needed on a fresh machine: set-up comes first, and takes seconds when nothing is to do.
+# Each target is the only command needed on a fresh machine. It sets the project up first, which
+# takes seconds when that is done already.
 .PHONY: demo test check setup docs mutants
 
 demo: setup
@@ -13,9 +14,10 @@ check: setup
 setup:
 	@scripts/setup.sh
 
-# Hundreds of small faults put into the code, one at a time: does a test notice? About an hour.
+# Puts hundreds of small faults into the code, one at a time, and checks that tests notice them.
+# Takes about an hour.
 mutants: setup
 	@.venv/bin/python -m tests.mutants $(MUTANTS)
 
 docs: setup
-	@.venv/bin/python scripts/make_configuration_docs.py
+	@.venv/bin/python scripts/make_docs.py

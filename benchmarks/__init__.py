@@ -1,23 +1,33 @@
-"""Measured costs, one command each: `osd bench NAME`.
+"""The benchmarks, one command each: `osd bench NAME`.
 
-    protocol (fixed and written first) ─► raw.jsonl (every run, as it is measured) ─► result.json, table, report.html
+    protocol (written first) ─► raw.jsonl (runs as measured) ─► result.json, table, report.html
 
-A bench is one module with `run(options) -> Result`; its line in `BENCHES` makes it a command. The arms of a bench take
-turns within one run, and what is reported is the ratio of neighbours: timings on one machine drift, ratios do not.
+A bench is one module with `run(options) -> Result`; a line in `BENCHES` makes it a command. The
+arms of a bench take turns within one run, and the ratio of neighbours is reported: timings on one
+machine drift, ratios do not.
 """
 
 BENCHES = {
-    "capture": "Throughput with capture on over off, CPU time per output token, bytes per stored row.",
+    "capture": "Throughput with capture on over off, CPU time per output token, bytes per "
+    "stored row.",
     "swap": "How long a swap of the draft blocks the engine, beside vLLM's own weight update.",
-    "buffer": "Traces per second through the replay buffer, bytes per trace, minutes of traffic per GB.",
+    "buffer": "Traces per second through the replay buffer, bytes per trace, minutes of "
+    "traffic per GB.",
     "serving": "The service over a bare vLLM server: throughput, TTFT, TPOT, latency.",
-    "trainer": "The trainer's step over a padded Hugging Face loop: tokens per second, peak memory.",
+    "trainer": "The trainer's step over a padded Hugging Face loop: tokens per second, peak "
+    "memory.",
     "control": "The closed loop of speculation against every fixed choice, by draft and load.",
     "changes": "How soon the closed loop finds the best choice again when load or draft change.",
-    "ablation": "Which part of the trainer's recipe matters: one change at a time, over a recording.",
-    "drift": "Whose draft tokens are accepted when the traffic changes: eight schedules, replayed for each contender.",
-    "soak": "Half an hour of traffic while parts are killed: failed requests, changed answers, growth.",
-    "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do to the draft that serves.",
-    "drift_speed": "Tokens per second and per CPU second on drifting traffic, over an engine without speculation.",
+    "ablation": "Which part of the trainer's recipe matters: one change at a time, over a "
+    "recording.",
+    "drift": "Whose draft tokens are accepted when the traffic changes: eight schedules, "
+    "replayed for each contender.",
+    "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
+    "answers, growth.",
+    "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "
+    "to the draft that serves.",
+    "drift_speed": "Tokens per second and per CPU second on drifting traffic, over an engine "
+    "without speculation.",
 }
-"""Name of a module here -> what it measures, in one line. Read by the command line, so nothing is imported here."""
+"""Name of a module here -> what it measures, in one line. Read by the command line, so nothing is
+imported here."""

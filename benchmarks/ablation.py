@@ -1,8 +1,8 @@
-"""`osd bench ablation`: which part of the trainer's recipe matters: one change at a time against the defaults.
+"""`osd bench ablation`: which part of the trainer's recipe matters, by one change at a time.
 
-Home traffic, a sharp shift, home again, replayed over a recording of the tiny target (`benchmarks/learning.py`), so
-that every arm meets the same requests. It says how fast each recipe learns and what it forgets, not how fast serving
-is.
+Traffic is home, then another domain, then home again. It is replayed over a recording of the tiny
+target (`benchmarks/learning.py`), so all arms meet the same requests. The bench shows how fast each
+recipe learns and what it forgets, not how fast serving is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "loss negative_log_acceptance": ("trainer.loss=negative_log_acceptance",),
     "loss lk_hybrid": ("trainer.loss=lk_hybrid",),
     "rejected rows alone": ("capture.accepted_fraction=0", "capture.plain_fraction=0"),
-    "a quarter of the other rows": ("capture.accepted_fraction=0.25", "capture.plain_fraction=0.25"),
+    "a quarter of the other "
+    "rows": ("capture.accepted_fraction=0.25", "capture.plain_fraction=0.25"),
     "all rows": ("capture.accepted_fraction=1", "capture.plain_fraction=1"),
     "no replay": ("trainer.replay_batches=0",),
     "replay 4": ("trainer.replay_batches=4",),
@@ -41,7 +42,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "twice the learning rate": ("trainer.learning_rate=4e-3",),
     "rounds twice as often": ("trainer.min_new_traces=12",),
     "LoRA, rank 16, 3 x the rate": ("trainer.method=lora", "trainer.learning_rate=6e-3"),
-    "LoRA, rank 64, 3 x the rate": ("trainer.method=lora", "trainer.lora_rank=64", "trainer.lora_alpha=128",
+    "LoRA, rank 64, 3 x the "
+    "rate": ("trainer.method=lora", "trainer.lora_rank=64", "trainer.lora_alpha=128",
                                     "trainer.learning_rate=6e-3"),
 }  # fmt: skip
 """Arm -> what it changes."""
@@ -61,7 +63,8 @@ def protocol(options: Options) -> Protocol:
     """What will be measured."""
     return Protocol(
         bench="ablation",
-        question="Which part of the trainer's recipe matters, for learning the new and for keeping the old?",
+        question="Which part of the trainer's recipe matters, for learning the new and for keeping "
+        "the old?",
         arms=tuple(ARMS)[: 2 if options.quick else None],
         order="Every arm on the same requests; two at a time, so their seconds are shared ones.",
         sizes={
@@ -82,10 +85,14 @@ def run(options: Options) -> Result:
         jobs = [(arm, seed) for seed in plan.sizes["seeds"] for arm in plan.arms]
         recordings = {seed: _record(seed, Path(directory)) for seed in plan.sizes["seeds"]}
         with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-            found = [pool.submit(_measure, arm, seed, recordings[seed], directory) for arm, seed in jobs]
+            found = [
+                pool.submit(_measure, arm, seed, recordings[seed], directory) for arm, seed in jobs
+            ]
             for row in (one.result() for one in found):
                 notebook.add(**row)
-                options.say(f"{row['group']}, seed {row['seed']}: {row['shifted_end']:.3f} at the end")
+                options.say(
+                    f"{row['group']}, seed {row['seed']}: {row['shifted_end']:.3f} at the end"
+                )
     return summarise(plan, notebook.rows)
 
 
@@ -151,8 +158,18 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     lines: dict[str, Any] = {}
     for arm in dict.fromkeys(row["group"] for row in rows):
         mine = [row for row in rows if row["group"] == arm]
-        figures += [Figure.of(arm, name, estimate([r[key] for r in mine], np.mean)) for name, key in COLUMNS.items()]
+        figures += [
+            Figure.of(arm, name, estimate([r[key] for r in mine], np.mean))
+            for name, key in COLUMNS.items()
+        ]
         means = np.mean([row["windows"] for row in mine], axis=0)
-        lines[arm] = tuple((float(WINDOW * i + WINDOW / 2), float(mean)) for i, mean in enumerate(means))
-    drawing = Lines(title="After the shift", x_label="requests since the shift", y_label="acceptance rate", lines=lines)
+        lines[arm] = tuple(
+            (float(WINDOW * i + WINDOW / 2), float(mean)) for i, mean in enumerate(means)
+        )
+    drawing = Lines(
+        title="After the shift",
+        x_label="requests since the shift",
+        y_label="acceptance rate",
+        lines=lines,
+    )
     return Result(protocol=plan, figures=tuple(figures), drawings=(drawing,))

@@ -1,7 +1,8 @@
-"""`osd bench buffer`: what the replay buffer takes in and gives out, and how much traffic fits into it.
+"""`osd bench buffer`: how fast the replay buffer stores and returns traces, and how much it holds.
 
-The private Valkey server as the service starts it, one writer, one reader. Beside each call of the buffer stands the
-same bytes through the bare client: what remains is the price of encoding, checking, trimming and decoding.
+One writer and one reader use the private Valkey server as the service starts it. Each call of the
+buffer is paired with the same bytes through the bare client. The difference is the cost of
+encoding, checking, trimming and decoding.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ def protocol(options: Options) -> Protocol:
     """What will be measured."""
     return Protocol(
         bench="buffer",
-        question="How fast do traces go into the replay buffer and come out, and how long does a GB last?",
+        question="How fast do traces go into the replay buffer and come out, and how long does a "
+        "GB last?",
         arms=("put", "xadd", "read", "xrange"),
-        order="put and xadd in turns (the first of one pair is the second of the next), then read and xrange likewise.",
+        order="put and xadd in turns (the first of one pair is the second of the next), then read "
+        "and xrange likewise.",
         sizes={
             "lengths": LENGTHS,
             "rows_per_token": ROWS_PER_TOKEN,
@@ -59,7 +62,10 @@ def run(options: Options) -> Result:
 
     plan = protocol(options)
     notebook = Notebook(options, plan)
-    with tempfile.TemporaryDirectory(prefix="osd-bench-") as directory, EmbeddedValkey(Path(directory)) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="osd-bench-") as directory,
+        EmbeddedValkey(Path(directory)) as server,
+    ):
         for name in LENGTHS:
             options.say(f"{name} traces")
             _measure(notebook, plan, name, server.url)
@@ -76,7 +82,9 @@ def _measure(notebook: Notebook, plan: Protocol, name: str, url: str) -> None:
     buffer = RedisTraceBuffer(url, deployment="bench", target_id="bench")
     plain = redis.Redis.from_url(url, protocol=2)
     for repeat in range(-1, plan.sizes["num_repeats"]):  # the first warms up
-        traces = [make_trace(f"{name}-{repeat}-{i}", *LENGTHS[name], rng) for i in range(NUM_TRACES)]
+        traces = [
+            make_trace(f"{name}-{repeat}-{i}", *LENGTHS[name], rng) for i in range(NUM_TRACES)
+        ]
         encoded = [encode_trace(trace) for trace in traces]
         call_size = CALL_SIZES[repeat % len(CALL_SIZES)]
         calls: dict[str, Callable[[], int]] = {
@@ -95,7 +103,14 @@ def _measure(notebook: Notebook, plan: Protocol, name: str, url: str) -> None:
         stored = {"num_bytes": stats.num_bytes, "num_traces": stats.num_traces + stats.num_holdout}
         if repeat >= 0:
             mean_bytes = sum(map(len, encoded)) / len(encoded)
-            notebook.add(group=name, repeat=repeat, call_size=call_size, trace_bytes=mean_bytes, stored=stored, **rows)
+            notebook.add(
+                group=name,
+                repeat=repeat,
+                call_size=call_size,
+                trace_bytes=mean_bytes,
+                stored=stored,
+                **rows,
+            )
         buffer.purge()
         plain.delete(STREAM)
     assert not any(buffer.dropped.values()), buffer.dropped
@@ -130,9 +145,15 @@ def _xrange(plain: Any) -> int:
 
 
 def make_trace(
-    trace_id: str, num_prompt: int, num_output: int, rng: np.random.Generator, *, vocab_size: int = VOCABULARY
+    trace_id: str,
+    num_prompt: int,
+    num_output: int,
+    rng: np.random.Generator,
+    *,
+    vocab_size: int = VOCABULARY,
 ) -> Trace:
-    """A trace of the size that capture makes, with random tokens and distributions: nothing is compressed."""
+    """A trace of the size that capture makes, with random tokens and distributions: nothing is
+    compressed."""
     num_rows = int(num_output * ROWS_PER_TOKEN)
     ids = (rng.integers(0, vocab_size, (num_rows, 1)) + 7 * np.arange(TOP_K)) % vocab_size
     scores = -np.sort(rng.exponential(4.0, (num_rows, TOP_K + 1)), axis=1)
@@ -164,9 +185,14 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     for group in dict.fromkeys(row["group"] for row in rows):
         mine = [row for row in rows if row["group"] == group]
         title = "{} traces ({} + {} tokens)".format(group, *plan.sizes["lengths"][group])
-        parts = {f"in, {n} a call": ("put", "xadd", [r for r in mine if r["call_size"] == n]) for n in CALL_SIZES}
+        parts = {
+            f"in, {n} a call": ("put", "xadd", [r for r in mine if r["call_size"] == n])
+            for n in CALL_SIZES
+        }
         for name, (ours, bare, some) in {**parts, "out": ("read", "xrange", mine)}.items():
-            speeds = [[_megabytes(r, arm) / r[arm]["seconds"] for r in some] for arm in (ours, bare)]
+            speeds = [
+                [_megabytes(r, arm) / r[arm]["seconds"] for r in some] for arm in (ours, bare)
+            ]
             found = estimate(speeds[0])
             figures.append(Figure.of(title, name, found, "MB/s"))
             figures.append(Figure.of(title, f"{name}, over the bare client", median_ratio(*speeds)))
@@ -181,13 +207,24 @@ def _megabytes(row: Row, arm: str) -> float:
 
 
 def _sizes(title: str, rows: Sequence[Row], plan: Protocol) -> list[Figure]:
-    stored = sum(r["stored"]["num_bytes"] for r in rows) / sum(r["stored"]["num_traces"] for r in rows)
+    stored = sum(r["stored"]["num_bytes"] for r in rows) / sum(
+        r["stored"]["num_traces"] for r in rows
+    )
     per_token = stored / plan.sizes["lengths"][rows[0]["group"]][1]
     minutes = 1e9 / (per_token * plan.sizes["tokens_per_second"]) / 60
     tokens_per_second = plan.sizes["tokens_per_second"]
     return [
-        Figure(group=title, name="bytes per trace, encoded", value=rows[0]["trace_bytes"], unit="B"),
+        Figure(
+            group=title, name="bytes per trace, encoded", value=rows[0]["trace_bytes"], unit="B"
+        ),
         Figure(group=title, name="bytes per trace, in the server", value=stored, unit="B"),
-        Figure(group=title, name="bytes per output token, in the server", value=per_token, unit="B"),
-        Figure(group=title, name=f"traffic per GB at {tokens_per_second:,} tokens/s", value=minutes, unit="min"),
+        Figure(
+            group=title, name="bytes per output token, in the server", value=per_token, unit="B"
+        ),
+        Figure(
+            group=title,
+            name=f"traffic per GB at {tokens_per_second:,} tokens/s",
+            value=minutes,
+            unit="min",
+        ),
     ]

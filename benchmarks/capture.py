@@ -1,8 +1,8 @@
-"""`osd bench capture`: what capture costs the engine it listens to.
+"""`osd bench capture`: what capture costs the engine.
 
-One engine per vocabulary and batch; its hook is put in and taken out between bursts, so both arms run the same code on
-the same weights, prompts and tokens, a second apart. Only the vocabularies differ: the rest of a model does not matter
-to capture, which copies rows of logits.
+There is one engine per vocabulary and batch. The capture hook is installed and removed between
+bursts, so both arms run the same code on the same weights, prompts and tokens, a second apart. The
+models differ only in their vocabularies, because capture copies rows of logits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,20 @@ RATIO = "tokens/s, on / off"
 
 def protocol(options: Options) -> Protocol:
     """What will be measured. Pairs and tokens are fewer where a step is slow."""
-    pairs = {"tiny/8": 4} if options.quick else {"tiny/8": 60, "tiny/64": 24, "real/8": 30, "real/64": 8}
+    pairs = (
+        {"tiny/8": 4}
+        if options.quick
+        else {"tiny/8": 60, "tiny/64": 24, "real/8": 30, "real/64": 8}
+    )
     return Protocol(
         bench="capture",
-        question="How much slower is an engine that is being captured, and what does a stored row weigh?",
+        question="How much slower is an engine that is being captured, and what does a stored row "
+        "weigh?",
         arms=("on", "off"),
         order="Pairs of bursts of the same requests; off first in one pair, on first in the next.",
         sizes={
-            "models": f"random Llama, hidden {HIDDEN_SIZE}, {NUM_LAYERS} layers; draft = target with {NOISE:.0%} noise",
+            "models": f"random Llama, hidden {HIDDEN_SIZE}, {NUM_LAYERS} layers; "
+            f"draft = target with {NOISE:.0%} noise",
             "vocabularies": VOCABULARIES,
             "k": K,
             "num_pairs": pairs,
@@ -60,7 +66,9 @@ def run(options: Options) -> Result:
             if not any(group.startswith(name + "/") for group in plan.sizes["num_pairs"]):
                 continue
             target, draft = Path(directory, name), Path(directory, name + "-draft")
-            models.build(models.Size(vocab_size=size, hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYERS), target)
+            models.build(
+                models.Size(vocab_size=size, hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYERS), target
+            )
             models.copy_with_noise(target, draft, NOISE)
             for group in (g for g in plan.sizes["num_pairs"] if g.startswith(name + "/")):
                 options.say(f"{group}: {plan.sizes['num_pairs'][group]} pairs")
@@ -79,7 +87,9 @@ def _measure(notebook: Notebook, plan: Protocol, group: str, target: Path, draft
     engine.rpc("osd_start", settings)
     engine.rpc("osd_detach")
     rng = np.random.default_rng(0)
-    for pair in range(-1, plan.sizes["num_pairs"][group]):  # the first pair warms up and is not kept
+    for pair in range(
+        -1, plan.sizes["num_pairs"][group]
+    ):  # the first pair warms up and is not kept
         shape = (int(batch), plan.sizes["prompt_tokens"])
         prompts = rng.integers(2, VOCABULARIES[name], shape).tolist()
         arms = ("on", "off") if pair % 2 else ("off", "on")
@@ -121,7 +131,9 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     ratios: list[tuple[str, Estimate, tuple[float, ...]]] = []
     lines: dict[str, tuple[tuple[float, float], ...]] = {}
     for group in dict.fromkeys(row["group"] for row in rows):
-        on, off = ([r for r in rows if r["group"] == group and r["arm"] == arm] for arm in ("on", "off"))
+        on, off = (
+            [r for r in rows if r["group"] == group and r["arm"] == arm] for arm in ("on", "off")
+        )
         speeds = [[r["num_tokens"] / r["seconds"] for r in arm] for arm in (on, off)]
         ratio = median_ratio(*speeds)
         observed = tuple(a / b for a, b in zip(*speeds, strict=True))
@@ -132,13 +144,20 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
         protocol=plan,
         figures=tuple(figures),
         drawings=(
-            Spread(title="Throughput, capture on over off", unit="ratio", rows=tuple(ratios), reference=1.0),
+            Spread(
+                title="Throughput, capture on over off",
+                unit="ratio",
+                rows=tuple(ratios),
+                reference=1.0,
+            ),
             Lines(title="The same, pair by pair", x_label="pair", y_label="ratio", lines=lines),
         ),
     )
 
 
-def _costs(group: str, on: Sequence[Row], off: Sequence[Row], speeds: Sequence[Sequence[float]]) -> list[Figure]:
+def _costs(
+    group: str, on: Sequence[Row], off: Sequence[Row], speeds: Sequence[Sequence[float]]
+) -> list[Figure]:
     num_tokens = [r["num_tokens"] for r in on]
 
     def per_token(key: str) -> Estimate:
@@ -152,10 +171,22 @@ def _costs(group: str, on: Sequence[Row], off: Sequence[Row], speeds: Sequence[S
         Figure.of(group, "tokens/s, off", estimate(speeds[1]), "/s"),
         Figure.of(group, "CPU of the engine's thread, on / off", cpu),
         Figure.of(group, "CPU in the hot path per output token", per_token("hook_cpu_s"), "µs"),
-        Figure.of(group, "CPU of the capture thread per output token", per_token("thread_cpu_s"), "µs"),
-        Figure.of(group, "backlog after a burst", estimate([1e3 * r["backlog_s"] for r in on]), "ms"),
-        Figure(group=group, name="rows stored per output token", value=sent["rows"] / sum(num_tokens)),
-        Figure(group=group, name="bytes per stored row", value=sent["bytes"] / num_rows, unit="B", n=sent["rows"]),
+        Figure.of(
+            group, "CPU of the capture thread per output token", per_token("thread_cpu_s"), "µs"
+        ),
+        Figure.of(
+            group, "backlog after a burst", estimate([1e3 * r["backlog_s"] for r in on]), "ms"
+        ),
+        Figure(
+            group=group, name="rows stored per output token", value=sent["rows"] / sum(num_tokens)
+        ),
+        Figure(
+            group=group,
+            name="bytes per stored row",
+            value=sent["bytes"] / num_rows,
+            unit="B",
+            n=sent["rows"],
+        ),
         Figure(group=group, name="traces or steps dropped", value=skipped, n=len(on)),
     ]
 

@@ -1,9 +1,11 @@
-"""`osd bench changes`: how soon does the closed loop find the best speculation again when load or draft change?
+"""`osd bench changes`: how soon the closed loop recovers after a change of load or draft.
 
-    settled ──► the change ──► 200 steps of `auto` ──► short runs of `auto` and of every fixed choice, in turns
-                (streams, or a hot-swap nothing was predicted for)
+    settled ──► the change ──► 200 steps of `auto` ──► short runs of `auto` and of every fixed
+                (streams, or a hot-swap                choice, in turns
+                without a prediction)
 
-As in `osd bench control`, the best fixed choice is picked on half of the runs and `auto` compared with it on the rest.
+As in `osd bench control`, the best fixed choice is picked on half of the runs, and `auto` is
+compared with it on the others.
 """
 
 from __future__ import annotations
@@ -48,9 +50,11 @@ def protocol(options: Options) -> Protocol:
     changes = list(CHANGES)[2:] if options.quick else list(CHANGES)
     return Protocol(
         bench="changes",
-        question="How soon does the closed loop find the best choice again when load or draft change?",
+        question="How soon does the closed loop find the best choice again when load or draft "
+        "change?",
         arms=(*FIXED, AUTO),
-        order="All arms in turns after the 200 steps, in another order each time, on the same prompts.",
+        order="All arms in turns after the 200 steps, in another order each time, on the same "
+        "prompts.",
         sizes={
             "changes": changes,
             "steps_before": 100,
@@ -89,10 +93,13 @@ def run(options: Options) -> Result:
 
 
 def _sweep(auto: Any, streams: int, prompts: Any) -> None:
-    """Measure steps as a replica does at its start; requests are short here, so that some stream is often new."""
+    """Measure steps as a replica does at its start; requests are short here, so that some stream is
+    often new."""
     auto.command("sweep", max(1, streams * 3 // 4))
     steps = _steps(MOST_SWEEP_STEPS)
-    auto.drive(((streams, ENDLESS),), prompts, 0, lambda: steps() or auto.command("sweep_steps_left") == 0)
+    auto.drive(
+        ((streams, ENDLESS),), prompts, 0, lambda: steps() or auto.command("sweep_steps_left") == 0
+    )
     auto.command("end_sweep")
 
 
@@ -120,22 +127,30 @@ def _measure(
         for engine in engines.values():
             engine.swap(drafts[after.draft])
     auto.command("log", True)
-    driven = auto.drive(((after.streams, ENDLESS),), prompts, first + 1000, _steps(sizes["steps_after"]))
+    driven = auto.drive(
+        ((after.streams, ENDLESS),), prompts, first + 1000, _steps(sizes["steps_after"])
+    )
     plans = [step["plan"] for step in auto.command("log", False)]
     row = {"seconds": driven.seconds, "num_tokens": driven.num_tokens, "plans": plans}
     notebook.add(group=name, arm=DURING, repeat=turn, **row)
     rng = np.random.default_rng(turn)
-    for repeat in range(-1, sizes["num_repeats"]):  # the first warms up the fixed choices, and is not for `auto`
+    for repeat in range(
+        -1, sizes["num_repeats"]
+    ):  # the first warms up the fixed choices, and is not for `auto`
         for arm in rng.permutation([*FIXED, AUTO]).tolist():
             if arm in FIXED:
                 engines["fixed"].command("force", FIXED[arm])
             elif repeat < 0:
                 continue
             phases = ((after.streams, sizes["tokens_per_stream"] * after.streams),)
-            driven = engines.get(arm, engines["fixed"]).drive(phases, prompts, first + 2000 + 100 * repeat)
+            driven = engines.get(arm, engines["fixed"]).drive(
+                phases, prompts, first + 2000 + 100 * repeat
+            )
             if repeat >= 0:
                 row = {"seconds": driven.seconds, "num_tokens": driven.num_tokens}
-                notebook.add(group=name, arm=arm, repeat=turn * sizes["num_repeats"] + repeat, **row)
+                notebook.add(
+                    group=name, arm=arm, repeat=turn * sizes["num_repeats"] + repeat, **row
+                )
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:

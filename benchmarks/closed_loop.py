@@ -1,13 +1,15 @@
 """A replay in which the service's own control of speculation decides what every step proposes.
 
-    recorded requests, STREAMS at a time ──► Speculation.plan ──► a modelled step ──► Speculation.observe ──► ...
-                                               draft, n-grams or nothing     seconds as measured (`step_times.py`)
+    recorded requests, STREAMS at a time
+      ──► Speculation.plan ──► a modelled step ──► Speculation.observe ──► ...
+          draft, n-grams or    seconds as measured
+          nothing              (`step_times.py`)
 
-The control is the code that serves (`serving/speculation/control.py`), not a model of it; it is shown steps as long as
-such steps were measured to take, off by a random part, and decides by them. What vLLM would do is replayed: what a step
-proposes is verified by the next one, a request's first step verifies what was proposed at the end of its prefill, and
-tokens beyond the end of an answer are verified in vain. Not in it: prefill, and the time that deciding and swapping
-take.
+The control is the code that serves (`serving/speculation/control.py`). It sees steps that last as
+long as measured steps, with random noise, and decides by them. The replay follows vLLM: the
+proposals of a step are verified by the next one, a request's first step verifies the proposals made
+at the end of its prefill, and tokens beyond the end of an answer are verified in vain. Prefill, and
+the time for decisions and swaps, are not modelled.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.curve import Counts
+from benchmarks.curve import StepCounts
 from benchmarks.recording import Recorded
 from benchmarks.served import Served, matches_of
-from benchmarks.step_times import STREAMS, StepTimes
+from benchmarks.step_times import STREAMS, ModelledStepTimes
 from osd.config.schema import Config
 from osd.records import ACCEPTED, PLAIN, REJECTED
-from serving.speculation.control import Settings, Speculation, StepSeen
+from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
+from serving.speculation.step_seen import StepSeen
 from serving.speculation.step_times import CELL_SIZE, Shape
 from trainer.draft import RowModel, load_draft
 
@@ -100,9 +103,9 @@ class _Running:
             seconds=self.seconds,
         )
 
-    def _counts(self, numbers: Sequence[int]) -> Counts:
+    def _counts(self, numbers: Sequence[int]) -> StepCounts:
         drafts, drafted, tested, accepted = numbers
-        return Counts(
+        return StepCounts(
             tokens=len(self.kinds) - 1,
             steps=self.num_steps,
             drafts=drafts,
@@ -113,9 +116,12 @@ class _Running:
 
 
 class ClosedLoop:
-    """Serves recorded requests, `STREAMS` at a time and in modelled time, under the control of speculation."""
+    """Serves recorded requests, `STREAMS` at a time and in modelled time, under the control of
+    speculation."""
 
-    def __init__(self, requests: Sequence[Recorded], config: Config, times: StepTimes, *, seed: int) -> None:
+    def __init__(
+        self, requests: Sequence[Recorded], config: Config, times: ModelledStepTimes, *, seed: int
+    ) -> None:
         given = config.speculation
         settings = Settings(
             mode=given.mode,
@@ -139,8 +145,8 @@ class ClosedLoop:
         self._measure_beforehand()
 
     def swap(self, draft: str | Path, predicted: float | None) -> None:
-        """Requests under way go on as with the draft they began with: a new one would read what the old one left in
-        its KV cache, and be worse than it is."""
+        """Requests under way go on as with the draft they began with: a new one would read what the
+        old one left in its KV cache, and be worse than it is."""
         self._model = load_draft(draft)
         self.speculation.restart(predicted)
 
@@ -168,7 +174,9 @@ class ClosedLoop:
 
     def _step(self) -> None:
         running, proposer = self._running, self._proposer
-        plan = self.speculation.plan([one.name for one in running], sum(one.num_tokens for one in running))
+        plan = self.speculation.plan(
+            [one.name for one in running], sum(one.num_tokens for one in running)
+        )
         passes = plan.k if plan.proposer == DRAFT else 0
         drafted = [one.num_proposed for one in running]
         seconds = self._times.step(sum(drafted) / len(running), drafts=passes > 0)
@@ -178,9 +186,13 @@ class ClosedLoop:
         seconds *= float(np.exp(self._rng.normal(0, NOISE)))
         self.clock += seconds
         right = [one.num_right(proposer) for one in running]
-        # What an answer would have gone on with is not known: nothing is said of what lies beyond its end, though the
-        # step took what verifying it takes. Once per answer, a step so seems to have been narrower than it was.
-        known = [min(n, r if r == one.num_left else n) for one, n, r in zip(running, drafted, right, strict=True)]
+        # What an answer would have gone on with is not known: nothing is said of what lies beyond
+        # its end, though the step took what verifying it takes. Once per answer, a step so seems to
+        # have been narrower than it was.
+        known = [
+            min(n, r if r == one.num_left else n)
+            for one, n, r in zip(running, drafted, right, strict=True)
+        ]
         tokens = {one.name: one for one in running}
         self.speculation.observe(
             StepSeen(
@@ -211,7 +223,9 @@ class ClosedLoop:
             one.found = self.speculation.lookup(one.name, one.tokens[: one.num_tokens])
             one.num_proposed = len(one.found)
         else:
-            one.num_proposed = min(plan.k, self.speculation.cap(one.name)) if plan.proposer == DRAFT else 0
+            one.num_proposed = (
+                min(plan.k, self.speculation.cap(one.name)) if plan.proposer == DRAFT else 0
+            )
 
     def _matches(self, index: int) -> np.ndarray:
         assert self._model is not None, "swap() comes first"

@@ -1,4 +1,5 @@
-"""Who is compared on drifting traffic: ways to come by draft tokens, each run over the same recorded requests."""
+"""The contenders on drifting traffic: each produces draft tokens in its own way, and all run over
+the same recorded requests."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from benchmarks.curve import Curve
 from benchmarks.learning import learn
 from benchmarks.recording import Recorded, kinds, trace_of
 from benchmarks.served import TARGET_ID, counts_of, matches_of
-from benchmarks.step_times import StepTimes
+from benchmarks.step_times import ModelledStepTimes
 from osd.config.schema import Config
 from trainer.distiller import Distiller
 from trainer.draft import export_draft, load_draft
@@ -39,7 +40,7 @@ class Setup:
     directory: Path
     """For what it writes; empty."""
     seed: int
-    times: StepTimes | None = None
+    times: ModelledStepTimes | None = None
     """What steps take, for who decides by them."""
 
     @property
@@ -55,13 +56,23 @@ def fixed(setup: Setup) -> Curve:
 
 def ours(setup: Setup, **trainer: object) -> Curve:
     """The project's trainer and gate as configured, but for the trainer's given fields."""
-    config = setup.config.model_copy(update={"trainer": setup.config.trainer.model_copy(update=trainer)})
-    return learn(config, setup.draft, setup.requests, setup.directory, seed=setup.seed, arrivals=setup.arrivals)
+    config = setup.config.model_copy(
+        update={"trainer": setup.config.trainer.model_copy(update=trainer)}
+    )
+    return learn(
+        config,
+        setup.draft,
+        setup.requests,
+        setup.directory,
+        seed=setup.seed,
+        arrivals=setup.arrivals,
+    )
 
 
 def served(setup: Setup, *, learns: bool) -> Curve:
-    """As `osd serve` serves by default: the closed loop decides what is proposed, and training rests where it brings
-    nothing. Without `learns`: the closed loop alone, over the draft there is."""
+    """As `osd serve` serves by default: the closed loop decides what is proposed, and training
+    rests where it brings nothing. Without `learns`: the closed loop alone, over the draft there
+    is."""
     if setup.times is None:
         raise ValueError("the closed loop decides by step times, and none were measured")
     loop = ClosedLoop(setup.requests, setup.config, setup.times, seed=setup.seed)
@@ -78,14 +89,18 @@ def served(setup: Setup, *, learns: bool) -> Curve:
         )
     loop.swap(setup.draft, None)
     ended = sorted(loop.serve(), key=lambda one: one.index)
-    return Curve.of([one.counts for one in ended], seconds=np.array([one.seconds for one in ended], float))
+    return Curve.of(
+        [one.counts for one in ended], seconds=np.array([one.seconds for one in ended], float)
+    )
 
 
 def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
-    """OSD's published recipe (arXiv 2310.07177 and its released code), trained on the position it means.
+    """OSD's published recipe (arXiv 2310.07177 and its released code), trained on the position it
+    means.
 
-    Every `every` requests one step of AdamW over their rejected positions alone, forward KL, constant rate, no warm-up,
-    no clipping; then they are forgotten. No replay, no held-out requests, no gate: what was learnt serves at once.
+    Every `every` requests one step of AdamW over their rejected positions alone, forward KL,
+    constant rate, no warm-up, no clipping; then they are forgotten. No replay, no held-out
+    requests, no gate: what was learnt serves at once.
     """
     torch.manual_seed(setup.seed)
     rng = np.random.default_rng(setup.seed)
@@ -121,13 +136,17 @@ def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
             spent += time.process_time() - started
             waiting = []
         cpu_s.append(spent)
-    return Curve.of(counts, cpu_s, num_rounds=num_updates, num_published=num_updates, train_seconds=spent)
+    return Curve.of(
+        counts, cpu_s, num_rounds=num_updates, num_published=num_updates, train_seconds=spent
+    )
 
 
 def train_ceiling(config: Config, draft: Path, requests: Sequence[Recorded], out: Path) -> None:
-    """What the draft can be: the same step, loss and peak rate, many passes over a recording of all domains.
+    """What the draft can be: the same step, loss and peak rate, many passes over a recording of all
+    domains.
 
-    Every position counts, and the rate falls to zero along a cosine: nothing here has to be learnt in passing.
+    Every position counts, and the rate falls to zero along a cosine: nothing here has to be learnt
+    in passing.
     """
     torch.set_num_threads(config.trainer.num_threads)
     distiller = Distiller(load_draft(draft), config.trainer.model_copy(update={"method": "full"}))
@@ -151,7 +170,9 @@ def train_ceiling(config: Config, draft: Path, requests: Sequence[Recorded], out
         order = rng.permutation(len(traces))
         for start in range(0, len(traces), size):
             rate = 0.5 * (1 + np.cos(np.pi * step / num_steps))
-            distiller.step(distiller.collate([traces[i] for i in order[start : start + size]]), step, rate)
+            distiller.step(
+                distiller.collate([traces[i] for i in order[start : start + size]]), step, rate
+            )
             step += 1
     export_draft(distiller.model, draft, out)
 
@@ -171,8 +192,13 @@ CONTENDERS: dict[str, Contender] = {
     ),
     names.SUFFIX: lambda setup: lookup.suffix(setup.requests, setup.k),
     names.SUFFIX_LONG: lambda setup: lookup.suffix(setup.requests, lookup.SUFFIX_TREE_DEPTH),
-    **{name: partial(osd, every=every, learning_rate=rate) for name, (every, rate) in names.OSD_PUBLISHED.items()},
-    names.OSD_TUNED: lambda setup: osd(setup, every=8, learning_rate=setup.config.trainer.learning_rate),
+    **{
+        name: partial(osd, every=every, learning_rate=rate)
+        for name, (every, rate) in names.OSD_PUBLISHED.items()
+    },
+    names.OSD_TUNED: lambda setup: osd(
+        setup, every=8, learning_rate=setup.config.trainer.learning_rate
+    ),
     names.OURS: ours,
     names.OURS_LORA: lambda setup: ours(
         setup, method="lora", learning_rate=names.LORA_RATE * setup.config.trainer.learning_rate

@@ -1,8 +1,8 @@
-"""`osd bench control`: does the closed loop find the best speculation, and what does it cost?
+"""`osd bench control`: whether the closed loop finds the best speculation, and what it costs.
 
-Three drafts, four loads, every fixed choice and `auto`, in turns on the same prompts. The best fixed choice of a cell
-is picked on half of the repeats and scored on the others, so that luck does not choose it. `auto` runs in engines of
-its own, which learn from nothing but their own steps.
+For three drafts and four loads, every fixed choice and `auto` take turns on the same prompts. The
+best fixed choice of a cell is picked on half of the repeats and scored on the others, so that it is
+not picked by luck. `auto` runs in separate engines, which learn only from their own steps.
 """
 
 from __future__ import annotations
@@ -31,9 +31,16 @@ AUTO, NONE, STATIC = "auto", "no speculation", "vLLM, k = 3"
 CONTROLLED = "controlled, k = 3"
 COST_GROUP = "good draft, cost of control"
 ALL = "all cells"
-MEAN_BEST, MEAN_SINGLE = "auto / best fixed of each cell, geometric mean", "auto / best single fixed, geometric mean"
+MEAN_BEST, MEAN_SINGLE = (
+    "auto / best fixed of each cell, geometric mean",
+    "auto / best single fixed, geometric mean",
+)
 MEAN_TABLE = "auto / best table of k by batch, geometric mean"
-BEST, OVER_NONE, COST = "auto / best fixed", "auto / no speculation", "controlled / vLLM's own, same k"
+BEST, OVER_NONE, COST = (
+    "auto / best fixed",
+    "auto / no speculation",
+    "controlled / vLLM's own, same k",
+)
 
 
 def protocol(options: Options) -> Protocol:
@@ -43,11 +50,15 @@ def protocol(options: Options) -> Protocol:
     loads = {name: LOADS[name] for name in (("4 streams",) if options.quick else LOADS)}
     return Protocol(
         bench="control",
-        question="Does the closed loop deliver what the best fixed choice would, wherever that lies?",
+        question="Does the closed loop deliver what the best fixed choice would, wherever that "
+        "lies?",
         arms=(*FIXED, AUTO, NONE),
-        order="All arms of a cell in turns, in another order each time; the same prompts for all arms of one repeat.",
+        order="All arms of a cell in turns, in another order each time; the same prompts for all "
+        "arms of one repeat.",
         sizes={
-            "drafts": NOISE if not options.quick else {name: NOISE[name] for name in ("good", "useless")},
+            "drafts": NOISE
+            if not options.quick
+            else {name: NOISE[name] for name in ("good", "useless")},
             "loads": loads,
             "output_tokens": OUTPUT_TOKENS,
             "k_max": K_MAX,
@@ -92,7 +103,9 @@ def run(options: Options) -> Result:
     return summarise(plan, notebook.rows)
 
 
-def _measure(notebook: Notebook, options: Options, draft: str, engines: dict[str, Any], prompts: Any) -> None:
+def _measure(
+    notebook: Notebook, options: Options, draft: str, engines: dict[str, Any], prompts: Any
+) -> None:
     plan = protocol(options)
     rng = np.random.default_rng(0)
     first = 0
@@ -127,7 +140,11 @@ def _seen(auto: Any) -> Row:
     plans: dict[str, int] = {}
     for step in steps:
         plans[step["plan"]] = plans.get(step["plan"], 0) + 1
-    foreseen = [s["seconds"] / s["predicted_seconds"] for s in steps if s["is_pure"] and s["predicted_seconds"]]
+    foreseen = [
+        s["seconds"] / s["predicted_seconds"]
+        for s in steps
+        if s["is_pure"] and s["predicted_seconds"]
+    ]
     report = auto.command("report")
     return {
         "plans": plans,
@@ -146,7 +163,9 @@ def _compare(known: dict[int, list[int]], outputs: dict[int, list[int]], where: 
             known[index] = tokens
 
 
-def _measure_cost(notebook: Notebook, plan: Protocol, engines: dict[str, Any], prompts: Any) -> None:
+def _measure_cost(
+    notebook: Notebook, plan: Protocol, engines: dict[str, Any], prompts: Any
+) -> None:
     engines[CONTROLLED].command("force", ("draft", 3))
     for repeat in range(-1, plan.sizes["num_cost_repeats"]):
         for arm in (STATIC, CONTROLLED)[:: 1 if repeat % 2 else -1]:
@@ -156,7 +175,7 @@ def _measure_cost(notebook: Notebook, plan: Protocol, engines: dict[str, Any], p
                 notebook.add(group=COST_GROUP, arm=arm, repeat=repeat, **row)
 
 
-# ------------------------------------------------------------------------------------------------------------- summary
+# ------------------------------------------------------------------------------------------ summary
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
@@ -175,15 +194,22 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
         figures.append(Figure.of(group, BEST, ratio))
         figures.append(Figure.of(group, OVER_NONE, median_ratio(rates[AUTO], rates[NONE])))
         mine = [row for row in rows if row["group"] == group and row["arm"] == AUTO]
-        foreseen = [row["measured_over_foreseen"] for row in mine if row.get("measured_over_foreseen")]
+        foreseen = [
+            row["measured_over_foreseen"] for row in mine if row.get("measured_over_foreseen")
+        ]
         if foreseen:
             figures.append(Figure.of(group, "step time, measured / foreseen", estimate(foreseen)))
         observed = tuple(
-            a / b for a, b in zip(rates[AUTO], rates[best_fixed(rates, range(len(rates[AUTO])))], strict=True)
+            a / b
+            for a, b in zip(
+                rates[AUTO], rates[best_fixed(rates, range(len(rates[AUTO])))], strict=True
+            )
         )
         spread.append((group, ratio, observed))
     if cells:
-        figures.append(Figure(group=ALL, name=MEAN_BEST, value=float(np.exp(np.mean(best_logs))), n=len(cells)))
+        figures.append(
+            Figure(group=ALL, name=MEAN_BEST, value=float(np.exp(np.mean(best_logs))), n=len(cells))
+        )
         single = min(single_logs, key=lambda arm: float(np.mean(single_logs[arm])))
         gain = float(np.exp(np.mean(single_logs[single])))
         figures.append(Figure(group=ALL, name=MEAN_SINGLE, value=gain, n=len(cells)))
@@ -193,33 +219,45 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
         if decisions:
             figures.append(Figure.of(ALL, "time of a decision", estimate(decisions), "us"))
     if any(row["group"] == COST_GROUP for row in rows):
-        ratio = median_ratio(rates_of(rows, COST_GROUP, CONTROLLED), rates_of(rows, COST_GROUP, STATIC))
+        ratio = median_ratio(
+            rates_of(rows, COST_GROUP, CONTROLLED), rates_of(rows, COST_GROUP, STATIC)
+        )
         figures.append(Figure.of(COST_GROUP, COST, ratio))
     drawing = Spread(title=BEST, unit="", rows=tuple(spread), reference=1.0)
     return Result(protocol=plan, figures=tuple(figures), drawings=(drawing,))
 
 
 def _over_table(plan: Protocol, rows: Sequence[Row]) -> Figure | None:
-    """`auto` against what vLLM can do by itself: a table of k by batch size (`num_speculative_tokens_per_batch_size`),
-    whatever the draft. Picked on all repeats, which favours the table; where the batch never changes it does what its
-    fixed k does."""
+    """`auto` against what vLLM can do by itself: a table of k by batch size
+    (`num_speculative_tokens_per_batch_size`), whatever the draft. Picked on all repeats, which
+    favours the table; where the batch never changes it does what its fixed k does."""
     choices = [arm for arm in FIXED if arm.startswith("k = ")]
     logs = list[float]()
     for load in (name for name, phases in plan.sizes["loads"].items() if len(phases) == 1):
         groups = [f"{draft} draft, {load}" for draft in plan.sizes["drafts"]]
         cells = [{arm: rates_of(rows, group, arm) for arm in (*choices, AUTO)} for group in groups]
         ratios = {
-            arm: [float(np.log(median_ratio(cell[AUTO], cell[arm]).value)) for cell in cells if cell[AUTO]]
+            arm: [
+                float(np.log(median_ratio(cell[AUTO], cell[arm]).value))
+                for cell in cells
+                if cell[AUTO]
+            ]
             for arm in choices
         }
         logs += min(ratios.values(), key=sum)
-    return Figure(group=ALL, name=MEAN_TABLE, value=float(np.exp(np.mean(logs))), n=len(logs)) if logs else None
+    return (
+        Figure(group=ALL, name=MEAN_TABLE, value=float(np.exp(np.mean(logs))), n=len(logs))
+        if logs
+        else None
+    )
 
 
 def rates_of(rows: Sequence[Row], group: str, arm: str) -> list[float]:
     """Tokens/s of each repeat, in their order."""
     mine = [row for row in rows if row["group"] == group and row["arm"] == arm]
-    return [row["num_tokens"] / row["seconds"] for row in sorted(mine, key=lambda row: row["repeat"])]
+    return [
+        row["num_tokens"] / row["seconds"] for row in sorted(mine, key=lambda row: row["repeat"])
+    ]
 
 
 def best_fixed(rates: dict[str, list[float]], repeats: Sequence[int]) -> str:
@@ -228,7 +266,8 @@ def best_fixed(rates: dict[str, list[float]], repeats: Sequence[int]) -> str:
 
 
 def over_best(rates: dict[str, list[float]]) -> Estimate:
-    """The best fixed choice is picked on every other repeat and `auto` compared with it on the rest, both ways."""
+    """The best fixed choice is picked on every other repeat and `auto` compared with it on the
+    rest, both ways."""
     num = len(rates[AUTO])
     halves = [range(0, num, 2), range(1, num, 2)]
     above, below = [], []

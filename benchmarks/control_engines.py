@@ -1,4 +1,5 @@
-"""The engines of `osd bench control`, all in one process, and how they are loaded: so many streams, so many tokens."""
+"""The engines of `osd bench control`, all in one process, and the load on them: numbers of streams
+and tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ LOADS: dict[str, tuple[Phase, ...]] = {
     "ramp 1-16-1": ((1, 48), (4, 192), (16, 768), (4, 192), (1, 48)),
 }
 NOISE = {"good": 0.0, "middling": 0.5, "useless": 3.0}
-"""Draft -> noise added to the weights of the one that was trained, in units of their own deviation."""
+"""Draft -> noise added to the weights of the one that was trained, in units of their own
+deviation."""
 
 
 @dataclass(slots=True)
@@ -43,7 +45,15 @@ class Driven:
 class Loaded:
     """An engine, its prompts, and its control if it has one."""
 
-    def __init__(self, target: Path, draft: Path, *, k: int, settings: dict[str, Any] | None, speculates: bool) -> None:
+    def __init__(
+        self,
+        target: Path,
+        draft: Path,
+        *,
+        k: int,
+        settings: dict[str, Any] | None,
+        speculates: bool,
+    ) -> None:
         from serving.speculation.lazy_draft import LazyDraft
         from serving.speculation.step_split import StepSplit
 
@@ -55,7 +65,9 @@ class Loaded:
                 "scheduler_cls": "serving.speculation.scheduler.controlled_scheduler",
                 "additional_config": {"osd": settings},
             }
-        self._engine = engine.Engine(target, models.release(draft, 1), k=k, batch=MAX_STREAMS, **options)
+        self._engine = engine.Engine(
+            target, models.release(draft, 1), k=k, batch=MAX_STREAMS, **options
+        )
         self._core = self._engine.llm.llm_engine.engine_core.engine_core
         if settings is not None:
             runner = self._core.model_executor.driver_worker.worker.model_runner
@@ -83,8 +95,8 @@ class Loaded:
         first: int,
         is_over: Callable[[], bool] = lambda: False,
     ) -> Driven:
-        """Keep the streams of each phase busy with the prompts from `first` on, until its tokens are there or, asked
-        before every step, it is over."""
+        """Keep the streams of each phase busy with the prompts from `first` on, until its tokens
+        are there or, asked before every step, it is over."""
         from benchmarks import vllm_engine as vllm
 
         llm, found, running, index = self._engine.llm, Driven(), set[str](), first
@@ -109,8 +121,11 @@ class Loaded:
 
 
 def controlled(target: Path, draft: Path, k_max: int) -> tuple[Loaded, Loaded]:
-    """Two engines alike, one to be forced and one to decide, so that neither learns from the other's steps."""
-    fixed, auto = (Loaded(target, draft, k=k_max, settings=settings(k_max), speculates=True) for _ in range(2))
+    """Two engines alike, one to be forced and one to decide, so that neither learns from the
+    other's steps."""
+    fixed, auto = (
+        Loaded(target, draft, k=k_max, settings=settings(k_max), speculates=True) for _ in range(2)
+    )
     return fixed, auto
 
 
@@ -122,7 +137,10 @@ def home_prompts() -> list[list[int]]:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(ensure().target)
     chats = [[{"role": "user", "content": r.prompt}] for r in requests(HOME, NUM_PROMPTS, SEED)]
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    return [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        for chat in chats
+    ]
 
 
 def drafts(directory: Path) -> dict[str, Path]:

@@ -1,4 +1,5 @@
-"""The contenders of `osd bench drift_speed` as servers: each a tree of processes of its own, beside a plain engine.
+"""The contenders of `osd bench drift_speed` as servers. Each is a tree of processes, beside a plain
+engine.
 
 contender    `osd serve`, trainer on or off, or `vllm serve` with n-gram speculation
 reference    `vllm serve` without speculation: same target, same options
@@ -13,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks import drift_names as names
 from benchmarks import servers
@@ -50,17 +53,22 @@ class Server:
         if self.client is None:
             return False
         status = self.client.get("/osd/status")
-        return status["phase"] != "waiting" or any(r["version"] != status["version"] for r in status["replicas"])
+        return status["phase"] != "waiting" or any(
+            r["version"] != status["version"] for r in status["replicas"]
+        )
 
     def facts(self) -> dict[str, Any]:
         """Version, rounds and swaps so far."""
         if self.client is None:
             return {}
         status = self.client.get("/osd/status")
-        return {name: status[name] for name in ("version", "num_rounds", "num_swaps", "num_rollbacks")}
+        return {
+            name: status[name] for name in ("version", "num_rounds", "num_swaps", "num_rollbacks")
+        }
 
     def settle(self, since: float) -> tuple[float, float]:
-        """Wait until its training is over and its engine at rest: (when training ended, CPU time by then).
+        """Wait until its training is over and its engine at rest: (when training ended, CPU time by
+        then).
 
         `since`: when its last answer came (`time.perf_counter`).
         """
@@ -74,13 +82,17 @@ class Server:
 
 
 @contextmanager
-def both(arm: str, target: Path, draft: Path, directory: Path, logs: Path) -> Iterator[tuple[Server, Server]]:
+def both(
+    arm: str, target: Path, draft: Path, directory: Path, logs: Path
+) -> Iterator[tuple[Server, Server]]:
     """The contender and the reference, up at once; both gone afterwards."""
     config = base_config()
     with ExitStack() as stack:
         reference = _start_bare(stack, config, target, None, logs / "no-speculation.log")
         if arm in SERVICE_ARMS:
-            contender = _start_service(stack, arm, config, target, draft, directory, logs / "contender.log")
+            contender = _start_service(
+                stack, arm, config, target, draft, directory, logs / "contender.log"
+            )
         else:
             speculation = {"method": "ngram", "num_speculative_tokens": config.speculation.k_max}
             speculation |= LOOKUPS[arm]
@@ -104,38 +116,40 @@ def overrides(arm: str, config: Config, target: Path, draft: Path, directory: Pa
     if arm == names.FROZEN:
         found += ["trainer.enabled=false", "capture.enabled=false"]
     if arm == names.OURS_LORA:
-        found += ["trainer.method=lora", f"trainer.learning_rate={names.LORA_RATE * config.trainer.learning_rate}"]
+        found += [
+            "trainer.method=lora",
+            f"trainer.learning_rate={names.LORA_RATE * config.trainer.learning_rate}",
+        ]
     return found
 
 
 def tree_cpu_seconds(pid: int) -> float:
-    """CPU seconds of a process, of all that descend from it, and of those among them that have ended (Linux)."""
-    used: dict[int, float] = {}
-    children: dict[int, list[int]] = {}
-    tick = os.sysconf("SC_CLK_TCK")
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            # The name may hold spaces and brackets: fields are counted from its end.
-            fields = (directory / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        number = int(directory.name)
-        used[number] = sum(map(int, fields[11:15])) / tick  # own user and system time, and of ended children
-        children.setdefault(int(fields[1]), []).append(number)
-    total, waiting = 0.0, [pid]
-    while waiting:
-        number = waiting.pop()
-        total += used.get(number, 0.0)
-        waiting += children.get(number, [])
-    return total
+    """CPU seconds of a process and of all its descendants, those that have ended included."""
+    try:
+        tree = [root := psutil.Process(pid), *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0.0
+    return sum(map(_cpu_seconds, tree))
 
 
-def _start_bare(stack: ExitStack, config: Config, target: Path, speculation: dict[str, Any] | None, log: Path) -> Any:
+def _cpu_seconds(process: psutil.Process) -> float:
+    """User and system time, its own and that of children it has waited for."""
+    try:
+        return sum(process.cpu_times()[:4])
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _start_bare(
+    stack: ExitStack, config: Config, target: Path, speculation: dict[str, Any] | None, log: Path
+) -> Any:
     """Begin; what is returned waits until it answers."""
     port = free_port("127.0.0.1")
     options = {**config.serving.vllm, "enable_prefix_caching": False}
     command = servers.bare_command(target, speculation, name=NAME, port=port, options=options)
-    child = stack.enter_context(servers.process(command, log, {**config.serving.env, "VLLM_NO_USAGE_STATS": "1"}))
+    child = stack.enter_context(
+        servers.process(command, log, {**config.serving.env, "VLLM_NO_USAGE_STATS": "1"})
+    )
     url = f"http://127.0.0.1:{port}"
 
     def wait() -> Server:
@@ -146,7 +160,13 @@ def _start_bare(stack: ExitStack, config: Config, target: Path, speculation: dic
 
 
 def _start_service(
-    stack: ExitStack, arm: str, config: Config, target: Path, draft: Path, directory: Path, log: Path
+    stack: ExitStack,
+    arm: str,
+    config: Config,
+    target: Path,
+    draft: Path,
+    directory: Path,
+    log: Path,
 ) -> Any:
     given = overrides(arm, config, target, draft, directory)
     child = stack.enter_context(servers.process(servers.serve_command(PRESET, given), log, {}))

@@ -1,4 +1,4 @@
-"""All runs over one schedule of the drift benchmark, and figures that compare them."""
+"""All runs over one schedule of the drift benchmark, and the figures that compare them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ def mean_with_interval(group: str, name: str, values: Sequence[float], unit: str
     if num == 1:
         return Figure(group=group, name=name, value=mean, unit=unit)
     half = T_QUANTILES[num - 2] * float(np.std(values, ddof=1)) / num**0.5
-    return Figure(group=group, name=name, value=mean, unit=unit, low=mean - half, high=mean + half, n=num)
+    return Figure(
+        group=group, name=name, value=mean, unit=unit, low=mean - half, high=mean + half, n=num
+    )
 
 
 def compared(contest: Contest, title: str, measure: Measure, unit: str = "") -> list[Figure]:
     """One number for each contender."""
     group = f"{contest.name}: {title}"
     return [
-        mean_with_interval(group, name, [measure(c) for c in curves], unit) for name, curves in contest.curves.items()
+        mean_with_interval(group, name, [measure(c) for c in curves], unit)
+        for name, curves in contest.curves.items()
     ]

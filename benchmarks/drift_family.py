@@ -1,6 +1,7 @@
-"""The two families of models the drift benchmark serves, each with its own kinds of traffic.
+"""The two families of models that the drift benchmark serves, each with its own kinds of traffic.
 
-`tiny` makes its text up and answers greedily; `natural` continues the standard library's source, sampled.
+`tiny` has synthetic text and answers greedily. `natural` continues the standard library's source,
+with sampling.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 from osd.errors import ConfigError
 
 TRAINING, FIRST_SERVED = 0, 1
-"""Blocks of traffic that never meet: one to train the ceiling on, one for each seed of the benchmark."""
+"""Blocks of traffic that never meet: one to train the ceiling on, one for each seed of the
+benchmark."""
 BLOCK_SIZE = 1200
 """Requests of one domain in a block."""
 TINY_SEED = 30_000
@@ -39,12 +41,18 @@ class Family:
     max_tokens: int
 
     def prompts(self, domain: str, block: int, num: int) -> list[str]:
-        """The first `num` prompts of a domain in a block. Raises `ConfigError` when they are not all different."""
+        """The first `num` prompts of a domain in a block. Raises `ConfigError` when they are not
+        all different."""
         if num > BLOCK_SIZE:
-            raise ConfigError(f"{num} requests of {domain}: a schedule may ask for {BLOCK_SIZE} of a domain at most")
+            raise ConfigError(
+                f"{num} requests of {domain}: a schedule may ask for {BLOCK_SIZE} of a domain at "
+                "most"
+            )
         found = [request.prompt for request in self.requests(domain, block, num)]
         if len(set(found)) < num:
-            raise ConfigError(f"{domain}, block {block}: a prompt comes twice; choose another traffic seed")
+            raise ConfigError(
+                f"{domain}, block {block}: a prompt comes twice; choose another traffic seed"
+            )
         return found
 
 
@@ -105,7 +113,8 @@ def _natural_costly() -> Path:
 
 
 def _natural_requests(domain: str, block: int, num: int) -> Sequence[Any]:
-    # Other seeds bring the same prompts in another order: blocks are places in the order of one seed.
+    # Other seeds bring the same prompts in another order: blocks are places in the order of one
+    # seed.
     from benchmarks.natural.traffic import requests
 
     return requests(domain, num, NATURAL_SEED, block * BLOCK_SIZE)

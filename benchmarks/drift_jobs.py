@@ -1,6 +1,7 @@
-"""What the processes of the drift benchmark do: record, train ceilings, run one contender over one schedule.
+"""The jobs of the drift benchmark's processes: record, train a ceiling, run one contender over one
+schedule.
 
-Importing it loads nothing heavy; each process sets its threads first.
+Importing this module loads nothing heavy; each process sets its number of threads first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from benchmarks import drift_names as names
 from benchmarks.drift_family import FAMILIES, FIRST_SERVED, TRAINING
 from benchmarks.drift_schedule import Schedule, arrivals
 from benchmarks.record import Row
-from benchmarks.step_times import StepTimes
+from benchmarks.step_times import ModelledStepTimes
 from osd.config.schema import Config
 
 PRESET = Path(__file__).resolve().parents[1] / "configs" / "tiny-cpu.yaml"
@@ -43,7 +44,8 @@ def record_stream(family: str, domain: str, block: int, num: int) -> None:
 
 
 def ceiling(family: str, domains: Sequence[str], num: int) -> Path:
-    """The ceiling's draft for a set of domains, learnt from `num` requests of each, from the cache or trained now."""
+    """The ceiling's draft for a set of domains, learnt from `num` requests of each, from the cache
+    or trained now."""
     from benchmarks import contenders, drift_recordings
     from osd.models.resolve import fingerprint
     from osd.tiny.cache import build_once
@@ -51,7 +53,10 @@ def ceiling(family: str, domains: Sequence[str], num: int) -> Path:
     _one_thread()
     config = base_config()
     target, draft = FAMILIES[family].models()
-    sources = [*sorted(Path(contenders.__file__).parents[1].glob("trainer/*.py")), Path(contenders.__file__)]
+    sources = [
+        *sorted(Path(contenders.__file__).parents[1].glob("trainer/*.py")),
+        Path(contenders.__file__),
+    ]
     digest = hashlib.sha256(config.trainer.model_dump_json().encode())
     for part in (fingerprint(target), fingerprint(draft), family, *sorted(domains), str(num)):
         digest.update(part.encode() + b"\0")
@@ -59,16 +64,24 @@ def ceiling(family: str, domains: Sequence[str], num: int) -> Path:
         digest.update(source.read_bytes())
 
     def build(directory: Path) -> None:
-        requests = [r for d in sorted(domains) for r in drift_recordings.take(family, d, TRAINING, num)]
+        requests = [
+            r for d in sorted(domains) for r in drift_recordings.take(family, d, TRAINING, num)
+        ]
         contenders.train_ceiling(config, draft, requests, directory / "draft")
 
     return build_once(f"ceilings/{digest.hexdigest()[:16]}", build) / "draft"
 
 
 def run_one(
-    name: str, schedule: Schedule, seed: int, contender: str, ceiling_requests: int, times: StepTimes | None = None
+    name: str,
+    schedule: Schedule,
+    seed: int,
+    contender: str,
+    ceiling_requests: int,
+    times: ModelledStepTimes | None = None,
 ) -> Row:
-    """One contender over one schedule, from the cached recordings; the ceiling learnt from so many of each domain."""
+    """One contender over one schedule, from the cached recordings; the ceiling learnt from so many
+    of each domain."""
     from benchmarks import contenders, drift_recordings
 
     _one_thread()

@@ -1,13 +1,16 @@
-"""Names and settings of the drift benchmark's contenders, apart from what they do: naming one loads nothing heavy."""
+"""Names and settings of the drift benchmark's contenders. Importing this module loads nothing
+heavy."""
 
 FROZEN, CEILING, NGRAM, SUFFIX = "frozen draft", "ceiling", "n-gram", "suffix decoding"
 NGRAM_TUNED, SUFFIX_LONG = "n-gram, 1 to 5", "suffix decoding, k 24"
 OURS, OURS_LORA = "ours", "ours, LoRA"
 SERVED, FROZEN_LOOP = "ours, as served", "frozen draft, closed loop"
-"""With k chosen by the closed loop, as `osd serve` does by default: all others propose a fixed k."""
+"""With k chosen by the closed loop, as `osd serve` does by default: all others propose a fixed
+k."""
 OSD, OSD_TUNED = "OSD", "OSD, our rate"
 OSD_PUBLISHED = {"OSD, 1e-4 every 8": (8, 1e-4), "OSD, 1e-5 every 1": (1, 1e-5)}
-"""Both pairs of (requests between updates, learning rate) of OSD's released scripts. Reported as `OSD`: the better."""
+"""Both pairs of (requests between updates, learning rate) of OSD's released scripts. Reported as
+`OSD`: the better."""
 ALL = (
     *(FROZEN, FROZEN_LOOP, CEILING, NGRAM, NGRAM_TUNED, SUFFIX, SUFFIX_LONG),
     *(*OSD_PUBLISHED, OSD_TUNED, OURS, OURS_LORA, SERVED),
@@ -15,8 +18,8 @@ ALL = (
 LORA_RATE = 3.0
 """How many times the learning rate of full training LoRA gets. Not tuned."""
 LOOKUP_TUNED = {"prompt_lookup_min": 1, "prompt_lookup_max": 5}
-"""What n-gram lookup gets instead of vLLM's 5 and 5, of which short answers hardly ever repeat any: the best of seven
-pairs on the tiny models."""
+"""What n-gram lookup gets instead of vLLM's 5 and 5, of which short answers hardly ever repeat any:
+the best of seven pairs on the tiny models."""
 NO_DRAFT_MODEL = (NGRAM, NGRAM_TUNED, SUFFIX, SUFFIX_LONG)
 """Who proposes what stands in the text already."""
 HELD = (OURS, SERVED)

@@ -1,7 +1,8 @@
-"""The figures of the drift benchmark from its raw rows: means over traffic seeds with 95 % intervals (Student's t).
+"""The figures of the drift benchmark from its raw rows: means over traffic seeds with 95 %
+intervals (Student's t).
 
-Contenders that propose only now and then (n-gram, suffix decoding) are told apart by *α of the steps*: a step without a
-draft counts as one rejected token. For drafts from a model it is α itself.
+Some contenders propose only in some steps (n-gram, suffix decoding). *α of the steps* makes them
+comparable: a step without a draft counts as one rejected token. For drafts of a model it equals α.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from benchmarks.drift_modelled import figures_of, seconds_of, step_times
 from benchmarks.drift_schedule import Schedule, returns, shifts
 from benchmarks.record import Protocol, Row
 from benchmarks.result import Figure, Lines, Result
-from benchmarks.step_times import StepTimes
+from benchmarks.step_times import ModelledStepTimes
 
 WINDOW = 48
 """Requests of a moving window, and of "first": right after a shift."""
@@ -31,29 +32,42 @@ EVERY = 6
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     """Figures and drawings of every schedule."""
     timed = [row for row in rows if "step_s" in row]
-    times = StepTimes.of(timed) if timed else None
+    times = ModelledStepTimes.of(timed) if timed else None
     figures = step_times(times) if times else []
     drawings: list[Lines] = []
     for contest in contests(plan, [row for row in rows if "schedule" in row]):
         figures += figures_of(contest, times) if times else []
-        figures += [*_overall(contest), *_windows(contest), *_recovery(contest, times), *_memory(contest)]
+        figures += [
+            *_overall(contest),
+            *_windows(contest),
+            *_recovery(contest, times),
+            *_memory(contest),
+        ]
         figures += [*_costs(contest), *_differences(contest)]
         drawings.append(_drawing(contest))
     return Result(protocol=plan, figures=tuple(figures), drawings=tuple(drawings))
 
 
 def contests(plan: Protocol, rows: Sequence[Row]) -> Iterator[Contest]:
-    """The rows by schedule and contender, in the protocol's order; OSD as the better of its published pairs."""
+    """The rows by schedule and contender, in the protocol's order; OSD as the better of its
+    published pairs."""
     for name, tree in plan.sizes["schedules"].items():
         mine = sorted((row for row in rows if row["schedule"] == name), key=lambda row: row["seed"])
-        curves = {arm: [Curve.from_row(r) for r in mine if r["contender"] == arm] for arm in plan.arms}
-        yield Contest(name=name, schedule=Schedule.model_validate(tree), curves=_with_better_osd(curves))
+        curves = {
+            arm: [Curve.from_row(r) for r in mine if r["contender"] == arm] for arm in plan.arms
+        }
+        yield Contest(
+            name=name, schedule=Schedule.model_validate(tree), curves=_with_better_osd(curves)
+        )
 
 
 def requests_to_reach(own: Curve, ceiling: Curve, start: int, stop: int) -> int | None:
-    """Requests after `start` from which on `WINDOW` requests come to `TO_REACH` of the ceiling's α; None = never."""
+    """Requests after `start` from which on `WINDOW` requests come to `TO_REACH` of the ceiling's α;
+    None = never."""
     last = stop - WINDOW + 1
-    reached = own.moving_alpha(WINDOW)[start:last] >= TO_REACH * ceiling.moving_alpha(WINDOW)[start:last]
+    reached = (
+        own.moving_alpha(WINDOW)[start:last] >= TO_REACH * ceiling.moving_alpha(WINDOW)[start:last]
+    )
     return int(np.argmax(reached)) if reached.any() else None
 
 
@@ -62,7 +76,10 @@ def _with_better_osd(curves: dict[str, list[Curve]]) -> dict[str, list[Curve]]:
     if not published:
         return curves
     best = max(published, key=lambda name: np.mean([curve.alpha() for curve in curves[name]]))
-    renamed = {f"{names.OSD} ({best.partition(', ')[2]})" if name == best else name: c for name, c in curves.items()}
+    renamed = {
+        f"{names.OSD} ({best.partition(', ')[2]})" if name == best else name: c
+        for name, c in curves.items()
+    }
     return {name: c for name, c in renamed.items() if name not in names.OSD_PUBLISHED}
 
 
@@ -80,9 +97,15 @@ def _windows(contest: Contest) -> list[Figure]:
     bounds = contest.schedule.bounds
     for phase, start, stop in zip(contest.schedule.phases, bounds, bounds[1:], strict=False):
         first, last = f"first {WINDOW} of {phase.name}", f"last {LAST} of {phase.name}"
-        figures += compared(contest, f"α of the steps, {first}", _over(Curve.alpha_of_steps, start, start + WINDOW))
-        figures += compared(contest, f"α of the steps, {last}", _over(Curve.alpha_of_steps, stop - LAST, stop))
-        figures += compared(contest, f"tokens per step, {last}", _over(Curve.tokens_per_step, stop - LAST, stop))
+        figures += compared(
+            contest, f"α of the steps, {first}", _over(Curve.alpha_of_steps, start, start + WINDOW)
+        )
+        figures += compared(
+            contest, f"α of the steps, {last}", _over(Curve.alpha_of_steps, stop - LAST, stop)
+        )
+        figures += compared(
+            contest, f"tokens per step, {last}", _over(Curve.tokens_per_step, stop - LAST, stop)
+        )
     return figures
 
 
@@ -91,7 +114,7 @@ def _over(measure: Callable[[Curve, int, int | None], float], start: int, stop: 
     return lambda curve: measure(curve, start, stop)
 
 
-def _recovery(contest: Contest, times: StepTimes | None) -> list[Figure]:
+def _recovery(contest: Contest, times: ModelledStepTimes | None) -> list[Figure]:
     """How soon after each shift, in requests and in time, and what training had cost by then."""
     figures: list[Figure] = []
     ceilings = contest.curves.get(names.CEILING)
@@ -100,22 +123,38 @@ def _recovery(contest: Contest, times: StepTimes | None) -> list[Figure]:
     bounds, phases = contest.schedule.bounds, contest.schedule.phases
     for number in shifts(contest.schedule, FAMILIES[contest.schedule.family]):
         start, stop, title = bounds[number], bounds[number + 1], phases[number].name
-        requests = f"{contest.name}: requests to {TO_REACH:.0%} of the ceiling after the shift to {title}"
+        requests = (
+            f"{contest.name}: requests to {TO_REACH:.0%} of the ceiling after the shift to {title}"
+        )
         seconds = f"{contest.name}: trainer's CPU by then, since the shift to {title}"
         clock = f"{contest.name}: modelled seconds of decoding by then, since the shift to {title}"
         for name, curves in contest.curves.items():
             if name == names.CEILING:
                 continue
-            found = [requests_to_reach(c, top, start, stop) for c, top in zip(curves, ceilings, strict=True)]
+            found = [
+                requests_to_reach(c, top, start, stop)
+                for c, top in zip(curves, ceilings, strict=True)
+            ]
             num_missed = found.count(None)
-            label = name + (f" (never in {num_missed} of {len(found)}: counted as the phase)" if num_missed else "")
+            label = name + (
+                f" (never in {num_missed} of {len(found)}: counted as the phase)"
+                if num_missed
+                else ""
+            )
             counted = [stop - start if one is None else one for one in found]
             figures.append(mean_with_interval(requests, label, counted))
             if times:
-                waits = [seconds_of(c, name, times)[start : start + n] for c, n in zip(curves, counted, strict=True)]
-                figures.append(mean_with_interval(clock, label, [float(some.sum()) for some in waits], "s"))
+                waits = [
+                    seconds_of(c, name, times)[start : start + n]
+                    for c, n in zip(curves, counted, strict=True)
+                ]
+                figures.append(
+                    mean_with_interval(clock, label, [float(some.sum()) for some in waits], "s")
+                )
             if any(curve.num_rounds for curve in curves):
-                spent = [_cpu_between(c, start, start + n) for c, n in zip(curves, counted, strict=True)]
+                spent = [
+                    _cpu_between(c, start, start + n) for c, n in zip(curves, counted, strict=True)
+                ]
                 figures.append(mean_with_interval(seconds, label, spent, "s"))
     return sorted(figures, key=lambda figure: figure.group)
 
@@ -137,7 +176,10 @@ def _memory(contest: Contest) -> list[Figure]:
             before = curve.alpha_of_steps(left - WINDOW, left)
             return curve.alpha_of_steps(back, back + WINDOW) / before if before else 0.0
 
-        title = f"α kept of {phases[earlier].name}: first {WINDOW} of {phases[later].name} over its last {WINDOW}"
+        title = (
+            f"α kept of {phases[earlier].name}: first {WINDOW} of {phases[later].name} "
+            f"over its last {WINDOW}"
+        )
         figures += compared(contest, title, kept)
     return figures
 
@@ -167,7 +209,9 @@ def _differences(contest: Contest) -> list[Figure]:
     ours = contest.curves.get(names.OURS, [])
     for name, curves in contest.curves.items():
         if ours and name != names.OURS:
-            values = [a.alpha_of_steps() - b.alpha_of_steps() for a, b in zip(ours, curves, strict=True)]
+            values = [
+                a.alpha_of_steps() - b.alpha_of_steps() for a, b in zip(ours, curves, strict=True)
+            ]
             figures.append(mean_with_interval(group, name, values))
     return figures
 
@@ -176,7 +220,9 @@ def _drawing(contest: Contest) -> Lines:
     lines = {}
     for name, curves in contest.curves.items():
         moving = np.mean([curve.moving_alpha(WINDOW) for curve in curves], axis=0)
-        lines[name] = tuple((float(at + WINDOW), float(moving[at])) for at in range(0, len(moving), EVERY))
+        lines[name] = tuple(
+            (float(at + WINDOW), float(moving[at])) for at in range(0, len(moving), EVERY)
+        )
     turns = ", ".join(
         f"{phase.name} from {start}"
         for phase, start in zip(contest.schedule.phases, contest.schedule.bounds, strict=False)

@@ -1,7 +1,7 @@
-"""Drift schedules: which kind of traffic comes when, fixed in files (`configs/drift/NAME.yaml`).
+"""Drift schedules: which traffic comes when, as files define it (`configs/drift/NAME.yaml`).
 
-A schedule is a list of phases. Within a phase each request is drawn from a mix, which may change linearly into another
-until the phase ends. Who is measured never sees which domain a request is of.
+A schedule is a list of phases. Within a phase each request is drawn from a mix, which may change
+linearly into another until the phase ends. The contenders never see the domain of a request.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Schedule(_Part):
         known = FAMILIES[self.family].domains()
         for domain in self.domains:
             if domain not in known:
-                raise ValueError(f"family {self.family} has no domain {domain!r}; it has {', '.join(known)}")
+                raise ValueError(
+                    f"family {self.family} has no domain {domain!r}; it has {', '.join(known)}"
+                )
         if len({phase.name for phase in self.phases}) < len(self.phases):
             raise ValueError("two phases have the same name; give each its own")
         return self
@@ -76,11 +78,16 @@ class Schedule(_Part):
     @property
     def domains(self) -> tuple[str, ...]:
         """Every domain that may come, in the order of first mention."""
-        return tuple(dict.fromkeys(d for phase in self.phases for d in (*phase.mix, *phase.mix_at_end)))
+        return tuple(
+            dict.fromkeys(d for phase in self.phases for d in (*phase.mix, *phase.mix_at_end))
+        )
 
     def shortened(self, requests: Sequence[int]) -> Schedule:
         """The first phases of it, with so many requests each."""
-        phases = tuple(p.model_copy(update={"requests": n}) for p, n in zip(self.phases, requests, strict=False))
+        phases = tuple(
+            p.model_copy(update={"requests": n})
+            for p, n in zip(self.phases, requests, strict=False)
+        )
         return self.model_copy(update={"phases": phases})
 
     @property
@@ -111,7 +118,9 @@ def read(path: Path) -> Schedule:
     try:
         tree: Any = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); run the bench from a checkout") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); run the bench from a checkout"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML ({getattr(error, 'problem', error)})") from None
     try:
@@ -126,12 +135,15 @@ def read_all(directory: Path = DIRECTORY) -> dict[str, Schedule]:
     """Name -> schedule, for every file there."""
     found = {path.stem: read(path) for path in sorted(directory.glob("*.yaml"))}
     if not found:
-        raise ConfigError(f"{directory}: holds no schedules; run the bench from a checkout of the project")
+        raise ConfigError(
+            f"{directory}: holds no schedules; run the bench from a checkout of the project"
+        )
     return found
 
 
 def arrivals(schedule: Schedule, name: str, seed: int) -> list[Arrival]:
-    """The requests in order. Each stream is taken from its beginning without gaps, so nothing comes twice."""
+    """The requests in order. Each stream is taken from its beginning without gaps, so nothing comes
+    twice."""
     rng = np.random.default_rng([zlib.crc32(name.encode()), seed])
     taken: dict[str, int] = dict.fromkeys(schedule.domains, 0)
     found: list[Arrival] = []
@@ -146,7 +158,8 @@ def arrivals(schedule: Schedule, name: str, seed: int) -> list[Arrival]:
 
 
 def shifts(schedule: Schedule, family: Family) -> list[int]:
-    """The phases that bring traffic other than before them: the draft knows home, so a first phase may be one too."""
+    """The phases that bring traffic other than before them: the draft knows home, so a first phase
+    may be one too."""
     before = {family.home(): 1.0}
     found = []
     for number, phase in enumerate(schedule.phases):
@@ -158,10 +171,16 @@ def shifts(schedule: Schedule, family: Family) -> list[int]:
 
 def returns(schedule: Schedule) -> list[tuple[int, int]]:
     """(earlier, later): phases with one and the same traffic, with something else between them."""
-    steady = [(number, phase.shares(0)) for number, phase in enumerate(schedule.phases) if not phase.mix_at_end]
+    steady = [
+        (number, phase.shares(0))
+        for number, phase in enumerate(schedule.phases)
+        if not phase.mix_at_end
+    ]
     found = []
     for index, (later, shares) in enumerate(steady):
-        earlier = [number for number, other in steady[:index] if other == shares and number < later - 1]
+        earlier = [
+            number for number, other in steady[:index] if other == shares and number < later - 1
+        ]
         found += [(earlier[-1], later)] if earlier else []
     return found
 

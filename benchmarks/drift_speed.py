@@ -1,17 +1,20 @@
-"""`osd bench drift_speed`: what drifting traffic costs and gives on real vLLM, over an engine without speculation.
+"""`osd bench drift_speed`: speed and CPU time on drifting traffic with real vLLM, over an engine
+without speculation.
 
-Contender and reference are both up, as trees of processes of their own. The schedule is served in chunks of 24: one
-serves a chunk, then the other the same requests, in turns; whoever waits is at rest. Neighbours in time are compared.
+Contender and reference are both up, each a tree of processes. The schedule is served in chunks of
+24 requests: contender and reference take turns to serve the same chunk, and the other one is idle.
+Neighbours in time are compared.
 
-What is fair about it:
-* While the contender serves, its trainer works beside it on the same cores, whenever it is due: what that takes from
-  serving is in the figures.
-* A round under way when a chunk ends goes on until it is over, and its draft is swapped in. These seconds are added to
-  the contender's, as if nothing had been served in them ("charged"). In unbroken traffic some would have been:
-  the charged figure is a lower bound, the figure of traffic alone an upper one.
-* Nothing is trained while the reference serves: without traffic no round is due.
-* CPU time is that of all processes of a tree, trainer, Ray and replay buffer included, from a chunk's first request to
-  its last answer or the end of its training.
+What makes the comparison fair:
+* While the contender serves, its trainer runs on the same cores whenever a round is due. The
+  figures include what that takes from serving.
+* A round that is running when a chunk ends continues to its end, and its draft is swapped in. These
+  seconds are added to the contender's time as if nothing had been served in them ("charged"). In
+  continuous traffic some requests would have been served, so the charged figure is a lower bound
+  and the figure of traffic alone an upper bound.
+* Nothing is trained while the reference serves, because no round is due without traffic.
+* CPU time covers all processes of a tree, with trainer, Ray and replay buffer, from a chunk's first
+  request to its last answer or the end of its training.
 """
 
 from __future__ import annotations
@@ -56,9 +59,11 @@ def protocol(options: Options) -> Protocol:
     config = drift_jobs.base_config()
     return Protocol(
         bench="drift_speed",
-        question="How fast does each contender serve drifting traffic, and at what CPU time, over no speculation?",
+        question="How fast does each contender serve drifting traffic, and at what CPU time, over "
+        "no speculation?",
         arms=QUICK_ARMS if options.quick else drift_arms.ARMS,
-        order=f"One contender after the other; chunks of {CHUNK} in turns with an engine without speculation.",
+        order=f"One contender after the other; chunks of {CHUNK} in turns with an engine without "
+        "speculation.",
         sizes={
             "schedules": {name: schedule.model_dump() for name, schedule in schedules.items()},
             "chunk": CHUNK,
@@ -89,7 +94,9 @@ def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule
     family = FAMILIES[schedule.family]
     coming = arrivals(schedule, name, SEED)
     streams = {
-        domain: family.prompts(domain, FIRST_SERVED + SEED, 1 + max(a.index for a in coming if a.domain == domain))
+        domain: family.prompts(
+            domain, FIRST_SERVED + SEED, 1 + max(a.index for a in coming if a.domain == domain)
+        )
         for domain in {arrival.domain for arrival in coming}
     }
     prompts = [streams[arrival.domain][arrival.index] for arrival in coming]
@@ -97,7 +104,10 @@ def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule
     logs.mkdir(exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="osd-drift-") as data,
-        drift_arms.both(arm, family.costly_target(), family.models()[1], Path(data), logs) as (contender, reference),
+        drift_arms.both(arm, family.costly_target(), family.models()[1], Path(data), logs) as (
+            contender,
+            reference,
+        ),
     ):
         pair = {"contender": contender, "reference": reference}
         _warm_up(family, list(pair.values()))
@@ -109,7 +119,9 @@ def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule
             parts = {who: _burst(pair[who], family, some, times) for who in order}
             row = {"schedule": name, "arm": arm, "start": start, "first": order[0], **parts}
             notebook.add(**row, facts=contender.facts())
-            options.say(f"  {start + len(some):4d} of {len(prompts)}: {_speed(parts):.2f} x no speculation")
+            options.say(
+                f"  {start + len(some):4d} of {len(prompts)}: {_speed(parts):.2f} x no speculation"
+            )
 
 
 def _warm_up(family: Family, servers: Sequence[Server]) -> None:
@@ -119,7 +131,9 @@ def _warm_up(family: Family, servers: Sequence[Server]) -> None:
         _burst(server, family, family.prompts(family.home(), block, WARM_UP), None)
 
 
-def _burst(server: Server, family: Family, prompts: Sequence[str], times: Sequence[float] | None) -> Row:
+def _burst(
+    server: Server, family: Family, prompts: Sequence[str], times: Sequence[float] | None
+) -> Row:
     """One chunk to one server, and what it cost until it was at rest."""
     cpu_before = server.cpu_seconds()
     started = time.perf_counter()
@@ -133,13 +147,20 @@ def _burst(server: Server, family: Family, prompts: Sequence[str], times: Sequen
         "charged_s": trained_until - ended,
         "cpu_s": cpu_after - cpu_before,
         "requests": [
-            {"tokens": len(a.token_ids), "ttft_s": a.ttft_s, "seconds": a.seconds, "hash": hash(a.token_ids)}
+            {
+                "tokens": len(a.token_ids),
+                "ttft_s": a.ttft_s,
+                "seconds": a.seconds,
+                "hash": hash(a.token_ids),
+            }
             for a in answers
         ],
     }
 
 
-async def _send(url: str, family: Family, prompts: Sequence[str], times: Sequence[float] | None) -> list[Answer]:
+async def _send(
+    url: str, family: Family, prompts: Sequence[str], times: Sequence[float] | None
+) -> list[Answer]:
     """As fast as they are answered, or each at its time."""
     settings: dict[str, Any] = {"max_tokens": family.max_tokens, "temperature": family.temperature}
     if times is None:
@@ -149,7 +170,9 @@ async def _send(url: str, family: Family, prompts: Sequence[str], times: Sequenc
         await asyncio.sleep(after)
         return (await drive(url, NAME, [prompt], streams=1, **settings))[0]
 
-    return list(await asyncio.gather(*(one(p, after) for p, after in zip(prompts, times, strict=True))))
+    return list(
+        await asyncio.gather(*(one(p, after) for p, after in zip(prompts, times, strict=True)))
+    )
 
 
 def _speed(parts: dict[str, Row]) -> float:

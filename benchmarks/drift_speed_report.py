@@ -1,4 +1,5 @@
-"""The figures of `osd bench drift_speed` from its raw rows: medians of ratios of neighbouring chunks."""
+"""The figures of `osd bench drift_speed` from its raw rows: medians of ratios of neighbouring
+chunks."""
 
 from __future__ import annotations
 
@@ -22,10 +23,14 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     drawings: list[Spread | Lines] = []
     for name, tree in plan.sizes["schedules"].items():
         schedule = Schedule.model_validate(tree)
-        mine = {arm: [r for r in rows if (r["schedule"], r["arm"]) == (name, arm)] for arm in plan.arms}
+        mine = {
+            arm: [r for r in rows if (r["schedule"], r["arm"]) == (name, arm)] for arm in plan.arms
+        }
         mine = {arm: own for arm, own in mine.items() if own}
         for title, start, stop in _windows(schedule, plan.sizes["chunk"]):
-            within = {arm: [r for r in own if start <= r["start"] < stop] for arm, own in mine.items()}
+            within = {
+                arm: [r for r in own if start <= r["start"] < stop] for arm, own in mine.items()
+            }
             figures += _figures(f"{name}: {title}", within)
         figures += _checks(name, mine)
         drawings += [_spread(name, mine), _lines(name, mine)]
@@ -68,7 +73,11 @@ def _tpot(part: Row) -> float:
 
 
 def _tpots(part: Row) -> list[float]:
-    return [(r["seconds"] - r["ttft_s"]) / (r["tokens"] - 1) for r in part["requests"] if r["tokens"] > 1]
+    return [
+        (r["seconds"] - r["ttft_s"]) / (r["tokens"] - 1)
+        for r in part["requests"]
+        if r["tokens"] > 1
+    ]
 
 
 def _latencies(part: Row) -> list[float]:
@@ -95,17 +104,26 @@ def _ratio(rows: Sequence[Row], part: Part) -> Estimate:
 def _compared(group: str, name: str, rows: Sequence[Row], part: Part) -> Figure:
     """The ratio; without an interval where there is but one chunk."""
     found = _ratio(rows, part)
-    return Figure.of(group, name, found) if found.n > 1 else Figure(group=group, name=name, value=found.value)
+    return (
+        Figure.of(group, name, found)
+        if found.n > 1
+        else Figure(group=group, name=name, value=found.value)
+    )
 
 
 def _figures(group: str, within: dict[str, list[Row]]) -> list[Figure]:
     figures = []
     for title, part in RATIOS.items():
-        figures += [_compared(group, f"{title}, {arm} / {NO_SPECULATION}", own, part) for arm, own in within.items()]
+        figures += [
+            _compared(group, f"{title}, {arm} / {NO_SPECULATION}", own, part)
+            for arm, own in within.items()
+        ]
     for arm, own in within.items():
         figures += _absolute(group, arm, own, CONTENDER)
     # The reference ran beside every contender: all its chunks together.
-    return figures + _absolute(group, NO_SPECULATION, [r for own in within.values() for r in own], REFERENCE)
+    return figures + _absolute(
+        group, NO_SPECULATION, [r for own in within.values() for r in own], REFERENCE
+    )
 
 
 def _absolute(group: str, arm: str, rows: Sequence[Row], who: str) -> list[Figure]:
@@ -115,7 +133,13 @@ def _absolute(group: str, arm: str, rows: Sequence[Row], who: str) -> list[Figur
     cpu_s = sum(part["cpu_s"] for part in parts)
     figures = [
         Figure(group=group, name=f"tokens/s, {arm}", value=tokens / seconds, unit="/s", n=num),
-        Figure(group=group, name=f"tokens per CPU second, {arm}", value=tokens / cpu_s, unit="/s", n=num),
+        Figure(
+            group=group,
+            name=f"tokens per CPU second, {arm}",
+            value=tokens / cpu_s,
+            unit="/s",
+            n=num,
+        ),
     ]
     for title, values in (
         ("TPOT", [1e3 * v for part in parts for v in _tpots(part)]),
@@ -123,7 +147,15 @@ def _absolute(group: str, arm: str, rows: Sequence[Row], who: str) -> list[Figur
     ):
         for label, q in (("p50", 0.5), ("p99", 0.99)):
             value = quantile(values, q)
-            figures.append(Figure(group=group, name=f"{title} {label}, {arm}", value=value, unit="ms", n=len(values)))
+            figures.append(
+                Figure(
+                    group=group,
+                    name=f"{title} {label}, {arm}",
+                    value=value,
+                    unit="ms",
+                    n=len(values),
+                )
+            )
     return figures
 
 
@@ -131,11 +163,21 @@ def _checks(name: str, mine: dict[str, list[Row]]) -> list[Figure]:
     """Whether both did the same work, what was charged, and what became of training."""
     figures, group = [], f"{name}: checks"
     for arm, own in mine.items():
-        pairs = [p for row in own for p in zip(row[CONTENDER]["requests"], row[REFERENCE]["requests"], strict=True)]
+        pairs = [
+            p
+            for row in own
+            for p in zip(row[CONTENDER]["requests"], row[REFERENCE]["requests"], strict=True)
+        ]
         num_different = sum(a["hash"] != b["hash"] for a, b in pairs)
-        figures.append(Figure(group=group, name=f"answers that differ, {arm}", value=num_different, n=len(pairs)))
+        figures.append(
+            Figure(
+                group=group, name=f"answers that differ, {arm}", value=num_different, n=len(pairs)
+            )
+        )
         charged = sum(row[CONTENDER]["charged_s"] for row in own)
-        figures.append(Figure(group=group, name=f"charged, {arm}", value=charged, unit="s", n=len(own)))
+        figures.append(
+            Figure(group=group, name=f"charged, {arm}", value=charged, unit="s", n=len(own))
+        )
         for key, value in own[-1]["facts"].items():
             figures.append(Figure(group=group, name=f"{key}, {arm}", value=value))
     return figures
@@ -146,12 +188,16 @@ def _spread(name: str, mine: dict[str, list[Row]]) -> Spread:
     for arm, own in mine.items():
         observed = tuple(_charged(r[CONTENDER]) / _charged(r[REFERENCE]) for r in own)
         rows.append((arm, _ratio(own, _charged), observed))
-    return Spread(title=f"{name}: tokens/s over no speculation", unit="ratio", rows=tuple(rows), reference=1.0)
+    return Spread(
+        title=f"{name}: tokens/s over no speculation", unit="ratio", rows=tuple(rows), reference=1.0
+    )
 
 
 def _lines(name: str, mine: dict[str, list[Row]]) -> Lines:
     lines = {
-        arm: tuple((float(r["start"]), _charged(r[CONTENDER]) / _charged(r[REFERENCE])) for r in own)
+        arm: tuple(
+            (float(r["start"]), _charged(r[CONTENDER]) / _charged(r[REFERENCE])) for r in own
+        )
         for arm, own in mine.items()
     }
     return Lines(

@@ -1,4 +1,5 @@
-"""Real vLLM in this process, stepped by hand, so that two arms can take turns on the very same engine."""
+"""Real vLLM in this process, stepped by hand, so that two arms can take turns on the same
+engine."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ ENVIRONMENT = {
 def prepare() -> None:
     """Set the environment of the engine. To be called before torch is imported."""
     os.environ.update(ENVIRONMENT)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about names that vLLM looks up
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning
+    )  # torch's, about names that vLLM looks up
     from serving.vllm.server import prepare_environment
 
     prepare_environment()
@@ -44,13 +47,17 @@ class Burst:
     outputs: dict[str, list[int]] = field(default_factory=dict)
     """request id -> tokens"""
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    """(time of the later token, seconds since the one before) per request, for steps that brought any."""
+    """(time of the later token, seconds since the one before) per request, for steps that brought
+    any."""
 
 
 class Engine:
-    """`num_speculative_tokens` k, float32, no CUDA graphs, no prefix cache (the same prompts are sent again)."""
+    """`num_speculative_tokens` k, float32, no CUDA graphs, no prefix cache (the same prompts are
+    sent again)."""
 
-    def __init__(self, target: Path, release: DraftRelease, *, k: int, batch: int, **options: Any) -> None:
+    def __init__(
+        self, target: Path, release: DraftRelease, *, k: int, batch: int, **options: Any
+    ) -> None:
         from benchmarks import vllm_engine
 
         self._vllm = vllm_engine
@@ -65,7 +72,11 @@ class Engine:
             "seed": 0,
             "use_tqdm_on_load": False,
             "worker_extension_cls": WORKER,
-            "speculative_config": {"method": "draft_model", "model": release.path, "num_speculative_tokens": k},
+            "speculative_config": {
+                "method": "draft_model",
+                "model": release.path,
+                "num_speculative_tokens": k,
+            },
         }
         self.llm = vllm_engine.engine_in_process(str(target), settings | options)
 
@@ -74,9 +85,13 @@ class Engine:
         return self.llm.collective_rpc(method, args=args, kwargs=kwargs)[0]
 
     def burst(
-        self, prompts: Sequence[list[int]], num_tokens: int, is_over: Callable[[], bool] = lambda: False
+        self,
+        prompts: Sequence[list[int]],
+        num_tokens: int,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> Burst:
-        """All prompts in flight together until each has its tokens, or `is_over`, asked after each step, says so."""
+        """All prompts in flight together until each has its tokens, or `is_over`, asked after each
+        step, says so."""
         for i, prompt in enumerate(prompts):
             self._vllm.add_greedy(self.llm, str(i), prompt, num_tokens)
         found = Burst(outputs={str(i): [] for i in range(len(prompts))})

@@ -1,12 +1,14 @@
-"""`osd bench harm`: can traffic make the service worse than a draft that never learns, or make it forget?
+"""`osd bench harm`: whether traffic can make the service worse than a draft that never learns, or
+make it forget.
 
-Recorded requests come one by one, none labelled; the project's trainer and gate learn from them with the settings of
-the tiny preset, and what each draft would have been accepted is counted by replay.
+Recorded requests come one by one and without labels. The project's trainer and gate learn from them
+with the settings of the tiny preset, and replay counts the acceptance of each draft.
 
-    poisoned    two domains in turns, half of all stored rows with random tokens in the target's place;
-                and the same without poison
-    sly         the same, but half of the poisoned rows leave the token served where it is, and lie about the next
-    hostile     home traffic, every second request of a client whose prompts and answers are noise
+    poisoned    two domains in turns; half of all stored rows have random tokens instead of the
+                target's; and the same without poison
+    sly         the same, but half of the poisoned rows keep the served token, and are wrong about
+                the next one
+    hostile     home traffic; every second request is of a client that sends and gets noise
     return      home, then another domain, then home again
     steady      home alone, long after there is anything left to learn
 """
@@ -48,7 +50,8 @@ def protocol(options: Options) -> Protocol:
     """What will be measured."""
     return Protocol(
         bench="harm",
-        question="Can traffic make the draft that serves worse for others, or make it forget, or keep training busy?",
+        question="Can traffic make the draft that serves worse for others, or make it forget, or "
+        "keep training busy?",
         arms=("learnt", "frozen"),
         order="Each scenario and seed by itself; both drafts are counted on the same requests.",
         sizes={
@@ -86,7 +89,8 @@ def run(options: Options) -> Result:
 
 
 def poisoned(plan: Protocol, seed: int, sly: float = 0.0) -> Row:
-    """All requests are users'; half of what is learnt from is wrong, a share of that not to be told from the text."""
+    """All requests are users'; half of what is learnt from is wrong, a share of that not to be told
+    from the text."""
     rng = np.random.default_rng(seed)
     home, other = _recorded(seed, plan.sizes["requests"] // 2)
     honest = [request for pair in zip(home, other, strict=True) for request in pair]
@@ -94,7 +98,11 @@ def poisoned(plan: Protocol, seed: int, sly: float = 0.0) -> Row:
     stored = [_poison(request, vocabulary, rng, sly) for request in honest]
     home_places, other_places = range(0, len(honest), 2), range(1, len(honest), 2)
     row = _both(_named(honest), _named(stored), seed, home_places, other_places)
-    return row | {"unpoisoned": _both(_named(honest), _named(honest), seed, home_places, other_places)["learnt"]}
+    return row | {
+        "unpoisoned": _both(_named(honest), _named(honest), seed, home_places, other_places)[
+            "learnt"
+        ]
+    }
 
 
 def hostile(plan: Protocol, seed: int) -> Row:
@@ -146,8 +154,9 @@ def _named(requests: Sequence[Recorded]) -> list[Recorded]:
 
 
 def _poison(request: Recorded, vocabulary: int, rng: np.random.Generator, sly: float) -> Recorded:
-    """Half of the rows are as sure of themselves as before, of random tokens; but a share `sly` of these leaves the
-    likeliest token where it is, which is what was served, and gives almost as much to a random one."""
+    """Half of the rows are as sure of themselves as before, of random tokens; but a share `sly` of
+    these leaves the likeliest token where it is, which is what was served, and gives almost as much
+    to a random one."""
     num, width = request.target_ids.shape
     lot_T = rng.random((num,))
     shift_T1 = rng.integers(1, vocabulary, (num, 1))  # tokens of a row stay different ones
@@ -160,7 +169,9 @@ def _poison(request: Recorded, vocabulary: int, rng: np.random.Generator, sly: f
     return replace(
         request,
         target_ids=np.where((lot_T < 0.5)[:, None], ids, request.target_ids),
-        target_logprobs=np.where(is_sly_T[:, None], flat, request.target_logprobs).astype(np.float16),
+        target_logprobs=np.where(is_sly_T[:, None], flat, request.target_logprobs).astype(
+            np.float16
+        ),
         tail_logprob=np.where(is_sly_T, np.log(0.02), request.tail_logprob).astype(np.float32),
     )
 
@@ -175,13 +186,19 @@ def _noise(like: Recorded, vocabulary: int, rng: np.random.Generator) -> Recorde
     prompt = rng.integers(0, vocabulary, len(like.prompt_ids)).astype(np.int32)
     tail = np.full(num, -9.0, np.float32)
     return replace(
-        like, prompt_ids=prompt, output_ids=output, target_ids=targets, target_logprobs=logprobs, tail_logprob=tail
+        like,
+        prompt_ids=prompt,
+        output_ids=output,
+        target_ids=targets,
+        target_logprobs=logprobs,
+        tail_logprob=tail,
     )
 
 
 def _both(honest: Sequence[Recorded], stored: Sequence[Recorded], seed: int, *rest: range) -> Row:
-    """Counts per request of a draft that learns from `stored`, and of one that does not; tokens served are the same.
-    `rest`: the requests that count, each kind by itself, so that none pays for another's gain unseen."""
+    """Counts per request of a draft that learns from `stored`, and of one that does not; tokens
+    served are the same. `rest`: the requests that count, each kind by itself, so that none pays for
+    another's gain unseen."""
     from benchmarks.learning import learn
 
     draft = FAMILIES[FAMILY].models()[1]
@@ -229,7 +246,12 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
                 for other in others
             ),
             *_means(name, mine, {f"α on the rest, {arm}": arm for arm in ("learnt", *others)}),
-            Figure(group=name, name="rounds", value=float(np.mean([row["rounds"] for row in mine])), n=len(mine)),
+            Figure(
+                group=name,
+                name="rounds",
+                value=float(np.mean([row["rounds"] for row in mine])),
+                n=len(mine),
+            ),
             Figure(
                 group=name,
                 name="publications",
@@ -238,11 +260,18 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
             ),
         ]
         if name != "hostile":
-            gains = [alpha(row["learnt"], row["rest"][-1]) - alpha(row["frozen"], row["rest"][-1]) for row in mine]
+            gains = [
+                alpha(row["learnt"], row["rest"][-1]) - alpha(row["frozen"], row["rest"][-1])
+                for row in mine
+            ]
             figures.append(Figure(group=name, name=GAINED, value=min(gains), n=len(gains)))
     figures += _return(plan, [row for row in rows if row["scenario"] == "return"])
     figures += _steady(plan, [row for row in rows if row["scenario"] == "steady"])
-    return Result(protocol=plan, figures=tuple(figures), drawings=tuple(_drawing(rows, name) for name in SCENARIOS))
+    return Result(
+        protocol=plan,
+        figures=tuple(figures),
+        drawings=tuple(_drawing(rows, name) for name in SCENARIOS),
+    )
 
 
 def alpha(counts: dict[str, list[int]], places: Sequence[int]) -> float:
@@ -254,7 +283,9 @@ def alpha(counts: dict[str, list[int]], places: Sequence[int]) -> float:
 def _differences(row: Row, other: str) -> list[float]:
     """α learnt less that of the other draft, in each window of each kind of the rest."""
     windows = [
-        places[i : i + WINDOW] for places in row["rest"] for i in range(0, len(places) - WINDOW + 1, WINDOW // 2)
+        places[i : i + WINDOW]
+        for places in row["rest"]
+        for i in range(0, len(places) - WINDOW + 1, WINDOW // 2)
     ]
     return [alpha(row["learnt"], w) - alpha(row[other], w) for w in windows]
 
@@ -280,8 +311,15 @@ def _return(plan: Protocol, rows: Sequence[Row]) -> list[Figure]:
     kept = [alpha(r["learnt"], at_once) / alpha(r["learnt"], before) for r in rows]
     learnt = [alpha(r["learnt"], reached) / alpha(r["ceiling"], reached) for r in rows]
     return [
-        Figure(group="return", name="α at once on return over α before", value=min(kept), n=len(kept)),
-        Figure(group="return", name="α reached on the other domain over its ceiling", value=min(learnt), n=len(rows)),
+        Figure(
+            group="return", name="α at once on return over α before", value=min(kept), n=len(kept)
+        ),
+        Figure(
+            group="return",
+            name="α reached on the other domain over its ceiling",
+            value=min(learnt),
+            n=len(rows),
+        ),
         Figure(
             group="return",
             name="α reached on the other domain, mean",
@@ -295,8 +333,15 @@ def _steady(plan: Protocol, rows: Sequence[Row]) -> list[Figure]:
     half = plan.sizes["steady"] // 2
     late = [sum(at >= half for at in row["published_at"]) for row in rows]
     return [
-        Figure(group="steady", name="publications in the second half", value=max(late), n=len(rows)),
-        Figure(group="steady", name="rounds", value=float(np.mean([row["rounds"] for row in rows])), n=len(rows)),
+        Figure(
+            group="steady", name="publications in the second half", value=max(late), n=len(rows)
+        ),
+        Figure(
+            group="steady",
+            name="rounds",
+            value=float(np.mean([row["rounds"] for row in rows])),
+            n=len(rows),
+        ),
         Figure(
             group="steady",
             name="rounds if training never rested",
@@ -314,4 +359,9 @@ def _drawing(rows: Sequence[Row], name: str) -> Lines:
         if arm in row:
             windows = [places[max(0, i - 24) : i + 1] for i in range(24, len(places), 8)]
             lines[arm] = tuple((float(w[-1]), alpha(row[arm], w)) for w in windows)
-    return Lines(title=f"{name}: α over the last 25 requests of the rest", x_label="request", y_label="α", lines=lines)
+    return Lines(
+        title=f"{name}: α over the last 25 requests of the rest",
+        x_label="request",
+        y_label="α",
+        lines=lines,
+    )

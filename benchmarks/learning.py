@@ -1,8 +1,8 @@
-"""Learning curves without an engine: requests of a recording arrive one by one, the real trainer learns, the real gate
-publishes, and what each draft would have been accepted of each request is counted by replay.
+"""Learning curves without an engine: recorded requests arrive one by one, the real trainer learns,
+the real gate publishes, and replay counts the acceptance of each draft on each request.
 
-It says how fast a way of training learns per request and per second of training. It says nothing of the speed of
-serving: for that, see the benches that run the engine.
+The curves show how fast a way of training learns, per request and per second of training. The
+benches that run the engine measure the speed of serving.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.recording import Recorded, trace_of
 from benchmarks.served import TARGET_ID, EveryStep, Served, Server
 from buffers.memory import MemoryTraceBuffer
 from osd.config.schema import Config
-from osd.control.drift import Appetite
+from osd.control.drift import DriftDetector
 from osd.control.policy import predicted_alpha, should_publish
 from osd.records import DraftRelease, Event, SpecWindow, Trace
 from osd.releases.store import ReleaseStore
@@ -39,9 +39,10 @@ def learn(
 ) -> Curve:
     """Serve the requests; train whenever the configuration says so, as if training took no time.
 
-    `arrivals`: seconds at which the requests end, by default one after the other each second. `may_rest`: training
-    rests where it brings nothing, as in the service; without it every curve has the same rounds. `server`: how they
-    are served, by default with k_max draft tokens in every step.
+    `arrivals`: seconds at which the requests end, by default one after the other each second.
+    `may_rest`: training rests where it brings nothing, as in the service; without it every curve
+    has the same rounds. `server`: how they are served, by default with k_max draft tokens in every
+    step.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -50,7 +51,7 @@ def learn(
     store = ReleaseStore(directory / "releases")
     serving = store.publish(draft, parent=0, target_id=TARGET_ID)
     trainer = Trainer(config.trainer, config.gate, k, buffer, directory / "trainer", TARGET_ID)
-    appetite = Appetite(config.trainer, TARGET_ID)
+    detector = DriftDetector(config.trainer, TARGET_ID)
     server = server or EveryStep(requests, k)
     server.swap(serving.path, None)
     paddings: list[float] = []
@@ -63,21 +64,23 @@ def learn(
         ended.append(served)
         at = max(at, float(served.index) if arrivals is None else arrivals[served.index])
         buffer.put([_trace(config, requests[served.index], served, at, rng, serving)])
-        appetite.add(_window(served, at, serving.version, k))
-        is_wanted = not may_rest or appetite.decide(at).ok
+        detector.add(_window(served, at, serving.version, k))
+        is_wanted = not may_rest or detector.decide(at).ok
         if is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces:
             started, cpu_started = time.perf_counter(), time.process_time()
             outcome = trainer.run_round(serving)
             train_seconds += time.perf_counter() - started
             train_cpu_s += time.process_time() - cpu_started
             num_rounds += 1
-            appetite.add(outcome)
+            detector.add(outcome)
             is_better = should_publish(outcome, serving, config.gate, False).ok
-            appetite.add(Event(at=at, kind="published" if is_better else "refused", text=""))
+            detector.add(Event(at=at, kind="published" if is_better else "refused", text=""))
             num_discarded += bool(outcome.discarded)
             paddings.append(outcome.padding)
             if is_better:
-                serving = store.publish(outcome.path, parent=serving.version, target_id=TARGET_ID, outcome=outcome)
+                serving = store.publish(
+                    outcome.path, parent=serving.version, target_id=TARGET_ID, outcome=outcome
+                )
                 store.prune(2, {serving.version})
                 server.swap(serving.path, predicted_alpha(serving))
                 num_published += 1

@@ -1,7 +1,7 @@
 """Drafts without a model, replayed: vLLM's n-gram proposer (prompt lookup), and suffix decoding.
 
-They look for the last tokens in what was said before and propose what followed there. A step may have nothing to
-propose; then the target makes one token, as without speculation.
+They search the earlier text for the last tokens, and propose the tokens that followed there. When a
+step has nothing to propose, the target makes one token, as without speculation.
 """
 
 from __future__ import annotations
@@ -10,25 +10,38 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.curve import Counts, Curve
+from benchmarks.curve import Curve, StepCounts
 from benchmarks.recording import Recorded
 
 VLLM_NGRAM = 5
 """vLLM's `prompt_lookup_min` and `prompt_lookup_max` where neither is given."""
-SUFFIX_TREE_DEPTH, SUFFIX_CACHED_REQUESTS, SUFFIX_FACTOR, SUFFIX_MIN_PROBABILITY = 24, 10_000, 1.0, 0.1
+SUFFIX_TREE_DEPTH, SUFFIX_CACHED_REQUESTS, SUFFIX_FACTOR, SUFFIX_MIN_PROBABILITY = (
+    24,
+    10_000,
+    1.0,
+    0.1,
+)
 """vLLM's `suffix_decoding_*` defaults. Its default k is the depth of the tree."""
 
 Propose = Callable[[int], Sequence[int]]
 """Number of output tokens so far -> draft tokens, none at all where nothing is found."""
 
 
-def ngram(requests: Sequence[Recorded], k: int, *, shortest: int = VLLM_NGRAM, longest: int = VLLM_NGRAM) -> Curve:
-    """What vLLM's `method: ngram` would have been accepted; each request looks at its own tokens alone."""
+def ngram(
+    requests: Sequence[Recorded], k: int, *, shortest: int = VLLM_NGRAM, longest: int = VLLM_NGRAM
+) -> Curve:
+    """What vLLM's `method: ngram` would have been accepted; each request looks at its own tokens
+    alone."""
     counts = []
     for request in requests:
-        tokens, num_prompt = np.concatenate([request.prompt_ids, request.output_ids]), len(request.prompt_ids)
+        tokens, num_prompt = (
+            np.concatenate([request.prompt_ids, request.output_ids]),
+            len(request.prompt_ids),
+        )
 
-        def propose(at: int, tokens: np.ndarray = tokens, num_prompt: int = num_prompt) -> Sequence[int]:
+        def propose(
+            at: int, tokens: np.ndarray = tokens, num_prompt: int = num_prompt
+        ) -> Sequence[int]:
             return prompt_lookup(tokens[: num_prompt + at], k, shortest, longest)
 
         counts.append(walk(request.output_ids, propose))
@@ -36,8 +49,8 @@ def ngram(requests: Sequence[Recorded], k: int, *, shortest: int = VLLM_NGRAM, l
 
 
 def prompt_lookup(tokens: np.ndarray, k: int, shortest: int, longest: int) -> list[int]:
-    """The at most k tokens that followed the earliest occurrence of the longest suffix of `longest` to `shortest`
-    tokens that occurs before (vllm/v1/spec_decode/ngram_proposer.py)."""
+    """The at most k tokens that followed the earliest occurrence of the longest suffix of `longest`
+    to `shortest` tokens that occurs before (vllm/v1/spec_decode/ngram_proposer.py)."""
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], size)
         found = np.flatnonzero((windows == tokens[-size:]).all(1))
@@ -48,7 +61,8 @@ def prompt_lookup(tokens: np.ndarray, k: int, shortest: int, longest: int) -> li
 
 
 def suffix(requests: Sequence[Recorded], k: int) -> Curve:
-    """What vLLM's `method: suffix` would have been accepted: it remembers the answers to earlier requests.
+    """What vLLM's `method: suffix` would have been accepted: it remembers the answers to earlier
+    requests.
 
     Raises `ImportError` where the package that has it is not installed.
     """
@@ -64,7 +78,8 @@ def suffix(requests: Sequence[Recorded], k: int) -> Curve:
 
 
 class _Suffix:
-    """One request's view of the cache, which learns the output as it comes (vllm/v1/spec_decode/suffix_decoding.py)."""
+    """One request's view of the cache, which learns the output as it comes
+    (vllm/v1/spec_decode/suffix_decoding.py)."""
 
     def __init__(self, cache: object, request: Recorded, k: int) -> None:
         self._cache, self._request, self._k = cache, request, k
@@ -86,10 +101,11 @@ class _Suffix:
         return list(found.token_ids)
 
 
-def walk(output_ids: np.ndarray, propose: Propose) -> Counts:
+def walk(output_ids: np.ndarray, propose: Propose) -> StepCounts:
     """Verification steps over a served output, from its second token on.
 
-    A draft is tested up to its first wrong token, or up to the end of the answer; the target adds one token.
+    A draft is tested up to its first wrong token, or up to the end of the answer; the target adds
+    one token.
     """
     steps = drafts = drafted = tested = accepted = 0
     at = 1
@@ -105,7 +121,7 @@ def walk(output_ids: np.ndarray, propose: Propose) -> Counts:
         tested += min(num_right + 1, len(served))
         accepted += num_right
         at += num_right + 1
-    return Counts(
+    return StepCounts(
         tokens=max(len(output_ids) - 1, 0),
         steps=steps,
         drafts=drafts,

@@ -1,4 +1,4 @@
-"""Random Llama models of any size, for measuring cost: nothing is learnt and nothing is downloaded."""
+"""Random Llama models of any size, to measure costs without training or downloads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def build(size: Size, directory: Path, *, seed: int = 0) -> int:
 
 
 def copy_with_noise(source: Path, directory: Path, noise: float, *, seed: int = 1) -> Path:
-    """The same model with `noise` times each tensor's own deviation added: it often agrees with its source."""
+    """The same model with `noise` times each tensor's own deviation added: it often agrees with its
+    source."""
     import shutil
 
     import torch
@@ -68,7 +69,10 @@ def copy_with_noise(source: Path, directory: Path, noise: float, *, seed: int = 
     shutil.copyfile(source / "config.json", directory / "config.json")
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(source / "model.safetensors")
-    noisy = {n: t + torch.randn(t.shape, generator=generator) * noise * _deviation(t) for n, t in tensors.items()}
+    noisy = {
+        n: t + torch.randn(t.shape, generator=generator) * noise * _deviation(t)
+        for n, t in tensors.items()
+    }
     save_file(noisy, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

@@ -1,4 +1,5 @@
-"""A bench's report as one self-contained HTML page: lines as the demo's charts, spreads as SVG by hand."""
+"""A bench's report as one self-contained HTML page: lines drawn as in the demo's charts, spreads as
+hand-made SVG."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ def page(result: Result, machine: dict[str, object]) -> str:
         f"osd bench {protocol.bench}",
         protocol.question,
         [
-            section("Found", text(f"Arms: {', '.join(protocol.arms)}. {protocol.order}"), preformatted(table(result))),
+            section(
+                "Found",
+                text(f"Arms: {', '.join(protocol.arms)}. {protocol.order}"),
+                preformatted(table(result)),
+            ),
             *(section(drawing.title, draw(drawing)) for drawing in result.drawings),
             section("Measured on", report_page.table({**machine, **protocol.sizes})),
         ],
@@ -39,7 +44,8 @@ def draw(drawing: Drawing) -> str:
 def _chart(drawing: Lines) -> Chart:
     x = sorted({at for points in drawing.lines.values() for at, _ in points})
     lines = tuple(
-        Line(label=label, values=tuple(map(dict(points).get, x)), digits=3) for label, points in drawing.lines.items()
+        Line(label=label, values=tuple(map(dict(points).get, x)), digits=3)
+        for label, points in drawing.lines.items()
     )
     return Chart(
         title=drawing.title,
@@ -62,14 +68,19 @@ def _spread(drawing: Spread) -> str:
     if drawing.reference is not None:
         at = x(drawing.reference)
         parts.append(
-            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{bottom}" stroke="var(--muted)" stroke-dasharray="4 3"/>'
+            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{bottom}" stroke="var(--muted)" '
+            'stroke-dasharray="4 3"/>'
         )
     for i, (label, found, observed) in enumerate(drawing.rows):
         y, colour = ROW_HEIGHT * (i + 0.5) + 5, f"var(--line-{i % NUM_COLOURS + 1})"
         parts.append(_text(LEFT - 8, y + 4, label, "end"))
-        parts += [f'<circle cx="{x(v):.1f}" cy="{y}" r="3" fill="{colour}" opacity="0.25"/>' for v in observed]
+        parts += [
+            f'<circle cx="{x(v):.1f}" cy="{y}" r="3" fill="{colour}" opacity="0.25"/>'
+            for v in observed
+        ]
         parts.append(
-            f'<line x1="{x(found.low):.1f}" x2="{x(found.high):.1f}" y1="{y}" y2="{y}" stroke="{colour}" '
+            f'<line x1="{x(found.low):.1f}" x2="{x(found.high):.1f}" y1="{y}" y2="{y}" '
+            f'stroke="{colour}" '
             f'stroke-width="3"/><circle cx="{x(found.value):.1f}" cy="{y}" r="5" fill="{colour}"/>'
         )
     return _svg(bottom + 40, parts)
@@ -101,12 +112,17 @@ def _x_axis(x: _Scale, y: float, label: str) -> str:
         + _text(x(t), y + 17, number(t), "middle")
         for t in x.ticks()
     )
-    line = f'<line x1="{x(x.low):.1f}" x2="{x(x.high):.1f}" y1="{y}" y2="{y}" stroke="var(--muted)"/>'
+    line = (
+        f'<line x1="{x(x.low):.1f}" x2="{x(x.high):.1f}" y1="{y}" y2="{y}" stroke="var(--muted)"/>'
+    )
     return line + ticks + _text(WIDTH - RIGHT, y + 34, label, "end")
 
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = "var(--ink)") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="12" fill="{colour}">{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="12" '
+        f'fill="{colour}">{escape(text)}</text>'
+    )
 
 
 def _svg(height: float, parts: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What is fixed before a run, and what it measures, on disk as it happens.
+"""The protocol of a run, written before it starts, and its measurements, written as they are made.
 
 DIRECTORY/   protocol.json   raw.jsonl   result.json   report.html
 """
@@ -19,7 +19,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """A bound that a figure is held to. `bound` says which number: its value, or an end of its interval.
+    """A bound that a figure is held to. `bound` says which number: its value, or an end of its
+    interval.
 
     Example:
         Goal(figure="tokens/s, on / off", bound="low", at_least=0.98)
@@ -32,11 +33,15 @@ class Goal:
     at_most: float | None = None
 
     def is_met(self, number: float) -> bool:
-        return (self.at_least is None or number >= self.at_least) and (self.at_most is None or number <= self.at_most)
+        return (self.at_least is None or number >= self.at_least) and (
+            self.at_most is None or number <= self.at_most
+        )
 
     def __str__(self) -> str:
         what = {"value": "", "low": "lower bound ", "high": "upper bound "}[self.bound]
-        return what + (f">= {self.at_least:g}" if self.at_least is not None else f"<= {self.at_most:g}")
+        return what + (
+            f">= {self.at_least:g}" if self.at_least is not None else f"<= {self.at_most:g}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +68,8 @@ class Options:
 
 
 class Notebook:
-    """The files of one run. The protocol is written by the constructor, each row as soon as it is measured."""
+    """The files of one run. The protocol is written by the constructor, each row as soon as it is
+    measured."""
 
     def __init__(self, options: Options, protocol: Protocol) -> None:
         self.rows: list[Row] = []

@@ -1,9 +1,11 @@
-"""A target's answers with its distribution at every output token: what any draft would have met, served once for all.
+"""A target's answers with its distribution at every output token, served once and replayed for
+every draft.
 
-At temperature 0 the served tokens do not depend on the draft. So one recording, and a replay of the draft over it, give
-exactly what a service would have counted and captured; tests hold served counts and replayed ones to each other. At a
-higher temperature their distribution does not depend on it (a greedy draft's token x is served with the target's p(x),
-proposed or not), so a sampled recording gives what one such service would have counted.
+At temperature 0 the served tokens do not depend on the draft. So a replay of the draft over one
+recording gives exactly the counts and captures of a service; tests compare served and replayed
+counts. At a higher temperature the distribution of the served tokens does not depend on the draft
+(a token x of a greedy draft is served with the target's p(x), proposed or not), so a sampled
+recording gives the counts of one such service.
 
 Legend: T output tokens, K top-k, V vocabulary.
 """
@@ -73,7 +75,8 @@ def record(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[Recorded]:
-    """The target's answers to chat prompts, greedy at temperature 0. Names are the prompts' numbers.
+    """The target's answers to chat prompts, greedy at temperature 0. Names are the prompts'
+    numbers.
 
     The distributions are those before temperature, as capture stores them.
     """
@@ -81,7 +84,8 @@ def record(
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     ids: list[list[int]] = [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        for chat in chats
     ]
     found: list[Recorded | None] = [None] * len(prompts)
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
@@ -107,7 +111,8 @@ def trace_of(
     rng: np.random.Generator,
     draft_version: int = 1,
 ) -> Trace:
-    """What capture would have kept of an answer whose tokens came about as `kind_T` says (int8 [T], see `kinds`)."""
+    """What capture would have kept of an answer whose tokens came about as `kind_T` says (int8 [T],
+    see `kinds`)."""
     keep_prob_T = np.array([1.0, accepted_fraction, plain_fraction])[kind_T]
     kept = np.flatnonzero(rng.random(len(kind_T)) < keep_prob_T)
     return Trace(
@@ -129,9 +134,9 @@ def trace_of(
 
 
 def kinds(is_match_T: np.ndarray, k: int, num_output: int) -> np.ndarray:
-    """int8 [T]: what became of each output token with k draft tokens in every step, from a draft whose argmax was right
-    where `is_match_T` says, from the second output token on. The first comes from prefill; after k accepted tokens one
-    is free."""
+    """int8 [T]: what became of each output token with k draft tokens in every step, from a draft
+    whose argmax was right where `is_match_T` says, from the second output token on. The first comes
+    from prefill; after k accepted tokens one is free."""
     kind_T = np.full(num_output, PLAIN, np.int8)
     at = 1
     while at < num_output:
@@ -147,7 +152,11 @@ def kinds(is_match_T: np.ndarray, k: int, num_output: int) -> np.ndarray:
 
 
 def _generate(
-    model: torch.nn.Module, tokenizer: Any, ids: list[list[int]], max_tokens: int, temperature: float
+    model: torch.nn.Module,
+    tokenizer: Any,
+    ids: list[list[int]],
+    max_tokens: int,
+    temperature: float,
 ) -> list[np.ndarray]:
     """Answers to prompts padded on the left, cut after the first end-of-sequence token."""
     length = max(map(len, ids))
@@ -158,9 +167,18 @@ def _generate(
         input_ids[row, length - len(one) :] = torch.tensor(one)
         mask[row, length - len(one) :] = 1
     # top_k 0: transformers would otherwise sample from the 50 likeliest alone.
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0}
+        if temperature
+        else {"do_sample": False}
+    )
     answers = model.generate(  # type: ignore[operator]
-        input_ids, attention_mask=mask, max_new_tokens=max_tokens, eos_token_id=end, pad_token_id=pad, **sampling
+        input_ids,
+        attention_mask=mask,
+        max_new_tokens=max_tokens,
+        eos_token_id=end,
+        pad_token_id=pad,
+        **sampling,
     )
     cut = []
     for answer in answers[:, length:].numpy():

@@ -1,4 +1,4 @@
-"""What a bench found: figures with their intervals, the goals they are held to, and what to draw."""
+"""The result of a bench: figures with their intervals, their goals, and what to draw."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Figure:
     """One number, with its 95 % interval where it has one.
 
     Example:
-        Figure(group="batch 8", name="tokens/s, on / off", value=0.99, low=0.98, high=1.0, unit="", n=40)
+        Figure(group="batch 8", name="tokens/s, on / off", value=0.99, low=0.98, high=1.0, n=40)
     """
 
     group: str
@@ -29,7 +29,15 @@ class Figure:
 
     @classmethod
     def of(cls, group: str, name: str, found: Estimate, unit: str = "") -> Figure:
-        return cls(group=group, name=name, value=found.value, unit=unit, low=found.low, high=found.high, n=found.n)
+        return cls(
+            group=group,
+            name=name,
+            value=found.value,
+            unit=unit,
+            low=found.low,
+            high=found.high,
+            n=found.n,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,25 +87,35 @@ class Result:
         return found
 
     def unjudged(self) -> list[tuple[Goal, str]]:
-        """Each goal that could not be held against a figure, and the group of that figure, "" where there is none at
-        all: a bench that measured too little has not met its goals."""
+        """Each goal that could not be held against a figure, and the group of that figure, "" where
+        there is none at all: a bench that measured too little has not met its goals."""
         found = []
         for goal in self.protocol.goals:
-            groups = [f.group for f in self.figures if f.name == goal.figure and getattr(f, goal.bound) is None]
+            groups = [
+                f.group
+                for f in self.figures
+                if f.name == goal.figure and getattr(f, goal.bound) is None
+            ]
             is_missing = not any(f.name == goal.figure for f in self.figures)
             found += [(goal, group) for group in ([""] if is_missing else groups)]
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON: {"bench", "figures": [...], "goals": [...]}; "met" is None where nothing could be judged."""
+        """Plain JSON: {"bench", "figures": [...], "goals": [...]}; "met" is None where nothing
+        could be judged."""
         goals: list[dict[str, Any]] = [
             {"group": f.group, "figure": f.name, "goal": str(goal), "met": is_met}
             for goal, f, is_met in self.verdicts()
         ]
         goals += [
-            {"group": group, "figure": goal.figure, "goal": str(goal), "met": None} for goal, group in self.unjudged()
+            {"group": group, "figure": goal.figure, "goal": str(goal), "met": None}
+            for goal, group in self.unjudged()
         ]
-        return {"bench": self.protocol.bench, "figures": [asdict(f) for f in self.figures], "goals": goals}
+        return {
+            "bench": self.protocol.bench,
+            "figures": [asdict(f) for f in self.figures],
+            "goals": goals,
+        }
 
 
 def number(value: float) -> str:
@@ -116,7 +134,10 @@ def table(result: Result) -> str:
             lines.append((group, "", "", "", ""))
         lines.append(_line(figure, verdicts.get((figure.group, figure.name))))
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
-    unjudged = [f"not judged: {group + ', ' if group else ''}{g.figure} {g}" for g, group in result.unjudged()]
+    unjudged = [
+        f"not judged: {group + ', ' if group else ''}{g.figure} {g}"
+        for g, group in result.unjudged()
+    ]
     return "\n".join([_aligned(line, widths).rstrip() for line in lines] + unjudged)
 
 
@@ -125,7 +146,13 @@ def _line(figure: Figure, verdict: tuple[Goal, bool] | None) -> tuple[str, ...]:
     if figure.low is not None and figure.high is not None:
         interval = f"{number(figure.low)} to {number(figure.high)}"
     goal = f"{verdict[0]}: {'met' if verdict[1] else 'MISSED'}" if verdict else ""
-    return f"  {figure.name}", f"{number(figure.value)} {figure.unit}".rstrip(), interval, str(figure.n), goal
+    return (
+        f"  {figure.name}",
+        f"{number(figure.value)} {figure.unit}".rstrip(),
+        interval,
+        str(figure.n),
+        goal,
+    )
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""`osd bench NAME`: run one bench, keep its files, print its table."""
+"""`osd bench NAME`: runs one bench, keeps its files, prints its table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from osd.errors import ConfigError
 
 
 def run(name: str, *, quick: bool, out: Path | None, say: Callable[[str], None]) -> Result:
-    """Run the bench `name` and write its files to `out`, by default a new directory under `bench-results/`."""
+    """Run the bench `name` and write its files to `out`, by default a new directory under
+    `bench-results/`."""
     directory = out or Path("bench-results") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -39,7 +40,10 @@ def run(name: str, *, quick: bool, out: Path | None, say: Callable[[str], None])
     (directory / "result.json").write_text(json.dumps(whole, indent=2) + "\n")
     (directory / "report.html").write_text(page(result, machine.describe()))
     say(table(result))
-    say(f"cores busy: {cores['machine']:.2f} on the machine, {cores['bench']:.2f} of them with this bench")
+    say(
+        f"cores busy: {cores['machine']:.2f} on the machine, {cores['bench']:.2f} of them with "
+        "this bench"
+    )
     say(f"{seconds:.0f} s; raw runs, protocol and report.html: {directory}")
     return result
 

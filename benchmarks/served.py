@@ -1,4 +1,5 @@
-"""How recorded requests are served in a replay: what becomes of each token, and of each request in the order they end.
+"""How a replay serves recorded requests: the fate of each token, and the requests in the order in
+which they end.
 
     EveryStep       k draft tokens in every step, one request after the other
     ClosedLoop      the service's own control of speculation decides (`benchmarks/closed_loop.py`)
@@ -15,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.curve import Counts
+from benchmarks.curve import StepCounts
 from benchmarks.recording import Recorded, kinds
 from trainer.draft import RowModel, load_draft
 from trainer.evaluate import count_steps, is_match
@@ -31,9 +32,9 @@ class Served:
 
     index: int
     """Among the requests, by arrival."""
-    counts: Counts
+    counts: StepCounts
     """Of all that was verified, whoever proposed it."""
-    of_the_draft: Counts
+    of_the_draft: StepCounts
     """Of what the draft model proposed."""
     kind_T: np.ndarray
     """int8 [T]: what became of each output token, as capture tells."""
@@ -71,15 +72,16 @@ class EveryStep:
 
 
 def matches_of(model: RowModel, request: Recorded) -> np.ndarray:
-    """bool [T - 1]: where the draft's argmax is the served token, from the second output token on."""
+    """bool [T - 1]: where the draft's argmax is the served token, from the second output token
+    on."""
     return is_match(model, request.bare_trace(TARGET_ID), max_length=UNLIMITED)
 
 
-def counts_of(matches: np.ndarray, k: int) -> Counts:
+def counts_of(matches: np.ndarray, k: int) -> StepCounts:
     """One request with a draft model: every step has a draft of k tokens."""
     tested, accepted = count_steps(matches, k)
     num_steps = int(tested[0])
-    return Counts(
+    return StepCounts(
         tokens=len(matches),
         steps=num_steps,
         drafts=num_steps,

@@ -1,4 +1,5 @@
-"""The two servers that `osd bench serving` compares, each in processes of its own: `osd serve`, and vLLM by itself."""
+"""The two servers that `osd bench serving` compares, each in separate processes: `osd serve`, and
+vLLM alone."""
 
 from __future__ import annotations
 
@@ -25,11 +26,18 @@ SECONDS_TO_STOP = 30
 
 
 @contextmanager
-def process(command: list[str], log: Path, environ: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process whose output goes to `log`; interrupted at the end, killed if that does not help."""
+def process(
+    command: list[str], log: Path, environ: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose output goes to `log`; interrupted at the end, killed if that does not
+    help."""
     with log.open("wb") as file:
         child = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environ}, start_new_session=True
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environ},
+            start_new_session=True,
         )
     try:
         yield child
@@ -48,14 +56,21 @@ def serve_command(config: Path, overrides: list[str]) -> list[str]:
     return [sys.executable, "-m", "osd", "serve", "--config", str(config), *overrides]
 
 
-def vllm_command(target: Path, draft: Path, *, name: str, port: int, k: int, options: Mapping[str, Any]) -> list[str]:
+def vllm_command(
+    target: Path, draft: Path, *, name: str, port: int, k: int, options: Mapping[str, Any]
+) -> list[str]:
     """vLLM's own OpenAI server with the same models, and `options` under vLLM's names."""
     speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": k}
     return bare_command(target, speculation, name=name, port=port, options=options)
 
 
 def bare_command(
-    target: Path, speculation: Mapping[str, Any] | None, *, name: str, port: int, options: Mapping[str, Any]
+    target: Path,
+    speculation: Mapping[str, Any] | None,
+    *,
+    name: str,
+    port: int,
+    options: Mapping[str, Any],
 ) -> list[str]:
     """vLLM's own OpenAI server with vLLM's `speculative_config`; None = no speculation."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]

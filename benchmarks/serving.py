@@ -1,11 +1,13 @@
-"""`osd bench serving`: the whole service beside vLLM by itself, both up at once, on the same traffic in turns.
+"""`osd bench serving`: the whole service compared with vLLM alone. Both are up and take turns on
+the same traffic.
 
     bare       `python -m vllm.entrypoints.openai.api_server`, same models, same sizes
     idle       `osd serve`: capture on, trainer up but paused
     training   `osd serve`: capture on, one training round after the other on the same machine
 
-No draft is ever published here (`gate.min_gain`), so all arms propose the same tokens. The service's engine is asked
-for its counters up to some seconds after its last request, which keeps a core busy: `SECONDS_TO_SETTLE` waits for that.
+No draft is ever published (`gate.min_gain`), so all arms propose the same tokens. For some seconds
+after its last request the service still fetches its engine's counters, which keeps a core busy;
+`SECONDS_TO_SETTLE` waits for that.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ SECONDS_TO_SETTLE = {"bare": 1.5, "service": 4.5}
 REQUESTS = {1: 12, 8: 24, 32: 48}
 """Streams -> requests per burst."""
 LOOKS = "looks that saw a training round"
-METRICS = {"throughput": "tokens/s", "ttft_s": "TTFT", "tpot_s": "TPOT", "seconds": "request latency"}
+METRICS = {
+    "throughput": "tokens/s",
+    "ttft_s": "TTFT",
+    "tpot_s": "TPOT",
+    "seconds": "request latency",
+}
 
 
 def protocol(options: Options) -> Protocol:
@@ -43,7 +50,8 @@ def protocol(options: Options) -> Protocol:
         bench="serving",
         question="What do capture, buffer, control and trainer cost the users of the service?",
         arms=ARMS,
-        order="Per number of streams bare, idle, training, then in the other order, with the same prompts in each arm.",
+        order="Per number of streams bare, idle, training, then in the other order, with the same "
+        "prompts in each arm.",
         sizes={
             "preset": "configs/tiny-cpu.yaml",
             "target": "tiny" if options.quick else "tiny-cost-shaped",
@@ -76,7 +84,12 @@ def run(options: Options) -> Result:
                 for arm in arms:
                     row = both.burst(arm, streams, cycle, plan.sizes["max_tokens"])
                     if cycle >= 0:
-                        notebook.add(group=f"{streams} stream{'s' * (streams > 1)}", arm=arm, cycle=cycle, **row)
+                        notebook.add(
+                            group=f"{streams} stream{'s' * (streams > 1)}",
+                            arm=arm,
+                            cycle=cycle,
+                            **row,
+                        )
     return summarise(plan, notebook.rows)
 
 
@@ -107,7 +120,9 @@ def _start(stack: ExitStack, options: Options, plan: Protocol) -> _Both:
     )
     options.say("starting vLLM and the service")
     bare_log, log = options.directory / "bare.log", options.directory / "service.log"
-    bare_child = stack.enter_context(servers.process(bare, bare_log, {**serving.env, "VLLM_NO_USAGE_STATS": "1"}))
+    bare_child = stack.enter_context(
+        servers.process(bare, bare_log, {**serving.env, "VLLM_NO_USAGE_STATS": "1"})
+    )
     child = stack.enter_context(servers.process(servers.serve_command(PRESET, overrides), log, {}))
     servers.wait_for_health(bare_child, bare_url := f"http://127.0.0.1:{port}", bare_log)
     running = servers.wait_for_service(child, deployment, log)
@@ -122,7 +137,8 @@ def _overrides(target: str, deployment: str, data: str) -> list[str]:
         "serving.port=0",
         "control.port=0",
         f"serving.vllm.max_num_seqs={max(REQUESTS)}",
-        # The same prompts are sent to the service twice; a prefix cache would favour the second time.
+        # The same prompts are sent to the service twice; a prefix cache would favour the second
+        # time.
         "serving.vllm.enable_prefix_caching=false",
         "speculation.mode=fixed",  # as vLLM's own: what is measured is capture and training
         "gate.min_gain=0.99",
@@ -147,18 +163,27 @@ class _Both:
 
         self._prepare(arm)
         count = REQUESTS[streams]
-        prompts = [r.prompt for r in requests(HOME, count, SEED + streams, start=(cycle + 1) * count)]
+        prompts = [
+            r.prompt for r in requests(HOME, count, SEED + streams, start=(cycle + 1) * count)
+        ]
         url = self.bare_url if arm == "bare" else self.service_url
         phase = self._phase()
         answers = asyncio.run(drive(url, NAME, prompts, streams=streams, max_tokens=max_tokens))
         if failed := [a.error for a in answers if not a.ok]:
             raise OSDError(f"{arm}: {len(failed)} of {len(answers)} requests failed: {failed[0]}")
         return {
-            # From the first request to the last token: what the client needs to begin is not the server's.
-            "seconds": max(a.started + a.seconds for a in answers) - min(a.started for a in answers),
+            # From the first request to the last token: what the client needs to begin is not the
+            # server's.
+            "seconds": max(a.started + a.seconds for a in answers)
+            - min(a.started for a in answers),
             "phases": [phase, self._phase()],
             "requests": [
-                {"tokens": len(a.token_ids), "ttft_s": a.ttft_s, "seconds": a.seconds, "hash": hash(a.token_ids)}
+                {
+                    "tokens": len(a.token_ids),
+                    "ttft_s": a.ttft_s,
+                    "seconds": a.seconds,
+                    "hash": hash(a.token_ids),
+                }
                 for a in answers
             ],
         }
@@ -204,7 +229,8 @@ def _groups(rows: Sequence[Row]) -> list[str]:
 
 
 def _per_burst(rows: Sequence[Row], group: str, metric: str) -> dict[str, list[float]]:
-    """arm -> one number per burst, in the order of cycles: the throughput, or the median of the requests."""
+    """arm -> one number per burst, in the order of cycles: the throughput, or the median of the
+    requests."""
     found: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for row in sorted((r for r in rows if r["group"] == group), key=lambda r: r["cycle"]):
         if metric == "throughput":
@@ -218,23 +244,41 @@ def _per_burst(rows: Sequence[Row], group: str, metric: str) -> dict[str, list[f
 def _values(row: Row, metric: str) -> list[float]:
     """One number per request."""
     if metric == "tpot_s":
-        return [(r["seconds"] - r["ttft_s"]) / (r["tokens"] - 1) for r in row["requests"] if r["tokens"] > 1]
+        return [
+            (r["seconds"] - r["ttft_s"]) / (r["tokens"] - 1)
+            for r in row["requests"]
+            if r["tokens"] > 1
+        ]
     return [r[metric] for r in row["requests"]]
 
 
 def _metric(rows: Sequence[Row], group: str, metric: str) -> list[Figure]:
     name, per_burst = METRICS[metric], _per_burst(rows, group, metric)
     figures = [
-        Figure.of(group, f"{name}, {arm} / bare", median_ratio(per_burst[arm], per_burst["bare"])) for arm in ARMS[1:]
+        Figure.of(group, f"{name}, {arm} / bare", median_ratio(per_burst[arm], per_burst["bare"]))
+        for arm in ARMS[1:]
     ]
     for arm in ARMS:
         if metric == "throughput":
             figures.append(Figure.of(group, f"{name}, {arm}", estimate(per_burst[arm]), "/s"))
             continue
-        values = [1e3 * v for row in rows if (row["group"], row["arm"]) == (group, arm) for v in _values(row, metric)]
+        values = [
+            1e3 * v
+            for row in rows
+            if (row["group"], row["arm"]) == (group, arm)
+            for v in _values(row, metric)
+        ]
         for label, q in (("p50", 0.5), ("p99", 0.99)):
             value = quantile(values, q)
-            figures.append(Figure(group=group, name=f"{name} {label}, {arm}", value=value, unit="ms", n=len(values)))
+            figures.append(
+                Figure(
+                    group=group,
+                    name=f"{name} {label}, {arm}",
+                    value=value,
+                    unit="ms",
+                    n=len(values),
+                )
+            )
     return figures
 
 
@@ -246,9 +290,19 @@ def _checks(rows: Sequence[Row], group: str) -> list[Figure]:
         for ours, theirs in zip(row["requests"], mine["bare", cycle]["requests"], strict=True):
             num_compared += arm != "bare"
             num_different += ours["hash"] != theirs["hash"]
-    phases = [phase == "training" for (arm, _), row in mine.items() if arm == "training" for phase in row["phases"]]
+    phases = [
+        phase == "training"
+        for (arm, _), row in mine.items()
+        if arm == "training"
+        for phase in row["phases"]
+    ]
     share = sum(phases) / max(len(phases), 1)
     return [
-        Figure(group=group, name="answers that differ from bare vLLM's", value=num_different, n=num_compared),
+        Figure(
+            group=group,
+            name="answers that differ from bare vLLM's",
+            value=num_different,
+            n=num_compared,
+        ),
         Figure(group=group, name=LOOKS, value=share, n=len(phases)),
     ]

@@ -1,11 +1,12 @@
-"""`osd bench soak`: a service under mixed traffic whose parts are killed one after the other, for half an hour.
+"""`osd bench soak`: half an hour of mixed traffic while parts of the service are killed in turns.
 
-Users are counted without mercy: no request is tried twice, every request that fails is counted, and every answer to a
-known prompt is compared with the one it had before anything was broken. Only where the engine itself was killed may
-requests fail: those it had, and those that came before it was back.
+No request is retried, every failed request is counted, and every answer to a known prompt is
+compared with its answer before the first fault. Requests may fail only when the engine itself was
+killed: those it was serving, and those that came before it was back.
 
-    load  ─► answers: failed? another text?      faults ─► kill -9 of a part, Valkey stopped, a draft swapped by hand
-    looks ─► memory, open files, stored bytes
+    load   ─► answers: failed? another text?
+    faults ─► kill -9 of a part, Valkey stopped, a draft swapped by hand
+    looks  ─► memory, open files, stored bytes
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ def protocol(options: Options) -> Protocol:
     """What will be done."""
     return Protocol(
         bench="soak",
-        question="Does any user notice that parts of the service die, and does anything grow without end?",
+        question="Does any user notice that parts of the service die, and does anything grow "
+        "without end?",
         arms=("service",),
-        order="Every kind of fault once per turn, in a random order, at random times; traffic never stops.",
+        order="Every kind of fault once per turn, in a random order, at random times; traffic "
+        "never stops.",
         sizes={
             "preset": "configs/tiny-cpu.yaml",
             "target": "tiny",
@@ -75,7 +78,9 @@ def run(options: Options) -> Result:
     return summarise(plan, notebook.rows)
 
 
-def _break_and_look(subject: Subject, load: Load, notebook: Notebook, options: Options, plan: Protocol) -> None:
+def _break_and_look(
+    subject: Subject, load: Load, notebook: Notebook, options: Options, plan: Protocol
+) -> None:
     rng = random.Random(plan.sizes["seed"])
     began = time.time()
     ends, turn = began + plan.sizes["seconds"], list[str]()
@@ -96,7 +101,9 @@ def _start(stack: ExitStack, options: Options, plan: Protocol) -> Subject:
 
     if not PRESET.is_file():
         raise ConfigError(f"{PRESET}: not found; run the bench from a checkout of the project")
-    data = stack.enter_context(tempfile.TemporaryDirectory(prefix="osd-soak-", ignore_cleanup_errors=True))
+    data = stack.enter_context(
+        tempfile.TemporaryDirectory(prefix="osd-soak-", ignore_cleanup_errors=True)
+    )
     deployment, log = f"soak-{os.getpid()}", options.directory / "service.log"
     overrides = [
         f"serving.target={plan.sizes['target']}",
@@ -121,7 +128,9 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     end = next(row for row in rows if row["kind"] == "end")
     outages = [(f["at"], f["at"] + f["seconds"]) for f in faults if f["fault"] == "engine"]
     failed = [row for row in requests if row["error"]]
-    excused = [row for row in failed if any(row["ended"] >= a and row["started"] <= b for a, b in outages)]
+    excused = [
+        row for row in failed if any(row["ended"] >= a and row["started"] <= b for a, b in outages)
+    ]
     cut = [seconds for fault in faults for seconds in fault["cut"]]
     known = [row for row in requests if row["is_known"] and not row["error"]]
     service = "service"
@@ -133,22 +142,42 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
             value=len(failed) - len(excused),
             n=len(requests),
         ),
-        Figure(group=service, name="requests failed, engine killed", value=len(excused), n=len(outages)),
-        Figure(group=service, name="answers changed", value=sum(row["is_changed"] for row in known), n=len(known)),
-        *(Figure(group=service, name=SLOWEST_END, value=slowest, unit="s", n=len(cut)) for slowest in sorted(cut)[-1:]),
-        Figure(group=service, name="kinds of faults", value=len({fault["fault"] for fault in faults}), n=len(faults)),
+        Figure(
+            group=service, name="requests failed, engine killed", value=len(excused), n=len(outages)
+        ),
+        Figure(
+            group=service,
+            name="answers changed",
+            value=sum(row["is_changed"] for row in known),
+            n=len(known),
+        ),
+        *(
+            Figure(group=service, name=SLOWEST_END, value=slowest, unit="s", n=len(cut))
+            for slowest in sorted(cut)[-1:]
+        ),
+        Figure(
+            group=service,
+            name="kinds of faults",
+            value=len({fault["fault"] for fault in faults}),
+            n=len(faults),
+        ),
         *(
             Figure(group=service, name=name.replace("num_", ""), value=end[name])
             for name in ("num_rounds", "num_swaps", "num_rollbacks")
         ),
         Figure(group=service, name="traces stored", value=end["num_stored"]),
-        *(Figure(group=service, name=f"traces lost: {reason}", value=n) for reason, n in sorted(end["lost"].items())),
+        *(
+            Figure(group=service, name=f"traces lost: {reason}", value=n)
+            for reason, n in sorted(end["lost"].items())
+        ),
     ]
     for fault in FAULTS:
         times = [row["seconds"] for row in faults if row["fault"] == fault]
         if times:
             name = f"{fault}: slowest return"
-            figures.append(Figure(group="faults", name=name, value=max(times), unit="s", n=len(times)))
+            figures.append(
+                Figure(group="faults", name=name, value=max(times), unit="s", n=len(times))
+            )
     for name, unit in GROWING.items():
         figures += growth(looks, name, unit)
     drawing = Lines(
@@ -161,8 +190,8 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
 
 
 def growth(looks: Sequence[Row], name: str, unit: str) -> Iterable[Figure]:
-    """Slope per hour over the second half of the run, with the 95 % interval of a bootstrap over blocks of a minute;
-    by then caches are warm and the buffer of releases is at its length."""
+    """Slope per hour over the second half of the run, with the 95 % interval of a bootstrap over
+    blocks of a minute; by then caches are warm and the buffer of releases is at its length."""
     half = looks[len(looks) // 2 :]
     if len(half) < 4:
         return
@@ -176,9 +205,13 @@ def growth(looks: Sequence[Row], name: str, unit: str) -> Iterable[Figure]:
     for _ in range(500):
         picked = rng.choice(starts, -(-len(rest) // block))
         noise = np.concatenate([rest[s : s + block] for s in picked])[: len(rest)]
-        slopes.append(np.polyfit(at[: len(noise)], (slope * at + level)[: len(noise)] + noise, 1)[0])
+        slopes.append(
+            np.polyfit(at[: len(noise)], (slope * at + level)[: len(noise)] + noise, 1)[0]
+        )
     low, high = np.quantile(slopes, [0.025, 0.975])
-    yield Figure(group="growth", name=f"{name}, at the end", value=float(values[-1]), unit=unit, n=len(half))
+    yield Figure(
+        group="growth", name=f"{name}, at the end", value=float(values[-1]), unit=unit, n=len(half)
+    )
     yield Figure(
         group="growth",
         name=f"{name}, per hour",

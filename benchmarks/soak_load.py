@@ -1,4 +1,5 @@
-"""The users of `osd bench soak`: no request is tried twice, and answers to known prompts must stay what they were."""
+"""The users of `osd bench soak`: they retry no request, and expect unchanged answers to known
+prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SECONDS_PER_DOMAIN = 150.0
 
 
 class Load(threading.Thread):
-    """Streams of requests until stopped: new prompts of one domain after another, known ones among them."""
+    """Streams of requests until stopped: new prompts of one domain after another, known ones among
+    them."""
 
     def __init__(self, url: str, max_tokens: int, seed: int) -> None:
         super().__init__(daemon=True)
@@ -36,8 +38,14 @@ class Load(threading.Thread):
         from osd.client.load import drive
         from osd.tiny.traffic import DOMAINS, requests
 
-        prompts = [r.prompt for domain in DOMAINS for r in requests(domain, NUM_KNOWN // len(DOMAINS), self._seed)]
-        for answer in asyncio.run(drive(self._url, NAME, prompts, streams=STREAMS, max_tokens=self._max_tokens)):
+        prompts = [
+            r.prompt
+            for domain in DOMAINS
+            for r in requests(domain, NUM_KNOWN // len(DOMAINS), self._seed)
+        ]
+        for answer in asyncio.run(
+            drive(self._url, NAME, prompts, streams=STREAMS, max_tokens=self._max_tokens)
+        ):
             if not answer.ok:
                 raise OSDError(f"a request failed before anything was broken: {answer.error}")
             self._known[prompts[answer.index]] = answer.token_ids
@@ -49,7 +57,8 @@ class Load(threading.Thread):
             self._error = error
 
     def stop(self) -> None:
-        """Let the requests under way end. Raises what ended them too early: no traffic, no proof."""
+        """Let the requests under way end. Raises what ended them too early: no traffic, no
+        proof."""
         self._stopping.set()
         if self.is_alive():
             self.join(150)
@@ -58,7 +67,9 @@ class Load(threading.Thread):
 
     def failed_since(self, at: float) -> list[Row]:
         """Requests that were under way at that time and have failed."""
-        return [row for row in list(self.rows) if row["started"] <= at <= row["ended"] and row["error"]]
+        return [
+            row for row in list(self.rows) if row["started"] <= at <= row["ended"] and row["error"]
+        ]
 
     async def _all(self) -> None:
         await asyncio.gather(*(self._stream(number) for number in range(STREAMS)))
@@ -75,9 +86,16 @@ class Load(threading.Thread):
             is_known = rng.randrange(KNOWN_ONE_IN) == 0
             prompt = rng.choice(known) if is_known else next(sources[domain]).prompt
             started = time.time()
-            (answer,) = await drive(self._url, NAME, [prompt], streams=1, max_tokens=self._max_tokens)
+            (answer,) = await drive(
+                self._url, NAME, [prompt], streams=1, max_tokens=self._max_tokens
+            )
             is_changed = is_known and answer.ok and answer.token_ids != self._known[prompt]
-            row = {"started": started, "ended": time.time(), "error": answer.error, "tokens": len(answer.token_ids)}
+            row = {
+                "started": started,
+                "ended": time.time(),
+                "error": answer.error,
+                "tokens": len(answer.token_ids),
+            }
             self.rows.append(row | {"is_known": is_known, "is_changed": is_changed})
             if answer.error:
                 await asyncio.sleep(0.5)  # the next request, not the same one again

@@ -1,4 +1,4 @@
-"""The service under `osd bench soak`: its parts are found, killed, and looked at from outside."""
+"""The service under `osd bench soak`: finds its parts, kills them, and measures from outside."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.record import Row
 from osd.errors import OSDError
-from osd.service.reaper import running
 
 SECONDS_TO_COME_BACK = 240.0
-PARTS = {"engine": "VLLM::EngineCore", "trainer": "TrainerActor", "control": "ControlActor", "valkey": "valkey-server"}
+PARTS = {
+    "engine": "VLLM::EngineCore",
+    "trainer": "TrainerActor",
+    "control": "ControlActor",
+    "valkey": "valkey-server",
+}
 """What is killed, and how its process calls itself."""
 FAULTS = (*PARTS, "valkey stopped", "swap")
 GROWING = {
@@ -40,20 +46,23 @@ class Subject:
 
     def look(self) -> Row:
         """What may grow: sums over all processes of the service, and over its directory."""
-        pids = self._processes()
+        processes = self._processes()
         # Directories come and go meanwhile, which `os.walk` passes over.
-        files = [Path(directory, name) for directory, _, names in os.walk(self._data) for name in names]
+        files = [
+            Path(directory, name) for directory, _, names in os.walk(self._data) for name in names
+        ]
         stored = (self._status().get("buffer") or {}).get("num_bytes", 0)
         return {
-            "memory": sum(map(_resident, pids)) / 2**20,
-            "open files": sum(map(_open_files, pids)),
+            "memory": sum(map(_resident, processes)) / 2**20,
+            "open files": sum(map(_open_files, processes)),
             "stored by Valkey": stored / 2**20,
             "files on disk": len(files),
             "bytes on disk": sum(_size(path) for path in files) / 2**20,
         }
 
     def inflict(self, fault: str, failed_since: Callable[[float], list[Row]]) -> Row:
-        """Break something and wait until it works again. `failed_since`: requests under way at a time that failed."""
+        """Break something and wait until it works again. `failed_since`: requests under way at a
+        time that failed."""
         at = time.time()
         if fault == "swap":
             self._swap()
@@ -75,13 +84,19 @@ class Subject:
         for replica in status.get("replicas", []):
             for reason, num in {**replica["buffer_dropped"], **replica["capture_skipped"]}.items():
                 dropped[reason] = dropped.get(reason, 0) + num
-        return {name: status.get(name, 0) for name in ("num_rounds", "num_swaps", "num_rollbacks")} | {
+        return {
+            name: status.get(name, 0) for name in ("num_rounds", "num_swaps", "num_rollbacks")
+        } | {
             "num_stored": (status.get("buffer") or {}).get("num_put", 0),
             "lost": {reason: num for reason, num in dropped.items() if num},
         }
 
     def _swap(self) -> None:
-        versions = [d["version"] for d in self._client.get("/osd/drafts") if not d["bad"] and not d["serving"]]
+        versions = [
+            d["version"]
+            for d in self._client.get("/osd/drafts")
+            if not d["bad"] and not d["serving"]
+        ]
         if versions:
             with suppress(OSDError):
                 self._client.admin("promote", version=max(versions))
@@ -99,7 +114,9 @@ class Subject:
                 self._pid_of(PARTS[part])
                 if self._is_well(part):
                     return
-        raise OSDError(f"the {part} was killed and did not come back within {SECONDS_TO_COME_BACK:.0f} s")
+        raise OSDError(
+            f"the {part} was killed and did not come back within {SECONDS_TO_COME_BACK:.0f} s"
+        )
 
     def _is_well(self, part: str) -> bool:
         import httpx
@@ -111,32 +128,31 @@ class Subject:
             return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
         return False
 
-    def _processes(self) -> list[int]:
-        processes = running()
-        found = {self._pid}
-        while more := {pid for pid, p in processes.items() if p.parent in found} - found:
-            found |= more
-        return sorted(found)
+    def _processes(self) -> list[psutil.Process]:
+        try:
+            service = psutil.Process(self._pid)
+            return [service, *service.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
 
     def _pid_of(self, name: str) -> int:
-        for pid in self._processes():
-            with suppress(OSError):
-                if name in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"):
-                    return pid
+        for process in self._processes():
+            with suppress(psutil.Error):
+                if name in " ".join(process.cmdline()):
+                    return int(process.pid)
         raise OSDError(f"no process {name} is running")
 
 
-def _resident(pid: int) -> int:
+def _resident(process: psutil.Process) -> int:
     """Bytes of its own in memory: shared pages count by halves, thirds, ..."""
-    with suppress(OSError, IndexError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    with suppress(psutil.Error):
+        return int(process.memory_full_info().pss)
     return 0
 
 
-def _open_files(pid: int) -> int:
-    with suppress(OSError):
-        return len(os.listdir(f"/proc/{pid}/fd"))
+def _open_files(process: psutil.Process) -> int:
+    with suppress(psutil.Error):
+        return int(process.num_fds())
     return 0
 
 

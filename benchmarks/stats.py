@@ -1,4 +1,4 @@
-"""Statistics of paired measurements: medians with bootstrap intervals. numpy alone."""
+"""Statistics of paired measurements: medians with bootstrap intervals. Needs only numpy."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ class Estimate:
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Median of `numerators[i] / denominators[i]`, resampled by pair. Raises `ValueError` without pairs."""
+    """Median of `numerators[i] / denominators[i]`, resampled by pair. Raises `ValueError` without
+    pairs."""
     above, below = np.asarray(numerators, float), np.asarray(denominators, float)
     if above.shape != below.shape or not above.size:
         raise ValueError(f"{above.size} numerators and {below.size} denominators are no pairs")
     return estimate(above / below)
 
 
-def estimate(values: Sequence[float] | np.ndarray, statistic: Callable[..., np.ndarray] = np.median) -> Estimate:
-    """`statistic(values)` and the percentile interval of resamples; the same values give the same interval.
+def estimate(
+    values: Sequence[float] | np.ndarray, statistic: Callable[..., np.ndarray] = np.median
+) -> Estimate:
+    """`statistic(values)` and the percentile interval of resamples; the same values give the same
+    interval.
 
     `statistic` takes an array and `axis`. Raises `ValueError` without values.
     """
@@ -46,12 +50,17 @@ def estimate(values: Sequence[float] | np.ndarray, statistic: Callable[..., np.n
     per_chunk = max(1, 2_000_000 // observed.size)
     found: list[np.ndarray] = []
     for start in range(0, NUM_RESAMPLES, per_chunk):
-        chosen = rng.integers(0, observed.size, (min(per_chunk, NUM_RESAMPLES - start), observed.size))
+        chosen = rng.integers(
+            0, observed.size, (min(per_chunk, NUM_RESAMPLES - start), observed.size)
+        )
         found.append(statistic(observed[chosen], axis=1))
     low, high = np.quantile(np.concatenate(found), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Estimate(value=float(statistic(observed, axis=0)), low=float(low), high=float(high), n=observed.size)
+    return Estimate(
+        value=float(statistic(observed, axis=0)), low=float(low), high=float(high), n=observed.size
+    )
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The smallest value that at least a share `q` of the values does not exceed: of 12 values, p99 is the largest."""
+    """The smallest value that at least a share `q` of the values does not exceed: of 12 values, p99
+    is the largest."""
     return float(np.quantile(np.asarray(values, float), q, method="inverted_cdf"))

@@ -1,7 +1,9 @@
-"""What a decode step of the cost-shaped target takes, by the draft tokens it verifies, and what a draft model adds.
+"""The time of a decode step of the cost-shaped target, by the number of draft tokens it verifies,
+and the time that a draft model adds.
 
-With these a replayed run becomes a speed: a step costs the same whether its draft tokens are accepted or not. Engines
-that verify tokens from nowhere (0, 4, 24 a step) and one with the tiny draft take turns on the same prompts.
+These times turn a replayed run into a speed, because the time of a step does not depend on how many
+draft tokens are accepted. Engines that verify arbitrary tokens (0, 4, 24 per step) and one with the
+tiny draft take turns on the same prompts.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Proposer:
 
 
 def measure(num_cycles: int) -> list[Row]:
-    """Seconds of a step with `STREAMS` requests, median of each burst: rows {"arm", "step_s"}. For a fresh process."""
+    """Seconds of a step with `STREAMS` requests, median of each burst: rows {"arm", "step_s"}. For
+    a fresh process."""
     from benchmarks import engine, models
 
     engine.prepare()
@@ -58,17 +61,20 @@ def measure(num_cycles: int) -> list[Row]:
     rows = []
     for cycle in range(num_cycles):
         for arm in list(engines)[:: 1 if cycle % 2 else -1]:
-            steps = dict(engines[arm].burst(prompts, NUM_TOKENS).gaps)  # all streams wait for the same steps
+            steps = dict(
+                engines[arm].burst(prompts, NUM_TOKENS).gaps
+            )  # all streams wait for the same steps
             rows.append({"arm": arm, "step_s": median(steps.values())})
     return rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepTimes:
+class ModelledStepTimes:
     """Seconds of a step of `STREAMS` requests.
 
     Example:
-        StepTimes(verify_s=(0.034, 0.04, 0.07), draft_s=0.004): 4 tokens verified in 40 ms, drafted in 4 ms
+        ModelledStepTimes(verify_s=(0.034, 0.04, 0.07), draft_s=0.004)
+        4 tokens are verified in 40 ms and drafted in 4 ms.
     """
 
     verify_s: tuple[float, ...]
@@ -77,26 +83,36 @@ class StepTimes:
     """What a draft model of k = 4 adds."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> StepTimes:
-        by_arm = {arm: [row["step_s"] for row in rows if row["arm"] == arm] for arm in (*map(str, WIDTHS), DRAFT)}
+    def of(cls, rows: Sequence[Row]) -> ModelledStepTimes:
+        by_arm = {
+            arm: [row["step_s"] for row in rows if row["arm"] == arm]
+            for arm in (*map(str, WIDTHS), DRAFT)
+        }
         verify_s = tuple(median(by_arm[str(width)]) for width in WIDTHS)
         pairs = zip(by_arm[DRAFT], by_arm["4"], strict=True)
-        return cls(verify_s=verify_s, draft_s=max(0.0, median(drafting - verifying for drafting, verifying in pairs)))
+        return cls(
+            verify_s=verify_s,
+            draft_s=max(0.0, median(drafting - verifying for drafting, verifying in pairs)),
+        )
 
     def step(self, width: float, *, drafts: bool) -> float:
-        """A step that verifies `width` draft tokens a request in the mean. The time grows linearly between the widths
-        that were measured. Drafts of fewer than 4 tokens are charged as much as those of 4, which is too much."""
+        """A step that verifies `width` draft tokens a request in the mean. The time grows linearly
+        between the widths that were measured. Drafts of fewer than 4 tokens are charged as much as
+        those of 4, which is too much."""
         return float(np.interp(width, WIDTHS, self.verify_s)) + drafts * self.draft_s
 
     def seconds(self, curve: Curve, *, has_draft_model: bool) -> np.ndarray:
-        """float [requests]: decode time of each request, `STREAMS` of them sharing every step; what the run says itself
-        where it kept time. A proposer that is no model proposes at no cost, which flatters it.
+        """float [requests]: decode time of each request, `STREAMS` of them sharing every step; what
+        the run says itself where it kept time. A proposer that is no model proposes at no cost,
+        which flatters it.
         """
         if curve.seconds is not None:
             return curve.seconds
         drafts, steps = curve.counts["drafts"], curve.counts["steps"]
         width = curve.counts["drafted"] / np.maximum(drafts, 1)
-        with_draft = np.interp(width, WIDTHS, self.verify_s) + (self.draft_s if has_draft_model else 0.0)
+        with_draft = np.interp(width, WIDTHS, self.verify_s) + (
+            self.draft_s if has_draft_model else 0.0
+        )
         return np.asarray((drafts * with_draft + (steps - drafts) * self.verify_s[0]) / STREAMS)
 
     def tokens_per_second_without(self) -> float:

@@ -1,8 +1,9 @@
-"""`osd bench swap`: how long a swap of the draft blocks the engine, beside vLLM's own draft-weight update.
+"""`osd bench swap`: how long a swap of the draft blocks the engine, compared with vLLM's own
+draft-weight update.
 
-Both arms put the same two checkpoints in turns into the same live engine, in the midst of running streams. Ours reads
-and checks the file in a thread while the engine steps, and blocks it only to load; vLLM's blocks it for all it does,
-and checks nothing.
+Both arms load the same two checkpoints in turns into the same engine while streams run. Ours reads
+and checks the file in a thread while the engine steps, and blocks it only to load. vLLM's update
+blocks the engine throughout and checks nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def protocol(options: Options) -> Protocol:
     num_swaps = {"tiny": 4} if options.quick else {"tiny": 40, "100 M": 16, "500 M": 6}
     return Protocol(
         bench="swap",
-        question="How long does a swap of the draft block running streams, and what does it hold in memory?",
+        question="How long does a swap of the draft block running streams, and what does it hold "
+        "in memory?",
         arms=("ours", "vllm"),
         order="ours, vllm, vllm, ours, ...; the first of each is not counted.",
         sizes={
@@ -56,7 +58,8 @@ def protocol(options: Options) -> Protocol:
             "k": K,
             "dtype": "float32",
             "num_swaps_per_arm": num_swaps,
-            "vllm": "start_draft_weight_update, update_weights, finish_weight_update, reading a safetensors file",
+            "vllm": "start_draft_weight_update, update_weights, finish_weight_update, reading a "
+            "safetensors file",
         },
         goals=(Goal(figure=RATIO, at_most=1.5),),
     )
@@ -80,7 +83,8 @@ def run(options: Options) -> Result:
 
 
 def _measure_step(notebook: Notebook) -> None:
-    """One decode step of the cost-shaped target with the tiny draft: what a pause is compared with."""
+    """One decode step of the cost-shaped target with the tiny draft: what a pause is compared
+    with."""
     from benchmarks.engine import Engine
     from osd.tiny.models import ensure, ensure_cost_shaped
 
@@ -103,10 +107,15 @@ def _measure(notebook: Notebook, group: str, num_swaps: int, directory: Path) ->
     transfer = file_weight_updates()
     options = {"max_model_len": 1024, "weight_transfer_config": transfer}
     engine = Engine(directory / "target", releases[0], k=K, batch=BATCH, **options)
-    for one in (releases[1], releases[0]):  # what vLLM itself keeps after a first update is not ours
+    for one in (
+        releases[1],
+        releases[0],
+    ):  # what vLLM itself keeps after a first update is not ours
         _swap_under_load(engine, "vllm", one)
     memory = [machine.memory()]
-    engine.rpc("osd_start", trace_settings(releases[0], CaptureConfig(), k=K, sink={}, target_id="bench"))
+    engine.rpc(
+        "osd_start", trace_settings(releases[0], CaptureConfig(), k=K, sink={}, target_id="bench")
+    )
     engine.rpc("osd_detach")
     checksum = engine.rpc("osd_target_checksum")
     _swap_under_load(engine, "ours", releases[0])
@@ -202,16 +211,23 @@ class _Watch:
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     """Figures per size of draft."""
     step_ms = [1e3 * median(row["gaps_s"]) for row in rows if row["group"] == COST_SHAPED]
-    figures = [Figure(group=COST_SHAPED, name="one decode step", value=ms, unit="ms") for ms in step_ms]
+    figures = [
+        Figure(group=COST_SHAPED, name="one decode step", value=ms, unit="ms") for ms in step_ms
+    ]
     spread = []
     for group in dict.fromkeys(row["group"] for row in rows if row["group"] != COST_SHAPED):
-        mine = {arm: [r for r in rows if r["group"] == group and r["arm"] == arm] for arm in ("ours", "vllm", "engine")}
+        mine = {
+            arm: [r for r in rows if r["group"] == group and r["arm"] == arm]
+            for arm in ("ours", "vllm", "engine")
+        }
         blocked = {arm: [1e3 * r["blocked_s"] for r in mine[arm]] for arm in ("ours", "vllm")}
         figures += _blocked(group, blocked, step_ms)
         figures += [f for arm in ("ours", "vllm") for f in _late(group, arm, mine[arm])]
         figures += _staging(group, mine["ours"])
         figures += _engine(group, mine["engine"][0])
-        spread += [(f"{group}, {arm}", estimate(values), tuple(values)) for arm, values in blocked.items()]
+        spread += [
+            (f"{group}, {arm}", estimate(values), tuple(values)) for arm, values in blocked.items()
+        ]
     return Result(
         protocol=plan,
         figures=tuple(figures),
@@ -225,12 +241,18 @@ def _blocked(group: str, blocked: dict[str, list[float]], step_ms: Sequence[floa
     figures: list[Figure] = []
     for arm, name in (("ours", "ours"), ("vllm", "vLLM's")):
         figures.append(Figure.of(group, f"blocked p50, {name}", estimate(blocked[arm]), "ms"))
-        figures.append(Figure(group=group, name=f"blocked p99, {name}", value=p99[arm], unit="ms", n=n))
+        figures.append(
+            Figure(group=group, name=f"blocked p99, {name}", value=p99[arm], unit="ms", n=n)
+        )
     figures.append(Figure(group=group, name=RATIO, value=p99["ours"] / p99["vllm"], n=n))
-    figures.append(Figure.of(group, "blocked, ours / vLLM's", median_ratio(blocked["ours"], blocked["vllm"])))
+    figures.append(
+        Figure.of(group, "blocked, ours / vLLM's", median_ratio(blocked["ours"], blocked["vllm"]))
+    )
     if step_ms:
         steps = p99["ours"] / step_ms[0]
-        figures.append(Figure(group=group, name="blocked p99, ours, in steps of the target", value=steps, n=n))
+        figures.append(
+            Figure(group=group, name="blocked p99, ours, in steps of the target", value=steps, n=n)
+        )
     return figures
 
 
@@ -239,17 +261,28 @@ def _late(group: str, arm: str, rows: Sequence[Row]) -> list[Figure]:
     excess = [1e3 * (max(r["gaps_s"]) - r["quiet_s"]) for r in rows]
     name = "ours" if arm == "ours" else "vLLM's"
     return [
-        Figure(group=group, name=f"inter-token excess {p}, {name}", value=quantile(excess, q), unit="ms", n=len(excess))
+        Figure(
+            group=group,
+            name=f"inter-token excess {p}, {name}",
+            value=quantile(excess, q),
+            unit="ms",
+            n=len(excess),
+        )
         for p, q in (("p50", 0.5), ("p99", 0.99))
     ]
 
 
 def _staging(group: str, rows: Sequence[Row]) -> list[Figure]:
-    """What reading and checking beside the engine costs it: nothing to see where that takes less than two steps."""
-    figures = [Figure.of(group, "swap as a whole, ours", estimate([1e3 * r["swap_s"] for r in rows]), "ms")]
+    """What reading and checking beside the engine costs it: nothing to see where that takes less
+    than two steps."""
+    figures = [
+        Figure.of(group, "swap as a whole, ours", estimate([1e3 * r["swap_s"] for r in rows]), "ms")
+    ]
     long = [r for r in rows if len(r["staging_gaps_s"]) >= 2]
     if long:
-        slower = median_ratio([median(r["staging_gaps_s"]) for r in long], [r["quiet_s"] for r in long])
+        slower = median_ratio(
+            [median(r["staging_gaps_s"]) for r in long], [r["quiet_s"] for r in long]
+        )
         figures.append(Figure.of(group, "inter-token gap while staging / before", slower))
     return figures
 
@@ -258,7 +291,11 @@ def _proof(group: str, seconds: Sequence[float] | None) -> list[Figure]:
     """Nothing of runs that did not time it."""
     if not seconds:
         return []
-    return [Figure.of(group, "blocked by the proof, of ours", estimate([1e3 * s for s in seconds]), "ms")]
+    return [
+        Figure.of(
+            group, "blocked by the proof, of ours", estimate([1e3 * s for s in seconds]), "ms"
+        )
+    ]
 
 
 def _engine(group: str, row: Row) -> list[Figure]:
@@ -269,8 +306,27 @@ def _engine(group: str, row: Row) -> list[Figure]:
     return [
         Figure(group=group, name="parameters", value=row["num_parameters"] / 1e6, unit="M"),
         *_proof(group, row.get("proof_s")),
-        Figure(group=group, name="memory held besides vLLM's", value=held["anonymous"], unit="MiB", n=len(memory)),
-        Figure(group=group, name="file pages held (can be dropped)", value=held["mapped"], unit="MiB", n=len(memory)),
-        Figure(group=group, name="memory change from swap to swap", value=max(changes, default=0.0), unit="MiB"),
-        Figure(group=group, name="target unchanged (1 = yes)", value=float(row["is_target_unchanged"])),
+        Figure(
+            group=group,
+            name="memory held besides vLLM's",
+            value=held["anonymous"],
+            unit="MiB",
+            n=len(memory),
+        ),
+        Figure(
+            group=group,
+            name="file pages held (can be dropped)",
+            value=held["mapped"],
+            unit="MiB",
+            n=len(memory),
+        ),
+        Figure(
+            group=group,
+            name="memory change from swap to swap",
+            value=max(changes, default=0.0),
+            unit="MiB",
+        ),
+        Figure(
+            group=group, name="target unchanged (1 = yes)", value=float(row["is_target_unchanged"])
+        ),
     ]

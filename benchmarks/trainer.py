@@ -1,8 +1,10 @@
-"""`osd bench trainer`: tokens per second of the trainer's step, beside a padded loop of Hugging Face's `Trainer`.
+"""`osd bench trainer`: tokens per second of the trainer's step, compared with a padded loop of
+Hugging Face's `Trainer`.
 
-Both make the same updates: the same traces in the same order, batches, loss, optimizer and learning rate. The loop pads
-every trace to the longest of its batch and computes the logits of all tokens; ours packs, and computes those of the
-captured rows. The losses of both are kept: they must agree.
+Both make the same updates: same traces in the same order, same batches, loss, optimizer and
+learning rate. The loop pads every trace to the longest of its batch and computes the logits of all
+tokens. Ours packs the traces and computes the logits of the captured rows. The losses of both are
+kept, and must agree.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ SIZES = {
     "20 M, 32,000 tokens": models.Size(vocab_size=32_000, hidden_size=256, num_layers=4),
 }
 LENGTHS = (24, 256)
-"""Shortest and longest prompt; lengths between are log-uniform, as in mixed traffic. Outputs are half as long."""
+"""Shortest and longest prompt; lengths between are log-uniform, as in mixed traffic. Outputs are
+half as long."""
 BATCH_SIZE = 8
 RATIO = "tokens/s over the padded loop"
 Step = Callable[[], tuple[int, list[float]]]
@@ -41,7 +44,8 @@ def protocol(options: Options) -> Protocol:
         bench="trainer",
         question="How fast does the trainer's step go, and what memory does it need?",
         arms=("ours", "padded"),
-        order="In turns, the first of one pair is the second of the next; a new optimizer each time.",
+        order="In turns, the first of one pair is the second of the next; a new optimizer each "
+        "time.",
         sizes={
             "models": list(SIZES)[: 1 if options.quick else None],
             "prompt_tokens": LENGTHS,
@@ -73,7 +77,10 @@ def _measure(notebook: Notebook, plan: Protocol, name: str, draft: Path) -> None
     config = TrainerConfig(device="cpu", batch_size=BATCH_SIZE, warmup_steps=0)
     for repeat in range(-1, plan.sizes["num_repeats"]):  # the first warms up
         traces = mixed_traces(plan.sizes["num_steps"] * BATCH_SIZE, SIZES[name].vocab_size, rng)
-        arms: dict[str, Step] = {"ours": _ours(draft, traces, config), "padded": _padded(draft, traces, config)}
+        arms: dict[str, Step] = {
+            "ours": _ours(draft, traces, config),
+            "padded": _padded(draft, traces, config),
+        }
         rows: dict[str, Row] = {}
         for arm in ("ours", "padded") if repeat % 2 else ("padded", "ours"):
             machine.reset_peak_memory()
@@ -150,9 +157,13 @@ def _padded(draft: Path, traces: Sequence[Trace], config: TrainerConfig) -> Step
 
         def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
             batch = inputs["batch"]
-            logits_BSV = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            logits_BSV = model(
+                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+            ).logits
             rows_NV = logits_BSV[batch.row_b_N, batch.row_s_N]
-            both = coarsen(rows_NV, batch.target_ids_NK, batch.target_logprobs_NK, batch.tail_logprob_N)
+            both = coarsen(
+                rows_NV, batch.target_ids_NK, batch.target_logprobs_NK, batch.tail_logprob_N
+            )
             loss = weighted_mean(LOSSES[config.loss](both), batch.weight_N)
             losses.append(float(loss.detach()))
             return loss
@@ -173,7 +184,9 @@ def _padded(draft: Path, traces: Sequence[Trace], config: TrainerConfig) -> Step
         remove_unused_columns=False,
         dataloader_pin_memory=False,
     )
-    trainer = PaddedTrainer(model=model, args=arguments, train_dataset=list(traces), data_collator=pad)
+    trainer = PaddedTrainer(
+        model=model, args=arguments, train_dataset=list(traces), data_collator=pad
+    )
     trainer.remove_callback(PrinterCallback)
 
     def work() -> tuple[int, list[float]]:
@@ -191,7 +204,9 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
         mine = [row for row in rows if row["group"] == group]
         for row in mine:
             if not np.allclose(row["ours"]["losses"], row["padded"]["losses"], rtol=1e-3):
-                raise ValueError(f"{group}: the losses differ, so the updates were not the same: {row}")
+                raise ValueError(
+                    f"{group}: the losses differ, so the updates were not the same: {row}"
+                )
         speed = {arm: [r[arm]["num_tokens"] / r[arm]["seconds"] for r in mine] for arm in plan.arms}
         memory = {arm: [r[arm]["peak_bytes"] / 2**20 for r in mine] for arm in plan.arms}
         ratio = median_ratio(speed["ours"], speed["padded"])
@@ -200,7 +215,9 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
             Figure.of(group, "tokens/s, padded loop", estimate(speed["padded"])),
             Figure.of(group, RATIO, ratio),
             Figure.of(group, "peak memory of a step", estimate(memory["ours"]), "MiB"),
-            Figure.of(group, "peak memory of a step, padded loop", estimate(memory["padded"]), "MiB"),
+            Figure.of(
+                group, "peak memory of a step, padded loop", estimate(memory["padded"]), "MiB"
+            ),
         ]
         ratios = [a / b for a, b in zip(speed["ours"], speed["padded"], strict=True)]
         spread.append((group, ratio, tuple(ratios)))

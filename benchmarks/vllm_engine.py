@@ -1,4 +1,4 @@
-"""An engine of vLLM in this process, stepped by hand, and vLLM's own weight updates from a file."""
+"""A vLLM engine in this process, stepped by hand, and vLLM's own weight updates from a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 def engine_in_process(model: str, extra: Mapping[str, Any]) -> Any:
-    """vLLM's `LLM` with engine core and worker in this process, to be stepped by hand: `add_greedy`, `step`."""
+    """vLLM's `LLM` with engine core and worker in this process, to be stepped by hand:
+    `add_greedy`, `step`."""
     from vllm import LLM
 
     return LLM(model=model, distributed_executor_backend="uni", skip_tokenizer_init=True, **extra)
@@ -30,8 +31,11 @@ def add_greedy(llm: Any, req_id: str, prompt_ids: list[int], num_tokens: int) ->
 
 
 def step(llm: Any) -> dict[str, list[int]]:
-    """One engine step: request id -> tokens it brought. A step without requests tells the worker who has finished."""
-    return {output.request_id: list(output.outputs[0].token_ids) for output in llm.llm_engine.step()}
+    """One engine step: request id -> tokens it brought. A step without requests tells the worker
+    who has finished."""
+    return {
+        output.request_id: list(output.outputs[0].token_ids) for output in llm.llm_engine.step()
+    }
 
 
 def abort(llm: Any, req_ids: list[str]) -> None:
@@ -47,12 +51,16 @@ def has_unfinished(llm: Any) -> bool:
 def file_weight_updates() -> dict[str, str]:
     """`weight_transfer_config` under which vLLM's own weight updates read a safetensors file.
 
-    vLLM has the calls (`start_draft_weight_update`, `update_weights`, `finish_weight_update`) but no backend that works
-    without a GPU. This one does what its built-in ones do in each call, with a file in the place of a transport.
+    vLLM has the calls (`start_draft_weight_update`, `update_weights`, `finish_weight_update`) but
+    no backend that works without a GPU. This one does what its built-in ones do in each call, with
+    a file in the place of a transport.
     """
     from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     @dataclass
     class FileUpdate(WeightTransferUpdateInfo):

@@ -1,4 +1,5 @@
-"""The worker extension of measured engines: the product's own, its hook metered, its traces encoded and thrown away."""
+"""The worker extension of measured engines: the product's own, with a metered hook. Its traces are
+encoded and thrown away."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class _MeteredListener:
 
 
 class BenchWorker(WorkerExtension):
-    """`osd_start` as in the product; `osd_attach` and `osd_detach` switch between a hooked and a bare engine."""
+    """`osd_start` as in the product; `osd_attach` and `osd_detach` switch between a hooked and a
+    bare engine."""
 
     def osd_open_sink(
         self, settings: dict[str, Any]
@@ -70,7 +72,8 @@ class BenchWorker(WorkerExtension):
         self.osd_hook.remove()
 
     def osd_time_proofs(self, num: int) -> list[float]:
-        """Seconds of each of so many proofs that the live draft is the one that was committed last."""
+        """Seconds of each of so many proofs that the live draft is the one that was committed
+        last."""
         proof, seconds = self.osd_swapper.proof, []
         assert proof is not None and not proof.why_not, "this engine proves no swaps"
         for _ in range(num):
@@ -81,7 +84,8 @@ class BenchWorker(WorkerExtension):
         return seconds
 
     def osd_costs(self) -> str:
-        """Totals so far: {"hook_cpu_s" since the last attach, "thread_cpu_s", "sent", "skipped"}."""
+        """Totals so far: {"hook_cpu_s" since the last attach, "thread_cpu_s", "sent",
+        "skipped"}."""
         hook_cpu_s = self.osd_hook.cpu_s if isinstance(self.osd_hook, MeteredHook) else 0.0
         return json.dumps(
             {

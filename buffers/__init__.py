@@ -1,1 +1,1 @@
-"""Replay buffers: where captured traces wait for the trainer."""
+"""Replay buffers, which keep captured traces for the trainer."""

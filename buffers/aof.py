@@ -1,7 +1,8 @@
-"""A server's append-only file: written anew after a purge; where a private server's is damaged, cut off or set aside.
+"""A server's append-only file: rewritten after a purge, and repaired when it is damaged.
 
-A replay buffer may lose traces, but must not keep the service from starting. (A file that merely ends too early is no
-damage: the server cuts that itself, `aof-load-truncated yes`.)
+A damaged file must not keep the service from starting, so a private server's file is cut or moved
+away, and traces are lost. A file that only ends too early is not damaged: the server truncates it
+itself (`aof-load-truncated yes`).
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _FORGET_POLL_SECONDS = 0.05
 
 
 def is_damage(said: str) -> bool:
-    """Whether the server ended because its append-only file cannot be read. `said`: its log."""
+    """Whether the server ended because it cannot read its append-only file. `said` is its log."""
     return any(words in said for words in _DAMAGE)
 
 
 def was_truncated(said: str) -> bool:
-    """Whether the server cut its append-only file while loading. `said`: its log."""
+    """Whether the server truncated its append-only file while loading. `said` is its log."""
     return "Truncating the AOF" in said
 
 
@@ -48,10 +49,11 @@ def forget(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Have the server write its append-only file anew, if it keeps one; whether that was begun, or is not needed.
+    """Start a rewrite of the append-only file, if the server keeps one. False when it could not be
+    started.
 
-    A server that just does so is waited for, `seconds` at most: what it writes may still hold what was deleted.
-    Raises `RedisError`.
+    A rewrite in progress may still contain what was deleted, so its end is awaited for at most
+    `seconds`. Raises `RedisError`.
     """
     deadline = clock() + seconds
     while (state := command("INFO", "persistence")).get("aof_enabled"):
@@ -60,7 +62,8 @@ def forget(
             return True
         if clock() > deadline:
             logger.warning(
-                "purged traces stay in the append-only file until the next purge, or the server's next rewrite"
+                "purged traces stay in the append-only file until the next purge, or the server's "
+                "next rewrite"
             )
             return False
         sleep(_FORGET_POLL_SECONDS)
@@ -68,9 +71,11 @@ def forget(
 
 
 def cut(directory: Path, program: Path) -> None:
-    """Cut the newest append-only file at its first damage, with the server's own tool (its binary by another name).
+    """Cut the newest append-only file at its first damage, with redis-check-aof (the server's
+    binary under another name).
 
-    The tool is given that one file, not the manifest: Valkey 9.1's does not know the format of its own base file.
+    The tool gets this file and not the manifest, because Valkey 9.1's tool cannot read the base
+    file that its server writes.
     """
     files = sorted((directory / "appendonlydir").glob("*.incr.aof"), key=_number)
     if not files:
@@ -89,10 +94,10 @@ def cut(directory: Path, program: Path) -> None:
 
 
 def rewrite(client: Any) -> None:
-    """Have the server write its append-only files anew, and wait for it.
+    """Let the server rewrite its append-only files, and wait until it is done.
 
-    Needed once something was cut off: Redis 7.0 leaves an open MULTI at the end of a file it truncates, and would not
-    understand at the next start what is appended behind it.
+    This is needed after a truncation: Redis 7.0 leaves an open MULTI at the end of the file, and
+    could not read at its next start what was appended after it.
     """
     deadline = time.monotonic() + _REWRITE_SECONDS
     try:
@@ -108,7 +113,7 @@ def rewrite(client: Any) -> None:
 
 
 def set_aside(directory: Path, program: Path) -> None:
-    """Move all append-only files out of the server's way, over those of an earlier time."""
+    """Move all append-only files away. Files that were moved away earlier are deleted."""
     damaged = directory / "appendonlydir.damaged"
     shutil.rmtree(damaged, ignore_errors=True)
     (directory / "appendonlydir").rename(damaged)
@@ -116,6 +121,6 @@ def set_aside(directory: Path, program: Path) -> None:
 
 
 def _number(path: Path) -> int:
-    """3 of `appendonly.aof.3.incr.aof`"""
+    """3 for `appendonly.aof.3.incr.aof`."""
     part = path.name.split(".")[-3]
     return int(part) if part.isdigit() else 0

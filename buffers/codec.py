@@ -1,9 +1,10 @@
-"""The bytes of a `Trace`: a checked format of our own, so that nothing read from a server is ever unpickled.
+"""The bytes of a `Trace`: a checked format, so that data from a server is never unpickled.
 
-    magic "OSDT" | version u16 | 0 u16 | header length u32 | header (JSON) | arrays, one after another | CRC32 u32
+    magic "OSDT" | version u16 | 0 u16 | header length u32 | header (JSON) | arrays | CRC32 u32
 
-All numbers are little-endian. The header holds the scalars and, for each array, its dtype and shape; their sizes must
-add up to exactly the bytes that follow, which is checked before any array is made. The CRC covers all before it.
+All numbers are little-endian. The header holds the scalars and the dtype and shape of each array.
+The sizes of the arrays must add up to the bytes that follow, which is checked before any array is
+made. The CRC covers all bytes before it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from osd.records import Trace
 
 SCHEMA_VERSION = 1
 MAX_TRACE_BYTES = 64 << 20
-"""Longest encoding that is written or read."""
+"""Length of the longest encoding that is written or read."""
 
 _MAGIC = b"OSDT"
 _PREFIX = struct.Struct("<4sHHI")
@@ -75,30 +76,39 @@ _SCALARS = tuple(name for name in _Header.__struct_fields__ if name != "arrays")
 
 
 def encode_trace(trace: Trace) -> bytes:
-    """The trace as bytes. Raises `ValueError` when it holds a non-finite scalar or is too large to be read back."""
+    """The trace as bytes. Raises `ValueError` when a scalar is not finite or the encoding is too
+    long."""
     for name in _FLOATS:
         if not math.isfinite(getattr(trace, name)):
             raise ValueError(f"trace {trace.trace_id}: {name} is {getattr(trace, name)}")
-    arrays = {name: getattr(trace, name).astype(dtype, copy=False) for name, (dtype, _) in _ARRAYS.items()}
+    arrays = {
+        name: getattr(trace, name).astype(dtype, copy=False) for name, (dtype, _) in _ARRAYS.items()
+    }
     header = _Header(
         **{name: getattr(trace, name) for name in _SCALARS},
-        arrays=[_Array(name, _ARRAYS[name][0], list(array.shape)) for name, array in arrays.items()],
+        arrays=[
+            _Array(name, _ARRAYS[name][0], list(array.shape)) for name, array in arrays.items()
+        ],
     )
     head = msgspec.json.encode(header)
     if len(head) > _MAX_HEADER_BYTES:
-        raise ValueError(f"trace {trace.trace_id[:64]}: header of {len(head)} bytes, at most {_MAX_HEADER_BYTES}")
+        raise ValueError(
+            f"trace {trace.trace_id[:64]}: header of {len(head)} bytes, at most {_MAX_HEADER_BYTES}"
+        )
     prefix = _PREFIX.pack(_MAGIC, SCHEMA_VERSION, 0, len(head))
     data = b"".join([prefix, head, *(array.tobytes() for array in arrays.values())])
     if len(data) + _CRC.size > MAX_TRACE_BYTES:
-        raise ValueError(f"trace {trace.trace_id}: {len(data)} bytes encoded, at most {MAX_TRACE_BYTES}")
+        raise ValueError(
+            f"trace {trace.trace_id}: {len(data)} bytes encoded, at most {MAX_TRACE_BYTES}"
+        )
     return data + _CRC.pack(zlib.crc32(data))
 
 
 def decode_trace(data: bytes) -> Trace:
-    """The trace again, its arrays writable and its own.
+    """The trace, with writable arrays of its own.
 
-    Raises `UnknownSchema` for another schema version and `CorruptTrace` for anything else that is wrong. Memory
-    used is bounded by the length of `data`, whatever it says.
+    Raises `UnknownSchema` for another schema version and `CorruptTrace` for any other defect. The
+    length of `data` bounds the memory used, whatever `data` claims.
     """
     body_end = len(data) - _CRC.size
     head_end = _check_frame(data, body_end)
@@ -111,7 +121,9 @@ def decode_trace(data: bytes) -> Trace:
     offset = head_end
     for array, size in zip(header.arrays, sizes, strict=True):
         flat = np.frombuffer(data, np.dtype(array.dtype), math.prod(array.shape), offset)
-        values[array.name] = flat.reshape(array.shape).astype(flat.dtype.newbyteorder("="), copy=True)
+        values[array.name] = flat.reshape(array.shape).astype(
+            flat.dtype.newbyteorder("="), copy=True
+        )
         offset += size
     try:
         return Trace(**values)
@@ -120,7 +132,7 @@ def decode_trace(data: bytes) -> Trace:
 
 
 def _check_frame(data: bytes, body_end: int) -> int:
-    """Check magic, version, lengths and CRC; return where the header ends."""
+    """Check magic, version, lengths and CRC; return the offset of the header's end."""
     if len(data) < _PREFIX.size + _CRC.size:
         raise CorruptTrace(f"{len(data)} bytes are too few")
     if len(data) > MAX_TRACE_BYTES:
@@ -139,7 +151,8 @@ def _check_frame(data: bytes, body_end: int) -> int:
 
 
 def _check_arrays(arrays: list[_Array], num_bytes: int) -> list[int]:
-    """Check names, dtypes and shapes against the schema and the bytes present; return the size of each in bytes."""
+    """Check names, dtypes and shapes against the schema and the bytes present; return each array's
+    size in bytes."""
     if [array.name for array in arrays] != list(_ARRAYS):
         raise CorruptTrace("arrays are not those of the schema")
     sizes = []

@@ -1,4 +1,4 @@
-"""Arithmetic on cursors and dense ids, without any I/O; shared by all buffers."""
+"""Arithmetic on cursors and dense ids, without I/O. All buffers share it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from osd.records import Trace
 
 
 class Span(NamedTuple):
-    """Ids stored in one domain: every id in [first, last]; empty when last = first - 1."""
+    """The ids stored in one domain: all of [first, last]; none when last = first - 1."""
 
     first: int
     last: int
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One stored entry as read: its time, its id, and the trace, None when it could not be decoded."""
+    """One stored entry: its time, its id, and its trace (None when it cannot be decoded)."""
 
     at: float
     seq: int
@@ -32,24 +32,30 @@ class Entry(NamedTuple):
 
 
 UNREADABLE_AT = float("-inf")
-"""`Entry.at` of an undecodable entry: it leaves a merge first, and so never blocks a cursor."""
+"""`Entry.at` of an entry that cannot be decoded. It leaves a merge first, so it never blocks a
+cursor."""
 
 
 def start_of(spans: Mapping[str, Span], cursor: Cursor) -> Cursor:
-    """The cursor brought into each domain's span: past what was trimmed, not past what is there."""
-    return {domain: max(min(cursor.get(domain, 0), span.last), span.first - 1) for domain, span in spans.items()}
+    """The cursor clamped to each domain's span: after what was trimmed, at most at the last id."""
+    return {
+        domain: max(min(cursor.get(domain, 0), span.last), span.first - 1)
+        for domain, span in spans.items()
+    }
 
 
 def num_unread(spans: Mapping[str, Span], cursor: Cursor) -> int:
-    """Ids after the cursor."""
+    """Number of ids after the cursor."""
     start = start_of(spans, cursor)
     return sum(span.last - start[domain] for domain, span in spans.items())
 
 
-def take_oldest(entries: Mapping[str, Iterable[Entry]], start: Cursor, limit: int) -> tuple[list[Trace], Cursor]:
-    """Merge each domain's entries by time; return the first `limit` traces and the new cursor.
+def take_oldest(
+    entries: Mapping[str, Iterable[Entry]], start: Cursor, limit: int
+) -> tuple[list[Trace], Cursor]:
+    """Merge the domains' entries by time; return the first `limit` traces and the new cursor.
 
-    Every undecodable entry that was looked at is passed over by the cursor, so each is met once.
+    The cursor moves past entries that cannot be decoded, so each is met once.
     """
     traces: list[Trace] = []
     moved = dict(start)
@@ -67,9 +73,13 @@ def take_oldest(entries: Mapping[str, Iterable[Entry]], start: Cursor, limit: in
 def keep_newest(
     newest_first: Mapping[str, Iterable[tuple[float, int]]], spans: Mapping[str, Span], keep: int
 ) -> Cursor:
-    """The cursor before the `keep` newest of (time, id) pairs that each domain yields newest first."""
+    """The cursor right before the newest `keep` entries. Each domain yields its (time, id) pairs
+    newest first."""
     cursor = {domain: span.last for domain, span in spans.items()}
-    entries = {domain: (Entry(-at, seq, None) for at, seq in pairs) for domain, pairs in newest_first.items()}
+    entries = {
+        domain: (Entry(-at, seq, None) for at, seq in pairs)
+        for domain, pairs in newest_first.items()
+    }
     merged = merge_by_time(entries)
     for _ in range(keep):
         domain, entry = next(merged, ("", None))
@@ -80,17 +90,24 @@ def keep_newest(
 
 
 def merge_by_time(entries: Mapping[str, Iterable[Entry]]) -> Iterator[tuple[str, Entry]]:
-    """(domain, entry), lazily, earliest first; each domain's own order is kept even where its times are not."""
+    """(domain, entry), lazily, earliest first. The order within a domain stays, even where its
+    times are not sorted."""
     labelled = [_label(domain, stream) for domain, stream in sorted(entries.items())]
     return heapq.merge(*labelled, key=lambda pair: pair[1].at)
 
 
 def choose_seen(
-    spans: Mapping[str, Span], cursor: Cursor, n: int, rng: np.random.Generator, since: Cursor | None = None
+    spans: Mapping[str, Span],
+    cursor: Cursor,
+    n: int,
+    rng: np.random.Generator,
+    since: Cursor | None = None,
 ) -> list[tuple[str, int]]:
-    """`n` different (domain, id) at or before the cursor and after `since`; all of them when there are fewer.
+    """`n` different (domain, id) pairs at or before the cursor and after `since`; fewer when there
+    are fewer.
 
-    Domains take turns, in random order, until they have no more; within one, all ids are equally likely.
+    Domains take turns in random order while they have ids left. Within a domain all ids are equally
+    likely.
     """
     seen: dict[str, Span] = {}
     for domain, span in sorted(spans.items()):
@@ -107,7 +124,8 @@ def choose_seen(
 
 
 def _take_turns(available: list[int], n: int, rng: np.random.Generator) -> list[int]:
-    """How many each gets when `n` are given out one at a time, round and round, while there are any."""
+    """The quota of each domain when `n` are dealt one at a time, in random order, as far as each
+    has them."""
     quotas = [0] * len(available)
     order = rng.permutation(len(available)).tolist()
     left = max(0, min(n, sum(available)))

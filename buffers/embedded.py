@@ -1,8 +1,10 @@
-"""A private Valkey server: our own child process, its data in a directory of ours, reachable from this machine only.
+"""A private Valkey server: a child process with its data in a directory of its own, reachable from
+this machine only.
 
-    directory/        0700   lock   valkey.conf (0600, holds the password)   valkey.log   appendonlydir/
+    directory/ (0700)   lock   valkey.conf (0600, with the password)   valkey.log   appendonlydir/
 
-It ends with this process, kill -9 included (`guardian.py`), and finds its data again when started anew.
+The server ends with this process, also after kill -9 (`guardian.py`). Its data stays for the next
+start.
 """
 
 from __future__ import annotations
@@ -32,26 +34,28 @@ from osd.errors import ReplayBufferError
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""How long a server may take to load its data."""
+"""Time that a server gets to load its data."""
 LOCK_SECONDS = 3.0
-"""How long to wait for the server of a service that has just ended."""
+"""Time that the server of a service that has just ended gets to free the directory."""
 _NUM_TRIES = 4
 _PORT_TAKEN = "Address already in use"
 _STOP_SECONDS = 5.0
 
 
 class EmbeddedValkey:
-    """A Valkey (or Redis) server of our own.
+    """A private Valkey (or Redis) server. Thread-safe.
 
-    `max_memory` in bytes; `program` a server binary, by default `find_server()`. Every method raises
-    `ReplayBufferError` in one line when the server cannot be had. Thread-safe.
+    `max_memory` is in bytes; `program` is a server binary, by default `find_server()`. Every method
+    raises `ReplayBufferError` when the server cannot be started.
 
     Example:
         with EmbeddedValkey(Path("/data/valkey"), 512 << 20) as server:
             buffer = RedisTraceBuffer(server.url, deployment="default", target_id="9f2c")
     """
 
-    def __init__(self, directory: str | Path, max_memory: int = 512 << 20, *, program: Path | None = None) -> None:
+    def __init__(
+        self, directory: str | Path, max_memory: int = 512 << 20, *, program: Path | None = None
+    ) -> None:
         self._directory = Path(directory).expanduser().resolve()
         self._max_memory = max_memory
         self._program = program
@@ -63,7 +67,7 @@ class EmbeddedValkey:
 
     @property
     def url(self) -> str:
-        """Where it listens, password included: hand it to clients, keep it out of logs."""
+        """Where it listens, for clients. It contains the password: keep it out of logs."""
         assert self._port, "not started"
         return f"redis://:{self._password}@127.0.0.1:{self._port}/0"
 
@@ -73,7 +77,7 @@ class EmbeddedValkey:
         return process is not None and process.poll() is None
 
     def start(self) -> EmbeddedValkey:
-        """Start the server and wait until it has loaded its data. Does nothing when it runs."""
+        """Start the server and wait until it has loaded its data. Do nothing when it runs."""
         with self._lock:
             if self.is_alive():
                 return self
@@ -88,13 +92,13 @@ class EmbeddedValkey:
             return self
 
     def restart(self) -> None:
-        """Start again on the same port and data, also when it still runs: clients find it where it was."""
+        """End the server if it runs, and start it again with the same port and data."""
         with self._lock:
             self._end_process()
             self.start()
 
     def stop(self) -> None:
-        """Stop the server; its data stays. Does nothing when it does not run."""
+        """Stop the server; its data stays. Do nothing when it does not run."""
         with self._lock:
             self._end_process()
             if self._lock_fd is not None:
@@ -114,11 +118,12 @@ class EmbeddedValkey:
             self._directory.chmod(0o700)
         except OSError as error:
             raise ReplayBufferError(
-                f"{self._directory}: cannot hold the private Valkey server ({error.strerror}); choose another data_dir"
+                f"{self._directory}: cannot hold the private Valkey server ({error.strerror}); "
+                "choose another data_dir"
             ) from None
 
     def _take_directory(self) -> None:
-        """Lock the directory. The server inherits the lock, so it is free only when the server is gone too."""
+        """Lock the directory. The server inherits the lock and holds it until it ends."""
         if self._lock_fd is not None:
             return
         lock_fd = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -127,13 +132,15 @@ class EmbeddedValkey:
             if time.monotonic() > deadline:
                 os.close(lock_fd)
                 raise ReplayBufferError(
-                    f"{self._directory}: in use by another service; stop that one, or choose another data_dir"
+                    f"{self._directory}: in use by another service; stop that one, or choose "
+                    "another data_dir"
                 )
             time.sleep(0.05)
         self._lock_fd = lock_fd
 
     def _run(self, program: Path) -> None:
-        """Start and wait; on a taken port try another, after damaged data try without the damage."""
+        """Start the server and wait. Try again on another port when the port is taken, and after a
+        repair when the data is damaged."""
         remedies = [aof.cut, aof.set_aside]
         for _ in range(_NUM_TRIES):
             port = self._port or _free_port()
@@ -142,7 +149,9 @@ class EmbeddedValkey:
                 self._port = port
                 return
             if aof.is_damage(said) and remedies:
-                logger.warning("private Valkey server: %s; repairing %s", _last_line(said), self._directory)
+                logger.warning(
+                    "private Valkey server: %s; repairing %s", _last_line(said), self._directory
+                )
                 remedies.pop(0)(self._directory, program)
             elif _PORT_TAKEN not in said:
                 break
@@ -152,10 +161,13 @@ class EmbeddedValkey:
         )
 
     def _launch(self, program: Path, port: int, *, has_cut: bool) -> str | None:
-        """Start once; None when it answers, else all that its log says."""
+        """Start the server once; None when it answers, else its log."""
         _write_private(self._directory / "valkey.conf", self._config(port))
         assert self._lock_fd is not None
-        with open(os.open(self._directory / "valkey.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log:
+        with open(
+            os.open(self._directory / "valkey.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
+            "wb",
+        ) as log:
             self._process = subprocess.Popen(
                 _guarded([str(program), str(self._directory / "valkey.conf")]),
                 stdin=subprocess.PIPE,
@@ -166,7 +178,11 @@ class EmbeddedValkey:
                 cwd=self._directory,
             )
         client: Any = redis.Redis(
-            port=port, password=self._password, socket_timeout=2, protocol=2, retry=Retry(NoBackoff(), 0)
+            port=port,
+            password=self._password,
+            socket_timeout=2,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
         )
         with client:
             if self._answers(client):
@@ -177,7 +193,7 @@ class EmbeddedValkey:
         return self._log()
 
     def _answers(self, client: Any) -> bool:
-        """Wait until it answers, or its process has ended, or its time is up."""
+        """Wait until the server answers. False when it ended first, or after `START_SECONDS`."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.is_alive():
             try:

@@ -1,12 +1,14 @@
-"""Runs one server as a child of its own, and ends it when the process that asked for it ends, however that ends.
+"""Runs one server as its child, and ends it when the process that started the guardian ends in any
+way.
 
-Run as a script, `guardian.py PARENT_PID PROGRAM ARG...`, with nothing but the standard library:
+A script, `guardian.py PARENT_PID PROGRAM ARG...`, that needs only the standard library:
 
     service ──pipe──► guardian ──PDEATHSIG──► server
 
-The service's death closes the pipe (and changes our parent, should a forked child hold the pipe open); the guardian's
-own death kills the server (Linux). PR_SET_PDEATHSIG is tied to the *thread* that started the child, and the service has
-many; the guardian has one, which is why it exists. It ends with the server: watching it is watching the server.
+When the service ends, the pipe closes. If a forked child holds the pipe open, the guardian notices
+that its parent changed. When the guardian ends, the kernel kills the server (Linux):
+PR_SET_PDEATHSIG is bound to the *thread* that started the child. The service has many threads, so
+the guardian exists, which has one. It ends when the server ends.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ def main(argv: list[str]) -> int:
     stops: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # close_fds=False: the server keeps the lock of its directory open for as long as it lives.
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False, preexec_fn=_die_with_us())
+    # close_fds=False: the server holds the lock of its directory until it ends.
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, close_fds=False, preexec_fn=_die_with_us()
+    )
     while server.poll() is None and not stops and os.getppid() == parent_pid:
         ready, _, _ = select.select([0, wakeup_read], [], [], _LOOK_SECONDS)
         if 0 in ready and not os.read(0, 1):
@@ -55,7 +59,7 @@ def _end(server: subprocess.Popen[bytes]) -> int:
 
 
 def _die_with_us() -> Callable[[], None] | None:
-    """What the child does before it becomes the server. Safe: this process has one thread."""
+    """What the child runs before it executes the server. Safe, as this process has one thread."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)

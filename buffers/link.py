@@ -1,11 +1,10 @@
-"""The connection to a Redis or Valkey server: scripts, backing off, and errors that name the server but nobody."""
+"""The connection to a Redis or Valkey server: commands, scripts, and errors that name the server
+but no user or password."""
 
 from __future__ import annotations
 
 import hashlib
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +24,10 @@ Call = tuple[str, Sequence[str], Sequence[Any]]
 
 
 class Link:
-    """One server, one pool of connections, one patience.
+    """A pool of connections to one server.
 
-    `timeout` bounds each wait for an answer in seconds. Nothing is tried twice here: callers know better.
+    `timeout` bounds each wait for an answer, in seconds. Nothing is retried here; that is up to the
+    callers.
     """
 
     def __init__(self, url: str, *, timeout: float) -> None:
@@ -52,7 +52,7 @@ class Link:
         return self._client.execute_command(*args)
 
     def commands(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Run commands in one round trip; the first error is raised."""
+        """Run commands in one round trip. Raises the first error."""
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -66,9 +66,11 @@ class Link:
         return result
 
     def scripts(self, calls: Sequence[Call]) -> list[Any]:
-        """Run scripts in one round trip, by their hash; those the server does not know are sent in full.
+        """Run scripts in one round trip by their hash; send those that the server does not know in
+        full.
 
-        The answers in order; a script's own error is an answer too. Raises `RedisError` when the server is away.
+        Returns the answers in order; the error of a single script counts as its answer. Raises
+        `RedisError` when the server is away.
         """
         results = self._evaluate("EVALSHA", calls)
         unknown = [i for i, result in enumerate(results) if isinstance(result, NoScriptError)]
@@ -79,13 +81,14 @@ class Link:
         return results
 
     def check_version(self) -> None:
-        """Raises `ReplayBufferError` when the server is away or older than 7.0."""
+        """Raise `ReplayBufferError` when the server is away or older than 7.0."""
         with self.errors():
             info = self.command("INFO", "server")
         version = str(info.get("redis_version", "0.0"))
         if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
             raise ReplayBufferError(
-                f"{self.name}: server version {version} is too old; use Redis 7.0 or later, or Valkey"
+                f"{self.name}: server version {version} is too old; use Redis 7.0 or later, or "
+                "Valkey"
             )
 
     @contextmanager
@@ -95,7 +98,8 @@ class Link:
             yield
         except RedisError as error:
             raise ReplayBufferError(
-                f"replay buffer {self.name}: {self.explain(error)}; start that server, or name another with --redis-url"
+                f"replay buffer {self.name}: {self.explain(error)}; start that server, or name "
+                "another with --redis-url"
             ) from None
 
     def explain(self, error: RedisError) -> str:
@@ -103,7 +107,7 @@ class Link:
         return mask_text(error, self._url) or type(error).__name__
 
     def drop_connections(self) -> None:
-        """Forget pooled connections, which are dead or carry late answers after a failure."""
+        """Drop pooled connections: after a failure they are dead or carry late answers."""
         self._client.connection_pool.disconnect(inuse_connections=False)
 
     def close(self) -> None:
@@ -117,44 +121,11 @@ class Link:
         return list(pipeline.execute(raise_on_error=False))
 
 
-class Backoff:
-    """Whether a server that failed may be tried again: after 0.1 s, then twice as long each time, up to 5 s."""
-
-    def __init__(self, first: float = 0.1, longest: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._first = first
-        self._longest = longest
-        self._clock = clock
-        self._delay = 0.0
-        self._next_try = 0.0
-        self._lock = threading.Lock()
-
-    def may_try(self) -> bool:
-        """Whether to try now. While the server is failing, one caller at a time is told to."""
-        with self._lock:
-            if self._delay and self._clock() < self._next_try:
-                return False
-            self._next_try = self._clock() + self._delay
-            return True
-
-    def failed(self) -> bool:
-        """Note a failure; return whether it is the first of an outage."""
-        with self._lock:
-            is_first = not self._delay
-            self._delay = min(max(2 * self._delay, self._first), self._longest)
-            self._next_try = self._clock() + self._delay
-            return is_first
-
-    def succeeded(self) -> bool:
-        """Note a success; return whether it ends an outage."""
-        with self._lock:
-            was_failing = bool(self._delay)
-            self._delay = 0.0
-            return was_failing
-
-
 def is_out_of_memory(result: Any) -> bool:
     """Whether a script was refused because the server has reached `maxmemory`."""
-    return isinstance(result, OutOfMemoryError) or (isinstance(result, RedisError) and "OOM" in str(result))
+    return isinstance(result, OutOfMemoryError) or (
+        isinstance(result, RedisError) and "OOM" in str(result)
+    )
 
 
 def _sha1(lua: str) -> str:

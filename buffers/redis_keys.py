@@ -2,13 +2,13 @@
 
     osd:DEPLOYMENT:{DRAFT:DOMAIN}:TARGET_ID:train     stream, dense ids SEQ-0, at most max_traces
     osd:DEPLOYMENT:{DRAFT:DOMAIN}:TARGET_ID:holdout   the same for held-out traces
-    ...:train:unreadable, ...:holdout:unreadable      sorted sets, ids of the stream's entries found to be unreadable
+    ...:train:unreadable, ...:holdout:unreadable      sorted sets, ids of unreadable entries
     osd:DEPLOYMENT:{DRAFT}:TARGET_ID:domains          set of domains other than ""
-    osd:DEPLOYMENT:{DRAFT}:TARGET_ID:anchors          hash, slot -> trace: the trainer's sample of all times
+    osd:DEPLOYMENT:{DRAFT}:TARGET_ID:anchors          hash, slot -> trace: the trainer's anchors
     osd:DEPLOYMENT:buffers                            set of "DRAFT TARGET_ID" that hold traces
-    osd:DEPLOYMENT:unreadable                         hash, reason -> stored traces that could not be decoded, ever
+    osd:DEPLOYMENT:unreadable                         hash, reason -> unreadable entries ever met
 
-The braces are Redis Cluster's hash tag: a script touches the keys of one slot only.
+The braces are Redis Cluster's hash tags: all keys of a script are in one slot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of one deployment, draft and target. Raises `ValueError` for names that cannot be part of a key."""
+    """The keys of one deployment, draft and target. Raises `ValueError` for a name that cannot be
+    part of a key."""
 
     deployment: str
     draft: str
@@ -32,7 +33,9 @@ class Keys:
         for name in ("deployment", "draft", "target_id"):
             value = getattr(self, name)
             if not _NAME.fullmatch(value):
-                raise ValueError(f"{name} {value!r}: only letters, digits and . _ -, at most 128 of them")
+                raise ValueError(
+                    f"{name} {value!r}: only letters, digits and . _ -, at most 128 of them"
+                )
 
     @property
     def domains(self) -> str:
@@ -63,7 +66,7 @@ class Keys:
 
     @staticmethod
     def marks(stream: str) -> str:
-        """What goes with a stream: the ids of its unreadable entries."""
+        """The sorted set of a stream's unreadable entries."""
         return f"{stream}:unreadable"
 
     def others(self, members: Sequence[bytes]) -> list[Keys]:

@@ -1,7 +1,9 @@
-"""The replay buffer in Redis (7 or later) or Valkey: a stream per draft and domain, another for its held-out traces.
+"""The replay buffer in Redis (7 or later) or Valkey: per draft and domain, a stream of training
+traces and a stream of held-out traces.
 
-Serving calls `put` (in `redis_writer.py`), which waits little and never raises; the trainer calls the rest, which waits
-longer and raises `ReplayBufferError`. Keys stand in `redis_keys.py`, the scripts in `scripts.py`.
+Serving calls `put` (`redis_writer.py`), which waits for a short time and never raises. The trainer
+calls the other methods, which wait longer and raise `ReplayBufferError`. `redis_keys.py` holds the
+keys, `scripts.py` the scripts.
 """
 
 from __future__ import annotations
@@ -24,19 +26,19 @@ from buffers.unreadable import Unreadable
 from osd.records import BufferStats, Trace, clean_domain
 
 PUT_SECONDS = 2.0
-"""How long `put` waits for one answer; after so long it sends nothing more. On a busy machine a healthy server may need
-half a second; the capture thread, which waits here, has a queue before it."""
+"""How long `put` waits for an answer, and how long it goes on sending. A healthy server may need
+half a second on a busy machine. The capture thread waits here, and a queue stands before it."""
 READ_SECONDS = 15.0
-"""How long every other call waits for one answer."""
+"""How long all other calls wait for an answer."""
 _READ_CHUNK = 32
 _TIMES_CHUNK = 64
 
 
 class RedisTraceBuffer:
-    """`TraceBuffer` on a server. See there for what each method promises.
+    """`TraceBuffer` on a server. Its methods are documented there.
 
-    Construction does not connect: serving may start while the server is away. `ping` checks server and version.
-    Raises `ReplayBufferError` for a URL that is none, `ValueError` for a name that cannot be part of a key.
+    The constructor does not connect, so serving may start while the server is away. It raises
+    `ReplayBufferError` for an invalid URL and `ValueError` for a name that cannot be part of a key.
 
     Example:
         RedisTraceBuffer("redis://127.0.0.1:7000/0", deployment="default", target_id="9f2c")
@@ -60,7 +62,7 @@ class RedisTraceBuffer:
         self._drops = Drops()
         self._unreadable = Unreadable(self._link, self._keys, self._drops)
         self._owes_rewrite = False
-        """Whether something was deleted that may still stand in the server's append-only file."""
+        """Whether the server's append-only file may still hold deleted traces."""
         self._writer = RedisWriter(
             self._put_link,
             self._keys,
@@ -75,11 +77,15 @@ class RedisTraceBuffer:
         return self._drops.as_dict()
 
     def ping(self) -> None:
-        """Raises `ReplayBufferError` when the server cannot be reached or is older than 7.0."""
+        """Raise `ReplayBufferError` when the server cannot be reached or is older than 7.0."""
         self._link.check_version()
 
     def put(self, traces: Sequence[Trace]) -> int:
-        ours = [trace for trace in traces if (trace.draft, trace.target_id) == (self._keys.draft, self._keys.target_id)]
+        ours = [
+            trace
+            for trace in traces
+            if (trace.draft, trace.target_id) == (self._keys.draft, self._keys.target_id)
+        ]
         self._drops.add("mismatch", len(traces) - len(ours))
         return self._writer.put(ours)
 
@@ -87,7 +93,10 @@ class RedisTraceBuffer:
         with self._link.errors():
             spans = self._spans()
             start = cursors.start_of(spans, cursor)
-            entries = {domain: self._entries(domain, start[domain], span.last) for domain, span in spans.items()}
+            entries = {
+                domain: self._entries(domain, start[domain], span.last)
+                for domain, span in spans.items()
+            }
             return cursors.take_oldest(entries, start, limit)
 
     def skip_to_newest(self, cursor: Cursor, keep: int) -> Cursor:
@@ -106,13 +115,18 @@ class RedisTraceBuffer:
         with self._link.errors():
             return cursors.num_unread(self._spans(), cursor)
 
-    def sample(self, n: int, rng: np.random.Generator, cursor: Cursor, *, since: Cursor | None = None) -> list[Trace]:
+    def sample(
+        self, n: int, rng: np.random.Generator, cursor: Cursor, *, since: Cursor | None = None
+    ) -> list[Trace]:
         entries: list[Entry] = []
         with self._link.errors():
             chosen = cursors.choose_seen(self._spans(), cursor, n, rng, since)
             for i in range(0, len(chosen), _READ_CHUNK):
                 some = chosen[i : i + _READ_CHUNK]
-                ranges = [("XRANGE", self._keys.train(domain), f"{seq}-0", f"{seq}-0") for domain, seq in some]
+                ranges = [
+                    ("XRANGE", self._keys.train(domain), f"{seq}-0", f"{seq}-0")
+                    for domain, seq in some
+                ]
                 for (domain, _), rows in zip(some, self._link.commands(ranges), strict=True):
                     entries += self._unreadable.entries(self._keys.train(domain), rows)
         return [entry.trace for entry in entries if entry.trace is not None]
@@ -140,7 +154,9 @@ class RedisTraceBuffer:
         entries: list[Entry] = []
         with self._link.errors():
             for domain in self._domains(self._keys):
-                rows = self._link.command("XREVRANGE", key := self._keys.holdout(domain), "+", "-", "COUNT", n)
+                rows = self._link.command(
+                    "XREVRANGE", key := self._keys.holdout(domain), "+", "-", "COUNT", n
+                )
                 entries += self._unreadable.entries(key, reversed(rows))
         traces = [entry.trace for entry in entries if entry.trace is not None]
         return sorted(traces, key=lambda trace: trace.finished_at)[-n:]
@@ -148,9 +164,14 @@ class RedisTraceBuffer:
     def stats(self) -> BufferStats:
         with self._link.errors():
             domains = self._domains(self._keys)
-            streams = [self._keys.train(d) for d in domains], [self._keys.holdout(d) for d in domains]
+            streams = (
+                [self._keys.train(d) for d in domains],
+                [self._keys.holdout(d) for d in domains],
+            )
             train, held_out = ([info for info in self._infos(keys) if info] for keys in streams)
-            sizes = self._link.commands([("MEMORY", "USAGE", key) for keys in streams for key in keys])
+            sizes = self._link.commands(
+                [("MEMORY", "USAGE", key) for keys in streams for key in keys]
+            )
             unreadable = self._unreadable.totals()
         return BufferStats(
             num_traces=sum(info.span.num for info in train),
@@ -161,13 +182,16 @@ class RedisTraceBuffer:
             dropped=self.dropped | unreadable,
         )
 
-    def purge(self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False) -> int:
-        """Of this draft and target, or of all of this deployment's. The server writes its append-only file anew, so
-        that nothing of it stays there either."""
+    def purge(
+        self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False
+    ) -> int:
+        """As in `TraceBuffer`. Then the server rewrites its append-only file, so that no deleted
+        trace stays there."""
         chosen = None if domain is None else clean_domain(domain)
         until = math.inf if before is None else before
         with self._link.errors():
-            was_owed, self._owes_rewrite = self._owes_rewrite, True  # until it is paid, whatever fails before
+            # Owed until it is done, also when a command before it fails.
+            was_owed, self._owes_rewrite = self._owes_rewrite, True
             members = self._link.command("SMEMBERS", self._keys.buffers) if all_targets else []
             num = num_anchors = 0
             for keys in {self._keys, *self._keys.others(members)}:
@@ -184,8 +208,8 @@ class RedisTraceBuffer:
         self._put_link.close()
 
     def _purge(self, keys: Keys) -> int:
-        """Everything of one buffer. Who stores meanwhile lists it afterwards: either it is listed when this is done, or
-        it is gone."""
+        """Delete one whole buffer. A put registers its domain and buffer after it has stored its
+        traces, so traces that arrive meanwhile are deleted, or are registered at the end."""
         num = self._remove(keys, self._domains(keys))
         self._link.command("SREM", keys.buffers, keys.member)
         domains = self._domains(keys)
@@ -196,7 +220,7 @@ class RedisTraceBuffer:
         return num
 
     def _remove(self, keys: Keys, domains: Sequence[str]) -> int:
-        """Delete the streams of these domains; how many entries they held."""
+        """Delete the streams of these domains; return how many entries they held."""
         num = 0
         for streams in ([keys.train(domain), keys.holdout(domain)] for domain in domains):
             num += self._link.script(scripts.REMOVE, streams)
@@ -205,27 +229,41 @@ class RedisTraceBuffer:
 
     def _purge_some(self, keys: Keys, domain: str | None, before: float) -> int:
         chosen = [name for name in self._domains(keys) if domain in (None, name)]
-        num = sum(self._trim(key, before) for name in chosen for key in (keys.train(name), keys.holdout(name)))
-        stored = {int(slot): data for slot, data in self._link.command("HGETALL", keys.anchors).items()}
+        num = sum(
+            self._trim(key, before)
+            for name in chosen
+            for key in (keys.train(name), keys.holdout(name))
+        )
+        stored = {
+            int(slot): data for slot, data in self._link.command("HGETALL", keys.anchors).items()
+        }
         for slot, trace in self._unreadable.anchors(keys.anchors, stored).items():
             if domain in (None, clean_domain(trace.domain)) and trace.finished_at < before:
                 self._link.command("HDEL", keys.anchors, slot)
         return num
 
     def _trim(self, key: str, before: float) -> int:
-        """Remove all up to the last that finished before then; how many."""
+        """Remove all entries up to the last that finished before this time; return how many."""
         answer = self._link.script(scripts.SPAN, [key], ())
         if not answer:
             return 0
         span = _Info.parse(answer).span
-        last = next((seq for at, seq in self._newest_first(key, span.first - 1, span.last) if at < before), None)
-        return int(self._link.command("XTRIM", key, "MINID", "=", f"{last + 1}-0")) if last is not None else 0
+        last = next(
+            (seq for at, seq in self._newest_first(key, span.first - 1, span.last) if at < before),
+            None,
+        )
+        if last is None:
+            return 0
+        return int(self._link.command("XTRIM", key, "MINID", "=", f"{last + 1}-0"))
 
     def _domains(self, keys: Keys) -> list[str]:
-        return ["", *sorted(label.decode() for label in self._link.command("SMEMBERS", keys.domains))]
+        return [
+            "",
+            *sorted(label.decode() for label in self._link.command("SMEMBERS", keys.domains)),
+        ]
 
     def _spans(self) -> dict[str, Span]:
-        """Domain -> ids of its training traces, of every domain there is."""
+        """Domain -> ids of its training traces."""
         domains = self._domains(self._keys)
         infos = self._infos([self._keys.train(domain) for domain in domains])
         return {domain: info.span for domain, info in zip(domains, infos, strict=True) if info}
@@ -238,10 +276,12 @@ class RedisTraceBuffer:
         return [_Info.parse(answer) if answer else None for answer in answers]
 
     def _entries(self, domain: str, after: int, last: int) -> Iterator[Entry]:
-        """Entries with ids in (after, last], fetched a few at a time."""
+        """Entries with ids in (after, last], fetched in chunks."""
         key = self._keys.train(domain)
         while after < last:
-            rows = self._link.command("XRANGE", key, f"{after + 1}-0", f"{last}-0", "COUNT", _READ_CHUNK)
+            rows = self._link.command(
+                "XRANGE", key, f"{after + 1}-0", f"{last}-0", "COUNT", _READ_CHUNK
+            )
             if not rows:
                 return
             for entry in self._unreadable.entries(key, rows):
@@ -249,9 +289,11 @@ class RedisTraceBuffer:
                 yield entry
 
     def _newest_first(self, key: str, after: int, last: int) -> Iterator[tuple[float, int]]:
-        """(time, id) of entries of a stream with ids in (after, last], newest first, without their payloads."""
+        """(time, id) of a stream's entries with ids in (after, last], newest first."""
         while after < last:
-            flat = self._link.script(scripts.TIMES, [key], [f"{last}-0", f"{after + 1}-0", _TIMES_CHUNK])
+            flat = self._link.script(
+                scripts.TIMES, [key], [f"{last}-0", f"{after + 1}-0", _TIMES_CHUNK]
+            )
             if not flat:
                 return
             for seq, at in zip(flat[::2], flat[1::2], strict=True):
@@ -260,7 +302,7 @@ class RedisTraceBuffer:
 
 
 class _Info(NamedTuple):
-    """What the server says of one stream."""
+    """What the server tells about one stream."""
 
     span: Span
     num_added: int

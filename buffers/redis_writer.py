@@ -1,7 +1,8 @@
-"""The serving side of the Redis buffer: storing traces within a bounded time, and never raising.
+"""The serving side of the Redis buffer: stores traces within a bounded time and never raises.
 
 traces ─► admitted domain ─► encoded ─► chunks ─► one script per domain and chunk ─► stored
-                                                    └─ out of memory: oldest out, once more ─► dropped, counted
+                                                    └─ out of memory: drop the oldest, retry
+                                                         └─ still refused: dropped, counted
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from buffers import scripts
 from buffers.base import holdout_capacity, in_domain
 from buffers.codec import encode_trace
-from buffers.link import Backoff, Call, Link, is_out_of_memory
+from buffers.link import Call, Link, is_out_of_memory
 from buffers.redis_keys import Keys
+from osd.common.backoff import Backoff
 from osd.records import Trace, clean_domain
 
 logger = logging.getLogger(__name__)
@@ -61,15 +63,16 @@ class _Tally:
     """What became of the traces of one put."""
 
     num_left: int
-    """Neither stored nor counted as dropped."""
+    """Traces that are neither stored nor counted as dropped yet."""
     num_stored: int = 0
 
 
 class RedisWriter:
     """Puts traces; see `TraceBuffer.put`.
 
-    When the server is out of memory, the oldest eighth of every stream of the deployment is given up (never below 64
-    per stream) and the put tried once more; what does not fit even then is dropped and counted as "memory".
+    When the server is out of memory, the oldest eighth of every stream of the deployment is deleted
+    (each stream keeps at least 64 entries), and the put is retried once. What is refused again is
+    dropped and counted as "memory".
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class RedisWriter:
         self._backoff = Backoff(clock=clock)
 
     def put(self, traces: Sequence[Trace]) -> int:
-        """Store what can be stored within about `seconds`; the rest is dropped and counted."""
+        """Store as many traces as possible within about `seconds`; count the others as dropped."""
         if not traces:
             return 0
         if not self._backoff.may_try():
@@ -115,10 +118,13 @@ class RedisWriter:
         self._link.drop_connections()
         if self._backoff.failed():
             said = self._link.explain(error)
-            logger.warning("replay buffer %s: %s; traces are dropped until it is back", self._link.name, said)
+            logger.warning(
+                "replay buffer %s: %s; traces are dropped until it is back", self._link.name, said
+            )
 
     def _chunks(self, traces: Sequence[Trace], tally: _Tally) -> Iterator[list[_Packed]]:
-        """Those that can be encoded, at most 4 MiB and 128 traces at a time; the others are dropped and counted.
+        """The encoded traces, at most 128 at a time and about 4 MiB. Traces that cannot be encoded
+        are dropped and counted.
 
         Raises `RedisTimeoutError` when time is up.
         """
@@ -146,7 +152,9 @@ class RedisWriter:
         labels = sorted(set(wanted) - {""})
         admitted = {""}
         if labels:
-            answer = self._link.script(scripts.ADMIT, [self._keys.domains], [self._max_domains, *labels])
+            answer = self._link.script(
+                scripts.ADMIT, [self._keys.domains], [self._max_domains, *labels]
+            )
             admitted |= {label for label, is_in in zip(labels, answer, strict=True) if is_in}
         return [domain if domain in admitted else "" for domain in wanted]
 
@@ -166,10 +174,10 @@ class RedisWriter:
             self._drop("memory", len(refused), tally)
 
     def _send(self, packed: list[_Packed], tally: _Tally) -> list[_Packed]:
-        """Store in as many scripts as there are domains; return what the server refused for lack of memory.
+        """Store with one script per domain; return what the server refused for lack of memory.
 
-        Domain and buffer are listed after what is stored there: a purge in between must not leave a stream that nobody
-        knows of. Raises `RedisError` when any was refused for another reason.
+        Domain and buffer are registered after their traces are stored, so that a purge in between
+        never leaves an unregistered stream. Raises `RedisError` for a refusal of another kind.
         """
         groups: dict[str, list[_Packed]] = {}
         for one in packed:

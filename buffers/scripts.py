@@ -1,9 +1,9 @@
 """The Lua that runs inside the server: each script is one atomic step on the streams of one domain.
 
-An entry of a stream has the fields `t` (finished_at) and `p` (the encoded trace), in this order, and the id `SEQ-0`.
-SEQ is dense: the stream's own last id plus one, and survives trimming with it. A stream that does not exist starts at
-the server's clock in microseconds, so that a stream purged or lost never hands out an id twice: no cursor, however old,
-can skip its traces.
+An entry of a stream has the fields `t` (finished_at) and `p` (the encoded trace), in this order,
+and the id `SEQ-0`. SEQ is dense: it is the stream's last id plus one, which trimming does not
+change. A new stream starts at the server's clock in microseconds, so a stream that was purged or
+lost never reuses an id, and no old cursor skips its traces.
 """
 
 _LAST_ID = """
@@ -22,7 +22,9 @@ end
 PUT = (
     _LAST_ID
     + """
--- KEYS: training stream, held-out stream. ARGV: capacity of each, number of training entries, then t, p of every entry.
+-- KEYS: training stream, held-out stream.
+-- ARGV: capacity of each stream, number of training entries, then t and p of every entry.
+-- Returns the number of entries stored.
 local function append(key, capacity, from, to)
   if from > to then return end
   local seq = last_id(key)
@@ -40,7 +42,8 @@ return (#ARGV - 3) / 2
 )
 
 ADMIT = """
--- KEYS: the set of domains. ARGV: how many there may be, then the domains wanted. Returns 1 for each admitted one.
+-- KEYS: the set of domains. ARGV: how many there may be, then the wanted domains.
+-- Returns 1 for each domain that is admitted, else 0.
 local admitted = {}
 for i = 2, #ARGV do
   local known = redis.call('SISMEMBER', KEYS[1], ARGV[i])
@@ -54,7 +57,9 @@ return admitted
 """
 
 SPAN = """
--- KEYS: a stream. Returns first id, last id, number of entries ever added, t of the first entry; nothing when absent.
+-- KEYS: a stream.
+-- Returns first id, last id, number of entries ever added, t of the first entry;
+-- an empty list when there is no such stream.
 if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
 local info = redis.call('XINFO', 'STREAM', KEYS[1])
 local at = {}
@@ -62,11 +67,13 @@ for i = 1, #info, 2 do at[info[i]] = info[i + 1] end
 local first = at['first-entry']
 local last = string.match(at['last-generated-id'], '^%d+')
 if not first then return {string.format('%.0f', last + 1), last, at['entries-added'], '0'} end
-return {string.match(first[1], '^%d+'), last, at['entries-added'], first[2][1] == 't' and first[2][2] or '0'}
+local oldest = first[2][1] == 't' and first[2][2] or '0'
+return {string.match(first[1], '^%d+'), last, at['entries-added'], oldest}
 """
 
 TIMES = """
--- KEYS: a stream. ARGV: highest id, lowest id, count. Returns id, t of entries, newest first, without their payloads.
+-- KEYS: a stream. ARGV: highest id, lowest id, count.
+-- Returns id and t of each entry, newest first, without the payloads.
 local out = {}
 for _, entry in ipairs(redis.call('XREVRANGE', KEYS[1], ARGV[1], ARGV[2], 'COUNT', ARGV[3])) do
   out[#out + 1] = string.match(entry[1], '^%d+')
@@ -76,7 +83,8 @@ return out
 """
 
 SHRINK = """
--- KEYS: streams of one domain. ARGV: entries to keep at least, share to drop (one in so many). Oldest out.
+-- KEYS: streams of one domain. ARGV: least number of entries to keep, n.
+-- Drops the oldest nth part of each stream; returns the number of entries dropped.
 local dropped = 0
 for _, key in ipairs(KEYS) do
   local num = redis.call('XLEN', key)
@@ -87,13 +95,14 @@ return dropped
 """
 
 REGISTER = """
--- KEYS: a set. ARGV: its members to be. Out of memory, the put before says so.
+-- KEYS: a set. ARGV: members to add.
+-- Errors are ignored: the PUT before it reports that memory is out.
 redis.pcall('SADD', KEYS[1], unpack(ARGV))
 return 1
 """
 
 REMOVE = """
--- KEYS: streams of one domain. Deletes them; returns how many entries they held.
+-- KEYS: streams of one domain. Deletes them; returns the number of entries they held.
 local removed = 0
 for _, key in ipairs(KEYS) do
   removed = removed + redis.call('XLEN', key)
@@ -103,10 +112,12 @@ return removed
 """
 
 MARK = """
--- KEYS: a stream, the sorted set of its unreadable entries. ARGV: ids of such. Forgets those that left the stream.
--- Returns 1 for each that was not known. Out of memory, none is marked, and none new.
+-- KEYS: a stream, the sorted set of its unreadable entries. ARGV: ids of unreadable entries.
+-- Adds them to the set, and removes those that left the stream.
+-- Returns 1 for each id that is new to the set. Out of memory, no id is added.
 local first = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', first and '(' .. string.match(first[1], '^%d+') or '+inf')
+local gone_below = first and '(' .. string.match(first[1], '^%d+') or '+inf'
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', gone_below)
 local is_new = {}
 for i, seq in ipairs(ARGV) do
   local added = redis.pcall('ZADD', KEYS[2], seq, seq)
@@ -116,13 +127,14 @@ return is_new
 """
 
 COUNT = """
--- KEYS: a hash of counts. ARGV: the field, how many more. Out of memory, it stays as it was.
+-- KEYS: a hash of counts. ARGV: a field, the number to add. Out of memory, nothing is added.
 redis.pcall('HINCRBY', KEYS[1], ARGV[1], ARGV[2])
 return 1
 """
 
 DISCARD = """
--- KEYS: a hash. ARGV: a field, what was found there. Deletes it if it is still that; returns how many that were.
+-- KEYS: a hash. ARGV: a field, the value that was read from it.
+-- Deletes the field if it still has this value; returns the number of fields deleted.
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
 return redis.call('HDEL', KEYS[1], ARGV[1])
 """

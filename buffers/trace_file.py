@@ -1,4 +1,5 @@
-"""Files of traces: what `osd traces export` writes and `osd train` reads. Their bytes stand in `trace_stream.py`."""
+"""Files of traces, which `osd traces export` writes and `osd train` reads. `trace_stream.py`
+defines their format."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ REMEDY = "give a file of `osd traces export`"
 
 
 class TraceFile:
-    """The traces of a file, once. What cannot be read is passed over and counted, and reported in one line.
+    """The traces of a file, iterated once. Damaged traces are skipped, counted and reported in one
+    line.
 
-    Raises `OSDError` for a file that cannot be opened, or that does not begin like one of ours.
+    Raises `OSDError` for a file that cannot be opened or is not a file of traces.
 
     Example:
         with TraceFile(Path("monday.traces"), print) as file:
@@ -32,7 +34,7 @@ class TraceFile:
     def __init__(self, path: Path, report: Callable[[str], None] = lambda line: None) -> None:
         self.path, self._report = path, report
         self.num_skipped = 0
-        """Damaged traces passed over; a file that was cut short counts as one."""
+        """Damaged traces that were skipped; a file that is cut short counts as one."""
         try:
             self._file: IO[bytes] = path.open("rb")
         except OSError as error:
@@ -69,7 +71,7 @@ class TraceFile:
 
 
 class TraceWriter:
-    """Where the body of `write_traces` puts encoded traces."""
+    """Takes the encoded traces in the body of `write_traces`."""
 
     def __init__(self, path: Path, file: IO[bytes], target_id: str) -> None:
         self.num_traces = self.num_bytes = 0
@@ -82,7 +84,7 @@ class TraceWriter:
         self.num_traces += 1
 
     def close(self) -> None:
-        """Write the end, and bring all of it to the disk."""
+        """Write the end frame, and sync the file to the disk."""
         self._write(trace_stream.end(self.num_traces))
         with _explained(self._path):
             self._file.flush()
@@ -92,20 +94,21 @@ class TraceWriter:
         left = memoryview(data)
         with _explained(self._path):
             while left:
-                left = left[self._file.write(left) :]  # a disk that fills up takes a part first
+                left = left[self._file.write(left) :]  # a nearly full disk writes only a part
         self.num_bytes += len(data)
 
 
 @contextmanager
 def write_traces(path: Path, target_id: str) -> Iterator[TraceWriter]:
-    """A file that is there, whole and readable by this user alone, once the body has ended without an error.
+    """Write a file that appears at `path`, complete and private to this user, when the body ends
+    without an error.
 
-    Raises `OSDError` when the disk does not take it; after any error nothing of it is left.
+    Raises `OSDError` when the disk is full or read-only. After any error nothing is left of it.
     """
     with _explained(path):
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        # Without a buffer of Python's, which would be flushed once more when the file is closed after an error.
+        # Unbuffered: closing a buffered file after an error would flush once more.
         with os.fdopen(handle, "wb", buffering=0) as file:
             writer = TraceWriter(path, file, target_id)
             yield writer
@@ -123,5 +126,5 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = None  # of the file aside, which nobody asked for
+        error.filename = None  # the name of the temporary file
         raise OSDError(explain(error, path)) from error

@@ -1,11 +1,11 @@
-"""Traces one after another as bytes: what stands in a file of traces, and what the control port sends.
+"""A sequence of traces as bytes: the format of trace files, and of what the control port sends.
 
     "OSDH" length | header (JSON: format, version, target_id)
     "OSDR" length | a trace as `buffers/codec.py` encodes it          any number of these
     "OSDE" length | end (JSON: num_traces)
 
-Lengths are u32, little-endian. The end tells a whole stream from one cut short between two traces. Each trace carries
-its own CRC, so a damaged one is passed over and the next is read; nothing is ever unpickled.
+Lengths are u32, little-endian. The end frame shows that no traces are missing. Each trace has its
+own CRC, so a damaged one is skipped and the next is read. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from osd.records import Trace
 FORMAT, VERSION = "osd-traces", 1
 HEADER, RECORD, END = b"OSDH", b"OSDR", b"OSDE"
 READ_CHUNK = 32
-"""Traces taken from a buffer at a time."""
+"""Traces read from a buffer at a time."""
 
 _FRAME = struct.Struct("<4sI")
 _MOST = {HEADER: 4096, RECORD: MAX_TRACE_BYTES, END: 4096}
-"""Bytes each kind of frame may have."""
+"""Most bytes of each kind of frame."""
 
 Read = Callable[[int], bytes]
-"""Like a file's `read(n)`: fewer than n bytes only at the end."""
+"""Like a file's `read(n)`: returns fewer than n bytes only at the end."""
 
 
 class CutShort(ValueError):
-    """What follows cannot be read any more: the end is missing, or no frame begins where one should."""
+    """The rest of the stream cannot be read: the end is missing, or a frame does not begin where it
+    should."""
 
 
 class _Header(msgspec.Struct, kw_only=True):
@@ -51,22 +52,25 @@ class _End(msgspec.Struct, kw_only=True):
 
 
 def header(target_id: str) -> bytes:
-    """What a stream of this target's traces begins with."""
-    return _frame(HEADER, msgspec.json.encode(_Header(format=FORMAT, version=VERSION, target_id=target_id)))
+    """The first frame of a stream of this target's traces."""
+    return _frame(
+        HEADER, msgspec.json.encode(_Header(format=FORMAT, version=VERSION, target_id=target_id))
+    )
 
 
 def record(encoded: bytes) -> bytes:
-    """One encoded trace as it stands in a stream."""
+    """The frame of one encoded trace."""
     return _frame(RECORD, encoded)
 
 
 def end(num_traces: int) -> bytes:
-    """What a whole stream ends with."""
+    """The last frame of a stream."""
     return _frame(END, msgspec.json.encode(_End(num_traces=num_traces)))
 
 
 def stream(buffer: TraceBuffer, target_id: str) -> Iterator[bytes]:
-    """All that a buffer holds now, a frame at a time. Nothing is yielded before the buffer answered once.
+    """Everything that a buffer holds now, frame by frame. The buffer is asked before the first
+    frame.
 
     Raises `ReplayBufferError` when it cannot be reached.
     """
@@ -81,7 +85,8 @@ def stream(buffer: TraceBuffer, target_id: str) -> Iterator[bytes]:
 
 
 def stored(buffer: TraceBuffer) -> Iterator[Trace]:
-    """Every trace a buffer holds now: training ones, then held-out ones. What arrives meanwhile is left out."""
+    """Every trace that a buffer holds now: training traces, then held-out ones. Traces that arrive
+    meanwhile are left out."""
     num_holdout = buffer.stats().num_holdout
     cursor: Cursor = {}
     left = buffer.num_unread(cursor)
@@ -102,7 +107,7 @@ def _frame(tag: bytes, data: bytes) -> bytes:
 
 
 def read_header(read: Read) -> str:
-    """The target_id of the traces that follow. Raises `ValueError` with the reason when there is none."""
+    """The target_id of the traces that follow. Raises `ValueError` when this is no header."""
     try:
         tag, data = _next_frame(read)
         found = msgspec.json.decode(data, type=_Header)
@@ -116,7 +121,8 @@ def read_header(read: Read) -> str:
 
 
 def read_records(read: Read) -> Iterator[bytes]:
-    """The encoded traces after the header. Raises `CutShort`, naming the record, unless the end comes in its place."""
+    """The encoded traces after the header. Raises `CutShort`, naming the record, when the stream
+    ends without its end frame."""
     num = 0
     while True:
         try:

@@ -1,9 +1,11 @@
-"""What is stored and cannot be decoded: passed over by whoever meets it, and counted once in a deployment.
+"""Stored entries that cannot be decoded: readers skip them, and each is counted once per
+deployment.
 
     entry ─ decode ─► trace
-              └─ fails ─► marked beside its stream; the first to mark it counts it ─► total of the deployment
+              └─ fails ─► marked beside its stream ─ first mark ─► the deployment's total
 
-Marks and total stand on the server, so that neither another look, nor another client, nor a restart counts anew.
+Marks and totals are stored on the server, so that no later read, other client or restart counts an
+entry again.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from buffers.redis_writer import Drops
 from osd.records import Trace
 
 Row = tuple[bytes, dict[bytes, bytes] | None]
-"""An entry of a stream as the server gives it: its id, and its fields."""
+"""An entry of a stream as the server returns it: id and fields."""
 
 
 class Unreadable:
-    """Decodes what one buffer has stored. Every method raises `RedisError`."""
+    """Decodes the entries of one buffer. Every method raises `RedisError`."""
 
     def __init__(self, link: Link, keys: Keys, drops: Drops) -> None:
         self._link, self._keys, self._drops = link, keys, drops
 
     def entries(self, stream: str, rows: Iterable[Row]) -> list[Entry]:
-        """The entries of a stream in the order given."""
+        """The entries of these rows, in the same order."""
         entries: list[Entry] = []
         reasons: dict[int, str] = {}
         for entry_id, fields in rows:
@@ -40,12 +42,16 @@ class Unreadable:
             if reason:
                 reasons[seq] = reason
         if reasons:
-            is_new = self._link.script(scripts.MARK, [stream, self._keys.marks(stream)], list(reasons))
-            self._count(Counter(reason for reason, new in zip(reasons.values(), is_new, strict=True) if new))
+            is_new = self._link.script(
+                scripts.MARK, [stream, self._keys.marks(stream)], list(reasons)
+            )
+            self._count(
+                Counter(reason for reason, new in zip(reasons.values(), is_new, strict=True) if new)
+            )
         return entries
 
     def anchors(self, anchors: str, found: Mapping[int, bytes]) -> dict[int, Trace]:
-        """Slot -> trace; slots whose content is unreadable are emptied."""
+        """Slot -> trace. Unreadable slots are emptied."""
         traces: dict[int, Trace] = {}
         for slot, data in found.items():
             trace, reason = _decode(data)
@@ -56,7 +62,7 @@ class Unreadable:
         return traces
 
     def totals(self) -> dict[str, int]:
-        """Reason -> how many were met in this deployment, by anybody, ever."""
+        """Reason -> entries that any client of this deployment ever met."""
         found = self._link.command("HGETALL", self._keys.unreadable)
         return {reason.decode(): int(num) for reason, num in found.items()}
 
@@ -67,7 +73,7 @@ class Unreadable:
 
 
 def _decode(data: bytes) -> tuple[Trace | None, str]:
-    """The trace, or why there is none."""
+    """The trace, or the reason why it cannot be decoded."""
     try:
         return decode_trace(data), ""
     except UnknownSchema:

@@ -1,16 +1,16 @@
-"""Every error a user can meet.
+"""Every error that is shown to users.
 
-OSDError              one line: what is wrong, where, and the remedy
-├── ConfigError       a configuration key, value, file or command line is wrong (exit status 2)
-├── ReplayBufferError      the replay buffer's server cannot be reached or used
-├── ReleaseError      a draft release is missing, incomplete or does not fit
-├── CaptureError      an engine's verifications cannot be captured; it serves on without
-└── SwapError         an engine refused a draft; the previous one keeps serving
+OSDError               one line: what is wrong, where, and the remedy
+├── ConfigError        a configuration key, value, file or command line is wrong (exit status 2)
+├── ReplayBufferError  the replay buffer's server cannot be reached or used
+├── ReleaseError       a draft release is missing, incomplete or does not fit
+├── CaptureError       an engine's verifications cannot be captured; it serves on without
+└── SwapError          an engine refused a draft; the previous one keeps serving
 """
 
 
 class OSDError(Exception):
-    """Base of all errors that are shown to users as one line."""
+    """Base of all errors whose text is shown to users as one line."""
 
     exit_status = 1
 
@@ -30,7 +30,7 @@ class ReleaseError(OSDError):
 
 
 class CaptureError(OSDError):
-    """An engine's verifications cannot be captured; it serves on without."""
+    """An engine's verifications cannot be captured; it serves on without capture."""
 
 
 class SwapError(OSDError):

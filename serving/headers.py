@@ -1,10 +1,11 @@
-"""What a request says of capture, in our two headers or in its body, told to the engine as vLLM's own `vllm_xargs`.
+"""Passes a request's wishes on capture from our headers to the engine, as vLLM's own `vllm_xargs`.
 
     X-OSD-Capture: off      nothing of this request is kept (counts remain)
     X-OSD-Domain: NAME      the request's traffic class
 
-The same can be said in the body: `"vllm_xargs": {"osd_capture": "off", "osd_domain": "NAME"}`. All of it is optional: a
-request that says nothing passes through untouched, byte for byte, and costs a search for a few bytes.
+The body can say the same: `"vllm_xargs": {"osd_capture": "off", "osd_domain": "NAME"}`. All of it
+is optional. A request that says nothing passes through byte for byte, at the cost of a search for a
+few bytes.
 """
 
 from __future__ import annotations
@@ -20,24 +21,26 @@ DOMAIN_HEADER = b"x-osd-domain"
 ROUTES_THAT_CAN_BE_TOLD: dict[str, dict[str, Any]] = {
     "/v1/completions": {},
     "/v1/chat/completions": {},
-    "/v1/responses": {"store": False},  # else a later request could go on from this one, and would be captured
+    # If it were stored, a later request could continue this one, and would be captured.
+    "/v1/responses": {"store": False},
     "/v1/messages": {},
 }
-"""Where vLLM hands `vllm_xargs` on to the engine, and what else is set for a request that is kept out. Elsewhere, and
-in beam search, it drops them."""
+"""Routes on which vLLM passes `vllm_xargs` on to the engine, and what else is set for a request
+that is kept out. On other routes, and in beam search, vLLM drops them."""
 XARGS = ("osd_capture", "osd_domain", "osd_spec_k")
 METHODS_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 REFUSAL = (
-    "X-OSD-Capture: off (or vllm_xargs.osd_capture) cannot be kept for this request: the engine can be told on "
+    "X-OSD-Capture: off (or vllm_xargs.osd_capture) cannot be kept for this request: the engine "
+    "can be told on "
     + ", ".join(ROUTES_THAT_CAN_BE_TOLD)
     + " only, with a JSON object as body and without beam search"
 )
 
 
 class HeadersToXargs:
-    """ASGI middleware. A body that is not a JSON object is left for vLLM to complain about; but a request that asks not
-    to be captured and cannot be told so is answered with 400, since serving it would break the promise; so is one that
-    says something of ours by another name, at another place, or a limit of draft tokens that is none."""
+    """ASGI middleware. It answers with 400 where a request asks not to be captured but the engine
+    cannot be told, where a name of ours is misspelt or misplaced, and where the limit of draft
+    tokens is malformed. Other bodies that are no JSON object are left to vLLM."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -61,7 +64,7 @@ class HeadersToXargs:
 
 
 class _Refused(Exception):
-    """What the client is told."""
+    """Its text is the answer to the client."""
 
 
 def _wanted(scope: Any) -> dict[str, str]:
@@ -87,23 +90,27 @@ async def _read_body(receive: Any) -> bytes | None:
 
 
 def _told(path: str, body: bytes, wanted: dict[str, str]) -> bytes:
-    """The body as the engine is to read it: itself where nothing has to be told."""
+    """The body for the engine: the same object when nothing has to be told. Raises `_Refused`."""
     if not wanted and not _may_say_something(body):
         return body
     request = _object(body)
     if request is not None:
         _check_names(request)
         _check_limit(request)
-    said = b"osd_capture" in body if request is None else _keeps_out("vllm_xargs", request.get("vllm_xargs"))
-    is_out = said or "osd_capture" in wanted
-    if request is None or path not in ROUTES_THAT_CAN_BE_TOLD or (is_out and request.get("use_beam_search")):
+        is_out = _keeps_out("vllm_xargs", request.get("vllm_xargs"))
+    else:
+        is_out = b"osd_capture" in body
+    is_out = is_out or "osd_capture" in wanted
+    can_be_told = request is not None and path in ROUTES_THAT_CAN_BE_TOLD
+    if request is None or not can_be_told or (is_out and request.get("use_beam_search")):
         if is_out:
             raise _Refused(REFUSAL)
         return body
     if not wanted and not is_out:
         return body
     xargs = request.get("vllm_xargs")
-    request["vllm_xargs"] = {**wanted, **(xargs if isinstance(xargs, dict) else {})}  # a domain in the body stays
+    # A domain in the body overrules the one in the header.
+    request["vllm_xargs"] = {**wanted, **(xargs if isinstance(xargs, dict) else {})}
     if is_out:
         request["vllm_xargs"]["osd_capture"] = "off"
         request |= ROUTES_THAT_CAN_BE_TOLD[path]
@@ -111,13 +118,14 @@ def _told(path: str, body: bytes, wanted: dict[str, str]) -> bytes:
 
 
 def _may_say_something(body: bytes) -> bool:
-    """Whether a key of ours may be in it: as it is, with letters escaped, or (a zero byte at once) in UTF-16 or so."""
+    """Whether it may hold a key of ours: in plain text, with escaped letters, or in UTF-16 or
+    UTF-32, which show a zero byte at once."""
     return b"osd_" in body or b"\\u00" in body or 0 in body[:4]
 
 
 def _object(body: bytes) -> dict[str, Any] | None:
-    """The JSON object that vLLM will read; None where it is none. Of members of one name the last counts, but none of
-    ours overrules one that keeps the request out."""
+    """The JSON object that vLLM will read; None where the body is none. Of members with one name
+    the last counts, unless an earlier one keeps the request out."""
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return dict(pairs) | {name: value for name, value in pairs if _keeps_out(name, value)}
@@ -132,16 +140,19 @@ def _object(body: bytes) -> dict[str, Any] | None:
 def _keeps_out(name: str, value: Any) -> bool:
     """Whether this member of the body, or of its `vllm_xargs`, asks to be kept out."""
     if name == "vllm_xargs" and not isinstance(value, dict):
-        return "osd_capture" in str(value)  # whatever it says there, vLLM would not hear it
+        return "osd_capture" in str(value)  # vLLM would ignore it
     if name == "vllm_xargs":
         return any(_keeps_out(*member) for member in value.items())
     return name == "osd_capture" and wants_out(value)
 
 
 def _check_names(request: dict[str, Any]) -> None:
-    """What vLLM would pass over may be a wish to be kept out."""
+    """Refuse unknown names of ours. vLLM would ignore them, and one may mean to opt out."""
     if misplaced := [name for name in request if name.startswith("osd_")]:
-        raise _Refused(f'{misplaced[0][:40]} belongs in "vllm_xargs": {{...}}, which may say {", ".join(XARGS)}')
+        raise _Refused(
+            f'{misplaced[0][:40]} belongs in "vllm_xargs": {{...}}, which may say '
+            f"{', '.join(XARGS)}"
+        )
     xargs = request.get("vllm_xargs")
     names = xargs if isinstance(xargs, dict) else {}
     if unknown := [name for name in names if name.startswith("osd_") and name not in XARGS]:
@@ -149,12 +160,15 @@ def _check_names(request: dict[str, Any]) -> None:
 
 
 def _check_limit(request: dict[str, Any]) -> None:
-    """vLLM makes 1 of `true`, so that here alone it can be told from a number."""
+    """Refuse a malformed limit here, since vLLM turns `true` into 1."""
     xargs = request.get("vllm_xargs")
-    if isinstance(xargs, dict) and "osd_spec_k" in xargs and whole_number(xargs["osd_spec_k"]) is None:
+    if not isinstance(xargs, dict) or "osd_spec_k" not in xargs:
+        return
+    if whole_number(xargs["osd_spec_k"]) is None:
         said = json.dumps(xargs["osd_spec_k"])[:40]
         raise _Refused(
-            f"vllm_xargs.osd_spec_k is a whole number of draft tokens, such as 2, and 0 for none; not {said}"
+            "vllm_xargs.osd_spec_k is a whole number of draft tokens, such as 2, and 0 for none; "
+            f"not {said}"
         )
 
 
@@ -172,16 +186,18 @@ def _replay(body: bytes, receive: Any) -> Any:
 
 
 async def _refuse(send: Any, message: str, kind: str = "http") -> None:
-    body = json.dumps({"error": {"message": message, "type": "BadRequestError", "code": 400}}).encode()
+    error = {"message": message, "type": "BadRequestError", "code": 400}
+    body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": f"{kind}.response.start", "status": 400, "headers": headers})
     await send({"type": f"{kind}.response.body", "body": body})
 
 
 async def _refuse_socket(scope: Any, receive: Any, send: Any) -> None:
-    """Before it is accepted: what comes over it the engine could not be told about."""
+    """Refuse a web socket before it is accepted: nothing that comes over it could be kept out."""
     await receive()
     if "websocket.http.response" in scope.get("extensions", {}):
         await _refuse(send, REFUSAL, "websocket.http")
     else:
-        await send({"type": "websocket.close", "code": 1008, "reason": "X-OSD-Capture: off cannot be kept here"})
+        reason = "X-OSD-Capture: off cannot be kept here"
+        await send({"type": "websocket.close", "code": 1008, "reason": reason})

@@ -1,16 +1,15 @@
-"""What a replica does beside serving: it pulls the wanted draft into its engine, and reports how that goes.
+"""A replica's loop beside serving: it pulls the wanted draft into its engine, and reports.
 
-    Redis ──wanted release──► stage in a thread of the worker ──► commit between two steps ──► SwapReport ─┐
-      ▲                                                                                                    │
-      └──────────────────────── heartbeat, windows, swap reports ◄── counters of the worker ◄──────────────┘
+    Redis ──wanted release──► stage in a thread of the worker ──► commit between two steps ─┐
+      ▲                                                                                     │
+      └── heartbeat, windows, swap reports ◄── counters of the worker, SwapReport ◄─────────┘
 
-While Redis is away the engine serves on with the draft it has, and what was to be said waits, up to a limit.
+While Redis is away, the engine serves on with the draft it has. Reports wait, up to a limit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import time
@@ -23,25 +22,36 @@ import msgspec
 
 from osd.errors import OSDError
 from osd.exchange.registry import Registry
-from osd.records import DraftRelease, ReplicaStatus, SpecWindow, SwapReport, encode
-from serving.speculation.client import Steering
+from osd.records import (
+    CommitReport,
+    DraftRelease,
+    ReplicaStatus,
+    SpeculationReport,
+    SpecWindow,
+    StagingReport,
+    SwapReport,
+    WorkerReport,
+    decode,
+    encode,
+)
+from serving.speculation.client import SpeculationClient
 from serving.vllm import names
 
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_REPORTS = 1.0
 SECONDS_ACTIVE = 3.0
-"""How long after its last request an engine is asked for its counters. Being asked keeps a vLLM worker spinning for a
-second, so an idle one that was asked every second would burn a core."""
+"""How long after its last request an engine is asked for its counters. A call keeps a vLLM worker
+spinning for a second, so calling an idle one every second would burn a core."""
 HEARTBEAT_TTL = 10.0
 MAX_UNSENT = 2000
 SECONDS_TO_STAGE = 600.0
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
-"""Seconds before a draft that was refused is tried again; twice as long each time."""
+"""Seconds before a refused draft is tried again; the delay doubles each time."""
 
 
 class Activity:
-    """Whether anything was asked of the engine lately."""
+    """Knows whether the engine was used lately."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -52,7 +62,7 @@ class Activity:
         return self._num_open > 0 or self._clock() - self._last_at < SECONDS_ACTIVE
 
     def watching(self, app: Any) -> Any:
-        """The ASGI application, its POST requests noted."""
+        """The ASGI application, with its POST requests noted."""
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] != "http" or scope["method"] != "POST":
@@ -68,8 +78,8 @@ class Activity:
 
 
 def release_to_start(registry: Registry, known: DraftRelease) -> DraftRelease:
-    """What an engine begins with: the wanted release; `known` while Redis is away or has nothing to say, and where what
-    is wanted belongs to another target or is not on disk."""
+    """The release that an engine starts with: the wanted one, or `known` where Redis is away, no
+    release is wanted, or the wanted one belongs to another target or is not on disk."""
     try:
         wanted = registry.wanted(known.draft)
     except OSDError:
@@ -80,9 +90,8 @@ def release_to_start(registry: Registry, known: DraftRelease) -> DraftRelease:
 
 
 class DraftPuller:
-    """Keeps one engine, started with `release`, at the wanted draft. `rpc` calls the worker extension by method name.
-
-    For one event loop; `look` is to be called again and again.
+    """Keeps one engine, started with `release`, at the wanted draft. `rpc` calls a method of the
+    worker extension. `look` is to be called repeatedly in one event loop.
     """
 
     def __init__(
@@ -95,53 +104,51 @@ class DraftPuller:
         url: str,
         k: int,
         release: DraftRelease,
-        steering: Steering | None = None,
+        speculation_client: SpeculationClient | None = None,
         uncontrolled: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._steering = steering
-        self._speculation: dict[str, Any] = {"problem": uncontrolled} if uncontrolled else {}
+        self._speculation_client = speculation_client
+        self._speculation = SpeculationReport(problem=uncontrolled) if uncontrolled else None
         self._registry, self._rpc, self._activity, self._clock = registry, rpc, activity, clock
         self._name, self._url, self._k = name, url, k
-        self._draft, self._target_id, self._version = release.draft, release.target_id, release.version
+        self._draft, self._target_id = release.draft, release.target_id
+        self._version = release.version
         self._started_at = time.time()
         self._unsent: deque[SpecWindow | SwapReport] = deque(maxlen=MAX_UNSENT)
-        self._counters: dict[str, Any] = {}
+        self._counted = WorkerReport()
         self._report_at = 0.0
         self._retry_at: dict[int, tuple[float, float]] = {}
         """version -> when it may be tried again, and the delay after that"""
 
     async def look(self) -> None:
-        """Swap if another draft is wanted, report if a report is due."""
+        """Swap if another draft is wanted, and report if a report is due."""
         await self._swap_if_wanted()
         await self._report_if_due()
 
     async def swap(self, release: DraftRelease) -> SwapReport:
-        """Stage, validate and commit a release. Never raises for a bad one: the report says what happened."""
+        """Stage, validate and commit a release. A bad one does not raise: the report says what is
+        wrong."""
         previous = self._version
         staging = await self._stage(release)
-        outcome: dict[str, Any] = {
-            "pause_s": 0.0,
-            "proved": False,
-            "error": staging["error"] or "staging took too long",
-        }
-        if staging["done"] and not staging["error"]:
-            outcome = json.loads(await self._rpc("osd_commit", release.version))
-        if not outcome["error"]:
+        committed = CommitReport(error=staging.error or "staging took too long")
+        if staging.done and not staging.error:
+            committed = decode(await self._rpc("osd_commit", release.version), CommitReport)
+        if not committed.error:
             self._version = release.version
-            if self._steering is not None:
-                await self._steering.restart(release)
+            if self._speculation_client is not None:
+                await self._speculation_client.restart(release)
         return SwapReport(
             at=time.time(),
             replica=self._name,
             draft=release.draft,
             version=release.version,
             previous=previous,
-            ok=not outcome["error"],
-            stage_s=staging["seconds"],
-            pause_s=outcome["pause_s"],
-            proved=outcome.get("proved", False),
-            error=outcome["error"],
+            ok=not committed.error,
+            stage_s=staging.seconds,
+            pause_s=committed.pause_s,
+            proved=committed.proved,
+            error=committed.error,
         )
 
     async def _swap_if_wanted(self) -> None:
@@ -163,15 +170,15 @@ class DraftPuller:
             self._retry_at[wanted.version] = (self._clock() + delay, min(delay * 2, LONGEST_DELAY))
         await self._send_report()
 
-    async def _stage(self, release: DraftRelease) -> dict[str, Any]:
-        """Have the worker load and check the release aside; its last word on that."""
+    async def _stage(self, release: DraftRelease) -> StagingReport:
+        """Have the worker load and check the release aside. Returns its last report on that."""
         await self._rpc("osd_stage", encode(release).decode())
         deadline = self._clock() + SECONDS_TO_STAGE
-        staging: dict[str, Any] = {"done": False, "error": "", "seconds": 0.0}
-        while not staging["done"] and self._clock() < deadline:
+        staging = StagingReport()
+        while not staging.done and self._clock() < deadline:
             await asyncio.sleep(0.02)
             await self._report_if_due()
-            staging = json.loads(await self._rpc("osd_staging"))
+            staging = decode(await self._rpc("osd_staging"), StagingReport)
         return staging
 
     async def _report_if_due(self) -> None:
@@ -181,10 +188,7 @@ class DraftPuller:
 
     async def _send_report(self) -> None:
         if self._activity.is_recent():
-            self._counters = json.loads(await self._rpc("osd_report", self._name, self._draft))
-            self._unsent.extend(msgspec.convert(self._counters["windows"], list[SpecWindow]))
-            if self._steering is not None:
-                self._speculation = {**await self._steering.report(), "split": self._counters.get("split", {})}
+            await self._ask_engine()
         try:
             await asyncio.to_thread(self._registry.heartbeat, self._status(), HEARTBEAT_TTL)
             batch = list(self._unsent)
@@ -193,9 +197,17 @@ class DraftPuller:
                 for _ in batch:
                     self._unsent.popleft()
         except OSDError:
-            return  # Redis is away: what is unsent waits, the oldest leave first
+            return  # Redis is away: unsent reports wait, and the oldest are dropped first
+
+    async def _ask_engine(self) -> None:
+        self._counted = decode(await self._rpc("osd_report", self._name, self._draft), WorkerReport)
+        self._unsent.extend(self._counted.windows)
+        if self._speculation_client is not None:
+            report = await self._speculation_client.report()
+            self._speculation = msgspec.structs.replace(report, split=self._counted.split)
 
     def _status(self) -> ReplicaStatus:
+        counted = self._counted
         return ReplicaStatus(
             at=time.time(),
             replica=self._name,
@@ -207,11 +219,11 @@ class DraftPuller:
             pid=os.getpid(),
             started_at=self._started_at,
             engine=names.engine_version(),
-            capture_rows=self._counters.get("rows", {}),
-            capture_skipped=self._counters.get("skipped", {}),
-            num_traces=self._counters.get("num_traces", 0),
-            buffer_dropped=self._counters.get("dropped", {}),
-            num_running=self._counters.get("num_running", 0),
-            unproved=self._counters.get("unproved", ""),
+            capture_rows=counted.rows,
+            capture_skipped=counted.skipped,
+            num_traces=counted.num_traces,
+            buffer_dropped=counted.dropped,
+            num_running=counted.num_running,
+            unproved=counted.unproved,
             speculation=self._speculation,
         )

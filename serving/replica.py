@@ -4,10 +4,10 @@
                                         ▲
     Redis ──wanted release──► pull loop ┘ ──heartbeat, windows, swap reports──► Redis
 
-The path of a request is vLLM's. The loop beside it (`serving/pull.py`) never touches a request; what fails in it is
-tried again later.
-Everything runs in one thread with its own event loop, started by the constructor: when the process is restarted by
-whoever supervises it, the constructor runs again and the replica comes up with the newest draft.
+The path of a request is vLLM's. The loop beside it (`serving/pull.py`) never touches a request, and
+tries again later what fails. Everything runs in one thread with its own event loop, started by the
+constructor. When a supervisor restarts the process, the constructor runs again and the replica
+starts with the newest draft.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from osd.exchange.registry import Registry
 from osd.records import DraftRelease
 from serving.headers import HeadersToXargs
 from serving.pull import Activity, DraftPuller, release_to_start
-from serving.speculation.client import Steering, profile_path, settings_for
+from serving.speculation.client import SpeculationClient, settings_for
+from serving.speculation.profile import profile_path
 from serving.vllm.names import problem_with_control
 from serving.vllm.server import build_engine_and_app, call_core, engine_arguments, http_server
 from serving.worker import trace_settings
@@ -34,14 +35,15 @@ from serving.worker import trace_settings
 logger = logging.getLogger(__name__)
 
 MAX_PAUSE = 30.0
+SECONDS_TO_ANSWER = 60.0
 GRACEFUL_SHUTDOWN_SECONDS = 2
 
 
 class Replica:
     """One engine behind one port.
 
-    `sink` is handed to the worker extension unread; `draft_release` is what to start with when Redis cannot say; None
-    serves the target without speculation (and without capture and swap).
+    `sink` is passed to the worker extension. `draft_release` is what to start with where Redis
+    names no other; None serves the target without speculation, capture and swap.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Replica:
         self._sink = sink
         self._puller: DraftPuller | None = None
         self._is_controlled = False
-        self._steering: Steering | None = None
+        self._speculation_client: SpeculationClient | None = None
         self._uncontrolled = ""
         self._activity = Activity()
         self._ready = threading.Event()
@@ -77,10 +79,11 @@ class Replica:
         self._thread = threading.Thread(target=self._run, name=f"osd-{name}", daemon=True)
         self._thread.start()
 
-    # -- called from outside ------------------------------------------------------------------------------------------
+    # -- called from other threads ----------------------------------------------------------------
 
     def wait_ready(self, timeout: float | None = None) -> str:
-        """Block until the port answers; returns its URL. Raises what kept the engine from starting."""
+        """Block until the port answers, and return its URL. Raises the error that kept the engine
+        from starting."""
         self._ready.wait(timeout)
         if self._error is not None:
             raise self._error
@@ -93,39 +96,37 @@ class Replica:
         scheme = "https" if self._config.serving.vllm.get("ssl_certfile") else "http"
         return f"{scheme}://{self._config.serving.host}:{self._config.serving.port}"
 
-    def call(self, method: str, *args: Any) -> Any:
-        """A worker extension method from another thread (diagnostics and tests)."""
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._rpc(method, *args), self._loop).result(60)
-
     def step_times(self) -> list[dict[str, Any]]:
-        """Cells of measured step times, from another thread; [] where speculation is not controlled."""
+        """Cells of measured step times; [] where speculation is not controlled."""
         assert self._loop is not None
-        if self._steering is None:
+        if self._speculation_client is None:
             return []
-        return asyncio.run_coroutine_threadsafe(self._steering.rows(), self._loop).result(60)
+        rows = asyncio.run_coroutine_threadsafe(self._speculation_client.rows(), self._loop)
+        return rows.result(SECONDS_TO_ANSWER)
 
     def close(self) -> None:
-        """Close the port, with a moment for requests in flight. The engine's processes end with this process, or after
-        some seconds in which vLLM waits for them."""
+        """Close the port, with a moment for requests in flight. The engine's processes end with
+        this process, or some seconds later."""
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._closed.wait(timeout=GRACEFUL_SHUTDOWN_SECONDS + 2)
 
     def join(self, timeout: float) -> None:
-        """After `close`: wait until the engine's own processes have ended, which else may outlive this one."""
+        """After `close`: wait until the engine's own processes have ended. They may otherwise
+        outlive this one."""
         self._thread.join(timeout)
 
-    # -- the thread ---------------------------------------------------------------------------------------------------
+    # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             asyncio.run(self._main())
-        except BaseException as error:  # noqa: BLE001  handed to whoever waits for readiness
+        except BaseException as error:  # noqa: BLE001  `wait_ready` raises it
             self._error = error
             if self._ready.is_set():
                 logger.critical("%s ended: %s", self.name, error)
-                os._exit(1)  # the supervisor starts the process again; a half-dead replica helps nobody
+                # A half-dead replica is of no use; the supervisor starts the process again.
+                os._exit(1)
         finally:
             self._ready.set()
 
@@ -161,8 +162,8 @@ class Replica:
         return await build_engine_and_app(self._args)
 
     def _control_arguments(self) -> dict[str, Any]:
-        """vLLM arguments under which the control of speculation runs in the engine; {} where this vLLM has changed
-        under it."""
+        """vLLM arguments with which speculation is controlled in the engine; {} where this vLLM
+        does not allow it."""
         assert self._release is not None
         if problem := problem_with_control():
             self._uncontrolled = f"{problem}; k stays at {self._config.speculation.k_max}"
@@ -171,7 +172,10 @@ class Replica:
         self._is_controlled = True
         given = dict(self._config.serving.vllm.get("additional_config") or {})
         given["osd"] = settings_for(self._config.speculation, self._release)
-        return {"scheduler_cls": "serving.speculation.scheduler.controlled_scheduler", "additional_config": given}
+        return {
+            "scheduler_cls": "serving.speculation.scheduler.controlled_scheduler",
+            "additional_config": given,
+        }
 
     async def _start_extension(self) -> None:
         if self._release is None:
@@ -186,10 +190,12 @@ class Replica:
         )
         await self._rpc("osd_start", settings)
         if self._is_controlled:
-            self._steering = Steering(partial(call_core, self._engine), self._config)
+            utility = partial(call_core, self._engine)
+            self._speculation_client = SpeculationClient(utility, self._config)
             path = profile_path(self._config, self._target_id, self._release.path)
-            await self._steering.prepare(self._engine, path)
-            await self._rpc("osd_report", self.name, self._release.draft)  # what measuring left behind
+            await self._speculation_client.prepare(self._engine, path)
+            # Take the counters of the measurement out of the first report.
+            await self._rpc("osd_report", self.name, self._release.draft)
         if self._registry is not None:
             self._puller = DraftPuller(
                 self._registry,
@@ -199,7 +205,7 @@ class Replica:
                 url=self.url,
                 k=self._config.speculation.k_max,
                 release=self._release,
-                steering=self._steering,
+                speculation_client=self._speculation_client,
                 uncontrolled=self._uncontrolled,
             )
 
@@ -224,7 +230,8 @@ class Replica:
             raise next(iter(done)).exception() or RuntimeError("the HTTP server ended by itself")
 
     async def _look_after(self) -> None:
-        """Ends only when the engine is dead: whatever else goes wrong here, requests are still answered."""
+        """Ends only when the engine is dead. Whatever else goes wrong here, requests are still
+        answered."""
         pause = self._config.serving.seconds_between_polls
         while not self._engine.errored:
             try:
@@ -233,18 +240,22 @@ class Replica:
                 pause = self._config.serving.seconds_between_polls
             except Exception:
                 pause = min(2 * pause, MAX_PAUSE)
-                logger.exception("pulling drafts failed; serving goes on, the next try is in %.1f s", pause)
+                logger.exception(
+                    "pulling drafts failed; serving goes on, the next try is in %.1f s", pause
+                )
             await asyncio.sleep(pause)
         raise RuntimeError("the engine died")
 
     async def _rpc(self, method: str, *args: Any) -> Any:
-        """Call the worker extension; the first rank answers for all, an error in any of them counts."""
+        """Call the worker extension. The first rank answers for all; an error in any rank
+        raises."""
         results = await self._engine.collective_rpc(method, args=args)
         return results[0]
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, bound before the engine starts so that a taken port is known at once."""
+    """A listening socket. It is bound before the engine starts, so that a taken port fails at
+    once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

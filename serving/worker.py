@@ -1,7 +1,7 @@
 """The vLLM worker extension: capture and swap, called by the replica through `collective_rpc`.
 
-vLLM mixes this class into its own worker, so every name here starts with `osd_`. Arguments and results are JSON text:
-weights and logits never travel through these calls.
+vLLM mixes this class into its own worker, so all its names start with `osd_`. Arguments and results
+are JSON text: weights and logits never travel through these calls.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from osd.config.schema import CaptureConfig
 from osd.errors import SwapError
-from osd.records import DraftRelease, Trace, decode, encode
+from osd.records import CommitReport, DraftRelease, Trace, WorkerReport, decode, encode
 from serving.capture.capture import Capture
 from serving.speculation.lazy_draft import LazyDraft, lazy_draft
 from serving.speculation.step_split import StepSplit
@@ -28,7 +26,7 @@ fixes.fix_cpu_sampling()
 
 
 class WorkerExtension:
-    """Subclasses say where traces go (`osd_open_sink`)."""
+    """Subclasses define where traces go (`osd_open_sink`)."""
 
     osd_capture: Capture
     osd_swapper: DraftSwapper[Weights]
@@ -40,11 +38,12 @@ class WorkerExtension:
     def osd_open_sink(
         self, settings: dict[str, Any]
     ) -> tuple[Callable[[Sequence[Trace]], int], Callable[[], dict[str, int]]]:
-        """(put traces, count of dropped traces by reason) for the given settings."""
+        """A function that stores traces, and one that counts dropped traces by reason."""
         raise TypeError("serve with a worker extension that says where traces go")
 
     def osd_start(self, settings: str) -> str:
-        """Install the hooks. `settings`: {"capture", "release", "k", "sink", "target_id", "seed"}."""
+        """Install the hooks. `settings`: {"capture", "release", "k", "sink", "target_id",
+        "seed"}."""
         options = json.loads(settings)
         release = decode(json.dumps(options["release"]), DraftRelease)
         put, self.osd_sink_stats = self.osd_open_sink(options["sink"])
@@ -82,37 +81,36 @@ class WorkerExtension:
         return "{}"
 
     def osd_staging(self) -> str:
-        """How the newest staging goes: {"version", "done", "error", "seconds"}."""
-        return json.dumps(self.osd_swapper.staging)
+        """How the newest staging goes: a `StagingReport`."""
+        return encode(self.osd_swapper.staging).decode()
 
     def osd_commit(self, version: int) -> str:
-        """Make the staged release live: {"pause_s", "previous", "proved", "error"}."""
+        """Make the staged release live: a `CommitReport`."""
         previous = self.osd_swapper.version
         try:
             seconds = self.osd_swapper.commit(version)
         except SwapError as error:
-            return json.dumps({"pause_s": 0.0, "previous": previous, "proved": False, "error": str(error)})
+            return encode(CommitReport(previous=previous, error=str(error))).decode()
         self.osd_capture.draft_version = version
         proof = self.osd_swapper.proof
         is_proved = proof is not None and not proof.why_not
-        return json.dumps({"pause_s": seconds, "previous": previous, "proved": is_proved, "error": ""})
+        report = CommitReport(pause_s=seconds, previous=previous, proved=is_proved)
+        return encode(report).decode()
 
     def osd_report(self, replica: str, draft: str) -> str:
-        """Counters since the last report: {"windows": [SpecWindow], "rows", "skipped", "num_traces", "dropped",
-        "num_running", "split", "unproved"}."""
-        assembler = self.osd_capture.assembler
-        return msgspec.json.encode(
-            {
-                "windows": self.osd_capture.windows.take(replica, draft),
-                "rows": dict(assembler.rows),
-                "skipped": dict(assembler.skipped),
-                "num_traces": assembler.num_traces,
-                "dropped": self.osd_sink_stats(),
-                "num_running": assembler.num_running,
-                "split": self.osd_split.report(),
-                "unproved": self.osd_swapper.proof.why_not if self.osd_swapper.proof is not None else "",
-            }
-        ).decode()
+        """The counters, as a `WorkerReport`."""
+        assembler, proof = self.osd_capture.assembler, self.osd_swapper.proof
+        report = WorkerReport(
+            windows=self.osd_capture.windows.take(replica, draft),
+            rows=dict(assembler.rows),
+            skipped=dict(assembler.skipped),
+            num_traces=assembler.num_traces,
+            dropped=self.osd_sink_stats(),
+            num_running=assembler.num_running,
+            split=self.osd_split.report(),
+            unproved=proof.why_not if proof is not None else "",
+        )
+        return encode(report).decode()
 
     def osd_drain(self) -> str:
         """Wait until all captured steps have become traces."""
@@ -125,5 +123,7 @@ class WorkerExtension:
 
 
 def trace_settings(release: DraftRelease, capture: CaptureConfig, **more: Any) -> str:
-    """The argument of `osd_start`. `is_controlled`: k may be 0, and the draft may sleep then."""
-    return json.dumps({"release": json.loads(encode(release)), "capture": capture.model_dump(), **more})
+    """The argument of `osd_start`. With `is_controlled`, k may be 0, and the draft sleeps then."""
+    return json.dumps(
+        {"release": json.loads(encode(release)), "capture": capture.model_dump(), **more}
+    )

@@ -1,10 +1,11 @@
 """The trainer's memory on disk: weights, optimizer, buffer cursor, and what it knows of releases.
 
-checkpoints/latest            name of the newest complete one, written last
-checkpoints/12/state.json     TrainerState
-checkpoints/12/model.safetensors, config.json     working weights, float32; with LoRA those below the adapters
-checkpoints/12/adapter.safetensors                A and B of every adapter; empty when all weights are trained
-checkpoints/12/optimizer.safetensors              AdamW's moments, "3.exp_avg"
+checkpoints/latest                     name of the newest complete one, written last
+checkpoints/12/state.json              TrainerState
+checkpoints/12/model.safetensors       working weights, float32; with LoRA without the adapters
+checkpoints/12/config.json             the model's configuration
+checkpoints/12/adapter.safetensors     A and B of every adapter; empty without LoRA
+checkpoints/12/optimizer.safetensors   AdamW's moments, "3.exp_avg"
 """
 
 from __future__ import annotations
@@ -46,31 +47,32 @@ class TrainerState:
     round: int = 0
     """Rounds finished, discarded ones included."""
     base_version: int | None = None
-    """Release that the working weights grew from; None before the first round."""
+    """Release that the working weights were trained from; None before the first round."""
     line: int = 0
-    """Line of releases (`ReleaseStore.line`) that this one belongs to."""
+    """Line of releases (`ReleaseStore.line`) that the base belongs to."""
     candidate_sha256: str = ""
-    """Of the last candidate's weights, which may come back as a release."""
+    """Of the weights of the last candidate, which may be published as a release."""
     cursor: dict[str, int] = field(default_factory=dict)
-    """Traces read so far, in the buffer's terms."""
+    """How far the buffer was read."""
     replay: ReplayState = field(default_factory=ReplayState)
     rate_scale: float = 1.0
-    """Part of the configured learning rate that is used, after rounds that made things worse."""
+    """Factor on the configured learning rate; below 1 after rounds that raised the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A round's end, read back."""
+    """What a finished round left on disk."""
 
     state: TrainerState
     model: RowModel
-    """A plain model: with LoRA, what is below the adapters."""
+    """A plain model, without the adapters."""
     moments: dict[str, Tensor]
     adapters: dict[str, Tensor]
 
 
 def save_checkpoint(directory: Path, state: TrainerState, distiller: Distiller) -> None:
-    """Write the state after round `state.round`. Raises `OSDError` when the disk does not take it."""
+    """Write the state after round `state.round`. Raises `OSDError` when the disk is full or
+    read-only."""
     hf = distiller.model.hf
     with write_aside(directory / str(state.round)) as aside:
         hf.save_pretrained(aside, state_dict=adapter.below(hf))
@@ -82,7 +84,7 @@ def save_checkpoint(directory: Path, state: TrainerState, distiller: Distiller) 
 
 
 def load_checkpoint(directory: Path) -> Checkpoint | None:
-    """The newest readable one; None when there is none."""
+    """The newest readable checkpoint; None when there is none."""
     for path in _candidates(directory):
         try:
             state = decode((path / "state.json").read_bytes(), TrainerState)
@@ -98,7 +100,7 @@ def load_checkpoint(directory: Path) -> Checkpoint | None:
 
 
 def _candidates(directory: Path) -> list[Path]:
-    """The one pointed to first, then older ones. Newer ones than the pointer were never finished."""
+    """The one that `latest` names, then older ones. Newer ones were never finished."""
     try:
         latest = int((directory / "latest").read_text())
     except (OSError, ValueError):

@@ -1,7 +1,8 @@
 """Classes of traffic: the label a client gave, or a cluster of unlabelled prompts.
 
-A draft that gains on the whole may lose one kind of request, so the gate looks at each. Where nobody labels, prompts
-that share unusual tokens belong together: bags of tokens, weighted by how rare they are (tf-idf), k-means (scipy).
+A draft that is better overall may be worse on one kind of request, so the gate looks at each class.
+Unlabelled prompts are clustered by the rare tokens they share: tf-idf over bags of tokens, then
+k-means (scipy).
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from osd.records import Trace
 
 MAX_CLUSTERS = 4
 MIN_PER_CLUSTER = 12
-"""Unlabelled prompts per cluster, on average: fewer say nothing of a class."""
+"""Unlabelled prompts per cluster on average. Fewer are too few to measure a class."""
 NUM_BUCKETS = 1024
-"""Tokens are hashed into so many."""
+"""Tokens are hashed into this many buckets."""
 
 
 def classes_of(traces: Sequence[Trace], seed: int = 0) -> list[str]:
-    """The class of each trace: its label, or "unlabelled 1", "unlabelled 2", ..., the largest cluster first.
+    """The class of each trace: its label, or "unlabelled 1", "unlabelled 2", ... with the largest
+    cluster first.
 
     Example:
         classes_of([labelled_sql, chat, chat])  -> ["sql", "unlabelled 1", "unlabelled 1"]
     """
     unlabelled = [index for index, trace in enumerate(traces) if not trace.domain]
     found = [trace.domain for trace in traces]
-    for index, cluster in zip(unlabelled, _clusters([traces[i] for i in unlabelled], seed), strict=True):
+    for index, cluster in zip(
+        unlabelled, _clusters([traces[i] for i in unlabelled], seed), strict=True
+    ):
         found[index] = f"unlabelled {cluster + 1}"
     return found
 
@@ -41,7 +45,7 @@ def _clusters(traces: Sequence[Trace], seed: int) -> list[int]:
     vectors = _vectors(traces)
     rng = np.random.default_rng(seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # prompts that are all alike leave a cluster empty
+        warnings.simplefilter("ignore")  # a cluster stays empty when all prompts are alike
         _, labels = kmeans2(vectors, num_clusters, minit="++", rng=rng)
     sizes = np.bincount(labels, minlength=num_clusters)
     rank = np.empty(num_clusters, np.int64)
@@ -50,8 +54,11 @@ def _clusters(traces: Sequence[Trace], seed: int) -> list[int]:
 
 
 def _vectors(traces: Sequence[Trace]) -> np.ndarray:
-    """float64 [R, NUM_BUCKETS], each of length 1 (0 for a prompt of tokens that all prompts share)."""
-    counts = np.stack([np.bincount(t.prompt_ids % NUM_BUCKETS, minlength=NUM_BUCKETS) for t in traces])
+    """float64 [R, NUM_BUCKETS], each of length 1; a prompt has length 0 when all prompts share all
+    of its tokens."""
+    counts = np.stack(
+        [np.bincount(t.prompt_ids % NUM_BUCKETS, minlength=NUM_BUCKETS) for t in traces]
+    )
     rarity = np.log(len(traces) / np.maximum((counts > 0).sum(0), 1))
     vectors = np.sqrt(counts) * rarity
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

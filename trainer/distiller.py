@@ -1,4 +1,5 @@
-"""The weights being trained and their optimizer: one step on one batch. Device and precision are Accelerate's."""
+"""The weights being trained and their optimizer: one step on one batch. Accelerate handles device
+and precision."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from trainer.optimizer import restore_moments
 
 
 class Distiller:
-    """A draft, its AdamW, and the step that moves the one by the other, on one device.
+    """A draft and its AdamW optimizer on one device.
 
-    With `trainer.method` lora the given model gets adapters, and only they move.
+    With `trainer.method` lora the given model gets adapters, and only they are trained.
     """
 
     def __init__(self, model: RowModel, config: TrainerConfig) -> None:
@@ -34,31 +35,39 @@ class Distiller:
         if config.method == "lora":
             adapter.add_lora(model.hf, config.lora_rank, config.lora_alpha)
         self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(self._trainable, lr=config.learning_rate, weight_decay=config.weight_decay)
+        self.optimizer = torch.optim.AdamW(
+            self._trainable, lr=config.learning_rate, weight_decay=config.weight_decay
+        )
         self._prepared, self._prepared_optimizer = self._accelerator.prepare(model, self.optimizer)
 
     def restart(
-        self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], adapters: Mapping[str, Tensor] | None = None
+        self,
+        weights: Mapping[str, Tensor],
+        moments: Mapping[str, Tensor],
+        adapters: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Take the weights of a plain model, moments ({} = a fresh optimizer) and adapters (None = fresh ones)."""
+        """Take the weights of a plain model, the optimizer's moments ({} = fresh) and the adapters
+        (None = fresh). Raises `ValueError` when the adapters are of other settings."""
         adapter.restart_from(self.model.hf, weights)
         if adapters is not None:
             adapter.restore(self.model.hf, adapters)
         restore_moments(self.optimizer, moments)
 
     def collate(self, traces: Sequence[Trace]) -> TrainBatch:
-        """The batch as this draft can take it."""
+        """The batch, within the length and vocabulary of this draft."""
         return collate(traces, self.max_length, self.model.vocab_size, packed=self.model.can_pack)
 
     def losses(self, batch: TrainBatch) -> Tensor:
         """float32 [N], on the device."""
         batch = to_device(batch, self._accelerator.device)
         logits_NV = self._prepared(*batch.inputs)
-        return self._loss(coarsen(logits_NV, batch.target_ids_NK, batch.target_logprobs_NK, batch.tail_logprob_N))
+        return self._loss(
+            coarsen(logits_NV, batch.target_ids_NK, batch.target_logprobs_NK, batch.tail_logprob_N)
+        )
 
     def step(self, batch: TrainBatch, index: int, scale: float = 1.0) -> float | None:
-        """One optimizer step, the `index`-th of its round, at `scale` times the configured learning rate; the loss, or
-        None (and no step) when it is not finite."""
+        """Take the `index`-th optimizer step of a round, at `scale` times the configured learning
+        rate. Return the loss; when loss or gradient is not finite, take no step and return None."""
         peak = self._config.learning_rate * scale
         for group in self.optimizer.param_groups:
             group["lr"] = peak * min(1.0, (index + 1) / max(1, self._config.warmup_steps))
@@ -69,19 +78,20 @@ class Distiller:
         self._prepared_optimizer.zero_grad()
         self._accelerator.backward(loss)
         norm = self._accelerator.clip_grad_norm_(self._trainable, self._config.max_grad_norm)
-        # With fp16 an infinite gradient is how the loss scale is found: the scaler skips that step by itself.
+        # With fp16 infinite gradients are normal: the scaler finds the loss scale by them, and
+        # skips these steps itself.
         if self._config.precision != "fp16" and not math.isfinite(float(norm)):
             return None
         self._prepared_optimizer.step()
         return value
 
     def is_finite(self) -> bool:
-        """Whether every weight is a number."""
+        """Whether every trained weight is finite."""
         return all(bool(torch.isfinite(parameter).all()) for parameter in self._trainable)
 
 
 def accelerator(config: TrainerConfig) -> Accelerator:
-    """Device and precision as configured."""
+    """Device and precision as configured. Raises `ConfigError` when there is no such device."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device='cuda': no CUDA device here; use auto or cpu")
     return Accelerator(cpu=config.device == "cpu", mixed_precision=config.precision)

@@ -1,4 +1,5 @@
-"""The draft in the trainer: loaded in float32 from a Hugging Face directory, exported to one that vLLM can take.
+"""The draft in the trainer: loaded in float32 from a Hugging Face directory, and exported to one
+that vLLM can load.
 
 Legend: B lines, S tokens, N rows, H hidden size, V vocabulary.
 """
@@ -25,17 +26,19 @@ from trainer.names import names_in_model
 
 WEIGHTS_NAME = "model.safetensors"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Weights in any form, and the index of sharded ones. Everything else in the base's directory goes with the export."""
+"""Weights in any format, and the index of sharded weights. The export copies all other files of the
+base's directory."""
 _LOADING = threading.Lock()
-"""Transformers sets process-wide switches while it loads, and drafts are judged in other threads than trained."""
+"""Transformers sets process-wide switches while it loads a model, and drafts are evaluated and
+trained in different threads."""
 
 
 class RowModel(torch.nn.Module):
-    """A causal model asked for some rows of its logits only: [B, S, V] is never materialised.
+    """A causal model that computes only some rows of its logits, never all of [B, S, V].
 
-    The output layer runs on the hidden states of the rows alone. Models that do more to their logits (a soft cap, a
-    scale) are noticed at construction and computed in full; so are models that cannot tell sequences on one line apart
-    (`can_pack`).
+    The output layer runs on the hidden states of these rows. Models that transform their logits (a
+    soft cap, a scale) are detected at construction and computed in full. `can_pack` says whether
+    several sequences may share a line.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -50,11 +53,14 @@ class RowModel(torch.nn.Module):
 
     @property
     def max_length(self) -> int:
-        """Tokens the model can see at once."""
+        """Tokens in the model's context."""
         return int(getattr(self.hf.config, "max_position_embeddings", None) or 2**31)
 
-    def forward(self, ids_BS: Tensor, position_ids_BS: Tensor, row_b_N: Tensor, row_s_N: Tensor) -> Tensor:
-        """logits_BSV[row_b_N, row_s_N], [N, V]. Padding stands on the right, where causal attention does not look."""
+    def forward(
+        self, ids_BS: Tensor, position_ids_BS: Tensor, row_b_N: Tensor, row_s_N: Tensor
+    ) -> Tensor:
+        """logits_BSV[row_b_N, row_s_N], [N, V]. Padding needs no mask: it is on the right, where
+        causal attention does not look."""
         inputs: dict[str, Any] = {"input_ids": ids_BS, "use_cache": False}
         if self.can_pack:
             inputs["position_ids"] = position_ids_BS
@@ -67,31 +73,38 @@ class RowModel(torch.nn.Module):
 def load_draft(path: str | Path) -> RowModel:
     """The draft in `path`, float32, on the CPU, without dropout.
 
-    Raises `ReleaseError` when it cannot be read, or when its checkpoint does not hold every parameter under the name
-    the model has for it (then it could not be exported again either).
+    Raises `ReleaseError` when it cannot be read, or when its checkpoint lacks a parameter under the
+    name that the model gives it, because such a draft could not be exported again.
     """
     try:
         stored = _checkpoint_tensors(Path(path))
         with _LOADING:
-            hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+            hf = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, local_files_only=True
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ReleaseError(f"{path}: not a draft model that can be loaded ({_first_line(error)})") from error
+        raise ReleaseError(
+            f"{path}: not a draft model that can be loaded ({_first_line(error)})"
+        ) from error
     parameters = dict(hf.named_parameters(remove_duplicate=False))
     names = set(names_in_model(hf, stored, parameters).values())
     covered = {id(p) for name, p in parameters.items() if name in names}
     missing = [name for name, parameter in hf.named_parameters() if id(parameter) not in covered]
     if missing:
         raise ReleaseError(
-            f"{path}: the checkpoint has no {missing[0]} ({len(missing)} such); use one with tensors named as in "
+            f"{path}: the checkpoint has no {missing[0]} ({len(missing)} such); use one with "
+            "tensors named as in "
             f"{type(hf).__name__}"
         )
     return RowModel(hf.eval())
 
 
 def export_draft(model: RowModel, base: str | Path, out: Path) -> str:
-    """Write the draft to `out`, like its base in every file, tensor name, shape and dtype; the sha256 of its weights.
+    """Write the draft to `out` with the files, tensor names, shapes and dtypes of its base. Return
+    the sha256 of its weights.
 
-    A sharded base becomes one `model.safetensors`. A tensor of the base that the model does not know is copied.
+    A sharded base becomes one `model.safetensors`. Tensors of the base that the model does not know
+    are copied.
     """
     weights = adapter.merged(model.hf)
     stored = _checkpoint_tensors(Path(base))
@@ -99,14 +112,20 @@ def export_draft(model: RowModel, base: str | Path, out: Path) -> str:
     tensors: dict[str, Tensor] = {}
     for name, (file, dtype) in stored.items():
         if own_name[name] in weights:
-            tensors[name] = weights[own_name[name]].detach().to("cpu", dtype, copy=True).contiguous()
+            tensors[name] = (
+                weights[own_name[name]].detach().to("cpu", dtype, copy=True).contiguous()
+            )
         else:
             with safe_open(file, framework="pt") as opened:
                 tensors[name] = opened.get_tensor(name)
     with write_aside(out) as aside:
         save_file(tensors, aside / WEIGHTS_NAME, metadata={"format": "pt"})
         for path in Path(base).iterdir():
-            if path.is_file() and not path.name.endswith(_NOT_COPIED) and path.name != "release.json":
+            if (
+                path.is_file()
+                and not path.name.endswith(_NOT_COPIED)
+                and path.name != "release.json"
+            ):
                 shutil.copyfile(path, aside / path.name)
         digest = sha256(aside / WEIGHTS_NAME)
     return digest
@@ -116,7 +135,9 @@ def _checkpoint_tensors(directory: Path) -> dict[str, tuple[Path, torch.dtype]]:
     """Tensor name -> (file, dtype) over all safetensors files of a checkpoint."""
     files = sorted(directory.glob("model*.safetensors"))
     if not files:
-        raise ReleaseError(f"{directory}: holds no safetensors file; convert the draft to safetensors first")
+        raise ReleaseError(
+            f"{directory}: holds no safetensors file; convert the draft to safetensors first"
+        )
     found: dict[str, tuple[Path, torch.dtype]] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -140,7 +161,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def _has_plain_head(hf: PreTrainedModel) -> bool:
-    """Whether the logits are the output layer of the last hidden states and nothing more."""
+    """Whether the logits are exactly the output layer applied to the last hidden states."""
     head: Any = hf.get_output_embeddings()
     if head is None or hf.base_model is hf:
         return False
@@ -149,17 +170,22 @@ def _has_plain_head(hf: PreTrainedModel) -> bool:
         hidden_BSH = hf.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
         if hidden_BSH.shape[-1] != head.weight.shape[-1]:
             return False
-        return torch.allclose(head(hidden_BSH), hf(input_ids=ids_BS, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+        return torch.allclose(
+            head(hidden_BSH), hf(input_ids=ids_BS, use_cache=False).logits, atol=1e-4, rtol=1e-4
+        )
 
 
 def _can_pack(hf: PreTrainedModel) -> bool:
-    """Whether two sequences on one line, told apart by their positions, come out as they do alone."""
+    """Whether position ids alone keep two sequences on one line apart: the second gives the logits
+    that it gives on a line of its own."""
     if "position_ids" not in inspect.signature(hf.forward).parameters:
         return False
     with torch.no_grad():
         ids_S = torch.arange(6, device=hf.device) % int(hf.config.vocab_size)
         position_ids_BS = torch.tensor([[0, 1, 2, 0, 1, 2]], device=hf.device)
-        packed_SV = hf(input_ids=ids_S[None], position_ids=position_ids_BS, use_cache=False).logits[0, 3:]
+        packed_SV = hf(input_ids=ids_S[None], position_ids=position_ids_BS, use_cache=False).logits[
+            0, 3:
+        ]
         alone_SV = hf(input_ids=ids_S[None, 3:], use_cache=False).logits[0]
         return torch.allclose(packed_SV, alone_SV, atol=1e-4, rtol=1e-4)
 

@@ -1,9 +1,10 @@
-"""Acceptance of a draft by replaying served tokens, without serving it.
+"""Acceptance of a draft, measured by replaying served tokens instead of serving the draft.
 
-With greedy drafting (vLLM's default) a draft token is accepted exactly when it equals the token that was served:
-the target accepts x with probability p(x), and after a rejection never emits x itself. So one forward pass over
-prompt and output tells where any draft's argmax would have been accepted, at any temperature; walking the output in
-steps of k gives the counts the engine would have reported. Candidate and base see the same requests: compare in pairs.
+With greedy drafting (vLLM's default) a draft token is accepted exactly when it equals the token
+that was served: the target accepts x with probability p(x), and after a rejection never emits x
+itself. So one forward pass over prompt and output shows where a draft's argmax would have been
+accepted, at any temperature. Walking the output in steps of k gives the counts that the engine
+would have reported. Candidate and base replay the same requests, so they are compared in pairs.
 
 Legend: R traces, G draft tokens per step, N rows, V vocabulary, I bootstrap resamples.
 """
@@ -24,16 +25,16 @@ from trainer.draft import RowModel
 
 
 class ReplayCounts(NamedTuple):
-    """What the engine's counters would have shown for each trace."""
+    """The counts that the engine would have reported for each trace."""
 
     tested_RG: np.ndarray
-    """int64: drafts whose first g tokens were all accepted, and that had a token g + 1 to test."""
+    """int64; drafts whose first g tokens were all accepted, and that had a token g + 1 to test."""
     accepted_RG: np.ndarray
-    """int64"""
+    """int64; those of `tested_RG` whose token g + 1 was accepted."""
 
     @property
     def alpha(self) -> float | None:
-        """Conditional acceptance over all; None when nothing was tested."""
+        """Conditional acceptance over all traces; None when nothing was tested."""
         return conditional_acceptance(int(self.accepted_RG.sum()), int(self.tested_RG.sum()))
 
     @property
@@ -43,7 +44,9 @@ class ReplayCounts(NamedTuple):
 
     def of(self, is_chosen_R: np.ndarray) -> ReplayCounts:
         """The counts of some of the traces."""
-        return ReplayCounts(tested_RG=self.tested_RG[is_chosen_R], accepted_RG=self.accepted_RG[is_chosen_R])
+        return ReplayCounts(
+            tested_RG=self.tested_RG[is_chosen_R], accepted_RG=self.accepted_RG[is_chosen_R]
+        )
 
 
 def can_replay(trace: Trace) -> bool:
@@ -51,8 +54,11 @@ def can_replay(trace: Trace) -> bool:
     return len(trace.output_ids) > 1
 
 
-def replay(model: RowModel, traces: Sequence[Trace], k: int, *, max_length: int, batch_size: int = 8) -> ReplayCounts:
-    """Tested and accepted draft tokens, per trace and position, had `model` drafted k tokens greedily."""
+def replay(
+    model: RowModel, traces: Sequence[Trace], k: int, *, max_length: int, batch_size: int = 8
+) -> ReplayCounts:
+    """Tested and accepted draft tokens per trace and position, for k tokens that `model` drafts
+    greedily in every step."""
     tested_RG = np.zeros((len(traces), k), np.int64)
     accepted_RG = np.zeros((len(traces), k), np.int64)
     order = np.argsort([len(t.prompt_ids) + len(t.output_ids) for t in traces], kind="stable")
@@ -67,9 +73,9 @@ def replay(model: RowModel, traces: Sequence[Trace], k: int, *, max_length: int,
 def count_steps(is_match_T: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Walk an output in verification steps: (tested [k], accepted [k]).
 
-    `is_match_T` is, from the second output token on, whether the draft's argmax equals the served token. A step tests
-    up to k tokens (fewer at the end), accepts the leading matches, and moves on past them and the one token that the
-    target adds.
+    `is_match_T` says, from the second output token on, whether the draft's argmax equals the served
+    token. A step tests up to k tokens (fewer at the end) and accepts the leading matches. The next
+    step begins after them and the one token that the target adds.
     """
     tested, accepted = np.zeros(k, np.int64), np.zeros(k, np.int64)
     mismatches = np.append(np.flatnonzero(~is_match_T), len(is_match_T))
@@ -95,10 +101,12 @@ def compare(
     batch_size: int = 8,
     seed: int = 0,
 ) -> EvalReport:
-    """Replay both drafts on the same traces, and say how sure the difference in α is."""
+    """Replay both drafts on the same traces; α of each, and the difference with its interval."""
     counts_candidate = replay(candidate, traces, k, max_length=max_length, batch_size=batch_size)
     counts_base = replay(base, traces, k, max_length=max_length, batch_size=batch_size)
-    diff_I = bootstrap_diff(counts_candidate, counts_base, gate.num_bootstrap, np.random.default_rng(seed))
+    diff_I = bootstrap_diff(
+        counts_candidate, counts_base, gate.num_bootstrap, np.random.default_rng(seed)
+    )
     alpha_candidate, alpha_base = counts_candidate.alpha or 0.0, counts_base.alpha or 0.0
     return EvalReport(
         num_traces=len(traces),
@@ -118,29 +126,39 @@ def compare(
 def bootstrap_diff(
     candidate: ReplayCounts, base: ReplayCounts, num_bootstrap: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """float64 [I]: α candidate − α base over resampled requests, the same ones for both (paired, percentile bootstrap).
+    """float64 [I]; α candidate − α base over resampled requests, which are the same for both
+    (paired percentile bootstrap).
 
-    Whole requests are drawn with replacement, because the tokens of one request are not independent. The gate uses one
-    side of the interval at a time: its `confidence` quantile is a one-sided bound (Efron and Tibshirani 1993, ch. 13).
+    Whole requests are drawn with replacement, because the tokens of one request are not
+    independent. The gate uses one side of the interval at a time: its `confidence` quantile is a
+    one-sided bound (Efron and Tibshirani 1993, ch. 13).
     """
     num_traces = len(candidate.tested_RG)
     times_IR = rng.multinomial(num_traces, np.full(num_traces, 1 / num_traces), size=num_bootstrap)
 
     def alpha_I(counts: ReplayCounts) -> np.ndarray:
-        return (times_IR @ counts.accepted_RG.sum(1)) / np.maximum(times_IR @ counts.tested_RG.sum(1), 1)
+        return (times_IR @ counts.accepted_RG.sum(1)) / np.maximum(
+            times_IR @ counts.tested_RG.sum(1), 1
+        )
 
     return alpha_I(candidate) - alpha_I(base)
 
 
 def _class_reports(
-    traces: Sequence[Trace], base: ReplayCounts, candidate: ReplayCounts, gate: GateConfig, seed: int
+    traces: Sequence[Trace],
+    base: ReplayCounts,
+    candidate: ReplayCounts,
+    gate: GateConfig,
+    seed: int,
 ) -> dict[str, ClassReport]:
     classes = np.array(classes_of(traces, seed))
     found: dict[str, ClassReport] = {}
     for name in sorted(set(classes.tolist())):
         here = classes == name
         base_here, candidate_here = base.of(here), candidate.of(here)
-        diff_I = bootstrap_diff(candidate_here, base_here, gate.num_bootstrap, np.random.default_rng(seed))
+        diff_I = bootstrap_diff(
+            candidate_here, base_here, gate.num_bootstrap, np.random.default_rng(seed)
+        )
         found[name] = ClassReport(
             num_traces=int(here.sum()),
             alpha_base=base_here.alpha or 0.0,
@@ -151,16 +169,19 @@ def _class_reports(
 
 
 def is_match(model: RowModel, trace: Trace, max_length: int) -> np.ndarray:
-    """bool [T − 1]: whether the draft's argmax is the served token, from the second output token on."""
+    """bool [T − 1]; whether the draft's argmax is the served token, from the second output token
+    on."""
     return _matches(model, [trace], max_length)[0]
 
 
 @torch.no_grad()
 def _matches(model: RowModel, traces: list[Trace], max_length: int) -> list[np.ndarray]:
-    """bool [T − 1] per trace: whether the draft's argmax is the served token, from the second output token on."""
+    """`is_match` of each trace."""
     device = next(model.parameters()).device
     max_length = min(max_length, model.max_length)
-    batch = to_device(collate_outputs(traces, max_length, model.vocab_size, packed=model.can_pack), device)
+    batch = to_device(
+        collate_outputs(traces, max_length, model.vocab_size, packed=model.can_pack), device
+    )
     is_match_N = (model(*batch.inputs).argmax(-1) == batch.label_ids_N).cpu().numpy()
     bounds = np.searchsorted(batch.trace_N.cpu().numpy(), np.arange(1, len(traces)))
     return np.split(is_match_N, bounds)

@@ -1,4 +1,4 @@
-"""Directories that are there whole or not at all: written aside, renamed, pointed to last."""
+"""Directories that are complete or absent: written aside, renamed, and pointed to last."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from osd.errors import OSDError
 
 @contextmanager
 def write_aside(final: Path) -> Iterator[Path]:
-    """A new directory to fill, which becomes `final` (replacing what stands there) if the body does not raise.
+    """A new directory to fill. It replaces `final` if the body does not raise.
 
-    A full or read-only disk raises `OSDError`; nothing half-written is left behind.
+    Raises `OSDError` when the disk is full or read-only. After any error it is removed.
     """
     aside = final.parent / f".{final.name}.tmp"
     with explain_disk_errors(final):
@@ -36,20 +36,24 @@ def write_aside(final: Path) -> Iterator[Path]:
 
 
 def point_to(pointer: Path, name: str) -> None:
-    """Make `pointer` a small file that holds `name`, in one step."""
+    """Make `pointer` a small file that holds `name`, atomically."""
     with explain_disk_errors(pointer):
         replace_file(pointer, name.encode())
 
 
 def numbered(directory: Path) -> list[Path]:
-    """Its subdirectories whose names are numbers, lowest first."""
+    """The subdirectories whose names are numbers, lowest first."""
     if not directory.is_dir():
         return []
-    return sorted((p for p in directory.iterdir() if p.name.isdigit() and p.is_dir()), key=lambda p: int(p.name))
+    return sorted(
+        (p for p in directory.iterdir() if p.name.isdigit() and p.is_dir()),
+        key=lambda p: int(p.name),
+    )
 
 
 def prune(directory: Path, newest: int, keep: int) -> None:
-    """Keep the `keep` numbered subdirectories up to `newest`; remove older ones, and what interrupted writers left."""
+    """Keep the numbered subdirectories `newest - keep + 1` to `newest`. Remove all others, and what
+    interrupted writers left."""
     for path in numbered(directory):
         if not newest - keep < int(path.name) <= newest:
             shutil.rmtree(path, ignore_errors=True)
@@ -59,12 +63,14 @@ def prune(directory: Path, newest: int, keep: int) -> None:
 
 @contextmanager
 def explain_disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the file system into one line that says what to do."""
+    """Turn errors of the file system into an `OSDError` that names the remedy."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise OSDError(f"{path}: cannot be written ({reason}); free space there or set another data_dir") from error
+        raise OSDError(
+            f"{path}: cannot be written ({reason}); free space there or set another data_dir"
+        ) from error
 
 
 def _remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whether a round of training helped: the loss on held-out traces before and after it, trace by trace."""
+"""The loss on held-out traces before and after a round, which tells whether the round did harm."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from buffers.base import TraceBuffer
 
 NUM_WATCHED = 24
-"""Held-out traces looked at, or the least the gate wants where that is more: enough to see a learning rate that is too
-high, few enough to cost little."""
+"""Held-out traces that are watched, or `gate.min_holdout_traces` if that is more. They are enough
+to reveal a learning rate that is too high, and cost little."""
 NUM_ERRORS = 2.0
-"""A rise counts when it is so many standard errors of the paired differences,"""
+"""A rise must exceed this many standard errors of the paired differences."""
 LEAST_RISE = 0.02
-"""and this part of the loss."""
+"""A rise must also exceed this share of the loss."""
 
 
 class LossGuard:
@@ -33,14 +33,14 @@ class LossGuard:
         self._config, self._gate, self._buffer = config, gate, buffer
 
     def watched(self, vocab_size: int) -> list[Trace]:
-        """The traces to look at; none when there are too few to judge by."""
+        """The newest held-out traces; none when there are fewer than the gate needs."""
         newest = self._buffer.holdout(max(NUM_WATCHED, self._gate.min_holdout_traces))
         traces, _ = trainable(newest, vocab_size)
         return traces if len(traces) >= self._gate.min_holdout_traces else []
 
     @torch.no_grad()
     def losses(self, distiller: Distiller, traces: Sequence[Trace]) -> np.ndarray:
-        """float64 [traces]: the mean loss of each. A trace that weighs nothing beside the others counts 0."""
+        """float64 [traces]; the mean loss of each trace, 0 for a trace whose weights are 0."""
         values: list[float] = []
         for start in range(0, len(traces), self._config.batch_size):
             some = traces[start : start + self._config.batch_size]
@@ -49,12 +49,15 @@ class LossGuard:
             for index in range(len(some)):
                 here_N = trace_N == index
                 total = float(weight_N[here_N].sum())
-                values.append(float(weighted_mean(loss_N[here_N], weight_N[here_N])) / total if total else 0.0)
+                values.append(
+                    float(weighted_mean(loss_N[here_N], weight_N[here_N])) / total if total else 0.0
+                )
         return np.array(values)
 
 
 def has_risen(before: np.ndarray, after: np.ndarray) -> bool:
-    """Whether the loss is higher than before by more than chance (paired t), and by more than a trifle."""
+    """Whether the loss rose significantly (paired t) and by more than `LEAST_RISE`, or is not
+    finite."""
     diff = after - before
     if not np.isfinite(diff).all():
         return True

@@ -1,22 +1,22 @@
-"""Training rounds: new traces, mixed with replayed ones, are distilled into the draft; a candidate comes out.
+"""Training rounds: new traces, mixed with replayed ones, are distilled into a candidate.
 
-    TraceBuffer ─read──► fresh ──┐
-                └sample─► replay ┴► collate ► loss ► AdamW ► helped? ► candidates/N ► judge on held-out ► RoundOutcome
-                                                             └ no: undo, halve the rate          └► checkpoints/N
+    TraceBuffer ─read───► fresh ──┐
+                └─sample─► replay ┴► collate ─► loss ─► AdamW ─► did the held-out loss rise?
+        no:  candidates/N ─► evaluate on held-out traces ─► checkpoints/N ─► RoundOutcome
+        yes: undo, halve the learning rate ───────────────► checkpoints/N ─► RoundOutcome
 
-A round is all or nothing: weights, moments and cursor reach the disk together, after it. A trainer killed at any
-moment starts again from the last finished round and, given the same traces, ends with the same weights: what is drawn
-in a round depends on the seed and the round's number alone.
+Waits for nothing: a round takes the traces that are there. A trainer that is killed starts again
+from the last finished round. Given the same traces it ends with the same weights, because all draws
+of a round depend only on the seed and the round's number.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,31 +24,40 @@ from transformers.utils.logging import disable_progress_bar
 
 from osd.config.schema import GateConfig, TrainerConfig
 from osd.records import NO_TRACES, DraftRelease, EvalReport, RoundOutcome, Trace
-from trainer import adapter
 from trainer.batch import TrainBatch, trainable
-from trainer.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from trainer.distiller import Distiller
-from trainer.draft import RowModel, export_draft, load_draft
+from trainer.draft import export_draft
+from trainer.evaluator import Evaluator
 from trainer.files import prune
 from trainer.guard import LossGuard, has_risen
-from trainer.judge import Judge
 from trainer.replay import ReplayMix
 from trainer.trackers import open_trackers, point
+from trainer.working_draft import WorkingDraft
 
 if TYPE_CHECKING:
-    from buffers.base import TraceBuffer
-
-logger = logging.getLogger(__name__)
+    from buffers.base import Cursor, TraceBuffer
 
 PART = 64
 """New traces that are trained on together with what is replayed beside them."""
 KEEP_CANDIDATES = 3
 """Candidates left on disk; the releases made of them are copies."""
 NON_FINITE = "non-finite loss"
-"""`RoundOutcome.discarded`, beside a held-out loss that rose and `NO_TRACES`."""
+"""`RoundOutcome.discarded` when a loss or a weight is not finite."""
 OnStep = Callable[[int, int, float], None]
-RECOVERY = 1.1
-"""A learning rate that was halved grows by so much with every round that is not undone, up to the configured one."""
+"""Called with the steps done, the expected number of steps, and the last loss."""
+
+
+class _NewTraces(NamedTuple):
+    """What a round read from the buffer."""
+
+    traces: list[Trace]
+    """Those that can be trained on."""
+    num_contradicting: int
+    """Rows left out because they contradict the text."""
+    start: Cursor
+    """Where reading began."""
+    end: Cursor
+    """Behind all traces that were read."""
 
 
 @dataclass(slots=True)
@@ -61,9 +70,9 @@ class _Progress:
     num_computed: int = 0
     """Tokens, padding included."""
     is_finite: bool = False
-    """Whether all losses and the weights at the end are."""
+    """Whether all losses and the weights at the end are finite."""
     holdout: tuple[float, float] | None = None
-    """Mean loss over the watched traces before and after."""
+    """Mean loss over the watched traces before and after; None when there were too few."""
     has_risen: bool = False
 
     def add(self, loss: float, batch: TrainBatch) -> None:
@@ -72,16 +81,29 @@ class _Progress:
         self.num_tokens += batch.num_tokens
         self.num_computed += batch.ids_BS.numel()
 
+    @property
+    def padding(self) -> float:
+        """Share of the computed tokens that were padding."""
+        return 1 - self.num_tokens / self.num_computed if self.num_computed else 0.0
+
+
+class _Result(NamedTuple):
+    """How a round ended: with a candidate, or with the reason why it was discarded."""
+
+    path: str = ""
+    report: EvalReport | None = None
+    discarded: str = ""
+
 
 class Trainer:
     """Distils one draft from a replay buffer, round by round.
 
-    It keeps its own line of weights from round to round, also when the gate refused them, so nothing learnt is lost.
-    It goes back to the serving release when another one was chosen than its own newest (rollback, promote, pin), when
-    its last candidate was significantly worse, and after a non-finite loss. A round that raised the loss on held-out
-    traces is undone. After these two, the learning rate is halved.
+    Its weights continue from round to round, also after the gate refused a candidate. It returns to
+    the serving release when that is not its own newest (rollback, promote, pin), when its last
+    candidate was significantly worse, and after a non-finite loss. It undoes a round that raised
+    the loss on held-out traces. A non-finite or risen loss halves the learning rate.
 
-    Not safe for use by several threads, except that `evaluate_releases` and `num_new_traces` may run during a round.
+    Not thread-safe, except that `evaluate_releases` and `num_new_traces` may run during a round.
     """
 
     def __init__(
@@ -96,134 +118,74 @@ class Trainer:
     ) -> None:
         torch.set_num_threads(config.num_threads)
         disable_progress_bar()
+        directory = Path(directory)
         self._config, self._buffer = config, buffer
-        self._checkpoints, self._candidates = Path(directory) / "checkpoints", Path(directory) / "candidates"
-        self._judge = Judge(config, gate, k, buffer)
+        self._candidates = directory / "candidates"
+        self._evaluator = Evaluator(config, gate, k, buffer)
         self._guard = LossGuard(config, gate, buffer)
         self._mix = ReplayMix(config, buffer)
-        self._trackers = open_trackers(config, Path(directory), target_id)
-        self._state = TrainerState(draft=draft, target_id=target_id)
-        self._distiller: Distiller | None = None
-        self._is_mid_round = False
-        self._is_from_base = False
-        """Whether the round under way began with its base's weights, not with those of the last checkpoint."""
-        self._resume()
+        self._trackers = open_trackers(config, directory, target_id)
+        self._working = WorkingDraft(config, directory / "checkpoints", draft, target_id)
 
-    def run_round(self, base: DraftRelease, on_step: OnStep | None = None, *, line: int = 0) -> RoundOutcome:
-        """Train on what is new, write a candidate, judge it against `base` (the draft that serves now).
+    def run_round(
+        self, base: DraftRelease, on_step: OnStep | None = None, *, line: int = 0
+    ) -> RoundOutcome:
+        """Train on new traces, write a candidate, evaluate it against `base` (the serving draft).
 
-        `line` (`ReleaseStore.line`) is another number than in the round before when a release was chosen in between,
-        which `base` alone does not show: one that came and went looks like a candidate that was refused.
+        `line` (`ReleaseStore.line`) changes when a release was chosen since the last round. `base`
+        alone does not show that: a release that came and went looks like a refused candidate.
 
-        `on_step` hears how many of the round's steps are done, of about how many, and the last loss.
-
-        Raises `OSDError` when the disk does not take candidate or checkpoint, and `ReleaseError` when `base` cannot be
-        loaded. After any error the next round begins as if this one never had.
+        Raises `OSDError` when the disk does not take candidate or checkpoint, and `ReleaseError`
+        when `base` cannot be loaded. After any error the next round begins as if this one had not.
         """
         started = time.monotonic()
-        if self._is_mid_round:
-            self._resume()
-        self._is_mid_round, self._is_from_base = True, False
-        distiller = self._follow(base, line)
-        self._state = replace(self._state, round=self._state.round + 1)
-        fresh, num_contradicting, start, cursor = self._read_new(distiller.model.vocab_size)
-        progress = self._train(distiller, fresh, cursor, on_step)
-        outcome = self._conclude(distiller, base, fresh, progress)
-        seen = self._mix.remember(fresh, self._state.cursor, self._state.replay, self._rng(1), read_from=start)
-        self._state = replace(self._state, cursor=cursor, replay=seen)
-        save_checkpoint(self._checkpoints, self._state, distiller)
-        self._is_mid_round = False
-        outcome = replace(
-            outcome,
-            seconds=time.monotonic() - started,
-            num_contradicting=num_contradicting,
-            num_new_rows=sum(trace.num_rows for trace in fresh),
-        )
-        for tracker in self._trackers:
-            tracker.log(self._state.round, point(outcome, progress.num_tokens))
+        distiller = self._working.begin_round(base, line)
+        new = self._read_new(distiller.model.vocab_size)
+        progress = self._train(distiller, new, on_step)
+        outcome = self._conclude(base, new, progress)
+        self._finish(new)
+        outcome = replace(outcome, seconds=time.monotonic() - started)
+        self._draw(outcome, progress.num_tokens)
         return outcome
 
     def close(self) -> None:
-        """Let trackers write what they still have. To be called after the last round."""
+        """Let trackers write what they still have. Call it after the last round."""
         for tracker in self._trackers:
             tracker.close()
 
     def num_new_traces(self) -> int:
         """Training traces that arrived since the last round."""
-        return self._buffer.num_unread(self._state.cursor)
+        return self._buffer.num_unread(self._working.state.cursor)
 
-    def evaluate_releases(self, versions: Sequence[DraftRelease], num_traces: int) -> dict[int, float]:
-        """Version -> α of each release on the same newest held-out traces; {} when there are too few to judge."""
-        return self._judge.alphas(versions, num_traces)
+    def evaluate_releases(
+        self, versions: Sequence[DraftRelease], num_traces: int
+    ) -> dict[int, float]:
+        """Version -> α of each release on the same newest held-out traces; {} when there are too
+        few."""
+        return self._evaluator.alphas(versions, num_traces)
 
-    # The working line of weights
+    # Reading and training
 
-    def _resume(self) -> None:
-        """Go to the last finished round on disk, if it was for this draft and target; else to the very beginning."""
-        self._is_mid_round = False
-        draft, target_id = self._state.draft, self._state.target_id
-        self._state = TrainerState(draft=draft, target_id=target_id)
-        found = load_checkpoint(self._checkpoints)
-        if found is None or (found.state.draft, found.state.target_id) != (draft, target_id):
-            return
-        self._state = found.state
-        weights = adapter.below(found.model.hf)
-        self._distiller = self._distiller or Distiller(found.model, self._config)
-        try:
-            self._distiller.restart(weights, found.moments, found.adapters)
-        except ValueError as error:
-            logger.warning(
-                "the next round starts from the serving draft: the checkpoint is of other settings (%s)", error
-            )
-            self._state = replace(self._state, base_version=None, candidate_sha256="")
-        logger.info("trainer resumes after round %d", self._state.round)
-
-    def _follow(self, base: DraftRelease, line: int) -> Distiller:
-        """Continue from the working weights if `base` belongs to them, else start from `base`."""
-        distiller = self._distiller
-        if distiller is None or line != self._state.line or not self._is_own(base):
-            distiller = self._start_from(base)
-        self._state = replace(self._state, base_version=base.version, line=line)
-        return distiller
-
-    def _is_own(self, base: DraftRelease) -> bool:
-        """Whether the working weights grew from `base`, or `base` is their last candidate, published."""
-        return base.version == self._state.base_version or base.sha256 == self._state.candidate_sha256
-
-    def _start_from(self, base: DraftRelease) -> Distiller:
-        model = load_draft(base.path)
-        weights = adapter.below(model.hf)
-        self._distiller = self._distiller or Distiller(model, self._config)
-        self._distiller.restart(weights, {})
-        self._is_from_base = True
-        self._state = replace(self._state, base_version=base.version, candidate_sha256="")
-        return self._distiller
-
-    # One round
-
-    def _read_new(self, vocab_size: int) -> tuple[list[Trace], int, dict[str, int], dict[str, int]]:
-        """The newest unread traces that can be trained on, how many rows they lost to that, and the cursors before and
-        behind all of them."""
+    def _read_new(self, vocab_size: int) -> _NewTraces:
+        """The newest unread traces, at most `trainer.max_new_traces`."""
         most = self._config.max_new_traces
-        start = cursor = self._buffer.skip_to_newest(self._state.cursor, most)
+        start = cursor = self._buffer.skip_to_newest(self._working.state.cursor, most)
         read: list[Trace] = []
         while len(read) < most:
             more, cursor = self._buffer.read(cursor, most - len(read))
             if not more:
                 break
             read += more
-        return *trainable(read, vocab_size), start, cursor
+        return _NewTraces(*trainable(read, vocab_size), start, cursor)
 
-    def _train(
-        self, distiller: Distiller, fresh: Sequence[Trace], cursor: dict[str, int], on_step: OnStep | None
-    ) -> _Progress:
-        """Steps over fresh and replayed traces. Stops at the first that is not finite."""
+    def _train(self, distiller: Distiller, new: _NewTraces, on_step: OnStep | None) -> _Progress:
+        """Step over new and replayed traces. Stop at the first step that is not finite."""
         progress = _Progress()
-        watched = self._guard.watched(distiller.model.vocab_size) if fresh else []
+        watched = self._guard.watched(distiller.model.vocab_size) if new.traces else []
         before = self._guard.losses(distiller, watched)
-        for index, (traces, num_steps) in enumerate(self._batches(distiller, fresh, cursor)):
+        for index, (traces, num_steps) in enumerate(self._batches(distiller, new)):
             batch = distiller.collate(traces)
-            loss = distiller.step(batch, index, self._state.rate_scale)
+            loss = distiller.step(batch, index, self._working.state.rate_scale)
             if loss is None:
                 return progress
             progress.add(loss, batch)
@@ -236,18 +198,17 @@ class Trainer:
             progress.has_risen = has_risen(before, after)
         return progress
 
-    def _batches(
-        self, distiller: Distiller, fresh: Sequence[Trace], cursor: dict[str, int]
-    ) -> Iterator[tuple[list[Trace], int]]:
-        """The traces of each step, and how many steps the round will have, as far as is known by then.
+    def _batches(self, distiller: Distiller, new: _NewTraces) -> Iterator[tuple[list[Trace], int]]:
+        """The traces of each step, and the number of steps that the round is expected to have.
 
-        Drawn in parts: what replay adds to a large round would not fit in memory at once.
+        Replayed traces are drawn part by part: those of a large round would not fit in memory.
         """
         vocab_size, size, rng = distiller.model.vocab_size, self._config.batch_size, self._rng(0)
+        fresh, seen = new.traces, self._working.state.replay
         done = 0
         for start in range(0, len(fresh), PART):
             part, num_left = fresh[start : start + PART], max(0, len(fresh) - start - PART)
-            pool, _ = trainable(self._mix.pool(part, cursor, self._state.replay, rng), vocab_size)
+            pool, _ = trainable(self._mix.pool(part, new.end, seen, rng), vocab_size)
             steps = [pool[i : i + size] for i in range(0, len(pool), size)]
             num_steps = done + len(steps) + round(len(steps) * num_left / len(part))
             for traces in steps:
@@ -256,31 +217,24 @@ class Trainer:
 
     def _rng(self, use: int) -> np.random.Generator:
         """The round's own randomness, one stream for each use."""
-        return np.random.default_rng([self._config.seed, self._state.round, use])
+        return np.random.default_rng([self._config.seed, self._working.state.round, use])
 
-    def _conclude(
-        self, distiller: Distiller, base: DraftRelease, fresh: Sequence[Trace], progress: _Progress
-    ) -> RoundOutcome:
-        """Export and judge, or discard."""
-        path, report, discarded = "", None, ""
-        rate = self._config.learning_rate * self._state.rate_scale
-        if not fresh:
-            discarded = NO_TRACES
-        elif not progress.is_finite:
-            discarded = NON_FINITE
-            self._start_from(base)
-        elif progress.has_risen:
-            discarded = self._undo(distiller, base, progress)
-        else:
-            path, report = self._export_and_judge(distiller.model, base)
-        if fresh:
-            self._adapt_rate(went_well=not discarded)
-        ages = [max(0.0, time.time() - trace.finished_at) for trace in fresh]
+    # The end of a round
+
+    def _conclude(self, base: DraftRelease, new: _NewTraces, progress: _Progress) -> RoundOutcome:
+        """Keep or discard the round; the outcome without its duration."""
+        rate = self._working.learning_rate
+        result = _Result(discarded=NO_TRACES)
+        if new.traces:
+            result = self._keep_or_discard(base, progress)
+            self._working.adapt_rate(went_well=not result.discarded)
+        before, after = progress.holdout or (None, None)
+        ages = [max(0.0, time.time() - trace.finished_at) for trace in new.traces]
         return RoundOutcome(
-            draft=self._state.draft,
+            draft=self._working.state.draft,
             base_version=base.version,
-            target_id=self._state.target_id,
-            path=path,
+            target_id=self._working.state.target_id,
+            path=result.path,
             kind=self._config.method,
             num_steps=len(progress.losses),
             num_tokens=progress.num_rows,
@@ -289,35 +243,53 @@ class Trainer:
             seconds=0.0,
             trace_age_mean_s=float(np.mean(ages)) if ages else 0.0,
             trace_age_max_s=max(ages, default=0.0),
-            eval=report,
-            discarded=discarded,
+            eval=result.report,
+            discarded=result.discarded,
             learning_rate=rate,
-            holdout_loss_before=progress.holdout[0] if progress.holdout else None,
-            holdout_loss_after=progress.holdout[1] if progress.holdout else None,
-            padding=1 - progress.num_tokens / progress.num_computed if progress.num_computed else 0.0,
+            holdout_loss_before=before,
+            holdout_loss_after=after,
+            padding=progress.padding,
+            num_new_rows=sum(trace.num_rows for trace in new.traces),
+            num_contradicting=new.num_contradicting,
         )
 
-    def _undo(self, distiller: Distiller, base: DraftRelease, progress: _Progress) -> str:
-        """Go back to the weights before this round; why, in words."""
+    def _keep_or_discard(self, base: DraftRelease, progress: _Progress) -> _Result:
+        if not progress.is_finite:
+            self._working.start_from(base)
+            return _Result(discarded=NON_FINITE)
+        if progress.has_risen:
+            return self._undo(base, progress)
+        return self._export_and_evaluate(base)
+
+    def _undo(self, base: DraftRelease, progress: _Progress) -> _Result:
         assert progress.holdout is not None
-        found = None if self._is_from_base else load_checkpoint(self._checkpoints)
-        if found is None:
-            self._start_from(base)
-        else:
-            distiller.restart(adapter.below(found.model.hf), found.moments, found.adapters)
-        return "held-out loss rose from {:.3g} to {:.3g}; the learning rate is halved".format(*progress.holdout)
+        before, after = progress.holdout
+        self._working.undo_round(base)
+        return _Result(
+            discarded=f"held-out loss rose from {before:.3g} to {after:.3g}; "
+            "the learning rate is halved"
+        )
 
-    def _adapt_rate(self, *, went_well: bool) -> None:
-        scale = min(1.0, self._state.rate_scale * RECOVERY) if went_well else self._state.rate_scale / 2
-        self._state = replace(self._state, rate_scale=scale)
-
-    def _export_and_judge(self, model: RowModel, base: DraftRelease) -> tuple[str, EvalReport | None]:
-        candidate = self._candidates / str(self._state.round)
-        sha256 = export_draft(model, base.path, candidate)
-        prune(self._candidates, self._state.round, KEEP_CANDIDATES)
-        report = self._judge.compare(candidate, base)
+    def _export_and_evaluate(self, base: DraftRelease) -> _Result:
+        number = self._working.state.round
+        candidate = self._candidates / str(number)
+        sha256 = export_draft(self._working.distiller.model, base.path, candidate)
+        prune(self._candidates, number, KEEP_CANDIDATES)
+        report = self._evaluator.compare(candidate, base)
         if report is not None and report.diff_high < 0:
-            self._start_from(base)
+            self._working.start_from(base)
         else:
-            self._state = replace(self._state, candidate_sha256=sha256)
-        return str(candidate), report
+            self._working.note_candidate(sha256)
+        return _Result(str(candidate), report)
+
+    def _finish(self, new: _NewTraces) -> None:
+        """Draw anchors among the new traces, then save the round."""
+        state = self._working.state
+        seen = self._mix.remember(
+            new.traces, state.cursor, state.replay, self._rng(1), read_from=new.start
+        )
+        self._working.finish_round(new.end, seen)
+
+    def _draw(self, outcome: RoundOutcome, num_tokens: int) -> None:
+        for tracker in self._trackers:
+            tracker.log(self._working.state.round, point(outcome, num_tokens))

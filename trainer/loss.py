@@ -1,19 +1,21 @@
-"""Distillation losses: pure functions of the draft's logits and the target's truncated distribution.
+"""Distillation losses: pure functions of the draft's logits and the target's truncated
+distribution.
 
-Both distributions are coarsened to the K listed tokens and one bucket for all others ("the rest"); every loss is exact
-for the coarsened pair. Coarsening never raises a divergence (data processing inequality), leaves it as it is when
-K = V, and keeps the draft honest about the mass of the rest. Renormalising the K instead would teach it to be
-over-confident (arXiv 2503.16870).
+Both distributions are coarsened to the K listed tokens and one bucket for all others ("the rest").
+Every loss is exact for the coarsened pair. Coarsening never raises a divergence (data processing
+inequality), and does not change it when K = V. The draft still learns the mass of the rest;
+renormalising the K tokens instead would make it over-confident (arXiv 2503.16870).
 
-    forward_kl                 Σ p log(p / q)               mass-covering; OSD's loss (arXiv 2310.07177)
-    reverse_kl                 Σ q log(q / p)               mode-seeking
-    jensen_shannon             ½ KL(p‖m) + ½ KL(q‖m)        m = (p + q) / 2, bounded by log 2
-    total_variation            ½ Σ |p − q| = 1 − α          α = Σ min(p, q): acceptance when the draft samples
-    negative_log_acceptance    −log α                       total variation's gradient, scaled by 1 / α
-    lk_hybrid                  λ KL(p‖q) + (1 − λ) TV       λ = exp(−3 α), α as a constant (arXiv 2602.23881)
+    forward_kl                Σ p log(p / q)           mass-covering; OSD's loss (arXiv 2310.07177)
+    reverse_kl                Σ q log(q / p)           mode-seeking
+    jensen_shannon            ½ KL(p‖m) + ½ KL(q‖m)    m = (p + q) / 2, bounded by log 2
+    total_variation           ½ Σ |p − q| = 1 − α      α = Σ min(p, q), a sampled draft's acceptance
+    negative_log_acceptance   −log α                   total variation's gradient, scaled by 1 / α
+    lk_hybrid                 λ KL(p‖q) + (1 − λ) TV   λ = exp(−3 α), no gradient through α
+                                                       (arXiv 2602.23881)
 
-Legend: N rows, K top-k, V vocabulary, C = K + 1 buckets (the last one is the rest). p is the target's distribution,
-q the draft's.
+Legend: N rows, K top-k, V vocabulary, C = K + 1 buckets (the last one is the rest). p is the
+target's distribution, q the draft's.
 """
 
 from __future__ import annotations
@@ -25,21 +27,23 @@ import torch
 from torch import Tensor
 
 LOWEST_LOGPROB = -30.0
-"""Less than this of the target's mass counts as this much: reverse KL would be infinite where p = 0."""
+"""Lower bound on the target's log-probabilities: reverse KL is infinite where p = 0."""
 LK_RATE = 3.0
-"""How fast `lk_hybrid` turns from KL to total variation as α rises (the value of the paper's released code)."""
+"""Rate at which `lk_hybrid` turns from KL to total variation as α rises (the value of the paper's
+released code)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coarse:
-    """p and q over the same C buckets. A bucket that does not exist in a row is 0 everywhere, and not in `is_in_NC`."""
+    """p and q over the same C buckets. Where `is_in_NC` is false the bucket does not exist in this
+    row, and all values are 0."""
 
     logp_NC: Tensor
     """float32, at least `LOWEST_LOGPROB`"""
     logq_NC: Tensor
     """float32, with gradient"""
     p_NC: Tensor
-    """float32, rows sum to 1; exactly 0 where the target gave nothing"""
+    """float32, rows sum to 1; 0 where the target gave the bucket no mass"""
     is_in_NC: Tensor
     """bool"""
 
@@ -49,14 +53,17 @@ class Coarse:
 
 
 Loss = Callable[[Coarse], Tensor]
-"""float32 [N], one value a row."""
+"""float32 [N], one value per row."""
 
 
-def coarsen(logits_NV: Tensor, target_ids_NK: Tensor, target_logprobs_NK: Tensor, tail_logprob_N: Tensor) -> Coarse:
+def coarsen(
+    logits_NV: Tensor, target_ids_NK: Tensor, target_logprobs_NK: Tensor, tail_logprob_N: Tensor
+) -> Coarse:
     """Both distributions over the K listed tokens and the rest.
 
-    A listed token of probability zero (log-probability -inf, also how shorter rows are padded) counts as part of the
-    rest. Gradients are finite throughout: the rest of q is a log-sum-exp over the unlisted logits, never 1 minus a sum.
+    A listed token of probability zero (log-probability -inf, also the padding of shorter rows)
+    counts as part of the rest. All gradients are finite: the rest of q is a log-sum-exp over the
+    unlisted logits, not 1 minus a sum.
     """
     logits_NV = logits_NV.float()
     log_z_N = logits_NV.logsumexp(1)
@@ -97,13 +104,14 @@ def total_variation(both: Coarse) -> Tensor:
 
 
 def negative_log_acceptance(both: Coarse) -> Tensor:
-    """−log Σ min(p, q). In log space: also finite where p and q hardly overlap."""
+    """−log Σ min(p, q), in log space, so that it is finite where p and q hardly overlap."""
     least_NC = torch.minimum(both.logp_NC, both.logq_NC).masked_fill(~both.is_in_NC, -torch.inf)
     return -least_NC.logsumexp(1)
 
 
 def lk_hybrid(both: Coarse) -> Tensor:
-    """λ KL(p‖q) + (1 − λ) TV with λ = exp(−3 α): KL while they hardly overlap, where the gradient of TV vanishes."""
+    """λ KL(p‖q) + (1 − λ) TV with λ = exp(−3 α). KL prevails while p and q hardly overlap, where
+    the gradient of TV vanishes."""
     variation_N = total_variation(both)
     lambda_N = torch.exp(-LK_RATE * (1 - variation_N.detach()))
     return lambda_N * forward_kl(both) + (1 - lambda_N) * variation_N
@@ -117,7 +125,7 @@ LOSSES: dict[str, Loss] = {
     "negative_log_acceptance": negative_log_acceptance,
     "lk_hybrid": lk_hybrid,
 }
-"""By the names `trainer.loss` takes."""
+"""By their names in `trainer.loss`."""
 
 
 def weighted_mean(loss_N: Tensor, weight_N: Tensor) -> Tensor:
@@ -125,12 +133,18 @@ def weighted_mean(loss_N: Tensor, weight_N: Tensor) -> Tensor:
     return (loss_N * weight_N).sum()
 
 
-def _log_rest(logits_NV: Tensor, log_z_N: Tensor, target_ids_NK: Tensor, is_listed_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """log q of all unlisted tokens together [N], and where there is any such token [N] (elsewhere the value is 0)."""
-    # Padding may repeat an id that is listed: count the listings instead of writing flags over one another.
-    num_listed_NV = torch.zeros_like(logits_NV).scatter_add_(1, target_ids_NK, is_listed_NK.to(logits_NV.dtype))
+def _log_rest(
+    logits_NV: Tensor, log_z_N: Tensor, target_ids_NK: Tensor, is_listed_NK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log q of all unlisted tokens together [N], 0 where there is none, and whether there is any
+    [N]."""
+    # Padding may repeat a listed id. Counts add up where flags would overwrite one another.
+    num_listed_NV = torch.zeros_like(logits_NV).scatter_add_(
+        1, target_ids_NK, is_listed_NK.to(logits_NV.dtype)
+    )
     is_rest_NV = num_listed_NV == 0
     has_rest_N = is_rest_NV.any(1)
-    # A row without unlisted tokens would be a log-sum-exp of nothing, whose gradient is NaN: give it zeros.
+    # The log-sum-exp of an empty set has a NaN gradient: rows without unlisted tokens keep all
+    # their logits here, and get 0 below.
     rest_NV = logits_NV.masked_fill(~is_rest_NV & has_rest_N[:, None], -torch.inf)
     return torch.where(has_rest_N, rest_NV.logsumexp(1) - log_z_N, 0.0), has_rest_N

@@ -1,7 +1,7 @@
-"""Names of tensors: some architectures are stored under other names than transformers gives their parameters.
+"""Names of tensors: the checkpoints of some architectures use other names than transformers.
 
-A GPT-NeoX checkpoint holds `embed_out.weight`, which transformers 5 loads into `lm_head.weight`. What the trainer
-exports must bear the names of the checkpoint it came from: those are the ones vLLM knows.
+A GPT-NeoX checkpoint holds `embed_out.weight`, which transformers 5 loads into `lm_head.weight`.
+The trainer exports under the names of the checkpoint it loaded, because vLLM knows those.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 
-def names_in_model(hf: PreTrainedModel, stored: Collection[str], known: Collection[str]) -> dict[str, str]:
-    """Name in the checkpoint -> name in the model, whose names are `known`. A name unknown to both stands for itself.
+def names_in_model(
+    hf: PreTrainedModel, stored: Collection[str], known: Collection[str]
+) -> dict[str, str]:
+    """Name in the checkpoint -> name in the model. `known` holds the names in the model; a name
+    without a counterpart is mapped to itself.
 
-    Only plain renamings are followed: tensors that transformers splits or joins could not be exported as they were.
+    Only plain renamings are followed. Tensors that transformers splits or joins cannot be exported
+    in their stored form.
     """
-    renamings = [step for step in get_model_conversion_mapping(hf) if isinstance(step, WeightRenaming)]
+    renamings = [
+        step for step in get_model_conversion_mapping(hf) if isinstance(step, WeightRenaming)
+    ]
 
     def rename(name: str) -> str:
         renamed = name

@@ -1,4 +1,4 @@
-"""The optimizer's memory as named tensors: what a checkpoint holds of it."""
+"""The optimizer's state as named tensors, for checkpoints."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ def moments_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore_moments(optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor]) -> None:
-    """Give the optimizer its moments back; learning rate and the like stay as configured now."""
+    """Restore the moments. Learning rate and other settings stay as configured."""
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in moments.items():
         index, _, name = key.partition(".")
         state.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )

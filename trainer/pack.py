@@ -1,7 +1,7 @@
-"""Sequences of different lengths on lines of equal length, with little padding: first-fit decreasing bin packing.
+"""First-fit decreasing bin packing: sequences of different lengths on lines of equal length.
 
-A long line costs attention (its square), a short one padding. So lines start as long as the longest sequence and
-grow, a tenth at a time, until less than `MAX_PADDING` of the whole is padding.
+Long lines cost attention (quadratic in length), short lines cost padding. So lines start as long as
+the longest sequence and grow by `GROWTH` until at most `MAX_PADDING` of the whole is padding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Layout = tuple[list[Place], int, int]
 
 
 def pack(lengths: Sequence[int]) -> Layout:
-    """Sequences that share lines."""
+    """Let the sequences share lines."""
     capacity: float = max(1, *lengths)
     total = sum(lengths)
     while True:
@@ -37,16 +37,19 @@ def pack(lengths: Sequence[int]) -> Layout:
 
 
 def one_a_line(lengths: Sequence[int]) -> Layout:
-    """Every sequence on a line of its own."""
+    """Put every sequence on a line of its own."""
     return [Place(line, 0) for line in range(len(lengths))], len(lengths), max(1, *lengths)
 
 
 def _first_fit(lengths: Sequence[int], capacity: int) -> tuple[list[Place], list[int]]:
-    """Longest first, each on the first line with room: the places, and where each line ends."""
+    """Place each sequence, longest first, on the first line with room. Also where each line
+    ends."""
     ends: list[int] = []
     places = [Place(0, 0)] * len(lengths)
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        line = next((line for line, end in enumerate(ends) if end + lengths[index] <= capacity), len(ends))
+        line = next(
+            (line for line, end in enumerate(ends) if end + lengths[index] <= capacity), len(ends)
+        )
         if line == len(ends):
             ends.append(0)
         places[index] = Place(line, ends[line])

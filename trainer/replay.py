@@ -1,16 +1,17 @@
-"""What a round is trained on: new traces, and stored ones replayed beside them, of this round or older.
+"""What a round is trained on: new traces, and stored ones that are replayed beside them.
 
     new ─────────────────────────────────────────┐
     last eight rounds ── recent_fraction ──┐     ├─► shuffled ─► batches
     whole buffer, domain by domain ────────┤ ×   │
     anchors, one in eight ─────────────────┘ replay_batches
 
-New traffic is learnt from many passes over little data, so replay leans on the recent; the rest keeps the draft from
-forgetting. Anchors outlive the buffer: a uniform sample of everything ever read (reservoir sampling, Vitter 1985,
-algorithm R). What is drawn depends on the seed and the round's number alone.
+Learning new traffic takes many passes over little data, so most replayed traces are recent. The
+others keep the draft from forgetting. Anchors outlive the traces in the buffer: they are a uniform
+sample of everything ever read (reservoir sampling, Vitter 1985, algorithm R). All draws depend only
+on the seed and the round's number.
 
-Anchors stand in the buffer, not in the checkpoint. So that a round which was killed can be had again as it was, each
-slot has two places: a new anchor goes to the one that the last checkpoint does not know of.
+Anchors are stored in the buffer, not in the checkpoint. A killed round must be repeatable, so each
+slot has two places, and a new anchor goes to the place that the last checkpoint does not use.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ logger = logging.getLogger(__name__)
 RECENT_ROUNDS = 8
 ANCHOR_ONE_IN = 8
 PART = 64
-"""Traces looked at together: a round may have more than fit in memory twice."""
+"""Traces read at a time: those of a whole round may not fit in memory twice."""
 Cursor = dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayState:
-    """What must be remembered from round to round.
+    """What the mix remembers from round to round.
 
     Example:
         ReplayState(past=[{"": 40}, {"": 72}], num_offered=3, places=[0, 1, 0])
     """
 
     past: list[Cursor] = field(default_factory=list)
-    """Where the cursor stood before each of the last rounds, oldest first."""
+    """The cursor before each of the last rounds, oldest first."""
     num_offered: int = 0
-    """Traces the anchors were drawn from."""
+    """Number of traces that the anchors were drawn from."""
     places: list[int] = field(default_factory=list)
-    """Slot -> which of its two places, 0 or 1, holds its anchor."""
+    """Slot -> the place, 0 or 1, that holds its anchor."""
 
 
 class ReplayMix:
@@ -60,8 +61,10 @@ class ReplayMix:
     def __init__(self, config: TrainerConfig, buffer: TraceBuffer) -> None:
         self._config, self._buffer = config, buffer
 
-    def pool(self, fresh: Sequence[Trace], cursor: Cursor, state: ReplayState, rng: np.random.Generator) -> list[Trace]:
-        """New traces and those replayed beside them, in the order they are trained on. One may come twice."""
+    def pool(
+        self, fresh: Sequence[Trace], cursor: Cursor, state: ReplayState, rng: np.random.Generator
+    ) -> list[Trace]:
+        """New and replayed traces in the order of training. A trace may occur more than once."""
         num = len(fresh) * self._config.replay_batches
         num_kept = min(self._config.num_anchors, len(state.places))
         slots = rng.integers(num_kept, size=num // ANCHOR_ONE_IN).tolist() if num_kept else []
@@ -85,25 +88,30 @@ class ReplayMix:
         *,
         read_from: Cursor | None = None,
     ) -> ReplayState:
-        """The state after a round that read `fresh` behind a cursor; some of them become anchors.
+        """Make some of `fresh` anchors, and return the state after the round.
 
-        `read_from`: where reading began, if what came first was skipped. A server that does not take anchors (it may be
-        full) costs these anchors, not the round. What was purged while the round ran does not come back.
+        `before` is the cursor before the round; `read_from` is where reading began, if traces were
+        skipped. Traces that were purged while the round ran do not become anchors. When the server
+        refuses the anchors, they are lost and the round is kept.
         """
         start = before if read_from is None else read_from
         try:
             if kept := self._still_stored(fresh, start):
                 state = self._offer(kept, state, rng)
-            if len(left := self._still_stored(fresh, start)) < len(fresh):  # purged, perhaps just now
+            left = self._still_stored(fresh, start)  # a purge may have come in between
+            if len(left) < len(fresh):
                 state = self._without_purged(fresh, left, state)
         except ReplayBufferError as error:
             logger.warning("no new anchors are kept of this round: %s", error)
         return replace(state, past=[*state.past, before][-RECENT_ROUNDS:])
 
-    def _offer(self, fresh: Sequence[Trace], state: ReplayState, rng: np.random.Generator) -> ReplayState:
-        """Draw the anchors among all there were and these.
+    def _offer(
+        self, fresh: Sequence[Trace], state: ReplayState, rng: np.random.Generator
+    ) -> ReplayState:
+        """Draw the anchors again, from all earlier traces and these.
 
-        Slot 0 is filled first: where it is empty, the anchors were purged or lost, and are begun anew.
+        Slot 0 is filled first. When it is empty, the anchors were purged or lost, and sampling
+        starts over.
         """
         if state.places and not self._buffer.anchors([_number(0, state.places[0])]):
             state = replace(state, num_offered=0, places=[])
@@ -122,8 +130,9 @@ class ReplayMix:
         return replace(state, num_offered=state.num_offered + len(fresh), places=places)
 
     def _still_stored(self, fresh: Sequence[Trace], start: Cursor) -> list[Trace]:
-        """Those of what was read behind this cursor that the buffer still has: the others were purged."""
-        missing, cursor, num_left = {trace.trace_id for trace in fresh}, start, 2 * len(fresh) + PART
+        """Those of `fresh`, which were read from `start` on, that were not purged since."""
+        missing, cursor = {trace.trace_id for trace in fresh}, start
+        num_left = 2 * len(fresh) + PART
         while missing and num_left > 0:
             traces, cursor = self._buffer.read(cursor, PART)
             if not traces:
@@ -132,8 +141,11 @@ class ReplayMix:
             num_left -= len(traces)
         return [trace for trace in fresh if trace.trace_id not in missing]
 
-    def _without_purged(self, fresh: Sequence[Trace], left: Sequence[Trace], state: ReplayState) -> ReplayState:
-        """Empty the slots of anchors that are among `fresh` but no longer in the buffer; begin anew if none is."""
+    def _without_purged(
+        self, fresh: Sequence[Trace], left: Sequence[Trace], state: ReplayState
+    ) -> ReplayState:
+        """Empty the slots of anchors that are in `fresh` but not in `left`. Start over when `left`
+        is empty."""
         gone = {trace.trace_id for trace in fresh} - {trace.trace_id for trace in left}
         emptied: dict[int, Trace | None] = {}
         for number in _numbers(state):
@@ -144,8 +156,10 @@ class ReplayMix:
             self._buffer.set_anchors(emptied)
         return state if left else replace(state, num_offered=0, places=[])
 
-    def _sample(self, num: int, rng: np.random.Generator, cursor: Cursor, since: Cursor | None) -> list[Trace]:
-        """`num` traces; where there are fewer different ones, each as often as needed."""
+    def _sample(
+        self, num: int, rng: np.random.Generator, cursor: Cursor, since: Cursor | None
+    ) -> list[Trace]:
+        """`num` traces, repeated when there are fewer different ones."""
         found: list[Trace] = []
         while len(found) < num:
             more = self._buffer.sample(num - len(found), rng, cursor, since=since)
@@ -156,7 +170,7 @@ class ReplayMix:
 
 
 def _number(slot: int, place: int) -> int:
-    """Where the buffer keeps it."""
+    """The buffer's slot number for this place."""
     return 2 * slot + place
 
 

@@ -1,8 +1,10 @@
-"""Curves of training for TensorBoard or Weights & Biases, a point per round, through Accelerate's own trackers.
+"""Training curves for TensorBoard or Weights & Biases, one point per round, by Accelerate's
+trackers.
 
     Trainer.run_round ─log─► queue ─► a thread per tracker: start, log, finish
 
-Whatever a tracker loads, writes or waits for, it does in its thread: training neither waits for it nor fails with it.
+A tracker loads, writes and waits in its own thread, so training neither waits for it nor fails with
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 PROJECT = "osd"
 """Project of the runs in Weights & Biases."""
 NUM_WAITING = 64
-"""Points that may wait for a tracker. One that is further behind is given up."""
+"""Points that may wait for a tracker. A tracker that is further behind is turned off."""
 SECONDS_TO_FINISH = 10.0
 FIGURES_ONLY = {
     "console": "off",
@@ -36,24 +38,26 @@ FIGURES_ONLY = {
     "x_disable_stats": True,
     "x_disable_machine_info": True,
 }
-"""Settings of Weights & Biases: what the trainer prints, its command line and its machine stay here."""
+"""Settings of Weights & Biases that keep the trainer's output, command line, code and machine from
+being uploaded."""
 
 Point = dict[str, float | str]
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for the first tracker whose package, of the same name, is not there."""
+    """Raise `ConfigError` for a tracker whose package, of the same name, is not installed."""
     for name in names:
         try:
             version(name)
         except PackageNotFoundError:
             raise ConfigError(
-                f"trainer.trackers: {name}: the package {name} is not installed; `pip install {name}`, or leave it out"
+                f"trainer.trackers: {name}: the package {name} is not installed; `pip install "
+                f"{name}`, or leave it out"
             ) from None
 
 
 def point(outcome: RoundOutcome, num_tokens: int) -> Point:
-    """What is drawn of a round that trained on `num_tokens` tokens. What it did not measure is left out."""
+    """The point of a round that trained on `num_tokens` tokens, without what was not measured."""
     trained: dict[str, float | None] = {}
     if outcome.num_steps:
         trained = {
@@ -69,12 +73,18 @@ def point(outcome: RoundOutcome, num_tokens: int) -> Point:
             "seconds": outcome.seconds,
         }
     measured: Point = {name: value for name, value in trained.items() if value is not None}
-    return measured | {"is_candidate": float(not outcome.discarded), "outcome": outcome.discarded or "candidate"}
+    return measured | {
+        "is_candidate": float(not outcome.discarded),
+        "outcome": outcome.discarded or "candidate",
+    }
 
 
 def open_trackers(config: TrainerConfig, directory: Path, target_id: str) -> list[Tracker]:
-    """Those of `trainer.trackers`, for the trainer whose checkpoints are in `directory`. A run's name says whose it is,
-    for several may write to one `trainer.tracker_dir`. Raises `ConfigError` for one that is not installed."""
+    """The trackers of `trainer.trackers`, for the trainer whose checkpoints are in `directory`.
+
+    The run's name tells the trainers apart that share a `trainer.tracker_dir`. Raises `ConfigError`
+    for a tracker that is not installed.
+    """
     check_installed(config.trackers)
     where = Path(config.tracker_dir).expanduser() if config.tracker_dir else directory / "curves"
     own = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:6]
@@ -82,9 +92,9 @@ def open_trackers(config: TrainerConfig, directory: Path, target_id: str) -> lis
 
 
 class Tracker:
-    """One of Accelerate's trackers behind a queue. When it fails it is off, which is logged once.
+    """One of Accelerate's trackers behind a queue. A failure turns it off and is logged once.
 
-    It starts with the first point: by then the trainer has told Accelerate which device is used.
+    It starts with the first point, after the trainer has told Accelerate which device is used.
     """
 
     def __init__(self, name: str, directory: Path, run: str) -> None:
@@ -94,11 +104,13 @@ class Tracker:
         self._is_on = True
 
     def log(self, step: int, values: Point) -> None:
-        """Returns at once."""
+        """Queue a point; returns at once."""
         if not self._is_on:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"tracker {self._name}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, name=f"tracker {self._name}", daemon=True
+            )
             self._thread.start()
         try:
             self._waiting.put_nowait((step, values))
@@ -106,7 +118,7 @@ class Tracker:
             self._give_up(f"it is {NUM_WAITING} rounds behind")
 
     def close(self) -> None:
-        """Let what waits be written, for a while."""
+        """Let the tracker write what waits, for at most `SECONDS_TO_FINISH`."""
         if self._thread is not None:
             with suppress(queue.Full):
                 self._waiting.put_nowait(None)
@@ -119,7 +131,7 @@ class Tracker:
                 step, values = item
                 tracker.log(values, step=step)
             tracker.finish()
-        except Exception as error:  # noqa: BLE001  a broken sink of figures is no reason to stop training
+        except Exception as error:  # noqa: BLE001  a broken tracker must not stop training
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _start(self) -> Any:
@@ -130,11 +142,15 @@ class Tracker:
         if self._name == "tensorboard":
             tracker = TensorBoardTracker(self._run, logging_dir=self._directory)
         else:
-            tracker = WandBTracker(PROJECT, name=self._run, dir=str(self._directory), settings=FIGURES_ONLY)
+            tracker = WandBTracker(
+                PROJECT, name=self._run, dir=str(self._directory), settings=FIGURES_ONLY
+            )
         tracker.start()
         return tracker
 
     def _give_up(self, reason: str) -> None:
         if self._is_on:
             self._is_on = False
-            logger.warning("no more curves for %s until the trainer starts again: %s", self._name, reason)
+            logger.warning(
+                "no more curves for %s until the trainer starts again: %s", self._name, reason
+            )

@@ -1,1 +1,2 @@
-"""Models and traffic of natural text that the project generates, for the benches that learn from it."""
+"""Models and traffic of natural text that the project generates, for the benches that learn from
+it."""

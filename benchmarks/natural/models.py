@@ -1,7 +1,8 @@
-"""The natural-text target and draft: built on first use from this Python's own standard library, then from the cache.
+"""The natural-text target and draft: built on first use from this Python's standard library, then
+read from the cache.
 
-`ensure_natural()` gives the two directories, `ensure_natural_cost_shaped()` the same target at the cost of a far larger
-model, `requests()` traffic for them.
+`ensure_natural()` returns their directories, `ensure_natural_cost_shaped()` the same target with
+the cost of a far larger model, and `requests()` traffic for them.
 """
 
 from __future__ import annotations
@@ -21,20 +22,31 @@ from osd.tiny.models import (
     run_build,
 )
 
-__all__ = ["HOME", "MAX_TOKENS", "PACKAGES", "TEMPERATURE", "ensure_natural", "ensure_natural_cost_shaped", "requests"]
+__all__ = [
+    "HOME",
+    "MAX_TOKENS",
+    "PACKAGES",
+    "TEMPERATURE",
+    "ensure_natural",
+    "ensure_natural_cost_shaped",
+    "requests",
+]
 
 
 def ensure_natural(progress: bool = True, recipe: Recipe = NATURAL) -> TinyModels:
-    """The natural-text models, built first if this recipe never met this text (some minutes on two cores).
+    """The natural-text models, built first if this recipe never met this text (some minutes on two
+    cores).
 
-    `progress`: show a bar while building. Raises `ConfigError` where the cache directory cannot be written or the
-    standard library came without its source.
+    `progress`: show a bar while building. Raises `ConfigError` where the cache directory cannot be
+    written or the standard library came without its source.
     """
     name = natural_hash(recipe)
     arguments = ("--recipe", recipe_to_json(recipe))
     root = build_once(
         f"natural-{name}",
-        lambda directory: run_build("benchmarks.natural.build", directory, *arguments, progress=progress),
+        lambda directory: run_build(
+            "benchmarks.natural.build", directory, *arguments, progress=progress
+        ),
     )
     return TinyModels(target=root / "target", draft=root / "draft", recipe_hash=name)
 
@@ -46,6 +58,7 @@ def ensure_natural_cost_shaped(
     progress: bool = True,
     recipe: Recipe = NATURAL,
 ) -> Path:
-    """Directory of a target with the natural-text target's logits and the cost of the given sizes."""
+    """Directory of a target with the natural-text target's logits and the cost of the given
+    sizes."""
     sizes = (hidden_size, num_layers, intermediate_size)
     return cost_shaped("natural-wide", ensure_natural(progress, recipe), sizes, progress)

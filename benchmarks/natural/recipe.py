@@ -1,4 +1,4 @@
-"""Everything that decides what the natural-text models are, the standard library's own text included."""
+"""Everything that determines the natural-text models, including the standard library's text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from osd.tiny.recipe import Shape
 HERE = Path(__file__).parent
 TINY = Path(tiny.__file__).parent
 SOURCES = (
-    *(HERE / f"{name}.py" for name in ("recipe", "text", "traffic", "training", "sampling", "build")),
+    *(
+        HERE / f"{name}.py"
+        for name in ("recipe", "text", "traffic", "training", "sampling", "build")
+    ),
     *(TINY / f"{name}.py" for name in ("tokenizer", "training", "muon")),
 )
 """Files whose text changes the models."""
@@ -22,7 +25,8 @@ SOURCES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Sizes and steps. The defaults are the models that `ensure_natural()` builds; tests use smaller ones."""
+    """Sizes and steps. The defaults are the models that `ensure_natural()` builds; tests use
+    smaller ones."""
 
     vocab_size: int = 2048
     window_tokens: int = 192
@@ -43,7 +47,8 @@ NATURAL = Recipe()
 
 
 def natural_hash(recipe: Recipe = NATURAL, root: Path | None = None) -> str:
-    """16 hex digits that change with the recipe, with the training code, and with the text in `root`."""
+    """16 hex digits that change with the recipe, with the training code, and with the text in
+    `root`."""
     digest = hashlib.sha256(f"{recipe}{text_hash(root)}".encode())
     for path in SOURCES:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

@@ -1,7 +1,9 @@
-"""What the natural-text models can do, class by class: `python -m benchmarks.natural.report [--out FILE.json]`.
+"""What the natural-text models can do, class by class:
+`python -m benchmarks.natural.report [--out FILE.json]`.
 
-Perplexity of the target on files it never saw, how many of its answers run in circles, how often the frozen draft is
-accepted, and how often a draft of the same size would be that was distilled from all classes.
+It gives the target's perplexity on unseen files, the share of its answers that repeat themselves,
+the acceptance of the frozen draft, and that of a draft of the same size which was distilled from
+all classes.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from benchmarks.natural.sampling import sampled_answers
 from benchmarks.natural.text import PACKAGES, split
 from benchmarks.natural.traffic import TEMPERATURE, requests
 from benchmarks.natural.training import distil_draft, lessons, nats_per_token
+from osd.common.progress import stages
 from osd.tiny.models import TinyModels
-from osd.tiny.progress import progress_bar
 from osd.tiny.tokenizer import chat_prompt
 from osd.tiny.training import Example, answer_logits, collate
 
@@ -53,24 +55,31 @@ class ClassFigures:
     """Share of the answers at temperature 0 that run in circles."""
     loops_sampled: float
     frozen: tuple[float, float]
-    """Conditional acceptance, and accepted over drafted tokens at k = `K`, of the draft that was built."""
+    """Conditional acceptance, and accepted over drafted tokens at k = `K`, of the draft that was
+    built."""
     ceiling: tuple[float, float]
     """The same of a draft distilled from all classes."""
 
 
 def measure(models: TinyModels, num_requests: int, progress: bool) -> dict[str, ClassFigures]:
-    """Figures of every class, from `num_requests` served prompts each. Takes some minutes on two cores."""
+    """Figures of every class, from `num_requests` served prompts each. Takes some minutes on two
+    cores."""
     tokenizer: Any = AutoTokenizer.from_pretrained(models.target)
     target, frozen = _load(models.target), _load(models.draft)
-    with progress_bar(progress) as begin:
-        begin("lessons of all classes", 1)
-        everything = lessons(tokenizer, target, [*PACKAGES], CEILING_LESSONS_PER_CLASS * len(PACKAGES), seed=1)
+    with stages(progress) as begin:
+        begin("tiny models: lessons of all classes")
+        everything = lessons(
+            tokenizer, target, [*PACKAGES], CEILING_LESSONS_PER_CLASS * len(PACKAGES), seed=1
+        )
         recipe = replace(NATURAL, draft_steps=CEILING_STEPS)
-        ceiling, _ = distil_draft(tokenizer, target, everything, recipe, begin("ceiling draft", CEILING_STEPS))
-        report = begin("classes", len(PACKAGES))
+        advance = begin("tiny models: ceiling draft", CEILING_STEPS, "steps")
+        ceiling, _ = distil_draft(tokenizer, target, everything, recipe, advance)
+        advance = begin("tiny models: classes", len(PACKAGES), "classes")
         figures = {}
         for package in PACKAGES:
-            prompts = [chat_prompt(tokenizer, r.prompt) for r in requests(package, num_requests, SEED)]
+            prompts = [
+                chat_prompt(tokenizer, r.prompt) for r in requests(package, num_requests, SEED)
+            ]
             sampled = sampled_answers(target, prompts, TEMPERATURE, SEED)
             figures[package] = ClassFigures(
                 perplexity=math.exp(
@@ -81,7 +90,7 @@ def measure(models: TinyModels, num_requests: int, progress: bool) -> dict[str, 
                 frozen=acceptance(frozen, sampled),
                 ceiling=acceptance(ceiling, sampled),
             )
-            report(1)
+            advance(1)
     return figures
 
 
@@ -91,17 +100,19 @@ def share_of_loops(answers: Sequence[Example]) -> float:
 
 
 def is_loop(ids: Sequence[int]) -> bool:
-    """Whether some `LOOP_TOKENS` tokens in a row occur more than `LOOP_TIMES` times, overlaps included."""
+    """Whether some `LOOP_TOKENS` tokens in a row occur more than `LOOP_TIMES` times, overlaps
+    included."""
     grams = Counter(zip(*(ids[i:] for i in range(LOOP_TOKENS)), strict=False))
     return max(grams.values(), default=0) > LOOP_TIMES
 
 
 @torch.no_grad()
 def acceptance(draft: Any, answers: Sequence[Example]) -> tuple[float, float]:
-    """(accepted over tested, accepted over drafted tokens) had the draft proposed `K` tokens greedily at each step.
+    """(accepted over tested, accepted over drafted tokens) had the draft proposed `K` tokens
+    greedily at each step.
 
-    A greedy draft token is accepted exactly when it is the token that was served. The first token of an answer comes
-    from the prompt's step, without a draft.
+    A greedy draft token is accepted exactly when it is the token that was served. The first token
+    of an answer comes from the prompt's step, without a draft.
     """
     accepted = tested = drafted = 0
     for i in range(0, len(answers), 32):
@@ -109,12 +120,17 @@ def acceptance(draft: Any, answers: Sequence[Example]) -> tuple[float, float]:
         is_hit = answer_logits(draft, batch).argmax(-1) == batch.labels
         for hits in is_hit.split([len(e.answer_ids) for e in answers[i : i + 32]]):
             counts = count_steps(hits[1:].tolist())
-            accepted, tested, drafted = accepted + counts[0], tested + counts[1], drafted + counts[2]
+            accepted, tested, drafted = (
+                accepted + counts[0],
+                tested + counts[1],
+                drafted + counts[2],
+            )
     return accepted / tested, accepted / drafted
 
 
 def count_steps(hits: list[bool]) -> tuple[int, int, int]:
-    """(accepted, tested, drafted) tokens of one answer; `hits`: where the draft's argmax is the served token."""
+    """(accepted, tested, drafted) tokens of one answer; `hits`: where the draft's argmax is the
+    served token."""
     accepted = tested = drafted = at = 0
     while at < len(hits):
         window = hits[at : at + K]
@@ -131,11 +147,16 @@ def _load(directory: Path) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.natural.report", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.natural.report", description=__doc__
+    )
     parser.add_argument("--out", type=Path, help="write the figures there too")
     parser.add_argument("--requests", type=int, default=100, help="prompts per class")
     arguments = parser.parse_args()
-    figures = {name: asdict(f) for name, f in measure(ensure_natural(), arguments.requests, progress=True).items()}
+    figures = {
+        name: asdict(f)
+        for name, f in measure(ensure_natural(), arguments.requests, progress=True).items()
+    }
     text = json.dumps(figures, indent=2)
     sys.stdout.write(f"{text}\n")
     if arguments.out:

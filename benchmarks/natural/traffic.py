@@ -1,7 +1,8 @@
 """Seeded requests that ask for the continuation of a piece of the standard library's source.
 
-A prompt is a few whole lines of a file that nothing was trained on. No two prompts of a seed are equal; other seeds
-bring the same ones in another order, so what must not meet takes its requests from different places of one seed.
+A prompt is a few whole lines of a file that no model was trained on. The prompts of one seed are
+all different. Other seeds give the same prompts in another order, so disjoint sets of requests must
+come from different places of one seed.
 """
 
 from __future__ import annotations
@@ -24,14 +25,19 @@ MAX_TOKENS = 96
 
 
 def requests(package: str, n: int, seed: int, start: int = 0) -> list[Request]:
-    """`n` requests of the order of `seed`, from its `start`-th on; the answer is left to the target.
+    """`n` requests of the order of `seed`, from its `start`-th on; the answer is left to the
+    target.
 
     Raises `ValueError` where the class is unknown or has fewer prompts.
     """
     prompts = _order(package, seed)
     if start + n > len(prompts):
-        raise ValueError(f"{package} has {len(prompts)} prompts, {start + n} were asked for; ask for fewer")
-    return [Request(domain=package, prompt=prompt, answer="") for prompt in prompts[start : start + n]]
+        raise ValueError(
+            f"{package} has {len(prompts)} prompts, {start + n} were asked for; ask for fewer"
+        )
+    return [
+        Request(domain=package, prompt=prompt, answer="") for prompt in prompts[start : start + n]
+    ]
 
 
 @cache
@@ -53,13 +59,15 @@ def _learnt() -> list[SourceFile]:
 def served_windows(serve: Sequence[SourceFile], learnt: Sequence[SourceFile]) -> list[list[str]]:
     """The windows of the files to serve, by the line they begin with, none twice.
 
-    Those that stand in a training file too are left out, as licences do and what one package copied from another.
+    Those that stand in a training file too are left out, as licences do and what one package copied
+    from another.
     """
     learnt_text = "\0".join("\n".join(_lines(file.text)) for file in learnt)
     learnt_lines = {line for file in learnt for line in _lines(file.text)}
 
     def is_learnt(window: str) -> bool:
-        # Lines between the first and the last are whole in any text that has the window: a quick way to say no.
+        # Lines between the first and the last are whole in any text that has the window: a quick
+        # way to say no.
         return learnt_lines.issuperset(window.split("\n")[1:-1]) and window in learnt_text
 
     seen: set[str] = set()
@@ -74,10 +82,11 @@ def served_windows(serve: Sequence[SourceFile], learnt: Sequence[SourceFile]) ->
 
 
 def line_windows(text: str) -> Iterator[list[str]]:
-    """For each line that is not blank: all windows that begin there, whole lines of `MIN_CHARS` to `MAX_CHARS`.
+    """For each line that is not blank: all windows that begin there, whole lines of `MIN_CHARS` to
+    `MAX_CHARS`.
 
-    A window ends with the last character of its last line: the line break belongs to the continuation, as the
-    tokenizer joins it with the indentation that follows.
+    A window ends with the last character of its last line: the line break belongs to the
+    continuation, as the tokenizer joins it with the indentation that follows.
     """
     lines = _lines(text)
     for first, line in enumerate(lines):
@@ -111,5 +120,6 @@ def shuffled(places: Sequence[Sequence[str]], rng: Random) -> list[str]:
 
 
 def training_prompts(files: Sequence[SourceFile], n: int, rng: Random) -> list[str]:
-    """`n` windows of training files, for the target to answer while a draft is distilled from it."""
+    """`n` windows of training files, for the target to answer while a draft is distilled from
+    it."""
     return shuffled([windows for file in files for windows in line_windows(file.text)], rng)[:n]

@@ -1,6 +1,7 @@
-"""Trains the natural target on the source of the standard library, and distils drafts from the target's answers.
+"""Trains the natural target on the standard library's source, and distils drafts from its answers.
 
-Legend as in `osd.tiny.training`: B sequences, T tokens per sequence, A predicted tokens of the batch, V vocabulary.
+Legend as in `osd.tiny.training`: B sequences, T tokens per sequence, A predicted tokens of the
+batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,12 +22,23 @@ from benchmarks.natural.sampling import sampled_answers
 from benchmarks.natural.text import PACKAGES, SourceFile, split
 from benchmarks.natural.traffic import TEMPERATURE, training_prompts
 from osd.tiny.tokenizer import chat_prompt, train_tokenizer
-from osd.tiny.training import Batch, Example, Report, answer_logits, batches, collate, make_model, train
+from osd.tiny.training import (
+    Batch,
+    Example,
+    Report,
+    answer_logits,
+    batches,
+    collate,
+    make_model,
+    train,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-RAW_CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+RAW_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+)
 """What a user says is text to continue, with nothing around it."""
 
 CHARS_PER_TOKEN = 3
@@ -38,7 +50,9 @@ _MAX_CHARS_PER_TOKEN = 12
 
 def natural_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """A vocabulary of the training files of all classes."""
-    tokenizer = train_tokenizer((file.text for p in PACKAGES for file in split(p).train), vocab_size)
+    tokenizer = train_tokenizer(
+        (file.text for p in PACKAGES for file in split(p).train), vocab_size
+    )
     tokenizer.chat_template = RAW_CHAT_TEMPLATE
     return tokenizer
 
@@ -46,9 +60,14 @@ def natural_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 def text_examples(
     tokenizer: PreTrainedTokenizerFast, files: Sequence[SourceFile], window_tokens: int, rng: Random
 ) -> Iterator[Example]:
-    """One pass over the files in windows that begin with a line, in random order; a file's end is the end token."""
+    """One pass over the files in windows that begin with a line, in random order; a file's end is
+    the end token."""
     stride = window_tokens * CHARS_PER_TOKEN
-    places = [(file.text, at) for file in files for at in range(rng.randrange(stride) - stride, len(file.text), stride)]
+    places = [
+        (file.text, at)
+        for file in files
+        for at in range(rng.randrange(stride) - stride, len(file.text), stride)
+    ]
     rng.shuffle(places)
     for text, near in places:
         start = text.find("\n", near) + 1 if near > 0 else 0
@@ -69,7 +88,8 @@ def endless(
 def train_natural_target(
     tokenizer: PreTrainedTokenizerFast, recipe: Recipe, report: Report
 ) -> tuple[LlamaForCausalLM, float]:
-    """The target, which has read all classes in equal parts, and the mean of its last losses in nats per token."""
+    """The target, which has read all classes in equal parts, and the mean of its last losses in
+    nats per token."""
     model = make_model(recipe.target, tokenizer, seed=1)
     pools = {p: endless(tokenizer, split(p).train, recipe.window_tokens, p) for p in PACKAGES}
     mixed = (next(pools[p]) for p in cycle(PACKAGES))
@@ -83,12 +103,23 @@ def train_natural_target(
 
 
 def lessons(
-    tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM, packages: Sequence[str], n: int, seed: int
+    tokenizer: PreTrainedTokenizerFast,
+    target: LlamaForCausalLM,
+    packages: Sequence[str],
+    n: int,
+    seed: int,
 ) -> list[Example]:
-    """`n` training prompts of the classes in equal parts, continued by the target. Prompt and answer are to learn."""
+    """`n` training prompts of the classes in equal parts, continued by the target. Prompt and
+    answer are to learn."""
     each = math.ceil(n / len(packages))
-    texts = [t for p in packages for t in training_prompts(split(p).train, each, Random(f"{p}/lessons/{seed}"))]
-    answers = sampled_answers(target, [chat_prompt(tokenizer, text) for text in texts], TEMPERATURE, seed)
+    texts = [
+        t
+        for p in packages
+        for t in training_prompts(split(p).train, each, Random(f"{p}/lessons/{seed}"))
+    ]
+    answers = sampled_answers(
+        target, [chat_prompt(tokenizer, text) for text in texts], TEMPERATURE, seed
+    )
     return [Example(a.prompt_ids[:1], a.prompt_ids[1:] + a.answer_ids) for a in answers]
 
 
@@ -99,7 +130,8 @@ def distil_draft(
     recipe: Recipe,
     report: Report,
 ) -> tuple[LlamaForCausalLM, float]:
-    """A fresh draft that has learnt the target's distributions on `examples`, and its last KL in nats per token."""
+    """A fresh draft that has learnt the target's distributions on `examples`, and its last KL in
+    nats per token."""
     model = make_model(recipe.draft, tokenizer, seed=2)
     rng = Random(0)
     data = batches(_again_and_again(examples, rng), recipe.draft_batch, rng)
@@ -121,7 +153,10 @@ def _again_and_again(examples: Sequence[Example], rng: Random) -> Iterator[Examp
 
 @torch.no_grad()
 def nats_per_token(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, files: Sequence[SourceFile], window_tokens: int
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    files: Sequence[SourceFile],
+    window_tokens: int,
 ) -> float:
     """Mean negative log-likelihood of the files' tokens, in windows of `window_tokens`."""
     total, count = 0.0, 0

@@ -1,1 +1,1 @@
-"""The other side of the HTTP interfaces: commands that ask a running service, and load for it."""
+"""HTTP clients of a running service: the one of the commands, and one that makes load."""

@@ -1,4 +1,4 @@
-"""Commands talk to a running service through its control port."""
+"""The commands' client of the control port."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 
 from osd.errors import ConfigError, OSDError
+from osd.records import Event, ServiceStatus
 from osd.service import note
 
 SECONDS_TO_ANSWER = 10
@@ -18,15 +20,22 @@ SECONDS_BETWEEN_CHUNKS = 60
 
 
 class Client:
-    """Found by `--url` / `OSD_URL` (with `OSD_TOKEN`), else the one service running under this user."""
+    """The service at `--url` / `OSD_URL` (with `OSD_TOKEN`), else the one running under this
+    user."""
 
-    def __init__(self, url: str | None = None, deployment: str | None = None, token: str | None = None) -> None:
+    def __init__(
+        self, url: str | None = None, deployment: str | None = None, token: str | None = None
+    ) -> None:
         url = url or os.environ.get("OSD_URL")
         if url and not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url={url}: must begin with http://, like http://127.0.0.1:8001")
         if url:
             self.url = _checked(url)
-            mine = (running.token for running in note.find_all() if _same_place(running.control_url, self.url))
+            mine = (
+                running.token
+                for running in note.find_all()
+                if _same_place(running.control_url, self.url)
+            )
             self._token = token or os.environ.get("OSD_TOKEN") or next(mine, "")
         else:
             running = note.find(deployment)
@@ -35,21 +44,32 @@ class Client:
     def get(self, path: str, **params: Any) -> Any:
         return self._request("GET", path, params=params)
 
+    def parsed(self, status: Any, events: Any) -> tuple[ServiceStatus, list[Event]]:
+        """The records behind the JSON of `/osd/status` and `/osd/events`. Raises `OSDError`."""
+        try:
+            return msgspec.convert(status, ServiceStatus), msgspec.convert(events, list[Event])
+        except msgspec.ValidationError as error:
+            raise OSDError(f"{self.url}: answers as no control port does ({error})") from None
+
     def admin(self, action: str, **body: Any) -> Any:
         return self._request("POST", f"/osd/admin/{action}", json=body, headers=self._credentials())
 
     def purge(self, domain: str | None, before: float | None) -> Any:
         """Delete stored traces; both None = all."""
         params: dict[str, Any] = {"domain": domain, "before": before}
-        params = {name: value for name, value in params.items() if value is not None} or {"all": True}
+        params = {name: value for name, value in params.items() if value is not None} or {
+            "all": True
+        }
         return self._request("POST", "/osd/admin/purge", params=params, headers=self._credentials())
 
     @contextmanager
     def stream(self, path: str) -> Iterator[Iterator[bytes]]:
-        """The chunks of a long answer that only an administrator gets."""
+        """The chunks of a long answer, asked for with the admin token."""
         try:
             headers = self._credentials()
-            with httpx.stream("GET", self.url + path, headers=headers, timeout=SECONDS_BETWEEN_CHUNKS) as response:
+            with httpx.stream(
+                "GET", self.url + path, headers=headers, timeout=SECONDS_BETWEEN_CHUNKS
+            ) as response:
                 if response.status_code >= 400:
                     response.read()
                     raise OSDError(_reason(response))
@@ -59,7 +79,9 @@ class Client:
 
     def _credentials(self) -> dict[str, str]:
         if not self._token:
-            where = "it stands in DEPLOYMENT.json, in the runtime directory on the service's machine"
+            where = (
+                "it stands in DEPLOYMENT.json, in the runtime directory on the service's machine"
+            )
             raise ConfigError(f"{self.url}: this wants the admin token; set OSD_TOKEN ({where})")
         return {"Authorization": f"Bearer {self._token}"}
 
@@ -84,9 +106,12 @@ def _checked(url: str) -> str:
 
 
 def _same_place(one: str, other: str) -> bool:
-    """Whether two URLs name the same port, whatever they call this machine."""
+    """Whether two URLs name the same port. All names of this machine are equal."""
     here = ("localhost", "127.0.0.1", "::1")
-    places = [(parts.hostname in here or parts.hostname, parts.port) for parts in map(urlsplit, (one, other))]
+    places = [
+        (parts.hostname in here or parts.hostname, parts.port)
+        for parts in map(urlsplit, (one, other))
+    ]
     return places[0] == places[1]
 
 
@@ -94,4 +119,7 @@ def _reason(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"])
     except (ValueError, KeyError, TypeError):
-        return f"{response.request.url}: answered {response.status_code}; is this the control port of a service?"
+        return (
+            f"{response.request.url}: answered {response.status_code}; is this the control port of "
+            "a service?"
+        )

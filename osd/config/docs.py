@@ -1,4 +1,4 @@
-"""docs/configuration.md, rendered from the configuration's own field texts."""
+"""Renders docs/configuration.md from the texts of the configuration's fields."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from osd.config.reading import ENVIRONMENT_ALONE
-from osd.config.schema import OWNED_VLLM_KEYS, Config
+from osd.config.schema import Config
+from osd.config.serving import OWNED_VLLM_KEYS
 
 HEAD = """# Configuration
 
 <!-- Generated from osd/config/schema.py by `make docs`; a test fails when it is out of date. -->
 
 Precedence: command line flags, then overrides (`section.key=value`), then environment variables
-(`OSD_SECTION__KEY`), then the file given with `--config`, then the defaults below. An unknown key is an error wherever
+(`OSD_SECTION__KEY`), then the file given with `--config`, then the defaults below. \
+An unknown key is an error wherever
 it stands. `osd config show [FILE] [section.key=value ...]` prints every value with its origin.
 
-Values of overrides and environment variables are read as YAML: `serving.vllm.enforce_eager=true` is a boolean.
+Values of overrides and environment variables are read as YAML: \
+`serving.vllm.enforce_eager=true` is a boolean.
 """
 
 ENVIRONMENT_TEXTS = {
-    "OSD_CACHE_DIR": "where the tiny models are kept (default `$XDG_CACHE_HOME/osd`, else `~/.cache/osd`)",
+    "OSD_CACHE_DIR": "where the tiny models are kept (default `$XDG_CACHE_HOME/osd`, "
+    "else `~/.cache/osd`)",
     "OSD_DEBUG": "set to anything: errors come with their traceback",
     "OSD_EXTRA": "set-up only: `cpu` or `gpu` (default: `gpu` where `nvidia-smi` answers)",
     "OSD_PYTHON": "set-up only: the Python to use (default `python3`)",
-    "OSD_RUNTIME_DIR": "where a running service leaves its note for other commands (default `$XDG_RUNTIME_DIR/osd`, "
-    "else `osd-UID` in the temporary directory)",
+    "OSD_RUNTIME_DIR": "where a running service leaves its note for other commands "
+    "(default `$XDG_RUNTIME_DIR/osd`, else `osd-UID` in the temporary directory)",
     "OSD_TOKEN": "the admin token, for commands that name a service with `--url` or `OSD_URL`",
     "OSD_URL": "the control port commands talk to",
     "OSD_VENV": "set-up only: where the environment goes (default `.venv`)",
@@ -48,10 +52,17 @@ def render() -> str:
     for name, section in sections:
         parts.append(f"## {name}\n\n{(section.__doc__ or '').strip()}\n")
         parts += [_field(f"{name}.{key}", info) for key, info in section.model_fields.items()]
-    parts.append("## vLLM arguments that are ours\n\n`serving.vllm` passes everything to vLLM but these:\n")
-    parts.append("\n".join(f"* `{key}`: use {remedy}" for key, remedy in OWNED_VLLM_KEYS.items()) + "\n")
+    parts.append(
+        "## vLLM arguments that are ours\n\n`serving.vllm` passes everything to vLLM but these:\n"
+    )
+    parts.append(
+        "\n".join(f"* `{key}`: use {remedy}" for key, remedy in OWNED_VLLM_KEYS.items()) + "\n"
+    )
     parts.append("## Environment variables that are not configuration keys\n")
-    parts.append("\n".join(f"* `{name}`: {ENVIRONMENT_TEXTS[name]}" for name in sorted(ENVIRONMENT_ALONE)) + "\n")
+    parts.append(
+        "\n".join(f"* `{name}`: {ENVIRONMENT_TEXTS[name]}" for name in sorted(ENVIRONMENT_ALONE))
+        + "\n"
+    )
     return "\n".join(parts)
 
 

@@ -1,8 +1,8 @@
-"""How a configuration is read: its sources merged, the tree of `osd/config/schema.py` validated, each value's origin
-kept.
+"""Reads a configuration: merges its sources, validates the tree of `osd/config/schema.py`, and
+keeps each value's origin.
 
-Precedence: command line flags > overrides (`section.key=value`) > environment (`OSD_SECTION__KEY`) > file > defaults.
-An unknown key fails wherever it stands.
+Precedence: command line flags > overrides (`section.key=value`) > environment (`OSD_SECTION__KEY`)
+> file > defaults. An unknown key is an error in each of them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ENVIRONMENT_ALONE = {
 
 
 MAPPINGS = ("serving.vllm", "serving.env")
-"""Keys whose values are free mappings: what stands below them is not ours to check."""
+"""Keys whose values are free mappings. The keys below them are not checked here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration and, for each key (`serving.port`), where its value came from."""
+    """A configuration, and the origin of the value of each key (`serving.port`)."""
 
     config: Config
     origins: dict[str, str]
@@ -51,9 +51,12 @@ def load(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Resolved:
-    """Read a configuration. `overrides` are `section.key=value` with YAML values; `flags` are dotted keys.
+    """Read a configuration.
 
-    Raises `ConfigError` naming the key, its origin, the value and what would fit.
+    overrides: `section.key=value` with YAML values
+    flags: dotted key -> value; None = not given
+
+    Raises `ConfigError` with the key, its origin, the value and what would fit.
     """
     values: dict[str, tuple[Any, str]] = {}
     if path is not None:
@@ -63,7 +66,9 @@ def load(
     for text in overrides:
         key, value = _parse_override(text)
         values[key] = (value, "command line")
-    values |= {key: (value, "command line") for key, value in (flags or {}).items() if value is not None}
+    values |= {
+        key: (value, "command line") for key, value in (flags or {}).items() if value is not None
+    }
     origins = {key: origin for key, (_, origin) in values.items()}
     try:
         config = Config.model_validate(_nest({key: value for key, (value, _) in values.items()}))
@@ -85,7 +90,7 @@ def leaves(config: BaseModel, prefix: str = "") -> dict[str, Any]:
 
 
 def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every dotted key there is."""
+    """Every dotted key."""
     keys: list[str] = []
     for name, info in section.model_fields.items():
         inner = info.annotation
@@ -100,13 +105,17 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         tree = _parse(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); give the path of a YAML file"
+        ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not text in UTF-8; give the path of a YAML file") from None
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f" line {where.line + 1}" if where else ""
-        raise ConfigError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from None
+        raise ConfigError(
+            f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)})"
+        ) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -122,8 +131,10 @@ MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: off, no, on and yes are words (pydantic takes them where true or false is wanted), and a
-    key that stands there twice, of which one would be lost, is an error."""
+    """YAML in which off, no, on and yes are words, and a repeated key is an error.
+
+    pydantic accepts these words for a boolean. Plain YAML keeps only the last of repeated keys.
+    """
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != BOOL]
@@ -137,20 +148,26 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
                 continue
             if (key.tag, key.value) in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value} stands there twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value} stands there twice", problem_mark=key.start_mark
+                )
             seen.add((key.tag, key.value))
         return node
 
 
-_Loader.add_implicit_resolver(BOOL, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    BOOL, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 
 
 def _parse(text: str) -> Any:
-    """Raises `yaml.YAMLError`, also for what YAML lets through and nobody can make a value of."""
+    """Parse one YAML document. Raises `yaml.YAMLError` for every text that has no value."""
     try:
         return _Loader(text).get_single_data()
     except yaml.reader.ReaderError as error:
-        raise yaml.YAMLError(f"a character that is not allowed at position {error.position}") from None
+        raise yaml.YAMLError(
+            f"a character that is not allowed at position {error.position}"
+        ) from None
     except (ValueError, KeyError) as error:
         raise yaml.YAMLError(" ".join(str(error).split())) from None
     except RecursionError:
@@ -181,7 +198,9 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if not name.startswith("OSD_") or name in ENVIRONMENT_ALONE:
             continue
         if name.startswith("OSD_SERVING__VLLM__"):
-            out["serving.vllm." + name.removeprefix("OSD_SERVING__VLLM__").lower()] = _parse_value(text)
+            out["serving.vllm." + name.removeprefix("OSD_SERVING__VLLM__").lower()] = _parse_value(
+                text
+            )
         elif name in by_name:
             out[by_name[name]] = _parse_value(text)
         else:
@@ -229,9 +248,10 @@ PLAIN_WORDS = {
     "bool_parsing": "must be true or false",
     "string_type": "must be text",
     "model_type": "is a section: set a key of it, like serving.port=8000",
-    "string_pattern_mismatch": "must be lower-case letters, digits and -, at most 32, beginning with a letter or digit",
+    "string_pattern_mismatch": "must be lower-case letters, digits and -, at most 32, "
+    "beginning with a letter or digit",
 }
-"""For the validation errors whose own words are those of a library."""
+"""Type of a validation error -> our words, where pydantic's are technical."""
 
 
 def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
@@ -247,7 +267,7 @@ def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> Config
 
 
 def _suggest(name: str, known: Any) -> str:
-    """The likeliest meaning of a misspelt key: the leaf counts for more than the section it stands in."""
+    """The likeliest meaning of a misspelt key. The leaf counts more than the section."""
     import difflib
 
     def likeness(candidate: str) -> float:
@@ -255,4 +275,6 @@ def _suggest(name: str, known: Any) -> str:
         return sum(difflib.SequenceMatcher(None, a, b).ratio() for a, b in zip(*parts, strict=True))
 
     best = max(known, key=likeness)
-    return f"; did you mean {best}?" if likeness(best) > 1.5 else "; `osd config show` lists all keys"
+    return (
+        f"; did you mean {best}?" if likeness(best) > 1.5 else "; `osd config show` lists all keys"
+    )

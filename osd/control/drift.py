@@ -1,13 +1,14 @@
-"""When training is worth its cost: while the draft still learns, when acceptance falls, and now and then.
+"""Decides when training is worth its cost: while the draft learns, when acceptance falls, and after
+a long time without a round.
 
-    rounds ──► so many in a row brought nothing ─► rest
-    windows ─► recent α far under the usual α ───► learn     (TIDE's rule, arXiv 2602.05145)
-    changes by hand, rollbacks ──────────────────► learn
-    `max_idle_seconds` without a round ──────────► one round, to see whether there is something to learn
+    rounds ──► `patience_rounds` in a row without gain ─► rest
+    windows ─► recent α far below the usual α ──────────► learn   (TIDE's rule, arXiv 2602.05145)
+    changes by hand, rollbacks ─────────────────────────► learn
+    `max_idle_seconds` without a round ─────────────────► one round
 
-Both averages are ratios of counts that fade with the tokens served, so a draft that is seldom tried (the control of
-speculation has turned it off) is judged by what little is tried, and with the care that little deserves. What is known
-is rebuilt from the feed when the process restarts.
+Each average is a ratio of counts that fade with the tokens served. A draft that is seldom tried has
+small counts, and so a large standard error. The state is rebuilt from the feed when the process
+restarts.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from osd.control.policy import Decision
 from osd.records import NO_TRACES, Event, MetricPoint, RoundOutcome, SpecWindow, SwapReport
 
 RECENT_TOKENS, USUAL_TOKENS = 4_000, 64_000
-"""Output tokens over which a count fades to its half."""
+"""Half-lives of a count, in output tokens."""
 MIN_TESTED = 24
-"""Draft tokens tested, faded ones in part, before an average says anything."""
+"""Draft tokens (faded) that must be tested before an average counts."""
 SURE = 2.0
-"""Standard errors of the recent α that a fall must exceed beside the margin."""
+"""A fall must exceed the margin by this many standard errors."""
 MAX_LABELS = 64
-"""Traffic classes watched on their own; the rest counts only in the whole."""
+"""Traffic classes watched on their own. Further ones count only in the total."""
 ENDS_OF_A_ROUND = frozenset({"published", "refused", "discarded"})
 WAKING = frozenset({"rolled_back", "promoted", "unpinned"})
 """Events after which there is another draft to improve."""
@@ -34,7 +35,7 @@ WAKING = frozenset({"rolled_back", "promoted", "unpinned"})
 
 @dataclass(slots=True)
 class FadingAlpha:
-    """Conditional acceptance of which the past counts less and less.
+    """Conditional acceptance with exponentially fading counts.
 
     Example:
         usual = FadingAlpha(64_000)
@@ -58,7 +59,7 @@ class FadingAlpha:
 
     @property
     def error(self) -> float:
-        """Standard error of `alpha`, as if tokens were independent; one token in hand keeps it from being 0."""
+        """Standard error of `alpha` for independent tokens. One added token keeps it above 0."""
         alpha = (self.accepted + 0.5) / (self.tested + 1)
         return math.sqrt(alpha * (1 - alpha) / (self.tested + 1))
 
@@ -70,17 +71,20 @@ class Watched:
     recent: FadingAlpha = field(default_factory=lambda: FadingAlpha(RECENT_TOKENS))
     usual: FadingAlpha = field(default_factory=lambda: FadingAlpha(USUAL_TOKENS))
     usual_error: float = 0.0
-    """Standard error of what was recent when it became usual."""
+    """Standard error of the recent α when it became the usual one."""
 
     def add(self, window: SpecWindow) -> None:
         self.recent.add(window)
         self.usual.add(window)
 
     def settle(self) -> None:
-        """What is recent is from now on what is usual, with the weight of all that an average of its length holds."""
+        """Make the recent α the usual one, with the full weight of the longer average."""
         self.usual_error = self.recent.error
         scale = USUAL_TOKENS / RECENT_TOKENS
-        self.usual.tested, self.usual.accepted = self.recent.tested * scale, self.recent.accepted * scale
+        self.usual.tested, self.usual.accepted = (
+            self.recent.tested * scale,
+            self.recent.accepted * scale,
+        )
 
     def fall(self, margin: float) -> tuple[float, float] | None:
         """(usual, recent) α when the recent one is clearly lower."""
@@ -93,31 +97,33 @@ class Watched:
         return usual, recent
 
 
-class Appetite:
-    """Whether new traces are worth a round. Fed with every record of the feed, in order.
+class DriftDetector:
+    """Decides whether new traces are worth a round. It is given every record of the feed, in order.
 
-    Rounds of another target than `target_id` say nothing, nor does anything from before `since`: a target that begins
-    inherits no rest.
+    Rounds of other targets are ignored, and so is everything before `since`: a new target does not
+    inherit the rest of an earlier one.
 
     Example:
-        appetite = Appetite(config.trainer, target_id="9f2c", since=releases.began_at("9f2c"))
-        for _, record in registry.read(): appetite.add(record)
-        appetite.decide(time.time())  -> Decision(False, "at rest: 6 rounds in a row brought no gain; ...")
+        detector = DriftDetector(config.trainer, target_id="9f2c", since=releases.began_at("9f2c"))
+        for _, record in registry.read():
+            detector.add(record)
+        detector.decide(time.time())
+        # Decision(False, "at rest: 6 rounds in a row brought no gain; ...")
     """
 
     def __init__(self, trainer: TrainerConfig, target_id: str, since: float = 0.0) -> None:
         self._trainer, self._target_id, self._since = trainer, target_id, since
         self._is_own = False
         """Whether the newest round was of this target."""
-        self._is_judged = False
-        """Whether something can be said of the newest round: it had held-out traces, or was undone."""
+        self._is_conclusive = False
+        """Whether the newest round counts: it had held-out traces, or was undone."""
         self._all, self._labels = Watched(), dict[str, Watched]()
         self._num_fruitless = 0
         self._rounds_at = 0.0
         """End of the newest round."""
         self.is_resting = False
         self.woken_by = ""
-        """Why it rests no longer: what fell, or what was changed; "" while it never rested."""
+        """Why the last rest ended; "" when there was none."""
 
     def add(self, record: SpecWindow | SwapReport | RoundOutcome | Event | MetricPoint) -> None:
         """Take one record of the feed."""
@@ -128,8 +134,8 @@ class Appetite:
                 self._add_window(record)
             case RoundOutcome():
                 self._is_own = record.target_id == self._target_id
-                is_empty = record.discarded == NO_TRACES
-                self._is_judged = record.eval is not None or bool(record.discarded and not is_empty)
+                is_undone = record.discarded not in ("", NO_TRACES)
+                self._is_conclusive = record.eval is not None or is_undone
             case Event() if record.kind in WAKING:
                 self._wake(f"another draft serves ({record.kind.replace('_', ' ')})")
             case Event() if self._is_own and record.kind in ENDS_OF_A_ROUND:
@@ -143,11 +149,19 @@ class Appetite:
         waited = now - self._rounds_at
         if waited >= self._trainer.max_idle_seconds:
             return Decision(
-                True, f"no round for {waited / 60:.0f} minutes: looking whether there is something to learn"
+                True,
+                f"no round for {waited / 60:.0f} minutes: looking whether there is something to "
+                "learn",
             )
         recent, usual = self._all.recent.alpha, self._all.usual.alpha
-        seen = f"; α {recent:.2f}, usually {usual:.2f}" if recent is not None and usual is not None else ""
-        return Decision(False, f"at rest: {self._num_fruitless} rounds in a row brought no gain{seen}")
+        seen = (
+            f"; α {recent:.2f}, usually {usual:.2f}"
+            if recent is not None and usual is not None
+            else ""
+        )
+        return Decision(
+            False, f"at rest: {self._num_fruitless} rounds in a row brought no gain{seen}"
+        )
 
     def _add_window(self, window: SpecWindow) -> None:
         self._all.add(window)
@@ -160,8 +174,8 @@ class Appetite:
                     return self._wake(f"α{of} fell from {fell[0]:.2f} to {fell[1]:.2f}")
 
     def _end_round(self, *, gained: bool) -> None:
-        """A round whose candidate does not serve brought nothing, whatever kept it from serving."""
-        if not gained and not self._is_judged:
+        """A round brought gain if its candidate serves."""
+        if not gained and not self._is_conclusive:
             return
         self._num_fruitless = 0 if gained else self._num_fruitless + 1
         patience = self._trainer.patience_rounds

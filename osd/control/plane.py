@@ -1,6 +1,7 @@
 """The control plane: controller and control port in one thread with its own event loop.
 
-It is a process of its own, so that neither training decisions nor people watching cost the engine anything.
+It runs in a process of its own, so that training decisions and dashboard requests take no time from
+the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from buffers import trace_stream
 from buffers.redis_stream import RedisTraceBuffer
-from osd.common.backoff import Backoff
+from osd.common.backoff import Outage
 from osd.config.schema import Config
 from osd.control.controller import Controller
 from osd.exchange.registry import Registry
@@ -31,7 +32,8 @@ SECONDS_BETWEEN_SAVES = 30.0
 
 
 def open_history_file(path: Path) -> HistoryFile | None:
-    """None, said once, where the disk does not let us: then history lives as long as Redis' feed."""
+    """The file; None, with a warning, where the disk refuses. History then lives as long as the
+    feed in Redis."""
     try:
         return HistoryFile(path)
     except (OSError, sqlite3.Error) as error:
@@ -40,8 +42,8 @@ def open_history_file(path: Path) -> HistoryFile | None:
 
 
 async def keep(history: History, seconds: float = SECONDS_BETWEEN_SAVES) -> None:
-    """Save the history now and then. A disk that refuses is said once, and tried again."""
-    trouble = Backoff(seconds)
+    """Save the history regularly. A disk that refuses is told of once and tried again."""
+    trouble = Outage(seconds)
     while True:
         await asyncio.sleep(seconds)
         try:
@@ -53,7 +55,10 @@ async def keep(history: History, seconds: float = SECONDS_BETWEEN_SAVES) -> None
 
 
 class ControlPlane:
-    """`trainer` has awaitable methods (`osd.control.protocols.Trainer`), or is None where nothing is trained."""
+    """Controller and control port in one thread.
+
+    `trainer` is an `osd.control.protocols.Trainer`, or None where nothing is trained.
+    """
 
     def __init__(
         self,
@@ -67,7 +72,9 @@ class ControlPlane:
     ) -> None:
         self._config = config
         self._token = token
-        self._history = History(config.control.history_seconds, open_history_file(config.history_path))
+        self._history = History(
+            config.control.history_seconds, open_history_file(config.history_path)
+        )
         buffer = RedisTraceBuffer(**buffer_settings)
         self._traces = partial(trace_stream.stream, buffer, target_id)
         self._controller = Controller(
@@ -90,7 +97,8 @@ class ControlPlane:
         return f"http://{self._config.control.host}:{self._config.control.port}"
 
     def wait_ready(self) -> str:
-        """Block until the control port answers; returns its URL. Raises what kept it from starting."""
+        """Block until the control port answers; returns its URL. Raises the error of a failed
+        start."""
         self._ready.wait()
         if self._error is not None:
             raise self._error
@@ -105,17 +113,20 @@ class ControlPlane:
     def _run(self) -> None:
         try:
             asyncio.run(self._main())
-        except BaseException as error:  # noqa: BLE001  handed to whoever waits for readiness
+        except BaseException as error:  # noqa: BLE001  raised by `wait_ready`
             self._error = error
             if self._ready.is_set():
                 logger.critical("the control plane ended: %s", error)
-                os._exit(1)  # started again by its supervisor, it finds its state on disk and in Redis
+                # The supervisor starts the process again; its state is on disk and in Redis.
+                os._exit(1)
         finally:
             self._ready.set()
 
     async def _main(self) -> None:
         control = self._config.control
-        app = build_app(self._controller, self._history, self._token, host=control.host, traces=self._traces)
+        app = build_app(
+            self._controller, self._history, self._token, host=control.host, traces=self._traces
+        )
         self._server = ControlServer.of(app, host=control.host, port=control.port)
         http = asyncio.create_task(self._server.serve(), name="http")
         loops = asyncio.create_task(self._controller.run(), name="controller")

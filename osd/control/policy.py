@@ -1,12 +1,14 @@
-"""When to train, publish and roll back: pure functions from what was measured to a decision with its reason.
+"""When to train, publish and roll back: pure functions from measurements to a decision with its
+reason.
 
-α is conditional acceptance (`osd/records.py`). *Measured* is the candidate's α in the gate's replay, *live* the α it
-serves with, *replayed* the α of a replay on the newest held-out requests, made when live disappoints:
+α is conditional acceptance (`osd/records/acceptance.py`). *Measured* is the candidate's α in the
+gate's replay. *Live* is the α it serves with. *Replayed* is its α in a replay of the newest
+held-out requests, which is made when the live α is low:
 
     live near measured                        fine
     live low, parent replays clearly better   the draft is bad: roll back
-    live low, replay of the same draft high   the engine does not serve what was released: raise the alarm
-    live low, both replay low                 the traffic changed: keep, and go on learning
+    live low, replay of the same draft high   the engine serves another draft: raise the alarm
+    live low, both replay low                 the traffic changed: keep the draft, go on learning
 """
 
 from __future__ import annotations
@@ -19,17 +21,18 @@ from osd.config.schema import GateConfig, TrainerConfig
 from osd.records import HOLDOUT_ONE_IN, DraftRelease, EvalReport, RoundOutcome, SpecWindow
 
 CHANCE = 2.0
-"""Standard errors of the live α that its distance from the measured one must exceed beside the margin."""
+"""The live α must be below the measured one by the margin and this many standard errors."""
 
 MANY_CONTRADICT = 0.05
-"""Share of new rows that contradict the text which is no longer that of requests with penalties or biased logits."""
+"""Share of new rows that contradict the text above which the cause is worth telling. Requests with
+penalties or biased logits have such rows."""
 
 
 class Decision(NamedTuple):
     """Yes or no, and one sentence for the dashboard.
 
     Example:
-        Decision(False, "no gain: held-out α 0.70 -> 0.69 on 40 requests, lower bound -0.02 must exceed 0.00")
+        Decision(False, "too few held-out requests: 3, needed are 8")
     """
 
     ok: bool
@@ -37,53 +40,73 @@ class Decision(NamedTuple):
 
 
 def should_train(num_new_traces: int, waited_s: float, config: TrainerConfig, paused: bool) -> bool:
-    """Whether enough traces arrived since the last round, or a few did and the first has `waited_s` long enough."""
+    """Whether enough traces have arrived since the last round, or a batch of them has and the first
+    one has waited long enough."""
     is_enough = num_new_traces >= config.min_new_traces
     is_late = waited_s >= config.max_wait_seconds and num_new_traces >= config.batch_size
     return config.enabled and not paused and (is_enough or is_late)
 
 
-def should_publish(outcome: RoundOutcome, current: DraftRelease, gate: GateConfig, pinned: bool) -> Decision:
+def should_publish(
+    outcome: RoundOutcome, current: DraftRelease, gate: GateConfig, pinned: bool
+) -> Decision:
     """Whether the candidate of a round may serve in place of `current`."""
     report = outcome.eval
     if outcome.discarded:
         return Decision(False, f"round discarded: {outcome.discarded}")
     if report is None:
-        few = f"fewer than {gate.min_holdout_traces} held-out requests so far (gate.min_holdout_traces)"
-        return Decision(False, f"not judged: {few}; what was learnt is kept")
+        return Decision(
+            False,
+            f"not judged: fewer than {gate.min_holdout_traces} held-out requests so far "
+            "(gate.min_holdout_traces); what was learnt is kept",
+        )
     if not _is_finite(outcome, report):
         return Decision(False, "not finite: the loss or the measured acceptance is NaN or infinite")
     if report.num_traces < gate.min_holdout_traces:
-        return Decision(False, f"too few held-out requests: {report.num_traces}, needed are {gate.min_holdout_traces}")
+        return Decision(
+            False,
+            f"too few held-out requests: {report.num_traces}, needed are {gate.min_holdout_traces}",
+        )
     if outcome.base_version != current.version:
         return Decision(
-            False, f"base is no longer current: trained from v{outcome.base_version}, v{current.version} serves"
+            False,
+            f"base is no longer current: trained from v{outcome.base_version}, v{current.version} "
+            "serves",
         )
     if outcome.target_id and outcome.target_id != current.target_id:
         return Decision(False, "trained for another target")
     if pinned:
         return Decision(False, f"v{current.version} is pinned")
-    gained = f"held-out α {report.alpha_base:.2f} -> {report.alpha_candidate:.2f} on {report.num_traces} requests"
+    gained = (
+        f"held-out α {report.alpha_base:.2f} -> {report.alpha_candidate:.2f} "
+        f"on {report.num_traces} requests"
+    )
     if report.diff_low <= gate.min_gain:
-        return Decision(False, f"no gain: {gained}, lower bound {report.diff_low:+.3f} must exceed {gate.min_gain:.3f}")
+        return Decision(
+            False,
+            f"no gain: {gained}, lower bound {report.diff_low:+.3f} must exceed "
+            f"{gate.min_gain:.3f}",
+        )
     if lost := _lost_class(report, gate):
         return Decision(False, f"{gained}, but {lost}")
     return Decision(True, f"{gained}, at least {report.diff_low:+.3f}")
 
 
 def contradictions(outcome: RoundOutcome) -> str:
-    """What to add about rows that were left out, where they are too many to be chance; else ""."""
+    """A clause about rows that contradict the text, when they are many; else ""."""
     num, num_all = outcome.num_contradicting, outcome.num_contradicting + outcome.num_new_rows
     if num <= MANY_CONTRADICT * num_all:
         return ""
     return (
-        f"; {100 * num / num_all:.0f} % of the new rows contradict the text and were left out: requests with "
-        "penalties or forced tokens have such rows; if there are none, see who else writes to the buffer's Redis"
+        f"; {100 * num / num_all:.0f} % of the new rows contradict the text and were left out: "
+        "requests with penalties or forced tokens have such rows; if there are none, see who else "
+        "writes to the buffer's Redis"
     )
 
 
 def _lost_class(report: EvalReport, gate: GateConfig) -> str:
-    """The class of traffic that would lose most, beyond chance and `gate.max_class_loss`; "" when none does."""
+    """Tells of the traffic class that loses most; "" when none loses more than chance and
+    `gate.max_class_loss` explain."""
     losses = {
         c.alpha_base - c.alpha_candidate: (name, c)
         for name, c in report.classes.items()
@@ -98,29 +121,38 @@ def _lost_class(report: EvalReport, gate: GateConfig) -> str:
     )
 
 
-def should_judge(live: SpecWindow | None, release: DraftRelease, gate: GateConfig) -> Decision:
-    """Whether a serving draft disappoints so much that a replay must tell why."""
+def should_replay(live: SpecWindow | None, release: DraftRelease, gate: GateConfig) -> Decision:
+    """Whether the live α of a draft is so low that a replay is needed to find the cause."""
     measured = predicted_alpha(release)
     if measured is None:
         return Decision(False, f"v{release.version} was never measured by the gate")
-    if live is None or live.alpha is None or sum(live.num_tested_per_pos) < gate.rollback_min_tested:
+    if (
+        live is None
+        or live.alpha is None
+        or sum(live.num_tested_per_pos) < gate.rollback_min_tested
+    ):
         return Decision(False, f"v{release.version} has not served long enough")
     if num_to_replay(live, gate) < gate.min_holdout_traces:
         return Decision(False, f"too few requests ended on v{release.version} to replay some")
     if measured - live.alpha <= gate.rollback_margin + CHANCE * _standard_error(live):
-        return Decision(False, f"v{release.version} serves with α {live.alpha:.2f}, measured {measured:.2f}")
-    return Decision(True, f"v{release.version} serves with α {live.alpha:.2f}, {measured:.2f} was measured")
+        return Decision(
+            False, f"v{release.version} serves with α {live.alpha:.2f}, measured {measured:.2f}"
+        )
+    return Decision(
+        True, f"v{release.version} serves with α {live.alpha:.2f}, {measured:.2f} was measured"
+    )
 
 
 def _standard_error(live: SpecWindow) -> float:
-    """Of the live α, as if tokens were independent: what little a controlled engine tests of a bad draft must do."""
+    """Standard error of the live α, for independent tokens."""
     tested = sum(live.num_tested_per_pos)
-    alpha = (sum(live.num_accepted_tokens_per_pos) + 0.5) / (tested + 1)  # never 0 or 1: few tests prove little
+    # The added half token keeps the estimate away from 0 and 1, where the error would be 0.
+    alpha = (sum(live.num_accepted_tokens_per_pos) + 0.5) / (tested + 1)
     return math.sqrt(alpha * (1 - alpha) / (tested + 1))
 
 
 def num_to_replay(live: SpecWindow, gate: GateConfig) -> int:
-    """How many of the newest held-out requests belong to the live window: older ones may be other traffic."""
+    """Held-out requests that belong to the live window. Older ones may be of other traffic."""
     return min(live.num_captured // HOLDOUT_ONE_IN, gate.max_holdout_traces)
 
 
@@ -131,45 +163,60 @@ def should_rollback(
     alphas: Mapping[int, float],
     gate: GateConfig,
 ) -> Decision:
-    """Whether to go back from `release` to `parent_version`; `alphas`: version -> α replayed on the same requests."""
-    suspicion = should_judge(live, release, gate)
+    """Whether to go back from `release` to its parent.
+
+    alphas: version -> α replayed on the same requests
+    """
+    suspicion = should_replay(live, release, gate)
     if not suspicion.ok or live is None:
         return suspicion
     own, parent = alphas.get(release.version, math.nan), alphas.get(parent_version, math.nan)
     if not (math.isfinite(own) and math.isfinite(parent)):
         return Decision(False, f"{suspicion.reason}; a replay was not possible")
     if parent - own > gate.rollback_margin / 2:
-        replay = f"on the newest requests v{parent_version} reaches {parent:.2f}, v{release.version} {own:.2f}"
-        return Decision(True, f"{suspicion.reason}; {replay}")
+        return Decision(
+            True,
+            f"{suspicion.reason}; on the newest requests v{parent_version} reaches {parent:.2f}, "
+            f"v{release.version} {own:.2f}",
+        )
     if is_unexplained(live, release, alphas, gate):
         return Decision(
             False,
-            f"{suspicion.reason}, but replayed on the newest held-out requests it reaches {own:.2f}: "
-            "the engine is not running what we think",
+            f"{suspicion.reason}, but replayed on the newest held-out requests it reaches "
+            f"{own:.2f}: the engine is not running what we think",
         )
     replay = f"v{release.version} {own:.2f}, v{parent_version} {parent:.2f}"
-    return Decision(False, f"the traffic changed: {suspicion.reason}; on the newest requests {replay}")
+    return Decision(
+        False, f"the traffic changed: {suspicion.reason}; on the newest requests {replay}"
+    )
 
 
 def is_as_predicted(live: SpecWindow, release: DraftRelease, gate: GateConfig) -> bool:
-    """Whether enough was served to say that a draft serves as the gate measured."""
+    """Whether enough was served to confirm that a draft serves as the gate measured."""
     measured, tested = predicted_alpha(release), sum(live.num_tested_per_pos)
     if measured is None or live.alpha is None or tested < gate.rollback_min_tested:
         return False
     return measured - live.alpha <= gate.rollback_margin
 
 
-def is_unexplained(live: SpecWindow, release: DraftRelease, alphas: Mapping[int, float], gate: GateConfig) -> bool:
-    """Whether a draft serves far worse than its own replay on the same traffic: neither it nor the traffic is to blame
-    then, but what runs in the engine."""
+def is_unexplained(
+    live: SpecWindow, release: DraftRelease, alphas: Mapping[int, float], gate: GateConfig
+) -> bool:
+    """Whether a draft serves far worse than it replays on the same traffic. The fault is then in
+    the engine, not in the draft or the traffic."""
     own = alphas.get(release.version, math.nan)
-    return live.alpha is not None and own - live.alpha > gate.rollback_margin + CHANCE * _standard_error(live)
+    return (
+        live.alpha is not None
+        and own - live.alpha > gate.rollback_margin + CHANCE * _standard_error(live)
+    )
 
 
 def predicted_alpha(release: DraftRelease) -> float | None:
-    """α that the gate's replay measured before the release was published; None for a draft it never judged."""
+    """α that the gate measured before publication; None for a draft that was never measured."""
     outcome = release.outcome
-    return outcome.eval.alpha_candidate if outcome is not None and outcome.eval is not None else None
+    return (
+        outcome.eval.alpha_candidate if outcome is not None and outcome.eval is not None else None
+    )
 
 
 def _is_finite(outcome: RoundOutcome, report: EvalReport) -> bool:
@@ -186,6 +233,10 @@ def _is_finite(outcome: RoundOutcome, report: EvalReport) -> bool:
         report.diff_high,
         *report.alpha_base_per_pos,
         *report.alpha_candidate_per_pos,
-        *(x for c in report.classes.values() for x in (c.alpha_base, c.alpha_candidate, c.diff_high)),
+        *(
+            x
+            for c in report.classes.values()
+            for x in (c.alpha_base, c.alpha_candidate, c.diff_high)
+        ),
     )
     return all(math.isfinite(number) for number in numbers)

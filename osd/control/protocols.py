@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from osd.exchange.registry import FeedRecord
 from osd.records import BufferStats, DraftRelease, ReplicaStatus, RoundOutcome
 
+Tell = Callable[..., Awaitable[None]]
+"""Appends records to the feed; never fails."""
+
 
 class Trainer(Protocol):
-    """The trainer's methods, awaited: a Ray actor behind an adapter, or a fake. Any exception means "try again"."""
+    """The trainer's methods, awaited. Any exception means "try again"."""
 
     async def num_new_traces(self) -> int: ...
     async def run_round(self, base: DraftRelease, line: int) -> RoundOutcome: ...
-    async def evaluate_releases(self, versions: list[DraftRelease], num_traces: int) -> dict[int, float]: ...
+    async def evaluate_releases(
+        self, versions: list[DraftRelease], num_traces: int
+    ) -> dict[int, float]: ...
 
 
 class Wishes(Protocol):
@@ -35,4 +41,6 @@ class Buffer(Protocol):
     """All that is used of `buffers.base.TraceBuffer`."""
 
     def stats(self) -> BufferStats: ...
-    def purge(self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False) -> int: ...
+    def purge(
+        self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False
+    ) -> int: ...

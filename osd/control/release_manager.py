@@ -1,8 +1,10 @@
-"""Everything that changes which draft serves: publish, roll back, promote, pin. One lock, so that none interleave.
+"""Everything that changes which draft serves: publish, roll back, promote, pin. One lock keeps the
+changes apart.
 
     change on disk (releases, pointer last) ─► wanted in Redis ─► event in the feed
 
-The disk decides. When Redis is away the change is made all the same, and `restore_wanted` tells the replicas later.
+The disk decides. While Redis is away, changes are made on disk, and `restore_wanted` tells the
+replicas later.
 """
 
 from __future__ import annotations
@@ -10,13 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from osd.common.clock import Clock
 from osd.config.schema import Config
 from osd.control import policy
-from osd.control.protocols import Wishes
+from osd.control.protocols import Tell, Wishes
 from osd.errors import ReleaseError, ReplayBufferError
 from osd.observe.status import describe_drafts, presentable
 from osd.records import DraftRelease, Event, MetricPoint, RoundOutcome
@@ -24,14 +25,12 @@ from osd.releases.store import ReleaseStore
 
 log = logging.getLogger(__name__)
 
-Tell = Callable[..., Awaitable[None]]
-"""Appends records to the feed; never fails."""
 
+class ReleaseManager:
+    """Changes the release store and the wanted version together.
 
-class Drafts:
-    """The release store and the wanted version, changed together.
-
-    An unknown, bad or pinned version raises `ReleaseError`; the automatic changes report it as an event instead.
+    An unknown, bad or pinned version raises `ReleaseError`. The automatic changes report it as an
+    event instead.
     """
 
     def __init__(
@@ -47,9 +46,10 @@ class Drafts:
         self._target_id, self._tell, self._clock = target_id, tell, clock
         self._lock = asyncio.Lock()
         self.is_paused = releases.paused()
-        """While it is, no candidate is published."""
+        """While True, no candidate is published."""
         self.changed_at = -math.inf
-        """When another draft was last told to serve, by the monotonic clock; -inf: not since this process began."""
+        """Monotonic time of the last change of the serving draft; -inf when there was none in this
+        process."""
 
     async def current(self) -> DraftRelease | None:
         return await asyncio.to_thread(self._releases.current, self._target_id)
@@ -58,7 +58,7 @@ class Drafts:
         return await asyncio.to_thread(self._releases.pinned, self._target_id)
 
     async def previous(self) -> DraftRelease | None:
-        """What a rollback would serve; None when there is nothing to go back to."""
+        """The release that a rollback would serve; None when there is none."""
         try:
             return await asyncio.to_thread(self._releases.previous, self._target_id)
         except ReleaseError:
@@ -68,14 +68,14 @@ class Drafts:
         return await asyncio.to_thread(describe_drafts, self._releases, self._target_id)
 
     async def base(self) -> tuple[DraftRelease, int] | None:
-        """What a round starts from, and the line it belongs to (`ReleaseStore.line`), of the same moment."""
+        """The release that a round starts from, and its line (`ReleaseStore.line`)."""
         async with self._lock:
             current = await self.current()
             line = await asyncio.to_thread(self._releases.line, self._target_id)
         return None if current is None else (current, line)
 
     async def restore_wanted(self) -> None:
-        """Bring Redis in line with the disk. Does nothing while a change is under way."""
+        """Write the current release to Redis if it differs. Does nothing during a change."""
         if self._lock.locked():
             return
         async with self._lock:
@@ -88,20 +88,36 @@ class Drafts:
     # Automatic changes
 
     async def conclude(self, outcome: RoundOutcome, serving: set[int]) -> None:
-        """Publish the candidate of a round, or say why not."""
+        """Publish the candidate of a round, or tell why not."""
         async with self._lock:
             try:
                 kind, text, version = await self._publish_or_refuse(outcome, serving)
             except ReleaseError as error:
                 kind, text, version = "publish_failed", str(error), outcome.base_version
         label = {"published": "published", "publish_failed": "failed"}.get(kind, kind)
-        event = Event(at=self._clock.time(), kind=kind, text=text + policy.contradictions(outcome), version=version)
-        points = [MetricPoint(at=event.at, name="osd_round_total", value=1, labels={"outcome": label})]
-        for rows, num in (("trainable", outcome.num_new_rows), ("contradicting", outcome.num_contradicting)):
-            points.append(MetricPoint(at=event.at, name="osd_round_rows_total", value=num, labels={"kind": rows}))
+        event = Event(
+            at=self._clock.time(),
+            kind=kind,
+            text=text + policy.contradictions(outcome),
+            version=version,
+        )
+        points = [
+            MetricPoint(at=event.at, name="osd_round_total", value=1, labels={"outcome": label})
+        ]
+        for rows, num in (
+            ("trainable", outcome.num_new_rows),
+            ("contradicting", outcome.num_contradicting),
+        ):
+            points.append(
+                MetricPoint(
+                    at=event.at, name="osd_round_rows_total", value=num, labels={"kind": rows}
+                )
+            )
         await self._tell(presentable(outcome), event, *points)
 
-    async def _publish_or_refuse(self, outcome: RoundOutcome, serving: set[int]) -> tuple[str, str, int]:
+    async def _publish_or_refuse(
+        self, outcome: RoundOutcome, serving: set[int]
+    ) -> tuple[str, str, int]:
         current = await self.current()
         if current is None:
             return "refused", "the draft it was trained from is gone", outcome.base_version
@@ -125,18 +141,25 @@ class Drafts:
         return "published", f"v{release.version}: {decision.reason}", release.version
 
     async def take_back(self, current: DraftRelease, reason: str) -> bool:
-        """Roll back a draft that disappoints and never offer it again. False when that was not possible."""
+        """Roll back a bad draft and never offer it again. False when that is not possible."""
         async with self._lock:
             if await self.current() != current or await self.pinned():
                 return False
             try:
                 parent = await asyncio.to_thread(self._releases.previous, self._target_id)
                 await asyncio.to_thread(self._releases.mark_bad, current.version, reason)
-                await self._serve(await asyncio.to_thread(self._releases.set_current, parent.version))
+                await self._serve(
+                    await asyncio.to_thread(self._releases.set_current, parent.version)
+                )
             except ReleaseError as error:
                 text = f"v{current.version} should go, but {error}"
                 await self._tell(
-                    Event(at=self._clock.time(), kind="rollback_failed", text=text, version=current.version)
+                    Event(
+                        at=self._clock.time(),
+                        kind="rollback_failed",
+                        text=text,
+                        version=current.version,
+                    )
                 )
                 return False
         await self._tell_rollback(current.version, parent.version, reason, "disappointed")
@@ -145,7 +168,7 @@ class Drafts:
     # Changes by hand
 
     async def set_paused(self, is_paused: bool) -> None:
-        """When it returns, no candidate is being published."""
+        """Pause or resume. After it returns, no candidate is being published."""
         async with self._lock:
             await asyncio.to_thread(self._releases.set_paused, is_paused)
             self.is_paused = is_paused
@@ -154,11 +177,15 @@ class Drafts:
         async with self._lock:
             release = await asyncio.to_thread(self._releases.set_current, version)
             await self._serve(release)
-        await self._tell(Event(at=self._clock.time(), kind="promoted", text=f"v{version} by hand", version=version))
+        await self._tell(
+            Event(
+                at=self._clock.time(), kind="promoted", text=f"v{version} by hand", version=version
+            )
+        )
         return release
 
     async def rollback(self) -> DraftRelease:
-        """Back to the parent. The draft left behind is not marked bad: `promote` can bring it back."""
+        """Go back to the parent. The draft is not marked bad: `promote` can bring it back."""
         async with self._lock:
             current = await self.current()
             release = await asyncio.to_thread(self._releases.rollback, self._target_id)
@@ -178,12 +205,21 @@ class Drafts:
     async def unpin(self) -> None:
         async with self._lock:
             await asyncio.to_thread(self._releases.unpin)
-        await self._tell(Event(at=self._clock.time(), kind="unpinned", text="newer drafts may serve again"))
+        await self._tell(
+            Event(at=self._clock.time(), kind="unpinned", text="newer drafts may serve again")
+        )
 
     async def keep(self, version: int) -> DraftRelease:
         async with self._lock:
             release = await asyncio.to_thread(self._releases.keep, version)
-        await self._tell(Event(at=self._clock.time(), kind="kept", text=f"v{version} is never pruned", version=version))
+        await self._tell(
+            Event(
+                at=self._clock.time(),
+                kind="kept",
+                text=f"v{version} is never pruned",
+                version=version,
+            )
+        )
         return release
 
     # Inside
@@ -204,5 +240,7 @@ class Drafts:
     async def _tell_rollback(self, version: int, parent: int, reason: str, label: str) -> None:
         text = f"v{version} -> v{parent}: {reason}"
         event = Event(at=self._clock.time(), kind="rolled_back", text=text, version=parent)
-        point = MetricPoint(at=event.at, name="osd_rollback_total", value=1, labels={"reason": label})
+        point = MetricPoint(
+            at=event.at, name="osd_rollback_total", value=1, labels={"reason": label}
+        )
         await self._tell(event, point)

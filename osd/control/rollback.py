@@ -1,6 +1,8 @@
-"""Judges the serving draft on live traffic: when it disappoints, a replay tells why, and a bad one is taken back.
+"""Compares the serving draft's live α with the measured one, and takes a bad draft back.
 
-live α (history) ─► should_judge? ─► replay of the draft and its parent (trainer) ─► should_rollback? ─► take back
+live α (history) ─► should_replay? ─► replay of draft and parent (trainer) ─► should_rollback?
+                                                                                    │
+                                                                         take back ◄┘
 """
 
 from __future__ import annotations
@@ -13,101 +15,125 @@ from typing import Protocol
 from osd.common.clock import Clock
 from osd.config.schema import GateConfig
 from osd.control import policy
-from osd.control.release_manager import Drafts, Tell
+from osd.control.protocols import Tell
+from osd.control.release_manager import ReleaseManager
 from osd.observe.history import History
 from osd.records import DraftRelease, Event, SpecWindow
 
 OVER_S = 3600.0
-"""A draft is judged on what it served in so many seconds at most."""
+"""The live α covers at most the last so many seconds."""
 MAX_PATIENCE_S = 300.0
 SECONDS_TO_STORE = 1.0
-"""By when the traces of requests that have ended are in the buffer."""
+"""Traces reach the buffer within this time after their request has ended."""
 MOST_AHEAD_S = 10.0
-"""By so much a replica's clock may be ahead of this one; more is from before the clock was set back."""
+"""A replica's clock may be ahead by this much. Windows further ahead were written before the clock
+was set back."""
 
 
 class Replay(Protocol):
-    """α of releases on the newest held-out traces: version -> α; {} or None when that is not possible now."""
+    """Measures releases on the newest held-out traces: version -> α. {} or None when that is not
+    possible now."""
 
-    def __call__(self, versions: list[DraftRelease], num_traces: int) -> Awaitable[dict[int, float] | None]: ...
+    def __call__(
+        self, versions: list[DraftRelease], num_traces: int
+    ) -> Awaitable[dict[int, float] | None]: ...
 
 
-class Judge:
-    """Looks at every turn of the watch loop, and replays beside it: one replay at a time.
+class RollbackMonitor:
+    """Looks in every turn of the watch loop. At most one replay runs, beside the loop.
 
-    A draft that stays although it disappoints (the traffic changed) is judged again on what it served since, at
-    growing intervals, and is spoken of once.
+    A draft may stay although its live α is low (the traffic changed). It is then checked again at
+    growing intervals, on what it served since, and told of once.
     """
 
     def __init__(
         self,
         gate: GateConfig,
         history: History,
-        drafts: Drafts,
+        releases: ReleaseManager,
         replay: Replay,
         tell: Tell,
         clock: Clock,
         patience_s: float = 5.0,
     ) -> None:
-        self._gate, self._history, self._drafts = gate, history, drafts
+        self._gate, self._history, self._releases = gate, history, releases
         self._replay, self._tell = replay, tell
         self._clock, self._patience_s = clock, patience_s
         self._task: asyncio.Task[None] | None = None
         self._num_empty = 0
         """Replays in a row that could not be made."""
         self.alarm = ""
-        """Why the engine seems to run something else than the serving draft; "" when it does not."""
-        self._meet(version=0)
+        """Why the engine seems to run something else than the serving draft; "" when it does
+        not."""
+        self._start_over(version=0)
 
     async def look(self, current: DraftRelease) -> None:
-        """Begin a judgement if there is reason for one. An error of the one before is raised here."""
+        """Start a check if there is reason for one. Raises the error of the check before."""
         if self._task is not None:
             if not self._task.done():
                 return
             self._task.result()
-        live = self._history.window(current.version, self._since(current), until=self._clock.time() + MOST_AHEAD_S)
+        live = self._history.window(
+            current.version, self._since(current), until=self._clock.time() + MOST_AHEAD_S
+        )
         if live is not None and policy.is_as_predicted(live, current, self._gate):
             self.alarm = ""
-        if live is None or not policy.should_judge(live, current, self._gate).ok or self._is_too_early():
+        if (
+            live is None
+            or not policy.should_replay(live, current, self._gate).ok
+            or self._is_too_early()
+        ):
             return
-        if await self._drafts.pinned() is None and (parent := await self._drafts.previous()) is not None:
-            self._task = asyncio.create_task(self._judge(current, parent, live), name="judge")
+        if (
+            await self._releases.pinned() is None
+            and (parent := await self._releases.previous()) is not None
+        ):
+            self._task = asyncio.create_task(self._check(current, parent, live), name="rollback")
 
     async def close(self) -> None:
-        """Drop a judgement under way."""
+        """Cancel a running check."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def _meet(self, version: int) -> None:
-        """Nothing is known of another draft yet."""
-        self._version, self._num_stays, self._judged_at, self.alarm = version, 0, -math.inf, ""
+    def _start_over(self, version: int) -> None:
+        """Forget what was known of another draft."""
+        self._version, self._num_stays, self._checked_at, self.alarm = version, 0, -math.inf, ""
 
     def _since(self, current: DraftRelease) -> float:
+        """Time from which windows count: the last change or check, or `OVER_S` ago."""
         if current.version != self._version:
-            self._meet(current.version)
-        # As the clock stands now: it may have been set since.
-        seconds_ago = self._clock.monotonic() - max(self._drafts.changed_at, self._judged_at)
+            self._start_over(current.version)
+        # Computed from the present time, because the clock may have been set since.
+        seconds_ago = self._clock.monotonic() - max(self._releases.changed_at, self._checked_at)
         return self._clock.time() - min(seconds_ago, OVER_S)
 
     def _is_too_early(self) -> bool:
         patience = min(MAX_PATIENCE_S, self._patience_s * 2**self._num_stays)
-        return self._num_stays > 0 and self._clock.monotonic() < self._judged_at + patience
+        return self._num_stays > 0 and self._clock.monotonic() < self._checked_at + patience
 
-    async def _judge(self, current: DraftRelease, parent: DraftRelease, live: SpecWindow) -> None:
+    async def _check(self, current: DraftRelease, parent: DraftRelease, live: SpecWindow) -> None:
         alphas = await self._replay([current, parent], policy.num_to_replay(live, self._gate))
-        if not alphas:  # the trainer is away, or what was just served is not stored yet
+        if not alphas:  # the trainer is away, or the newest traces are not stored yet
             self._num_empty += 1
-            return await self._clock.sleep(min(MAX_PATIENCE_S, SECONDS_TO_STORE * 2 ** (self._num_empty - 1)))
+            return await self._clock.sleep(
+                min(MAX_PATIENCE_S, SECONDS_TO_STORE * 2 ** (self._num_empty - 1))
+            )
         self._num_empty = 0
-        self._judged_at = self._clock.monotonic() + min(max(live.at - self._clock.time(), 0.0), MOST_AHEAD_S)
+        self._checked_at = self._clock.monotonic() + min(
+            max(live.at - self._clock.time(), 0.0), MOST_AHEAD_S
+        )
         decision = policy.should_rollback(live, current, parent.version, alphas, self._gate)
         if decision.ok:
-            await self._drafts.take_back(current, decision.reason)
+            await self._releases.take_back(current, decision.reason)
             return
         self._num_stays += 1
         is_unexplained = policy.is_unexplained(live, current, alphas, self._gate)
         if self._num_stays == 1 or is_unexplained != bool(self.alarm):
             kind = "alarm" if is_unexplained else "stays"
-            await self._tell(Event(at=self._clock.time(), kind=kind, text=decision.reason, version=current.version))
+            await self._tell(
+                Event(
+                    at=self._clock.time(), kind=kind, text=decision.reason, version=current.version
+                )
+            )
         self.alarm = decision.reason if is_unexplained else ""

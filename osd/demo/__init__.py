@@ -1,1 +1,1 @@
-"""`osd demo`: traffic shifts, acceptance falls, the draft learns, on a service of its own."""
+"""`osd demo`: on a service of its own, traffic shifts, acceptance falls, and the draft learns."""

@@ -1,4 +1,4 @@
-"""What `osd demo` found, as lines for the screen and as a page with charts; both made of the report of `--report`."""
+"""The report of `--report` as lines for the screen and as a page with charts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,21 @@ POINT_EVERY = 12
 """Requests per point of a chart."""
 
 
-def course(phases: Sequence[tuple[str, Sequence[Answer]]], swaps: Sequence[SwapReport]) -> dict[str, Any]:
-    """How the live traffic went: columns over seconds since the first request, and marks where the draft (swap) or the
-    traffic (shift) changed. `phases`: the name of each kind of traffic and its answers, in order."""
+def course(
+    phases: Sequence[tuple[str, Sequence[Answer]]], swaps: Sequence[SwapReport]
+) -> dict[str, Any]:
+    """How the live traffic went: columns over seconds since the first request, and marks.
+
+    `phases`: each kind of traffic in order, by name, with its answers. A mark is a new draft (swap)
+    or another kind of traffic (shift).
+    """
     began = min(a.started for _, answers in phases for a in answers)
+    points = _points(phases, began)
+    columns = {name: [point[name] for point in points] for name in points[0]}
+    return columns | {"marks": _marks(phases, swaps, began)}
+
+
+def _points(phases: Sequence[tuple[str, Sequence[Answer]]], began: float) -> list[dict[str, Any]]:
     points: list[dict[str, float | None]] = []
     num_requests = 0
     for _, answers in phases:
@@ -37,9 +48,19 @@ def course(phases: Sequence[tuple[str, Sequence[Answer]]], swaps: Sequence[SwapR
                     "tpot_ms": found.tpot_ms,
                 }
             )
+    return points
+
+
+def _marks(
+    phases: Sequence[tuple[str, Sequence[Answer]]], swaps: Sequence[SwapReport], began: float
+) -> list[dict[str, Any]]:
     ended = max(_end(a) for _, answers in phases for a in answers)
     marks: list[dict[str, Any]] = [
-        {"at": round(min(a.started for a in answers) - began, 2), "label": f"traffic: {name}", "kind": "shift"}
+        {
+            "at": round(min(a.started for a in answers) - began, 2),
+            "label": f"traffic: {name}",
+            "kind": "shift",
+        }
         for name, answers in phases[1:]
     ]
     marks += [
@@ -47,62 +68,75 @@ def course(phases: Sequence[tuple[str, Sequence[Answer]]], swaps: Sequence[SwapR
         for s in swaps
         if s.ok and began <= s.at <= ended
     ]
-    columns = {name: [point[name] for point in points] for name in points[0]}
-    return columns | {"marks": sorted(marks, key=lambda mark: mark["at"])}
+    return sorted(marks, key=lambda mark: mark["at"])
 
 
 def summary(report: dict[str, Any]) -> dict[str, str]:
-    """The table at the end: a name, and what was found."""
-    rate, speed, tpot, k = (report[name] for name in ("acceptance_rate", "tokens_per_second", "tpot_ms", "k"))
+    """The table at the end: name -> what was found."""
+    rate, speed, tpot, k = (
+        report[name] for name in ("acceptance_rate", "tokens_per_second", "tpot_ms", "k")
+    )
     static, plain = speed["static_draft"] or 1, speed["no_speculation"] or 1
+    pause, releases = report["swap_pause_ms"], report["releases"]
+    num_millions = report["target_parameters"] / 1e6
     return {
-        "acceptance rate": f"at home {rate['before_shift']}   after the shift {rate['after_shift']}   "
-        f"recovered {rate['recovered']}   (frozen first draft, same requests: {rate['static_control']})",
-        "k chosen": f"at home {k['before_shift']}   after the shift {k['after_shift']}   recovered "
-        f"{k['recovered']}   (frozen first draft: {k['static_control']}; at most {report['k_max']})",
-        "tokens/s": f"adapted draft {speed['adapted_draft']}   frozen draft {speed['static_draft']}   "
-        f"no speculation {speed['no_speculation']}   ({report['streams']} streams, same requests, training paused)",
-        "TPOT": f"adapted draft {tpot['adapted_draft']} ms   frozen draft {tpot['static_draft']} ms   "
-        f"no speculation {tpot['no_speculation']} ms",
+        "acceptance rate": f"at home {rate['before_shift']}   after the shift "
+        f"{rate['after_shift']}   recovered {rate['recovered']}   "
+        f"(frozen first draft, same requests: {rate['static_control']})",
+        "k chosen": f"at home {k['before_shift']}   after the shift {k['after_shift']}   "
+        f"recovered {k['recovered']}   "
+        f"(frozen first draft: {k['static_control']}; at most {report['k_max']})",
+        "tokens/s": f"adapted draft {speed['adapted_draft']}   "
+        f"frozen draft {speed['static_draft']}   no speculation {speed['no_speculation']}   "
+        f"({report['streams']} streams, same requests, training paused)",
+        "TPOT": f"adapted draft {tpot['adapted_draft']} ms   "
+        f"frozen draft {tpot['static_draft']} ms   no speculation {tpot['no_speculation']} ms",
         "speed-up": f"{speed['adapted_draft'] / plain:.2f}x over no speculation, "
         f"{speed['adapted_draft'] / static:.2f}x over the frozen draft",
         "swaps": f"{report['swaps']} while serving; the engine was blocked "
-        f"{report['swap_pause_ms']['p50']} ms (median), {report['swap_pause_ms']['max']} ms (longest)"
+        f"{pause['p50']} ms (median), {pause['max']} ms (longest)"
         + ("; each read back and found equal" if report["swaps_proved"] else ""),
-        "predicted α": f"of the releases, and served: {_kept_promises(report['releases'])}",
+        "predicted α": f"of the releases, and served: {_kept_promises(releases)}",
         "answers": f"{report['compared']} compared with the engine without speculation: "
         + ("all identical, token for token" if report["lossless"] else "DIFFERENT"),
         "requests": f"{report['requests']}, failed {report['failed_requests']}",
-        "target": f"the project's own tiny model widened to {report['target_parameters'] / 1e6:.0f} M "
-        "parameters: same answers, a real model's cost; not a model anyone would deploy",
+        "target": f"the project's own tiny model widened to {num_millions:.0f} M parameters: "
+        "same answers, a real model's cost; not a model anyone would deploy",
     }
 
 
 def html(report: dict[str, Any]) -> str:
     """The report as a page."""
-    machine = {name: value for name, value in report["machine"].items() if name not in ("versions", "python")}
+    machine = {
+        name: value
+        for name, value in report["machine"].items()
+        if name not in ("versions", "python")
+    }
     return page(
         "osd demo",
-        "Tiny models, real vLLM: the traffic changes while it is served, acceptance and speed fall, and come back as "
-        "the draft learns.",
+        "Tiny models, real vLLM: the traffic changes while it is served, acceptance and speed "
+        "fall, and come back as the draft learns.",
         [
             section("While serving", *map(draw, _charts(report["course"])), text(_READING)),
             section("Found", table(summary(report))),
             section("What the target is", text(_TARGET)),
-            section("Measured on", table(machine | report["versions"] | {"seconds": report["seconds"]})),
+            section(
+                "Measured on", table(machine | report["versions"] | {"seconds": report["seconds"]})
+            ),
         ],
     )
 
 
 _READING = (
-    f"A point is {POINT_EVERY} requests. A solid line is where the traffic changed, a dashed one where a new draft was "
-    "swapped in. Engine and trainer share the machine here; speeds to compare, with training paused, stand below. "
-    "Acceptance rate: accepted / drafted tokens. k: draft tokens proposed per step of a request. TPOT: time per output "
-    "token after the first."
+    f"A point is {POINT_EVERY} requests. A solid line is where the traffic changed, a dashed one "
+    "where a new draft was swapped in. Engine and trainer share the machine here; speeds to "
+    "compare, with training paused, stand below. Acceptance rate: accepted / drafted tokens. "
+    "k: draft tokens proposed per step of a request. TPOT: time per output token after the first."
 )
 _TARGET = (
-    "A cost-shaped copy of a tiny model: the same function, widened with zeros and idle layers, so that an engine step "
-    "costs what a real model's does. Speed-ups are real, on that target; they say nothing about another."
+    "A cost-shaped copy of a tiny model: the same function, widened with zeros and idle layers, so "
+    "that an engine step costs what a real model's does. Speed-ups are real, on that target; they "
+    "say nothing about another."
 )
 
 
@@ -124,7 +158,9 @@ def _charts(course: dict[str, Any]) -> tuple[Chart, ...]:
         )
 
     return (
-        chart("Acceptance", line("acceptance_rate", "acceptance rate", color="--alpha"), height=260),
+        chart(
+            "Acceptance", line("acceptance_rate", "acceptance rate", color="--alpha"), height=260
+        ),
         chart(
             "Speed",
             line("tokens_per_second", "tokens/s", color="--speed", digits=1),
@@ -140,7 +176,12 @@ def _end(answer: Answer) -> float:
 
 
 def _kept_promises(releases: Sequence[dict[str, Any]]) -> str:
-    """ "v2 0.41 and 0.39, v3 0.62 and 0.64": the newest three that were predicted and served."""
-    known = [r for r in releases if r["predicted_alpha"] is not None and r["served_alpha"] is not None]
-    shown = [f"v{r['version']} {r['predicted_alpha']:.2f} and {r['served_alpha']:.2f}" for r in known[-3:]]
+    """Like "v2 0.41 and 0.39, v3 0.62 and 0.64": the newest three with both figures."""
+    known = [
+        r for r in releases if r["predicted_alpha"] is not None and r["served_alpha"] is not None
+    ]
+    shown = [
+        f"v{r['version']} {r['predicted_alpha']:.2f} and {r['served_alpha']:.2f}"
+        for r in known[-3:]
+    ]
     return ", ".join(shown) or "none"

@@ -1,1 +1,1 @@
-"""`osd doctor`: checks in the order in which a start needs what they look at."""
+"""`osd doctor`: checks everything that a start needs, in the order in which it needs it."""

@@ -1,4 +1,4 @@
-"""The rungs of `osd doctor`'s ladder that need nothing but Python: what is installed, and whether it suits."""
+"""Checks of the installed Python, packages and versions. They need nothing but Python."""
 
 from __future__ import annotations
 
@@ -18,37 +18,40 @@ Lookup = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """One check: `ok` None = worth knowing, neither good nor bad."""
+class Check:
+    """The result of one check; `ok` is None where the text only informs."""
 
     name: str
     ok: bool | None
     text: str
 
 
-def python_rung() -> Rung:
-    """3.11 to 3.13."""
+def check_python() -> Check:
+    """Whether this Python is supported."""
     ok = (3, 11) <= sys.version_info < (3, 14)
     remedy = "" if ok else "; 3.11 to 3.13 needed: set OSD_PYTHON to one and run `make setup`"
-    return Rung("python", ok, f"{platform.python_version()} at {sys.executable}{remedy}")
+    return Check("python", ok, f"{platform.python_version()} at {sys.executable}{remedy}")
 
 
-def package_rungs(lookup: Lookup) -> Iterator[Rung]:
-    """Each package we stand on: its version, and whether it is one we asked for."""
+def check_packages(lookup: Lookup) -> Iterator[Check]:
+    """The version of each package we need, and whether it is one that we asked for."""
     wanted = _wanted()
     for name in INSTALLED:
         try:
             version = lookup(name)
         except importlib.metadata.PackageNotFoundError:
-            yield Rung(name, False, "not installed; run `make setup`")
+            yield Check(name, False, "not installed; run `make setup`")
             continue
         needed = wanted.get(name, "")
         ok = _suits(version, needed)
-        yield Rung(name, ok, version if ok else f"{version}, but {needed} is needed; run `make setup`")
+        yield Check(
+            name, ok, version if ok else f"{version}, but {needed} is needed; run `make setup`"
+        )
 
 
-def our_rung() -> Rung:
-    """Our packages have common names: another distribution may have put its own in their place."""
+def check_our_packages() -> Check:
+    """Whether our packages are imported from here. Their names are common, so another distribution
+    may have installed packages with the same names."""
     root = Path(__file__).resolve().parents[2]
     for name in OUR_PACKAGES:
         spec = importlib.util.find_spec(name)
@@ -56,14 +59,18 @@ def our_rung() -> Rung:
         if found is None or found.parent.parent != root:
             owners = importlib.metadata.packages_distributions().get(name, [])
             others = ", ".join(o for o in owners if o != DISTRIBUTION) or "unknown"
-            text = f"{name} comes from {found}, not {root} (another owner: {others}); uninstall that one"
-            return Rung("packages", False, text)
-    return Rung("packages", True, f"{', '.join(OUR_PACKAGES)} from {root}")
+            text = (
+                f"{name} comes from {found}, not {root} (another owner: {others}); "
+                "uninstall that one"
+            )
+            return Check("packages", False, text)
+    return Check("packages", True, f"{', '.join(OUR_PACKAGES)} from {root}")
 
 
 def _wanted() -> dict[str, str]:
-    """Distribution -> the versions our own metadata asks for; {} where we are not installed."""
-    if importlib.util.find_spec("packaging") is None:  # it comes with transformers, whose own rung is broken then
+    """Distribution -> versions that our own metadata asks for; {} where we are not installed."""
+    # `packaging` comes with transformers. Without it, the check of transformers fails.
+    if importlib.util.find_spec("packaging") is None:
         return {}
     from packaging.requirements import Requirement
 
@@ -71,7 +78,11 @@ def _wanted() -> dict[str, str]:
         found = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or []]
     except importlib.metadata.PackageNotFoundError:
         return {}
-    return {requirement.name: str(requirement.specifier) for requirement in found if requirement.marker is None}
+    return {
+        requirement.name: str(requirement.specifier)
+        for requirement in found
+        if requirement.marker is None
+    }
 
 
 def _suits(version: str, needed: str) -> bool:

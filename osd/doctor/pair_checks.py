@@ -1,6 +1,7 @@
-"""`osd doctor`'s rungs on the models of a configuration: found, fit for each other, and what the draft costs.
+"""Checks of the configured models: whether they are found and fit each other, and what the draft
+costs.
 
-Nothing is downloaded or trained: what is not on this machine yet is said to be so.
+Nothing is downloaded or trained.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from osd.common.wording import percent, size
 from osd.config.schema import Config
-from osd.doctor.checks import Rung
+from osd.doctor.checks import Check
 from osd.errors import ConfigError
 from osd.models import resolve
 from osd.models.compatibility import check_pair
@@ -18,15 +19,19 @@ from osd.models.draft_cost import draft_cost
 from osd.service.plan import max_model_len
 
 
-def pair_rungs(config: Config) -> Iterator[Rung]:
-    """Target, draft, whether they fit, what the draft costs. A rung that is broken ends the ladder of the pair."""
+def check_models(config: Config) -> Iterator[Check]:
+    """Target, draft, whether they fit, what the draft costs. A broken check is the last one."""
     if not config.serving.target and not config.serving.draft:
-        yield Rung("models", None, "none given; `osd doctor --config FILE` or serving.target=DIR serving.draft=DIR")
+        yield Check(
+            "models",
+            None,
+            "none given; `osd doctor --config FILE` or serving.target=DIR serving.draft=DIR",
+        )
         return
     found: list[Path] = []
     for name in ("target", "draft"):
-        rung, path = _find(getattr(config.serving, name), name)
-        yield rung
+        check, path = _find(getattr(config.serving, name), name)
+        yield check
         found += [path] if path else []
     if len(found) < 2:
         return
@@ -36,21 +41,23 @@ def pair_rungs(config: Config) -> Iterator[Rung]:
         yield cost
 
 
-def _find(value: str, name: str) -> tuple[Rung, Path | None]:
+def _find(value: str, name: str) -> tuple[Check, Path | None]:
     try:
         path = locate(value, f"serving.{name}")
     except ConfigError as error:
-        return Rung(name, False, str(error)), None
+        return Check(name, False, str(error)), None
     if path is None:
         how = "built" if value in resolve.BUILT_IN else "downloaded"
-        return Rung(name, None, f"{value}: not on this machine yet, {how} when it is first served"), None
-    return Rung(name, True, str(path)), path
+        return Check(
+            name, None, f"{value}: not on this machine yet, {how} when it is first served"
+        ), None
+    return Check(name, True, str(path)), path
 
 
 def locate(name: str, key: str) -> Path | None:
-    """The directory of a model that is on this machine; None when it first has to be built or downloaded.
+    """The directory of a model on this machine; None when it has to be built or downloaded first.
 
-    Raises `ConfigError` as `osd.models.resolve.resolve` does for what can never be found.
+    Raises `ConfigError` for a model that can never be found, as `osd.models.resolve.resolve` does.
     """
     if name in resolve.BUILT_IN and not _is_built(name):
         return None
@@ -64,12 +71,17 @@ def locate(name: str, key: str) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     except ValueError as error:
-        raise ConfigError(f"{key}={name}: {error}; give a model directory or a hub name (owner/model)") from None
+        raise ConfigError(
+            f"{key}={name}: {error}; give a model directory or a hub name (owner/model)"
+        ) from None
 
 
 def _is_hub_name(name: str) -> bool:
     path = Path(name).expanduser()
-    return not (path.is_dir() or path.is_absolute() or name.startswith((".", "~"))) and name.count("/") == 1
+    return (
+        not (path.is_dir() or path.is_absolute() or name.startswith((".", "~")))
+        and name.count("/") == 1
+    )
 
 
 def _is_built(name: str) -> bool:
@@ -80,23 +92,23 @@ def _is_built(name: str) -> bool:
     return is_there and (name == resolve.TINY or any(cache_root().glob("wide-*")))
 
 
-def _fit(config: Config, target: Path, draft: Path) -> Rung:
+def _fit(config: Config, target: Path, draft: Path) -> Check:
     try:
         num_tokens = check_pair(target, draft, max_model_len(config))
     except ConfigError as error:
-        return Rung("fit", False, str(error))
-    return Rung("fit", True, f"the draft can propose each of the target's {num_tokens} tokens")
+        return Check("fit", False, str(error))
+    return Check("fit", True, f"the draft can propose each of the target's {num_tokens} tokens")
 
 
-def _cost(config: Config, target: Path, draft: Path) -> Rung:
+def _cost(config: Config, target: Path, draft: Path) -> Check:
     try:
         cost = draft_cost(target, draft, config.serving.vllm)
     except ConfigError as error:
-        return Rung("draft's cost", False, str(error))
-    return Rung(
+        return Check("draft's cost", False, str(error))
+    return Check(
         "draft's cost",
         None,
-        f"{size(cost.weights)} of weights; {cost.draft_kv} bytes of keys and values per token beside the target's "
-        f"{cost.target_kv}: the draft's KV cache takes {percent(cost.draft_kv, cost.draft_kv + cost.target_kv)} of "
-        "every block",
+        f"{size(cost.weights)} of weights; {cost.draft_kv} bytes of keys and values per token "
+        f"beside the target's {cost.target_kv}: the draft's KV cache takes "
+        f"{percent(cost.draft_kv, cost.draft_kv + cost.target_kv)} of every block",
     )

@@ -1,4 +1,4 @@
-"""What may be shown of a Redis URL, and of what a server said: where it leads, never who goes there."""
+"""Masks the credentials in Redis URLs, and in the messages of servers and clients."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import re
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 HOW_TO_WRITE_ONE = (
-    "not a Redis URL; give one like redis://user:password@host:6379/0 with --redis-url (in user and password, %2F "
-    "stands for /, %3F for ?, %23 for #)"
+    "not a Redis URL; give one like redis://user:password@host:6379/0 with --redis-url (in user "
+    "and password, %2F stands for /, %3F for ?, %23 for #)"
 )
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _CREDENTIALS = ("username", "password")
-"""Options behind the `?` that say who goes there."""
+"""Options behind the `?` that hold credentials."""
 
 
 def mask_url(url: str) -> str:
-    """The URL without user, password and options, for logs and errors; `***` for all that cannot be told from them.
+    """The URL without user, password and options, for logs and errors. Where they cannot be told
+    apart from the rest, all of it becomes `***`.
 
     Example:
         mask_url("redis://me:secret@127.0.0.1:7000/0") == "redis://127.0.0.1:7000/0"
@@ -34,13 +35,13 @@ def mask_url(url: str) -> str:
 
 
 def is_clear(url: str) -> bool:
-    """Whether it is certain where user and password end. Where it is not, a piece of them would be taken for the host,
-    and stand in every error."""
+    """Whether it is certain where user and password end. Otherwise a part of them would be taken
+    for the host, and shown in every error."""
     return _split(url) is not None
 
 
 def mask_text(text: object, url: str) -> str:
-    """What a server or client said, on one line, without this URL's user and password."""
+    """A server's or client's message, on one line, without this URL's user and password."""
     line = " ".join(str(text).split())
     for secret in sorted(_secrets(url), key=len, reverse=True):
         line = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", "***", line)
@@ -48,14 +49,22 @@ def mask_text(text: object, url: str) -> str:
 
 
 def _split(url: str) -> SplitResult | None:
-    """Its parts, `port` readable; None when it is no URL, or one in which an @ may stand anywhere else than right
-    before the host: then what looks like host, port or path may be a piece of the password."""
+    """The parts of a clear URL; None for all others.
+
+    A URL is not clear when an @ may stand anywhere but right before the host. What looks like host,
+    port or path may then be a part of the password.
+    """
     try:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError:
         return None
-    if "://" not in url or not _SCHEME.fullmatch(parts.scheme) or parts.fragment or not _is_clear_query(parts.query):
+    if (
+        "://" not in url
+        or not _SCHEME.fullmatch(parts.scheme)
+        or parts.fragment
+        or not _is_clear_query(parts.query)
+    ):
         return None
     if parts.scheme == "unix":
         return parts if not parts.netloc or parts.netloc.endswith("@") else None
@@ -63,9 +72,12 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _is_clear_query(query: str) -> bool:
-    """Whether it holds options alone; an @ may stand in the value of one that says who goes there."""
+    """Whether it holds nothing but options. An @ may stand only in the value of a credential."""
     options = [option.partition("=") for option in query.split("&")] if query else []
-    return all(re.fullmatch(r"\w+", name) and ("@" not in value or name in _CREDENTIALS) for name, _, value in options)
+    return all(
+        re.fullmatch(r"\w+", name) and ("@" not in value or name in _CREDENTIALS)
+        for name, _, value in options
+    )
 
 
 def _secrets(url: str) -> set[str]:

@@ -1,11 +1,11 @@
 """What replicas and controller tell each other through Redis: heartbeats, the wanted draft, a feed.
 
-Replicas pull: each writes its heartbeat, reads the wanted release, and appends what it saw to the feed; the
-controller reads. Nobody keeps a list of handles. All of it may be lost: heartbeats return by themselves, the
-wanted release is written again from disk, and the feed is history.
+Replicas pull: each writes its heartbeat, reads the wanted release, and appends records to the feed.
+The controller reads them. All of it may be lost: replicas repeat their heartbeats, the controller
+writes the wanted release again from disk, and the feed is only history.
 
-Keys: `osd:DEPLOYMENT:replicas` (set of names), `osd:DEPLOYMENT:replica:NAME` (a heartbeat that expires),
-`osd:DEPLOYMENT:wanted:DRAFT` (a `DraftRelease`), `osd:DEPLOYMENT:feed` (the stream).
+Keys: `osd:DEPLOYMENT:replicas` (set of names), `osd:DEPLOYMENT:replica:NAME` (a heartbeat that
+expires), `osd:DEPLOYMENT:wanted:DRAFT` (a `DraftRelease`), `osd:DEPLOYMENT:feed` (the stream).
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from osd.records import (
 )
 
 FeedRecord = SpecWindow | SwapReport | Event | RoundOutcome | MetricPoint
-"""What may stand in the feed."""
+"""A record of the feed."""
 
 FEED_TYPES: dict[str, type[FeedRecord]] = {
-    record_type.__name__: record_type for record_type in (SpecWindow, SwapReport, Event, RoundOutcome, MetricPoint)
+    record_type.__name__: record_type
+    for record_type in (SpecWindow, SwapReport, Event, RoundOutcome, MetricPoint)
 }
 
 FEED_LENGTH = 50_000
@@ -47,7 +48,8 @@ FEED_LENGTH = 50_000
 class Registry:
     """The shared state of one deployment. Blocking, thread-safe, without threads of its own.
 
-    Every method raises `ReplayBufferError` (one line, without user and password) when Redis is away or refuses.
+    Every method raises `ReplayBufferError` (one line, without credentials) when Redis is away or
+    refuses.
 
     Example:
         registry = Registry("redis://127.0.0.1:6379/0", "default")
@@ -56,7 +58,9 @@ class Registry:
             registry.publish(swap(release))
     """
 
-    def __init__(self, url: str, deployment: str, *, timeout_s: float = 2.0, feed_length: int = FEED_LENGTH) -> None:
+    def __init__(
+        self, url: str, deployment: str, *, timeout_s: float = 2.0, feed_length: int = FEED_LENGTH
+    ) -> None:
         self._url, self._where = url, mask_url(url)
         self._prefix = f"osd:{deployment}"
         self._feed_length = feed_length
@@ -67,24 +71,26 @@ class Registry:
                 url,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
-                # Once more and at once: a pooled connection may be stale after the server was restarted.
-                # Not after a timeout, which would append to the feed twice.
+                # One retry at once: a pooled connection may be stale after a restart of the
+                # server. No retry after a timeout, which could append to the feed twice.
                 retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
             )
         except ValueError:
             raise ConfigError(f"buffer.redis_url={self._where}: {HOW_TO_WRITE_ONE}") from None
 
     def heartbeat(self, status: ReplicaStatus, ttl_s: float) -> None:
-        """Say that a replica lives; it is forgotten `ttl_s` seconds after its last heartbeat."""
+        """Write a replica's heartbeat, which expires after `ttl_s` seconds."""
         with self._errors(), self._redis.pipeline() as pipe:
             pipe.set(self._replica_key(status.replica), encode(status), px=math.ceil(ttl_s * 1000))
             pipe.sadd(f"{self._prefix}:replicas", status.replica)
             pipe.execute()
 
     def replicas(self) -> list[ReplicaStatus]:
-        """The living replicas, by name."""
+        """The newest heartbeats, sorted by name."""
         with self._errors():
-            names = sorted(name.decode() for name in self._redis.smembers(f"{self._prefix}:replicas"))
+            names = sorted(
+                name.decode() for name in self._redis.smembers(f"{self._prefix}:replicas")
+            )
             if not names:
                 return []
             texts = self._redis.mget([self._replica_key(name) for name in names])
@@ -95,18 +101,19 @@ class Registry:
         return [status for status in found if status is not None]
 
     def set_wanted(self, release: DraftRelease) -> None:
-        """Say which release every replica is to serve."""
+        """Set the release that every replica is to serve."""
         with self._errors():
             self._redis.set(self._wanted_key(release.draft), encode(release))
 
     def wanted(self, draft: str = "default") -> DraftRelease | None:
-        """The release every replica is to serve; None when nobody said, or what was said cannot be read."""
+        """The release that every replica is to serve; None when none is set or it cannot be
+        decoded."""
         with self._errors():
             text = self._redis.get(self._wanted_key(draft))
         return None if text is None else _decode_or_none(text, DraftRelease)
 
     def publish(self, *records: FeedRecord) -> None:
-        """Append records to the feed, in order: all of them or none."""
+        """Append all records to the feed, or none, in order."""
         with self._errors(), self._redis.pipeline() as pipe:
             for record in records:
                 entry = {"type": type(record).__name__, "json": encode(record)}
@@ -114,10 +121,12 @@ class Registry:
             pipe.execute()
 
     def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]:
-        """Up to `count` records behind the id `after`, oldest first; what cannot be decoded is passed over.
+        """Up to `count` records behind the id `after`, oldest first. Undecodable records are
+        skipped.
 
         Example:
-            for last, record in registry.read(after=last): history.add(record)
+            for last, record in registry.read(after=last):
+                history.add(record)
         """
         while True:
             with self._errors():
@@ -128,13 +137,8 @@ class Registry:
                 return found
             after = entries[-1][0].decode()
 
-    def ping(self) -> None:
-        """Return when Redis answers."""
-        with self._errors():
-            self._redis.ping()
-
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         with self._errors():
             self._redis.close()
 

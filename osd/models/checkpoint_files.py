@@ -1,7 +1,8 @@
-"""Safetensors files read and written as bytes: no tensor is ever held whole, and no torch is needed.
+"""Reads and writes safetensors files as bytes, in pieces and without torch.
 
-The format (https://github.com/huggingface/safetensors#format): the length of the header (8 bytes, little-endian), the
-header (JSON: name -> dtype, shape, [begin, end) in what follows), the tensors one after the other.
+The format (https://github.com/huggingface/safetensors#format): the length of the header (8 bytes,
+little-endian), the header (JSON: name -> dtype, shape, [begin, end) of the data), the tensors one
+after the other.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
+from osd.common.model_directory import WEIGHTS
 from osd.errors import ConfigError
 
-WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CHUNK = 16 << 20
 """Bytes held in memory at a time."""
@@ -32,7 +33,7 @@ class StoredTensor:
     """As safetensors writes it: F32, BF16, ..."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Position of its first byte in the file."""
     num_bytes: int
 
     @property
@@ -40,9 +41,10 @@ class StoredTensor:
         return self.num_bytes // self.shape[0]
 
     def chunks(self, num_bytes: int | None = None) -> Iterator[bytes]:
-        """Its first `num_bytes` (None = all), in whole rows, piece by piece."""
+        """Its first `num_bytes` (None = all), in pieces of whole rows."""
         left = self.num_bytes if num_bytes is None else num_bytes
-        size = CHUNK if not self.shape else max(1, CHUNK // max(1, self.row_bytes)) * max(1, self.row_bytes)
+        row_bytes = max(1, self.row_bytes) if self.shape else 1
+        size = max(1, CHUNK // row_bytes) * row_bytes
         with self.file.open("rb") as file:
             file.seek(self.offset)
             while left:
@@ -53,31 +55,35 @@ class StoredTensor:
                 yield data
 
     def with_rows(self, num_rows: int) -> StoredTensor:
-        """Its description once it has `num_rows`."""
+        """The same tensor with `num_rows` rows."""
         shape = (num_rows, *self.shape[1:])
         return replace(self, shape=shape, num_bytes=self.row_bytes * num_rows)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The file of a checkpoint, or its shards. Raises `ConfigError` when they are not all there."""
+    """The file of a checkpoint, or its shards. Raises `ConfigError` when one is missing."""
     if (directory / WEIGHTS).is_file():
         return [directory / WEIGHTS]
     try:
         names = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
     except FileNotFoundError:
         raise ConfigError(
-            f"serving.draft={directory}: no {WEIGHTS} there, nor shards with {INDEX}; save the draft as safetensors "
-            "(`model.save_pretrained(directory)`)"
+            f"serving.draft={directory}: no {WEIGHTS} there, nor shards with {INDEX}; save the "
+            "draft as safetensors (`model.save_pretrained(directory)`)"
         ) from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{directory / INDEX}: cannot be read ({error}); copy the draft again") from None
+        raise ConfigError(
+            f"{directory / INDEX}: cannot be read ({error}); copy the draft again"
+        ) from None
     if missing := [name for name in names if not (directory / name).is_file()]:
-        raise ConfigError(f"serving.draft={directory}: {missing[0]} is missing; copy the draft again")
+        raise ConfigError(
+            f"serving.draft={directory}: {missing[0]} is missing; copy the draft again"
+        )
     return [directory / name for name in names]
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor over all files of a checkpoint. Raises `ConfigError` for a damaged one."""
+    """Name -> tensor, over all files of a checkpoint. Raises `ConfigError` for a damaged file."""
     found: dict[str, StoredTensor] = {}
     for file in weight_files(directory):
         try:
@@ -107,8 +113,9 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 def write_checkpoint(
     path: Path, tensors: Mapping[str, StoredTensor], content: Callable[[str], Iterator[bytes]]
 ) -> None:
-    """Write one safetensors file of these tensors, the bytes of each as `content(name)` gives them."""
-    # Wide types first: then every tensor begins at a multiple of its own width, as readers that map the file want.
+    """Write these tensors to one safetensors file. `content(name)` yields the bytes of one."""
+    # Wide types first: every tensor then begins at a multiple of its width, which readers that map
+    # the file need.
     names = sorted(tensors, key=lambda name: (-_width(tensors[name]), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -130,7 +137,9 @@ def write_checkpoint(
 
 def _write(file: BinaryIO, name: str, tensor: StoredTensor, chunks: Iterator[bytes]) -> None:
     written = sum(file.write(chunk) for chunk in chunks)
-    assert written == tensor.num_bytes, f"{name}: {written} bytes written, {tensor.num_bytes} promised"
+    assert written == tensor.num_bytes, (
+        f"{name}: {written} bytes written, {tensor.num_bytes} promised"
+    )
 
 
 def _width(tensor: StoredTensor) -> int:

@@ -1,4 +1,4 @@
-"""Whether a target and a draft can work together, found out from their files before anything is started."""
+"""Checks by their files that a target and a draft can work together."""
 
 from __future__ import annotations
 
@@ -22,83 +22,98 @@ CONTEXT_KEYS = (
     "max_sequence_length",
     "max_seq_length",
 )
-"""Where architectures write their context in `config.json`; vLLM takes the smallest."""
+"""Keys of `config.json` for the context length. vLLM takes the smallest."""
 UNSCALED_ROPE = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
-"""Rotary scalings whose context already stands in the configuration (vLLM's `_get_and_verify_max_len`)."""
+"""Rotary scalings whose context length is already scaled in `config.json` (vLLM's
+`_get_and_verify_max_len`)."""
 
 
 def check_pair(target: Path, draft: Path, max_model_len: int | None = None) -> int:
-    """Raise `ConfigError` unless the draft can propose tokens to the target; returns the target's number of tokens,
-    to which the draft's embedding is fitted when its first release is written (`osd/models/vocab_padding.py`).
+    """Raise `ConfigError` unless the draft can propose tokens to the target.
 
-    `max_model_len`: the context the target serves, in tokens; None (or vLLM's -1) = its own.
+    max_model_len: context that the target serves, in tokens; None (or vLLM's -1) = its own
+
+    Returns the target's number of tokens, to which `osd/models/vocab_padding.py` fits the draft.
     """
     if not any(target.glob("*.safetensors")):
-        raise ConfigError(f"serving.target={target}: no *.safetensors there; give a complete model directory")
+        raise ConfigError(
+            f"serving.target={target}: no *.safetensors there; give a complete model directory"
+        )
     weight_files(draft)
     configs = {path: read_config(path) for path in (target, draft)}
     if what := draft_head(configs[draft]):
         raise ConfigError(
-            f"serving.draft={draft}: is a draft head ({what}), and heads are not served; use a draft model of its own"
+            f"serving.draft={draft}: is a draft head ({what}), and heads are not served; use a "
+            "draft model of its own"
         )
     check_context(configs[target], configs[draft], draft, max_model_len)
-    return check_vocabulary(target, draft, vocab_size(configs[target], target), vocab_size(configs[draft], draft))
+    return check_vocabulary(
+        target, draft, vocab_size(configs[target], target), vocab_size(configs[draft], draft)
+    )
 
 
 def check_vocabulary(target: Path, draft: Path, num_target: int, num_draft: int) -> int:
-    """Raise `ConfigError` unless both mean the same by the same id, and differ at most in rows that pad."""
+    """Raise `ConfigError` unless each id means the same token in both. Returns `num_target`."""
     known = {path: vocabulary.read(path) for path in (target, draft)}
     in_target, in_draft = known[target], known[draft]
     if in_target is None or in_draft is None:
         _check_sizes_alone(target if in_target is None else draft, draft, num_target, num_draft)
         return num_target
     if reason := vocabulary.difference(in_target, in_draft):
-        files = "" if in_target.file == in_draft.file else f", its {in_draft.file} compared with {in_target.file}"
+        files = (
+            ""
+            if in_target.file == in_draft.file
+            else f", its {in_draft.file} compared with {in_target.file}"
+        )
         raise ConfigError(
             f"serving.draft={draft}: another tokenizer than the target's ({reason}{files}); "
             "use a draft trained with the target's tokenizer"
         )
     if in_draft.num_ids > num_target:
         raise ConfigError(
-            f"serving.draft={draft}: its tokenizer has ids up to {in_draft.num_ids - 1}, the target has rows for "
-            f"{num_target} tokens; use a draft with the target's tokenizer"
+            f"serving.draft={draft}: its tokenizer has ids up to {in_draft.num_ids - 1}, the "
+            f"target has rows for {num_target} tokens; use a draft with the target's tokenizer"
         )
     return num_target
 
 
 def _check_sizes_alone(without: Path, draft: Path, num_target: int, num_draft: int) -> None:
-    """With one tokenizer unknown, only equal numbers of tokens are taken for the same tokenizer."""
+    """Without the tokenizer of one model, equal numbers of tokens count as the same tokenizer."""
     if num_target != num_draft:
         raise ConfigError(
-            f"serving.draft={draft}: has {num_draft} tokens, the target {num_target}, and {without} holds no "
-            "tokenizer.json, vocab.json or tokenizer.model to tell whether they differ in padding alone; "
-            "put the tokenizer's files there"
+            f"serving.draft={draft}: has {num_draft} tokens, the target {num_target}, and "
+            f"{without} holds no tokenizer.json, vocab.json or tokenizer.model to tell whether "
+            "they differ in padding alone; put the tokenizer's files there"
         )
     logger.warning(
-        "%s holds no tokenizer.json, vocab.json or tokenizer.model: that the draft uses the target's tokenizer was "
-        "checked by its number of tokens alone (%d)",
+        "%s holds no tokenizer.json, vocab.json or tokenizer.model: that the draft uses the "
+        "target's tokenizer was checked by its number of tokens alone (%d)",
         without,
         num_target,
     )
 
 
-def check_context(target: dict[str, Any], draft: dict[str, Any], where: Path, max_model_len: int | None) -> None:
+def check_context(
+    target: dict[str, Any], draft: dict[str, Any], where: Path, max_model_len: int | None
+) -> None:
     """Raise `ConfigError` when the target serves longer contexts than the draft has.
 
-    vLLM would not draft at all in steps in which any request is longer than that: it proposes token 0 for every
-    request of the batch, which is verified and rejected.
+    In a step with a longer request, vLLM proposes token 0 for every request of the batch, and all
+    of them are rejected.
     """
     served = max_model_len if max_model_len and max_model_len > 0 else context_length(target)
     own = context_length(draft)
     if served is not None and own is not None and own < served:
         raise ConfigError(
-            f"serving.draft={where}: has a context of {own} tokens, the target serves {served}, and one longer request "
-            f"would stop speculation for all; set serving.vllm.max_model_len={own}, or use a draft with more"
+            f"serving.draft={where}: has a context of {own} tokens, the target serves {served}, "
+            "and one longer request would stop speculation for all; set "
+            f"serving.vllm.max_model_len={own}, or use a draft with more"
         )
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """Tokens a model can attend to, by its `config.json`, as vLLM counts them; None when it does not say."""
+    """Tokens that a model can attend to, as vLLM reads its `config.json`; None when it does not
+    say."""
     lengths = [config[key] for key in CONTEXT_KEYS if isinstance(config.get(key), int)]
     if not lengths:
         return None
@@ -109,18 +124,24 @@ def context_length(config: dict[str, Any]) -> int | None:
 
 
 def vocab_size(config: dict[str, Any], directory: Path) -> int:
-    """Rows of the model's embedding, as its `config.json` says. Raises `ConfigError` when it does not."""
+    """Rows of the model's embedding by its `config.json`. Raises `ConfigError` when it does not
+    say."""
     size = config.get("vocab_size")
     if not isinstance(size, int):
-        raise ConfigError(f"{directory / 'config.json'}: has no vocab_size; give a text model in Hugging Face format")
+        raise ConfigError(
+            f"{directory / 'config.json'}: has no vocab_size; give a text model in Hugging Face "
+            "format"
+        )
     return size
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """`config.json`; of a model that also takes pictures or sound, its part for text. Raises `ConfigError`."""
+    """`config.json`, with the part for text of a multimodal model on top. Raises `ConfigError`."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); give a model in Hugging Face format") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error}); give a model in Hugging Face format"
+        ) from None
     return {**config, **(config.get("text_config") or {})}

@@ -1,7 +1,7 @@
-"""What a draft costs the engine: its weights, and its part of every block of the KV cache, by the models' files alone.
+"""What a draft costs the engine, by the models' files: its weights, and its share of the KV cache.
 
-vLLM keeps the keys and values of target and draft in the same blocks, so the draft's share of the bytes per token is
-the share of the cache that the target loses to it.
+vLLM keeps the keys and values of target and draft in the same blocks. The draft's share of the
+bytes per token is therefore its share of the cache.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from osd.models.compatibility import read_config
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 STORED_FLOATS = {"F64", "F32", "F16", "BF16"}
-"""What is converted to the served dtype on loading; anything else (quantised weights) stays as it is stored."""
+"""Types that are converted to the served dtype on loading. Others (quantised) stay as stored."""
 AUTO_BYTES = 2
-"""Under `dtype: auto` vLLM serves float32 models, too, in a type of two bytes."""
+"""Under `dtype: auto` vLLM serves in a type of two bytes, float32 models too."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """Bytes: of the draft's weights as served, and of keys and values of one token in each model."""
+    """Bytes of the draft's weights as served, and of one token's keys and values in each model."""
 
     weights: int
     draft_kv: int
@@ -32,12 +32,13 @@ class DraftCost:
 
     @property
     def share(self) -> float:
-        """The part of the KV cache the draft takes, 0 to 1."""
+        """The draft's part of the KV cache, 0 to 1."""
         return self.draft_kv / (self.draft_kv + self.target_kv)
 
 
 def draft_cost(target: Path, draft: Path, vllm: dict[str, Any]) -> DraftCost:
-    """What `draft` costs beside `target`, served with these `serving.vllm` settings. Raises `ConfigError`."""
+    """The cost of `draft` beside `target`, under these `serving.vllm` settings. Raises
+    `ConfigError`."""
     settings = {key.replace("-", "_"): value for key, value in vllm.items()}
     configs = read_config(target), read_config(draft)
     # vLLM serves the draft in the target's dtype.
@@ -52,29 +53,42 @@ def draft_cost(target: Path, draft: Path, vllm: dict[str, Any]) -> DraftCost:
 
 
 def kv_bytes_per_token(config: dict[str, Any], where: Path, dtype_bytes: int) -> int:
-    """2 (keys, values) x layers x key-value heads x head size x bytes per number; of latent attention (DeepSeek), which
-    keeps one compressed vector per layer, layers x (its rank + the rotary part) x bytes. Every layer is counted as full
-    attention: sliding windows cost less. Raises `ConfigError` when `config.json` does not say.
+    """2 (keys, values) x layers x key-value heads x head size x bytes per number.
+
+    Latent attention (DeepSeek) keeps one compressed vector per layer: layers x (its rank + the
+    rotary part) x bytes. Every layer counts as full attention; sliding windows cost less. Raises
+    `ConfigError` when `config.json` does not say.
 
     Example: Llama-3.1-8B in bfloat16, 2 * 32 * 8 * 128 * 2 = 131072.
     """
     layers = _number(config, where, "num_hidden_layers", "n_layer", "n_layers")
     if "kv_lora_rank" in config:
-        return layers * (_number(config, where, "kv_lora_rank") + config.get("qk_rope_head_dim", 0)) * dtype_bytes
+        return (
+            layers
+            * (_number(config, where, "kv_lora_rank") + config.get("qk_rope_head_dim", 0))
+            * dtype_bytes
+        )
     heads = _number(config, where, "num_attention_heads", "n_head", "n_heads")
     kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or _number(config, where, "hidden_size", "n_embd", "d_model") // heads
+    head_dim = (
+        config.get("head_dim")
+        or _number(config, where, "hidden_size", "n_embd", "d_model") // heads
+    )
     return int(2 * layers * kv_heads * head_dim * dtype_bytes)
 
 
 def weight_bytes(directory: Path, dtype_bytes: int) -> int:
     """Bytes of a model's weights once loaded. Raises `ConfigError` for a damaged checkpoint."""
     tensors = stored_tensors(directory).values()
-    return sum(prod(t.shape) * dtype_bytes if t.dtype in STORED_FLOATS else t.num_bytes for t in tensors)
+    return sum(
+        prod(t.shape) * dtype_bytes if t.dtype in STORED_FLOATS else t.num_bytes for t in tensors
+    )
 
 
 def _number(config: dict[str, Any], where: Path, *names: str) -> int:
     for name in names:
         if isinstance(config.get(name), int):
             return int(config[name])
-    raise ConfigError(f"{where / 'config.json'}: has no {names[0]}; give a text model in Hugging Face format")
+    raise ConfigError(
+        f"{where / 'config.json'}: has no {names[0]}; give a text model in Hugging Face format"
+    )

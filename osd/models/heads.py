@@ -1,5 +1,8 @@
-"""Draft heads, told by their `config.json`. They are not served: a head computes from the target's hidden states, which
-no trace holds, and shares tensors with the target, which no swap may touch."""
+"""Recognises draft heads by their `config.json`.
+
+Heads are not served: they compute from the target's hidden states, which traces do not hold, and
+share tensors with the target.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 NAMES = re.compile("eagle(?!2_5)|medusa|mtp|dspark|dflash|speculator|draftmodel", re.IGNORECASE)
-"""In architectures and model types that vLLM drafts with as heads. (Eagle 2.5 is a model for pictures.)"""
+"""In the architecture or model type of every head in vLLM. (Eagle 2.5 is a multimodal model.)"""
 KEYS = (
     "speculators_config",
     "eagle_config",
@@ -15,11 +18,11 @@ KEYS = (
     "draft_vocab_size",
     "medusa_num_heads",
 )
-"""Entries that no model of its own has."""
+"""Keys that only the `config.json` of a head has."""
 
 
 def draft_head(config: Mapping[str, object]) -> str:
-    """What tells that this `config.json` is a draft head's (EAGLE, Medusa, MTP, ...); "" for a model of its own.
+    """The name or key that shows a draft head (EAGLE, Medusa, MTP, ...); "" for a complete model.
 
     Example:
         draft_head({"architectures": ["LlamaForCausalLMEagle3"]}) == "LlamaForCausalLMEagle3"

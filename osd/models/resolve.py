@@ -1,4 +1,4 @@
-"""Models on disk: find them, and tell one target from another."""
+"""Finds models on disk, and tells targets apart."""
 
 from __future__ import annotations
 
@@ -11,27 +11,43 @@ from osd.errors import ConfigError
 TINY = "tiny"
 TINY_COST_SHAPED = "tiny-cost-shaped"
 BUILT_IN = (TINY, TINY_COST_SHAPED)
-"""Names for models the project builds itself: the tiny pair, and the tiny target with a real model's cost."""
+"""Names of the models that the project builds itself: the tiny pair, and the tiny target with the
+cost of a real model."""
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 SAMPLE_BYTES = 1 << 16
 SAMPLES_PER_FILE = 64
 
 
 def resolve(name: str, key: str) -> Path:
-    """The directory of a model given as directory, hub name or built-in name. `key` is the configuration key it came
-    from. Raises `ConfigError` naming key and remedy."""
+    """The directory of a model given as directory, hub name or built-in name.
+
+    key: configuration key of `name`, for errors
+
+    Raises `ConfigError` with key and remedy.
+    """
     if not name:
-        raise ConfigError(f"{key} is not set: give models, as in `osd serve ./target --draft ./draft`")
+        raise ConfigError(
+            f"{key} is not set: give models, as in `osd serve ./target --draft ./draft`"
+        )
     if name in BUILT_IN:
         return _built_in(name, key)
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"{key}={name}: no config.json there; give a model in Hugging Face format")
+            raise ConfigError(
+                f"{key}={name}: no config.json there; give a model in Hugging Face format"
+            )
         return path.resolve()
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ConfigError(f"{key}={name}: no such directory; give a model directory or a hub name (owner/model)")
+        raise ConfigError(
+            f"{key}={name}: no such directory; give a model directory or a hub name (owner/model)"
+        )
     return _download(name, key)
 
 
@@ -50,17 +66,23 @@ def _download(name: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]))
-    except Exception as error:  # noqa: BLE001  the hub's client raises many types, all meaning "not to be had"
+        return Path(
+            snapshot_download(
+                name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+            )
+        )
+    except Exception as error:  # noqa: BLE001  the hub's client raises many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{key}={name}: no such directory, and the hub does not give it ({reason})") from None
+        raise ConfigError(
+            f"{key}={name}: no such directory, and the hub does not give it ({reason})"
+        ) from None
 
 
 def fingerprint(directory: Path) -> str:
     """Identity of a target: 16 hex digits over its configuration, tokenizer and weights.
 
-    Of each weight file the header, the size and samples spread over the data are hashed: reading all of a large model
-    would cost minutes at every start, and two models that agree in all samples but differ elsewhere do not occur.
+    Of each weight file the size and samples spread over the data are hashed. Reading all of a large
+    model would take minutes at every start.
     """
     digest = hashlib.sha256()
     for name in ("config.json", *TOKENIZER_FILES):

@@ -1,7 +1,7 @@
-"""Which token has which id: read from whatever tokenizer files a model directory holds, and compared between two.
+"""Reads which token has which id from a model's tokenizer files, and compares two models.
 
-A draft never reads text: the target's tokenizer makes its input, the target's ids are its output. So a draft fits when
-every id means to it what it means to the target. Files, in the order they are looked for: `tokenizer.json`, then
+A draft never reads text: its input and output are ids of the target's tokenizer. It fits when every
+id means the same token to both. The files are looked for in this order: `tokenizer.json`, then
 `vocab.json` with `added_tokens.json`, then `tokenizer.model` (SentencePiece).
 """
 
@@ -17,10 +17,11 @@ from osd.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Token -> id. Added tokens (special ones, mostly) stand apart: a base and a chat model often differ in them."""
+    """Token -> id. Added (mostly special) tokens are kept apart: a base and a chat model often
+    differ in them."""
 
     file: str
-    """Where it was read."""
+    """Name of the file it was read from."""
     ordinary: Mapping[str, int]
     added: Mapping[str, int]
 
@@ -30,12 +31,13 @@ class Vocabulary:
 
     @property
     def num_ids(self) -> int:
-        """Rows an embedding needs for all of them."""
+        """Rows that an embedding needs for all ids."""
         return 1 + max(self.ids.values(), default=-1)
 
 
 def read(directory: Path) -> Vocabulary | None:
-    """The vocabulary of a model; None when no tokenizer file is there. Raises `ConfigError` for a damaged one."""
+    """The vocabulary of a model; None without a tokenizer file. Raises `ConfigError` for a damaged
+    one."""
     for name, reader in (
         ("tokenizer.json", _read_tokenizer_json),
         ("vocab.json", _read_vocab_json),
@@ -44,20 +46,25 @@ def read(directory: Path) -> Vocabulary | None:
         if (file := directory / name).is_file():
             try:
                 return reader(file)
-            except Exception as error:  # noqa: BLE001  three parsers, each with types of its own
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            except Exception as error:  # noqa: BLE001  the three parsers raise types of their own
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                reason = lines[0]
                 raise ConfigError(f"{file}: not a tokenizer that can be read ({reason})") from None
     return None
 
 
 def difference(target: Vocabulary, draft: Vocabulary) -> str:
-    """What keeps the draft from using the target's ids, in words; "" when nothing does.
+    """Why the draft cannot use the target's ids; "" when it can.
 
-    Ordinary tokens must be the same ones. An added token may be unknown to one of the two (it is then hardly ever
-    proposed), but not stand for another id.
+    Both must have the same ordinary tokens. An added token may be unknown to one of them (it is
+    then hardly ever proposed), but must not have another id.
     """
     target_ids, draft_ids = target.ids, draft.ids
-    moved = [token for token in target_ids.keys() & draft_ids.keys() if target_ids[token] != draft_ids[token]]
+    moved = [
+        token
+        for token in target_ids.keys() & draft_ids.keys()
+        if target_ids[token] != draft_ids[token]
+    ]
     missing = [token for token in target.ordinary if token not in draft_ids]
     unknown = [token for token in draft.ordinary if token not in target_ids]
     if not (moved or missing or unknown):
@@ -65,7 +72,10 @@ def difference(target: Vocabulary, draft: Vocabulary) -> str:
     different = [*moved, *missing, *unknown]
     token = min(different, key=lambda t: (target_ids.get(t, draft_ids.get(t, 0)), t))
     here, there = target_ids.get(token, "none"), draft_ids.get(token, "none")
-    return f"they disagree on {token!r}: id {here} in the target, {there} in the draft; {len(different)} such"
+    return (
+        f"they disagree on {token!r}: id {here} in the target, {there} in the draft; "
+        f"{len(different)} such"
+    )
 
 
 def _read_tokenizer_json(file: Path) -> Vocabulary:

@@ -1,18 +1,25 @@
-"""Counters of a deployment, and their Prometheus text. Upstream's words, base units, counters where one counts."""
+"""The metrics of a deployment, as Prometheus text. Names follow vLLM's; units are base units."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
+import collections
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from osd.exchange.registry import FeedRecord
 from osd.observe.status import speculation_figures
 from osd.records import BufferStats, Health, MetricPoint, ReplicaStatus, SpecWindow, SwapReport
+
+disable_created_metrics()  # a service that was restarted counts on from its feed
 
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "osd_spec_drafts_total": ("Drafts proposed and verified.", ("draft", "domain")),
@@ -31,26 +38,48 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "osd_capture_traces_total": ("Requests handed to the replay buffer as traces.", ()),
     "osd_buffer_dropped_total": ("Traces the replay buffer could not take or give.", ("reason",)),
     "osd_round_total": ("Training rounds by what became of them.", ("outcome",)),
-    "osd_round_rows_total": ("Rows of new traces by whether a round could train on them.", ("kind",)),
+    "osd_round_rows_total": (
+        "Rows of new traces by whether a round could train on them.",
+        ("kind",),
+    ),
     "osd_trainer_failures_total": ("Calls in which the trainer failed.", ()),
     "osd_swap_total": ("Draft swaps by whether they succeeded.", ("ok",)),
     "osd_rollback_total": ("Drafts taken back.", ("reason",)),
 }
 """Name -> help text and labels of every counter."""
 
+OBSERVED = (
+    "osd_capture_rows_total",
+    "osd_capture_skipped_total",
+    "osd_capture_traces_total",
+    "osd_buffer_dropped_total",
+)
+"""Counters that replicas and buffer keep themselves."""
+Tally = collections.Counter[tuple[str, ...]]
+"""Values of the labels -> how many."""
+
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "osd_draft_info": ("Always 1: which draft version a replica serves.", ("draft", "version", "replica")),
+    "osd_draft_info": (
+        "Always 1: which draft version a replica serves.",
+        ("draft", "version", "replica"),
+    ),
     "osd_buffer_traces": ("Traces in the replay buffer, held-out ones included.", ()),
     "osd_buffer_bytes": ("Bytes in the replay buffer.", ()),
     "osd_replicas": ("Replicas that are alive.", ()),
-    "osd_replica_lagging": ("1 while a replica has served another version than the wanted one for long.", ("replica",)),
+    "osd_replica_lagging": (
+        "1 while a replica has served another version than the wanted one for long.",
+        ("replica",),
+    ),
     "osd_redis_up": ("0 while Redis is away.", ()),
     "osd_trainer_up": ("0 while the trainer fails; 1 also where none is wanted.", ()),
     "osd_alarm": ("1 while an engine seems to run something else than the serving draft.", ()),
 }
 
 SPECULATION: dict[str, tuple[str, tuple[str, ...]]] = {
-    "osd_speculation_steps_total": ("Pure decoding steps by what was speculated.", ("replica", "plan")),
+    "osd_speculation_steps_total": (
+        "Pure decoding steps by what was speculated.",
+        ("replica", "plan"),
+    ),
     "osd_speculation_seconds_total": ("Time of these steps.", ("replica", "plan")),
     "osd_speculation_tokens_total": ("Tokens these steps brought.", ("replica", "plan")),
     "osd_step_seconds_total": ("Host time of the worker by part of a step.", ("replica", "part")),
@@ -81,7 +110,8 @@ SPECULATION: dict[str, tuple[str, tuple[str, ...]]] = {
         ("replica", "bound"),
     ),
 }
-"""Name -> help text and labels of what living replicas report of their speculation; shown once there is any."""
+"""Name -> help text and labels of what living replicas report of their speculation; shown once
+there is any."""
 
 PAUSE_HISTOGRAM = ("osd_swap_pause_seconds", "Time a swap blocked an engine.")
 PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -91,18 +121,20 @@ class Totals(Collector):
     """Sums since the feed begins. Not thread-safe: `History` holds the lock."""
 
     def __init__(self) -> None:
-        self._counters: dict[str, Counter[tuple[str, ...]]] = {
-            name: Counter() if labels else Counter({(): 0}) for name, (_, labels) in COUNTERS.items()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._counters = {
+            name: Counter(name, text, labels, registry=self._registry)
+            for name, (text, labels) in COUNTERS.items()
+            if name not in OBSERVED
         }
-        self._pauses: list[int] = [0] * (len(PAUSE_BUCKETS) + 1)
-        self._pause_sum = 0.0
+        self._pauses = Histogram(*PAUSE_HISTOGRAM, buckets=PAUSE_BUCKETS, registry=self._registry)
         self._seen: dict[tuple[str, float], ReplicaStatus] = {}
-        """(replica, started_at) -> its last heartbeat: what a replica counted stays counted when it has gone"""
+        """(replica, started_at) -> its last heartbeat: the counts of a replica that has gone stay
+        in the sums"""
         self._living: list[ReplicaStatus] = []
         self._buffer: BufferStats | None = None
         self._health: Health | None = None
         """None before the controller's first look"""
-        self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     def add(self, record: FeedRecord) -> None:
@@ -110,13 +142,12 @@ class Totals(Collector):
             case SpecWindow():
                 self._add_window(record)
             case SwapReport():
-                self._counters["osd_swap_total"][str(record.ok).lower(),] += 1
+                self._count("osd_swap_total", (str(record.ok).lower(),), 1)
                 if record.ok:
-                    self._pauses[bisect_left(PAUSE_BUCKETS, record.pause_s)] += 1
-                    self._pause_sum += record.pause_s
-            case MetricPoint(name=name) if name in COUNTERS:
+                    self._pauses.observe(record.pause_s)
+            case MetricPoint(name=name) if name in self._counters:
                 labels = tuple(record.labels.get(label, "") for label in COUNTERS[name][1])
-                self._counters[name][labels] += int(record.value)
+                self._count(name, labels, int(record.value))
             case _:
                 pass
 
@@ -129,18 +160,18 @@ class Totals(Collector):
         self._health = health
 
     def total(self, name: str) -> int:
-        return self._counters[name].total()
+        """Sum over the labels of a counter that the feed adds to."""
+        samples = (sample for family in self._counters[name].collect() for sample in family.samples)
+        return round(sum(sample.value for sample in samples))
 
     def render(self) -> str:
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterator[Metric]:
-        """What `prometheus_client` calls when it renders."""
-        observed = self._observed()
-        for name, (text, labels) in COUNTERS.items():
+        """The metrics that are not counted here; `prometheus_client` calls this when it renders."""
+        for name, counts in self._observed().items():
+            text, labels = COUNTERS[name]
             counter = CounterMetricFamily(name, text, labels=labels)
-            counts = self._counters[name].copy()
-            counts.update(observed.get(name, {}))  # `+` would leave out what is 0, and with it an acceptance of 0
             for values, value in sorted(counts.items()):
                 counter.add_metric(values, value)
             yield counter
@@ -151,61 +182,67 @@ class Totals(Collector):
                 gauge.add_metric(values, number)
             yield gauge
         yield from self._speculation()
-        yield self._pause_histogram()
+
+    def _count(self, name: str, labels: tuple[str, ...], num: int) -> None:
+        counter = self._counters[name]
+        (counter.labels(*labels) if labels else counter).inc(num)
 
     def _add_window(self, window: SpecWindow) -> None:
         labels = (window.draft, window.domain)
-        self._counters["osd_spec_drafts_total"][labels] += window.num_drafts
-        self._counters["osd_spec_draft_tokens_total"][labels] += window.num_draft_tokens
-        self._counters["osd_spec_accepted_tokens_total"][labels] += window.num_accepted_tokens
-        for position, num in enumerate(window.num_tested_per_pos):
-            self._counters["osd_spec_position_tested_total"][window.draft, str(position)] += num
-        for position, num in enumerate(window.num_accepted_tokens_per_pos):
-            self._counters["osd_spec_position_accepted_total"][window.draft, str(position)] += num
+        self._count("osd_spec_drafts_total", labels, window.num_drafts)
+        self._count("osd_spec_draft_tokens_total", labels, window.num_draft_tokens)
+        self._count("osd_spec_accepted_tokens_total", labels, window.num_accepted_tokens)
+        for kind, counts in (
+            ("tested", window.num_tested_per_pos),
+            ("accepted", window.num_accepted_tokens_per_pos),
+        ):
+            for position, num in enumerate(counts):
+                at = (window.draft, str(position))
+                self._count(f"osd_spec_position_{kind}_total", at, num)
 
-    def _observed(self) -> dict[str, Counter[tuple[str, ...]]]:
+    def _observed(self) -> dict[str, Tally]:
         """Counters that replicas and buffer keep themselves, summed over all ever seen."""
-        rows, skipped, dropped = Counter[str](), Counter[str](), Counter[str]()
+        rows, skipped, dropped = Tally(), Tally(), Tally()
         for status in self._seen.values():
-            rows.update(status.capture_rows)
-            skipped.update(status.capture_skipped)
-            dropped.update(status.buffer_dropped)
-        dropped.update(self._buffer.dropped if self._buffer else {})
-        by_name = {
-            "osd_capture_rows_total": rows,
-            "osd_capture_skipped_total": skipped,
-            "osd_buffer_dropped_total": dropped,
-        }
-        observed: dict[str, Counter[tuple[str, ...]]] = {
-            name: Counter({(label,): n for label, n in counts.items()}) for name, counts in by_name.items()
-        }
-        observed["osd_capture_traces_total"] = Counter({(): sum(status.num_traces for status in self._seen.values())})
-        return observed
+            rows.update({(kind,): num for kind, num in status.capture_rows.items()})
+            skipped.update({(reason,): num for reason, num in status.capture_skipped.items()})
+            dropped.update({(reason,): num for reason, num in status.buffer_dropped.items()})
+        if self._buffer is not None:
+            dropped.update({(reason,): num for reason, num in self._buffer.dropped.items()})
+        traces = Tally({(): sum(status.num_traces for status in self._seen.values())})
+        return dict(zip(OBSERVED, (rows, skipped, traces, dropped), strict=True))
 
     def _gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
-        info: dict[tuple[str, ...], float] = {(s.draft, str(s.version), s.replica): 1.0 for s in self._living}
+        info: dict[tuple[str, ...], float] = {
+            (s.draft, str(s.version), s.replica): 1.0 for s in self._living
+        }
         buffer = self._buffer
         return {
             "osd_draft_info": info,
-            "osd_buffer_traces": {(): float(buffer.num_traces + buffer.num_holdout)} if buffer else {},
+            "osd_buffer_traces": {(): float(buffer.num_traces + buffer.num_holdout)}
+            if buffer
+            else {},
             "osd_buffer_bytes": {(): float(buffer.num_bytes)} if buffer else {},
         }
 
     def _parts(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """Which parts work."""
+        """The gauges of `Health`."""
         health = self._health
         if health is None:
             return {}
         return {
             "osd_replicas": {(): float(len(self._living))},
-            "osd_replica_lagging": {(s.replica,): float(s.replica in health.lagging) for s in self._living},
+            "osd_replica_lagging": {
+                (s.replica,): float(s.replica in health.lagging) for s in self._living
+            },
             "osd_redis_up": {(): float(health.is_redis_up)},
             "osd_trainer_up": {(): float(health.is_trainer_up)},
             "osd_alarm": {(): float(health.is_alarmed)},
         }
 
     def _speculation(self) -> Iterator[Metric]:
-        """The families of `SPECULATION` that have a sample. A restarted engine counts from 0 again, as its own."""
+        """The families of `SPECULATION` that have a sample. A restarted engine counts from 0 again,
+        as its own."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for status in self._living:
             for name, labels, value in _speculation_samples(status):
@@ -215,25 +252,18 @@ class Totals(Collector):
                 families[name].add_metric((status.replica, *labels), value)
         return iter(families.values())
 
-    def _pause_histogram(self) -> HistogramMetricFamily:
-        cumulative, buckets = 0, []
-        for limit, num in zip([*map(str, PAUSE_BUCKETS), "+Inf"], self._pauses, strict=True):
-            cumulative += num
-            buckets.append((limit, float(cumulative)))
-        return HistogramMetricFamily(*PAUSE_HISTOGRAM, buckets=buckets, sum_value=self._pause_sum)
-
 
 def _speculation_samples(status: ReplicaStatus) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """(name, labels after the replica, value) of what one replica reports; none of what it does not know."""
+    """(name, labels after the replica, value) of the figures that one replica reports."""
     figures = speculation_figures(status.speculation)
     if figures is None:
         return
     for plan, totals in figures.plans.items():
-        for name, value in totals.items():
-            yield f"osd_speculation_{name}_total", (plan,), value
+        for name in ("steps", "seconds", "tokens"):
+            yield f"osd_speculation_{name}_total", (plan,), getattr(totals, name)
     for part, seconds in figures.seconds_per_part.items():
         yield "osd_step_seconds_total", (part,), seconds
-    tallies = {"position": enumerate(figures.places), "context": figures.contexts.items()}
+    tallies = {"position": enumerate(figures.positions), "context": figures.contexts.items()}
     for kind, items in tallies.items():
         for label, (tested, accepted) in items:
             yield f"osd_speculation_{kind}_tested_total", (str(label),), tested

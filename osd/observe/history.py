@@ -1,10 +1,14 @@
-"""The history of a deployment in memory: what the dashboard draws, the watch loop judges by, and Prometheus scrapes.
+"""The history of a deployment in memory: what the dashboard draws, the watch loop judges by, and
+Prometheus scrapes.
 
 It is built anew at start, from the registry's feed and, for what is older, from the file it keeps:
 
     file ──► minutes ┐
-    feed ─► add ─► slots (`slots.py`) ─► series (`series.py`), window     events, swaps, changes of plan ─► lists
-                └► totals ─► prometheus                 slots, events ─► save ─► file
+    feed ─► add ─► slots (`slots.py`) ─► series (`series.py`), window
+                ├► totals (`exposition.py`) ─► prometheus
+                └► lists of events, swaps, rounds, changes of plan
+
+    slots, events ─► save ─► file
 """
 
 from __future__ import annotations
@@ -16,14 +20,17 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec.structs import replace
+
 from osd.exchange.registry import FeedRecord
 from osd.observe import series
 from osd.observe.exposition import Totals
 from osd.observe.history_file import HistoryFile
-from osd.observe.slots import MINUTE_S, Counts, SlotTable, StepTimes, floor
-from osd.observe.status import plan_changes, speculation_figures
+from osd.observe.slots import MINUTE_S, SlotTable, SpeculationTimes, floor
+from osd.observe.status import plan_changes, seconds_per_part
 from osd.records import (
     BufferStats,
+    Counters,
     Event,
     Health,
     MetricPoint,
@@ -58,11 +65,11 @@ class History:
 
     def __init__(self, history_seconds: float = 7 * 86400, file: HistoryFile | None = None) -> None:
         self._history_seconds, self._file = history_seconds, file
-        self._counts = SlotTable(Counts, narrow_s=1.0)
+        self._counts = SlotTable(Counters, narrow_s=1.0)
         """(start, replica, version, k)"""
-        self._classes = SlotTable(Counts, narrow_s=5.0)
+        self._classes = SlotTable(Counters, narrow_s=5.0)
         """(start, class of traffic)"""
-        self._steps = SlotTable(StepTimes, narrow_s=10.0)
+        self._steps = SlotTable(SpeculationTimes, narrow_s=10.0)
         """(start, replica)"""
         self._class_names: set[str] = {UNLABELLED}
         self._served: dict[int, tuple[int, int]] = {}
@@ -106,23 +113,25 @@ class History:
                     pass
 
     def observe(self, replicas: Iterable[ReplicaStatus], buffer: BufferStats | None) -> None:
-        """Take what does not come by the feed: the living replicas, and what the buffer holds."""
+        """Take the heartbeats of the living replicas, and the statistics of the buffer."""
         replicas = list(replicas)
         with self._lock:
             self._totals.observe(replicas, buffer)
             for status in replicas:
                 self._add_changes(status)
-                self._add_step_times(status)
+                self._add_speculation(status)
 
     def observe_health(self, health: Health) -> None:
-        """Take what the controller finds of the parts, once per look."""
+        """Take the health that the controller found in its last look."""
         with self._lock:
             self._totals.observe_health(health)
 
     def series(self, since: float, bucket_s: float, by: str = "") -> dict[str, Any]:
-        """Columns (`osd.observe.series.COLUMNS`) with one row per bucket from `since` to the newest window.
+        """Columns (`osd.observe.series.COLUMNS`) with one row per bucket from `since` to the newest
+        window.
 
-        With `by` (one of `LINES`), also `lines`: name -> the three acceptances, a value for each row.
+        With `by` (one of `LINES`), also `lines`: name -> the three acceptances, a value for each
+        row.
         """
         bucket_s = max(bucket_s, 1.0)
         with self._lock:
@@ -131,48 +140,39 @@ class History:
             if by:
                 table = self._classes if by == "class" else self._counts
                 label = {"class": 1, "replica": 1, "position": None}[by]
-                columns["lines"] = series.lines(table.since(since, bucket_s), bucket_s, columns["at"], label)
+                columns["lines"] = series.lines(
+                    table.since(since, bucket_s), bucket_s, columns["at"], label
+                )
         return columns
 
-    def window(self, version: int | None = None, since: float = 0.0, until: float = math.inf) -> SpecWindow | None:
-        """Everything seen since, of one version or of all, as one window; None when there was nothing."""
+    def window(
+        self, version: int | None = None, since: float = 0.0, until: float = math.inf
+    ) -> SpecWindow | None:
+        """The sum of all windows of a version (None = of all versions) in a span; None without
+        any."""
         with self._lock:
             counts = self._counts.since(since)
             found = [(k, c) for k, c in counts if version in (None, k[2]) and k[0] <= until]
         if not found:
             return None
-        total = Counts()
+        total = Counters()
         for _, counted in found:
             total.add(counted)
         start, replica, newest_version, k = max(found, key=lambda item: item[0])[0]
-        return SpecWindow(
-            at=max(self._ends.get(replica, start), start),
-            replica=replica,
-            version=newest_version,
-            seconds=total.seconds,
-            k=k,
-            num_steps=total.num_steps,
-            num_drafts=total.num_drafts,
-            num_draft_tokens=total.num_draft_tokens,
-            num_accepted_tokens=total.num_accepted_tokens,
-            num_accepted_tokens_per_pos=tuple(total.accepted_per_pos),
-            num_tested_per_pos=tuple(total.tested_per_pos),
-            num_output_tokens=total.num_output_tokens,
-            num_finished=total.num_finished,
-            num_captured=total.num_captured,
-            decode_seconds=total.decode_seconds,
-            num_decode_tokens=total.num_decode_tokens,
-        )
+        at = max(self._ends.get(replica, start), start)
+        return SpecWindow.of(total, at=at, replica=replica, version=newest_version, k=k)
 
     def served(self, version: int) -> tuple[int, int]:
-        """(tested, accepted) draft tokens of a version in all that this history has taken, file included."""
+        """(tested, accepted) draft tokens of a version, in the feed and in the file."""
         with self._lock:
             return self._served.get(version, (0, 0))
 
     def marks(self) -> list[dict[str, Any]]:
-        """When the deployment went over to another version, oldest first: `{"at", "version", "previous", "pause_s"}`.
+        """When the deployment went over to another version, oldest first:
+        `{"at", "version", "previous", "pause_s"}`.
 
-        The first replica to swap counts; those that follow, or are catching up, do not mark it again.
+        The first replica to swap counts; those that follow, or are catching up, do not mark it
+        again.
         """
         marks: list[dict[str, Any]] = []
         for report in sorted(self.swaps(), key=lambda report: report.at):
@@ -198,9 +198,10 @@ class History:
             return list(self._swaps)
 
     def changes(self, limit: int = 50) -> list[dict[str, Any]]:
-        """The newest changes of what is speculated, oldest first: {"at", "replica", "from", "to", "batch", "reason"}.
+        """The newest changes of what is speculated, oldest first: {"at", "replica", "from", "to",
+        "batch", "reason"}.
 
-        From heartbeats: those of before this process are not known.
+        They come from heartbeats, so only those since the start of this process are known.
         """
         with self._lock:
             return sorted(self._changes, key=lambda change: change["at"])[-limit:]
@@ -216,8 +217,8 @@ class History:
             return self._totals.render()
 
     def save(self, now: float | None = None) -> None:
-        """Write minutes that are over, and new events, to the file. Raises `sqlite3.Error` or `OSError`, and loses
-        nothing then."""
+        """Write whole minutes and new events to the file. Raises `sqlite3.Error` or `OSError`; the
+        next call then writes them."""
         if self._file is None:
             return
         now = time.time() if now is None else now
@@ -235,7 +236,7 @@ class History:
             del self._unsaved[: len(events)]
 
     def _tables(self) -> dict[str, SlotTable[Any]]:
-        """By their kind in the file."""
+        """The table of each kind of minute in the file."""
         return {"replica": self._counts, "class": self._classes, "speculation": self._steps}
 
     def _load(self, file: HistoryFile) -> None:
@@ -243,7 +244,7 @@ class History:
             self._tables()[kind].put_minute(key, value)
             self._saved_until = max(self._saved_until, key[0] + MINUTE_S)
             if kind == "replica":
-                self._count_served(key[2], value.tested_per_pos, value.accepted_per_pos)
+                self._count_served(key[2], value)
             if kind == "class" and key[1] != OTHER_CLASSES:
                 self._class_names.add(str(key[1]))
         self._loaded_until = self._saved_until
@@ -258,28 +259,32 @@ class History:
             return
         is_same_look = self._ends.get(window.replica) == window.at
         self._ends[window.replica] = window.at
-        counts = Counts.of(window, 0.0 if is_same_look else window.seconds)
+        untimed = replace(window.counters, seconds=0.0)
+        counts = untimed if is_same_look else window.counters
         self._counts.add(window.at, (window.replica, window.version, window.k), counts)
-        self._count_served(window.version, window.num_tested_per_pos, window.num_accepted_tokens_per_pos)
-        self._classes.add(window.at, (self._class_of(window.domain),), Counts.of(window, 0.0))
+        self._count_served(window.version, counts)
+        self._classes.add(window.at, (self._class_of(window.domain),), untimed)
         for table in self._tables().values():
             table.forget(window.at, window.at - self._history_seconds)
 
     def _meet_feed(self, at: float) -> float:
-        """Start of what is taken from the feed. It tells anew what happened since its first window, `at`, in finer
-        slots than the file has: what the file has of it goes, but for the minute in which the feed begins, of which
-        the feed may lack a part."""
+        """Unix time from which windows of the feed are taken. The feed repeats what the file has
+        since its first window, `at`, in finer slots: these minutes of the file are dropped. The
+        minute in which the feed begins stays, since the feed may lack a part of it."""
         minute = floor(at, MINUTE_S)
         for table in (self._counts, self._classes):
             table.drop_minutes(after=minute)
         self._served.clear()
         for key, counts in self._counts.since(0.0):
-            self._count_served(key[2], counts.tested_per_pos, counts.accepted_per_pos)
+            self._count_served(key[2], counts)
         return minute + MINUTE_S if minute < self._loaded_until else at
 
-    def _count_served(self, version: int, tested: Iterable[int], accepted: Iterable[int]) -> None:
-        before = self._served.get(version, (0, 0))
-        self._served[version] = (before[0] + sum(tested), before[1] + sum(accepted))
+    def _count_served(self, version: int, counters: Counters) -> None:
+        tested, accepted = self._served.get(version, (0, 0))
+        self._served[version] = (
+            tested + sum(counters.num_tested_per_pos),
+            accepted + sum(counters.num_accepted_tokens_per_pos),
+        )
 
     def _class_of(self, domain: str) -> str:
         name = domain or UNLABELLED
@@ -307,27 +312,33 @@ class History:
         self._changes.extend(new)
         self._changed_at[status.replica] = max([changed_at, *(change["at"] for change in new)])
 
-    def _add_step_times(self, status: ReplicaStatus) -> None:
-        """What the replica's totals grew by since its heartbeat before."""
-        figures = speculation_figures(status.speculation)
-        if figures is None:
+    def _add_speculation(self, status: ReplicaStatus) -> None:
+        """Take what the replica's totals grew by since its last heartbeat."""
+        report = status.speculation
+        if report is None:
             return
-        run = (status.replica, status.started_at)
-        before, self._seconds_per_part[run] = self._seconds_per_part.get(run), figures.seconds_per_part
-        grown = {part: s - (before or {}).get(part, 0.0) for part, s in figures.seconds_per_part.items()}
-        if before is None or not any(s > 0 for s in grown.values()):
+        run, seconds = (status.replica, status.started_at), seconds_per_part(report)
+        before, self._seconds_per_part[run] = self._seconds_per_part.get(run), seconds
+        if before is None:
             return
-        net = None if figures.net_ratio is None else (figures.net_ratio, figures.net_low, figures.net_high)
-        times = StepTimes(net=net, seconds_per_part={part: s for part, s in grown.items() if s > 0})
-        self._steps.add(status.at, (status.replica,), times)
+        grown = {part: s - before.get(part, 0.0) for part, s in seconds.items()}
+        grown = {part: s for part, s in grown.items() if s > 0}
+        if grown:
+            net = report.net
+            measured = None if net.ratio is None else (net.ratio, net.low, net.high)
+            times = SpeculationTimes(net=measured, seconds_per_part=grown)
+            self._steps.add(status.at, (status.replica,), times)
 
 
 def _swap_event(report: SwapReport) -> Event:
     if report.ok:
         text = (
-            f"{report.replica}: v{report.previous} -> v{report.version}, engine paused {1000 * report.pause_s:.1f} ms"
+            f"{report.replica}: v{report.previous} -> v{report.version}, engine paused "
+            f"{1000 * report.pause_s:.1f} ms"
             + (", weights read back and equal" if report.proved else "")
         )
         return Event(at=report.at, kind="swapped", text=text, version=report.version)
-    text = f"{report.replica} keeps v{report.previous}, v{report.version} was refused: {report.error}"
+    text = (
+        f"{report.replica} keeps v{report.previous}, v{report.version} was refused: {report.error}"
+    )
     return Event(at=report.at, kind="swap_failed", text=text, version=report.version)

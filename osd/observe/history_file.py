@@ -1,7 +1,8 @@
-"""The history of a deployment on disk: whole minutes, and events, in one SQLite file, so that it survives restarts.
+"""The history of a deployment on disk: whole minutes, and events, in one SQLite file, so that it
+survives restarts.
 
-Redis' feed holds the newest hours; what is older, or was in a Redis that is gone, is here. A file that cannot be read
-is put aside and a new one begun: history is never a reason not to serve.
+Redis' feed holds the newest hours; this file holds the rest. A file
+that cannot be read is put aside and a new one begun: history is never a reason not to serve.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ from typing import Any
 
 import msgspec
 
-from osd.observe.slots import Counts, Key, StepTimes
-from osd.records import Event, SwapReport, decode, encode
+from osd.observe.slots import Key, SpeculationTimes
+from osd.records import Counters, Event, SwapReport, decode, encode
 
 log = logging.getLogger(__name__)
 
 SCHEMA = """
 create table if not exists minutes (
-    kind text, start real, labels blob, value blob, primary key (kind, start, labels)) without rowid;
+    kind text, start real, labels blob, value blob, primary key (kind, start, labels)
+) without rowid;
 create table if not exists events (at real, type text, record blob, unique (type, record));
 """
 EVENT_TYPES: dict[str, type[Event] | type[SwapReport]] = {"Event": Event, "SwapReport": SwapReport}
-VALUE_TYPES: dict[str, Any] = {"replica": Counts, "class": Counts, "speculation": StepTimes}
+VALUE_TYPES: dict[str, Any] = {
+    "replica": Counters,
+    "class": Counters,
+    "speculation": SpeculationTimes,
+}
 """Kind of a minute -> what it holds."""
 MAX_EVENTS = 2000
 
@@ -36,11 +42,13 @@ Minute = tuple[str, Key, Any]
 
 
 class HistoryFile:
-    """One writer. All of it raises `sqlite3.Error` or `OSError` when the disk refuses; the file stays whole.
+    """One writer. All of it raises `sqlite3.Error` or `OSError` when the disk refuses; the file
+    stays whole.
 
     Example:
         kept = HistoryFile(Path("/data/history.db"))
-        kept.write([("replica", (1.7e9, "replica-0", 4, 5), Counts(num_drafts=100))], [], oldest=1.69e9)
+        minute = ("replica", (1.7e9, "replica-0", 4, 5), Counters(num_drafts=100))
+        kept.write([minute], [], oldest=1.69e9)
         for kind, key, value in kept.minutes(since=1.69e9): ...
     """
 
@@ -53,12 +61,17 @@ class HistoryFile:
             raise
         except sqlite3.DatabaseError as error:
             aside = path.with_name(f"{path.name}.unreadable-{int(time.time())}")
-            log.warning("%s cannot be read (%s); it is kept as %s, and history begins anew", path, error, aside.name)
+            log.warning(
+                "%s cannot be read (%s); it is kept as %s, and history begins anew",
+                path,
+                error,
+                aside.name,
+            )
             path.replace(aside)
             self._db = _open(path)
 
     def minutes(self, since: float) -> list[Minute]:
-        """What was kept, oldest first; what another version wrote and this one cannot read is left out."""
+        """The kept minutes, oldest first, without those that this version cannot read."""
         query = "select kind, start, labels, value from minutes where start >= ? order by start"
         found = []
         for kind, start, labels, value in self._db.execute(query, (since,)):
@@ -79,19 +92,25 @@ class HistoryFile:
                 continue
         return found
 
-    def write(self, minutes: Iterable[Minute], events: Iterable[Event | SwapReport], oldest: float) -> None:
-        """Keep these, and forget minutes before `oldest` and all but the newest events. All of it or nothing."""
+    def write(
+        self, minutes: Iterable[Minute], events: Iterable[Event | SwapReport], oldest: float
+    ) -> None:
+        """Keep these in one transaction; delete minutes before `oldest` and all but the newest
+        events."""
         rows = [
-            (kind, key[0], msgspec.json.encode(key[1:]).decode(), msgspec.json.encode(v)) for kind, key, v in minutes
+            (kind, key[0], msgspec.json.encode(key[1:]).decode(), msgspec.json.encode(v))
+            for kind, key, v in minutes
         ]
         with self._db:
             self._db.executemany("insert or replace into minutes values (?, ?, ?, ?)", rows)
             self._db.executemany(
-                "insert or ignore into events values (?, ?, ?)", [(e.at, type(e).__name__, encode(e)) for e in events]
+                "insert or ignore into events values (?, ?, ?)",
+                [(e.at, type(e).__name__, encode(e)) for e in events],
             )
             self._db.execute("delete from minutes where start < ?", (oldest,))
             self._db.execute(
-                "delete from events where rowid not in (select rowid from events order by at desc limit ?)",
+                "delete from events where rowid not in (select rowid from events order by at desc "
+                "limit ?)",
                 (MAX_EVENTS,),
             )
 

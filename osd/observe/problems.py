@@ -1,13 +1,12 @@
-"""What is wrong with a running service, worst first, each with its remedy. Judged from the JSON of `/osd/status`."""
+"""The problems of a running service, worst first, each with its remedy, found in its status."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from osd.common.wording import counted, percent
-from osd.records import NO_TRACES
+from osd.records import NO_TRACES, Event, ServiceStatus
 
 LEFT_OUT_AS_REQUESTS = (
     "opted_out",
@@ -28,58 +27,71 @@ WORTH_A_WORD = 0.01
 ENDS_OF_A_ROUND = ("published", "refused", "discarded", "publish_failed")
 
 
-def learnable(status: dict[str, Any]) -> tuple[int, Counter[str]]:
-    """Requests that became traces and reached the buffer since the replicas started, and those that did not by reason
-    (`buffer: REASON` = on the way to the buffer)."""
+def learnable(status: ServiceStatus) -> tuple[int, Counter[str]]:
+    """Requests that became traces and reached the buffer since the replicas started, and those that
+    did not by reason (`buffer: REASON` = on the way to the buffer)."""
     left_out: Counter[str] = Counter()
     num_traces = 0
-    for replica in status["replicas"]:
-        num_traces += replica.get("num_traces", 0)
-        left_out.update({r: n for r, n in replica["capture_skipped"].items() if r in LEFT_OUT_AS_REQUESTS})
-        left_out.update({f"buffer: {reason}": n for reason, n in replica["buffer_dropped"].items()})
+    for replica in status.replicas:
+        num_traces += replica.num_traces
+        left_out.update(
+            {r: n for r, n in replica.capture_skipped.items() if r in LEFT_OUT_AS_REQUESTS}
+        )
+        left_out.update({f"buffer: {reason}": n for reason, n in replica.buffer_dropped.items()})
     left_out = +left_out
     num_lost = sum(n for reason, n in left_out.items() if reason.startswith("buffer: "))
     return max(0, num_traces - num_lost), left_out
 
 
-def last_outcome(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+def last_outcome(events: Sequence[Event]) -> Event | None:
     """The event that ended the last training round; `events` newest first."""
-    return next((event for event in events if event["kind"] in ENDS_OF_A_ROUND), None)
+    return next((event for event in events if event.kind in ENDS_OF_A_ROUND), None)
 
 
-def troubles(status: dict[str, Any], outcome: dict[str, Any] | None = None) -> list[str]:
-    """One line each, worst first; [] when all is well. `outcome`: the event that ended the last training round."""
-    return [*_serving(status), *_lost(status), *_training(status, outcome), *_ended_controls(status)]
+def problems_of(status: ServiceStatus, outcome: Event | None = None) -> list[str]:
+    """One line each, worst first; [] when all is well. `outcome`: the event that ended the last
+    training round."""
+    return [
+        *_serving(status),
+        *_lost(status),
+        *_training(status, outcome),
+        *_ended_controls(status),
+    ]
 
 
-def _serving(status: dict[str, Any]) -> Iterator[str]:
-    if status["redis"] != "ok":  # no heartbeat comes through then, so the replicas may be well
+def _serving(status: ServiceStatus) -> Iterator[str]:
+    if status.redis != "ok":  # no heartbeat comes through then, so the replicas may be well
         yield (
-            "Redis is away, so nothing is learnt and no draft is swapped: start it again, or repair buffer.redis_url; "
+            "Redis is away, so nothing is learnt and no draft is swapped: start it again, or "
+            "repair buffer.redis_url; "
             "answers go on"
         )
-    elif not status["replicas"]:
+    elif not status.replicas:
         yield (
-            "no replica is alive, so no request can be answered: its log in `logs` of the data directory says why; "
+            "no replica is alive, so no request can be answered: its log in `logs` of the data "
+            "directory says why; "
             "end it with `osd stop` and serve again"
         )
-    for replica in status["replicas"]:
-        if replica["capture_skipped"].get("hook_error"):
+    for replica in status.replicas:
+        if replica.capture_skipped.get("hook_error"):
             yield (
-                f"capture failed on {replica['replica']} and is off there: restart the service; the replica's log "
+                f"capture failed on {replica.replica} and is off there: restart the service; "
+                "the replica's log "
                 "says why"
             )
-    if alarm := status.get("alarm"):
+    if alarm := status.alarm:
         yield f"{alarm}: compare `osd drafts list` with the replicas' logs, or restart the service"
-    for replica in status["replicas"]:
-        if replica["lagging"]:
+    for replica in status.replicas:
+        if replica.lagging:
             yield (
-                f"{replica['replica']} is lagging: it serves v{replica['version']}, wanted is v{replica['wanted']}; "
-                f"if it does not catch up, `osd drafts promote {replica['version']}` or restart the service"
+                f"{replica.replica} is lagging: it serves v{replica.version}, wanted is "
+                f"v{replica.wanted}; "
+                f"if it does not catch up, `osd drafts promote {replica.version}` or restart "
+                "the service"
             )
 
 
-def _lost(status: dict[str, Any]) -> Iterator[str]:
+def _lost(status: ServiceStatus) -> Iterator[str]:
     num_learnt, left_out = learnable(status)
     num_all = num_learnt + left_out.total()
     for reason, num in left_out.most_common():
@@ -89,7 +101,8 @@ def _lost(status: dict[str, Any]) -> Iterator[str]:
             continue
         if kind == "buffer":
             remedy = BUFFER_REMEDIES.get(why, "the replica's log says what was wrong with them")
-            yield f"the buffer dropped {counted(num, 'trace')} ({why}, {share} of requests): {remedy}"
+            dropped = f"{counted(num, 'trace')} ({why}, {share} of requests)"
+            yield f"the buffer dropped {dropped}: {remedy}"
         elif kind == "budget":
             yield (
                 f"{counted(num, 'trace')} went over the byte budget ({share} of requests): raise "
@@ -100,39 +113,47 @@ def _lost(status: dict[str, Any]) -> Iterator[str]:
 
 BUFFER_REMEDIES = {
     "redis": "see that Redis can be reached and is fast enough",
-    "memory": "raise buffer.max_memory (or maxmemory of your own Redis), or lower buffer.max_traces",
+    "memory": (
+        "raise buffer.max_memory (or maxmemory of your own Redis), or lower buffer.max_traces"
+    ),
 }
 
 
-def _steps_lost(status: dict[str, Any]) -> Iterator[str]:
+def _steps_lost(status: ServiceStatus) -> Iterator[str]:
     for reason, remedy in (
         ("queue_full", "raise capture.queue_size or lower capture.accepted_fraction"),
         ("assembly_error", "the replica's log says why"),
     ):
-        num = sum(replica["capture_skipped"].get(reason, 0) for replica in status["replicas"])
+        num = sum(replica.capture_skipped.get(reason, 0) for replica in status.replicas)
         num_requests = learnable(status)[0] or 1
         if num > WORTH_A_WORD * num_requests:
             yield f"capture lost {counted(num, 'engine step')} ({reason}): {remedy}"
 
 
-def _training(status: dict[str, Any], outcome: dict[str, Any] | None) -> Iterator[str]:
-    if status["trainer"] != "ok":
+def _training(status: ServiceStatus, outcome: Event | None) -> Iterator[str]:
+    if status.trainer != "ok":
         yield (
-            "the trainer fails, so the draft does not learn: `logs/trainer.log` in the data directory says why; it is "
+            "the trainer fails, so the draft does not learn: `logs/trainer.log` in the data "
+            "directory says why; it is "
             "tried again by itself"
         )
-    elif outcome is not None and outcome["kind"] == "publish_failed":
-        yield f"a better draft could not be published ({outcome['text']}): make room in releases.dir"
-    elif outcome is not None and outcome["kind"] == "discarded" and NO_TRACES not in outcome["text"]:
-        yield f"the last training round failed ({outcome['text']}): lower trainer.learning_rate if it happens again"
-    if status["paused"]:
+    elif outcome is not None and outcome.kind == "publish_failed":
+        text = outcome.text
+        yield f"a better draft could not be published ({text}): make room in releases.dir"
+    elif outcome is not None and outcome.kind == "discarded" and NO_TRACES not in outcome.text:
+        yield (
+            f"the last training round failed ({outcome.text}): lower trainer.learning_rate if "
+            "it happens again"
+        )
+    if status.paused:
         yield "training is paused, so the draft does not learn: `osd resume` ends it"
 
 
-def _ended_controls(status: dict[str, Any]) -> Iterator[str]:
-    for replica in status["replicas"]:
-        if problem := (replica.get("speculation_figures") or {}).get("problem"):
+def _ended_controls(status: ServiceStatus) -> Iterator[str]:
+    for replica in status.replicas:
+        if problem := replica.speculation and replica.speculation.problem:
             yield (
-                f"the control of speculation has ended on {replica['replica']} ({problem}), so it always proposes "
-                f"{counted(replica['k'], 'token')}: restart the service; the replica's log says why"
+                f"the control of speculation has ended on {replica.replica} ({problem}), so it "
+                "always proposes "
+                f"{counted(replica.k, 'token')}: restart the service; the replica's log says why"
             )

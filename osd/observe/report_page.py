@@ -1,6 +1,7 @@
-"""A report as one HTML file that asks the network for nothing: text, tables, and charts drawn by the dashboard's uPlot.
+"""A report as one HTML file that asks the network for nothing: text, tables, and charts drawn by
+the dashboard's uPlot.
 
-Whatever stands in a report is data: text is escaped, charts travel as JSON in which no tag can begin.
+Text is escaped, and charts are JSON in which no tag can begin.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Chart:
     """Lines over one x axis.
 
     Example:
-        Chart(title="Acceptance", x_label="s", x=(1.0, 2.0), lines=(Line(label="rate", values=(0.8, 0.1)),),
+        Chart(title="Acceptance", x_label="s", x=(1.0, 2.0),
+              lines=(Line(label="rate", values=(0.8, 0.1)),),
               marks=(Mark(at=1.5, label="v2", kind="swap"),))
     """
 
@@ -76,10 +78,12 @@ def page(title: str, lead: str, parts: Iterable[str]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{style}</style></head>\n'
+        '<meta name="color-scheme" content="light '
+        f'dark"><title>{escape(title)}</title><style>{style}</style></head>\n'
         f'<body><header class="top"><div class="brand"><h1>{escape(title)}</h1>'
         f'<p class="muted">{escape(lead)}</p></div></header>\n<main>{"".join(parts)}'
-        f'<details class="card"><summary>Charts drawn by uPlot (MIT License)</summary>{licence}</details></main>\n'
+        '<details class="card"><summary>Charts drawn by uPlot (MIT '
+        f"License)</summary>{licence}</details></main>\n"
         f"<script>{_static('uPlot.iife.min.js')}</script>\n<script>{_static('report.js')}</script></body></html>\n"
     )
 
@@ -100,9 +104,10 @@ def preformatted(words: str) -> str:
 
 
 def table(rows: Mapping[str, object]) -> str:
-    """Names and what belongs to them."""
+    """A table of two columns: names and values."""
     body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td>{escape(str(value))}</td></tr>' for name, value in rows.items()
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(str(value))}</td></tr>'
+        for name, value in rows.items()
     )
     return f"<table><tbody>{body}</tbody></table>"
 
@@ -120,7 +125,11 @@ def _in_words(chart: Chart) -> str:
     parts = []
     for line in chart.lines:
         seen = [f"{value:.{line.digits}f}{line.unit}" for value in line.values if value is not None]
-        parts.append(f"{line.label}: {seen[0]} at first, {seen[-1]} at last" if seen else f"{line.label}: no data")
+        parts.append(
+            f"{line.label}: {seen[0]} at first, {seen[-1]} at last"
+            if seen
+            else f"{line.label}: no data"
+        )
     marks = ", ".join(f"{mark.label} at {mark.at:.0f} {chart.x_label}" for mark in chart.marks)
     return f"{chart.title}: {'; '.join(parts)}{f'; marks: {marks}' if marks else ''}"
 

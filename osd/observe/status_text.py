@@ -1,28 +1,30 @@
-"""What `osd status` and `osd drafts list` print: plain text from the JSON of the control port.
+"""What `osd status` and `osd drafts list` print: plain text of what the control port answers.
 
-The first line of a status is the worst problem with its remedy, or "all is well"; what is below it explains.
+The first line of a status is the worst problem with its remedy, or "all is well"; what is below it
+explains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from osd.common.wording import counted, percent, size, span
-from osd.observe.problems import last_outcome, learnable, troubles
+from osd.observe.problems import last_outcome, learnable, problems_of
+from osd.records import Event, Figures, ServiceStatus, SpeculationFigures
 
 NUM_EVENTS = 3
 LEFT_OUT_SHOWN = 4
 
 
-def page(status: dict[str, Any], events: list[dict[str, Any]]) -> str:
+def page(status: ServiceStatus, events: Sequence[Event]) -> str:
     """The page. `events`: newest first, enough of them to find the last training round's end."""
     outcome = last_outcome(events)
     return "\n".join(
         [
-            *_headline(troubles(status, outcome)),
+            *_headline(problems_of(status, outcome)),
             *_service(status),
-            _row("recent", _figures(status.get("recent") or {})),
+            _row("recent", _figures(status.recent)),
             *_training(status, outcome),
             *_buffer(status),
             *_replicas(status),
@@ -33,18 +35,25 @@ def page(status: dict[str, Any], events: list[dict[str, Any]]) -> str:
 
 
 def drafts_table(drafts: list[dict[str, Any]], now: float) -> str:
-    """What `osd drafts list` prints, from the JSON of `/osd/drafts`: a line per release, oldest first."""
-    rows: list[tuple[str, ...]] = [("draft", "from", "made", "age", "α predicted", "α served", "state")]
+    """What `osd drafts list` prints, from the JSON of `/osd/drafts`: a line per release, oldest
+    first."""
+    rows: list[tuple[str, ...]] = [
+        ("draft", "from", "made", "age", "α predicted", "α served", "state")
+    ]
     for draft in drafts:
         made = draft["kind"] if draft["num_steps"] else "given"
         alphas = [
-            f"{draft[name]:.3f}" if draft[name] is not None else "-" for name in ("predicted_alpha", "served_alpha")
+            f"{draft[name]:.3f}" if draft[name] is not None else "-"
+            for name in ("predicted_alpha", "served_alpha")
         ]
         parent = f"v{draft['parent']}" if draft["parent"] else "-"
         age = span(now - draft["created_at"])
         rows.append((f"v{draft['version']}", parent, made, age, *alphas, _state(draft)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -65,127 +74,145 @@ def _headline(found: list[str]) -> Iterator[str]:
         yield _row("also", text)
 
 
-def _service(status: dict[str, Any]) -> Iterator[str]:
-    where = ", ".join(replica["url"] for replica in status["replicas"]) or "no address"
-    yield _row("service", f"{status['deployment']} at {where}, up {span(status['uptime_s'])}")
-    yield _row("target", f"{status['target']} (id {status['target_id']})")
-    version = f"v{status['version']}" + (" (pinned)" if status["pinned"] else "")
-    yield _row("draft", f"{version}, begun from {status['draft']}; {_proposes(status)}{_promise(status)}")
+def _service(status: ServiceStatus) -> Iterator[str]:
+    where = ", ".join(replica.url for replica in status.replicas) or "no address"
+    yield _row("service", f"{status.deployment} at {where}, up {span(status.uptime_s)}")
+    yield _row("target", f"{status.target} (id {status.target_id})")
+    version = f"v{status.version}" + (" (pinned)" if status.pinned else "")
+    yield _row(
+        "draft", f"{version}, begun from {status.draft}; {_proposes(status)}{_promise(status)}"
+    )
 
 
-def _proposes(status: dict[str, Any]) -> str:
-    most = counted(status["k"], "token")
-    match status.get("mode"):
+def _proposes(status: ServiceStatus) -> str:
+    most = counted(status.k, "token")
+    match status.mode:
         case "off":
             return "proposes nothing (speculation.mode=off)"
-        case "fixed" if status["proposers"][0] == "ngram":
+        case "fixed" if status.proposers[0] == "ngram":
             return f"n-grams propose {most} a step in its place (speculation.mode=fixed)"
         case "fixed":
             return f"proposes {most} a step (speculation.mode=fixed)"
     return f"proposes up to {most} a step"
 
 
-def _promise(status: dict[str, Any]) -> str:
+def _promise(status: ServiceStatus) -> str:
     """What the gate predicted of the serving draft, and what it serves with."""
-    predicted, served = status.get("predicted_alpha"), status.get("served_alpha")
+    predicted, served = status.predicted_alpha, status.served_alpha
     if predicted is None:
         return ""
-    return f"; alpha {predicted:.2f} predicted" + (f", {served:.2f} served" if served is not None else "")
-
-
-def _figures(recent: dict[str, Any]) -> str:
-    if not recent:
-        return "no traffic in the last 5 min"
-    rate = recent.get("acceptance_rate")
-    parts = [
-        f"acceptance rate {percent(rate, 1)}" if rate is not None else "",
-        _figure(recent, "alpha", "alpha {:.3f}"),
-        _figure(recent, "acceptance_length", "length {:.2f}"),
-        _figure(recent, "tokens_per_second", "{:.0f} tokens/s"),
-        _figure(recent, "requests", "{:.0f} requests"),
-    ]
-    return f"{', '.join(part for part in parts if part)} in the last {span(recent['seconds'])}"
-
-
-def _figure(recent: dict[str, Any], name: str, text: str) -> str:
-    return text.format(recent[name]) if recent.get(name) is not None else ""
-
-
-def _training(status: dict[str, Any], outcome: dict[str, Any] | None) -> Iterator[str]:
-    yield _row("trainer", trainer_state(status))
-    if outcome is not None:
-        yield _row("last round", f"{outcome['kind']} {span(status['now'] - outcome['at'])} ago: {outcome['text']}")
-    rounds, swaps, rollbacks = (status[f"num_{name}"] for name in ("rounds", "swaps", "rollbacks"))
-    yield _row(
-        "so far", f"{counted(rounds, 'round')}, {counted(swaps, 'swap')}, {counted(rollbacks, 'rollback')} in history"
+    return f"; alpha {predicted:.2f} predicted" + (
+        f", {served:.2f} served" if served is not None else ""
     )
 
 
-def trainer_state(status: dict[str, Any]) -> str:
+def _figures(recent: Figures) -> str:
+    if not recent.seconds:
+        return "no traffic in the last 5 min"
+    rate = recent.acceptance_rate
+    parts = [
+        f"acceptance rate {percent(rate, 1)}" if rate is not None else "",
+        _figure(recent.alpha, "alpha {:.3f}"),
+        _figure(recent.acceptance_length, "length {:.2f}"),
+        _figure(recent.tokens_per_second, "{:.0f} tokens/s"),
+        _figure(recent.requests, "{:.0f} requests"),
+    ]
+    return f"{', '.join(part for part in parts if part)} in the last {span(recent.seconds)}"
+
+
+def _figure(value: float | None, text: str) -> str:
+    return text.format(value) if value is not None else ""
+
+
+def _training(status: ServiceStatus, outcome: Event | None) -> Iterator[str]:
+    yield _row("trainer", trainer_state(status))
+    if outcome is not None:
+        yield _row(
+            "last round",
+            f"{outcome.kind} {span(status.now - outcome.at)} ago: {outcome.text}",
+        )
+    rounds, swaps, rollbacks = status.num_rounds, status.num_swaps, status.num_rollbacks
+    yield _row(
+        "so far",
+        f"{counted(rounds, 'round')}, {counted(swaps, 'swap')}, {counted(rollbacks, 'rollback')} "
+        "in history",
+    )
+
+
+def trainer_state(status: ServiceStatus) -> str:
     """What the trainer does, or why it idles."""
-    if not status["training"]:
+    if not status.training:
         return "off: trainer.enabled is false"
-    if status["trainer"] != "ok":
+    if status.trainer != "ok":
         return "failing, tried again with growing pauses"
-    detail = status["phase_detail"]
-    if status["phase"] == "training":
+    detail = status.phase_detail
+    if status.phase == "training":
         return f"training {detail}"
-    if status["paused"]:
+    if status.paused:
         return "idle: paused by hand"
     if detail.startswith("at rest"):
         return f"idle, {detail}"
     return f"idle: it has {detail}" if detail else "idle: looking for new traces"
 
 
-def _buffer(status: dict[str, Any]) -> Iterator[str]:
-    stats = status["buffer"]
+def _buffer(status: ServiceStatus) -> Iterator[str]:
+    stats = status.buffer
     if stats is None:
         yield _row("buffer", "not read yet")
         return
-    oldest = f", oldest {span(status['now'] - stats['oldest_at'])} old" if stats["oldest_at"] else ""
-    dropped = dict(stats["dropped"])
-    for replica in status["replicas"]:
-        for reason, num in replica["buffer_dropped"].items():
+    oldest = f", oldest {span(status.now - stats.oldest_at)} old" if stats.oldest_at else ""
+    dropped = dict(stats.dropped)
+    for replica in status.replicas:
+        for reason, num in replica.buffer_dropped.items():
             dropped[reason] = dropped.get(reason, 0) + num
     lost = ", ".join(f"{reason} {num}" for reason, num in sorted(dropped.items()) if num)
-    held = f"{counted(stats['num_traces'], 'trace')} and {stats['num_holdout']} held out, {size(stats['num_bytes'])}"
+    traces, held_out = counted(stats.num_traces, "trace"), stats.num_holdout
+    held = f"{traces} and {held_out} held out, {size(stats.num_bytes)}"
     yield _row("buffer", f"{held}{oldest}; dropped: {lost or 'none'}")
 
 
-def _replicas(status: dict[str, Any]) -> Iterator[str]:
-    for replica in status["replicas"]:
+def _replicas(status: ServiceStatus) -> Iterator[str]:
+    for replica in status.replicas:
         state = "in step"
-        if replica["version"] != replica["wanted"]:
-            state = f"{'lagging' if replica['lagging'] else 'swapping'}, wanted is v{replica['wanted']}"
-        running = counted(replica["num_running"], "request")
-        yield _row(replica["replica"], f"v{replica['version']} ({state}), {running} running, {replica['engine']}")
-        if unproved := replica.get("unproved"):
+        if replica.version != replica.wanted:
+            state = f"{'lagging' if replica.lagging else 'swapping'}, wanted is v{replica.wanted}"
+        running = counted(replica.num_running, "request")
+        yield _row(
+            replica.replica,
+            f"v{replica.version} ({state}), {running} running, {replica.engine}",
+        )
+        if unproved := replica.unproved:
             yield _row("", f"its swaps are not proved by reading the draft back: {unproved}")
-        if figures := replica.get("speculation_figures"):
+        if figures := replica.speculation_figures:
             yield from _speculation(figures)
 
 
-def _speculation(figures: dict[str, Any]) -> Iterator[str]:
+def _speculation(figures: SpeculationFigures) -> Iterator[str]:
     """What the replica speculates now, and what that brings."""
-    plan = " ".join(part for part in (figures["plan"], _figure(figures, "batch", "at batch {:.0f}")) if part)
+    plan = " ".join(
+        part for part in (figures.plan, _figure(figures.batch, "at batch {:.0f}")) if part
+    )
     speeds = [
-        _figure(figures, "predicted_tokens_per_second", "{:.0f} tokens/s predicted"),
-        _figure(figures, "measured_tokens_per_second", "{:.0f} tokens/s measured so far"),
+        _figure(figures.predicted_tokens_per_second, "{:.0f} tokens/s predicted"),
+        _figure(figures.measured_tokens_per_second, "{:.0f} tokens/s measured so far"),
     ]
-    share = figures["off_share"]
+    share = figures.off_share
     without = f"{percent(share, 1)} of steps without speculation" if share is not None else ""
     now = ", ".join(part for part in (plan, *speeds, without) if part)
-    yield _row("", f"{figures['mode'] or 'speculation'}: {now or 'nothing is known yet'}")
-    yield _row("", "; ".join(part for part in (_net(figures), _step_time(figures["seconds_per_part"])) if part))
-    if figures["problem"]:
-        yield _row("", f"problem: the control has ended: {figures['problem']}")
+    yield _row("", f"{figures.mode or 'speculation'}: {now or 'nothing is known yet'}")
+    yield _row(
+        "",
+        "; ".join(part for part in (_net(figures), _step_time(figures.seconds_per_part)) if part),
+    )
+    if figures.problem:
+        yield _row("", f"problem: the control has ended: {figures.problem}")
 
 
-def _net(figures: dict[str, Any]) -> str:
-    if figures["net_ratio"] is None:
+def _net(figures: SpeculationFigures) -> str:
+    if figures.net_ratio is None:
         return "net speed-up not measured yet"
-    windows = counted(round(figures["num_net_windows"]), "window")
-    ratio, low, high = (figures[name] for name in ("net_ratio", "net_low", "net_high"))
+    windows = counted(round(figures.num_net_windows), "window")
+    ratio, low, high = figures.net_ratio, figures.net_low, figures.net_high
     if low is None or high is None:
         return f"net speed-up {ratio:.2f}x in {windows}, too few for an interval"
     return f"net speed-up {ratio:.2f}x ({low:.2f} to {high:.2f}) in {windows}"
@@ -197,21 +224,23 @@ def _step_time(seconds: dict[str, float]) -> str:
     return f"step time: {shares}" if whole else ""
 
 
-def _learnable(status: dict[str, Any]) -> str:
+def _learnable(status: ServiceStatus) -> str:
     num_learnt, left_out = learnable(status)
     num_all = num_learnt + left_out.total()
     if not num_all:
         return "no request was captured or left out since the replicas started"
     text = f"{percent(num_learnt, num_all)} of {counted(num_all, 'request')} became traces"
-    shown = [f"{reason} {percent(num, num_all)}" for reason, num in left_out.most_common(LEFT_OUT_SHOWN)]
+    shown = [
+        f"{reason} {percent(num, num_all)}" for reason, num in left_out.most_common(LEFT_OUT_SHOWN)
+    ]
     rest = left_out.total() - sum(num for _, num in left_out.most_common(LEFT_OUT_SHOWN))
     shown += [f"others {percent(rest, num_all)}"] if rest else []
     return f"{text}; left out: {', '.join(shown)}" if shown else text
 
 
-def _events(status: dict[str, Any], events: list[dict[str, Any]]) -> Iterator[str]:
+def _events(status: ServiceStatus, events: Sequence[Event]) -> Iterator[str]:
     if not events:
         yield _row("events", "none yet")
     for number, event in enumerate(events):
-        ago = f"{span(status['now'] - event['at'])} ago"
-        yield _row("" if number else "events", f"{ago}, {event['kind']}: {event['text']}")
+        ago = f"{span(status.now - event.at)} ago"
+        yield _row("" if number else "events", f"{ago}, {event.kind}: {event.text}")

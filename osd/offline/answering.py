@@ -1,6 +1,6 @@
-"""A target answers prompts, and what is captured of it goes to a file of traces.
+"""Lets a target answer prompts, and writes what is captured to a file of traces.
 
-The service is that of `osd serve`, in this process and on this machine; it is gone when `record` returns.
+The service is that of `osd serve`. `record` starts it, and stops it before it returns.
 """
 
 from __future__ import annotations
@@ -31,21 +31,26 @@ from osd.service.actors import buffer_settings
 from osd.service.launch import Service
 
 PORTION = 256
-"""Prompts answered between two emptyings of the replay buffer, which holds little beside a large file of prompts."""
+"""Prompts answered before the replay buffer is emptied. It holds far less than a large file of
+prompts needs."""
 SECONDS_TO_SETTLE = 5.0
-"""When no trace has arrived for so long after the last answer, none will."""
+"""Traces that have not arrived so long after the newest one will not come."""
 TOO_LONG = ("maximum context length", "exceeds model's maximum")
-"""What vLLM says of a prompt that does not fit."""
+"""Parts of vLLM's errors for a prompt that does not fit."""
 REFUSED, FAILED = "refused by the target and skipped", "failed"
 
 
 def record(config: Config, prompts: Sequence[Prompt], asking: Asking, path: Path, say: Say) -> None:
-    """Let the target answer the prompts, in random order, and write what was captured to a file of traces."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all that was started, as Ctrl-C does
+    """Let the target answer the prompts, in random order, and write the captured traces to a
+    file."""
+    # SIGTERM stops all that was started, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     service = Service(config, say)
     try:
         service.start()
-        buffer = RedisTraceBuffer(**buffer_settings(service.config, service.redis_url, service.plan.target_id))
+        buffer = RedisTraceBuffer(
+            **buffer_settings(service.config, service.redis_url, service.plan.target_id)
+        )
         with write_traces(path, service.plan.target_id) as file:
             tally = _answer_all(service, buffer, prompts, asking, file)
             if not file.num_traces:
@@ -58,7 +63,7 @@ def record(config: Config, prompts: Sequence[Prompt], asking: Asking, path: Path
 
 
 def _why_not_captured(service: Service) -> str:
-    """What the engine counted of what it could not capture or store."""
+    """The engine's counts of what it could not capture or store, by reason."""
     registry = Registry(service.redis_url, service.config.deployment)
     replicas = registry.replicas()
     registry.close()
@@ -66,23 +71,34 @@ def _why_not_captured(service: Service) -> str:
     for status in replicas:
         reasons.update(status.capture_skipped)
         reasons.update({f"buffer {reason}": num for reason, num in status.buffer_dropped.items()})
-    return f" (not captured because of: {', '.join(f'{what} {n}' for what, n in sorted(reasons.items()) if n)})"
+    counts = ", ".join(f"{what} {num}" for what, num in sorted(reasons.items()) if num)
+    return f" (not captured because of: {counts})"
 
 
 def _answer_all(
-    service: Service, buffer: TraceBuffer, prompts: Sequence[Prompt], asking: Asking, file: TraceWriter
+    service: Service,
+    buffer: TraceBuffer,
+    prompts: Sequence[Prompt],
+    asking: Asking,
+    file: TraceWriter,
 ) -> Tally:
-    """What became of the prompts."""
     serving = service.config.serving
     model = serving.served_model_name or serving.target
     is_chat = "chat_template" in serving.vllm or has_chat_template(service.plan.target_dir)
     bodies = [body_of(prompt, model, asking, is_chat=is_chat) for prompt in prompts]
-    random.Random(service.config.trainer.seed).shuffle(bodies)  # sorted prompts would be learnt, and judged, in order
+    # Sorted prompts would be learnt, and held out, in their order.
+    random.Random(service.config.trainer.seed).shuffle(bodies)
     tally = Tally()
     with progress("answering", len(bodies), "prompts") as advance:
         for start in range(0, len(bodies), PORTION):
             portion = bodies[start : start + PORTION]
-            sent = send(service.url, portion, streams=asking.streams, api_key=serving.api_key, on_answer=_tick(advance))
+            sent = send(
+                service.url,
+                portion,
+                streams=asking.streams,
+                api_key=serving.api_key,
+                on_answer=_tick(advance),
+            )
             answers = asyncio.run(sent)
             _check_alive(answers)
             tally.add(answers, _empty(buffer, sum(answer.ok for answer in answers), file))
@@ -94,7 +110,7 @@ def _tick(advance: Advance) -> Any:
 
 
 class Tally:
-    """What became of the prompts, and the first thing the target said against one of each kind."""
+    """Counts what became of the prompts, and keeps the first error of each kind."""
 
     def __init__(self) -> None:
         self.num_lost = 0
@@ -103,7 +119,7 @@ class Tally:
         self._examples: dict[str, str] = {}
 
     def add(self, answers: Sequence[Answer], num_captured: int) -> None:
-        """Count the answers of which so many left a trace."""
+        """Count answers, of which `num_captured` left a trace."""
         for answer in answers:
             what = "answered" if answer.ok else _reason(answer.error)
             self._counts[what] += 1
@@ -112,7 +128,9 @@ class Tally:
 
     def __str__(self) -> str:
         told = [f"{num} {what}{self._example(what)}" for what, num in sorted(self._counts.items())]
-        return ", ".join(told + ([f"{self.num_lost} answered but not captured"] if self.num_lost else []))
+        return ", ".join(
+            told + ([f"{self.num_lost} answered but not captured"] if self.num_lost else [])
+        )
 
     def _example(self, what: str) -> str:
         return f" ({self._examples[what]})" if what in (REFUSED, FAILED) else ""
@@ -125,13 +143,13 @@ def _reason(error: str) -> str:
 
 
 def _check_alive(answers: Sequence[Answer]) -> None:
-    """Raise `OSDError` when nothing was answered, for other reasons than the prompts themselves."""
+    """Raise `OSDError` when every answer failed for a reason other than its prompt."""
     if answers and all(not answer.ok and _reason(answer.error) == FAILED for answer in answers):
         raise OSDError(f"the target does not answer: {answers[0].error}")
 
 
 def _empty(buffer: TraceBuffer, num_expected: int, file: TraceWriter) -> int:
-    """Move all traces from the buffer to the file, once they have arrived; how many."""
+    """Move all traces from the buffer to the file once they have arrived. Returns their number."""
     num, changed_at = -1, time.monotonic()
     while num < num_expected and time.monotonic() - changed_at < SECONDS_TO_SETTLE:
         time.sleep(0.05)
@@ -146,7 +164,8 @@ def _empty(buffer: TraceBuffer, num_expected: int, file: TraceWriter) -> int:
 
 
 def body_of(prompt: Prompt, model: str, asking: Asking, *, is_chat: bool) -> dict[str, Any]:
-    """One request. A prompt is a user message, or the text to go on from where the target has no chat template."""
+    """The body of one request. Without a chat template, a prompt is text to continue; with one, it
+    is a user message."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": prompt.max_tokens or asking.max_tokens,
@@ -155,14 +174,16 @@ def body_of(prompt: Prompt, model: str, asking: Asking, *, is_chat: bool) -> dic
     if prompt.domain:
         body["vllm_xargs"] = {"osd_domain": prompt.domain}
     if prompt.messages:
-        return body | {"messages": [{"role": m.role, "content": m.content} for m in prompt.messages]}
+        return body | {
+            "messages": [{"role": m.role, "content": m.content} for m in prompt.messages]
+        }
     if is_chat:
         return body | {"messages": [{"role": "user", "content": prompt.prompt}]}
     return body | {"prompt": prompt.prompt}
 
 
 def has_chat_template(model: Path) -> bool:
-    """Whether the model's tokenizer turns messages into text."""
+    """Whether the model's tokenizer has a chat template."""
     if any((model / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     try:

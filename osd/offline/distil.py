@@ -1,8 +1,9 @@
-"""`osd distil`: a draft before there is any traffic. The target answers prompts, the draft learns from what it said.
+"""`osd distil`: trains a draft before there is any traffic, on the target's answers to prompts.
 
-    prompts ─► answering.py (the service, capturing everything, no trainer) ─► file of traces ─► train.py
+    prompts ─► answering.py ─► file of traces ─► train.py
+               (the service, capturing everything, without a trainer)
 
-Training begins when the service has ended, since it may need the memory the engine had.
+Training begins after the service has ended, since it may need the engine's memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from osd.records import HOLDOUT_ONE_IN
 
 
 def settings(data_dir: Path) -> dict[str, Any]:
-    """What `osd distil` decides, whatever configuration was given: all is captured, and nothing outlives the run."""
+    """Keys that `osd distil` sets, whatever configuration was given: everything is captured, and
+    nothing outlives the run."""
     return {
         "deployment": f"distil-{random.randrange(16**8):08x}",
         "data_dir": str(data_dir),
@@ -30,7 +32,7 @@ def settings(data_dir: Path) -> dict[str, Any]:
         "serving.port": 0,
         "control.port": 0,
         "trainer.enabled": False,
-        # A draft that knows nothing yet is worth no speculation, but what it gets wrong is what it is to learn.
+        # Always propose, also where it does not pay: the draft learns from rejected tokens.
         "speculation.mode": "fixed",
         "speculation.proposers": ["draft"],
         "capture.enabled": True,
@@ -52,7 +54,10 @@ def run(
     say: Say,
     warn: Say,
 ) -> int:
-    """Record, then train; the exit status. `load` reads the configuration, given what is decided here."""
+    """Record, then train. Returns the exit status.
+
+    load: reads the configuration, with the given keys set
+    """
     train.check_out(out)
     if keep_traces is not None:
         recorded.check_new_file(keep_traces, "--keep-traces", force)
@@ -60,10 +65,17 @@ def run(
     with train.workplace(out) as work:
         config = load(settings(work))
         expected = len(prompts) // HOLDOUT_ONE_IN
-        train.check_holdout(expected, f"--prompts: {prompts_file}: {len(prompts)} prompts: about", config.gate, force)
-        job = train.Job(config=config, draft=train.check_draft(config), out=out, epochs=epochs, force=force)
+        train.check_holdout(
+            expected,
+            f"--prompts: {prompts_file}: {len(prompts)} prompts: about",
+            config.gate,
+            force,
+        )
+        job = train.Job(
+            config=config, draft=train.check_draft(config), out=out, epochs=epochs, force=force
+        )
         traces = keep_traces or work / "traces"
-        from osd.offline import answering  # loads torch, which what was checked so far need not wait for
+        from osd.offline import answering  # loads torch, which the checks above do not need
 
         try:
             answering.record(config, prompts, asking, traces, say)
@@ -75,7 +87,7 @@ def run(
 
 
 def _with_logs_kept(text: str, config: Config, out: Path) -> str:
-    """The error, with the logs it may name moved to where they outlive the run."""
+    """The error's text, with its logs moved to a place that outlives the run."""
     logs, kept = config.data_path / "logs", train.free_name(out, "logs")
     if not logs.is_dir():
         return text

@@ -16,7 +16,7 @@ from osd.errors import ConfigError
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of a chat, as in the OpenAI API; its content may be of several parts."""
+    """One message of a chat, as in the OpenAI API. Its content may have several parts."""
 
     role: str
     content: str | list[dict[str, Any]]
@@ -34,7 +34,7 @@ class Prompt(msgspec.Struct, forbid_unknown_fields=True):
     domain: str = ""
     """Traffic class of the trace."""
     max_tokens: int = 0
-    """Longest answer; 0 = that of the command."""
+    """Longest answer; 0 = `Asking.max_tokens`."""
 
     def __post_init__(self) -> None:
         if bool(self.prompt) == bool(self.messages):
@@ -52,15 +52,19 @@ class Asking:
     """
 
     max_tokens: int
-    """Longest answer, where a prompt does not say."""
+    """Longest answer, where a prompt has none of its own."""
     temperature: float
     streams: int
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The requests of a `.txt` or `.jsonl` file; empty lines are passed over. Raises `ConfigError` naming the line."""
+    """The requests of a `.txt` or `.jsonl` file. Empty lines are skipped. Raises `ConfigError` with
+    the line."""
     if path.suffix not in (".txt", ".jsonl"):
-        raise ConfigError(f"--prompts: {path}: must end in .txt (a prompt on each line) or .jsonl (a request on each)")
+        raise ConfigError(
+            f"--prompts: {path}: must end in .txt (a prompt on each line) or .jsonl (a request on "
+            "each)"
+        )
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
@@ -82,6 +86,6 @@ def _from_text(path: Path, number: int, line: str) -> Prompt:
 def _from_json(path: Path, number: int, line: str) -> Prompt:
     try:
         return msgspec.json.decode(line, type=Prompt)
-    except msgspec.MsgspecError as error:  # of which what `__post_init__` raises is one
+    except msgspec.MsgspecError as error:  # also for the errors of `__post_init__`
         form = '{"prompt": "..."} or {"messages": [...]}, with "domain" and "max_tokens" if wanted'
         raise ConfigError(f"--prompts: {path} line {number}: {error}; a line is {form}") from None

@@ -1,4 +1,4 @@
-"""Traces on disk: out of a running service into a file, and out of files into memory."""
+"""Traces on disk: writes those of a running service to a file, and reads files into memory."""
 
 from __future__ import annotations
 
@@ -21,37 +21,46 @@ Say = Callable[[str], None]
 
 
 def check_new_file(path: Path, option: str, force: bool) -> None:
-    """Raise `ConfigError` unless a file may be written there."""
+    """Raise `ConfigError` unless `path` may be written."""
     if not path.parent.is_dir():
         raise ConfigError(f"{option}: {path}: there is no directory {path.parent}; make it first")
     if path.is_dir():
         raise ConfigError(f"{option}: {path}: is a directory; name a file")
     if path.exists() and not force:
-        raise ConfigError(f"{option}: {path}: exists already; name another file, or replace it with --force")
+        raise ConfigError(
+            f"{option}: {path}: exists already; name another file, or replace it with --force"
+        )
 
 
 def export(client: Client, path: Path, *, force: bool, say: Say) -> None:
-    """Write every trace a running service has stored to `path`. After any error the file is as it was before."""
+    """Write every trace that a running service has stored to `path`. An error leaves the file
+    unchanged."""
     check_new_file(path, "FILE", force)
     with client.stream("/osd/traces") as chunks:
         read = _Reader(chunks).read
         try:
             target_id = trace_stream.read_header(read)
-            with write_traces(path, target_id) as file, progress("exporting", _num_stored(client), "traces") as advance:
+            with (
+                write_traces(path, target_id) as file,
+                progress("exporting", _num_stored(client), "traces") as advance,
+            ):
                 for encoded in trace_stream.read_records(read):
                     file.add(encoded)
                     advance(1, f"{file.num_bytes / 1e6:.1f} MB")
                 if not file.num_traces:
                     raise OSDError(
-                        f"{client.url}: no traces are stored; send some requests first, with capture.enabled=true"
+                        f"{client.url}: no traces are stored; send some requests first, with "
+                        "capture.enabled=true"
                     )
-        except ValueError as error:  # whatever is wrong with the stream; a full disk is an OSDError
-            raise OSDError(f"{client.url}: the traces did not come whole ({error}); nothing was written") from None
+        except ValueError as error:  # a damaged stream; a full disk raises OSDError
+            raise OSDError(
+                f"{client.url}: the traces did not come whole ({error}); nothing was written"
+            ) from None
     say(f"{path}: {file.num_traces} traces, {file.num_bytes} bytes, of target {target_id}")
 
 
 def _num_stored(client: Client) -> int | None:
-    """About how many will come; None when the service does not know yet."""
+    """About how many traces will come; None when the service does not know yet."""
     with suppress(OSDError, KeyError, TypeError):
         held = client.get("/osd/status")["buffer"]
         return int(held["num_traces"]) + int(held["num_holdout"])
@@ -59,7 +68,7 @@ def _num_stored(client: Client) -> int | None:
 
 
 class _Reader:
-    """Chunks of any size, read like a file."""
+    """Reads chunks of any size like a file."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks, self._left = chunks, bytearray()
@@ -74,26 +83,29 @@ class _Reader:
 
 @dataclass(slots=True)
 class Recorded:
-    """What the files hold together. Each request counts once, whichever of them it stands in."""
+    """The traces of all files. A request that is in several files counts once."""
 
     target_id: str
     training: list[Trace] = field(default_factory=list)
     holdout: list[Trace] = field(default_factory=list)
     num_skipped: int = 0
-    """Damaged ones."""
+    """Damaged traces."""
     num_repeated: int = 0
 
     def buffer(self) -> MemoryTraceBuffer:
-        """A replay buffer with the held-out traces in it, and room for all others."""
+        """A replay buffer that holds the held-out traces and has room for all others."""
         domains = {trace.domain for trace in [*self.training, *self.holdout]} - {""}
         size = 8 * max(len(self.training), len(self.holdout), 16)
-        buffer = MemoryTraceBuffer(target_id=self.target_id, max_traces=size, max_domains=len(domains))
+        buffer = MemoryTraceBuffer(
+            target_id=self.target_id, max_traces=size, max_domains=len(domains)
+        )
         buffer.put(self.holdout)
         return buffer
 
 
 def load(paths: Sequence[Path], say: Say) -> Recorded:
-    """Read files of traces. Raises `OSDError` for one that is none, for two targets, and when no trace is left."""
+    """Read files of traces. Raises `OSDError` for another kind of file, for traces of two targets,
+    and when no trace is left."""
     recorded: Recorded | None = None
     seen: set[str] = set()
     for path in paths:
@@ -107,7 +119,9 @@ def load(paths: Sequence[Path], say: Say) -> Recorded:
             recorded.num_skipped += file.num_skipped
         _tell(path, reports, say)
     if recorded is None or not recorded.training:
-        raise ConfigError(f"--traces: {', '.join(map(str, paths))}: no trace to learn from in there")
+        raise ConfigError(
+            f"--traces: {', '.join(map(str, paths))}: no trace to learn from in there"
+        )
     return recorded
 
 
@@ -131,4 +145,7 @@ def _tell(path: Path, reports: list[str], say: Say) -> None:
     for line in reports[:MAX_REPORTED]:
         say(line)
     if len(reports) > MAX_REPORTED:
-        say(f"{path}: {len(reports) - MAX_REPORTED} more that cannot be read, skipped; the last: {reports[-1]}")
+        say(
+            f"{path}: {len(reports) - MAX_REPORTED} more that cannot be read, skipped; the last: "
+            f"{reports[-1]}"
+        )

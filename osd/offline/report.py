@@ -1,4 +1,5 @@
-"""What `osd train` and `osd distil` say of a draft they made: lines for a person, and a file beside its weights."""
+"""What `osd train` and `osd distil` report of a new draft: lines for a person, and a file beside
+its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from osd.records import RoundOutcome
 REPORT = "distillation.json"
 
 
-def write_report(outcome: RoundOutcome, verdict: Decision, recorded: Recorded, *, draft: str, epochs: int) -> None:
+def write_report(
+    outcome: RoundOutcome, verdict: Decision, recorded: Recorded, *, draft: str, epochs: int
+) -> None:
     """Put `REPORT` into the candidate's directory."""
     report = {
         "schema_version": 1,
@@ -28,7 +31,10 @@ def write_report(outcome: RoundOutcome, verdict: Decision, recorded: Recorded, *
         "num_training_traces": len(recorded.training),
         "num_holdout_traces": len(recorded.holdout),
         "num_damaged": recorded.num_skipped,
-        **{name: getattr(outcome, name) for name in ("num_steps", "num_tokens", "loss_first", "loss_last", "seconds")},
+        **{
+            name: getattr(outcome, name)
+            for name in ("num_steps", "num_tokens", "loss_first", "loss_last", "seconds")
+        },
         "eval": asdict(outcome.eval) if outcome.eval else None,
     }
     path = Path(outcome.path) / REPORT
@@ -39,7 +45,7 @@ def write_report(outcome: RoundOutcome, verdict: Decision, recorded: Recorded, *
 
 
 def describe(recorded: Recorded) -> str:
-    """What there is to learn from, in a line."""
+    """The numbers of traces, in one line."""
     left_out = {"damaged": recorded.num_skipped, "repeated": recorded.num_repeated}
     return (
         f"traces: {len(recorded.training)} to learn from, {len(recorded.holdout)} held out"
@@ -49,12 +55,14 @@ def describe(recorded: Recorded) -> str:
 
 
 def judgement(outcome: RoundOutcome, gate: GateConfig) -> str:
-    """α before and after, in a line."""
+    """α before and after, in one line."""
     report = outcome.eval
     if report is None:
         return "α: not judged, too few held-out requests"
-    percent = round(100 * (2 * gate.confidence - 1))  # both bounds are one-sided at `gate.confidence`
+    # Each bound is one-sided at `gate.confidence`.
+    percent = round(100 * (2 * gate.confidence - 1))
     return (
-        f"α on {report.num_traces} held-out requests: {report.alpha_base:.3f} before, {report.alpha_candidate:.3f} "
-        f"after; gain {report.diff:+.3f} ({percent} % interval {report.diff_low:+.3f} to {report.diff_high:+.3f})"
+        f"α on {report.num_traces} held-out requests: {report.alpha_base:.3f} before, "
+        f"{report.alpha_candidate:.3f} after; gain {report.diff:+.3f} "
+        f"({percent} % interval {report.diff_low:+.3f} to {report.diff_high:+.3f})"
     )

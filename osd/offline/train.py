@@ -1,7 +1,8 @@
-"""`osd train`: distil from recorded traces alone, without vLLM, Ray or Redis; the trainer is that of the service.
+"""`osd train`: distils from recorded traces, with the service's trainer but without vLLM, Ray or
+Redis.
 
-files of traces ─► memory buffer ─► rounds ─► candidate ─► judged on the held-out traces ─► --out
-                                                                  └► not better: kept aside, exit status 1
+    files of traces ─► memory buffer ─► rounds ─► candidate ─► gate on held-out traces ─► --out
+                                                                 └► not better: kept aside, status 1
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from osd.releases.store import ReleaseStore
 from trainer import trackers
 
 MAX_ROUNDS = 50
-"""A candidate is written and judged after every round: many traces make longer rounds, not more."""
+"""Each round ends with writing and evaluating a candidate, so more traces make rounds longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is to be made of recorded traces."""
+    """What to make of recorded traces."""
 
     config: Config
     draft: Path
@@ -49,20 +50,22 @@ class Job:
     epochs: int
     """Passes over the training traces."""
     force: bool
-    """Take the new draft even if it was not shown to be better."""
+    """Take the new draft even when it was not shown to be better."""
 
 
 def check_out(out: Path) -> None:
-    """Raise `ConfigError` unless a directory can be made there."""
+    """Raise `ConfigError` unless `out` can be made."""
     if out.exists():
         raise ConfigError(f"--out: {out}: exists already; name a new directory")
     if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out: {out}: there is no directory {out.absolute().parent}; make it first")
+        raise ConfigError(
+            f"--out: {out}: there is no directory {out.absolute().parent}; make it first"
+        )
 
 
 def check_draft(config: Config) -> Path:
-    """The directory of the draft to begin with. Raises `ConfigError` when it is none that can be trained, or a tracker
-    of its training is not installed."""
+    """The directory of the draft to begin with. Raises `ConfigError` when it cannot be trained, or
+    when a tracker is not installed."""
     trackers.check_installed(config.trainer.trackers)
     draft = resolve.resolve(config.serving.draft, "serving.draft")
     weight_files(draft)
@@ -70,13 +73,14 @@ def check_draft(config: Config) -> Path:
 
 
 def run(job: Job, traces: Sequence[Path], say: Say, warn: Say) -> int:
-    """Train on files of traces; the exit status. `warn` is told what cannot be read of them."""
+    """Train on files of traces. Returns the exit status; `warn` is told of unreadable traces."""
     check_out(job.out)
     return train(job, recorded.load(traces, warn), say)
 
 
 def train(job: Job, traces: Recorded, say: Say) -> int:
-    """Train, judge, and write the draft; the exit status: 1 when the draft is not better, and kept aside."""
+    """Train, evaluate and write the draft. Returns the exit status: 1 when the draft is not better,
+    and kept aside."""
     _check_vocabulary(job.draft, traces)
     check_holdout(len(traces.holdout), "--traces: only", job.config.gate, job.force)
     say(describe(traces))
@@ -90,14 +94,20 @@ def train(job: Job, traces: Recorded, say: Say) -> int:
         Path(outcome.path).rename(out)
     say(judgement(outcome, job.config.gate))
     if is_taken:
-        say(f"draft: {out}" + ("" if verdict.ok else "  (taken by --force although not shown to be better)"))
+        say(
+            f"draft: {out}"
+            + ("" if verdict.ok else "  (taken by --force although not shown to be better)")
+        )
         return 0
     say(f"refused: {verdict.reason}; the draft is kept aside in {out}")
     return 1
 
 
-def _run_rounds(job: Job, traces: Recorded, release: DraftRelease, work: Path, say: Say) -> RoundOutcome:
-    """Passes over the shuffled traces, in rounds: the last candidate, with the figures of all rounds."""
+def _run_rounds(
+    job: Job, traces: Recorded, release: DraftRelease, work: Path, say: Say
+) -> RoundOutcome:
+    """Train on the shuffled traces in rounds. Returns the last candidate with the figures of all
+    rounds."""
     from trainer.loop import Trainer
 
     total = job.epochs * len(traces.training)
@@ -116,14 +126,19 @@ def _run_rounds(job: Job, traces: Recorded, release: DraftRelease, work: Path, s
             advance(0, _figures(outcome))
     trainer.close()
     if not kept:
-        raise OSDError(f"no round of training helped: {outcome.discarded}; try a lower trainer.learning_rate")
+        raise OSDError(
+            f"no round of training helped: {outcome.discarded}; try a lower trainer.learning_rate"
+        )
     if undone:
-        say(f"{len(undone)} of {len(undone) + len(kept)} rounds undone, the last because: {undone[-1].discarded}")
+        say(
+            f"{len(undone)} of {len(undone) + len(kept)} rounds undone, the last because: "
+            f"{undone[-1].discarded}"
+        )
     return _sum(kept)
 
 
 def _share_of(num_traces: int, advance: Advance) -> Callable[[int, int, float], None]:
-    """Advance by `num_traces` in all while the steps of a round go by."""
+    """A callback that advances by `num_traces` over the steps of a round."""
 
     def on_step(done: int, total: int, loss: float) -> None:
         advance(num_traces * done // total - num_traces * (done - 1) // total, f"loss {loss:.3f}")
@@ -132,7 +147,8 @@ def _share_of(num_traces: int, advance: Advance) -> Callable[[int, int, float], 
 
 
 def _parts(num_traces: int, epochs: int, size: int, seed: int) -> Iterator[np.ndarray]:
-    """Indices of the traces of each round: every epoch in an order of its own, in rounds of nearly the same size."""
+    """Indices of the traces of each round. Each epoch has its own order, and its rounds have nearly
+    the same size."""
     rng = np.random.default_rng(seed)
     for _ in range(epochs):
         yield from np.array_split(rng.permutation(num_traces), math.ceil(num_traces / size))
@@ -150,14 +166,15 @@ def _sum(outcomes: list[RoundOutcome]) -> RoundOutcome:
 
 def _figures(outcome: RoundOutcome) -> str:
     alpha = f", α {outcome.eval.alpha_candidate:.3f}" if outcome.eval else ""
-    return f"{outcome.num_steps} steps, loss {outcome.loss_last:.3f}{alpha}{', undone' if outcome.discarded else ''}"
+    undone = ", undone" if outcome.discarded else ""
+    return f"{outcome.num_steps} steps, loss {outcome.loss_last:.3f}{alpha}{undone}"
 
 
 # Before
 
 
 def _check_vocabulary(draft: Path, traces: Recorded) -> None:
-    """Raise `ConfigError` when the traces hold tokens the draft has not: they are of another tokenizer."""
+    """Raise `ConfigError` when the traces hold tokens that the draft does not have."""
     size = vocab_size(read_config(draft), draft)
     arrays = ((t.prompt_ids, t.output_ids) for t in [*traces.training, *traces.holdout])
     largest = max((int(ids.max()) for ids in chain.from_iterable(arrays) if ids.size), default=0)
@@ -169,11 +186,12 @@ def _check_vocabulary(draft: Path, traces: Recorded) -> None:
 
 
 def check_holdout(num: int, what: str, gate: GateConfig, force: bool) -> None:
-    """Raise `ConfigError` when too few traces are held out to tell whether the new draft is better."""
+    """Raise `ConfigError` when too few traces are held out to evaluate the new draft."""
     if num < gate.min_holdout_traces and not force:
         raise ConfigError(
             f"{what} {num} held out (one in {HOLDOUT_ONE_IN}), gate.min_holdout_traces="
-            f"{gate.min_holdout_traces} are needed to judge the new draft; give more, or take it unjudged with --force"
+            f"{gate.min_holdout_traces} are needed to judge the new draft; give more, or take it "
+            "unjudged with --force"
         )
 
 
@@ -186,7 +204,7 @@ def _release_of(draft: Path, target_id: str, work: Path) -> DraftRelease:
 
 @contextmanager
 def workplace(out: Path) -> Iterator[Path]:
-    """A directory beside `out`, on the same file system, gone afterwards."""
+    """A temporary directory beside `out`, on the same file system."""
     try:
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
     except OSError as error:
@@ -201,7 +219,7 @@ def workplace(out: Path) -> Iterator[Path]:
 
 
 def free_name(out: Path, suffix: str) -> Path:
-    """`OUT.SUFFIX`, or the first of `OUT.SUFFIX-2` and so on that is free."""
+    """The first free name of `OUT.SUFFIX`, `OUT.SUFFIX-2`, and so on."""
     name, number = out.with_name(f"{out.name}.{suffix}"), 1
     while name.exists():
         number += 1

@@ -1,1 +1,1 @@
-"""The service as processes: what is planned, started on Ray, watched over and ended."""
+"""The service as processes: planned, started on Ray, supervised and ended."""

@@ -1,6 +1,7 @@
-"""The plain parts as Ray runs them: each in a process of its own, its output in a log file, restarted when it dies.
+"""The plain parts as Ray actors. Each runs in a process of its own, logs to a file, and is
+restarted when it dies.
 
-Nothing here decides anything; these classes only build a part inside its process.
+These classes only build a part inside its process. They make no decisions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS_BEFORE_RESTART = 3.0
 OURS = ("osd", "serving", "buffers", "trainer")
-"""Packages whose information, not only warnings, goes to the log."""
+"""Packages whose messages of level INFO go to the log, too."""
 
 
 def redirect_output(directory: Path, name: str) -> None:
@@ -48,12 +49,12 @@ def was_restarted() -> bool:
 
 
 def exit_when_failed(wait_ready: Any) -> None:
-    """In a restarted process nobody waits for readiness: one that cannot start ends, so that Ray tries again."""
+    """In a restarted process, exit when the part cannot start, so that Ray tries again."""
 
     def watch() -> None:
         try:
             wait_ready()
-        except BaseException as error:  # noqa: BLE001  whatever it was, the next process may do better
+        except BaseException as error:  # noqa: BLE001  any failure; the next process may succeed
             print(f"restart failed: {error}", file=sys.stderr, flush=True)  # noqa: T201
             time.sleep(SECONDS_BEFORE_RESTART)
             os._exit(1)
@@ -65,8 +66,8 @@ def exit_when_failed(wait_ready: Any) -> None:
 class ReplicaActor:
     """`serving.replica.Replica` in a process of its own.
 
-    A restarted one is constructed with the arguments of the first. Its `draft_release` may have been pruned since, so
-    the store on disk is asked what serves now.
+    Ray restarts it with the first arguments. Their `draft_release` may have been pruned since, so
+    the store on disk says which release serves now.
     """
 
     def __init__(
@@ -102,18 +103,12 @@ class ReplicaActor:
     def wait_ready(self) -> str:
         return self._replica.wait_ready()
 
-    def call(self, method: str, *args: Any) -> Any:
-        return self._replica.call(method, *args)
-
-    def pid(self) -> int:
-        return os.getpid()
-
     def stop(self) -> None:
         self._replica.close()
 
 
 def limit_gpu_memory(config: TrainerConfig) -> None:
-    """Keep this process to its share of the GPU that it may have in common with an engine; not on one of its own."""
+    """Limit this process to its share of a GPU that it shares with an engine."""
     import torch
 
     if config.num_gpus < 1 and config.device != "cpu" and torch.cuda.is_available():
@@ -121,7 +116,7 @@ def limit_gpu_memory(config: TrainerConfig) -> None:
 
 
 class TrainerActor:
-    """`trainer.loop.Trainer` in a process of its own, at low priority where it shares the CPU with an engine."""
+    """`trainer.loop.Trainer` in a process of its own, at low priority when it runs on a CPU."""
 
     def __init__(self, config: Config, *, redis_url: str, target_id: str, log_dir: str) -> None:
         redirect_output(Path(log_dir), "trainer")
@@ -133,7 +128,9 @@ class TrainerActor:
         from trainer.loop import Trainer
 
         limit_gpu_memory(config.trainer)
-        self._pace = Pace(config.trainer.duty_cycle, busy_replicas(Registry(redis_url, config.deployment)))
+        self._pace = Pace(
+            config.trainer.duty_cycle, busy_replicas(Registry(redis_url, config.deployment))
+        )
         self._trainer = Trainer(
             config.trainer,
             config.gate,
@@ -154,18 +151,23 @@ class TrainerActor:
         return self._trainer.evaluate_releases(versions, num_traces)
 
     def stop(self) -> None:
-        """Let curves of training be written to their end."""
+        """Write the training curves to their end."""
         self._trainer.close()
-
-    def pid(self) -> int:
-        return os.getpid()
 
 
 class ControlActor:
-    """`ControlPlane` (controller, dashboard) in a process of its own; `trainer` is the actor's name."""
+    """`ControlPlane` (controller, dashboard) in a process of its own. `trainer` names the trainer's
+    actor."""
 
     def __init__(
-        self, config: Config, *, redis_url: str, target_id: str, token: str, trainer: str, log_dir: str
+        self,
+        config: Config,
+        *,
+        redis_url: str,
+        target_id: str,
+        token: str,
+        trainer: str,
+        log_dir: str,
     ) -> None:
         redirect_output(Path(log_dir), "control")
         import ray
@@ -185,15 +187,13 @@ class ControlActor:
     def wait_ready(self) -> str:
         return self._plane.wait_ready()
 
-    def pid(self) -> int:
-        return os.getpid()
-
     def stop(self) -> None:
         self._plane.stop()
 
 
 class RemoteMethods:
-    """An actor handle whose methods are awaited like those of the plain object, and raise what those would raise."""
+    """An actor handle with the methods of the plain object, as coroutines. They raise what the
+    object raises."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -206,7 +206,7 @@ class RemoteMethods:
 
         try:
             return await method.remote(*arguments, **named)
-        except RayTaskError as error:  # its text is the traceback over there
+        except RayTaskError as error:  # its text is the traceback in the actor's process
             if not isinstance(error.cause, OSDError):
                 logger.error("%s", error)
             raise (error.cause if isinstance(error.cause, Exception) else error) from None

@@ -1,4 +1,4 @@
-"""A service that runs on after the command returned, and the command that ends it."""
+"""`osd serve --detach`, which returns while the service runs on, and `osd stop`, which ends it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SECONDS_TO_STOP = 20
 
 
 def serve_detached(config: Config, argv: Sequence[str], report: Callable[[str], None]) -> None:
-    """Run the same command without `--detach` in a session of its own; return when it serves, or say why not."""
+    """Run the same command without `--detach` in a session of its own. Return when it serves.
+
+    Raises `ConfigError` or `OSDError` with the last line of a service that did not start.
+    """
     log = config.data_path / "serve.log"
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +41,10 @@ def serve_detached(config: Config, argv: Sequence[str], report: Callable[[str], 
             raise (ConfigError if child.returncode == ConfigError.exit_status else OSDError)(said)
         for running in note.find_all():
             if running.pid == child.pid:
-                report(f"serving: {running.service_url}/v1    dashboard: {running.control_url}/dashboard")
+                report(
+                    f"serving: {running.service_url}/v1    dashboard: "
+                    f"{running.control_url}/dashboard"
+                )
                 report(f"log: {log}    end it with `osd stop --deployment {config.deployment}`")
                 return
         time.sleep(0.2)
@@ -47,7 +53,7 @@ def serve_detached(config: Config, argv: Sequence[str], report: Callable[[str], 
 
 
 def stop_service(deployment: str | None) -> str:
-    """End a running service of this user and wait until it is gone; its name."""
+    """End a running service of this user and wait until it is gone. Returns its name."""
     running = note.find(deployment)
     os.kill(running.pid, signal.SIGTERM)
     deadline = time.monotonic() + SECONDS_TO_STOP
@@ -55,4 +61,6 @@ def stop_service(deployment: str | None) -> str:
         if not note.is_alive(running.pid):
             return running.deployment
         time.sleep(0.1)
-    raise OSDError(f"{running.deployment} (process {running.pid}) did not end within {SECONDS_TO_STOP} s")
+    raise OSDError(
+        f"{running.deployment} (process {running.pid}) did not end within {SECONDS_TO_STOP} s"
+    )

@@ -1,4 +1,7 @@
-"""The note a running service leaves for commands of the same user: its addresses, its process, the admin token."""
+"""The note that a running service leaves for commands of the same user.
+
+It holds the addresses, the process id and the admin token.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
+from osd.common.files import replace_file
 from osd.errors import ConfigError
 
 
@@ -28,7 +34,8 @@ class Running:
 
 
 def directory() -> Path:
-    """`$OSD_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/osd`, else a directory of this user's in the temporary directory."""
+    """`$OSD_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/osd`, else `osd-UID` in the temporary
+    directory."""
     if path := os.environ.get("OSD_RUNTIME_DIR"):
         return Path(path)
     if path := os.environ.get("XDG_RUNTIME_DIR"):
@@ -43,15 +50,15 @@ def write(running: Running) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = folder.stat()
         if owner.st_uid != os.getuid() or stat.S_IMODE(owner.st_mode) & 0o022:
-            raise ConfigError(f"{folder}: belongs to another user or is open to others; set OSD_RUNTIME_DIR")
+            raise ConfigError(
+                f"{folder}: belongs to another user or is open to others; set OSD_RUNTIME_DIR"
+            )
         path = folder / f"{running.deployment}.json"
-        temporary = path.with_suffix(f".{os.getpid()}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(running), file)
-        temporary.replace(path)
+        replace_file(path, json.dumps(asdict(running)).encode())
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written ({error.strerror}); set OSD_RUNTIME_DIR") from None
+        raise ConfigError(
+            f"{folder}: cannot be written ({error.strerror}); set OSD_RUNTIME_DIR"
+        ) from None
     return path
 
 
@@ -75,24 +82,27 @@ def find_all() -> list[Running]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs. One that has ended counts as gone also while nobody has collected its exit status,
-    which in a container without an init process nobody ever does."""
+    """Whether the process runs and this user may signal it.
+
+    A zombie counts as gone. In a container without an init process, zombies stay for ever.
+    """
     try:
         os.kill(pid, 0)
-    except OSError:
+        status = psutil.Process(pid).status()
+    except (OSError, psutil.Error):
         return False
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return not Path("/proc/self").exists()
+    return status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def find(deployment: str | None = None) -> Running:
-    """The running service a command means. Raises `ConfigError` when there is none, or more than one."""
+    """The one running service, or the one of that name. Raises `ConfigError` when there is none or
+    more than one."""
     services = [r for r in find_all() if deployment in (None, r.deployment)]
     if not services:
         what = f"deployment {deployment!r}" if deployment else "service"
-        raise ConfigError(f"no {what} of this user is running here; start one with `osd serve`, or give --url")
+        raise ConfigError(
+            f"no {what} of this user is running here; start one with `osd serve`, or give --url"
+        )
     if len(services) > 1:
         names = ", ".join(r.deployment for r in services)
         raise ConfigError(f"several services are running ({names}); choose one with --deployment")

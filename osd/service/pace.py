@@ -1,8 +1,8 @@
-"""The trainer's share of a machine it has in common with engines: it computes less of the time while requests run.
+"""The duty cycle of a trainer that shares a machine with engines.
 
-Niceness yields a CPU, but neither memory bandwidth nor a GPU. Between two training steps the trainer therefore rests
-as long as its duty cycle asks, though only while an engine has work. Judging a candidate, a few seconds without
-gradients, is not paced.
+Niceness yields the CPU, but neither memory bandwidth nor a GPU. The trainer therefore rests between
+training steps while an engine has work. The evaluation of a candidate takes a few seconds, without
+gradients, and is not paced.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from osd.exchange.registry import Registry
 
 SECONDS_BETWEEN_ASKING = 1.0
 LONGEST_REST_S = 5.0
-"""After so long it looks whether there is still anything to rest for."""
+"""After a rest of this length it asks again whether an engine has work."""
 
 
 class Pace:
-    """To be called after every training step.
+    """Call it after every training step.
 
     Example:
         pace = Pace(0.5, busy_replicas(registry))
@@ -37,19 +37,23 @@ class Pace:
         self._is_busy, self._asked_at = False, -SECONDS_BETWEEN_ASKING
         self._began_at = clock()
         self._owed = 0.0
-        """Seconds of rest that were too long for one pause."""
+        """Seconds of rest that are still to be taken."""
 
     def begin(self) -> None:
-        """A round begins: what went before it was no step."""
+        """A round begins. The time before it does not count as a step."""
         self._began_at = self._clock()
 
     def __call__(self, *step: object) -> None:
-        """Rest for so long that the step just done was `duty_cycle` of the time."""
+        """Rest so long that the last step took `duty_cycle` of the time."""
         now = self._clock()
         if self._duty_cycle < 1:
             if now - self._asked_at >= SECONDS_BETWEEN_ASKING:
                 self._is_busy, self._asked_at = self._ask(), now
-            self._owed = (self._owed + (now - self._began_at) * (1 / self._duty_cycle - 1)) if self._is_busy else 0.0
+            self._owed = (
+                (self._owed + (now - self._began_at) * (1 / self._duty_cycle - 1))
+                if self._is_busy
+                else 0.0
+            )
             while self._owed > 0 and self._is_busy:
                 rest = min(LONGEST_REST_S, self._owed)
                 self._sleep(rest)
@@ -60,7 +64,8 @@ class Pace:
 
 
 def busy_replicas(registry: Registry) -> Callable[[], bool]:
-    """Whether any living replica has requests running, by its last heartbeat; no when Redis does not answer."""
+    """Whether any living replica has running requests, by its last heartbeat. False when Redis does
+    not answer."""
 
     def is_busy() -> bool:
         try:

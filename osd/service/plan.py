@@ -1,6 +1,6 @@
-"""What a service is going to be, settled before anything of it starts: free ports, models on disk, the first draft.
+"""The plan of a service, made before anything starts: free ports, models on disk, the first draft.
 
-Everything that can be known to be wrong with a configuration on this machine is found here.
+It finds every fault of a configuration that shows before a start on this machine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from osd.releases.store import ReleaseStore
 logger = logging.getLogger(__name__)
 
 PORTS = range(20_000, 32_000)
-"""Where free ports are looked for."""
+"""Free ports are taken from this range."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A configuration made concrete: ports chosen, models found, the draft to start with on disk."""
+class ServicePlan:
+    """A concrete configuration: ports are chosen, models found, and the first draft is on disk."""
 
     config: Config
     target_dir: Path
@@ -38,25 +38,27 @@ class Plan:
     release: DraftRelease
 
 
-def plan(config: Config) -> Plan:
-    """Check everything that can be checked before starting. Raises `OSDError` with key, value and remedy."""
+def plan(config: Config) -> ServicePlan:
+    """Check everything that can be checked before a start. Raises `OSDError` with key, value and
+    remedy."""
     config = with_free_ports(config)
     target = resolve.resolve(config.serving.target, "serving.target")
     draft = resolve.resolve(config.serving.draft, "serving.draft")
     num_tokens = check_pair(target, draft, max_model_len(config))
     target_id = resolve.fingerprint(target)
-    return Plan(config, target, target_id, first_release(config, draft, target_id, num_tokens))
+    release = first_release(config, draft, target_id, num_tokens)
+    return ServicePlan(config, target, target_id, release)
 
 
 def max_model_len(config: Config) -> int | None:
-    """The context the engine is told to serve; None = the target's own."""
+    """The context length that the configuration asks for; None = the target's own."""
     vllm = {key.replace("-", "_"): value for key, value in config.serving.vllm.items()}
     value = vllm.get("max_model_len")
     return value if isinstance(value, int) else None
 
 
 def with_free_ports(config: Config) -> Config:
-    """Ports 0 replaced by free ones. Raises `ConfigError` for a port somebody else listens on."""
+    """Replace ports 0 by free ones. Raises `ConfigError` for a port that is in use."""
     taken: list[int] = []
     for section in ("serving", "control"):
         part = getattr(config, section)
@@ -69,33 +71,43 @@ def with_free_ports(config: Config) -> Config:
                 f"choose another with {section}.port=N, or 0 for any free one"
             ) from None
         if port in taken:
-            raise ConfigError(f"{section}.port={port}: the service port and the control port must differ")
+            raise ConfigError(
+                f"{section}.port={port}: the service port and the control port must differ"
+            )
         taken.append(port)
         config = config.model_copy(update={section: part.model_copy(update={"port": port})})
     return config
 
 
 def free_port(host: str, taken: Sequence[int] = ()) -> int:
-    """A port nobody listens on. It is used only when the engine has loaded, so it is none of those that the system
-    (32768 and up) or Ray (10002 to 19999) hands out to others meanwhile."""
+    """A port that nobody listens on.
+
+    The engine opens it only after loading. Meanwhile the system gives out ports from 32768 on, and
+    Ray from 10002 to 19999, so those are avoided.
+    """
     for port in random.sample(PORTS, 100):
         with suppress(OSError):
             try_port(host, port)
             if port not in taken:
                 return port
-    raise ConfigError(f"no free port on {host} between {PORTS[0]} and {PORTS[-1]}; name one instead of 0")
+    raise ConfigError(
+        f"no free port on {host} between {PORTS[0]} and {PORTS[-1]}; name one instead of 0"
+    )
 
 
 def try_port(host: str, port: int) -> None:
-    """Raise `OSError` when one cannot listen there."""
+    """Raise `OSError` when no server can listen there."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
 
 
 def first_release(config: Config, draft: Path, target_id: str, num_tokens: int) -> DraftRelease:
-    """What to serve first: the pinned or current release of this target; when there is none, `draft` is published,
-    fitted to the target's `num_tokens`. A line in the log says when the release began with another draft."""
+    """The release to serve first: the pinned or the current one of this target.
+
+    Without any, `draft` is published, fitted to the target's `num_tokens`. The log warns when the
+    release began with another draft.
+    """
     try:
         store = ReleaseStore(config.releases_path)
         origin = resolve.fingerprint(draft)
@@ -106,11 +118,13 @@ def first_release(config: Config, draft: Path, target_id: str, num_tokens: int) 
             release = found
         else:
             fitting = partial(write_fitting, num_tokens=num_tokens)
-            release = store.publish(draft, parent=0, target_id=target_id, origin=origin, copy=fitting)
+            release = store.publish(
+                draft, parent=0, target_id=target_id, origin=origin, copy=fitting
+            )
         if release.origin not in ("", origin):
             logger.warning(
-                "v%d serves, which comes of another draft: %s is not used; to begin with it, name another "
-                "deployment=NAME",
+                "v%d serves, which comes of another draft: %s is not used; to begin with it, name "
+                "another deployment=NAME",
                 release.version,
                 draft,
             )
@@ -121,7 +135,7 @@ def first_release(config: Config, draft: Path, target_id: str, num_tokens: int) 
 
 
 def newest_undamaged(store: ReleaseStore, target_id: str) -> DraftRelease | None:
-    """The current release, its weights read again; damaged ones are marked bad and passed over."""
+    """The current release. Damaged ones are marked bad and skipped."""
     while (release := store.current(target_id)) is not None:
         try:
             store.verify(release)
@@ -137,4 +151,6 @@ def without_speculation(config: Config) -> Config:
     """The same engine without a draft, on another free port."""
     vllm = {k: v for k, v in config.serving.vllm.items() if k != "per_request_spec_decode_metrics"}
     port = free_port(config.serving.host, [config.serving.port, config.control.port])
-    return config.model_copy(update={"serving": config.serving.model_copy(update={"port": port, "vllm": vllm})})
+    return config.model_copy(
+        update={"serving": config.serving.model_copy(update={"port": port, "vllm": vllm})}
+    )

@@ -1,8 +1,9 @@
-"""`osd profile`: an engine is started as `osd serve` would start it, its steps are measured, kept and printed.
+"""`osd profile`: starts an engine as `osd serve` does, measures its steps, keeps and prints them.
 
-What is printed is T(batch, k): the time of a step that drafts k tokens and verifies k, and beside it the *target
-efficiency* T(1)/T(k+1) (MoESD, arXiv 2505.19645): how much of a step of one token a step of k + 1 costs the target.
-Where it is low, as for mixture-of-experts targets at small batches, verification is not free and k stays small.
+The table shows T(batch, k), the time of a step that drafts k tokens and verifies them, and the
+*target efficiency* T(1)/T(k+1) (MoESD, arXiv 2505.19645): the target's time for one token over its
+time for k + 1. When it is low, as for mixture-of-experts targets at small batches, verification is
+not free and k stays small.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ Say = Callable[[str], None]
 
 
 def run(config: Config, *, again: bool, say: Say) -> None:
-    """Measure, or read what was measured before; print. Raises `OSDError` where the engine does not start."""
+    """Measure, or read an earlier measurement, and print it. Raises `OSDError` when the engine does
+    not start."""
     with tempfile.TemporaryDirectory(prefix="osd-profile-") as data:
-        changes = {"mode": "auto", "calibration_seconds": config.speculation.calibration_seconds or 20.0}
+        changes = {
+            "mode": "auto",
+            "calibration_seconds": config.speculation.calibration_seconds or 20.0,
+        }
         config = config.model_copy(
             update={
                 "data_dir": data,
@@ -40,13 +45,22 @@ def run(config: Config, *, again: bool, say: Say) -> None:
         )
         rows, path = _in_a_process(config, again, say)
     if not rows:
-        raise OSDError("no step was measured; speculation.calibration_seconds may be too short for this target")
+        raise OSDError(
+            "no step was measured; speculation.calibration_seconds may be too short for this target"
+        )
     say(table(rows, config.speculation.k_max))
-    say(f"kept in {path}" if Path(path).exists() else "not kept: speculation.calibration_seconds was too short for all")
+    say(
+        f"kept in {path}"
+        if Path(path).exists()
+        else "not kept: speculation.calibration_seconds was too short for all"
+    )
 
 
 def _in_a_process(config: Config, again: bool, say: Say) -> tuple[list[dict[str, Any]], str]:
-    """The engine has the environment of its own that the configuration asks for, and ends with its process."""
+    """Measure in another process, where the engine gets its environment and which ends it.
+
+    Returns the rows of step times and the path of the profile.
+    """
     made = plan(config)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
@@ -75,7 +89,7 @@ def _measure(made: Any, again: bool, answer: Any) -> None:
 
     server.prepare_environment()
     from serving.replica import Replica
-    from serving.speculation.client import profile_path
+    from serving.speculation.profile import profile_path
 
     path: Path = profile_path(made.config, made.target_id, made.release.path)
     if again:
@@ -95,10 +109,10 @@ def _measure(made: Any, again: bool, answer: Any) -> None:
         answer.send((replica.step_times(), str(path)))
         replica.close()
         replica.join(SECONDS_TO_END)
-    except BaseException as error:  # noqa: BLE001  told by the process that waits
+    except BaseException as error:  # noqa: BLE001  the waiting process reports it
         answer.send(str(error) or type(error).__name__)
     sys.stdout.flush()
-    os._exit(0)  # whatever threads of vLLM are left have nothing to do
+    os._exit(0)  # do not wait for threads of vLLM
 
 
 def table(rows: Sequence[dict[str, Any]], k_max: int) -> str:
@@ -113,7 +127,9 @@ def table(rows: Sequence[dict[str, Any]], k_max: int) -> str:
     lines = [f"{'step, ms':>10}" + "".join(f"{f'k = {k}':>9}" for k in ks) + f"{'T(1)/T(k+1)':>16}"]
     for batch in (b for b in BATCHES if b <= largest):
         steps = times.predict([Shape(batch, batch * (1 + k), batch * context, k) for k in ks])
-        bare = times.predict([Shape(batch, batch * (1 + k), batch * context, 0) for k in (0, k_max)])
+        bare = times.predict(
+            [Shape(batch, batch * (1 + k), batch * context, 0) for k in (0, k_max)]
+        )
         cells = "".join(f"{1000 * s:9.1f}" for s in steps)
         lines.append(f"{f'batch {batch}':>10}{cells}{bare[0] / bare[1]:>11.2f} (k = {k_max})")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The worker extension of an engine that is only measured: what it captures goes nowhere."""
+"""vLLM's worker extension for `osd profile`: it drops the traces that the engine captures."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""Ends what is left of a private Ray when the service that started it has ended, kill -9 included.
+"""Ends the rest of a private Ray after the service that started it has ended, also by kill -9.
 
-    service ──pipe──► reaper        looks once a second who belongs to the service's Ray
-    pipe closes ────► reaper        gives them a moment, kills who is left, removes Ray's directory
+    service ──pipe──► reaper    looks once a second which processes belong to the service's Ray
+    pipe closes ────► reaper    gives them a moment, kills the others, removes Ray's directory
 
-Ray and vLLM end their own children only when they are themselves asked to; an engine that is still loading would stay
-behind for a minute. Run as a script, `reaper.py SERVICE_PID DIRECTORY`, with nothing but the standard library. Who
-belongs is never told by name: the service's children that were started with this very directory, whoever descends
-from them, and whoever shares a process group with one of those. Where there is no /proc it only removes the directory.
+Ray and vLLM end their own children only when they are asked to end. An engine that is still loading
+would stay for a minute. This file runs as a script, `reaper.py SERVICE_PID DIRECTORY`, and imports
+only the standard library.
+
+Processes are never recognised by name. These belong to the service's Ray: the service's children
+that were started with DIRECTORY, their descendants, and every member of a process group of theirs.
+Without /proc the reaper only removes the directory.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ from typing import NamedTuple
 
 SECONDS_BETWEEN_LOOKS = 1.0
 GRACE_SECONDS = 2.0
-"""How long the processes have to end by themselves."""
+"""The processes have this long to end by themselves."""
 SECONDS_TO_DIE = 8.0
-"""How long killed processes are waited for."""
+"""The reaper waits this long for killed processes."""
 
 
 class Process(NamedTuple):
-    """What /proc says of a process; its start, in clock ticks, tells it from a later one with the same id."""
+    """A process in /proc. `start`, in clock ticks, tells it from a later one with the same id."""
 
     parent: int
     group: int
@@ -38,7 +41,7 @@ class Process(NamedTuple):
 
 
 class Reaper:
-    """The service's end: starts the script, and later waits until it has done its work."""
+    """The service's handle: it starts the script, and later waits until the script is done."""
 
     def __init__(self, directory: str) -> None:
         self._process = subprocess.Popen(
@@ -48,7 +51,7 @@ class Reaper:
         )
 
     def close(self) -> None:
-        """Return when none of the processes is left, and the directory is gone."""
+        """Return when all of the processes and the directory are gone."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
@@ -56,7 +59,7 @@ class Reaper:
 
 
 class Family:
-    """The processes of one private Ray, as far as they were seen."""
+    """The processes of one private Ray that were seen so far."""
 
     def __init__(self, service: int, directory: str) -> None:
         self._service, self._directory = service, directory.encode()
@@ -65,9 +68,13 @@ class Family:
         """process id -> its start"""
 
     def look(self) -> list[int]:
-        """Find newcomers, forget who is gone; returns who lives."""
+        """Add new processes and forget ended ones. Returns the ids of those that live."""
         processes = running()
-        known = {pid for pid, start in self._known.items() if pid in processes and processes[pid].start == start}
+        known = {
+            pid
+            for pid, start in self._known.items()
+            if pid in processes and processes[pid].start == start
+        }
         known |= {pid for pid, process in processes.items() if self._is_root(pid, process)}
         while newcomers := self._relatives(known, processes):
             known |= newcomers
@@ -78,7 +85,9 @@ class Family:
         if process.parent != self._service:
             return False
         with suppress(OSError):
-            return pid != os.getpid() and self._directory in Path(f"/proc/{pid}/cmdline").read_bytes()
+            return (
+                pid != os.getpid() and self._directory in Path(f"/proc/{pid}/cmdline").read_bytes()
+            )
         return False
 
     def _relatives(self, known: set[int], processes: dict[int, Process]) -> set[int]:
@@ -91,7 +100,7 @@ class Family:
 
 
 def running() -> dict[int, Process]:
-    """Every process that is not already dead and waiting to be reaped."""
+    """Every process that is not a zombie, by its id."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError, ValueError):
@@ -113,7 +122,7 @@ def main(argv: list[str]) -> None:
 
 
 def end(family: Family) -> None:
-    """Wait a moment for all of them to go; then kill whoever has not."""
+    """Wait a moment for all processes to end, then kill the others."""
     asked_at = time.monotonic()
     while (left := family.look()) and time.monotonic() < asked_at + GRACE_SECONDS + SECONDS_TO_DIE:
         if time.monotonic() > asked_at + GRACE_SECONDS:

@@ -1,4 +1,4 @@
-"""The worker extension vLLM is started with: serving's hooks, with traces going to the Redis replay buffer."""
+"""vLLM's worker extension in a service: serving's hooks put traces into the Redis replay buffer."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The small models and the traffic this project makes itself, so that nothing is ever downloaded."""
+"""The small models and the traffic that this project makes itself. Nothing is downloaded."""

@@ -1,4 +1,5 @@
-"""`python -m osd.tiny.build DIRECTORY`: trains the tiny models into `DIRECTORY/target` and `DIRECTORY/draft`."""
+"""`python -m osd.tiny.build DIRECTORY`: trains the tiny models into `DIRECTORY/target` and
+`DIRECTORY/draft`."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from osd.common.progress import stages
 from osd.tiny import recipe
-from osd.tiny.progress import progress_bar
 from osd.tiny.quiet import quiet_transformers
 from osd.tiny.tokenizer import train_tokenizer
 from osd.tiny.traffic import DOMAINS, requests
@@ -19,14 +20,16 @@ if TYPE_CHECKING:
 
 def build(directory: Path, progress: bool) -> None:
     """Train tokenizer, target and draft, and save them."""
-    with progress_bar(progress) as begin:
-        begin("loading torch", 1)
+    with stages(progress) as begin:
+        begin("tiny models: loading torch")
         from osd.tiny import training
 
-        begin("tokenizer", 1)
+        begin("tiny models: tokenizer")
         tokenizer = train_tokenizer(_texts(), recipe.VOCAB_SIZE)
-        target = training.train_target(tokenizer, begin("target", recipe.TARGET_STEPS))
-        draft = training.train_draft(tokenizer, target, begin("draft", recipe.DRAFT_STEPS))
+        advance = begin("tiny models: target", recipe.TARGET_STEPS, "steps")
+        target = training.train_target(tokenizer, advance)
+        advance = begin("tiny models: draft", recipe.DRAFT_STEPS, "steps")
+        draft = training.train_draft(tokenizer, target, advance)
     _save(target, tokenizer, directory / "target")
     _save(draft, tokenizer, directory / "draft")
 

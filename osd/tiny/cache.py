@@ -1,4 +1,4 @@
-"""A cache of built directories: made once, by one process, aside, and renamed when complete."""
+"""A cache of directories. One process builds each aside, once, and renames it when complete."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def build_once(name: str, build: Callable[[Path], None]) -> Path:
-    """The directory `name` in the cache. Where it is missing, `build` fills an empty one that takes its place.
+    """The directory `name` in the cache. When it is missing, `build` fills an empty directory.
 
-    Processes that ask at the same time wait for the one that builds. Raises `ConfigError` where nothing can be written.
+    Processes that ask meanwhile wait for the one that builds. Raises `ConfigError` when the cache
+    is not writable.
     """
     final = cache_root() / name
     if final.is_dir():
@@ -31,14 +32,15 @@ def build_once(name: str, build: Callable[[Path], None]) -> Path:
                 _build_aside(final, build)
     except OSError as error:
         raise ConfigError(
-            f"cache directory {cache_root()}: cannot be used ({error.strerror or error}); set OSD_CACHE_DIR to a "
-            "directory you can write to"
+            f"cache directory {cache_root()}: cannot be used ({error.strerror or error}); set "
+            "OSD_CACHE_DIR to a directory you can write to"
         ) from error
     return final
 
 
 def _build_aside(final: Path, build: Callable[[Path], None]) -> None:
-    """Build beside `final`, then rename. What a killed build left behind goes first: the lock is ours."""
+    """Build beside `final`, then rename. Remove first what a killed build left; we hold the
+    lock."""
     for left_over in final.parent.glob(f".{final.name}.*/"):
         shutil.rmtree(left_over, ignore_errors=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
@@ -52,11 +54,15 @@ def _build_aside(final: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`. The kernel lets go of it when the process ends, however it ends."""
+    """Hold an exclusive lock on `path`. The kernel releases it when the process ends in any
+    way."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.warning("another process builds %s: waiting for it", path.with_suffix("").name.removeprefix("."))
+            logger.warning(
+                "another process builds %s: waiting for it",
+                path.with_suffix("").name.removeprefix("."),
+            )
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

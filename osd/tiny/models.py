@@ -1,6 +1,7 @@
 """The tiny target and draft: built on first use, then found in the cache.
 
-`ensure()` gives the two directories; `ensure_cost_shaped()` the same target at the cost of a far larger model.
+`ensure()` returns the two directories. `ensure_cost_shaped()` returns the same target at the cost
+of a far larger model.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from osd.common.progress import stages
 from osd.tiny import recipe
 from osd.tiny.cache import build_once
-from osd.tiny.progress import progress_bar
 
 BUILD_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
-"""Threads that wait do not spin, and freed memory is kept instead of being faulted in anew: a fifth less CPU time."""
+"""Waiting threads do not spin, and freed memory is kept. This saves a fifth of the CPU time."""
 
 MAX_BUILD_THREADS = 4
-"""More would wait for each other. How many threads its caller keeps to does not bind a build, which is done once."""
+"""More threads would wait for each other. The caller's OMP_NUM_THREADS does not apply."""
 
 COST_SHAPED_HIDDEN_SIZE = 768
 COST_SHAPED_NUM_LAYERS = 8
@@ -41,12 +42,14 @@ class TinyModels:
 
 
 def ensure(progress: bool = True) -> TinyModels:
-    """The tiny models, built first if this recipe never was (minutes on two cores).
+    """The tiny models. The first call with this recipe builds them (minutes on two cores).
 
-    `progress`: show a bar while building. Raises `ConfigError` where the cache directory cannot be written.
+    `progress`: show a bar while building. Raises `ConfigError` when the cache is not writable.
     """
     name = recipe.recipe_hash()
-    root = build_once(f"tiny-{name}", lambda directory: run_build("osd.tiny.build", directory, progress=progress))
+    root = build_once(
+        f"tiny-{name}", lambda directory: run_build("osd.tiny.build", directory, progress=progress)
+    )
     return TinyModels(target=root / "target", draft=root / "draft", recipe_hash=name)
 
 
@@ -61,16 +64,21 @@ def ensure_cost_shaped(
     return cost_shaped("wide", ensure(progress), sizes, progress)
 
 
-def cost_shaped(prefix: str, models: TinyModels, sizes: tuple[int, int, int], progress: bool) -> Path:
-    """Directory, in the cache as `prefix`-..., of a widened target; sizes: hidden, layers, intermediate."""
+def cost_shaped(
+    prefix: str, models: TinyModels, sizes: tuple[int, int, int], progress: bool
+) -> Path:
+    """Directory of a widened target, in the cache as `prefix`-... Sizes: hidden, layers,
+    intermediate."""
     from osd.tiny import widen
 
     hidden_size, num_layers, intermediate_size = sizes
-    source = hashlib.sha256(Path(widen.__file__).read_bytes() + models.recipe_hash.encode()).hexdigest()[:16]
+    source = hashlib.sha256(
+        Path(widen.__file__).read_bytes() + models.recipe_hash.encode()
+    ).hexdigest()[:16]
 
     def build(directory: Path) -> None:
-        with progress_bar(progress) as begin:
-            begin("widening the target", 1)(0)
+        with stages(progress) as begin:
+            begin("tiny models: widening the target")
             widen.widen(
                 models.target,
                 directory,
@@ -83,8 +91,15 @@ def cost_shaped(prefix: str, models: TinyModels, sizes: tuple[int, int, int], pr
 
 
 def run_build(module: str, directory: Path, *arguments: str, progress: bool) -> None:
-    """Train in a process of its own: torch's threads, memory and random state here stay as they are."""
-    command = [sys.executable, "-m", module, str(directory), *arguments, *["--quiet"] * (not progress)]
+    """Train in another process. torch's threads, memory and random state here stay as they are."""
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        str(directory),
+        *arguments,
+        *["--quiet"] * (not progress),
+    ]
     threads = {"OMP_NUM_THREADS": str(min(MAX_BUILD_THREADS, len(os.sched_getaffinity(0))))}
     status = subprocess.run(command, env=BUILD_ENVIRONMENT | os.environ | threads).returncode
     if status:

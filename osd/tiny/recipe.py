@@ -1,4 +1,4 @@
-"""Everything that decides what the tiny models are: sizes, seeds, steps. Its hash names their place in the cache."""
+"""The recipe of the tiny models: sizes, seeds, steps. Its hash names their place in the cache."""
 
 from __future__ import annotations
 
@@ -38,13 +38,23 @@ TARGET = Shape(hidden_size=256, intermediate_size=736, num_layers=2)
 DRAFT = Shape(hidden_size=96, intermediate_size=288, num_layers=2)
 
 TRAIN_SEED = 0
-"""The target learns from the traffic of this seed, the draft from that of the next. Others serve from 1000 on."""
+"""The target is trained on the traffic of this seed, the draft on that of the next. Served traffic
+has seeds from 1000 on."""
 
 NUM_TOKENIZER_REQUESTS = 500
 """Requests per domain the tokenizer is trained on."""
 
-TARGET_MIX = ("arithmetic", "sql", "arithmetic", "finance", "arithmetic", "sql", "finance", "python")
-"""What the target's examples are drawn from, in turn: more of what is harder to learn."""
+TARGET_MIX = (
+    "arithmetic",
+    "sql",
+    "arithmetic",
+    "finance",
+    "arithmetic",
+    "sql",
+    "finance",
+    "python",
+)
+"""Domains of the target's examples, in turn. Harder domains occur more often."""
 
 TARGET_STEPS = 340
 TARGET_BATCH = 24

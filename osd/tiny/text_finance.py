@@ -6,9 +6,16 @@ from random import Random
 
 from osd.tiny.text_words import CITIES, NAMES, words
 
-STEMS = words("Nova Vertex Orion Delta Summit Harbor Falcon Granite Cedar Aurora Titan Pioneer Atlas Beacon Crown")
-FIELDS = words("Energy Motors Foods Bank Systems Pharma Steel Retail Airlines Media Insurance Robotics")
-MONTHS = words("January February March April May June July August September October November December")
+STEMS = words(
+    "Nova Vertex Orion Delta Summit Harbor Falcon Granite Cedar Aurora Titan Pioneer Atlas Beacon "
+    "Crown"
+)
+FIELDS = words(
+    "Energy Motors Foods Bank Systems Pharma Steel Retail Airlines Media Insurance Robotics"
+)
+MONTHS = words(
+    "January February March April May June July August September October November December"
+)
 PERIODS = ("first quarter", "second quarter", "third quarter", "fourth quarter", "full year")
 REASONS = (
     "strong demand",
@@ -23,7 +30,7 @@ REASONS = (
 
 
 def generate(rng: Random) -> tuple[str, str]:
-    """A news item with the wish to have it summed up, and the summary."""
+    """A prompt that asks for a summary of a news item, and the summary."""
     company = f"{rng.choice(STEMS)} {rng.choice(FIELDS)}"
     return rng.choice((_results, _deal, _outlook, _debt))(rng, company)
 
@@ -38,26 +45,35 @@ def _results(rng: Random, company: str) -> tuple[str, str]:
     rose, gained = ("rose", "gained") if up else ("fell", "lost")
     prompt = rng.choice(
         (
-            f"Summarize: {company} said {period} revenue {rose} {percent}% to {revenue} because of {reason}. "
+            f"Summarize: {company} said {period} revenue {rose} {percent}% to {revenue} because of "
+            f"{reason}. "
             f"Its shares {gained} {shares}% in {rng.choice(CITIES)} trading.",
-            f"Sum up this news. Citing {reason}, {company} posted revenue of {revenue} for the {period}; it {rose} "
+            f"Sum up this news. Citing {reason}, {company} posted revenue of {revenue} for the "
+            f"{period}; it {rose} "
             f"{percent}% and the stock {gained} {shares}%.",
         )
     )
     return prompt, (
-        f"{company} reported {period} revenue of {revenue}, {'up' if up else 'down'} {percent}% on {reason}. "
+        f"{company} reported {period} revenue of {revenue}, {'up' if up else 'down'} {percent}% on "
+        f"{reason}. "
         f"Shares {gained} {shares}% after the {'strong' if up else 'weak'} results."
     )
 
 
 def _deal(rng: Random, company: str) -> tuple[str, str]:
-    other, price, month = f"{rng.choice(STEMS)} {rng.choice(FIELDS)}", _money(rng), rng.choice(MONTHS)
+    other, price, month = (
+        f"{rng.choice(STEMS)} {rng.choice(FIELDS)}",
+        _money(rng),
+        rng.choice(MONTHS),
+    )
     city, jobs = rng.choice(CITIES), rng.randint(2, 99) * 10
     prompt = rng.choice(
         (
-            f"Summarize: {company} agreed to buy {other} of {city} for {price}. The deal should close in {month} "
+            f"Summarize: {company} agreed to buy {other} of {city} for {price}. The deal should "
+            f"close in {month} "
             f"and {jobs} jobs will go.",
-            f"Sum up this news. {other}, based in {city}, will be sold to {company} in {month} at a price of {price}, "
+            f"Sum up this news. {other}, based in {city}, will be sold to {company} in {month} at "
+            f"a price of {price}, "
             f"with {jobs} jobs lost.",
         )
     )
@@ -72,9 +88,11 @@ def _outlook(rng: Random, company: str) -> tuple[str, str]:
     high, reason, profit = low + rng.randint(1, 9), rng.choice(REASONS), _money(rng)
     prompt = rng.choice(
         (
-            f"Summarize: In {month}, {company} chief {chief} forecast sales growth of {low}% to {high}% and a profit "
+            f"Summarize: In {month}, {company} chief {chief} forecast sales growth of {low}% to "
+            f"{high}% and a profit "
             f"of {profit}, pointing to {reason}.",
-            f"Sum up this news. {chief}, who runs {company}, sees a profit of {profit} and growth between {low}% and "
+            f"Sum up this news. {chief}, who runs {company}, sees a profit of {profit} and growth "
+            f"between {low}% and "
             f"{high}% due to {reason}, a {month} letter says.",
         )
     )
@@ -89,8 +107,10 @@ def _debt(rng: Random, company: str) -> tuple[str, str]:
     month, years = rng.choice(MONTHS), rng.randint(2, 30)
     prompt = rng.choice(
         (
-            f"Summarize: {company} raised {amount} in {city} by selling {years}-year bonds at {rate}% in {month}.",
-            f"Sum up this news. In {month}, investors in {city} bought bonds of {company} worth {amount}, running "
+            f"Summarize: {company} raised {amount} in {city} by selling {years}-year bonds at "
+            f"{rate}% in {month}.",
+            f"Sum up this news. In {month}, investors in {city} bought bonds of {company} worth "
+            f"{amount}, running "
             f"{years} years and paying {rate}%.",
         )
     )

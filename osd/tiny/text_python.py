@@ -8,7 +8,9 @@ from osd.tiny.text_words import words
 
 VERBS = words("get find pick collect select gather filter extract take build make compute")
 KINDS = words("new good valid large small daily final main recent local total fresh")
-NOUNS = words("values items numbers scores prices points sizes weights counts ages rates marks steps totals")
+NOUNS = words(
+    "values items numbers scores prices points sizes weights counts ages rates marks steps totals"
+)
 COMPARISONS = (
     ("greater than", ">"),
     ("less than", "<"),
@@ -35,7 +37,8 @@ def _select(rng: Random, name: str, arg: str) -> tuple[str, str]:
         )
     )
     return prompt, (
-        f'def {name}({arg}):\n    """Return the {arg} {words} {n}."""\n    result = []\n    for x in {arg}:\n'
+        f'def {name}({arg}):\n    """Return the {arg} {words} {n}."""\n    result = []\n    for x '
+        f"in {arg}:\n"
         f"        if x {sign} {n}:\n            result.append(x)\n    return result"
     )
 
@@ -49,7 +52,8 @@ def _change(rng: Random, name: str, arg: str) -> tuple[str, str]:
         )
     )
     return prompt, (
-        f'def {name}({arg}):\n    """Return each of the {arg} {words} {n}."""\n    return [x {sign} {n} for x in {arg}]'
+        f'def {name}({arg}):\n    """Return each of the {arg} {words} {n}."""\n    return [x '
+        f"{sign} {n} for x in {arg}]"
     )
 
 
@@ -62,7 +66,8 @@ def _count(rng: Random, name: str, arg: str) -> tuple[str, str]:
         )
     )
     return prompt, (
-        f'def {name}({arg}):\n    """Count the {arg} {words} {n}."""\n    count = 0\n    for x in {arg}:\n'
+        f'def {name}({arg}):\n    """Count the {arg} {words} {n}."""\n    count = 0\n    for x in '
+        f"{arg}:\n"
         f"        if x {sign} {n}:\n            count += 1\n    return count"
     )
 
@@ -76,7 +81,8 @@ def _total(rng: Random, name: str, arg: str) -> tuple[str, str]:
         )
     )
     return prompt, (
-        f'def {name}({arg}):\n    """Add up the {arg}, each {words} {n}."""\n    total = 0\n    for x in {arg}:\n'
+        f'def {name}({arg}):\n    """Add up the {arg}, each {words} {n}."""\n    total = 0\n    '
+        f"for x in {arg}:\n"
         f"        total += x {sign} {n}\n    return total"
     )
 
@@ -85,7 +91,8 @@ def _first(rng: Random, name: str, arg: str) -> tuple[str, str]:
     (words, sign), n = rng.choice(COMPARISONS), rng.randint(2, 99)
     prompt = rng.choice(
         (
-            f"Write a Python function {name} that returns the first of the {arg} that is {words} {n}, or None.",
+            f"Write a Python function {name} that returns the first of the {arg} that is {words} "
+            f"{n}, or None.",
             f"I need {name}({arg}) in Python: the index of the first entry {words} {n}.",
         )
     )

@@ -11,12 +11,15 @@ def words(text: str) -> list[str]:
 
 
 NAMES = words(
-    "Alice Omar Priya Lucas Mei Hannah Carlos Ingrid Kofi Nadia Tom Yuki Elena Samuel Fatima George Lena Ravi Chloe "
-    "Diego Amina Peter Sofia Jack Rosa Victor Grace Hugo Leila Martin Zoe Ivan Clara Daniel Emma Felix Nora Oscar"
+    "Alice Omar Priya Lucas Mei Hannah Carlos Ingrid Kofi Nadia Tom Yuki Elena Samuel Fatima "
+    "George Lena Ravi Chloe "
+    "Diego Amina Peter Sofia Jack Rosa Victor Grace Hugo Leila Martin Zoe Ivan Clara Daniel Emma "
+    "Felix Nora Oscar"
 )
 
 CITIES = words(
-    "Paris London Berlin Madrid Oslo Tokyo Delhi Cairo Lima Boston Chicago Dublin Vienna Prague Rome Lisbon Seoul "
+    "Paris London Berlin Madrid Oslo Tokyo Delhi Cairo Lima Boston Chicago Dublin Vienna Prague "
+    "Rome Lisbon Seoul "
     "Sydney Toronto Zurich Athens Geneva Milan Dallas Denver Warsaw Lagos Nairobi Bogota Hanoi"
 )
 

@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer with a chat template that target and draft share."""
+"""The byte-level BPE tokenizer, with a chat template, that target and draft share."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
-    """Ids of a conversation of one user message, up to where the assistant's answer begins."""
+    """Ids of a chat with one user message, up to the beginning of the answer."""
     messages = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(str(text), add_special_tokens=False))

@@ -1,7 +1,8 @@
-"""Unlimited, seeded requests in four domains, shaped after Spider, GSM8K, Python functions and finance news.
+"""Unlimited, seeded requests in four domains, shaped after Spider, GSM8K, Python functions and
+finance news.
 
-A prompt is put together from so many slots that it practically never repeats; its answer follows from it. The text
-is generated here and nowhere else: models learn from some seeds, demo and tests serve others.
+A prompt has so many slots that it practically never repeats, and its answer follows from it. Models
+are trained on some seeds; the demo and the tests serve others.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Request:
     """One user message and the answer the tiny target was taught to give.
 
     Example:
-        Request(domain="sql", prompt="How many singers are older than 30?", answer="SELECT COUNT(*) FROM ...")
+        Request(domain="sql", prompt="How many singers are older than 30?",
+                answer="SELECT COUNT(*) FROM ...")
     """
 
     domain: str
@@ -41,7 +43,7 @@ class Request:
 
 
 def stream(domain: str, seed: int) -> Iterator[Request]:
-    """Requests of one domain without end. The same seed gives the same ones; other seeds give other prompts."""
+    """Endless requests of one domain. The same seed gives the same requests."""
     if domain not in _GENERATORS:
         raise ValueError(f"domain {domain!r}: must be one of {', '.join(DOMAINS)}")
     rng = Random(f"{domain}/{seed}")
@@ -51,5 +53,5 @@ def stream(domain: str, seed: int) -> Iterator[Request]:
 
 
 def requests(domain: str, n: int, seed: int, start: int = 0) -> list[Request]:
-    """`n` requests of the stream of `seed`, from its `start`-th on."""
+    """`n` requests of the stream of `seed`, beginning with number `start`."""
     return list(islice(stream(domain, seed), start, start + n))

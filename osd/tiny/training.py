@@ -1,4 +1,4 @@
-"""Trains the tiny target on generated traffic, then distils the tiny draft from the target's own answers.
+"""Trains the tiny target on generated traffic, then distils the tiny draft from the target.
 
 Legend: B sequences, T tokens per sequence, A answer tokens of the batch, V vocabulary.
 """
@@ -32,7 +32,7 @@ Report = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A conversation as ids: the prompt up to where the answer begins, and the answer with its end token."""
+    """A conversation as ids. The answer includes its end token."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
@@ -40,7 +40,8 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Right-padded `input_ids` [B, T]; `is_source` [B, T] marks the positions whose next token is an answer's."""
+    """Right-padded `input_ids` [B, T]. `is_source` [B, T] marks positions that predict an answer
+    token."""
 
     input_ids: Tensor
     is_source: Tensor
@@ -80,14 +81,14 @@ def make_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> L
 
 
 def examples(tokenizer: PreTrainedTokenizerFast, domain: str, seed: int) -> Iterator[Example]:
-    """The traffic of a domain without end, as ids."""
+    """The endless traffic of a domain, as ids."""
     for request in stream(domain, seed):
         answer_ids = tokenizer.encode(request.answer, add_special_tokens=False)
         yield Example(chat_prompt(tokenizer, request.prompt), [*answer_ids, tokenizer.eos_token_id])
 
 
 def collate(group: Sequence[Example]) -> Batch:
-    """Examples of similar length, side by side. The value of padding does not matter: nothing attends to it."""
+    """Put examples of similar length into one batch. No position attends to the padding."""
     length = max(len(e.prompt_ids) + len(e.answer_ids) for e in group)
     input_ids = torch.zeros(len(group), length, dtype=torch.long)
     is_source = torch.zeros(len(group), length, dtype=torch.bool)
@@ -100,7 +101,9 @@ def collate(group: Sequence[Example]) -> Batch:
 
 def batches(pool: Iterator[Example], batch_size: int, rng: Random) -> Iterator[Batch]:
     """Batches of examples of similar length, in random order."""
-    while chunk := sorted(islice(pool, 8 * batch_size), key=lambda e: len(e.prompt_ids) + len(e.answer_ids)):
+    while chunk := sorted(
+        islice(pool, 8 * batch_size), key=lambda e: len(e.prompt_ids) + len(e.answer_ids)
+    ):
         groups = [chunk[i : i + batch_size] for i in range(0, len(chunk), batch_size)]
         rng.shuffle(groups)
         yield from map(collate, groups)
@@ -120,12 +123,17 @@ def train(
     learning_rate: float,
     report: Report,
 ) -> float:
-    """Muon for the matrices, AdamW for the rest; warm-up, then linear to zero. Returns the mean of the last losses."""
+    """Train with Muon for matrices and AdamW for the rest, after a warm-up linearly to zero.
+
+    Returns the mean of the last ten losses.
+    """
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[Any] = [
         Muon(matrices, lr=learning_rate),
-        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        torch.optim.AdamW(
+            others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        ),
     ]
     warmup = max(1, steps // 20)
     losses: list[float] = []
@@ -149,7 +157,7 @@ def train(
 
 
 def train_target(tokenizer: PreTrainedTokenizerFast, report: Report) -> LlamaForCausalLM:
-    """The target: knows all domains."""
+    """The target, trained on all domains."""
     model = make_model(recipe.TARGET, tokenizer, seed=1)
     pools = {domain: examples(tokenizer, domain, recipe.TRAIN_SEED) for domain in recipe.TARGET_MIX}
     mixed = (next(pools[domain]) for domain in cycle(recipe.TARGET_MIX))
@@ -162,8 +170,10 @@ def train_target(tokenizer: PreTrainedTokenizerFast, report: Report) -> LlamaFor
     return model
 
 
-def train_draft(tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM, report: Report) -> LlamaForCausalLM:
-    """The draft: has seen the home domain only, with the target's distributions to learn from."""
+def train_draft(
+    tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM, report: Report
+) -> LlamaForCausalLM:
+    """The draft, distilled from the target's distributions on the home domain alone."""
     model = make_model(recipe.DRAFT, tokenizer, seed=2)
     pool = examples(tokenizer, HOME, recipe.TRAIN_SEED + 1)
     data = batches(pool, recipe.DRAFT_BATCH, Random(0))

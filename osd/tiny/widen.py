@@ -1,9 +1,9 @@
 """A copy of a small Llama that computes the same function at the cost of a large one.
 
-Hidden states are padded with zeros from h to H. What that changes is undone: RMSNorm's mean is over H instead of h
-elements, so its weight is scaled by sqrt(h/H) and its eps by h/H. Output projections of what is new (heads, neurons,
-layers) are zero, so nothing new is ever written to the residual; their other weights are random and dense. Head
-size, and with it RoPE and the scale of attention, stays.
+Hidden states are padded with zeros from h to H. RMSNorm then takes its mean over H instead of h
+elements, so its weight is scaled by sqrt(h/H) and its eps by h/H. New heads, neurons and layers
+have output projections of zero, so they write nothing to the residual; their other weights are
+random and dense. The head size stays, and with it RoPE and the scale of attention.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
 NOISE = 0.02
-"""Standard deviation of weights that do not matter."""
+"""Standard deviation of weights that do not change the result."""
 
 _WEIGHTS = "model.safetensors"
 
@@ -33,7 +33,8 @@ def widen(
 ) -> Path:
     """Write the widened copy of the model in `source` to `out`, tokenizer included. Returns `out`.
 
-    Raises `ValueError` where a size is below the source's or `hidden_size` is no multiple of its head size.
+    Raises `ValueError` when a size is below the source's, or `hidden_size` is not a multiple of its
+    head size.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -52,10 +53,17 @@ def widen(
     return out
 
 
-def _wide_config(config: dict[str, Any], hidden: int, layers: int, intermediate: int) -> dict[str, Any]:
+def _wide_config(
+    config: dict[str, Any], hidden: int, layers: int, intermediate: int
+) -> dict[str, Any]:
     head_dim, small = config["head_dim"], config["hidden_size"]
-    if config["num_key_value_heads"] != config["num_attention_heads"] or not config["tie_word_embeddings"]:
-        raise ValueError("only models with tied embeddings and without grouped queries can be widened")
+    if (
+        config["num_key_value_heads"] != config["num_attention_heads"]
+        or not config["tie_word_embeddings"]
+    ):
+        raise ValueError(
+            "only models with tied embeddings and without grouped queries can be widened"
+        )
     if hidden % head_dim:
         raise ValueError(f"hidden_size {hidden}: must be a multiple of the head size {head_dim}")
     wanted = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": intermediate}
@@ -81,7 +89,10 @@ def _wide_tensors(
     hidden = wide["hidden_size"]
     norm_scale = (config["hidden_size"] / hidden) ** 0.5
     tensors = [
-        ("model.embed_tokens.weight", _pad(small["model.embed_tokens.weight"], (config["vocab_size"], hidden))),
+        (
+            "model.embed_tokens.weight",
+            _pad(small["model.embed_tokens.weight"], (config["vocab_size"], hidden)),
+        ),
         ("model.norm.weight", _pad(small["model.norm.weight"] * norm_scale, (hidden,))),
     ]
     for layer in range(wide["num_hidden_layers"]):
@@ -108,10 +119,10 @@ def _layer_shapes(hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
 def _wide_part(
     part: str, shape: tuple[int, ...], small: Tensor | None, norm_scale: float, generator: Generator
 ) -> Tensor:
-    """One tensor of a layer; `small` is the source's, None in layers it does not have.
+    """One tensor of a layer. `small` is the source's, or None in a new layer.
 
-    What reads the padded part of the hidden state meets zeros, so it may be anything: noise. What writes from new
-    heads or neurons must be zero. The source's heads and neurons come first.
+    Weights that read the padded part of the hidden state read zeros, so they are noise. Weights
+    that write from new heads or neurons are zero. The source's heads and neurons come first.
     """
     import torch
 
@@ -126,7 +137,7 @@ def _wide_part(
 
 
 def _pad(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`tensor` in the first places of zeros of `shape`."""
+    """Zeros of `shape` with `tensor` in the first places."""
     padded = tensor.new_zeros(shape)
     padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
     return padded

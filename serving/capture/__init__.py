@@ -1,1 +1,1 @@
-"""From verified draft tokens to traces: which rows are kept, and how requests become records."""
+"""From verified draft tokens to traces: which rows are kept, and how requests become traces."""

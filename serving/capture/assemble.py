@@ -1,9 +1,11 @@
-"""What the capture thread does: rows are joined to their requests, and each finished request becomes a `Trace`.
+"""The work of the capture thread: join rows to their requests, and make a `Trace` of each finished
+request.
 
-    steps ──► tokens, counters            at once, step by step
-         └──► rows that wait ──settle──► top-k of all together ──► their requests ──flush──► traces of those that ended
+    steps ──► tokens, counters                      at once, step by step
+         └──► waiting rows ──settle──► top-k of all together ──► their requests
+                                                                     └──flush──► traces
 
-The engine shares Python's lock with this thread, so what can be done for many steps at a time is.
+The engine shares Python's lock with this thread, so rows of many steps are handled together.
 
 Legend: B requests in a step, G draft tokens per step, V vocabulary, K top-k, R rows kept.
 """
@@ -31,10 +33,10 @@ from serving.vllm.hooks import NewRequest
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 32 << 20
-"""Rows whose top-k has not been taken yet."""
+"""Bytes of rows that may wait for their top-k."""
 
 STORED_OVERHEAD = 1024
-"""Bytes a stored trace takes beyond its arrays, at most: the budget counts them."""
+"""Most bytes that a stored trace takes beyond its arrays. The budget counts them."""
 
 
 @dataclass(slots=True)
@@ -42,14 +44,15 @@ class Step:
     """One verification step on its way to the capture thread."""
 
     at: float
-    """By `time.monotonic`."""
+    """`time.monotonic`"""
     req_ids: list[str]
     version_B: np.ndarray
-    """version of the draft that proposed, per request; 0 where none did"""
+    """version of the draft that proposed, per request; 0 where none proposed"""
     num_drafts_B: np.ndarray
     picked: Picked
     is_model_draft: bool = True
-    """Whether the draft model proposed; else n-grams did, and the draft is not to be credited with them."""
+    """Whether the draft model proposed; else n-grams did, and their tokens do not count for the
+    draft."""
 
 
 @dataclass(slots=True)
@@ -57,14 +60,14 @@ class Schedule:
     """Requests that came and went before a step."""
 
     at: float
-    """By the clock on the wall, as traces carry it."""
+    """Unix time"""
     new: list[NewRequest]
     finished: set[str]
 
 
 @dataclass(slots=True, frozen=True)
 class _Waiting:
-    """Rows of one step, of the requests `owners[owner_R]`."""
+    """Rows of one step, which belong to the requests `owners[owner_R]`."""
 
     owners: list[RunningRequest | None]
     owner_R: np.ndarray
@@ -77,7 +80,7 @@ class _Waiting:
 
 
 class TraceAssembler:
-    """Joins rows to their requests and hands out a `Trace` when a request ends. Single-threaded."""
+    """Joins rows to their requests and puts out a `Trace` when a request ends. Single-threaded."""
 
     def __init__(
         self,
@@ -103,14 +106,14 @@ class TraceAssembler:
         self._waiting: list[_Waiting] = []
         self._num_waiting_bytes = 0
         self._ended: deque[tuple[RunningRequest, float]] = deque()
-        """Requests to be handed out, with the time of their end."""
+        """Finished requests without a trace yet, and the time of their end."""
 
     @property
     def num_running(self) -> int:
         return len(self._requests)
 
     def add(self, item: Step | Schedule) -> None:
-        """Take in what happened, in the order it happened. Traces are handed out by `flush`."""
+        """Take in an item, in the order things happened. `flush` puts out the traces."""
         if isinstance(item, Schedule):
             for req_id in item.finished:
                 self._finish(req_id, item.at)
@@ -124,8 +127,8 @@ class TraceAssembler:
                 self._add_rows(item, landed, owners, served_B)
 
     def flush(self) -> None:
-        """Hand out the requests that have ended. One that cannot be does not keep the others from it: what it raised is
-        raised when all have had their turn."""
+        """Put out the traces of all finished requests. Where some fail, the others are still put
+        out; then an `ExceptionGroup` is raised."""
         self._settle()
         failures: list[Exception] = []
         while self._ended:
@@ -135,13 +138,13 @@ class TraceAssembler:
                 continue
             try:
                 self._hand_out(request, at)
-            except Exception as error:  # noqa: BLE001  whatever one trace is about, the next is another's
+            except Exception as error:  # noqa: BLE001  one request must not cost the others
                 failures.append(error)
         if failures:
             raise ExceptionGroup(f"{len(failures)} requests could not be handed out", failures)
 
     def _settle(self) -> None:
-        """Give the rows that wait to their requests. Where that fails, these requests have a gap."""
+        """Give waiting rows to their requests. Where that fails, these requests have a gap."""
         waiting, self._waiting = self._waiting, []
         self._num_waiting_bytes = 0
         if not waiting:
@@ -159,17 +162,22 @@ class TraceAssembler:
         if known is not None and len(known.request.prompt_ids) == len(request.prompt_ids):
             return  # announced again after preemption, as vLLM does to its V2 model runner
         if known is not None and known.captured:
-            self.skipped["gap"] += 1  # its prompt has grown by what its client sent meanwhile: what was, is left out
+            # Its prompt has grown by what its client sent meanwhile; the earlier part is left out.
+            self.skipped["gap"] += 1
         reason = skip_reason(request, self._config.request_fraction)
         captured = self._config.enabled and not reason
         if reason and known is None:
             self.skipped[reason] += 1
         self._requests[request.req_id] = RunningRequest(request, domain_of(request), captured)
 
-    def _add_tokens(self, step: Step, landed: Landed, owners: Sequence[RunningRequest | None]) -> np.ndarray:
-        """Append what was emitted; returns, per request, how many of its emitted tokens count (0 after its end)."""
+    def _add_tokens(
+        self, step: Step, landed: Landed, owners: Sequence[RunningRequest | None]
+    ) -> np.ndarray:
+        """Append the emitted tokens. Returns, per request, how many of them were served (0 after
+        its end)."""
         served_B = np.zeros(len(step.req_ids), np.int64)
-        sampled_BG, num_emitted_B = landed.sampled_BG.tolist(), (landed.sampled_BG >= 0).sum(1).tolist()
+        sampled_BG = landed.sampled_BG.tolist()
+        num_emitted_B = (landed.sampled_BG >= 0).sum(1).tolist()
         position_B, num_drafts_B = landed.position_B.tolist(), step.num_drafts_B.tolist()
         version_B = step.version_B.tolist()
         for b, request in enumerate(owners):
@@ -177,7 +185,7 @@ class TraceAssembler:
             if request is None or not num_emitted:
                 continue
             if self._waiting and request.computes_again(position_B[b]):
-                self._settle()  # what it throws away must be where it is looked for
+                self._settle()  # `append` discards rows, which the request must have by then
             was_ended = request.is_ended
             served = request.append(position_B[b], sampled_BG[b][:num_emitted])
             if was_ended and not served:
@@ -187,18 +195,23 @@ class TraceAssembler:
             request.last_at = step.at
             num_drafts = num_drafts_B[b] if step.is_model_draft else 0
             request.count_draft(num_drafts, num_emitted - 1)
-            # Drafts are judged by replaying held-out traces: what leaves no trace must not be held against them.
+            # Drafts are judged by replaying held-out traces: what leaves no trace must not count.
             is_judged = request.captured or not self._config.enabled
             version = version_B[b] or self._windows.last_version
-            self._windows.add_step(version, request.domain, num_drafts, num_emitted - 1, served, is_judged)
+            self._windows.add_step(
+                version, request.domain, num_drafts, num_emitted - 1, served, is_judged
+            )
         return served_B
 
-    def _add_rows(self, step: Step, landed: Landed, owners: list[RunningRequest | None], served_B: np.ndarray) -> None:
+    def _add_rows(
+        self, step: Step, landed: Landed, owners: list[RunningRequest | None], served_B: np.ndarray
+    ) -> None:
         rows, max_output = landed.rows, self._config.max_output
         assert rows is not None
         for b, request in enumerate(owners):
-            if request is not None and len(request.output_ids) > max_output:  # what lies beyond is not stored
-                served_B[b] = max(0, served_B[b] - (len(request.output_ids) - max_output))
+            if request is not None and len(request.output_ids) > max_output:
+                num_beyond = len(request.output_ids) - max_output  # these are not stored
+                served_B[b] = max(0, served_B[b] - num_beyond)
         wanted = np.flatnonzero(rows.offset_R < served_B[rows.request_R])
         scores = rows.scores
         if len(wanted) < len(rows.request_R):
@@ -224,7 +237,7 @@ class TraceAssembler:
             self._settle()
 
     def _distribute(self, waiting: Sequence[_Waiting]) -> None:
-        """The rows of several steps, as parts of their own to the requests they belong to."""
+        """Give the rows of several steps to the requests they belong to."""
         owners: dict[int, RunningRequest] = {}
         numbers = []
         for one in waiting:
@@ -267,21 +280,27 @@ class TraceAssembler:
         prompt_ids = np.asarray(request.request.prompt_ids, np.int32)
         num_repeated = self._prefixes.repeated(prompt_ids)
         trace = request.to_trace(
-            self._config, draft=self._draft, target_id=self._target_id, at=at, num_repeated=num_repeated
+            self._config,
+            draft=self._draft,
+            target_id=self._target_id,
+            at=at,
+            num_repeated=num_repeated,
         )
         if not self._budget.spend(trace.num_bytes + STORED_OVERHEAD):
             self.skipped["budget"] += 1
             return
         self.num_traces += 1
         num_left_out = len(prompt_ids) - len(trace.prompt_ids)
-        if self._put([trace]) and num_left_out <= num_repeated:  # else the prompt's beginning is stored nowhere
+        # If more was left out than is stored elsewhere, the prompt's beginning is stored nowhere.
+        if self._put([trace]) and num_left_out <= num_repeated:
             self._prefixes.remember(np.concatenate([prompt_ids, trace.output_ids]))
         for kind, name in ((REJECTED, "rejected"), (ACCEPTED, "accepted"), (PLAIN, "plain")):
             self.rows[name] += int((trace.kind == kind).sum())
 
 
 def domain_of(request: NewRequest) -> str:
-    """The traffic class the client named, as it is stored; "" when it named none, or wants nothing kept."""
+    """The traffic class the client named, in the form it is stored; "" when it named none or opted
+    out."""
     if skip_reason(request) == "opted_out":
         return ""
     return clean_domain(str(request.extra_args.get("osd_domain", "")))

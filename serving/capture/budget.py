@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 
 class ByteBudget:
-    """A token bucket that holds one second's worth: any t seconds let at most (t + 1) x `bytes_per_second` through."""
+    """A token bucket that holds one second's worth: in any t seconds at most (t + 1) x
+    `bytes_per_second` pass."""
 
     def __init__(self, bytes_per_second: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = bytes_per_second
@@ -16,7 +17,7 @@ class ByteBudget:
         self._at = clock()
 
     def spend(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` may go out now; False spends nothing."""
+        """Take `num_bytes` off the budget; False, and nothing is taken, when they are too many."""
         now = self._clock()
         self._left = min(self._rate, self._left + (now - self._at) * self._rate)
         self._at = now

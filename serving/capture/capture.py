@@ -1,13 +1,15 @@
-"""Capture: verification steps in, one `Trace` per finished request out. Runs inside the vLLM worker.
+"""Capture: verification steps in, one `Trace` per finished request out. Runs inside the vLLM
+worker.
 
-    engine step ──► Capture.on_verify ──► queue ──► capture thread ──► TraceAssembler ──► put(traces)
-                    picks rows             waits for copies from a      (replay buffer)
-                    (serving/capture/pick.py)      device, top-k on a CPU,
-                                           joins rows to their request
+    engine step ──► Capture.on_verify ──► queue ──► capture thread ──► put(traces)
+                    picks rows (`pick.py`)          waits for copies from a device, takes the top-k
+                                                    on a CPU, joins rows to their requests
+                                                    (`assemble.py`)
 
-The engine waits for nothing here: a full queue, a spent budget or a failing buffer drop traces and count why
-(`serving/capture/skips.py`). All that is known of a request's tokens comes from its prompt and the sampler's own
-output, never from the engine's token buffers on the host, which lag behind under asynchronous scheduling.
+The engine waits for nothing here: a full queue, a spent budget or a failing buffer drops traces and
+counts the reason (`skips.py`). A request's tokens are read from its prompt and the sampler's own
+output, never from the engine's token buffers on the host, which lag behind under asynchronous
+scheduling.
 
 Legend: B requests in a step, G draft tokens per step.
 """
@@ -38,18 +40,18 @@ from serving.vllm.hooks import NewRequest, Verification
 
 logger = logging.getLogger(__name__)
 
-
 MAX_QUEUED_BYTES = 256 << 20
-"""Rows waiting for the capture thread; beyond that, rows are dropped as if the queue were full."""
+"""Bytes of rows that may wait for the capture thread; beyond that the queue counts as full."""
 SECONDS_TO_GATHER = 0.1
-"""The capture thread handles together what comes within so long: a step by itself is dearer, and wakes it each time."""
+"""The capture thread handles together what comes within this time. Single steps would cost more,
+and wake it each time."""
 HURRY_AT = 0.25
-"""Part of what may be queued that ends the gathering."""
+"""Share of a full queue at which the gathering ends early."""
 
 
 @dataclass(slots=True)
 class _Live:
-    """What the hot path must know about a running request."""
+    """What the hot path knows about a running request."""
 
     captured: bool
     proposed_by: int
@@ -57,7 +59,7 @@ class _Live:
 
 
 class Capture:
-    """Listens to one worker. `put` receives finished traces in the capture thread."""
+    """Listens to one worker. `put` gets finished traces, in the capture thread."""
 
     def __init__(
         self,
@@ -72,7 +74,9 @@ class Capture:
     ) -> None:
         self.draft_version = draft_version
         self.windows = WindowCounter(num_speculative_tokens)
-        self.assembler = TraceAssembler(config, draft=draft, target_id=target_id, put=put, windows=self.windows)
+        self.assembler = TraceAssembler(
+            config, draft=draft, target_id=target_id, put=put, windows=self.windows
+        )
         self._config = config
         self._live: dict[str, _Live] = {}
         self._random = np.random.default_rng(seed)
@@ -83,23 +87,27 @@ class Capture:
         """written by the capture thread alone"""
         self._hurry = threading.Event()
         """Something queued is not to wait for more."""
-        self._queue: queue.SimpleQueue[Step | Schedule | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Step | Schedule | threading.Event | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._run, name="osd-capture", daemon=True)
         self._thread.start()
 
-    # -- hot path: called by the engine -------------------------------------------------------------------------------
+    # -- hot path: called by the engine -----------------------------------------------------------
 
     def on_schedule(self, new: list[NewRequest], finished: set[str]) -> None:
-        """Note which requests came and went."""
+        """Requests came and went."""
         for req_id in finished:
             self._live.pop(req_id, None)
         for request in new:
-            captured = self._config.enabled and not skip_reason(request, self._config.request_fraction)
+            captured = self._config.enabled and not skip_reason(
+                request, self._config.request_fraction
+            )
             self._live[request.req_id] = _Live(captured, self.draft_version)
         self._queue.put(Schedule(time.time(), new, finished))
 
     def on_verify(self, step: Verification) -> None:
-        """Pick the rows of one step."""
+        """Pick the rows of one step, and queue them."""
         taken = self._take(step)
         self._num_bytes_in += taken.picked.nbytes
         self._queue.put(taken)
@@ -115,7 +123,9 @@ class Capture:
 
     def _take(self, step: Verification) -> Step:
         lives = [self._live.get(req_id) for req_id in step.req_ids]
-        version_B = np.array([self.draft_version if live is None else live.proposed_by for live in lives])
+        version_B = np.array(
+            [self.draft_version if live is None else live.proposed_by for live in lives]
+        )
         captured_B = np.array([live is not None and live.captured for live in lives])
         for live in lives:
             if live is not None:
@@ -124,18 +134,27 @@ class Capture:
             self.assembler.skipped["queue_full"] += 1
             captured_B[:] = False
         keep_prob = np.array([1.0, self._config.accepted_fraction, self._config.plain_fraction])
-        lot = Lot(captured_B, self._random.random(step.sampled_BG.shape), keep_prob, self._config.top_k)
+        lot = Lot(
+            captured_B, self._random.random(step.sampled_BG.shape), keep_prob, self._config.top_k
+        )
         if not step.is_model_draft:
             version_B[:] = 0
         picked = self._pick(step, lot)
-        return Step(time.monotonic(), step.req_ids, version_B, step.num_draft_tokens_B, picked, step.is_model_draft)
+        return Step(
+            time.monotonic(),
+            step.req_ids,
+            version_B,
+            step.num_draft_tokens_B,
+            picked,
+            step.is_model_draft,
+        )
 
     def _is_full(self, part: float = 1.0) -> bool:
         num_queued_bytes = self._num_bytes_in - self._num_bytes_out
         is_full = self._queue.qsize() >= part * self._config.queue_size
         return is_full or num_queued_bytes > part * MAX_QUEUED_BYTES
 
-    # -- capture thread -----------------------------------------------------------------------------------------------
+    # -- capture thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         torch.set_num_threads(1)
@@ -144,11 +163,11 @@ class Capture:
             is_open = self._handle_what_came()
 
     def _handle_what_came(self) -> bool:
-        """Wait for something, and a little for more; False after the last. What was handled is not held any longer."""
+        """Wait for an item, gather more for a moment, and handle them all. False after the last."""
         items = deque([self._queue.get()])
         self._hurry.wait(SECONDS_TO_GATHER)
         self._hurry.clear()
-        while not self._queue.empty():  # nobody else takes from it
+        while not self._queue.empty():  # only this thread takes from it
             items.append(self._queue.get())
         reached: list[threading.Event] = []
         is_open = True

@@ -1,17 +1,18 @@
-"""Which rows of a step are kept, and how they get to the capture thread without the engine waiting for them.
+"""Which rows of a step are kept, and how they reach the capture thread without the engine waiting.
 
-Rows of rejected draft tokens are always kept, accepted and plain ones with a probability that the row carries along.
-Which is which shows in the sampled tokens:
+Rows of rejected draft tokens are always kept, accepted and plain ones with a probability that the
+row carries along. The sampled tokens show which row is of which kind.
 
-    on a CPU      they are there to be read: exactly the rows that are kept are copied, their top-k is left to the
-                  capture thread. Of a small vocabulary all rows are copied and everything is left to that thread: to
-                  choose would take the engine longer.
-    on a device   reading them would make the engine wait for the device. So the rows that might be kept are chosen
-                  without them: the last one of each request (its place is computed on the device), and those drawn by
-                  lot, which is cast beforehand. Their top-k is taken on the device and copied to pinned memory; the
-                  capture thread waits for the copy, looks at the sampled tokens and throws away what was not meant.
+On a CPU they can be read at once. Exactly the rows that are kept are copied, and the capture thread
+takes their top-k. A small step is copied whole, since choosing rows would take the engine longer.
 
-Both keep the same rows for the same draw. The device's way is tested on CPU and `meta` tensors; on CUDA it is untested.
+On a device, reading them would make the engine wait. Instead, rows are chosen that may be kept: the
+last row of each request, whose index is computed on the device, and rows drawn by lot beforehand.
+Their top-k is taken on the device and copied to pinned memory. The capture thread waits for the
+copy, reads the sampled tokens and discards the rows that are not kept.
+
+Both ways keep the same rows for the same draw. The device's way is tested on CPU and `meta`
+tensors; on CUDA it is untested.
 
 Legend: B requests in a step, G draft tokens per step, V vocabulary, K top-k, R rows.
 """
@@ -30,7 +31,7 @@ from serving.capture.rows import Logits, RowPool, Rows, TopK, kinds_of, summaris
 from serving.vllm.hooks import Verification, to_device
 
 MAX_BYTES_TO_COPY = 1 << 20
-"""Of a step's logits, where copying them all takes the engine less than choosing among them."""
+"""Size of a step's logits up to which copying all of them is quicker than choosing rows."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,7 +40,8 @@ class Lot:
 
     captured_B: np.ndarray
     chance_BG: np.ndarray
-    """uniform in [0, 1), one for each token the step may emit; a row is kept when it lies under its probability"""
+    """uniform in [0, 1), one for each token the step may emit; a row is kept when this lies below
+    its probability"""
     keep_prob: np.ndarray
     """by kind: REJECTED, ACCEPTED, PLAIN"""
     top_k: int
@@ -47,11 +49,11 @@ class Lot:
 
 @dataclass(slots=True)
 class Landed:
-    """What the host knows of a step in the end."""
+    """A step's tokens and rows on the host."""
 
     position_B: np.ndarray
     sampled_BG: np.ndarray
-    """-1 after the last emitted token, and all through an unfinished prefill"""
+    """-1 after the last emitted token, and everywhere in an unfinished prefill"""
     rows: Rows | None
 
 
@@ -64,19 +66,19 @@ class Picked(Protocol):
 
 
 def pick(step: Verification, lot: Lot, pool: RowPool) -> Picked:
-    """The way that fits the device the logits are on, and their size."""
+    """Pick in the way that fits the device and the size of the logits."""
     if step.logits.device.type != "cpu":
         return pick_on_device(step, lot)
     is_small = step.logits.nbytes <= MAX_BYTES_TO_COPY and lot.captured_B.any()
     return pick_later(step, lot) if is_small else pick_on_host(step, lot, pool)
 
 
-# --------------------------------------------------------------------------------------------------------- on the host
+# -------------------------------------------------------------------------------------- on the host
 
 
 @dataclass(slots=True, frozen=True)
 class _OnHost:
-    """What the engine's thread has looked at; the rest is left to the one that lands it."""
+    """Rows chosen in the engine's thread; `land` does the rest in the capture thread."""
 
     position_B: np.ndarray
     sampled_BG: np.ndarray
@@ -92,7 +94,9 @@ class _OnHost:
         landed = Landed(self.position_B, self.sampled_BG, None)
         if self.scores is not None:
             where = self.request_R, self.offset_R
-            landed.rows = _rows(*where, self.kind_BG, self.num_drafts_B, self.draft_ids, self.lot, self.scores)
+            landed.rows = _rows(
+                *where, self.kind_BG, self.num_drafts_B, self.draft_ids, self.lot, self.scores
+            )
         return landed
 
     @property
@@ -101,7 +105,7 @@ class _OnHost:
 
 
 def pick_on_host(step: Verification, lot: Lot, pool: RowPool | None = None) -> Picked:
-    """Look at the sampled tokens, and copy the rows that are kept, into memory of the pool."""
+    """Read the sampled tokens, and copy the rows that are kept into memory of the pool."""
     sampled_BG = step.sampled_BG.numpy().copy()
     sampled_BG[step.is_partial_B] = -1
     num_drafts_B = step.num_draft_tokens_B
@@ -110,7 +114,9 @@ def pick_on_host(step: Verification, lot: Lot, pool: RowPool | None = None) -> P
     scores = None
     if len(request_R):
         index_R = torch.from_numpy(_first_row(num_drafts_B)[request_R] + offset_R)
-        scores = pool.copy(step.logits, index_R) if pool is not None else Logits(step.logits[index_R])
+        scores = (
+            pool.copy(step.logits, index_R) if pool is not None else Logits(step.logits[index_R])
+        )
     return _OnHost(
         position_B=step.first_position_B.numpy().copy(),
         sampled_BG=sampled_BG,
@@ -138,7 +144,7 @@ class _Later:
 
 
 def pick_later(step: Verification, lot: Lot) -> Picked:
-    """Copy the step, which is the engine's again afterwards, and look at it when it is landed."""
+    """Copy the whole step, and choose its rows when it is landed."""
     copied = replace(
         step,
         draft_ids=step.draft_ids.clone(),
@@ -149,7 +155,7 @@ def pick_later(step: Verification, lot: Lot) -> Picked:
     return _Later(copied, lot)
 
 
-# ------------------------------------------------------------------------------------------------------- on the device
+# ------------------------------------------------------------------------------------ on the device
 
 
 @dataclass(slots=True)
@@ -161,7 +167,7 @@ class _FromDevice:
     """requests whose last row comes first among the rows"""
     request_R: np.ndarray
     offset_R: np.ndarray
-    """rows drawn by lot, which come after them"""
+    """rows drawn by lot, which come after these"""
     transfer: Transfer
 
     def land(self) -> Landed:
@@ -175,10 +181,11 @@ class _FromDevice:
         request_R = np.concatenate([self.last_R, self.request_R])
         offset_R = np.concatenate([offset_of_last_R, self.offset_R])
         is_last_R = np.arange(len(request_R)) < len(self.last_R)
-        meant_R = (offset_R >= 0) & _is_kept(kind_BG, self.lot)[request_R, offset_R]
-        meant_R[~is_last_R] &= self.offset_R != (sampled_BG >= 0).sum(1)[self.request_R] - 1  # those are there already
+        is_kept_R = (offset_R >= 0) & _is_kept(kind_BG, self.lot)[request_R, offset_R]
+        # A request's last row may have been drawn by lot as well, and must not come twice.
+        is_kept_R[~is_last_R] &= self.offset_R != (sampled_BG >= 0).sum(1)[self.request_R] - 1
         order_R = np.lexsort((offset_R, request_R))
-        order_R = order_R[meant_R[order_R]]
+        order_R = order_R[is_kept_R[order_R]]
         if len(order_R):
             scores = TopK(*top).of(order_R)
             where = request_R[order_R], offset_R[order_R]
@@ -191,7 +198,7 @@ class _FromDevice:
 
 
 def pick_on_device(step: Verification, lot: Lot) -> Picked:
-    """Queue work on the device and copies to the host; wait for nothing."""
+    """Queue work on the device and copies to the host, without waiting."""
     wanted_B, num_drafts_B = lot.captured_B & ~step.is_partial_B, step.num_draft_tokens_B
     last_R = np.nonzero(wanted_B)[0]
     is_drawn_BG = lot.chance_BG < lot.keep_prob[1:].max()
@@ -207,12 +214,14 @@ def pick_on_device(step: Verification, lot: Lot) -> Picked:
         num_emitted_R = (step.sampled_BG >= 0).sum(1)[at_R]
         row_R = torch.cat([first_R + (num_emitted_R - 1).clamp(min=0), drawn_R])
         tensors += summarise_rows(step.logits, row_R, lot.top_k)
-    return _FromDevice(step.is_partial_B, num_drafts_B, lot, last_R, request_R, offset_R, Transfer(tensors))
+    return _FromDevice(
+        step.is_partial_B, num_drafts_B, lot, last_R, request_R, offset_R, Transfer(tensors)
+    )
 
 
 class Transfer:
-    """Tensors on their way to the host. The copies are queued behind the work that makes the tensors, so their memory
-    may be used again at once; only `wait` waits, in the thread that calls it."""
+    """Tensors on their way to the host. The copies are queued behind the work that makes the
+    tensors, so their memory may be used again at once. Only `wait` blocks."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
@@ -235,7 +244,7 @@ class Transfer:
         return sum(host.nbytes for host in self._host)
 
 
-# ---------------------------------------------------------------------------------------------------------------- both
+# --------------------------------------------------------------------------------------------- both
 
 
 def _is_kept(kind_BG: np.ndarray, lot: Lot) -> np.ndarray:
@@ -243,7 +252,7 @@ def _is_kept(kind_BG: np.ndarray, lot: Lot) -> np.ndarray:
 
 
 def _first_row(num_drafts_B: np.ndarray) -> np.ndarray:
-    """[B]: where each request's rows begin in the step's logits."""
+    """[B]: index of each request's first row in the step's logits."""
     return np.cumsum(num_drafts_B + 1) - (num_drafts_B + 1)
 
 

@@ -15,18 +15,20 @@ import torch
 from osd.records import ACCEPTED, PLAIN, REJECTED
 
 BLOCK = 128
-"""Tokens of a vocabulary whose largest logit stands for them all until the top-k is settled."""
+"""Tokens of a vocabulary that are first represented by their largest logit."""
 MAX_ELEMENTS = 1 << 18
-"""Logits of several steps that are summarised together: they are copied for it, which is worth it for few."""
+"""Most logits of several steps that are summarised together. They are copied for it, which only
+pays for few."""
 ROWS_AT_ONCE = 16
-"""Memory for copied rows is taken for a multiple of so many: steps differ a little."""
+"""Memory for copied rows is allocated for a multiple of this, since steps differ a little."""
 MAX_POOLED_BYTES = 128 << 20
-"""Memory for copied rows that is kept though nothing needs it."""
+"""Unused memory for copied rows that is kept."""
 
 
 @dataclass(slots=True, frozen=True)
 class TopK:
-    """What is kept of the target's distribution: the K most likely tokens, and the mass of all others."""
+    """What is kept of the target's distribution: the K most likely tokens, and the mass of the
+    rest."""
 
     ids_RK: np.ndarray
     """int32, most likely first"""
@@ -40,7 +42,7 @@ class TopK:
         return TopK(self.ids_RK[index_R], self.logprobs_RK[index_R], self.tail_R[index_R])
 
     def give_back(self) -> None:
-        """As `Logits` do; these are nobody's but Python's."""
+        """Does nothing: unlike those of `Logits`, these arrays come from no pool."""
 
     @property
     def nbytes(self) -> int:
@@ -49,13 +51,13 @@ class TopK:
 
 @dataclass(slots=True, frozen=True)
 class Logits:
-    """Rows whose top-k has not been taken yet: on a CPU that is left to the capture thread."""
+    """Rows whose top-k has not been taken yet. On a CPU the capture thread takes it."""
 
     logits_RV: torch.Tensor
     give_back: Callable[[], None] = lambda: None
-    """Their memory may be used again."""
+    """Let their memory be used again."""
     num_held_bytes: int = 0
-    """Of memory they are a part of; 0 = it is theirs alone."""
+    """Size of the memory they are a part of; 0 = they are all of it."""
 
     def of(self, index_R: np.ndarray) -> Logits:
         """Some of the rows, copied."""
@@ -67,17 +69,25 @@ class Logits:
 
 
 class RowPool:
-    """Copies of rows in memory that is used again: in fresh memory, every page of a copy would interrupt the engine."""
+    """Copies rows into memory that is used again. In fresh memory, every new page would interrupt
+    the engine."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
     def copy(self, logits: torch.Tensor, index_R: torch.Tensor) -> Logits:
-        """Some rows of logits on a CPU."""
+        """Copy some rows of logits on a CPU."""
         num_rows, size = len(index_R), logits.shape[1]
         buffer = self._free.pop() if self._free else None
-        if buffer is None or len(buffer) < num_rows or buffer.shape[1] != size or buffer.dtype != logits.dtype:
-            buffer = torch.empty((-(-num_rows // ROWS_AT_ONCE) * ROWS_AT_ONCE, size), dtype=logits.dtype)
+        if (
+            buffer is None
+            or len(buffer) < num_rows
+            or buffer.shape[1] != size
+            or buffer.dtype != logits.dtype
+        ):
+            buffer = torch.empty(
+                (-(-num_rows // ROWS_AT_ONCE) * ROWS_AT_ONCE, size), dtype=logits.dtype
+            )
         rows = buffer[:num_rows]
         torch.index_select(logits, 0, index_R, out=rows)
         return Logits(rows, partial(self._take_back, buffer), buffer.nbytes)
@@ -89,7 +99,7 @@ class RowPool:
 
 @dataclass(slots=True)
 class Rows:
-    """Rows kept from one step, before they are joined to their requests; ordered by request, then by offset."""
+    """Rows kept from one step, ordered by request and then by offset."""
 
     request_R: np.ndarray
     """index into the step's requests"""
@@ -102,8 +112,8 @@ class Rows:
 
 
 def top_of(scores: Sequence[Logits | TopK], top_k: int) -> TopK:
-    """The top-k of the rows of several steps, one after the other; of small steps, of many at a time. The logits are
-    gone afterwards."""
+    """The top-k of the rows of several steps, in their order. Small steps are handled together. The
+    logits are gone afterwards."""
     found: list[TopK] = []
     waiting: list[torch.Tensor] = []
 
@@ -133,13 +143,15 @@ def top_of(scores: Sequence[Logits | TopK], top_k: int) -> TopK:
 
 
 @torch.inference_mode()
-def summarise(logits_RV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Top-k of the raw log-softmax, most likely first, and the log of all other mass, on the device of the logits:
-    int32 [R, K], float16 [R, K], float32 [R]. Works in place: give it rows that nobody else needs."""
+def summarise(
+    logits_RV: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Top-k of the raw log-softmax, most likely first, and the log of the other mass, on the device
+    of the logits: int32 [R, K], float16 [R, K], float32 [R]. Overwrites the logits."""
     logits_RV = logits_RV.float()
     top_k = min(top_k, logits_RV.shape[-1])
     values_RK, ids_RK = _topk(logits_RV, top_k)
-    # Each logit is exponentiated once: over a large vocabulary that is most of the cost.
+    # Each logit is exponentiated only once, which is most of the cost over a large vocabulary.
     mass_RV = logits_RV.sub_(values_RK[:, :1]).exp_()
     log_mass_R = mass_RV.sum(-1).log()
     tail_R = mass_RV.scatter_(-1, ids_RK, 0.0).sum(-1).log() - log_mass_R
@@ -148,8 +160,8 @@ def summarise(logits_RV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.
 
 
 def _topk(logits_RV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`torch.topk` over the last dimension. Of a large vocabulary on a CPU it looks first at the largest logit of each
-    block of tokens: the top-k lie in the k blocks with the largest ones, and to find these is one quick pass."""
+    """`torch.topk` over the last dimension. For a large vocabulary on a CPU, one quick pass first
+    finds the k blocks with the largest maxima: they hold the top-k."""
     num_rows, size = logits_RV.shape
     num_blocks = size // BLOCK
     if logits_RV.device.type != "cpu" or num_blocks < 4 * top_k:
@@ -169,8 +181,8 @@ def _topk(logits_RV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tens
 def summarise_rows(
     logits: torch.Tensor, row_R: torch.Tensor, top_k: int, max_elements: int = 1 << 24
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`summarise` of some rows of the logits, which stay as they are, with room for `max_elements` floats at a time:
-    the engine's memory is spoken for."""
+    """`summarise` of some rows of the logits, which stay as they are. It copies at most
+    `max_elements` floats at a time, since the engine has taken most of the memory."""
     parts = row_R.split(max(1, max_elements // logits.shape[-1]))
     ids, logprobs, tails = zip(*(summarise(logits[rows], top_k) for rows in parts), strict=True)
     return torch.cat(ids), torch.cat(logprobs), torch.cat(tails)
@@ -179,8 +191,8 @@ def summarise_rows(
 def kinds_of(sampled_BG: np.ndarray, num_drafts_B: np.ndarray) -> np.ndarray:
     """[B, G + 1]: REJECTED, ACCEPTED or PLAIN for each emitted token, -1 elsewhere.
 
-    All emitted tokens but a request's last are accepted draft tokens; the last one replaces a rejected draft token, or
-    follows the last draft token, where nothing was proposed.
+    All emitted tokens of a request but the last are accepted draft tokens. The last one replaces a
+    rejected draft token, or follows the last draft token, where nothing was proposed.
     """
     num_emitted_B1 = (sampled_BG >= 0).sum(1, keepdims=True)
     offset_G = np.arange(sampled_BG.shape[1])

@@ -15,7 +15,7 @@ from serving.vllm.hooks import NewRequest
 
 @dataclass(slots=True, frozen=True)
 class RowsOfRequest:
-    """Captured rows of one request, by position: the target's distributions and how they came about. R rows."""
+    """Captured rows of one request, by position. R rows."""
 
     position_R: np.ndarray
     """absolute"""
@@ -27,7 +27,7 @@ class RowsOfRequest:
     top: TopK
 
     def of(self, index_R: np.ndarray) -> RowsOfRequest:
-        """Some of them, copied."""
+        """Some of the rows, copied."""
         return RowsOfRequest(
             self.position_R[index_R],
             self.kind_R[index_R],
@@ -40,7 +40,7 @@ class RowsOfRequest:
 
 @dataclass(slots=True)
 class RunningRequest:
-    """Tokens and rows so far."""
+    """A request's tokens and rows so far."""
 
     request: NewRequest
     domain: str
@@ -51,17 +51,18 @@ class RunningRequest:
     last_at: float = 0.0
     is_ended: bool = False
     rows: list[RowsOfRequest] = field(default_factory=list)
-    """by position, the first first"""
+    """by position, ascending"""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
     def append(self, position: int, emitted: list[int]) -> int:
-        """Add emitted tokens at an absolute position; returns how many were served (not cut off by the end).
+        """Add emitted tokens at an absolute position. Returns how many were served, not cut off by
+        the end of the request.
 
-        vLLM drops tokens after an end-of-sequence or stop token and beyond `max_tokens`; so do we. A position seen
-        before is one the engine computes again, having thrown away what it had: then so do we, rows included, since
-        they may follow other tokens than those that come now.
+        Tokens after an end-of-sequence or stop token and beyond `max_tokens` are dropped, as vLLM
+        does. At a position seen before, the engine computes again: the tokens and rows from there
+        on are discarded, since the new ones may differ.
         """
         start = position - len(self.request.prompt_ids)
         output = self.output_ids
@@ -82,7 +83,7 @@ class RunningRequest:
         return len(emitted)
 
     def computes_again(self, position: int) -> bool:
-        """Whether a token at this absolute position replaces one that was there."""
+        """Whether a token at this absolute position replaces an earlier one."""
         return position - len(self.request.prompt_ids) < len(self.output_ids)
 
     def _ends_with(self, token: int) -> bool:
@@ -92,17 +93,24 @@ class RunningRequest:
         return token in params.stop_ids and length >= params.min_tokens
 
     def count_draft(self, num_drafts: int, num_accepted: int) -> None:
-        """One verification of `num_drafts` draft tokens."""
+        """Count a verification of `num_drafts` draft tokens."""
         if num_drafts:
             self.num_drafts += 1
             self.num_draft_tokens += num_drafts
             self.num_accepted_tokens += num_accepted
 
-    def to_trace(self, config: CaptureConfig, *, draft: str, target_id: str, at: float, num_repeated: int) -> Trace:
-        """The trace of a finished request, its output cut to `max_output` tokens and its prompt to `max_context`; of
-        its first `num_repeated` tokens, which earlier traces hold, only `max_repeated_context` stay."""
+    def to_trace(
+        self, config: CaptureConfig, *, draft: str, target_id: str, at: float, num_repeated: int
+    ) -> Trace:
+        """The trace of the finished request. Its output is cut to `max_output` tokens and its
+        prompt to the last `max_context`. Of the first `num_repeated` tokens, which earlier traces
+        hold, only the last `max_repeated_context` are kept."""
         params = self.request
-        cut = max(0, len(params.prompt_ids) - config.max_context, num_repeated - config.max_repeated_context)
+        cut = max(
+            0,
+            len(params.prompt_ids) - config.max_context,
+            num_repeated - config.max_repeated_context,
+        )
         prompt_ids = params.prompt_ids[cut:]
         output_ids = self.output_ids[: config.max_output]
         return Trace(
@@ -131,5 +139,5 @@ class RunningRequest:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """One array of all; `Trace` gives it its dtype, and its dimensions where there are none."""
+    """All parts as one array. `Trace` sets its dtype, and its dimensions when it is empty."""
     return np.concatenate(parts) if parts else np.zeros(0)

@@ -1,4 +1,4 @@
-"""Why something is left out of capture. Each reason is counted as `osd_capture_skipped_total{reason}`."""
+"""Reasons to leave something out of capture, counted in `osd_capture_skipped_total{reason}`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ SKIP_REASONS = {
     "structured_output": "requests with a grammar, whose mask is already in the logits",
     "multimodal": "requests with images or audio, which the draft's tokens do not show",
     "prompt_embeds": "requests whose prompt is not made of tokens",
-    "target_adapter": "requests for a LoRA adapter of the target: another distribution than the target's",
+    "target_adapter": (
+        "requests for a LoRA adapter of the target: another distribution than the target's"
+    ),
     "pooling": "requests that generate nothing (embeddings, scores)",
     "queue_full": "steps whose rows were dropped because the capture thread had too many waiting",
     "budget": "traces beyond `capture.max_bytes_per_second`",
@@ -21,18 +23,19 @@ SKIP_REASONS = {
     "hook_error": "the hook failed, and capture is off until the engine restarts",
     "assembly_error": "steps the capture thread failed on",
 }
-"""Every reason there is, and what one count of it stands for."""
+"""Every reason, and what is counted under it."""
 
 
 def wants_out(capture: object) -> bool:
-    """Whether this value of `X-OSD-Capture` or `vllm_xargs.osd_capture` keeps a request out: all but a plain yes do."""
+    """Whether this value of `X-OSD-Capture` or `vllm_xargs.osd_capture` keeps a request out:
+    everything but a plain yes does."""
     return str(capture).strip().lower() not in ("on", "1", "true", "yes")
 
 
 def skip_reason(request: NewRequest, request_fraction: float = 1.0) -> str:
-    """Why nothing of a request may be captured: its own wish first; "" when it may.
+    """Why a request must not be captured; "" when it may. The client's own wish comes first.
 
-    Of requests that may, a share is taken by a hash of their ids.
+    `request_fraction` of the requests that may be captured are chosen by a hash of their ids.
     """
     if wants_out(request.extra_args.get("osd_capture", "on")):
         return "opted_out"

@@ -1,4 +1,4 @@
-"""Speculation counters of one worker: added up per draft version and domain, handed out as windows."""
+"""Counters of speculation in one worker, per draft version and domain, reported as windows."""
 
 from __future__ import annotations
 
@@ -8,40 +8,48 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from osd.records import SpecWindow
+from msgspec.structs import replace
+
+from osd.records import Counters, SpecWindow
 
 LONGEST_GAP = 2.0
-"""Seconds without a step after which idle time no longer counts as part of a window."""
+"""Seconds without a step beyond which idle time is not part of a window."""
 
 MAX_DOMAINS = 64
-"""Labels counted apart; further ones count as unlabelled, so that clients cannot grow the counters without bound."""
+"""Labels counted apart. Further ones count as unlabelled, so that clients cannot grow the counters
+without bound."""
 
 
-@dataclass(slots=True)
-class _Counts:
-    num_accepted: list[int]
-    """[G + 1]: drafts of which so many tokens were accepted"""
-    num_tested: list[int]
-    num_steps: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_output_tokens: int = 0
-    num_finished: int = 0
-    num_captured: int = 0
-    decode_seconds: float = 0.0
-    num_decode_tokens: int = 0
+class _Tally:
+    """Counters of an open window, and the lengths of its drafts."""
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.counters = Counters()
+        self.num_accepted = [0] * (num_speculative_tokens + 1)
+        """[G + 1]: drafts by their number of accepted tokens"""
+        self.num_tested = [0] * (num_speculative_tokens + 1)
+        """[G + 1]: drafts by their number of tested tokens"""
+
+    def close(self, seconds: float) -> Counters:
+        """The counters of the window, which lasted `seconds`."""
+        return replace(
+            self.counters,
+            seconds=seconds,
+            num_accepted_tokens_per_pos=_per_position(self.num_accepted),
+            num_tested_per_pos=_per_position(self.num_tested),
+        )
 
 
 @dataclass(slots=True)
 class WindowCounter:
-    """Thread-safe. `num_drafts`, `num_draft_tokens` and `num_accepted_tokens` equal vLLM's own counters; the counts per
-    position leave out what was verified beyond a request's end, since nobody was served it."""
+    """Thread-safe. `num_drafts`, `num_draft_tokens` and `num_accepted_tokens` equal vLLM's own
+    counters. The counts per position leave out tokens beyond a request's end, which were not
+    served."""
 
     num_speculative_tokens: int
     clock: Callable[[], float] = time.monotonic
     last_version: int = 0
-    _counts: dict[tuple[int, str], _Counts] = field(default_factory=dict)
+    _tallies: dict[tuple[int, str], _Tally] = field(default_factory=dict)
     _domains: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _since: float = field(init=False)
@@ -58,78 +66,69 @@ class WindowCounter:
         num_served: int,
         is_judged: bool = True,
     ) -> None:
-        """One request in one verification step: tokens drafted, accepted, and emitted tokens that were served.
-        What is not judged does not enter the counts per position, on which decisions rest."""
+        """Count one request in one verification step. `num_served`: emitted tokens that were
+        served. Where `is_judged` is False, the counts per position, on which decisions rest, stay
+        as they are."""
         with self._lock:
             self.last_version = version
             now = self.clock()
-            if not self._counts and now - self._since > LONGEST_GAP:
+            if not self._tallies and now - self._since > LONGEST_GAP:
                 self._since = now  # nothing ran since the last report: the window begins here
-            counts = self._of(version, domain)
-            counts.num_output_tokens += num_served
-            counts.num_steps += 1
+            tally = self._of(version, domain)
+            counters = tally.counters
+            counters.num_output_tokens += num_served
+            counters.num_steps += 1
             if num_drafts:
-                counts.num_drafts += 1
-                counts.num_draft_tokens += num_drafts
-                counts.num_accepted_tokens += num_accepted
+                counters.num_drafts += 1
+                counters.num_draft_tokens += num_drafts
+                counters.num_accepted_tokens += num_accepted
             if num_drafts and is_judged:
-                counts.num_tested[min(num_served, num_drafts)] += 1
-                counts.num_accepted[min(num_served, num_accepted)] += 1
+                tally.num_tested[min(num_served, num_drafts)] += 1
+                tally.num_accepted[min(num_served, num_accepted)] += 1
 
     def add_finished(
         self, domain: str, decode_seconds: float, num_decode_tokens: int, is_captured: bool = True
     ) -> None:
         """A request ended: seconds from its first to its last token, and tokens after the first."""
         with self._lock:
-            counts = self._of(self.last_version, domain)
-            counts.num_finished += 1
-            counts.num_captured += is_captured
-            counts.decode_seconds += decode_seconds
-            counts.num_decode_tokens += num_decode_tokens
+            counters = self._of(self.last_version, domain).counters
+            counters.num_finished += 1
+            counters.num_captured += is_captured
+            counters.decode_seconds += decode_seconds
+            counters.num_decode_tokens += num_decode_tokens
 
     def take(self, replica: str, draft: str) -> list[SpecWindow]:
-        """Windows since the last call; the counters start again at zero. Nothing happened = no windows."""
+        """The windows since the last call; none where nothing happened. Counters start again at
+        0."""
         with self._lock:
             now = self.clock()
             seconds, self._since = now - self._since, now
-            counts, self._counts = self._counts, {}
-        at = time.time()
+            tallies, self._tallies = self._tallies, {}
+        at, k = time.time(), self.num_speculative_tokens
         return [
-            SpecWindow(
+            SpecWindow.of(
+                tally.close(seconds),
                 at=at,
                 replica=replica,
                 draft=draft,
                 version=version,
                 domain=domain,
-                seconds=seconds,
-                k=self.num_speculative_tokens,
-                num_steps=c.num_steps,
-                num_drafts=c.num_drafts,
-                num_draft_tokens=c.num_draft_tokens,
-                num_accepted_tokens=c.num_accepted_tokens,
-                num_accepted_tokens_per_pos=_per_place(c.num_accepted),
-                num_tested_per_pos=_per_place(c.num_tested),
-                num_output_tokens=c.num_output_tokens,
-                num_finished=c.num_finished,
-                num_captured=c.num_captured,
-                decode_seconds=c.decode_seconds,
-                num_decode_tokens=c.num_decode_tokens,
+                k=k,
             )
-            for (version, domain), c in counts.items()
+            for (version, domain), tally in tallies.items()
         ]
 
-    def _of(self, version: int, domain: str) -> _Counts:
+    def _of(self, version: int, domain: str) -> _Tally:
         if domain not in self._domains:
             if len(self._domains) >= MAX_DOMAINS:
                 domain = ""
             self._domains.add(domain)
-        found = self._counts.get((version, domain))
+        found = self._tallies.get((version, domain))
         if found is None:
-            zeros = [0] * (self.num_speculative_tokens + 1)
-            found = self._counts[version, domain] = _Counts(zeros, zeros.copy())
+            found = self._tallies[version, domain] = _Tally(self.num_speculative_tokens)
         return found
 
 
-def _per_place(num_of_length: Sequence[int]) -> tuple[int, ...]:
-    """[G]: how many reach each place, from how many are of each length 0 to G."""
-    return tuple(accumulate(reversed(num_of_length[1:])))[::-1]
+def _per_position(num_of_length: Sequence[int]) -> list[int]:
+    """[G]: drafts that reach each position, from the drafts of each length 0 to G."""
+    return list(accumulate(reversed(num_of_length[1:])))[::-1]

@@ -1,1 +1,1 @@
-"""How many draft tokens are proposed at each step, and what that is known from."""
+"""The control of speculation: who proposes how many draft tokens at each step."""

@@ -1,12 +1,14 @@
-"""What the control of speculation has done: counters since the start, the newest changes of plan, and, where asked for,
-every step."""
+"""What the control of speculation has done: counters since the start, the newest changes of plan,
+and a log of all steps where asked for."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from copy import copy
 from typing import Any
 
+from osd.records import PlanChange, PlanTotals
 from serving.speculation.goodput import Plan
 
 MAX_CHANGES = 50
@@ -17,31 +19,32 @@ class Accounts:
     """One per engine, in the scheduler's thread."""
 
     def __init__(self) -> None:
-        self._changes: deque[dict[str, Any]] = deque(maxlen=MAX_CHANGES)
-        self._totals: dict[str, list[float]] = {}
-        """plan -> [steps, seconds, tokens, seconds predicted]"""
+        self._changes: deque[PlanChange] = deque(maxlen=MAX_CHANGES)
+        self._totals: dict[str, PlanTotals] = {}
+        """By the plan's name."""
         self._num_decisions, self._decision_s = 0, 0.0
         self._log: deque[dict[str, Any]] | None = None
 
     def add_change(self, old: Plan, new: Plan, batch: int, reason: str) -> None:
-        """The next steps are planned otherwise."""
-        self._changes.append({"at": time.time(), "from": old.name, "to": new.name, "batch": batch, "reason": reason})
+        """The next steps follow another plan."""
+        change = PlanChange(at=time.time(), old=old.name, new=new.name, batch=batch, reason=reason)
+        self._changes.append(change)
 
     def add_decision(self, seconds: float) -> None:
-        """A plan was chosen, which took so long."""
+        """A plan was chosen, which took this time."""
         self._num_decisions += 1
         self._decision_s += seconds
 
     def add_step(self, plan: Plan, seconds: float, tokens: int) -> None:
-        """A step of nothing but decoding has brought so many tokens."""
-        totals = self._totals.setdefault(plan.name, [0, 0.0, 0, 0.0])
-        totals[0] += 1
-        totals[1] += seconds
-        totals[2] += tokens
-        totals[3] += plan.seconds
+        """A step of nothing but decoding brought so many tokens."""
+        totals = self._totals.setdefault(plan.name, PlanTotals())
+        totals.steps += 1
+        totals.seconds += seconds
+        totals.tokens += tokens
+        totals.predicted_seconds += plan.seconds
 
     def keep_log(self, keep: bool) -> list[dict[str, Any]]:
-        """The log so far; from now on one is kept anew, or none."""
+        """Returns the log so far. From now on a new one is kept, or none."""
         log = list(self._log or ())
         self._log = deque(maxlen=MAX_LOG) if keep else None
         return log
@@ -51,18 +54,15 @@ class Accounts:
         return self._log is not None
 
     def write(self, plan: Plan, **step: Any) -> None:
-        """Add a step to the log, which is kept (`has_log`)."""
+        """Add a step to the log, which must be kept (`has_log`)."""
         assert self._log is not None
         self._log.append({"plan": plan.name, "predicted_seconds": plan.seconds, **step})
 
     def report(self) -> dict[str, Any]:
-        """{"plans": {name: {"steps", "seconds", "tokens", "predicted_seconds"}}, "changes": [{"at", "from", "to",
-        "batch", "reason"}], "decision_us"}"""
+        """The fields of `SpeculationReport` that this knows."""
+        mean_s = self._decision_s / self._num_decisions if self._num_decisions else 0.0
         return {
-            "plans": {
-                name: {"steps": int(steps), "seconds": took, "tokens": int(tokens), "predicted_seconds": predicted}
-                for name, (steps, took, tokens, predicted) in self._totals.items()
-            },
-            "changes": list(self._changes),
-            "decision_us": 1e6 * self._decision_s / self._num_decisions if self._num_decisions else 0.0,
+            "plans": {name: copy(totals) for name, totals in self._totals.items()},
+            "changes": tuple(self._changes),
+            "decision_us": 1e6 * mean_s,
         }

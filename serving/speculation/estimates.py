@@ -1,14 +1,14 @@
-"""How likely each request's next draft tokens are to be accepted, from those that were tested.
+"""How likely each request's next draft tokens are to be accepted, estimated from tested tokens.
 
-A token at place j of a draft is tested when the j before it were accepted; those behind a rejection say nothing. A
-request is believed as far as it has been tested, and stands for its class of traffic until then, its class for all:
+The token at position j of a draft is tested when the j tokens before it were accepted; tokens
+behind a rejection show nothing. An estimate with few tests is shrunk towards a wider one:
 
-    request ──shrunk──► domain ──shrunk──► everything ──shrunk──► place j - 1, or what a release predicted
+    request ──► domain ──► everything ──► position j - 1 ──► ... ──► what the release predicted
 
-Each finished request counts once for its class: counted by steps, the class would end up like the requests that
-stay longest, which are those that are accepted least.
+Each finished request counts once for its class. Counted by steps, the class would resemble the
+requests that stay longest, which are those with the lowest acceptance.
 
-Legend: B requests of a step, G places in a draft, S slots (running requests).
+Legend: B requests of a step, G positions in a draft, S slots (running requests), D domains.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from collections.abc import Sequence
 import numpy as np
 
 MEMORY = 0.98
-"""What a request's evidence is worth after one more test."""
+"""Weight that a request's evidence keeps after one more test."""
 FADING = 0.997
-"""What it is worth after a step without a test: what was true of an unused draft becomes less and less so."""
+"""Weight that it keeps after a step without a test: evidence on an unused draft grows old."""
 MIN_WEIGHT, MAX_WEIGHT = 4.0, 60.0
-"""Tests a request must show to be believed half: few where requests differ, many where they are alike."""
+"""Tests after which a request's own evidence weighs half: few where requests differ, many where
+they are alike."""
 MAX_FINISHED = 64
-"""Newest finished requests by which it is told how much they differ."""
+"""Newest finished requests that show how much requests differ."""
 DOMAIN_WEIGHT = 20.0
 GLOBAL_WEIGHT = 2.0
 MAX_SHARE = 20.0
@@ -33,37 +34,38 @@ MAX_SHARE = 20.0
 CLASS_MEMORY = 400.0
 """Tests a class remembers."""
 UNKNOWN = 0.7
-"""Conditional acceptance of a draft nobody knows: high enough to try it."""
+"""Conditional acceptance assumed of an unknown draft: high enough to try it."""
 MAX_DOMAINS = 64
 
 
 class Acceptance:
-    """Conditional acceptance α at each place, per request. Requests live in slots `open` hands out."""
+    """Conditional acceptance α at each position, per request. `open` gives each request a
+    slot."""
 
-    def __init__(self, num_places: int, predicted: float = UNKNOWN) -> None:
-        self._G = num_places
-        self._place_G = np.arange(num_places)
+    def __init__(self, num_positions: int, predicted: float = UNKNOWN) -> None:
+        self._G = num_positions
+        self._position_G = np.arange(num_positions)
         self._free: list[int] = []
-        nothing = np.zeros((0, num_places))
+        nothing = np.zeros((0, num_positions))
         self._tested_SG, self._accepted_SG = nothing, nothing
-        """what a request showed lately"""
+        """recent evidence of each request"""
         self._all_tested_SG, self._all_accepted_SG = nothing, nothing
-        """what it showed in all"""
+        """all its evidence"""
         self._domain_S = np.zeros(0, np.int64)
         self._grow(16)
         self._domains: dict[str, int] = {"": 0}
-        self._tested_DG = np.zeros((MAX_DOMAINS, num_places))
-        self._accepted_DG = np.zeros((MAX_DOMAINS, num_places))
-        self._tested_G = np.zeros(num_places)
-        self._accepted_G = np.zeros(num_places)
+        self._tested_DG = np.zeros((MAX_DOMAINS, num_positions))
+        self._accepted_DG = np.zeros((MAX_DOMAINS, num_positions))
+        self._tested_G = np.zeros(num_positions)
+        self._accepted_G = np.zeros(num_positions)
         self._predicted = predicted
         self._weight = MIN_WEIGHT
         self._finished: deque[tuple[float, float]] = deque(maxlen=MAX_FINISHED)
         """acceptance and tests of finished requests"""
-        self._prior_DG = np.empty((MAX_DOMAINS, num_places))
+        self._prior_DG = np.empty((MAX_DOMAINS, num_positions))
         self._update_priors()
 
-    # -- requests come and go -----------------------------------------------------------------------------------------
+    # -- requests come and go ---------------------------------------------------------------------
 
     def open(self, domain: str) -> int:
         """A slot for a request."""
@@ -71,12 +73,18 @@ class Acceptance:
             self._grow(2 * len(self._tested_SG))
         slot = self._free.pop()
         self._domain_S[slot] = self._domain(domain)
-        for counts in (self._tested_SG, self._accepted_SG, self._all_tested_SG, self._all_accepted_SG):
+        for counts in (
+            self._tested_SG,
+            self._accepted_SG,
+            self._all_tested_SG,
+            self._all_accepted_SG,
+        ):
             counts[slot] = 0
         return slot
 
     def close(self, slot: int) -> float:
-        """The request has ended: its class learns of it. Returns its acceptance, NaN if it was never tested."""
+        """The request has ended, and its class learns from it. Returns its acceptance, NaN if it
+        was never tested."""
         tested_G, accepted_G = self._all_tested_SG[slot], self._all_accepted_SG[slot]
         self._free.append(slot)
         if not tested_G[0]:
@@ -84,7 +92,10 @@ class Acceptance:
         num_counted = min(tested_G[0], MAX_SHARE)
         share, keep = num_counted / tested_G[0], 1 - num_counted / CLASS_MEMORY
         d = self._domain_S[slot]
-        for tested, accepted in ((self._tested_DG[d], self._accepted_DG[d]), (self._tested_G, self._accepted_G)):
+        for tested, accepted in (
+            (self._tested_DG[d], self._accepted_DG[d]),
+            (self._tested_G, self._accepted_G),
+        ):
             tested[:] = tested * keep + tested_G * share
             accepted[:] = accepted * keep + accepted_G * share
         self._update_priors()
@@ -93,16 +104,16 @@ class Acceptance:
         self._update_weight()
         return acceptance
 
-    # -- what steps show ----------------------------------------------------------------------------------------------
+    # -- evidence ---------------------------------------------------------------------------------
 
     def add(self, slot_B: np.ndarray, drafted_B: np.ndarray, accepted_B: np.ndarray) -> None:
-        """One verification step; requests without drafts only fade."""
+        """Add one verification step. The evidence of requests without drafts only fades."""
         if not drafted_B.any():
             self._tested_SG[slot_B] *= FADING
             self._accepted_SG[slot_B] *= FADING
             return
-        tested_BG = self._place_G < np.minimum(drafted_B, accepted_B + 1)[:, None]
-        accepted_BG = self._place_G < accepted_B[:, None]
+        tested_BG = self._position_G < np.minimum(drafted_B, accepted_B + 1)[:, None]
+        accepted_BG = self._position_G < accepted_B[:, None]
         fade_BG = np.where(tested_BG, MEMORY, FADING)
         self._tested_SG[slot_B] = self._tested_SG[slot_B] * fade_BG + tested_BG
         self._accepted_SG[slot_B] = self._accepted_SG[slot_B] * fade_BG + accepted_BG
@@ -110,31 +121,41 @@ class Acceptance:
         self._all_accepted_SG[slot_B] += accepted_BG
 
     def restart(self, slots: Sequence[int], predicted: float | None) -> None:
-        """Another draft serves, or the old one is no longer what it was: forget all evidence. `predicted`: its
+        """Forget all evidence: another draft serves, or the draft has changed. `predicted`: its
         conditional acceptance as measured elsewhere; None = unknown."""
         self._predicted = UNKNOWN if predicted is None else predicted
         for counts in (self._tested_DG, self._accepted_DG, self._tested_G, self._accepted_G):
             counts[:] = 0
-        for counts_SG in (self._tested_SG, self._accepted_SG, self._all_tested_SG, self._all_accepted_SG):
+        for counts_SG in (
+            self._tested_SG,
+            self._accepted_SG,
+            self._all_tested_SG,
+            self._all_accepted_SG,
+        ):
             counts_SG[list(slots)] = 0
         self._finished.clear()
         self._weight = MIN_WEIGHT
         self._update_priors()
 
-    # -- what they say ------------------------------------------------------------------------------------------------
+    # -- estimates --------------------------------------------------------------------------------
 
     def survival(self, slot_B: np.ndarray) -> np.ndarray:
-        """float [B, G]: probability that a request's draft is accepted up to and including each place."""
+        """float [B, G]: probability that a request's draft is accepted up to and including each
+        position."""
         prior_BG = self._prior_DG[self._domain_S[slot_B]]
         tested_BG, accepted_BG = self._tested_SG[slot_B], self._accepted_SG[slot_B]
-        # A request better than its class where it was tested is thought better where it was not.
+        # A request that beat its class where it was tested is assumed to beat it elsewhere too.
         expected_B = (tested_BG * prior_BG).sum(1) + self._weight * prior_BG[:, 0]
-        better_B = (accepted_BG.sum(1) + self._weight * prior_BG[:, 0]) / np.maximum(expected_B, 1e-9)
-        prior_BG = np.minimum(prior_BG * better_B[:, None], 1 - (1 - prior_BG) / np.maximum(better_B, 1.0)[:, None])
+        better_B = (accepted_BG.sum(1) + self._weight * prior_BG[:, 0]) / np.maximum(
+            expected_B, 1e-9
+        )
+        prior_BG = np.minimum(
+            prior_BG * better_B[:, None], 1 - (1 - prior_BG) / np.maximum(better_B, 1.0)[:, None]
+        )
         alpha_BG = (accepted_BG + self._weight * prior_BG) / (tested_BG + self._weight)
         return np.cumprod(alpha_BG, 1)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside -----------------------------------------------------------------------------------
 
     def _domain(self, name: str) -> int:
         if name not in self._domains and len(self._domains) < MAX_DOMAINS:
@@ -144,13 +165,16 @@ class Acceptance:
     def _update_priors(self) -> None:
         shrunk = self._predicted
         for j in range(self._G):
-            shrunk = (self._accepted_G[j] + GLOBAL_WEIGHT * shrunk) / (self._tested_G[j] + GLOBAL_WEIGHT)
+            shrunk = (self._accepted_G[j] + GLOBAL_WEIGHT * shrunk) / (
+                self._tested_G[j] + GLOBAL_WEIGHT
+            )
             self._prior_DG[:, j] = (self._accepted_DG[:, j] + DOMAIN_WEIGHT * shrunk) / (
                 self._tested_DG[:, j] + DOMAIN_WEIGHT
             )
 
     def _update_weight(self) -> None:
-        """Empirical Bayes: what requests differ by beyond chance, against what chance makes of one test."""
+        """Empirical Bayes: the chance variance of one test over the variance among requests beyond
+        chance."""
         if len(self._finished) < 4:
             return
         acceptance, tests = np.array(self._finished).T

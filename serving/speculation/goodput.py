@@ -1,12 +1,11 @@
-"""Which speculation delivers most tokens per second: goodput(k) = E[tokens | k] / T(k) (TurboSpec, arXiv 2406.14066).
+"""Which plan delivers most tokens per second: goodput(k) = E[tokens | k] / T(k) (TurboSpec,
+arXiv 2406.14066).
 
-    acceptance per request and place ──► E[tokens | proposer, k] ─┐
-                                                                  ├─► argmax ──► Plan(proposer, k, a cap per request)
-    step times of this engine ─────────► T(batch, width, passes) ─┘
+    acceptance per request ──► E[tokens | proposer, k] ─┐
+    and position                                        ├─► argmax ──► Plan(proposer, k, threshold)
+    step times ──────────────► T(batch, width, passes) ─┘
 
-Nothing here knows vLLM; `serving/speculation/scheduler.py` asks before its steps and tells what they brought.
-
-Legend: B requests, G places in a draft (k_max).
+Legend: B requests, G positions in a draft (k_max).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from serving.speculation.step_times import Shape, StepTimes
 Proposer = Literal["draft", "ngram", "off"]
 
 HYSTERESIS = 0.02
-"""What another choice must promise above the present one."""
+"""Share by which another plan must beat the present one to replace it."""
 NEARLY = 0.85
-"""A choice that promises this part of the best one may be the best."""
+"""A plan that promises this share of the best goodput may be the best one."""
 MARGIN = 0.6
-"""A draft token is verified when its survival is worth this part of the time it takes: a guess that is a little wrong
-should verify too much rather than too little."""
+"""A draft token is verified when its survival is worth this share of the time it takes. It is below
+1 so that a slightly wrong estimate verifies too much rather than too little."""
 
 
 class Plan(NamedTuple):
@@ -40,7 +39,7 @@ class Plan(NamedTuple):
     seconds: float = 0.0
     """Predicted time of a step."""
     min_survival: float = 0.0
-    """Draft tokens less likely to be reached and accepted are not verified."""
+    """Draft tokens with a lower survival are not verified."""
 
     @property
     def name(self) -> str:
@@ -57,17 +56,21 @@ class Load(NamedTuple):
     batch: int
     context: int
     survival: dict[Proposer, np.ndarray]
-    """float [B, G] of each proposer that may be used; for n-grams, a proposal being found included."""
+    """float [B, G] of each proposer that may be used. For n-grams it includes the probability that
+    a proposal is found."""
 
 
 def candidates(load: Load, times: StepTimes) -> list[Plan]:
-    """Every choice with its predicted goodput, `off` first."""
-    choices, shapes = _choices(tuple((name, found.shape[1]) for name, found in load.survival.items()), load.batch)
+    """Every possible plan with its predicted goodput, `off` first."""
+    choices, shapes = _choices(
+        tuple((name, found.shape[1]) for name, found in load.survival.items()), load.batch
+    )
     gains = [0.0]
     for survival_BG in load.survival.values():
         gains += survival_BG.sum(0).cumsum().tolist()
     seconds = times.predict(shapes, load.context).tolist()
-    seconds = [max(took, seconds[0]) for took in seconds]  # who proposes is paid for: none takes less than `off`
+    # Proposing is never free: no step is assumed shorter than one without speculation.
+    seconds = [max(took, seconds[0]) for took in seconds]
     return [
         Plan(proposer, k, (load.batch + gain) / took, took)
         for (proposer, k), gain, took in zip(choices, gains, seconds, strict=True)
@@ -78,31 +81,37 @@ def candidates(load: Load, times: StepTimes) -> list[Plan]:
 def _choices(
     proposers: tuple[tuple[Proposer, int], ...], batch: int
 ) -> tuple[list[tuple[Proposer, int]], tuple[Shape, ...]]:
-    """What may be proposed (each proposer: at most so many tokens), and the steps it makes, as yet without context."""
-    choices = [(OFF.proposer, 0), *((proposer, k) for proposer, k_max in proposers for k in range(1, k_max + 1))]
+    """(proposer, k) of all plans, and the shapes of their steps with context 0. `proposers` gives
+    each proposer's largest k."""
+    choices = [
+        (OFF.proposer, 0),
+        *((proposer, k) for proposer, k_max in proposers for k in range(1, k_max + 1)),
+    ]
     load = Load(batch, 0, {})
     return choices, tuple(shape_of(load, proposer, k) for proposer, k in choices)
 
 
 def shape_of(load: Load, proposer: Proposer, k: int) -> Shape:
-    """A decode step of all requests under a choice."""
+    """The shape of a decode step of all requests."""
     return Shape(load.batch, load.batch * (1 + k), load.context, k if proposer == "draft" else 0)
 
 
 def choose(plans: Sequence[Plan], present: Plan) -> Plan:
-    """The best of `candidates`, or the present one if no other is clearly better."""
+    """The best of `candidates`, or the present plan if no other is clearly better."""
     best = max(plans, key=_goodput)
     if best.goodput <= plans[0].goodput * (1 + HYSTERESIS):
-        best = plans[0]  # what gains next to nothing is left out
+        best = plans[0]  # a plan that gains next to nothing is not worth it
     for plan in plans:
         if (plan.proposer, plan.k) == (present.proposer, present.k):
             return plan if best.goodput <= plan.goodput * (1 + HYSTERESIS) else best
     return best
 
 
-def unmeasured(plans: Sequence[Plan], load: Load, times: StepTimes, is_due: Callable[[Plan, int], bool]) -> Plan | None:
-    """A choice that may well be the best, but whose step was hardly or not lately seen: worth a few steps. `is_due` is
-    asked of each, with the number of its steps that are known."""
+def unmeasured(
+    plans: Sequence[Plan], load: Load, times: StepTimes, is_due: Callable[[Plan, int], bool]
+) -> Plan | None:
+    """The best of the plans that may beat the others and are due for a trial; None without any.
+    `is_due` gets a plan and the number of its steps that are known."""
     least = NEARLY * max(plan.goodput for plan in plans)
     near = [plan for plan in plans if plan.goodput >= least]
     due = [p for p in near if is_due(p, times.num_steps(shape_of(load, p.proposer, p.k)))]
@@ -110,11 +119,13 @@ def unmeasured(plans: Sequence[Plan], load: Load, times: StepTimes, is_due: Call
 
 
 def with_threshold(plan: Plan, load: Load, times: StepTimes) -> Plan:
-    """The plan with the survival below which a draft token is not worth its verification."""
+    """The plan with the survival below which verifying a draft token does not pay."""
     if plan.proposer != "draft":
         return plan
     per_token = times.seconds_per_token(shape_of(load, plan.proposer, plan.k))
-    return Plan(plan.proposer, plan.k, plan.goodput, plan.seconds, MARGIN * plan.goodput * per_token)
+    return Plan(
+        plan.proposer, plan.k, plan.goodput, plan.seconds, MARGIN * plan.goodput * per_token
+    )
 
 
 def caps(survival_BG: np.ndarray, plan: Plan) -> np.ndarray:

@@ -1,17 +1,20 @@
-"""A step without speculation that costs nothing: the draft model sleeps, and catches up when it is needed again.
+"""The draft model sleeps in steps without speculation, and catches up when it is needed again.
 
-vLLM runs the draft once in every step, at k = 0 too, so that its KV cache keeps up. Here it does not: the positions it
-misses are noted per request, and the first step that wants drafts again runs the draft once over them. What it then
-proposes is what it would have proposed had it never slept. A step without a token to verify samples as an engine
-without speculation does: vLLM's rejection sampler would give the same, by a longer way.
+vLLM runs the draft once in every step, even at k = 0, so that its KV cache keeps up. Here the draft
+is left out at k = 0, and the positions it misses are noted per request. The first step that wants
+drafts again runs the draft once over them. Its proposals are the same as if it had never slept. A
+step without draft tokens is sampled as in an engine without speculation, which gives the same
+result as vLLM's rejection sampler in less time.
 
-    k = 0   stale[request] = first position the draft has not seen; the blocks written meanwhile are marked
+    k = 0   stale[request] = first position the draft has not seen; mark the blocks of this step
     k > 0   one forward pass over [stale, computed) of each such request, then vLLM's own `propose`
 
-Blocks are marked because the prefix cache may hand them to another request, whose draft would then read cache entries
-that were never written. Only draft models with a KV cache of their own can be treated so: EAGLE heads read hidden
-states of the target that are gone by then, so vLLM's way is kept for them, as it is under asynchronous scheduling,
-where the host does not know how far a request has come.
+Blocks are marked because the prefix cache may hand them to another request, whose draft would read
+cache entries that were never written.
+
+Only draft models with a KV cache of their own can sleep. EAGLE heads read hidden states of the
+target that are gone by then. Under asynchronous scheduling the host does not know how far a request
+has come. In both cases vLLM's way is kept.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ def can_sleep(runner: Any) -> bool:
 
 
 def lazy_draft(runner: Any) -> LazyDraft | None:
-    """Let the draft of this model runner sleep at k = 0, where that can be done; else vLLM's own way is kept."""
+    """Let the draft of this model runner sleep at k = 0; None where it cannot, and vLLM's way is
+    kept."""
     try:
         if not can_sleep(runner):
             return None
@@ -56,37 +60,31 @@ def lazy_draft(runner: Any) -> LazyDraft | None:
 
 
 class LazyDraft:
-    """Stands before `drafter.propose`, `propose_draft_token_ids` and the rejection sampler of one model runner."""
+    """Wraps `drafter.propose`, `propose_draft_token_ids` and the rejection sampler of one model
+    runner."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._drafter = runner, runner.drafter
         self._propose, self._propose_step = runner.drafter.propose, runner.propose_draft_token_ids
         self._verify = runner.rejection_sampler.forward
-        self._metadata_at = list(inspect.signature(self._propose_step).parameters).index("common_attn_metadata") - 1
+        self._metadata_at = (
+            list(inspect.signature(self._propose_step).parameters).index("common_attn_metadata") - 1
+        )
         self._stale: dict[str, int] = {}
         self._computed: dict[str, int] = {}
-        """request -> tokens computed before its last step: fewer now = it starts again"""
+        """request -> tokens computed before its last step; fewer of them now = it starts again"""
         self._is_stale_block: np.ndarray | None = None
         self._is_off = False
         self.num_forwards_saved = 0
         self.num_tokens_caught_up = 0
         self.num_steps_without_drafts = 0
-        """Sampled without the rejection sampler."""
+        """Steps sampled without the rejection sampler."""
         runner.drafter.propose = self.propose
         runner.propose_draft_token_ids = self.propose_step
         runner.rejection_sampler.forward = self.verify
 
-    def remove(self) -> None:
-        """vLLM's own way again. Whatever is stale stays so: drafts suffer, answers do not."""
-        for owner, name in (
-            (self._drafter, "propose"),
-            (self._runner, "propose_draft_token_ids"),
-            (self._runner.rejection_sampler, "forward"),
-        ):
-            vars(owner).pop(name, None)
-
     def propose_step(self, scheduler_output: Any, *given: Any, **named: Any) -> Any:
-        """As vLLM's. At k = 0 nothing of what vLLM prepares for the draft is made."""
+        """As vLLM's. At k = 0 it skips what vLLM prepares for the draft."""
         if scheduler_output.num_spec_tokens_to_schedule == 0 and len(given) > self._metadata_at:
             self._runner._draft_probs = self._runner._draft_prob_req_ids = None
             if (nothing := self._guarded(0, given[self._metadata_at])) is not None:
@@ -99,14 +97,18 @@ class LazyDraft:
         return self._propose(**given) if nothing is None else nothing
 
     def verify(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling: Any) -> Any:
-        """As vLLM's. Without drafts each request has one row of logits. They are copied: the sampler may change what it
-        is given, and capture reads it afterwards."""
-        wants_logprobs = sampling.max_num_logprobs is not None or getattr(sampling, "logprob_token_ids", None)
+        """As vLLM's. Without drafts each request has one row of logits. The rows are copied, since
+        the sampler may change them and capture reads them afterwards."""
+        wants_logprobs = sampling.max_num_logprobs is not None or getattr(
+            sampling, "logprob_token_ids", None
+        )
         if metadata.max_spec_len or wants_logprobs or self._is_off:
             return self._verify(metadata, draft_probs, logits, sampling)
         self.num_steps_without_drafts += 1
         return self._runner.sampler(
-            logits=logits[metadata.bonus_logits_indices], sampling_metadata=sampling, predict_bonus_token=True
+            logits=logits[metadata.bonus_logits_indices],
+            sampling_metadata=sampling,
+            predict_bonus_token=True,
         )
 
     def _guarded(self, k: int, metadata: Any) -> torch.Tensor | None:
@@ -120,7 +122,8 @@ class LazyDraft:
             return None
 
     def _before(self, k: int, metadata: Any) -> torch.Tensor | None:
-        """No drafts at k = 0; None where the draft is to make some, for which it now has all it missed."""
+        """Called before the draft would run. Returns empty drafts at k = 0; None when the draft is
+        to run, after it has caught up."""
         batch = self._runner.input_batch
         num_reqs, req_ids = batch.num_reqs, batch.req_ids
         start_B = batch.num_computed_tokens_cpu[:num_reqs]
@@ -141,10 +144,11 @@ class LazyDraft:
         self._mark(start_B, end_B, is_stale=False)
         return None
 
-    # -- who is stale -------------------------------------------------------------------------------------------------
+    # -- who is stale -----------------------------------------------------------------------------
 
     def _meet(self, req_ids: list[str], start_B: np.ndarray) -> None:
-        """A request that is new, or that starts again after preemption, may begin with blocks the draft never wrote."""
+        """Note where new requests, and those that start again after preemption, begin with blocks
+        the draft never wrote."""
         for b, (req_id, start) in enumerate(zip(req_ids, start_B.tolist(), strict=False)):
             if (last := self._computed.get(req_id)) is None or start < last:
                 self._stale.pop(req_id, None)
@@ -157,7 +161,7 @@ class LazyDraft:
 
     def _forget_finished(self, req_ids: list[str]) -> None:
         if len(self._computed) > 2 * len(req_ids) + 64:
-            # Requests that wait while others run are met anew, by their blocks.
+            # Requests that wait while others run are forgotten too, and met anew by their blocks.
             running = set(self._runner.requests)
             self._computed = {r: n for r, n in self._computed.items() if r in running}
             self._stale = {r: n for r, n in self._stale.items() if r in running}
@@ -184,7 +188,7 @@ class LazyDraft:
     def _block_size(self) -> int:
         return int(self._drafter.block_size)
 
-    # -- catching up --------------------------------------------------------------------------------------------------
+    # -- catching up ------------------------------------------------------------------------------
 
     def _catch_up(self, metadata: Any, req_ids: list[str], start_B: np.ndarray) -> None:
         todo: list[tuple[int, int, int]] = []
@@ -211,7 +215,7 @@ class LazyDraft:
                 self._is_stale_block[blocks] = False
 
     def _forward(self, metadata: Any, part: list[tuple[int, int, int]]) -> None:
-        """The draft, once, over positions [first, end) of some requests, for its KV cache alone."""
+        """Run the draft once over positions [first, end) of some requests, to fill its KV cache."""
         from vllm.forward_context import set_forward_context
 
         drafter, device = self._drafter, self._drafter.device

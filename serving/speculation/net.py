@@ -1,9 +1,12 @@
-"""What speculation gains, measured: short windows in which the whole engine runs without it, between two with it.
+"""Measures what speculation gains: the whole engine runs without it for a short window, between two
+windows with it.
 
-    ... with ──► before (with) ──► off (without) ──► after (with) ──► ...      ratio = rate(before + after) / rate(off)
+    ... with ──► before (with) ──► off (without) ──► after (with) ──► ...
 
-Windows come at random times, so that they fall into no rhythm of the traffic. One whose batches differ too much from
-those around it is thrown away: another load would be compared, not another way to speculate.
+    ratio = rate(before + after) / rate(off)
+
+Windows come at random times, so that they follow no rhythm of the traffic. They are discarded when
+their batches differ too much, since then they would compare loads.
 """
 
 from __future__ import annotations
@@ -11,17 +14,20 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import stdev
 
+from msgspec.structs import replace
 from scipy.special import stdtrit
 
+from osd.records import NetGain
+
 SETTLING_STEPS = 3
-"""First steps of each window that do not count: their drafts, or their want of any, stem from the window before."""
+"""First steps of each window, which do not count: their drafts come from the window before."""
 MIN_STEPS = 10
 MAX_DIFFERENCE = 0.25
-"""By which mean batches may differ."""
+"""Share of the largest mean batch by which the mean batches may differ."""
 MAX_KEPT = 200
 MIN_FOR_INTERVAL = 3
 
@@ -46,9 +52,12 @@ class _Window:
 
 
 class NetWindows:
-    """Counts steps; `is_off` says whether the engine must now do without speculation. Interval 0 = never."""
+    """Counts steps, and says through `is_off` whether the engine must not speculate now. With
+    interval 0 there are no windows."""
 
-    def __init__(self, interval_s: float, window_s: float, seed: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, interval_s: float, window_s: float, seed: int, clock: Callable[[], float]
+    ) -> None:
         self._interval_s, self._window_s, self._clock = interval_s, window_s, clock
         self._random = random.Random(seed)
         self._windows: list[_Window] = []
@@ -78,19 +87,19 @@ class NetWindows:
         self._windows = []
         self._next_at = self._clock() + self._wait()
 
-    def report(self) -> dict[str, Any]:
-        """{"ratio", "low", "high", "windows", "discarded"}: geometric mean with its 95 % interval, both None while too
-        few windows have been."""
+    def report(self) -> NetGain:
+        """What speculation has gained so far."""
         logs = [math.log(ratio) for ratio in self._ratios]
-        found: dict[str, Any] = {"ratio": None, "low": None, "high": None}
-        if logs:
-            mean = sum(logs) / len(logs)
-            found["ratio"] = math.exp(mean)
-            if len(logs) >= MIN_FOR_INTERVAL:
-                deviation = math.sqrt(sum((x - mean) ** 2 for x in logs) / (len(logs) - 1) / len(logs))
-                half = float(stdtrit(len(logs) - 1, 0.975)) * deviation
-                found["low"], found["high"] = math.exp(mean - half), math.exp(mean + half)
-        return {**found, "windows": len(logs), "discarded": self._num_discarded}
+        counted = NetGain(windows=len(logs), discarded=self._num_discarded)
+        if not logs:
+            return counted
+        mean, half = sum(logs) / len(logs), _half_interval(logs)
+        return replace(
+            counted,
+            ratio=math.exp(mean),
+            low=None if half is None else math.exp(mean - half),
+            high=None if half is None else math.exp(mean + half),
+        )
 
     def _judge(self, before: _Window, off: _Window, after: _Window) -> None:
         with_s = before.seconds + after.seconds
@@ -103,3 +112,11 @@ class NetWindows:
 
     def _wait(self) -> float:
         return self._random.expovariate(1 / self._interval_s) if self._interval_s else math.inf
+
+
+def _half_interval(values: Sequence[float]) -> float | None:
+    """Half the 95 % interval of the mean (Student's t); None for too few values."""
+    num = len(values)
+    if num < MIN_FOR_INTERVAL:
+        return None
+    return float(stdtrit(num - 1, 0.975)) * stdev(values) / math.sqrt(num)

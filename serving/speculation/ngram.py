@@ -1,7 +1,8 @@
-"""Prompt lookup: what followed the last tokens where they stood before. No model, next to no cost.
+"""Prompt lookup: propose what followed the last tokens at their earlier occurrence in the request.
 
-The scheduler knows every token of a request, so a lookup needs neither the worker nor the draft; what it would have
-proposed is checked against what the target then wrote, and so its worth is known without ever verifying it.
+The scheduler knows every token of a request, so a lookup needs neither the worker nor the draft
+model. A proposal can be compared with what the target then wrote: its acceptance is known without
+verifying it.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ from collections.abc import Callable, Sequence
 SIZES = (4, 2)
 """Lengths of the suffix looked up, the longest first."""
 MAX_INDEXED = 1024
-"""Tokens indexed at a time, so that a long prompt does not hold up a step."""
+"""Tokens indexed in one step, so that a long prompt does not delay it."""
 STEPS_PER_SHADOW = 8
 """Steps of a request between two lookups in shadow."""
 
 
 class Lookup:
-    """The places of one request's n-grams."""
+    """Where one request's n-grams occur."""
 
     __slots__ = ("_ends", "_indexed")
 
     def __init__(self) -> None:
         self._indexed = 0
         self._ends: dict[tuple[int, ...], int] = {}
-        """n-gram -> index of the token after its last occurrence but the newest"""
+        """n-gram -> index of the token after its last occurrence, the end of the text excluded"""
 
     def index(self, tokens: Sequence[int]) -> bool:
-        """Take in the tokens so far, a part at a time; True once all but the last are."""
+        """Index some more of the tokens; True once all but the last one are indexed."""
         end = min(len(tokens), self._indexed + MAX_INDEXED)
         for i in range(self._indexed, end):
             for size in SIZES:
@@ -37,33 +38,36 @@ class Lookup:
         return self._indexed >= len(tokens)
 
     def propose(self, tokens: Sequence[int], k: int) -> list[int]:
-        """Up to k tokens that may follow; none when the last ones never stood anywhere before."""
+        """Up to k tokens that may follow; none when the last tokens never occurred before."""
         if k <= 0 or not self.index(tokens):
             return []
         for size in SIZES:
             if len(tokens) >= size and (at := self._ends.get(tuple(tokens[-size:]))) is not None:
                 found = list(tokens[at : at + k])
                 period = len(found)
-                while len(found) < k:  # it ends where the request does: the loop goes on
+                while len(found) < k:  # it reaches the end of the request: repeat the loop
                     found.append(found[-period])
                 return found
         return []
 
 
 class Shadow:
-    """Lookups of one request that are judged by what the target wrote, without being verified."""
+    """Judges lookups of one request by what the target wrote, without verifying them."""
 
     __slots__ = ("_at", "_num_steps", "_proposed")
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._at = -1
-        """Length of the request at the lookup that waits for its judgement; -1 = none waits."""
+        """Length of the request at the lookup that is to be judged; -1 = there is none."""
         self._proposed: list[int] = []
 
-    def step(self, lookup: Lookup, tokens_of: Callable[[], Sequence[int]], k: int) -> tuple[int, int] | None:
-        """After each step: draft tokens that count as proposed and as accepted, where a lookup can now be judged.
-        Nothing found is a draft that was not accepted."""
+    def step(
+        self, lookup: Lookup, tokens_of: Callable[[], Sequence[int]], k: int
+    ) -> tuple[int, int] | None:
+        """Called after each step. Returns how many draft tokens count as proposed and as accepted
+        when a lookup can be judged, else None. A lookup that found nothing counts as one proposed
+        token that was not accepted."""
         self._num_steps += 1
         if self._at < 0:
             if self._num_steps % STEPS_PER_SHADOW == 0:
@@ -72,7 +76,10 @@ class Shadow:
                     self._at, self._proposed = len(tokens), lookup.propose(tokens, k)
             return None
         proposed, written = self._proposed, tokens_of()[self._at : self._at + len(self._proposed)]
-        num = next((j for j, (a, b) in enumerate(zip(proposed, written, strict=False)) if a != b), len(written))
+        num = next(
+            (j for j, (a, b) in enumerate(zip(proposed, written, strict=False)) if a != b),
+            len(written),
+        )
         if num == len(written) < len(proposed):
             return None
         self._at = -1

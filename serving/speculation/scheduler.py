@@ -1,15 +1,20 @@
-"""vLLM's schedulers with a closed loop: before each step they ask how to speculate, after it they tell what it brought.
+"""vLLM's schedulers under control: before each step they ask how to speculate, after it they tell
+what it brought.
 
-    schedule()                 the plan's k becomes this step's number of draft tokens (vLLM's `dynamic_sd_lookup`)
-    update_from_output()       drafted and accepted tokens and the time of the step go to `control.py`
+    schedule()                 the plan's k becomes vLLM's number of draft tokens for this step
+                               (`dynamic_sd_lookup`)
+    update_from_output()       drafted and accepted tokens and the step's time go to `control.py`
     update_draft_token_ids()   n-grams are looked up, and drafts cut to what is worth verifying
 
-vLLM loads one of the two by name (`scheduler_cls`), in the process of the engine core, from which the replica asks for
-reports through `EngineCore.osd_speculation`; until then nothing of vLLM is imported. A request never fails because of
-us: the first error ends the control, is logged once, and leaves the engine at its largest k (in mode `off` at none).
+vLLM loads `controlled_scheduler` by name (`scheduler_cls`) in the process of the engine core. The
+replica asks for reports through `EngineCore.osd_speculation`. Importing this module imports nothing
+of vLLM.
 
-With asynchronous scheduling drafts never visit the scheduler: k is chosen per step all the same, but n-grams are left
-out, and requests differ in k only by their placeholders.
+A request never fails because of the control. Its first error ends it, is logged once, and leaves
+the engine at its largest k (in mode `off` at 0).
+
+Under asynchronous scheduling drafts never reach the scheduler. k is still chosen per step, but
+n-grams are left out, and requests differ in k only by their placeholders.
 """
 
 from __future__ import annotations
@@ -23,20 +28,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from osd.records import clean_domain
-from serving.speculation.control import Settings, Speculation, StepSeen
+from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
+from serving.speculation.step_seen import StepSeen
 
 logger = logging.getLogger(__name__)
 
 SETTINGS_KEY = "osd"
-"""Of vLLM's `additional_config`, where the settings are."""
+"""Key of the settings in vLLM's `additional_config`."""
 MAX_IDLE_SECONDS = 0.002
-"""A step scheduled so soon after the one before it began where that one ended."""
+"""A step scheduled this soon after the end of the step before counts from that end."""
 
 
 class Controlled:
-    """Mixed into vLLM's scheduler, for engines that schedule a step when the one before it is done (all on CPUs)."""
+    """Mixed into vLLM's scheduler, for engines that schedule a step when the one before it is done
+    (all on CPUs)."""
 
     IS_ASYNC = False
     osd_clock: Callable[[], float] = staticmethod(time.perf_counter)
@@ -50,20 +59,26 @@ class Controlled:
         settings = settings_of(config.additional_config)
         if self.IS_ASYNC:
             if "ngram" in settings.proposers:
-                logger.warning("n-grams are left out of speculation.proposers: the engine schedules asynchronously")
-            settings = replace(settings, proposers=tuple(p for p in settings.proposers if p != "ngram"))
+                logger.warning(
+                    "n-grams are left out of speculation.proposers: the engine schedules "
+                    "asynchronously"
+                )
+            settings = replace(
+                settings, proposers=tuple(p for p in settings.proposers if p != "ngram")
+            )
         self.osd = Speculation(settings, padded=padded_sizes(config))
         self._osd_problem = ""
-        self._osd_resting_k = 0 if settings.mode == "off" else self.num_spec_tokens  # type: ignore[attr-defined]
+        largest_k: int = self.num_spec_tokens  # type: ignore[attr-defined]
+        self._osd_resting_k = 0 if settings.mode == "off" else largest_k
         self._osd_lookups: dict[int, list[int]] = {}
         self._osd_open: dict[int, tuple[float, str, bool]] = {}
-        """id of a scheduled step -> when it was scheduled, who proposed what it verifies, and whether the step before
-        it was under way or just over"""
+        """id of a scheduled step -> when it was scheduled, the proposer of what it verifies, and
+        whether the step before it was still running or had just ended"""
         self._osd_proposer = "draft"
-        """who proposed the draft tokens that the next step verifies"""
+        """proposer of the draft tokens that the next step verifies"""
         self._osd_last_end = -math.inf
 
-    # -- vLLM's methods -----------------------------------------------------------------------------------------------
+    # -- vLLM's methods ---------------------------------------------------------------------------
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         added = super().add_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -74,18 +89,22 @@ class Controlled:
         started = self.osd_clock()
         plan = self._osd_guard(self._osd_plan)
         k = self._osd_resting_k if plan is None else plan.k if plan.proposer == "draft" else 0
-        # Never None: that would make vLLM pad new decodes with draft tokens from nowhere.
+        # Never None: vLLM would pad new decodes with draft tokens that nobody proposed.
         self.dynamic_sd_lookup = self._osd_lookup_table(k)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._osd_guard(lambda: self._osd_scheduled(output, started))
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        # Before vLLM's own: it trims what was sampled, and the last step of a request would look rejected.
+        # Read first: vLLM trims the sampled tokens, and a request's last step would look rejected.
         seen = self._osd_guard(lambda: self._osd_read(scheduler_output, model_runner_output))
         if seen is not None:
-            self._osd_guard(lambda: self.osd.observe(seen, lambda r: self.requests[r].all_token_ids))
-        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+            self._osd_guard(
+                lambda: self.osd.observe(seen, lambda r: self.requests[r].all_token_ids)
+            )
+        outputs = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
         self._osd_guard(self._osd_close)
         return outputs
 
@@ -98,10 +117,11 @@ class Controlled:
         if self.IS_ASYNC:
             self._osd_guard(lambda: self._osd_cut_placeholders(scheduler_output))
 
-    # -- from the replica ---------------------------------------------------------------------------------------------
+    # -- from the replica -------------------------------------------------------------------------
 
     def osd_command(self, name: str, argument: str) -> str:
-        """`report`, `sweep`, `end_sweep`, `sweep_steps_left`, `rows`, `load_rows`, `restart`, `force` or `log`.
+        """`report`, `sweep`, `end_sweep`, `sweep_steps_left`, `rows`, `load_rows`, `restart`,
+        `force` or `log`.
 
         Arguments and results are JSON text.
         """
@@ -109,7 +129,9 @@ class Controlled:
         result: Any = {}
         match name:
             case "report":
-                result = {**self.osd.report(), "problem": self._osd_problem, "is_async": self.IS_ASYNC}
+                result = msgspec.structs.replace(
+                    self.osd.report(), problem=self._osd_problem, is_async=self.IS_ASYNC
+                )
             case "sweep":
                 self.osd.sweep(given)
             case "end_sweep":
@@ -130,9 +152,9 @@ class Controlled:
                 result = self.osd.accounts.keep_log(bool(given))
             case _:
                 raise ValueError(f"unknown command {name!r}")
-        return json.dumps(result)
+        return msgspec.json.encode(result).decode()
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside -----------------------------------------------------------------------------------
 
     def _osd_guard(self, act: Callable[[], Any]) -> Any:
         if self._osd_problem:
@@ -142,7 +164,8 @@ class Controlled:
         except Exception as error:
             self._osd_problem = f"{type(error).__name__}: {error}"
             logger.exception(
-                "control of speculation has ended, until the engine restarts: k stays at %d; serving is not affected",
+                "control of speculation has ended, until the engine restarts: k stays at %d; "
+                "serving is not affected",
                 self._osd_resting_k,
             )
             return None
@@ -171,7 +194,7 @@ class Controlled:
     def _osd_scheduled(self, output: Any, started: float) -> None:
         follows = bool(self._osd_open) or started - self._osd_last_end < MAX_IDLE_SECONDS
         self._osd_open[id(output)] = (started, self._osd_proposer, follows)
-        # The worker's counters must know whose tokens these are.
+        # The worker counts the tokens of n-grams apart.
         output.osd_proposer = self._osd_proposer
         self._osd_proposer = "ngram" if self.osd.present.proposer == "ngram" else "draft"
 
@@ -185,7 +208,9 @@ class Controlled:
         if not sampled or not scheduled:
             return None
         invalid = output.num_invalid_spec_tokens or {}
-        seen = StepSeen([], [], [], proposer, output.num_spec_tokens_to_schedule, 0, True, now - began, [])
+        seen = StepSeen(
+            [], [], [], proposer, output.num_spec_tokens_to_schedule, 0, True, now - began, []
+        )
         for req_id, num_scheduled in scheduled.items():
             request, emitted = self.requests.get(req_id), sampled[index[req_id]]
             drafted = len(drafts.get(req_id, ()))
@@ -202,12 +227,11 @@ class Controlled:
         return seen if seen.req_ids else None
 
     def _osd_close(self) -> None:
-        if len(self.osd._requests) > len(self.requests):
-            for req_id in self.osd._requests.keys() - self.requests.keys():
-                self.osd.end(req_id)
+        for req_id in self.osd.requests.gone(self.requests):
+            self.osd.end(req_id)
 
     def _osd_redraft(self, draft_token_ids: Any) -> None:
-        """In place: what the next step is to verify."""
+        """Change in place what the next step verifies."""
         drafts = draft_token_ids.draft_token_ids
         if self._osd_proposer == "ngram":
             for i, req_id in enumerate(draft_token_ids.req_ids):
@@ -224,7 +248,8 @@ class Controlled:
             return
         for req_id in output.num_scheduled_tokens:
             request = self.requests[req_id]
-            if not request.is_prefill_chunk and (cap := self.osd.cap(req_id)) < len(request.spec_token_ids):
+            cap = self.osd.cap(req_id)
+            if not request.is_prefill_chunk and cap < len(request.spec_token_ids):
                 request.spec_token_ids = [-1] * cap
 
 
@@ -235,13 +260,13 @@ class ControlledAsync(Controlled):
 
 
 def controlled_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `scheduler_cls` names: called once vLLM has settled how the engine schedules."""
+    """What `scheduler_cls` names. vLLM calls it when it has settled how the engine schedules."""
     return controlled_class(vllm_config)(vllm_config, *args, **kwargs)
 
 
 def controlled_class(vllm_config: Any) -> type[Controlled]:
-    """vLLM's scheduler that fits the engine, under control. From then on the replica reaches it: vLLM calls a method of
-    the engine core by its name (`engine_core.call_utility`)."""
+    """vLLM's scheduler that fits the engine, under control. It also gives the engine core the
+    method that the replica calls by name (`engine_core.call_utility`)."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
@@ -255,12 +280,14 @@ def controlled_class(vllm_config: Any) -> type[Controlled]:
 def settings_of(additional_config: Any) -> Settings:
     """The settings within vLLM's `additional_config`."""
     given = additional_config.get(SETTINGS_KEY, {}) if isinstance(additional_config, dict) else {}
-    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    values: dict[str, Any] = {
+        key: tuple(v) if isinstance(v, list) else v for key, v in given.items()
+    }
     return Settings(**values)
 
 
 def padded_sizes(config: Any) -> list[int]:
-    """Numbers of tokens to which CUDA graphs round a step up; empty without graphs."""
+    """Numbers of tokens to which CUDA graphs round up a step; empty without graphs."""
     compilation = config.compilation_config
     mode = compilation.cudagraph_mode
     has_graphs = mode is not None and getattr(mode, "name", str(mode)) != "NONE"
@@ -268,7 +295,8 @@ def padded_sizes(config: Any) -> list[int]:
 
 
 def whole_number(value: Any) -> int | None:
-    """How many draft tokens a client allows: 3, 3.0 or "3". None for all else (2.9, "2.9", true, -1, NaN, a list)."""
+    """A client's limit of draft tokens: 3, 3.0 or "3". None for anything else (2.9, "2.9", true,
+    -1, NaN, a list)."""
     if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
         return int(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
-"""Where a step's time goes in the worker: draft, verify, sample, other, from vLLM's own named scopes.
+"""Where a step's time goes in the worker: draft, verify, sample, other.
 
-vLLM enters a scope around each part of a step and asks one global for the context manager; ours adds up seconds. On a
-GPU, which works behind the host's back, these are the times of launching, and are labelled so.
+vLLM enters a named scope around each part of a step, and one global makes its context manager; ours
+adds up seconds. On a GPU, which works asynchronously, these are the times of launching the work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTS = {
 
 
 class StepSplit:
-    """Adds up from its making on. Scopes of one part do not nest."""
+    """Adds up from its creation on. Scopes of one part do not nest."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PARTS.values(), 0.0)
@@ -31,7 +31,8 @@ class StepSplit:
         try:
             from vllm.v1 import utils
 
-            utils.record_function_or_nullcontext  # noqa: B018  an older or newer vLLM may not have it
+            # Another version of vLLM may not have this function.
+            utils.record_function_or_nullcontext  # noqa: B018
             utils._PROFILER_FUNC = self._scope  # type: ignore[assignment]
         except (ImportError, AttributeError) as error:
             logger.warning("the time split of steps is not known: %s", error)

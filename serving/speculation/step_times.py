@@ -1,14 +1,16 @@
-"""What an engine step costs, learnt from the steps themselves: T(batch, verified tokens, context, draft passes).
+"""The time of an engine step, learnt from the steps themselves: T(batch, verified tokens, context,
+draft passes).
 
-    pure-decode step ──► cell (same batch, width, draft passes) ──median──► non-negative least squares ──► T(shape)
+    pure-decode step ──► cell: same batch, width ──median──► non-negative ──► T(shape)
+                         and draft passes                    least squares
 
-The last few steps of each cell are kept, so old ones leave, and a spike among them does not move their median. A cell
-that has been seen corrects the fit where the fit is wrong there. Recursive least squares would not do: while the shape
-stays the same it forgets all others and diverges.
+Each cell keeps its last few steps, so old ones leave, and a spike does not move the median. Where a
+cell was seen, it corrects the fit. Recursive least squares would not do: while the shape stays the
+same, it forgets all others and diverges.
 
-A machine is not always as fast (clocks, neighbours), and shapes are seen at different times: cells hold what steps
-would have taken at the same pace. The pace is what the steps of a well-known cell are off, all shapes alike; so that it
-does not vanish in the cell, a full one takes in few steps.
+A machine is not always equally fast (clocks, neighbours), and shapes are seen at different times.
+The pace is the factor by which steps of well-known cells are off, the same for all shapes. Cells
+hold times at pace 1. A full cell takes in few steps, so that it does not absorb the pace.
 """
 
 from __future__ import annotations
@@ -29,31 +31,36 @@ MAX_CELLS = 512
 MAX_KNOWN_SHAPES = 256
 STEPS_PER_FIT, MIN_STEPS_PER_FIT = 100, 8
 NEW_SHAPE_STEPS = 4
-"""Steps of a shape by which its time is known well enough to fit anew."""
+"""Steps of a new shape after which a fit is worth it."""
 CELL_WEIGHT = 1.5
-"""A cell counts n / (n + CELL_WEIGHT) against the fit."""
+"""A cell of n steps weighs n / (n + CELL_WEIGHT) against the fit."""
 STALE_STEPS, STALE_SIZE = 300, 3
-"""After so many steps of other shapes, only the newest of a cell count beside those to come."""
+"""After so many steps of other shapes, a cell keeps only its newest steps when it is seen again."""
 STEPS_PER_RENEWAL = 8
-"""A full cell takes in one step of so many: what all of them are off is the pace."""
+"""A full cell takes in one step of so many."""
 PACE_GAIN, MAX_OFF = 0.2, 0.3
-"""By which part of what a step is off the pace follows it, and by how much one step can be off (in logarithms)."""
+"""The share of a step's deviation by which the pace follows it, and the largest deviation of a step
+that counts (in logarithms)."""
 KNEES = (8, 32, 128)
-"""Verified tokens from which each costs more: small batches wait for memory, large ones compute."""
-
+"""Verified tokens beyond which each costs more: small batches wait for memory, large ones
+compute."""
 
 _KNEES = np.array(KNEES, np.float64)
 _CONTEXT = 3 + len(KNEES)
-"""Place of the context among the features."""
+"""Index of the context among the features."""
 
 
 class Shape(NamedTuple):
-    """A decode step: requests, tokens verified (1 + k of each), tokens of context in all, passes of the draft."""
+    """A decode step."""
 
     batch: int
+    """requests"""
     tokens: int
+    """verified tokens: 1 + k of each request"""
     context: int
+    """tokens of all requests together"""
     drafted: int
+    """passes of the draft model"""
 
 
 Key = tuple[int, int, int]
@@ -77,8 +84,8 @@ class _Cell:
 
 
 class StepTimes:
-    """Learns and predicts. `padded` are the sizes CUDA graphs were captured for, to which the number of verified tokens
-    is rounded up; none = a step costs what its tokens cost."""
+    """Learns and predicts. `padded`: the sizes CUDA graphs were captured for, to which the number
+    of verified tokens is rounded up; empty without graphs."""
 
     def __init__(self, padded: Sequence[int] = ()) -> None:
         self._padded = np.array(sorted(padded), np.float64)
@@ -87,7 +94,7 @@ class StepTimes:
         self._corrections: dict[Key, float] = {}
         self._known_shapes: dict[tuple[Shape, ...], tuple[np.ndarray, list[Key]]] = {}
         self._pace = 1.0
-        """How much longer than remembered every step takes now."""
+        """Factor by which every step now takes longer than remembered."""
         self._num_steps = 0
         self._num_since_fit = 0
         self._fitting: threading.Thread | None = None
@@ -101,15 +108,19 @@ class StepTimes:
         return len(self._cells)
 
     def add(self, shape: Shape, seconds: float) -> None:
-        """A step of nothing but decoding. Every `STEPS_PER_FIT` steps, and when a shape has become known, a thread fits
-        anew."""
+        """Add a step of nothing but decoding. A thread fits anew every `STEPS_PER_FIT` steps, and
+        when a shape has become known."""
         self._follow_pace(shape, seconds)
         is_new = self._remember(shape, seconds / self._pace) == NEW_SHAPE_STEPS
         self._num_since_fit += 1
-        is_due = self._num_since_fit >= (MIN_STEPS_PER_FIT if is_new and self.is_fitted else STEPS_PER_FIT)
+        is_due = self._num_since_fit >= (
+            MIN_STEPS_PER_FIT if is_new and self.is_fitted else STEPS_PER_FIT
+        )
         if is_due and (self._fitting is None or not self._fitting.is_alive()):
             self._num_since_fit = 0
-            self._fitting = threading.Thread(target=self._refit, args=(self._medians(),), daemon=True)
+            self._fitting = threading.Thread(
+                target=self._refit, args=(self._medians(),), daemon=True
+            )
             self._fitting.start()
 
     def fit(self) -> None:
@@ -122,8 +133,8 @@ class StepTimes:
             self._fitting.join()
 
     def predict(self, shapes: Sequence[Shape], context: int = 0) -> np.ndarray:
-        """float [shapes]: seconds, with so much more context than the shapes have. Before the first fit, every step
-        costs the same."""
+        """float [shapes]: seconds, with `context` added to that of each shape. Before the first fit
+        every step costs the same."""
         fit, corrections = self._fit, self._corrections
         if fit is None:
             return np.ones(len(shapes))
@@ -133,7 +144,7 @@ class StepTimes:
         return np.maximum(seconds, 1e-6, out=seconds)
 
     def _prepared(self, shapes: tuple[Shape, ...]) -> tuple[np.ndarray, list[Key]]:
-        """Features and cells of shapes: the control asks for the same ones again and again."""
+        """Features and cells of shapes, cached: the control asks for the same shapes repeatedly."""
         if (found := self._known_shapes.get(shapes)) is None:
             if len(self._known_shapes) >= MAX_KNOWN_SHAPES:
                 self._known_shapes.clear()
@@ -142,19 +153,22 @@ class StepTimes:
         return found
 
     def num_steps(self, shape: Shape) -> int:
-        """How many of the newest steps of this shape are known."""
+        """Steps that are kept in the cell of this shape."""
         cell = self._cells.get(key_of(shape))
         return len(cell.seconds) if cell is not None else 0
 
     def seconds_per_token(self, shape: Shape) -> float:
-        """What one more verified token costs at this shape; none where it only fills up a CUDA graph."""
+        """Seconds of one more verified token at this shape; 0 where it only fills up a CUDA
+        graph."""
         if self._fit is None or len(self._padded):
             return 0.0
         _, _, per_token, *rest = self._fit.tolist()
-        per_token += sum(cost for knee, cost in zip(KNEES, rest, strict=False) if shape.tokens > knee)
+        per_token += sum(
+            cost for knee, cost in zip(KNEES, rest, strict=False) if shape.tokens > knee
+        )
         return self._pace * (per_token + (rest[len(KNEES) + 2] if shape.drafted else 0.0))
 
-    # -- the profile that outlives a process --------------------------------------------------------------------------
+    # -- the profile that outlives a process ------------------------------------------------------
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Cells as JSON: {"batch", "tokens", "context", "drafted", "seconds", "steps"}."""
@@ -164,23 +178,27 @@ class StepTimes:
         ]
 
     def load_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Begin with what an earlier engine measured; own steps soon outweigh it. Raises `KeyError`, `TypeError` or
-        `ValueError` for rows of another form."""
+        """Begin with what an earlier engine measured; own steps soon outweigh it. Raises
+        `KeyError`, `TypeError` or `ValueError` for malformed rows."""
         found = []
         for row in rows:
             shape = Shape(*(int(row[name]) for name in Shape._fields))
             seconds, steps = float(row["seconds"]), int(row["steps"])
-            if not (math.isfinite(seconds) and seconds > 0 < shape.tokens and shape.batch > 0 <= shape.drafted):
+            if not (
+                math.isfinite(seconds)
+                and seconds > 0 < shape.tokens
+                and shape.batch > 0 <= shape.drafted
+            ):
                 raise ValueError(f"no step takes such time: {dict(row)}")
             found += [(shape, seconds)] * min(steps, CELL_SIZE // 2)
         for shape, seconds in found:
             self._remember(shape, seconds)
         self.fit()
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside -----------------------------------------------------------------------------------
 
     def _follow_pace(self, shape: Shape, seconds: float) -> None:
-        """Where a shape is well known, a step that takes longer says that the machine is slower, not that shape."""
+        """A step of a well-known shape that takes longer shows that the machine has slowed down."""
         if self._fit is None or self.num_steps(shape) < CELL_SIZE:
             return
         expected = float(self.predict([shape._replace(context=0)], shape.context)[0])
@@ -195,7 +213,11 @@ class StepTimes:
         if self._num_steps - cell.seen_at > STALE_STEPS:
             cell.forget_all_but(STALE_SIZE)
         cell.seen_at = self._num_steps
-        if len(cell.seconds) < CELL_SIZE or not self.is_fitted or self._num_steps % STEPS_PER_RENEWAL == 0:
+        if (
+            len(cell.seconds) < CELL_SIZE
+            or not self.is_fitted
+            or self._num_steps % STEPS_PER_RENEWAL == 0
+        ):
             cell.shapes.append(shape)
             cell.seconds.append(seconds)
         if len(self._cells) > MAX_CELLS:
@@ -204,7 +226,11 @@ class StepTimes:
 
     def _medians(self) -> dict[Key, tuple[Shape, float, int]]:
         return {
-            key: (Shape(*map(int, np.median(cell.shapes, 0))), float(np.median(cell.seconds)), len(cell.seconds))
+            key: (
+                Shape(*map(int, np.median(cell.shapes, 0))),
+                float(np.median(cell.seconds)),
+                len(cell.seconds),
+            )
             for key, cell in list(self._cells.items())
         }
 
@@ -215,7 +241,7 @@ class StepTimes:
         seconds = np.array([seconds for _, seconds, _ in medians.values()])
         steps = np.array([steps for _, _, steps in medians.values()])
         features = self._features(shapes)
-        weight = np.sqrt(steps) / seconds  # relative errors count, and cells that were seen often
+        weight = np.sqrt(steps) / seconds  # relative errors, and often seen cells weigh more
         scale = np.maximum(features.max(0), 1e-9)
         fit = nnls(features / scale * weight[:, None], seconds * weight)[0] / scale
         ratio = seconds / np.maximum(features @ fit, 1e-9)
@@ -224,11 +250,13 @@ class StepTimes:
         self._fit = fit
 
     def _features(self, shapes: np.ndarray) -> np.ndarray:
-        """float [shapes, features], all non-negative, each with a cost that cannot be below nothing."""
+        """float [shapes, features], all non-negative, each with a non-negative cost."""
         batch, tokens, context, drafted = shapes.T
         if len(self._padded):
             at = np.searchsorted(self._padded, tokens)
-            tokens = np.where(at < len(self._padded), self._padded[np.minimum(at, len(self._padded) - 1)], tokens)
+            tokens = np.where(
+                at < len(self._padded), self._padded[np.minimum(at, len(self._padded) - 1)], tokens
+            )
         found = np.empty((len(shapes), 8 + len(KNEES)))
         found[:, 0], found[:, 1], found[:, 2] = 1, batch, tokens
         found[:, 3:_CONTEXT] = np.maximum(tokens[:, None] - _KNEES, 0)

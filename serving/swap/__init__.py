@@ -1,1 +1,1 @@
-"""Another draft in a running engine: built beside the live one, exchanged, proven."""
+"""Swapping the draft of a running engine: a new one is built aside, put in place and proved."""

@@ -1,15 +1,16 @@
-"""The weights of a live draft: new ones are made beside it, in the form its layers keep them, and then put in place.
+"""The weights of a live draft. New ones are built beside it, in the form its layers keep them, and
+then put in place.
 
-    build(release) ──► a twin of each layer, loaded and packed as the engine does it ──► Weights   allocates
-    put(weights)   ──► values copied into the tensors that serve, packed matrices handed over      allocates nothing
-    put_back()     ──► the same with the weights that were kept last                               allocates nothing
+    build(release) ──► a twin of each layer, loaded and packed as the engine does it ──► Weights
+    put(weights)   ──► values are copied into the tensors that serve, packed matrices exchanged
+    put_back()     ──► the same with the weights that were kept last
 
-Memory is asked for by `build` alone, which leaves the live draft as it is; so a swap that runs out of it, wherever, can
-be taken back. Tensors stay where they are, as CUDA graphs and compiled code need it; what is made lies on the host, so
-no device has to hold a draft twice.
+Only `build` allocates memory, and it leaves the live draft as it is. A swap that runs out of memory
+can therefore always be undone. Live tensors keep their addresses, as CUDA graphs and compiled code
+need it. New weights lie on the host, so no device has to hold a draft twice.
 
-What belongs to the target is known by its modules and its memory. Names tell nothing: an EAGLE head calls the target's
-embedding by another one.
+Tensors of the target are recognised by its modules and its memory, not by names: an EAGLE head has
+another name for the target's embedding.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from osd.errors import SwapError
 
 Tensors = Mapping[str, torch.Tensor]
 STRUCTURE = ("_parameters", "_buffers", "_modules")
-"""Of a module's attributes, those that hold its tensors and its parts."""
+"""The attributes of a module that hold its tensors and its submodules."""
 
 
 @dataclass(slots=True, frozen=True)
 class Weights:
-    """A draft in the form its layers keep it."""
+    """A draft's weights in the form its layers keep them."""
 
     values: dict[torch.Tensor, torch.Tensor]
-    """of live tensors: what they are to hold, on the host"""
+    """live tensor -> its new values, on the host"""
     attributes: dict[tuple[nn.Module, str], Any]
-    """of live layers: what they hold beside tensors, as a matrix packed for a kernel"""
+    """(live layer, attribute) -> what is no tensor, such as a matrix packed for a kernel"""
 
 
 class LiveDraft:
-    """A model that drafts. Its `load_weights`, as vLLM's models have it, takes pairs of name and tensor.
+    """A draft model that serves. It has a `load_weights` as vLLM's models do.
 
-    `unpacked(layer, twin)` gives parameters for the twin of a layer in the form a checkpoint fills, where the engine
-    has packed them since; `pack(twin)` packs a twin that was loaded.
+    `unpacked(layer, twin)` gives parameters for the twin of a layer in the form a checkpoint fills,
+    where the engine has packed them since. `pack(twin)` packs a loaded twin.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class LiveDraft:
 
     @torch.no_grad()
     def build(self, tensors: Tensors) -> Weights:
-        """The weights of a checkpoint. Raises `SwapError` when loading them would write into the target, or a layer
-        does not pack them as it did; else what the model's loader raises, or running out of memory does."""
+        """Build the weights of a checkpoint. Raises `SwapError` when loading them would write into
+        the target or a layer does not pack them as before; may also raise what the model's loader
+        and allocations raise."""
         twins = self._twins()
         with Writes(self._target) as writes:
             twins[self._model].load_weights(list(tensors.items()))  # type: ignore[operator]
@@ -76,7 +78,9 @@ class LiveDraft:
             packed = tensors_of(twin)
             for name, live in tensors_of(layer).items():
                 if name in loaded or packed.get(name) is not filled[name]:
-                    built.values[live] = _fitting(packed.get(name), live, f"{type(layer).__name__}.{name}")
+                    built.values[live] = _fitting(
+                        packed.get(name), live, f"{type(layer).__name__}.{name}"
+                    )
             for name, held in vars(twin).items():
                 if name not in STRUCTURE and held is not vars(layer).get(name):
                     built.attributes[layer, name] = held
@@ -85,7 +89,7 @@ class LiveDraft:
         return built
 
     def put(self, weights: Weights) -> None:
-        """Make them those of the live draft. No memory is taken, so this does not fail for want of it."""
+        """Make these weights live. It allocates nothing, so it cannot run out of memory."""
         with torch.no_grad():
             for (layer, name), held in weights.attributes.items():
                 vars(layer)[name] = held
@@ -93,18 +97,21 @@ class LiveDraft:
                 live.data.copy_(values)
 
     def keep(self, weights: Weights) -> None:
-        """These are what `put_back` puts back from now on."""
+        """Make these the weights that `put_back` restores."""
         self._kept.values.update(weights.values)
         self._kept.attributes.update(weights.attributes)
 
     def put_back(self) -> None:
-        """Make the live draft what it was when it was kept last, bit for bit, whatever was put into it since."""
+        """Restore, bit for bit, the weights that were kept last."""
         self.put(self._kept)
 
     def _twins(self) -> dict[nn.Module, nn.Module]:
-        """Of each layer one that shares all with it but its tensors and its parts; the target's stay themselves."""
+        """For each layer a copy that shares everything but tensors and submodules. Layers of the
+        target stay themselves."""
         layers = list(self._model.modules())
-        twins = {layer: layer if layer in self._target.modules else _shallow(layer) for layer in layers}
+        twins = {
+            layer: layer if layer in self._target.modules else _shallow(layer) for layer in layers
+        }
         made: dict[torch.Tensor, torch.Tensor] = {}
         for layer, twin in twins.items():
             if twin is layer:
@@ -114,15 +121,18 @@ class LiveDraft:
                 if live not in made and live not in self._target:
                     made[live] = unpacked[name] if name in unpacked else _copy(live)
             own = {
-                kind: {n: made.get(t, t) for n, t in vars(layer)[kind].items()} for kind in ("_parameters", "_buffers")
+                kind: {n: made.get(t, t) for n, t in vars(layer)[kind].items()}
+                for kind in ("_parameters", "_buffers")
             }
             own["_parameters"] = {**unpacked, **own["_parameters"]}
-            vars(twin).update(own, _modules={n: twins.get(part) for n, part in vars(layer)["_modules"].items()})
+            vars(twin).update(
+                own, _modules={n: twins.get(part) for n, part in vars(layer)["_modules"].items()}
+            )
         return twins
 
 
 class Owned:
-    """The tensors of a model, known by where their values lie."""
+    """The tensors of a model, recognised by the address of their values."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.modules = set(model.modules()) if model is not None else set()
@@ -133,12 +143,12 @@ class Owned:
         return storage(tensor) in self._names
 
     def name_of(self, tensor: torch.Tensor) -> str:
-        """What the model calls it."""
+        """The tensor's name in the model."""
         return self._names[storage(tensor)]
 
 
 class Writes(TorchDispatchMode):
-    """Notes which memory is written to, and raises `SwapError` before anything is written to what is not to be."""
+    """Notes which memory is written to. Raises `SwapError` before a write to a forbidden tensor."""
 
     def __init__(self, forbidden: Owned) -> None:
         super().__init__()
@@ -148,28 +158,30 @@ class Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _written(func, args, kwargs or {}):
             if tensor in self._forbidden:
-                raise SwapError(f"loading it would write into the target's {self._forbidden.name_of(tensor)}")
+                raise SwapError(
+                    f"loading it would write into the target's {self._forbidden.name_of(tensor)}"
+                )
             self.storages.add(storage(tensor))
         return func(*args, **(kwargs or {}))
 
 
 def tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a layer, without those of its parts."""
+    """Parameters and buffers of a layer, without those of its submodules."""
     both = {**vars(layer)["_parameters"], **vars(layer)["_buffers"]}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Where the values lie; 0 where there are none. Views of one tensor have one."""
+    """Address of the values; 0 where there are none. Views of one tensor share it."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for place, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
             tensors = given if isinstance(given, list) else [given]
-            yield from (tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.numel())
+            yield from (t for t in tensors if isinstance(t, torch.Tensor) and t.numel())
 
 
 def _shallow(layer: nn.Module) -> nn.Module:
@@ -179,7 +191,7 @@ def _shallow(layer: nn.Module) -> nn.Module:
 
 
 def _copy(live: torch.Tensor) -> torch.Tensor:
-    """On the host, with all the engine has noted on it: its loader among that."""
+    """A copy on the host, with the attributes the engine has set on it, such as its loader."""
     copied = live.detach().to("cpu", copy=True)
     copied.__class__, copied.__dict__ = live.__class__, dict(vars(live))
     return copied
@@ -187,7 +199,9 @@ def _copy(live: torch.Tensor) -> torch.Tensor:
 
 def _fitting(made: torch.Tensor | None, live: torch.Tensor, name: str) -> torch.Tensor:
     if made is None or made.shape != live.shape:
-        # Packing may be given up half-way, and silently: the layer would go on with an empty matrix.
+        # Packing may silently stop half-way, and the layer would go on with an empty matrix.
         found = "nothing" if made is None else f"shape {tuple(made.shape)}"
-        raise SwapError(f"{name} is kept as {found}, the engine serves with shape {tuple(live.shape)}")
+        raise SwapError(
+            f"{name} is kept as {found}, the engine serves with shape {tuple(live.shape)}"
+        )
     return made.detach().to("cpu")

@@ -1,14 +1,16 @@
-"""Proof that a swap landed: what the live draft computes with is compared, bit by bit, with the release it should be.
-
-An engine fuses matrices, pads vocabularies and packs weights for its kernels, so a file and a live model cannot be
-compared name by name; and a packed copy that was forgotten looks right in every parameter. Here the weights are read
-back through the very kernels that serve: a linear layer given a unit vector answers with a column of its matrix,
-exactly. Sums over bits do not care how matrices are stacked or padded; two layers exchanged whole would pass, too.
+"""Proof that a swap took effect: the weights the live draft computes with are compared, bit by bit,
+with the release.
 
     release ──► chosen columns, rows, vectors ──► digest ─┐
     engine  ──► read back through its layers  ──► digest ─┴► equal?
 
-Whether an engine can be read back at all is found out at its start, with the draft it loaded itself.
+An engine fuses matrices, pads vocabularies and packs weights for its kernels. A file and a live
+model can therefore not be compared name by name, and a stale packed copy does not show in the
+parameters. The weights are read back through the kernels that serve: a linear layer answers a unit
+vector with exactly one column of its matrix. The digest is a sum over bits, so it does not depend
+on how matrices are stacked or padded. It would not notice two whole layers exchanged.
+
+Whether an engine can be read back is tried at its start, with the draft it loaded itself.
 """
 
 from __future__ import annotations
@@ -21,36 +23,38 @@ import torch
 logger = logging.getLogger(__name__)
 
 NUM_COLUMNS = 4
-"""Of every matrix: each costs a token's pass through the layer. A matrix that was not loaded differs in all."""
+"""Columns compared of every matrix. Each costs a token's pass through the layer; a matrix that was
+not loaded differs in all of them."""
 NUM_ROWS = 64
-"""Of every embedding."""
+"""Rows compared of every embedding."""
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
 HEADS = ("lm_head", "embed_out")
 NOT_LOADED = ("rotary_emb.inv_freq", "masked_bias")
-"""Entries of older checkpoints that engines compute by themselves."""
+"""Entries of older checkpoints that engines do not load but compute."""
 TINY = 1e-30
-"""What is smaller counts as 0: kernels may flush it."""
+"""Smaller values count as 0, since kernels may flush them."""
 VALUES_AT_ONCE = 1_000_000
-"""Small parts are summed together, for the time each sum takes; no more than that, for the memory."""
+"""Values that are summed together: many, to save time, and not all, to save memory."""
 _MIX = -0x61C8864680B583EB
-"""The golden ratio, as 64 bits have it, signed."""
+"""The golden ratio as a signed 64-bit number."""
 _MODULUS = 1 << 64
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 def columns(num_features: int) -> torch.Tensor:
-    """int64 [<= NUM_COLUMNS]: which input features of a matrix are looked at."""
+    """int64 [<= NUM_COLUMNS]: the input features of a matrix that are compared."""
     return _chosen(num_features, NUM_COLUMNS)
 
 
 def rows(num_embeddings: int) -> torch.Tensor:
-    """int64 [<= NUM_ROWS]: which entries of an embedding are looked at."""
+    """int64 [<= NUM_ROWS]: the entries of an embedding that are compared."""
     return _chosen(num_embeddings, NUM_ROWS)
 
 
 def digest(parts: Iterable[torch.Tensor]) -> int:
-    """A 64-bit number that depends on the bits of all values, not on their order or on zeros among them."""
+    """A 64-bit number that depends on the bits of all values, but not on their order or on zeros
+    among them."""
     waiting: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     total = 0
     for part in parts:
@@ -63,7 +67,7 @@ def digest(parts: Iterable[torch.Tensor]) -> int:
 
 
 def of_release(tensors: Tensors, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """What of a checkpoint is compared, in the dtype that serves."""
+    """The parts of a checkpoint that are compared, in the dtype that serves."""
     has_head = any(_is(name, HEADS) for name in tensors)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or name.endswith(NOT_LOADED):
@@ -79,8 +83,8 @@ def of_release(tensors: Tensors, dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 
 class SwapProof:
-    """Compares releases with one live draft. `read_back` yields what `of_release` yields, from the engine; `untouched`
-    what no swap may change: parts of the target."""
+    """Compares releases with one live draft. `read_back` yields from the engine what `of_release`
+    yields from a release; `untouched` yields parts of the target, which no swap may change."""
 
     def __init__(
         self,
@@ -97,24 +101,28 @@ class SwapProof:
             logger.warning("swaps are not proved in this engine: %s", self.why_not)
 
     def expected(self, tensors: Tensors) -> int:
-        """The checksum of a draft that holds this checkpoint. It needs no engine: made while a release is staged."""
+        """The checksum of a draft that holds this checkpoint. It does not touch the engine."""
         return digest(of_release(tensors, self._dtype))
 
     def problem(self, expected: int) -> str:
-        """In what the live draft is not the checkpoint of this checksum; "" when it is, or when that cannot be known
-        here."""
+        """How the live draft differs from the checkpoint with this checksum; "" when it does not,
+        or when swaps cannot be proved here."""
         if self.why_not:
             return ""
         if digest(self._untouched()) != self._before:
             return "the target's weights are no longer those of the start: restart this replica"
         live = digest(self._read_back())
-        return "" if live == expected else f"the engine holds other weights: checksum {live:016x}, not {expected:016x}"
+        return (
+            ""
+            if live == expected
+            else f"the engine holds other weights: checksum {live:016x}, not {expected:016x}"
+        )
 
     def _try(self, first: Tensors) -> str:
         try:
             self._before = digest(self._untouched())
             live, expected = digest(self._read_back()), self.expected(first)
-        except Exception as error:  # noqa: BLE001  an engine with other layers: it serves all the same
+        except Exception as error:  # noqa: BLE001  an engine with other layers serves all the same
             return f"{type(error).__name__}: {error}"
         return "" if live == expected else "its layers hold the first draft in a form of their own"
 
@@ -122,7 +130,9 @@ class SwapProof:
 def _sum_of_bits(alike: list[torch.Tensor]) -> int:
     values = torch.cat(alike)
     values = torch.where(values.float().abs() < TINY, torch.zeros_like(values), values)
-    bits = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]).to(torch.int64)
+    bits = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]).to(
+        torch.int64
+    )
     return int((bits * (bits * 2 + _MIX)).sum())
 
 

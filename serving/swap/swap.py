@@ -1,12 +1,14 @@
-"""Swapping the draft inside a vLLM worker: stage and validate in a thread, commit between two engine steps.
+"""Swapping the draft inside a vLLM worker: stage and validate in a thread, commit between two
+engine steps.
 
-    stage(release) ──► thread: read, sha256, names, shapes, finiteness; build weights beside the draft ──► staged
-    commit(version) ──► one short RPC: put them in place, prove it, keep them as the last good ones ──► serving
-          └─ anything raised, or other weights found: put the last good ones back ──► the old draft serves on
+    stage(release) ──► thread: read, check sha256, names, shapes and finiteness,
+                       build weights beside the draft ──► staged
+    commit(version) ──► one short RPC: put them in place, prove it, keep them as the last good ones
+          └─ anything raised, or other weights found: put the last good ones back
 
-Nothing reaches the live draft before it has been compared with the draft the engine started with, and before all the
-memory it takes is there (`serving/swap/live_draft.py`): whatever of a swap fails, it is taken back without asking for
-more.
+Nothing reaches the live draft before it was compared with the draft the engine started with, and
+before all its memory is allocated (`serving/swap/live_draft.py`). A failed swap is undone without
+allocating more.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from safetensors.torch import load_file
 from osd.common.files import sha256
 from osd.errors import SwapError
 from osd.models.heads import draft_head
-from osd.records import DraftRelease
+from osd.records import DraftRelease, StagingReport
 from serving.swap.proof import SwapProof
 
 WEIGHTS = "model.safetensors"
@@ -51,36 +53,35 @@ ARCHITECTURE_KEYS = (
     "use_parallel_residual",
     "max_position_embeddings",
 )
-"""Entries of `config.json` that must not change from one draft to the next: weights alone are swapped."""
+"""Entries of `config.json` that must not change, since only weights are swapped."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """What every release must look like: that of the draft the engine started with."""
+    """The form of the draft the engine started with, which every release must have."""
 
     shapes: Mapping[str, tuple[int, ...]]
     architecture: Mapping[str, object]
     masks: frozenset[str]
-    """Names of tensors that are not numbers: masks, which older checkpoints (Pythia) hold as well."""
+    """Names of tensors of integers or booleans, which older checkpoints (Pythia) hold as masks."""
 
     @classmethod
     def of(cls, directory: Path) -> DraftShape:
-        """Of the draft in a directory. Raises `SwapError` for a draft head."""
+        """The form of the draft in a directory. Raises `SwapError` for a draft head."""
         with safe_open(directory / WEIGHTS, framework="pt") as weights:
             slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
             shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-            masks = frozenset(
-                n for n, part in slices.items() if part.get_dtype() == "BOOL" or part.get_dtype()[0] in "IU"
-            )
+            dtypes = {name: part.get_dtype() for name, part in slices.items()}
+        masks = frozenset(n for n, dtype in dtypes.items() if dtype == "BOOL" or dtype[0] in "IU")
         config = json.loads((directory / "config.json").read_text())
         refuse_head(config)
         return cls(shapes, {key: config.get(key) for key in ARCHITECTURE_KEYS}, masks)
 
 
 def read_release(release: DraftRelease, expected: DraftShape) -> dict[str, torch.Tensor]:
-    """The tensors of a release, proved to fit. Raises `SwapError` saying what does not."""
+    """The tensors of a release. Raises `SwapError` saying what does not fit."""
     directory = Path(release.path)
     try:
         digest = sha256(directory / WEIGHTS)
@@ -88,7 +89,9 @@ def read_release(release: DraftRelease, expected: DraftShape) -> dict[str, torch
     except (OSError, ValueError) as error:
         raise SwapError(f"{directory} cannot be read: {error}") from None
     if digest != release.sha256:
-        raise SwapError(f"sha256 of {WEIGHTS} is {digest[:12]}, release.json says {release.sha256[:12]}")
+        raise SwapError(
+            f"sha256 of {WEIGHTS} is {digest[:12]}, release.json says {release.sha256[:12]}"
+        )
     refuse_head(config)
     for key, value in expected.architecture.items():
         if config.get(key) != value:
@@ -102,13 +105,17 @@ def read_release(release: DraftRelease, expected: DraftShape) -> dict[str, torch
 
 
 def refuse_head(config: Mapping[str, object]) -> None:
-    """Raise `SwapError` where a `config.json` is that of a draft head, which shares tensors with the target."""
+    """Raise `SwapError` for the `config.json` of a draft head, which shares tensors with the
+    target."""
     if what := draft_head(config):
-        raise SwapError(f"it is a draft head ({what}), and heads are not served: only draft models of their own are")
+        raise SwapError(
+            f"it is a draft head ({what}), and heads are not served: only draft models of their "
+            "own are"
+        )
 
 
 def check_tensors(tensors: Tensors, expected: DraftShape) -> None:
-    """Raise `SwapError` unless names and shapes are those expected and every number is finite."""
+    """Raise `SwapError` unless names and shapes are as expected and every number is finite."""
     shapes = expected.shapes
     if missing := sorted(set(shapes) - set(tensors)):
         raise SwapError(f"{len(missing)} tensors are missing, first {missing[0]}")
@@ -131,14 +138,14 @@ Built = TypeVar("Built")
 
 @dataclass(slots=True)
 class Staging(Generic[Built]):
-    """State of one staging: running while `weights` is None and `error` is empty."""
+    """State of one staging. It runs while `weights` is None and `error` is empty."""
 
     release: DraftRelease
     started: float
     seconds: float = 0.0
     weights: Built | None = None
     checksum: int = 0
-    """What the proof of the swap will be compared with."""
+    """Expected checksum of the live draft after the swap."""
     error: str = ""
 
 
@@ -146,26 +153,26 @@ class Draft(Protocol[Built]):
     """A live draft (`serving/swap/live_draft.py`)."""
 
     def build(self, tensors: Tensors) -> Built:
-        """Weights in the live draft's form; it stays as it is. May raise anything."""
+        """Weights in the form of the live draft, which stays as it is. May raise anything."""
 
     def put(self, weights: Built) -> None:
-        """Make them live. What raises here may have been put in part."""
+        """Make them live. When it raises, some of them may be live."""
 
     def keep(self, weights: Built) -> None:
-        """`put_back` goes back to these from now on."""
+        """Make these the weights that `put_back` restores."""
 
     def put_back(self) -> None:
-        """Make the weights kept last live again, or those of the start. Takes no memory."""
+        """Restore the weights kept last, or those of the start. It allocates nothing."""
 
 
 def in_thread(work: Callable[[], None]) -> None:
-    """Begin it beside the engine."""
+    """Begin the work beside the engine."""
     threading.Thread(target=work, name="osd-stage", daemon=True).start()
 
 
 class DraftSwapper(Generic[Built]):
-    """The draft weights of one worker. `prove`, given those of the first draft, returns what compares the live draft
-    with a release; `begin` has work done without waiting for it."""
+    """Swaps the draft weights of one worker. `prove` makes the proof from the weights of the first
+    draft. `begin` starts work without waiting for it."""
 
     def __init__(
         self,
@@ -183,7 +190,7 @@ class DraftSwapper(Generic[Built]):
         self._last_checksum = self._checksum(first)
 
     def stage(self, release: DraftRelease) -> None:
-        """Read, validate and build a release in a thread; `staging` tells how it went."""
+        """Begin to read, validate and build a release; `staging` tells how it goes."""
         staging = Staging[Built](release, time.perf_counter())
         self._staging = staging
         self._begin(partial(self._read, staging))
@@ -193,24 +200,25 @@ class DraftSwapper(Generic[Built]):
             tensors = read_release(staging.release, self._expected)
             staging.checksum = self._checksum(tensors)
             weights = self._draft.build(tensors)
-        except Exception as error:  # noqa: BLE001  whatever is wrong with a release, the old draft serves on
+        except Exception as error:  # noqa: BLE001  a bad release must not disturb the old draft
             staging.seconds = time.perf_counter() - staging.started
             staging.error = f"v{staging.release.version}: {_said(error)}"
         else:
             staging.seconds = time.perf_counter() - staging.started
-            staging.weights = weights  # last: whoever sees it may commit
+            staging.weights = weights  # set last: from here on it can be committed
 
     @property
-    def staging(self) -> dict[str, object]:
-        """`{"version", "done", "error", "seconds"}` of the newest staging."""
+    def staging(self) -> StagingReport:
+        """How the newest staging goes."""
         s = self._staging
         if s is None:
-            return {"version": 0, "done": True, "error": "nothing staged", "seconds": 0.0}
+            return StagingReport(done=True, error="nothing staged")
         done = s.weights is not None or bool(s.error)
-        return {"version": s.release.version, "done": done, "error": s.error, "seconds": s.seconds}
+        return StagingReport(version=s.release.version, done=done, error=s.error, seconds=s.seconds)
 
     def commit(self, version: int) -> float:
-        """Make the staged release the live draft; returns seconds taken. Raises `SwapError`, the old one serving."""
+        """Make the staged release live. Returns the seconds taken. Raises `SwapError` when the old
+        draft still serves."""
         staging, started = self._staging, time.perf_counter()
         if staging is None or staging.release.version != version or staging.weights is None:
             raise SwapError(f"v{version} is not staged")
@@ -220,35 +228,43 @@ class DraftSwapper(Generic[Built]):
                 raise SwapError(problem)
         except Exception as error:
             self._put_back(f"v{version}: {_said(error)}")
-            raise SwapError(f"v{version}: loading failed, the previous draft was restored: {_said(error)}") from error
+            raise SwapError(
+                f"v{version}: loading failed, the previous draft was restored: {_said(error)}"
+            ) from error
         self._draft.keep(staging.weights)
         self._last_checksum = staging.checksum
         self.version, self._staging = version, None
         return time.perf_counter() - started
 
     def prove(self) -> str:
-        """In what the live draft is not the one committed last; "" when it is, or when that cannot be known here."""
+        """How the live draft differs from the one committed last; "" when it does not, or when
+        swaps cannot be proved here."""
         return self._problem(self._last_checksum)
 
     def _problem(self, checksum: int) -> str:
         return self.proof.problem(checksum) if self.proof is not None else ""
 
     def _put_back(self, why: str) -> None:
-        """The last good weights. Raises `SwapError` when even they do not arrive: drafts are useless then, while
-        answers stay what they are, and the next swap may mend it."""
+        """Restore the last good weights. Raises `SwapError` when that fails too: drafts are then
+        useless until the next swap, while answers stay right."""
         problem = ""
         try:
             self._draft.put_back()
-        except Exception as error:  # noqa: BLE001  whatever it was, the engine serves on
+        except Exception as error:  # noqa: BLE001  the engine serves on all the same
             problem = _said(error)
         else:
-            with suppress(Exception):  # reading takes memory, and may lack it; what was put back is there all the same
+            with suppress(Exception):  # proving takes memory, and there may be none left
                 problem = self.prove()
         if problem:
-            raise SwapError(f"{why}; and the previous draft could not be restored: {problem}; restart this replica")
+            raise SwapError(
+                f"{why}; and the previous draft could not be restored: {problem}; restart this "
+                "replica"
+            )
 
     def _checksum(self, tensors: Tensors) -> int:
-        return self.proof.expected(tensors) if self.proof is not None and not self.proof.why_not else 0
+        if self.proof is None or self.proof.why_not:
+            return 0
+        return self.proof.expected(tensors)
 
 
 def _said(error: Exception) -> str:

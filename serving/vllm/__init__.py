@@ -1,1 +1,1 @@
-"""All that is written against one version of vLLM."""
+"""Code written against private parts of one version of vLLM."""

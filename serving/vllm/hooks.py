@@ -1,9 +1,10 @@
-"""How capture hears what an engine verifies: hooks on one worker's model runner, V1 or V2.
+"""Hooks on one worker's model runner, V1 or V2, which tell capture what the engine verifies.
 
     execute_model(scheduler_output) ─► on_schedule(new requests, finished)
     rejection sampler(logits, ...)  ─► verification_v1 or _v2 ─► on_verify(Verification)
 
-Nothing here reads a value from the device: tensors are handed on, indexing is queued behind the engine's own work.
+Nothing here reads a value from the device. Tensors are passed on, and indexing is queued behind the
+engine's own work.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ class NewRequest:
     min_tokens: int
     extra_args: Mapping[str, Any]
     skip_reason: str
-    """Why its logits must not be captured ("structured_output", ...); "" when they may."""
+    """Why its logits must not be captured, as in `SKIP_REASONS`; "" when they may."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What one verification step shows, in batch order. B requests, G draft tokens at most, V vocabulary."""
+    """One verification step, in batch order. B requests, G draft tokens at most, V vocabulary."""
 
     req_ids: list[str]
     num_draft_tokens_B: np.ndarray
     is_partial_B: np.ndarray
-    """True where the row belongs to an unfinished prefill and its sample is thrown away."""
+    """True for an unfinished prefill, whose sample is discarded."""
     draft_ids: torch.Tensor
     """[sum of num_draft_tokens], flat"""
     first_position_B: torch.Tensor
@@ -52,13 +53,14 @@ class Verification:
     sampled_BG: torch.Tensor
     """[B, G + 1], -1 after the last emitted token"""
     logits: torch.Tensor
-    """[sum of (num_draft_tokens + 1), V]: raw target logits; row j of a request follows j accepted drafts"""
+    """[sum of (num_draft_tokens + 1), V]: raw target logits; row j of a request follows j accepted
+    drafts"""
     is_model_draft: bool = True
     """Whether the draft model proposed; else n-grams did."""
 
 
 class Listener(Protocol):
-    """Who is told of steps and verifications."""
+    """Is told of steps and verifications."""
 
     def on_schedule(self, new: list[NewRequest], finished: set[str]) -> None: ...
     def on_verify(self, step: Verification) -> None: ...
@@ -66,11 +68,12 @@ class Listener(Protocol):
 
 
 class VerificationHook:
-    """Tells a listener what one worker's model runner does. `remove()` takes it out again.
+    """Tells a listener what one worker's model runner does, until `remove()`.
 
-    `on_schedule` is called before each step that brings or ends requests, `on_verify` within each step, after sampling
-    and before drafting. Only the live instances are touched, never vLLM's classes. A request never fails because of us:
-    the first error ends the listening and is handed to `on_failure`, as is a runner that cannot be listened to.
+    `on_schedule` is called before each step that begins or ends requests, `on_verify` within each
+    step, after sampling and before drafting. Only live instances are changed, never vLLM's classes.
+    A request never fails because of the hook: the first error ends it and is passed to
+    `on_failure`, as is the reason why a runner cannot be hooked.
     """
 
     def __init__(self, model_runner: Any, listener: Listener) -> None:
@@ -78,7 +81,7 @@ class VerificationHook:
         self._listener = listener
         self.is_listening = True
         self.is_model_draft = True
-        """Whether the draft tokens of this step are the draft model's."""
+        """Whether the draft model proposed the draft tokens of this step."""
         self._detach: Callable[[], None] = lambda: None
         with self._guard():
             self._detach = _listen_v2(self) if is_v2(model_runner) else self._listen_v1()
@@ -104,11 +107,13 @@ class VerificationHook:
         self.tell(lambda: verification_v1(self._runner, args, output))
 
     def tell(self, read: Callable[[], Verification]) -> None:
-        """Hand on what `read` makes of a step."""
+        """Pass on the step that `read` makes."""
         with self._guard():
             if self.is_listening:
                 step = read()
-                self._listener.on_verify(step if self.is_model_draft else replace(step, is_model_draft=False))
+                self._listener.on_verify(
+                    step if self.is_model_draft else replace(step, is_model_draft=False)
+                )
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -120,12 +125,13 @@ class VerificationHook:
 
 
 def is_v2(model_runner: Any) -> bool:
-    """Whether this is vLLM's V2 model runner (the default on CUDA; `VLLM_USE_V2_MODEL_RUNNER=0` asks for V1)."""
+    """Whether this is vLLM's V2 model runner, the default on CUDA. `VLLM_USE_V2_MODEL_RUNNER=0`
+    selects V1."""
     return type(model_runner).__module__.startswith("vllm.v1.worker.gpu.")
 
 
 def verification_v1(runner: Any, args: tuple[Any, ...], output: Any) -> Verification:
-    """A step from the arguments and the result of V1's `RejectionSampler.forward`."""
+    """The step in the arguments and the result of V1's `RejectionSampler.forward`."""
     metadata, _draft_probs, logits, _sampling = args
     num_drafts_B = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
     num_reqs = len(num_drafts_B)
@@ -143,10 +149,13 @@ def verification_v1(runner: Any, args: tuple[Any, ...], output: Any) -> Verifica
 
 
 def _listen_v2(hook: VerificationHook) -> Callable[[], None]:
-    """V2's samplers are plain callables: each is replaced, on the runner alone, by one that also tells the hook."""
+    """V2's samplers are plain callables. On this runner, each is replaced by one that also tells
+    the hook."""
     runner = hook._runner
     if problem := _problem_with_v2(runner):
-        raise CaptureError(f"vLLM's V2 model runner {problem}; VLLM_USE_V2_MODEL_RUNNER=0 asks for the V1 runner")
+        raise CaptureError(
+            f"vLLM's V2 model runner {problem}; VLLM_USE_V2_MODEL_RUNNER=0 asks for the V1 runner"
+        )
     own = {name: getattr(runner, name) for name in ("sampler", "rejection_sampler")}
     for name, sampler in own.items():
         setattr(runner, name, _Overheard(sampler, hook))
@@ -159,10 +168,10 @@ def _listen_v2(hook: VerificationHook) -> Callable[[], None]:
 
 
 def _problem_with_v2(runner: Any) -> str:
-    """What makes a V2 runner's batches other than those `verification_v2` reads; "" when nothing does."""
-    for name, module in (("sampler", "sample.sampler"), ("rejection_sampler", "spec_decode.rejection_sampler")):
+    """Why `verification_v2` cannot read this V2 runner's batches; "" when it can."""
+    for name, expected in _V2_CLASSES.items():
         found = type(getattr(runner, name))
-        if f"{found.__module__}.{found.__name__}" != f"vllm.v1.worker.gpu.{module}.{_V2_CLASSES[name]}":
+        if f"{found.__module__}.{found.__name__}" != f"vllm.v1.worker.gpu.{expected}":
             return f"has a {name} that capture does not know ({found.__name__})"
     for name in ("batch_sharder", "pcp_manager", "adaptive_verification"):
         if getattr(runner, name, None) is not None:
@@ -170,11 +179,14 @@ def _problem_with_v2(runner: Any) -> str:
     return ""
 
 
-_V2_CLASSES = {"sampler": "Sampler", "rejection_sampler": "RejectionSampler"}
+_V2_CLASSES = {
+    "sampler": "sample.sampler.Sampler",
+    "rejection_sampler": "spec_decode.rejection_sampler.RejectionSampler",
+}
 
 
 class _Overheard:
-    """A sampler of the V2 runner whose calls the hook hears of; in all else it is that sampler."""
+    """A sampler of the V2 runner that tells the hook of its calls."""
 
     def __init__(self, sampler: Any, hook: VerificationHook) -> None:
         self._sampler = sampler
@@ -190,32 +202,36 @@ class _Overheard:
 
 
 def verification_v2(logits: torch.Tensor, batch: Any, output: Any) -> Verification:
-    """A step from V2's `InputBatch` and `SamplerOutput`, of a call to either of its samplers.
+    """The step in V2's `InputBatch` and `SamplerOutput`, from a call to either of its samplers.
 
-    Each request owns the rows of `logits` and `logits_indices` from `cu_num_logits[b]` on: its last token, then its
-    draft tokens. Sampled tokens beyond `num_sampled` are whatever was in memory.
+    Request b owns the rows of `logits` and `logits_indices` from `cu_num_logits[b]` on: its last
+    token, then its draft tokens. Sampled tokens beyond `num_sampled` are uninitialised memory.
     """
     num_drafts = batch.num_draft_tokens_per_req
-    num_drafts_B = np.zeros(batch.num_reqs, np.int64) if num_drafts is None else num_drafts.astype(np.int64)
+    num_drafts_B = (
+        np.zeros(batch.num_reqs, np.int64) if num_drafts is None else num_drafts.astype(np.int64)
+    )
     is_draft = np.ones(int(num_drafts_B.sum()) + batch.num_reqs, bool)
     is_draft[np.cumsum(num_drafts_B + 1) - (num_drafts_B + 1)] = False
     draft_rows = to_device(np.nonzero(is_draft)[0], logits.device)
     sampled_BG = output.sampled_token_ids
     offset_G = torch.arange(sampled_BG.shape[1], device=sampled_BG.device)
     is_emitted_BG = offset_G < output.num_sampled[:, None]
+    last_token_B = batch.logits_indices[batch.cu_num_logits[:-1].long()]
     return Verification(
         req_ids=list(batch.req_ids),
         num_draft_tokens_B=num_drafts_B,
-        is_partial_B=batch.num_computed_tokens_np + batch.num_scheduled_tokens < batch.prefill_len_np,
+        is_partial_B=batch.num_computed_tokens_np + batch.num_scheduled_tokens
+        < batch.prefill_len_np,
         draft_ids=batch.input_ids[batch.logits_indices[draft_rows].long()],
-        first_position_B=batch.positions[batch.logits_indices[batch.cu_num_logits[:-1].long()].long()] + 1,
+        first_position_B=batch.positions[last_token_B.long()] + 1,
         sampled_BG=torch.where(is_emitted_BG, sampled_BG, -1),
         logits=logits,
     )
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device that the host does not wait for."""
+    """A copy on the device, for which the host does not wait."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # a copy from pageable memory would wait

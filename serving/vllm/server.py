@@ -1,4 +1,4 @@
-"""vLLM's own server, built from its parts: its arguments, its engine, its OpenAI application."""
+"""vLLM's own server, built from its parts: arguments, engine, OpenAI application."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from serving.vllm.fixes import refuse_what_would_end_the_engine
 
 
 def prepare_environment(environ: Any = os.environ) -> None:
-    """Settings that must stand before vLLM is imported, in every process of an engine.
+    """Set what vLLM reads when it is imported, in every process of an engine.
 
-    The hooks below are those of the V1 model runner, which vLLM would otherwise leave for V2 on CUDA.
+    The hooks are written for the V1 model runner; on CUDA vLLM would choose V2.
     """
     environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-    environ["VLLM_SERVER_DEV_MODE"] = "0"  # its routes let anybody who reaches the port change weights
+    # The routes of this mode let anybody who reaches the port change weights.
+    environ["VLLM_SERVER_DEV_MODE"] = "0"
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
 def engine_arguments(model: str, extra: Mapping[str, Any]) -> Any:
-    """vLLM's own argument namespace with `extra` set by name. Raises `ValueError` naming an argument vLLM lacks."""
+    """vLLM's own argument namespace with `extra` set by name. Raises `ValueError` naming an
+    argument that vLLM lacks."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -33,7 +35,7 @@ def engine_arguments(model: str, extra: Mapping[str, Any]) -> Any:
         name = key.replace("-", "_")
         if not hasattr(args, name):
             raise ValueError(f"vLLM has no argument {name!r}")
-        # One API key given as text is a list of one: as it is, each of its letters would open the door.
+        # A single API key is a list of one: vLLM would accept each letter of a text as a key.
         setattr(args, name, [value] if name in lists and isinstance(value, str) else value)
     return args
 
@@ -58,7 +60,8 @@ async def build_engine_and_app(args: Any) -> tuple[Any, Any]:
 
 
 async def generate_synthetic(engine: Any, prompt_ids: list[int], num_tokens: int) -> None:
-    """A request of exactly `num_tokens` tokens through `AsyncLLM`, of which nothing is kept and nothing is learnt."""
+    """A request of exactly `num_tokens` tokens through `AsyncLLM`. Nothing of it is captured, and
+    no estimate learns from it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -70,18 +73,20 @@ async def generate_synthetic(engine: Any, prompt_ids: list[int], num_tokens: int
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={"osd_calibration": 1},
     )
-    async for _ in engine.generate({"prompt_token_ids": prompt_ids}, params, f"osd-calibration-{uuid.uuid4().hex}"):
+    async for _ in engine.generate(
+        {"prompt_token_ids": prompt_ids}, params, f"osd-calibration-{uuid.uuid4().hex}"
+    ):
         pass
 
 
 async def call_core(engine: Any, method: str, *args: Any) -> Any:
-    """A method of the engine core, between two of its steps."""
+    """Call a method of the engine core, which runs between two of its steps."""
     return await engine.engine_core.call_utility_async(method, *args)
 
 
 def http_server(app: Any, args: Any, *, seconds_to_finish: int) -> Any:
-    """The uvicorn server vLLM would run: its TLS, log level and header limits. Requests in flight get
-    `seconds_to_finish` when it stops. Access is not logged."""
+    """The uvicorn server that vLLM would run, with its TLS, log level and header limits, but
+    without an access log. Requests in flight get `seconds_to_finish` when it stops."""
     import uvicorn
 
     config = uvicorn.Config(

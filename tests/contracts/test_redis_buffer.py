@@ -1,4 +1,7 @@
-"""What the buffer on a server promises beyond the protocol: what it counts, what it leaves behind, what it survives."""
+"""What the buffer on a server promises beyond the protocol.
+
+What it counts, what it leaves behind, and what it survives.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,13 @@ OpenBuffer = Callable[..., RedisTraceBuffer]
 
 
 @pytest.fixture(scope="module", params=servers.PROGRAMS)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EmbeddedValkey]:
     """Small, and without an append-only file."""
-    with servers.start(request.param, tmp_path_factory.mktemp("server"), max_memory=24 << 20) as running:
+    with servers.start(
+        request.param, tmp_path_factory.mktemp("server"), max_memory=24 << 20
+    ) as running:
         with servers.admin(running) as client:
             client.config_set("appendonly", "no")
         yield running
@@ -50,7 +57,12 @@ def open_buffer(server: EmbeddedValkey, admin: Any) -> Iterator[OpenBuffer]:
     with ExitStack() as stack:
 
         def open_one(**options: Any) -> RedisTraceBuffer:
-            settings = {"url": server.url, "deployment": "a", "target_id": "target-a", "put_seconds": 10} | options
+            settings = {
+                "url": server.url,
+                "deployment": "a",
+                "target_id": "target-a",
+                "put_seconds": 10,
+            } | options
             buffer = RedisTraceBuffer(**settings)
             stack.callback(buffer.close)
             return buffer
@@ -71,7 +83,7 @@ def holdout(domain: str = "") -> str:
     return f"osd:a:{{default:{domain}}}:target-a:holdout"
 
 
-# -- what cannot be read -----------------------------------------------------------------------------------------------
+# -- what cannot be read --------------------------------------------------------------------------
 
 
 def of_schema(version: int) -> bytes:
@@ -88,7 +100,9 @@ def append(client: Any, stream: str, *fields: dict[str, Any]) -> None:
         client.xadd(stream, entry, id=f"{i}-0")
 
 
-def test_what_cannot_be_read_is_passed_over_and_counted_once(open_buffer: OpenBuffer, admin: Any) -> None:
+def test_what_cannot_be_read_is_passed_over_and_counted_once(
+    open_buffer: OpenBuffer, admin: Any
+) -> None:
     buffer = open_buffer()
     good = make_traces(6, domain="code")
     buffer.put(good[:2])
@@ -106,10 +120,14 @@ def test_what_cannot_be_read_is_passed_over_and_counted_once(open_buffer: OpenBu
         assert len(client.read({}, 99)[0]) == 6
     assert buffer.num_unread(buffer.skip_to_newest({}, 3)) == 3
     assert buffer.stats().oldest_at == good[0].finished_at
-    assert buffer.stats().dropped == buffer.dropped == {"schema": 1, "corrupt": 4}, "however often it is looked at"
+    assert buffer.stats().dropped == buffer.dropped == {"schema": 1, "corrupt": 4}, (
+        "however often it is looked at"
+    )
 
 
-def test_a_bad_held_out_trace_is_counted_once_in_a_deployment(open_buffer: OpenBuffer, admin: Any) -> None:
+def test_a_bad_held_out_trace_is_counted_once_in_a_deployment(
+    open_buffer: OpenBuffer, admin: Any
+) -> None:
     trainer, control = open_buffer(), open_buffer()
     good = make_traces(3, holdout=True)
     trainer.put(good)
@@ -125,11 +143,15 @@ def test_a_bad_held_out_trace_is_counted_once_in_a_deployment(open_buffer: OpenB
     shown = Totals()
     shown.observe([], control.stats())
     for reason in ("corrupt", "schema"):
-        assert f'osd_buffer_dropped_total{{reason="{reason}"}} 1.0' in shown.render(), "what the trainer met is shown"
+        assert f'osd_buffer_dropped_total{{reason="{reason}"}} 1.0' in shown.render(), (
+            "what the trainer met is shown"
+        )
     append(admin, holdout(), {"t": "7", "p": b"more rubbish"})
     control.holdout(5)
     assert control.dropped == {"corrupt": 1}
-    assert trainer.stats().dropped == {"corrupt": 2, "schema": 1}, "what others found is in everybody's figures"
+    assert trainer.stats().dropped == {"corrupt": 2, "schema": 1}, (
+        "what others found is in everybody's figures"
+    )
 
 
 def test_what_this_client_could_not_store_stands_beside_what_nobody_could_read(
@@ -139,10 +161,15 @@ def test_what_this_client_could_not_store_stands_beside_what_nobody_could_read(
     buffer.put([make_trace(), make_trace(index=1, target_id="other")])
     append(admin, train(), {"t": "5", "p": b"rubbish"})
     open_buffer().read({}, 9)
-    assert (buffer.dropped, buffer.stats().dropped) == ({"mismatch": 1}, {"mismatch": 1, "corrupt": 1})
+    assert (buffer.dropped, buffer.stats().dropped) == (
+        {"mismatch": 1},
+        {"mismatch": 1, "corrupt": 1},
+    )
 
 
-def test_marks_of_entries_that_left_are_forgotten_and_the_total_stays(open_buffer: OpenBuffer, admin: Any) -> None:
+def test_marks_of_entries_that_left_are_forgotten_and_the_total_stays(
+    open_buffer: OpenBuffer, admin: Any
+) -> None:
     buffer = open_buffer(max_traces=4)
     for i in range(0, 30, 3):
         buffer.put(make_traces(2, start=i))
@@ -155,7 +182,9 @@ def test_marks_of_entries_that_left_are_forgotten_and_the_total_stays(open_buffe
     assert buffer.stats().dropped == {"corrupt": 10}, "a counter does not fall"
 
 
-def test_an_unreadable_anchor_is_counted_once_and_its_slot_emptied(open_buffer: OpenBuffer, admin: Any) -> None:
+def test_an_unreadable_anchor_is_counted_once_and_its_slot_emptied(
+    open_buffer: OpenBuffer, admin: Any
+) -> None:
     buffer = open_buffer()
     anchors = "osd:a:{default}:target-a:anchors"
     good = make_traces(3)
@@ -171,12 +200,12 @@ def test_an_unreadable_anchor_is_counted_once_and_its_slot_emptied(open_buffer: 
     assert ids(buffer.anchors([0, 1, 2])) == ids(good)
 
 
-# -- purges ------------------------------------------------------------------------------------------------------------
+# -- purges ---------------------------------------------------------------------------------------
 
 
 class Between:
-    """Stands between client and server. Of a client's messages with `words`, `act` is called before the one after the
-    next `num_first`; where it raises `OSError`, the connection is cut."""
+    """Stands between client and server. Of a client's messages with `words`, `act` is called before
+    the one after the next `num_first`; where it raises `OSError`, the connection is cut."""
 
     def __init__(self, server: EmbeddedValkey) -> None:
         port = int(server.url.rpartition(":")[2].split("/")[0])
@@ -199,8 +228,12 @@ class Between:
             while True:
                 client, _ = self._listener.accept()
                 behind = socket.create_connection(self._server)
-                threading.Thread(target=self._hand_on, args=(client, behind, True), daemon=True).start()
-                threading.Thread(target=self._hand_on, args=(behind, client, False), daemon=True).start()
+                threading.Thread(
+                    target=self._hand_on, args=(client, behind, True), daemon=True
+                ).start()
+                threading.Thread(
+                    target=self._hand_on, args=(behind, client, False), daemon=True
+                ).start()
 
     def _hand_on(self, source: socket.socket, to: socket.socket, is_request: bool) -> None:
         with suppress(OSError), source, to:
@@ -228,13 +261,18 @@ def assert_all_is_known(admin: Any, open_buffer: OpenBuffer) -> None:
     assert admin.keys("osd:a:*") == []
 
 
-LATE = [make_trace(index=1, domain="new"), make_trace(index=2, domain="old"), make_trace(index=3, holdout=True)]
+LATE = [
+    make_trace(index=1, domain="new"),
+    make_trace(index=2, domain="old"),
+    make_trace(index=3, holdout=True),
+]
 
 
 def test_what_is_stored_while_all_is_purged_goes_too_or_stays_known(
     open_buffer: OpenBuffer, between: Between, admin: Any
 ) -> None:
-    """Another client puts, between any two steps of a purge, into a domain that is new, and into one that is not."""
+    """Another client puts, between any two steps of a purge, into a domain that is new, and into
+    one that is not."""
     purging, putting = open_buffer(url=between.url), open_buffer()
     purging.num_unread({})
     num_steps = 0
@@ -266,7 +304,9 @@ def test_what_is_purged_while_traces_are_stored_stays_known_too(
     assert num_steps >= 2
 
 
-def test_a_purge_of_all_targets_leaves_nothing_of_this_deployment(open_buffer: OpenBuffer, admin: Any) -> None:
+def test_a_purge_of_all_targets_leaves_nothing_of_this_deployment(
+    open_buffer: OpenBuffer, admin: Any
+) -> None:
     buffer, other = open_buffer(), open_buffer(target_id="target-b", draft="small")
     neighbour = open_buffer(deployment="b")
     buffer.put(make_traces(3, domain="code"))
@@ -283,7 +323,10 @@ def test_a_purge_of_all_targets_leaves_nothing_of_this_deployment(open_buffer: O
 def test_age_and_domain_are_looked_at_in_all_targets_too(open_buffer: OpenBuffer) -> None:
     buffer, other = open_buffer(), open_buffer(target_id="target-b")
     buffer.put(make_traces(3, domain="code"))
-    other.put(make_traces(4, target_id="target-b", domain="code") + make_traces(2, start=9, target_id="target-b"))
+    other.put(
+        make_traces(4, target_id="target-b", domain="code")
+        + make_traces(2, start=9, target_id="target-b")
+    )
     assert buffer.purge(before=1002.0, all_targets=True) == 4
     assert buffer.purge(domain="code", all_targets=True) == 3
     assert (buffer.stats().num_traces, other.stats().num_traces) == (0, 2)
@@ -308,10 +351,14 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 def test_after_a_purge_the_append_only_file_holds_nothing_of_it(
     open_buffer: OpenBuffer, admin: Any, between: Between
 ) -> None:
-    """Nor of anchors alone; also where the server was lost before it was told to write the file anew."""
+    """Nor of anchors alone; also where the server was lost before it was told to write the file
+    anew."""
     directory = Path(admin.config_get("dir")["dir"])
     buffer = open_buffer(url=between.url)
-    traces = {name: make_trace(trace_id=f"{name}-secret", domain=name) for name in ("old", "all", "code", "cut")}
+    traces = {
+        name: make_trace(trace_id=f"{name}-secret", domain=name)
+        for name in ("old", "all", "code", "cut")
+    }
     stays = make_trace(trace_id="stays", domain="other", finished_at=9e9)
 
     def store(name: str) -> None:
@@ -319,7 +366,9 @@ def test_after_a_purge_the_append_only_file_holds_nothing_of_it(
         wait_for(lambda: files_with(directory, f"{name}-secret") != [])
 
     def is_gone(name: str) -> bool:
-        return not admin.info("persistence")["aof_rewrite_in_progress"] and not files_with(directory, f"{name}-secret")
+        return not admin.info("persistence")["aof_rewrite_in_progress"] and not files_with(
+            directory, f"{name}-secret"
+        )
 
     admin.config_set("appendonly", "yes")
     try:
@@ -360,7 +409,7 @@ def num_rewrites(admin: Any) -> int:
     return int(admin.info("commandstats").get("cmdstat_bgrewriteaof", {"calls": 0})["calls"])
 
 
-# -- bounds ------------------------------------------------------------------------------------------------------------
+# -- bounds ---------------------------------------------------------------------------------------
 
 
 def fill(client: Any) -> None:
@@ -382,7 +431,9 @@ def test_a_server_full_of_other_data_drops_and_counts(buffer: RedisTraceBuffer, 
     fill(admin)
     assert buffer.put(make_traces(5, start=1, domain="new", num_prompt=50_000)) == 0
     assert buffer.dropped == {"memory": 5}
-    assert ids(buffer.read({}, 10)[0]) == ids([make_trace()]), "what cannot be marked is passed over all the same"
+    assert ids(buffer.read({}, 10)[0]) == ids([make_trace()]), (
+        "what cannot be marked is passed over all the same"
+    )
     admin.delete(*admin.keys("other:*"))
     assert buffer.put([make_trace(index=9)]) == 1
     assert ids(buffer.read({}, 10)[0]) == ids([make_trace(), make_trace(index=9)])
@@ -390,7 +441,8 @@ def test_a_server_full_of_other_data_drops_and_counts(buffer: RedisTraceBuffer, 
 
 
 def test_a_server_full_of_traces_lets_the_oldest_go(open_buffer: OpenBuffer) -> None:
-    """More traces than memory holds, well before max_traces: the newest are taken all the same, in every domain."""
+    """More traces than memory holds, well before max_traces: the newest are taken all the same, in
+    every domain."""
     buffer, old = open_buffer(), open_buffer(target_id="replaced")
     size = {"num_prompt": 12_000, "num_output": 1, "num_rows": 1, "top_k": 2, "seed": 0}
     assert old.put(make_traces(100, start=10_000, target_id="replaced", **size)) == 100
@@ -405,7 +457,9 @@ def test_a_server_full_of_traces_lets_the_oldest_go(open_buffer: OpenBuffer) -> 
     assert 3 * 64 <= stats.num_traces < 360
     newest = ids(buffer.read(buffer.skip_to_newest({}, 20), 20)[0])
     assert newest == ids(make_traces(20, start=340))
-    assert 64 <= old.stats().num_traces < 100 and 64 <= stats.num_holdout < 100, "all give something up"
+    assert 64 <= old.stats().num_traces < 100 and 64 <= stats.num_holdout < 100, (
+        "all give something up"
+    )
     assert ids(buffer.holdout(999)) == ids(held_out[-stats.num_holdout :])
 
 
@@ -422,7 +476,10 @@ def test_a_stream_gives_up_its_oldest_eighth_and_never_the_newest_64(
 def test_ids_are_dense_and_the_oldest_leave(open_buffer: OpenBuffer, admin: Any) -> None:
     buffer = open_buffer(max_traces=20)
     for i in range(0, 90, 9):
-        buffer.put(make_traces(9, start=i, domain="code") + make_traces(9, start=i, domain="code", holdout=True))
+        buffer.put(
+            make_traces(9, start=i, domain="code")
+            + make_traces(9, start=i, domain="code", holdout=True)
+        )
     for stream, num in ((train("code"), 20), (holdout("code"), 64)):
         numbers = [int(entry_id.removesuffix(b"-0")) for entry_id, _ in admin.xrange(stream)]
         assert numbers == list(range(numbers[0], numbers[0] + num))
@@ -432,15 +489,28 @@ def test_ids_are_dense_and_the_oldest_leave(open_buffer: OpenBuffer, admin: Any)
 def test_a_label_beyond_the_bound_is_unlabelled_for_every_client(open_buffer: OpenBuffer) -> None:
     first, second = open_buffer(max_domains=2), open_buffer(max_domains=2)
     first.put([make_trace(index=1, domain="b")])
-    second.put([make_trace(index=2, domain="c"), make_trace(index=3, domain="a"), make_trace(index=4, domain="b")])
+    second.put(
+        [
+            make_trace(index=2, domain="c"),
+            make_trace(index=3, domain="a"),
+            make_trace(index=4, domain="b"),
+        ]
+    )
     stored: list[Trace] = first.read({}, 9)[0]
-    assert {trace.trace_id.split("-")[1]: trace.domain for trace in stored} == {"1": "b", "2": "", "3": "a", "4": "b"}
+    assert {trace.trace_id.split("-")[1]: trace.domain for trace in stored} == {
+        "1": "b",
+        "2": "",
+        "3": "a",
+        "4": "b",
+    }
 
 
-# -- a server that forgets, or is none ---------------------------------------------------------------------------------
+# -- a server that forgets, or is none ------------------------------------------------------------
 
 
-def test_scripts_are_sent_again_to_a_server_that_forgot_them(buffer: RedisTraceBuffer, admin: Any) -> None:
+def test_scripts_are_sent_again_to_a_server_that_forgot_them(
+    buffer: RedisTraceBuffer, admin: Any
+) -> None:
     buffer.put([make_trace()])
     admin.script_flush()
     assert buffer.put(make_traces(3, start=1, domain="code")) == 3
@@ -449,7 +519,9 @@ def test_scripts_are_sent_again_to_a_server_that_forgot_them(buffer: RedisTraceB
     assert buffer.dropped == {}
 
 
-def test_data_lost_with_the_server_does_not_hide_what_comes_after(buffer: RedisTraceBuffer, admin: Any) -> None:
+def test_data_lost_with_the_server_does_not_hide_what_comes_after(
+    buffer: RedisTraceBuffer, admin: Any
+) -> None:
     buffer.put(make_traces(50))
     _, cursor = buffer.read({}, 1000)
     admin.flushall()
@@ -463,13 +535,18 @@ def test_what_cannot_be_encoded_is_dropped_and_counted(buffer: RedisTraceBuffer)
     assert buffer.dropped == {"invalid": 1}
 
 
-def test_a_key_that_is_none_of_ours_costs_its_domain_alone(buffer: RedisTraceBuffer, admin: Any) -> None:
+def test_a_key_that_is_none_of_ours_costs_its_domain_alone(
+    buffer: RedisTraceBuffer, admin: Any
+) -> None:
     admin.set(train("code"), "in the way")
-    assert buffer.put([make_trace(), make_trace(index=1, domain="code"), make_trace(index=2, domain="code")]) == 1
+    coded = [make_trace(index=i, domain="code") for i in (1, 2)]
+    assert buffer.put([make_trace(), *coded]) == 1
     assert buffer.dropped == {"redis": 2}
 
 
-@pytest.mark.parametrize("place", [{"deployment": "a:b"}, {"draft": "a}"}, {"target_id": ""}, {"draft": "x y"}])
+@pytest.mark.parametrize(
+    "place", [{"deployment": "a:b"}, {"draft": "a}"}, {"target_id": ""}, {"draft": "x y"}]
+)
 def test_names_that_cannot_be_part_of_a_key_are_refused(place: dict[str, str]) -> None:
     names = {"deployment": "a", "target_id": "target-a"} | place
     with pytest.raises(ValueError, match=next(iter(place))):

@@ -1,4 +1,7 @@
-"""The registry against a real server: nothing said is lost while it lives, and nothing but one error leaves it."""
+"""The registry against a real server.
+
+It loses nothing while the server lives, and raises one kind of error only.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,20 @@ import pytest
 from buffers.embedded import EmbeddedValkey
 from osd.errors import ConfigError, ReplayBufferError
 from osd.exchange.registry import FeedRecord, Registry
-from osd.records import DraftRelease, Event, MetricPoint, ReplicaStatus, RoundOutcome, SpecWindow, SwapReport
+from osd.records import (
+    DraftRelease,
+    Event,
+    MetricPoint,
+    ReplicaStatus,
+    RoundOutcome,
+    SpecWindow,
+    SwapReport,
+)
 from tests.support import servers
 
-RELEASE = DraftRelease(version=4, parent=3, path="/data/v000004", sha256="ab12", target_id="9f2c", created_at=1.7e9)
+RELEASE = DraftRelease(
+    version=4, parent=3, path="/data/v000004", sha256="ab12", target_id="9f2c", created_at=1.7e9
+)
 
 
 def status(name: str, version: int = 4) -> ReplicaStatus:
@@ -70,12 +83,16 @@ def test_replicas_are_listed_by_name_while_they_beat(registry: Registry, raw: An
     assert registry.replicas() == [second, first]
     raw.delete("osd:here:replica:replica-0")  # as when it has expired
     assert registry.replicas() == [first]
-    assert raw.smembers("osd:here:replicas") == {b"replica-1"}, "whoever is gone is asked for no more"
+    assert raw.smembers("osd:here:replicas") == {b"replica-1"}, (
+        "whoever is gone is asked for no more"
+    )
     registry.heartbeat(second, ttl_s=30)
     assert registry.replicas() == [second, first]
 
 
-def test_a_heartbeat_is_forgotten_after_its_time_and_each_one_begins_it_anew(registry: Registry, raw: Any) -> None:
+def test_a_heartbeat_is_forgotten_after_its_time_and_each_one_begins_it_anew(
+    registry: Registry, raw: Any
+) -> None:
     key = "osd:here:replica:replica-0"
     registry.heartbeat(status("replica-0", version=3), ttl_s=500)
     assert 400_000 < raw.pttl(key) <= 500_000
@@ -91,7 +108,12 @@ def test_a_heartbeat_is_forgotten_after_its_time_and_each_one_begins_it_anew(reg
 def test_a_heartbeat_that_cannot_be_read_hides_no_other(registry: Registry, raw: Any) -> None:
     registry.heartbeat(found := status("replica-1"), ttl_s=30)
     raw.sadd("osd:here:replicas", "replica-0", "replica-2")
-    raw.mset({"osd:here:replica:replica-0": b"\xff{", "osd:here:replica:replica-2": '{"replica": "replica-2"}'})
+    raw.mset(
+        {
+            "osd:here:replica:replica-0": b"\xff{",
+            "osd:here:replica:replica-2": '{"replica": "replica-2"}',
+        }
+    )
     assert registry.replicas() == [found]
 
 
@@ -165,7 +187,9 @@ def test_feed_passes_over_what_it_cannot_decode(registry: Registry, raw: Any) ->
     event = Event(at=1.0, kind="note", text="still readable")
     registry.publish(event)
     for count in (1, 3, 7, 20, 21):
-        assert [record for _, record in registry.read(count=count)] == [event], "a reader must not be stuck behind them"
+        assert [record for _, record in registry.read(count=count)] == [event], (
+            "a reader must not be stuck behind them"
+        )
 
 
 def test_feed_is_read_in_parts_of_a_thousand(registry: Registry) -> None:
@@ -178,7 +202,9 @@ def test_feed_is_read_in_parts_of_a_thousand(registry: Registry) -> None:
 def test_feed_is_bounded_and_keeps_the_newest(server: EmbeddedValkey) -> None:
     registry = Registry(server.url, "bounded", feed_length=100)
     for start in range(0, 1000, 50):
-        registry.publish(*(Event(at=float(i), kind="n", text="x") for i in range(start, start + 50)))
+        registry.publish(
+            *(Event(at=float(i), kind="n", text="x") for i in range(start, start + 50))
+        )
     kept = [record.at for _, record in registry.read(count=2000) if isinstance(record, Event)]
     assert 100 <= len(kept) < 300
     assert kept == [float(i) for i in range(1000 - len(kept), 1000)]
@@ -204,10 +230,9 @@ def test_server_gone_is_one_error_and_its_return_is_noticed() -> None:
     with tempfile.TemporaryDirectory(prefix="osd") as directory:
         server = EmbeddedValkey(Path(directory), 32 << 20).start()
         registry = Registry(server.url, "gone")
-        registry.ping()
+        assert registry.replicas() == []
         server.stop()
         for call in (
-            registry.ping,
             registry.replicas,
             registry.wanted,
             registry.read,
@@ -219,14 +244,14 @@ def test_server_gone_is_one_error_and_its_return_is_noticed() -> None:
                 call()
             assert "\n" not in str(caught.value)
         server.restart()
-        registry.ping()
+        assert registry.replicas() == []
         registry.close()
         server.stop()
 
 
 class Deaf:
-    """A server that greets; of a later command it hears the name, and then closes the connection (the first
-    `num_closed` times), says nothing, or answers `answer`."""
+    """A server that greets; of a later command it hears the name, and then closes the connection
+    (the first `num_closed` times), says nothing, or answers `answer`."""
 
     def __init__(self, *, num_closed: int = 0, answer: bytes = b"") -> None:
         self.heard: list[bytes] = []
@@ -255,20 +280,20 @@ class Deaf:
                 if b"CLIENT\r\n" in data:
                     connection.sendall(b"+OK\r\n" * data.count(b"CLIENT\r\n"))
                     continue
-                self.heard += [name for name in (b"XADD", b"PING") if name in data]
+                self.heard += [name for name in (b"XADD", b"GET") if name in data]
                 if len(self.heard) <= self._num_closed:
                     return
                 connection.sendall(self._answer)
 
 
 def test_a_connection_that_breaks_is_tried_once_more() -> None:
-    with Deaf(num_closed=1, answer=b"+PONG\r\n") as server:
-        Registry(server.url, "d").ping()
-        assert server.heard == [b"PING", b"PING"]
-    with Deaf(num_closed=2, answer=b"+PONG\r\n") as server:
+    with Deaf(num_closed=1, answer=b"$-1\r\n") as server:
+        assert Registry(server.url, "d").wanted() is None
+        assert server.heard == [b"GET", b"GET"]
+    with Deaf(num_closed=2, answer=b"$-1\r\n") as server:
         with pytest.raises(ReplayBufferError):
-            Registry(server.url, "d").ping()
-        assert server.heard == [b"PING", b"PING"]
+            assert Registry(server.url, "d").wanted() is None
+        assert server.heard == [b"GET", b"GET"]
 
 
 def test_what_was_not_answered_in_time_is_not_said_again() -> None:
@@ -293,10 +318,14 @@ def test_stale_connections_survive_a_restart(server: EmbeddedValkey, registry: R
 
 def test_user_and_password_never_show() -> None:
     registry = Registry("redis://me:s3cret@127.0.0.1:1/0", "d", timeout_s=0.2)
-    with pytest.raises(ReplayBufferError, match="^Redis at redis://127.0.0.1:1/0 cannot be used: ") as caught:
-        registry.ping()
+    with pytest.raises(
+        ReplayBufferError, match="^Redis at redis://127.0.0.1:1/0 cannot be used: "
+    ) as caught:
+        registry.replicas()
     assert "s3cret" not in str(caught.value) and "me:" not in str(caught.value)
     for url in ("http://me:s3cret@host", "redis://me:12/s3cret@host"):
-        with pytest.raises(ConfigError, match=r"^buffer\.redis_url=.*: not a Redis URL; give one like") as refused:
+        with pytest.raises(
+            ConfigError, match=r"^buffer\.redis_url=.*: not a Redis URL; give one like"
+        ) as refused:
             Registry(url, "d")
         assert "s3cret" not in str(refused.value) and "me:12" not in str(refused.value)

@@ -1,0 +1,1 @@
+"""The control plane and its pages in a real browser, without an engine."""

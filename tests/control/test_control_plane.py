@@ -1,4 +1,4 @@
-"""The control plane alone, over a Redis that may be lost: what it knew is found again."""
+"""The control plane alone, over a Redis that may be lost: it finds its history again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ TOKEN = "correct-horse"
 
 
 @contextmanager
-def running(data: Path, redis_dir: Path, looks_s: float = 0.05) -> Iterator[tuple[ControlPlane, Registry]]:
+def running(
+    data: Path, redis_dir: Path, looks_s: float = 0.05
+) -> Iterator[tuple[ControlPlane, Registry]]:
     """A control plane that trains nothing, and the registry its replicas would write to."""
     config = Config.model_validate(
         {
@@ -38,7 +40,12 @@ def running(data: Path, redis_dir: Path, looks_s: float = 0.05) -> Iterator[tupl
     with EmbeddedValkey(redis_dir) as valkey:
         buffer = {"url": valkey.url, "deployment": config.deployment, "target_id": "9f2c"}
         plane = ControlPlane(
-            config, redis_url=valkey.url, buffer_settings=buffer, target_id="9f2c", token=TOKEN, trainer=None
+            config,
+            redis_url=valkey.url,
+            buffer_settings=buffer,
+            target_id="9f2c",
+            token=TOKEN,
+            trainer=None,
         )
         try:
             plane.wait_ready()
@@ -71,20 +78,42 @@ def until(plane: ControlPlane, path: str, holds: Any) -> Any:
 
 def window(at: float, **fields: Any) -> SpecWindow:
     positions = {"num_accepted_tokens_per_pos": (8, 6), "num_tested_per_pos": (10, 8)}
-    counts = {"num_drafts": 10, "num_draft_tokens": 20, "num_accepted_tokens": 14, "num_output_tokens": 24}
-    return SpecWindow(at=at, replica="replica-0", version=3, k=2, seconds=1.0, **positions, **counts, **fields)
+    counts = {
+        "num_drafts": 10,
+        "num_draft_tokens": 20,
+        "num_accepted_tokens": 14,
+        "num_output_tokens": 24,
+    }
+    return SpecWindow(
+        at=at, replica="replica-0", version=3, k=2, seconds=1.0, **positions, **counts, **fields
+    )
 
 
 @pytest.mark.parametrize("is_redis_lost", [True, False])
-def test_history_survives_a_restart_and_the_loss_of_redis(tmp_path: Path, is_redis_lost: bool) -> None:
+def test_history_survives_a_restart_and_the_loss_of_redis(
+    tmp_path: Path, is_redis_lost: bool
+) -> None:
     now = time.time()
-    swap = SwapReport(at=now - 3000, replica="replica-0", version=3, previous=2, ok=True, stage_s=0.1, pause_s=0.01)
+    swap = SwapReport(
+        at=now - 3000,
+        replica="replica-0",
+        version=3,
+        previous=2,
+        ok=True,
+        stage_s=0.1,
+        pause_s=0.01,
+    )
     with running(tmp_path / "data", tmp_path / "redis") as (plane, registry):
         registry.publish(swap, *(window(now - ago, domain="sql") for ago in range(4000, 100, -10)))
         path = "/osd/history?since=-7200&bucket=60&by=class"
-        before = until(plane, path, lambda h: sum(n or 0 for n in h["series"]["tested"]) == 390 * 18)
+        before = until(
+            plane, path, lambda h: sum(n or 0 for n in h["series"]["tested"]) == 390 * 18
+        )
         plane._history.save()
-    with running(tmp_path / "data", tmp_path / ("other" if is_redis_lost else "redis")) as (plane, registry):
+    with running(tmp_path / "data", tmp_path / ("other" if is_redis_lost else "redis")) as (
+        plane,
+        registry,
+    ):
         after = until(plane, path, lambda h: sum(n or 0 for n in h["series"]["tested"]) == 390 * 18)
         assert after["series"] == before["series"] and after["lines"] == before["lines"]
         assert [mark["version"] for mark in after["marks"]] == [3]
@@ -103,7 +132,9 @@ def test_a_disk_that_cannot_hold_the_history_does_not_keep_it_from_starting(
     assert "history is not kept on disk" in caplog.text
 
 
-@pytest.mark.parametrize("error", [OSError("no space left"), sqlite3.OperationalError("disk I/O error")])
+@pytest.mark.parametrize(
+    "error", [OSError("no space left"), sqlite3.OperationalError("disk I/O error")]
+)
 async def test_a_disk_that_refuses_for_a_while_is_said_once_and_tried_again(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,13 +151,16 @@ async def test_a_disk_that_refuses_for_a_while_is_said_once_and_tried_again(
         assert not task.done(), task
         await asyncio.sleep(0.01)
     task.cancel()
-    said = [message.split(":")[0] for message in caplog.messages if "history is not kept" in message]
+    said = [
+        message.split(":")[0] for message in caplog.messages if "history is not kept" in message
+    ]
     assert said == ["history is not kept on disk", "works again"]
 
 
 def test_viewers_add_no_command_to_redis_and_little_work(tmp_path: Path, visit: Open) -> None:
-    """Redis is the one road between the control plane and the engines. Goal for one viewer of an idle service with a
-    week behind it: 2 % of a core; printed, and bounded loosely, for the machine may be a slow one."""
+    """Redis is the one road between the control plane and the engines. Goal for one viewer of an
+    idle service with a week behind it: 2 % of a core; printed, and bounded loosely, for the machine
+    may be a slow one."""
     seconds = 4.0
     (tmp_path / "data").mkdir()
     write_week(tmp_path / "data" / "history.db")
@@ -136,18 +170,23 @@ def test_viewers_add_no_command_to_redis_and_little_work(tmp_path: Path, visit: 
             """(Redis commands a second, share of a core of this process, the control plane)"""
             commands, cpu = num_commands(registry), time.process_time()
             time.sleep(seconds)
-            return (num_commands(registry) - commands) / seconds, (time.process_time() - cpu) / seconds
+            return (num_commands(registry) - commands) / seconds, (
+                time.process_time() - cpu
+            ) / seconds
 
         costs = [watched()]
         for viewers in (1, 9):
             for _ in range(viewers):
-                visit(f"{plane.url}/dashboard#range=7d", expect_errors=True)  # the service ends before its viewers
+                # The service ends before its viewers.
+                visit(f"{plane.url}/dashboard#range=7d", expect_errors=True)
             time.sleep(3)  # whoever opened a page reads it now
             costs.append(watched())
         for viewers, (commands, share) in zip((0, 1, 10), costs, strict=True):
             print(f"{viewers} viewers: {commands:.1f} Redis commands/s, {share:.1%} of a core")
         (none, idle), (one, share), (ten, _) = costs
-        assert none > 0 and max(one, ten) <= 1.5 * none + 3, "nine viewers would add at least one a second each"
+        assert none > 0 and max(one, ten) <= 1.5 * none + 3, (
+            "nine viewers would add at least one a second each"
+        )
         assert share - idle < 0.5
 
 

@@ -1,4 +1,4 @@
-"""Reports in a real browser: their charts are drawn, in light and dark, and nothing is asked for."""
+"""Reports in a real browser: charts are drawn in light and dark, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -28,15 +28,23 @@ ALPHA = {"light": "29,78,216", "dark": "123,166,255"}
 
 def bench_page() -> str:
     lines = {f"arm {i}": ((0.0, 1.0 + i), (float(i + 1), 2.0 + i)) for i in range(11)}
-    protocol = Protocol(bench="some", question="Is it?", arms=("a", "b"), order="in turns", sizes={"k": 4})
-    spread = Spread(title="spread", unit="ms", rows=(("a", Estimate(value=1, low=0.5, high=2, n=3), (0.5, 1.0, 2.0)),))
+    protocol = Protocol(
+        bench="some", question="Is it?", arms=("a", "b"), order="in turns", sizes={"k": 4}
+    )
+    spread = Spread(
+        title="spread",
+        unit="ms",
+        rows=(("a", Estimate(value=1, low=0.5, high=2, n=3), (0.5, 1.0, 2.0)),),
+    )
     drawings = Lines(title="lines", x_label="request", y_label="rate", lines=lines), spread
     return plot.page(Result(protocol=protocol, figures=(), drawings=drawings), {"cpu": "some"})
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name, num_charts", [("demo", 3), ("bench", 1)])
-def test_the_charts_are_drawn(browser: Any, tmp_path: Path, name: str, num_charts: int, scheme: str) -> None:
+def test_the_charts_are_drawn(
+    browser: Any, tmp_path: Path, name: str, num_charts: int, scheme: str
+) -> None:
     file = tmp_path / "report.html"
     file.write_text(html(report()) if name == "demo" else bench_page(), encoding="utf-8")
     said: list[str] = []
@@ -56,7 +64,9 @@ def test_the_charts_are_drawn(browser: Any, tmp_path: Path, name: str, num_chart
         assert page.locator(".legend").first.inner_text().split() == ["acceptance", "rate", "0.80"]
         page.hover(".report-chart >> nth=0 >> .u-over", position={"x": 2, "y": 50})
         for chart, value in enumerate(("0.90", "21.0", "0.83")):
-            assert value in page.locator(".legend").nth(chart).inner_text(), "one cursor for all charts"
+            assert value in page.locator(".legend").nth(chart).inner_text(), (
+                "one cursor for all charts"
+            )
         assert "6 seconds, 12 requests" in page.locator(".legend").first.inner_text()
         page.set_viewport_size({"width": 400, "height": 800})
         page.wait_for_timeout(300)

@@ -1,4 +1,4 @@
-"""What only a GPU can show of capture: copies that nobody waits for."""
+"""Capture's copies from a GPU, which nobody waits for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from serving.capture.pick import Transfer, pick_on_device, pick_on_host
 from serving.vllm.hooks import Verification
 from tests.unit.serving.capture.test_pick import make_lot, make_step
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 def test_a_transfer_brings_what_was_there_when_it_was_queued() -> None:

@@ -1,4 +1,5 @@
-"""One speculating and one plain vLLM engine, shared by all tests of this folder that need real vLLM in this process."""
+"""One speculating and one plain vLLM engine, shared by all tests of this folder that need real vLLM
+in this process."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import pytest
 
 from osd.config.schema import CaptureConfig
 from osd.records import DraftRelease
-from tests.integration.engines import SINK, Engine
-from tests.integration.pairs import VOCABULARY, Pair, build_pair
+from tests.support.engines import SINK, Engine
+from tests.support.pairs import VOCABULARY, Pair, build_pair
 
 ReleaseOf = Callable[..., DraftRelease]
 
@@ -20,7 +21,12 @@ ReleaseOf = Callable[..., DraftRelease]
 def release_of(path: Path, version: int) -> DraftRelease:
     digest = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
     return DraftRelease(
-        version=version, parent=version - 1, path=str(path), sha256=digest, target_id="target", created_at=0.0
+        version=version,
+        parent=version - 1,
+        path=str(path),
+        sha256=digest,
+        target_id="target",
+        created_at=0.0,
     )
 
 
@@ -31,7 +37,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="session")
 def speculating(pair: Pair, plain: Engine) -> Engine:
-    """k = 4, capture on, at most 384 tokens a step. Built after `plain`: vLLM's metrics are the newest engine's."""
+    """k = 4, capture on, at most 384 tokens a step. Built after `plain`: vLLM's metrics are the
+    newest engine's."""
     engine = Engine(pair.target, release_of(pair.draft, 1), max_num_batched_tokens=384)
     engine.start_hooks(CaptureConfig(top_k=16))
     return engine
@@ -65,8 +72,9 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory: pytest.TempPathFactory, plain: Engine) -> tuple[Engine, Pair]:
-    """An engine whose draft has its output head tied to its embedding, as small models often have. It lives to the end:
-    vLLM takes down what all engines of a process share when one of them is collected."""
+    """An engine whose draft has its output head tied to its embedding, as small models often have.
+    It lives to the end: vLLM takes down what all engines of a process share when one of them is
+    collected."""
     pair = build_pair(tmp_path_factory.mktemp("tied"), tied=True)
     engine = Engine(pair.target, release_of(pair.draft, 1), disable_log_stats=True)
     engine.start_hooks(CaptureConfig(top_k=16))
@@ -75,8 +83,9 @@ def tied(tmp_path_factory: pytest.TempPathFactory, plain: Engine) -> tuple[Engin
 
 @pytest.fixture(scope="session")
 def tight(pair: Pair, plain: Engine) -> Engine:
-    """A KV cache of 448 tokens, so that requests are preempted as soon as a few are long; with a tokenizer, so that
-    grammars work, with room for an adapter, and asked to schedule asynchronously."""
+    """A KV cache of 448 tokens, so that requests are preempted as soon as a few are long; with a
+    tokenizer, so that grammars work, with room for an adapter, and asked to schedule
+    asynchronously."""
     engine = Engine(
         pair.target,
         release_of(pair.draft, 1),

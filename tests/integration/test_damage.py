@@ -1,6 +1,7 @@
-"""A service whose parts all live while something under them breaks: a file, the disk, the engine's memory, its target.
+"""A service whose parts all live while something under them breaks.
 
-One service as a user starts it; its second draft is fair and measured, its first knows nothing.
+That is a file, the disk, the memory of the engine, or the target. One service runs, as a user
+starts it: its second draft is fair and measured, its first knows nothing.
 """
 
 from __future__ import annotations
@@ -17,30 +18,27 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from osd.client.load import Answer
 from osd.models.resolve import fingerprint
 from osd.releases.files import WEIGHTS
 from osd.releases.store import ReleaseStore
-from osd.service import note
-from tests.integration import services
-from tests.integration.pairs import Pair
-from tests.integration.services import (
-    Answer,
+from osd.service.note import find_all
+from tests.support import services
+from tests.support.pairs import Pair
+from tests.support.processes import descendants, named
+from tests.support.services import (
     Served,
-    Traffic,
-    ask,
-    descendants,
     osd,
     outcome_of,
-    prompt_texts,
     replica_version,
     status,
     wait_for_version,
     wait_until,
 )
+from tests.support.traffic import PROMPTS, Traffic, ask
 
 pytestmark = pytest.mark.timeout(900)
 
-PROMPTS = prompt_texts(12, seed=1)
 MEASURED = 0.6
 """About what the fair draft reaches on these prompts."""
 
@@ -53,7 +51,9 @@ class Damaged:
         self.releases = ReleaseStore(self.data / "releases")
         target_id = fingerprint(pair.target)
         self.releases.publish(pair.stranger, parent=0, target_id=target_id)
-        self.releases.publish(pair.draft, parent=1, target_id=target_id, outcome=outcome_of(MEASURED, base=1))
+        self.releases.publish(
+            pair.draft, parent=1, target_id=target_id, outcome=outcome_of(MEASURED, base=1)
+        )
         self.releases.set_paused(True)
         self.served = self.start(pair.target)
 
@@ -83,7 +83,7 @@ class Damaged:
         return [text for kind in ("trainer_failed", "publish_failed") for text in self.events(kind)]
 
     def process(self, name: str) -> int:
-        (pid,) = services.named(descendants(self.served.process.pid), name)
+        (pid,) = named(descendants(self.served.process.pid), name)
         return pid
 
 
@@ -94,10 +94,7 @@ def texts(answers: list[Answer]) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def damaged(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Damaged]:
-    with pytest.MonkeyPatch.context() as patch:
-        path = tmp_path_factory.mktemp("run")
-        path.chmod(0o700)
-        patch.setenv("OSD_RUNTIME_DIR", str(path))
+    with services.runtime_directory(tmp_path_factory.mktemp("run")):
         damaged = Damaged(tmp_path_factory.mktemp("damage"), pair)
         try:
             damaged.wait()
@@ -129,7 +126,8 @@ def test_a_release_tampered_with_never_serves(damaged: Damaged) -> None:
 
 
 def test_a_full_disk_stops_learning_and_nothing_else(damaged: Damaged) -> None:
-    """No file of the trainer and of the control plane grows beyond a few bytes: what a full disk does to both."""
+    """No file of the trainer and of the control plane grows beyond a few bytes: what a full disk
+    does to both."""
     pids = [damaged.process("TrainerActor"), damaged.process("ControlActor")]
     versions = [release.version for release in damaged.releases.list()]
     try:
@@ -140,16 +138,19 @@ def test_a_full_disk_stops_learning_and_nothing_else(damaged: Damaged) -> None:
                 print(told)
                 time.sleep(3)
             assert texts(traffic.answers) == damaged.answers
-            assert "too large" in told and "\x1b" not in told and "Traceback" not in told, "a reason, no more"
+            assert "too large" in told
+            assert "\x1b" not in told and "Traceback" not in told, "a reason, no more"
             assert damaged.status()["version"] == 2
             assert [release.version for release in damaged.releases.list()] == versions
         rounds = damaged.status()["num_rounds"]
         with Traffic(damaged.note.service_url, PROMPTS) as traffic:
-            wait_until(lambda: damaged.status()["num_rounds"] > rounds, 120, "a round once there is room again")
+            what = "a round once there is room again"
+            wait_until(lambda: damaged.status()["num_rounds"] > rounds, 120, what)
         assert texts(traffic.answers) == damaged.answers
     finally:
         osd("pause")
-    assert [damaged.process("TrainerActor"), damaged.process("ControlActor")] == pids, "neither had to be started again"
+    now = [damaged.process("TrainerActor"), damaged.process("ControlActor")]
+    assert now == pids, "neither had to be started again"
     assert list(damaged.data.rglob(".tmp-*")) == []
 
 
@@ -166,14 +167,16 @@ def full_disk(pids: list[int], num_bytes: int = 4096) -> Iterator[None]:
 
 
 def test_an_engine_that_runs_something_else_raises_the_alarm(damaged: Damaged) -> None:
-    """The live draft's embedding is overwritten in the memory of the engine, behind everybody's back. The file is as
-    good as before, so nothing is rolled back: the next swap mends it."""
+    """The live draft's embedding is overwritten in the memory of the engine, behind everybody's
+    back. The file is as good as before, so nothing is rolled back: the next swap mends it."""
     url = damaged.note.control_url
     settle(damaged)
     assert damaged.status()["alarm"] == ""
-    embedding = load_file(Path(damaged.releases.get(2).path) / WEIGHTS)["model.embed_tokens.weight"].numpy()
+    weights = load_file(Path(damaged.releases.get(2).path) / WEIGHTS)
+    embedding = weights["model.embed_tokens.weight"].numpy()
     rolled_back = damaged.status()["num_rollbacks"]
-    num = overwrite(damaged.process("VLLM::EngineCore"), embedding.tobytes(), embedding[::-1].tobytes())
+    engine = damaged.process("VLLM::EngineCore")
+    num = overwrite(engine, embedding.tobytes(), embedding[::-1].tobytes())
     assert num >= 1, "the draft was not found"
     clock = time.monotonic()
     with Traffic(damaged.note.service_url, PROMPTS) as traffic:
@@ -221,10 +224,12 @@ def overwrite(pid: int, old: bytes, new: bytes) -> int:
     return num
 
 
-def test_another_target_starts_its_own_line_and_finds_no_traces_of_the_first(damaged: Damaged, tmp_path: Path) -> None:
+def test_another_target_starts_its_own_line_and_finds_no_traces_of_the_first(
+    damaged: Damaged, tmp_path: Path
+) -> None:
     """The same data directory, the target exchanged in between."""
-    first_id, num_before = fingerprint(damaged.pair.target), damaged.status()["buffer"]["num_traces"]
-    assert num_before > 0
+    first_id = fingerprint(damaged.pair.target)
+    assert damaged.status()["buffer"]["num_traces"] > 0
     other = tmp_path / "other-target"
     shutil.copytree(damaged.pair.target, other)
     weights = load_file(other / WEIGHTS)
@@ -238,7 +243,8 @@ def test_another_target_starts_its_own_line_and_finds_no_traces_of_the_first(dam
     assert damaged.status()["buffer"]["num_traces"] == 0
     assert ask(damaged.note.service_url, PROMPTS)[0].ok
     newest = damaged.releases.list()[-1]
-    assert (newest.parent, newest.target_id) == (0, fingerprint(other)) and newest.target_id != first_id
+    assert (newest.parent, newest.target_id) == (0, fingerprint(other))
+    assert newest.target_id != first_id
     kept = damaged.releases.current(first_id)
     assert kept is not None and kept.version == 2, "the first target's line is as it was"
-    assert [r.deployment for r in note.find_all()] == ["test-damage"]
+    assert [r.deployment for r in find_all()] == ["test-damage"]

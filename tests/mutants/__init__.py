@@ -1,8 +1,8 @@
-"""Small faults put into the code on purpose (cosmic-ray's), to see whether a unit or contract test notices.
+"""Small faults (cosmic-ray's mutants) put into the code, to see whether a test notices them.
 
-    MODULES ──► every mutant ──► drawn: places, spread by size ──► the tests that run there ──► survivors
-                                 (drawing.py)                      (which_tests.py)
+    MODULES ──► all mutants ──► a draw, by file size ──► the tests that run there ──► survivors
+                                (drawing.py)             (which_tests.py)
 
-`make mutants` tries what is committed. A survivor is a promise that nothing holds the code to, or a place where the
-fault makes no difference; each is read, and listed in README.md beside this file.
+`make mutants` tries what is committed. A survivor shows a promise that no test checks, or a place
+where the fault makes no difference. README.md beside this file lists them.
 """

@@ -1,4 +1,6 @@
-"""`python -m tests.mutants`: tries the mutants that are drawn; exit status 1 where more survive than may."""
+"""`python -m tests.mutants`: tries the mutants that are drawn.
+
+The exit status is 1 when more survive than may, or when a file is missing."""
 
 from __future__ import annotations
 
@@ -16,30 +18,41 @@ from pathlib import Path
 from cosmic_ray.mutating import mutate_and_test
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkResult
 
-from tests.mutants.drawing import MODULES, draw, mutants_of
+from tests.mutants.drawing import MODULES, MissingModules, check, draw, mutants_of
 from tests.mutants.which_tests import WhichTests
 
 ROOT = Path(__file__).parents[2]
 MOST_SURVIVING = 0.08
 SECONDS_FOR_A_TEST, SECONDS_FOR_A_MUTANT = 60, 600.0
-"""Longer than it takes: what hangs is noticed."""
+"""Longer than they take. A mutant that hangs counts as noticed."""
 OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "--no-cov", f"--timeout={SECONDS_FOR_A_TEST}"]
 
 _number = Value("i", 0)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("modules", nargs="*", default=MODULES, help="files to try (default: the fixed list)")
+    description = (__doc__ or "").partition("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=description)
+    parser.add_argument(
+        "modules", nargs="*", default=MODULES, help="files to try (default: the fixed list)"
+    )
     parser.add_argument("--num", type=int, default=300, help="how many mutants (default 300)")
     parser.add_argument("--seed", type=int, default=1, help="of the draw (default 1)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time (default: a core each)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="how many at a time (default: a core each)"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         checkouts = [_checkout(Path(folder) / str(i)) for i in range(given.jobs)]
         os.chdir(checkouts[0])
+        try:
+            check(given.modules, checkouts[0])
+        except MissingModules as error:
+            sys.exit(f"python -m tests.mutants: {error}")
         sizes = {module: len(Path(module).read_text().splitlines()) for module in given.modules}
-        drawn = draw(mutants_of(given.modules, Path(folder) / "session.sqlite"), sizes, given.num, given.seed)
+        drawn = draw(
+            mutants_of(given.modules, Path(folder) / "session.sqlite"), sizes, given.num, given.seed
+        )
         which = WhichTests(checkouts[0], given.modules, given.jobs)
         jobs = [(mutant, which.of(str(mutant.module_path), *_lines(mutant))) for mutant in drawn]
         with ProcessPoolExecutor(given.jobs, initializer=_work_in, initargs=(checkouts,)) as pool:
@@ -53,7 +66,7 @@ def main() -> int:
 
 
 def _checkout(folder: Path) -> Path:
-    """A clone of what is committed: a mutant is written into the file, and must not meet other work."""
+    """A clone of what is committed. Mutants are written into its files."""
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
     return folder
 
@@ -77,7 +90,7 @@ def _try(job: tuple[MutationSpec, list[str]]) -> WorkResult:
 
 
 def _is_noticed(result: WorkResult) -> bool:
-    """Whether a test failed. A mutant that could not be tried was not noticed."""
+    """Whether a test failed. A mutant that could not be tried counts as not noticed."""
     return result.test_outcome is TestOutcome.KILLED
 
 

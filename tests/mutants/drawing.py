@@ -1,4 +1,4 @@
-"""Which mutants are tried: places drawn with a fixed seed, spread over the files by their size, one mutant at each."""
+"""Which mutants are tried: one at each of the places that a fixed seed draws from the files."""
 
 from __future__ import annotations
 
@@ -17,34 +17,55 @@ from cosmic_ray.work_item import MutationSpec
 MODULES = tuple(
     f"{folder}/{name}.py"
     for folder, names in {
-        "osd/control": "policy rollback drift controller release_manager",
-        "osd/releases": "store",
+        "osd/control": "policy rollback drift loops replica_watch trainer_link controller "
+        "release_manager",
+        "osd/releases": "store directory",
         "osd/exchange": "registry",
         "osd/observe": "slots series history",
         "osd/observe/dashboard": "guard admin",
         "serving": "headers pull",
         "serving/capture": "capture pick rows assemble running skips windows",
-        "serving/speculation": "scheduler control goodput estimates probes",
+        "serving/speculation": "scheduler control requests trials sweep goodput estimates probes",
         "serving/swap": "swap proof",
         "buffers": "codec cursor redis_stream redis_writer memory",
         "trainer": "batch loss evaluate replay guard classes loop checkpoint",
     }.items()
     for name in names.split()
 )
-"""What carries the promises."""
+"""The files whose code keeps the project's promises."""
+
+
+class MissingModules(Exception):
+    """Files that mutants are wanted of are not there. The text names them."""
+
+
+def check(modules: Iterable[str], checkout: Path) -> None:
+    """Raises `MissingModules` unless each of these files is in the checkout."""
+    missing = [module for module in modules if not (checkout / module).is_file()]
+    if missing:
+        raise MissingModules(
+            f"not in the checkout: {', '.join(missing)}; "
+            "MODULES in tests/mutants/drawing.py lists the files"
+        )
 
 
 def mutants_of(modules: Iterable[str], session: Path) -> list[MutationSpec]:
-    """Every mutant that cosmic-ray knows to make of these files. `session`: where it keeps them meanwhile."""
+    """Every mutant that cosmic-ray can make of these files. It keeps them in the file `session`."""
     database = WorkDB(str(session), WorkDB.Mode.create)
     init([Path(module) for module in modules], database, {})
     return [mutation for item in database.work_items for mutation in item.mutations]
 
 
-def draw(mutants: Iterable[MutationSpec], num_lines: Mapping[str, int], num: int, seed: int) -> list[MutationSpec]:
-    """`num` mutants, of each file as many as its share of the lines. A place is what one kind of fault can befall, an
-    operator, a number, a condition: one `+` has eleven mutants, and would else be eleven times as likely."""
-    places: dict[str, dict[tuple[object, ...], list[MutationSpec]]] = defaultdict(lambda: defaultdict(list))
+def draw(
+    mutants: Iterable[MutationSpec], num_lines: Mapping[str, int], num: int, seed: int
+) -> list[MutationSpec]:
+    """`num` mutants, of each file in proportion to its lines, and at most one at each place.
+
+    A place is an operator, number or condition with all its mutants of one kind. Drawing places
+    keeps a `+`, which has eleven mutants, from being drawn eleven times as often."""
+    places: dict[str, dict[tuple[object, ...], list[MutationSpec]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for mutant in mutants:
         kind = mutant.operator_name.partition("_")[0]
         places[str(mutant.module_path)][(*mutant.start_pos, kind)].append(mutant)
@@ -58,7 +79,7 @@ def draw(mutants: Iterable[MutationSpec], num_lines: Mapping[str, int], num: int
 
 
 def can_be_made(mutant: MutationSpec) -> bool:
-    """cosmic-ray counts names with dots in `except (...)` as places, and cannot replace them."""
+    """False for dotted names in `except (...)`: cosmic-ray counts them, but cannot replace them."""
     operator = get_operator(mutant.operator_name)(**mutant.operator_args)
     try:
         return mutate_code(mutant.module_path.read_text(), operator, mutant.occurrence) is not None
@@ -67,7 +88,7 @@ def can_be_made(mutant: MutationSpec) -> bool:
 
 
 def shares(sizes: Mapping[str, int], num: int) -> dict[str, int]:
-    """`num` parted in proportion to the sizes; what rounding leaves goes to the largest remainders."""
+    """`num` in parts proportional to the sizes. The largest remainders are rounded up."""
     exact = {name: num * size / sum(sizes.values()) for name, size in sizes.items()}
     parts = {name: int(share) for name, share in exact.items()}
     by_remainder = sorted(sizes, key=lambda name: parts[name] - exact[name])

@@ -1,4 +1,4 @@
-"""Which tests may notice what is wrong with a line: those that run it, or read it."""
+"""Which tests may notice a fault in a line: those that run the line, and those that read it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from coverage import CoverageData
 
 FOLDERS = ("tests/unit", "tests/contracts")
 READERS = ["tests/unit/project/test_layout.py"]
-"""Tests of the code as it is written: annotations, what dataclasses are, imports."""
+"""Tests that read the code: annotations, dataclasses, imports."""
 
 
 class WhichTests:
-    """What one run of the unit and contract tests ran, test by test. Raises `CalledProcessError` unless all pass."""
+    """The lines that each unit and contract test runs, from one run of all of them.
+
+    Raises `CalledProcessError` unless all pass."""
 
     def __init__(self, checkout: Path, modules: Iterable[str], num_jobs: int) -> None:
         packages = sorted({module.partition("/")[0] for module in modules})
-        command = [sys.executable, "-m", "pytest", "-q", *FOLDERS, "-n", str(num_jobs), "--dist", "worksteal"]
-        command += ["--cov-context=test", "--cov-report=", *(f"--cov={package}" for package in packages)]
+        command = [sys.executable, "-m", "pytest", "-q", *FOLDERS]
+        command += ["-n", str(num_jobs), "--dist", "worksteal"]
+        command += ["--cov-context=test", "--cov-report="]
+        command += [f"--cov={package}" for package in packages]
         subprocess.run(command, cwd=checkout, check=True)
         data = CoverageData(str(checkout / ".coverage"))
         data.read()
@@ -37,31 +41,45 @@ class WhichTests:
             self._tests[module] = tests
 
     def of(self, module: str, first: int, last: int) -> list[str]:
-        """Tests by id or file, the likeliest to notice first: those that ran one of these lines; of what runs at
-        import, those that ran anything of the file, or import it."""
+        """Tests by id or file, the likeliest to notice a fault first.
+
+        They are those that ran one of these lines. For lines that run at import, they are those
+        that ran anything of the file or import it."""
         tests = self._tests[module]
         if first in self._run_by_calls[module]:
             found = set().union(*(tests[line] for line in range(first, last + 1)))
             return [*self._ordered(module, found), *READERS]
         files = self._importers[module]
-        ran = {name for names in tests.values() for name in names if name.partition("::")[0] not in files}
+        ran = {
+            name
+            for names in tests.values()
+            for name in names
+            if name.partition("::")[0] not in files
+        }
         return [*READERS, *self._ordered(module, files | ran)]
 
     def _ordered(self, module: str, tests: set[str]) -> list[str]:
         own = Path(module).stem
-        return sorted(tests - set(READERS), key=lambda name: (own not in name.partition("::")[0], name))
+        return sorted(
+            tests - set(READERS), key=lambda name: (own not in name.partition("::")[0], name)
+        )
 
 
 def _files_that_import(module: str, checkout: Path) -> set[str]:
     name = module.removesuffix(".py").replace("/", ".")
     package, _, last = name.rpartition(".")
-    imports = re.compile(rf"^\s*(from {name} import|import {name}\b|from {package} import .*\b{last}\b)", re.MULTILINE)
+    imports = re.compile(
+        rf"^\s*(from {name} import|import {name}\b|from {package} import .*\b{last}\b)",
+        re.MULTILINE,
+    )
     files = [path for folder in FOLDERS for path in (checkout / folder).rglob("test_*.py")]
     return {str(path.relative_to(checkout)) for path in files if imports.search(path.read_text())}
 
 
 def _lines_of_functions(path: Path) -> set[int]:
-    """All lines of the bodies of functions: the others run when the file is imported."""
+    """All lines of the bodies of functions. The others run when the file is imported."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, functions)]
-    return {line for node in found for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)}
+    return {
+        line for node in found for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)
+    }

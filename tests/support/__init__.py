@@ -1,1 +1,1 @@
-"""What several tests stand on: builders, fakes, servers, a browser."""
+"""What several tests use: builders, fakes, servers, services, a browser."""

@@ -13,7 +13,13 @@ from tests.support.programs import path_of
 
 PATIENCE_MS = 60_000
 ARGUMENTS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *(
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ),
     *("--disable-component-update", "--disable-sync"),
 ]
 
@@ -33,7 +39,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Open]:
-    """Opens a page and waits until it is live. At the end: no error in any console, and no request to elsewhere."""
+    """Opens a page and waits until it is live. At the end: no error in any console, and no request
+    to elsewhere."""
     problems: list[str] = []
     contexts: list[Any] = []
 
@@ -43,7 +50,12 @@ def visit(browser: Any) -> Iterator[Open]:
         page = context.new_page()
         page.set_default_timeout(PATIENCE_MS)
         host = address.split("/")[2]
-        page.on("request", lambda request: problems.append(request.url) if request.url.split("/")[2] != host else None)
+        page.on(
+            "request",
+            lambda request: (
+                problems.append(request.url) if request.url.split("/")[2] != host else None
+            ),
+        )
         page.on("pageerror", lambda error: problems.append(str(error)))
 
         def hear(said: Any) -> None:

@@ -13,7 +13,8 @@ VOCAB_SIZE = 128
 
 
 def trace_id(index: int, *, holdout: bool | None = False, prefix: str = "t") -> str:
-    """An id whose stable hash makes the trace a held-out one, a training one (default), or whichever (None)."""
+    """An id whose stable hash makes the trace a held-out one, a training one (default), or
+    whichever (None)."""
     for salt in range(10_000):
         name = f"{prefix}-{index}-{salt}"
         if holdout is None or _is_holdout(name) == holdout:
@@ -35,8 +36,9 @@ def make_trace(
 ) -> Trace:
     """A valid trace. The same arguments give the same trace; `index` tells traces apart.
 
-    `holdout`: True or False chooses a `trace_id` that is (not) held out, None takes whatever comes. `fields` replaces
-    any field of `Trace`, `trace_id` included. Rows sit at the last `num_rows` output positions (at most `num_output`).
+    `holdout`: True or False chooses a `trace_id` that is (not) held out, None takes whatever comes.
+    `fields` replaces any field of `Trace`, `trace_id` included. Rows sit at the last `num_rows`
+    output positions (at most `num_output`).
 
     Example:
         make_trace(index=3, domain="code", finished_at=12.0)
@@ -98,7 +100,8 @@ def ids(traces: Sequence[Trace]) -> list[str]:
 def _distributions(
     rng: np.random.Generator, num_rows: int, top_k: int, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Top-k ids int32[N, K], float16[N, K] log-probabilities, float32[N] log of the tail mass, of random logits."""
+    """Top-k ids int32[N, K], float16[N, K] log-probabilities, float32[N] log of the tail mass, of
+    random logits."""
     logits = rng.normal(size=(num_rows, vocab_size)) * 2
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     order = np.argsort(-logprobs, axis=-1)[:, :top_k]

@@ -1,4 +1,4 @@
-"""Verification steps made by hand, an assembler with what it hands out, and a capture thread that can be held."""
+"""Verification steps made by hand, an assembler, and a capture thread that can be held."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Clock:
         return self.now
 
 
-def make_request(req_id: str = "r", prompt_ids: Sequence[int] = (1, 2, 3), **fields: Any) -> NewRequest:
+def make_request(
+    req_id: str = "r", prompt_ids: Sequence[int] = (1, 2, 3), **fields: Any
+) -> NewRequest:
     values: dict[str, Any] = {
         "temperature": 0.0,
         "top_p": 1.0,
@@ -46,8 +48,11 @@ def make_request(req_id: str = "r", prompt_ids: Sequence[int] = (1, 2, 3), **fie
     return NewRequest(req_id=req_id, prompt_ids=list(prompt_ids), **(values | fields))
 
 
-def verification(position: int, emitted: Sequence[int], num_drafts: int, req_id: str = "r") -> Verification:
-    """One request's step: token t + 1 is the most likely one wherever t was emitted, so that rows can be told apart."""
+def verification(
+    position: int, emitted: Sequence[int], num_drafts: int, req_id: str = "r"
+) -> Verification:
+    """One request's step: token t + 1 is the most likely one wherever t was emitted, so that rows
+    can be told apart."""
     sampled = torch.full((1, num_drafts + 1), -1)
     sampled[0, : len(emitted)] = torch.tensor(emitted)
     logits = torch.zeros(num_drafts + 1, VOCAB)
@@ -63,10 +68,18 @@ def verification(position: int, emitted: Sequence[int], num_drafts: int, req_id:
     )
 
 
-def step(position: int, emitted: Sequence[int], num_drafts: int = 0, req_id: str = "r", chance: float = 0.0) -> Step:
+def step(
+    position: int,
+    emitted: Sequence[int],
+    num_drafts: int = 0,
+    req_id: str = "r",
+    chance: float = 0.0,
+) -> Step:
     """All rows are kept, or with a `chance` of 0.9 only those of rejected draft tokens."""
     shown = verification(position, emitted, num_drafts, req_id)
-    lot = Lot(np.array([True]), np.full((1, num_drafts + 1), chance), np.array([1.0, 0.5, 0.5]), top_k=8)
+    lot = Lot(
+        np.array([True]), np.full((1, num_drafts + 1), chance), np.array([1.0, 0.5, 0.5]), top_k=8
+    )
     return Step(1.0, [req_id], np.array([1]), shown.num_draft_tokens_B, pick_on_host(shown, lot))
 
 
@@ -145,7 +158,10 @@ def make_capture(put: Any, **config: Any) -> Capture:
 def together(*shown: Verification) -> Verification:
     """One step of several requests, from steps of one each."""
     width = max(one.sampled_BG.shape[1] for one in shown)
-    sampled = [torch.nn.functional.pad(one.sampled_BG, (0, width - one.sampled_BG.shape[1]), value=-1) for one in shown]
+    sampled = [
+        torch.nn.functional.pad(one.sampled_BG, (0, width - one.sampled_BG.shape[1]), value=-1)
+        for one in shown
+    ]
     return Verification(
         req_ids=[req_id for one in shown for req_id in one.req_ids],
         num_draft_tokens_B=np.concatenate([one.num_draft_tokens_B for one in shown]),

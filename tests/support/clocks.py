@@ -1,4 +1,4 @@
-"""A clock for whoever decides by one: it stands still until it is moved."""
+"""A clock that stands still until it is moved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class HandClock(Clock):
 
     Example:
         clock = HandClock()
-        judge = Judge(..., clock)
+        monitor = RollbackMonitor(..., clock)
         clock.move(60)
     """
 

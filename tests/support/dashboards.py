@@ -1,4 +1,4 @@
-"""A control port over made-up but self-consistent history, to look at the page with a browser."""
+"""A control port over a made-up but consistent history, to look at its page with a browser."""
 
 from __future__ import annotations
 
@@ -10,21 +10,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvicorn
 
 from osd.observe.dashboard import build_app
 from osd.observe.history import History
 from osd.observe.history_file import HistoryFile, Minute
-from osd.observe.slots import Counts, StepTimes
+from osd.observe.slots import SpeculationTimes
 from osd.observe.status import describe_replica
-from osd.records import BufferStats, EvalReport, Event, ReplicaStatus, RoundOutcome, SpecWindow, SwapReport
+from osd.records import (
+    BufferStats,
+    Counters,
+    EvalReport,
+    Event,
+    ReplicaStatus,
+    RoundOutcome,
+    ServiceStatus,
+    SpeculationReport,
+    SpecWindow,
+    SwapReport,
+)
 
 TOKEN = "correct-horse"
 CLASSES = ("sql", "arithmetic", "python", "finance")
 
 
 class Scene:
-    """What the page is shown: a controller's answers, and a history that may grow while it is looked at."""
+    """What the page is shown: a controller's answers, and a history that may grow while it is
+    looked at."""
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -34,7 +47,7 @@ class Scene:
         """Over `status`, to show trouble."""
         self.is_empty = False
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         if self.is_empty:
             replicas, last = [], None
         else:
@@ -43,9 +56,13 @@ class Scene:
                 outcome(),
             )
         stats = BufferStats(
-            num_traces=812, num_holdout=115, num_bytes=9_300_000, num_put=1600, oldest_at=time.time() - 900
+            num_traces=812,
+            num_holdout=115,
+            num_bytes=9_300_000,
+            num_put=1600,
+            oldest_at=time.time() - 900,
         )
-        return {
+        known = {
             "deployment": "default",
             "target": "tiny-target",
             "draft": "tiny-draft",
@@ -60,7 +77,7 @@ class Scene:
             "phase": "waiting",
             "phase_detail": "9 of 32 new traces",
             "k": 5,
-            "replicas": replicas,
+            "replicas": tuple(replicas),
             "buffer": None if self.is_empty else stats,
             "alarm": "",
             "redis": "ok",
@@ -71,13 +88,20 @@ class Scene:
             "num_rollbacks": 1,
             "started_at": time.time() - 9000,
             "uptime_s": 9000.0,
-        } | self.changes
+        }
+        return ServiceStatus(**(known | self.changes))
 
     def drafts(self) -> list[dict[str, Any]]:
         if self.is_empty:
             return []
         report = outcome().eval
-        made = {"target_id": "9f2c", "sha256": "ab", "path": "/data", "pinned": False, "kept": False}
+        made = {
+            "target_id": "9f2c",
+            "sha256": "ab",
+            "path": "/data",
+            "pinned": False,
+            "kept": False,
+        }
         return [
             made
             | {
@@ -151,10 +175,15 @@ def heartbeat(number: int, version: int, at: float | None = None) -> ReplicaStat
             "off": {"steps": 12, "seconds": 0.2, "tokens": 96},
         },
         "net": {"ratio": 1.31, "low": 1.22, "high": 1.41, "windows": 6},
-        "split": {"draft": 0.4 + at % 1e5, "verify": 1.2 + 3 * (at % 1e5), "sample": 0.1, "other": 0.2},
+        "split": {
+            "draft": 0.4 + at % 1e5,
+            "verify": 1.2 + 3 * (at % 1e5),
+            "sample": 0.1,
+            "other": 0.2,
+        },
         "num_probes": 2,
-        "tested_per_place": [88, 70, 49],
-        "accepted_per_place": [70, 49, 30],
+        "tested_per_position": [88, 70, 49],
+        "accepted_per_position": [70, 49, 30],
         "by_context": {"<64": [207, 149]},
         "spread": {"0.1": 0.4, "0.5": 0.72, "0.9": 0.9},
     }
@@ -172,7 +201,7 @@ def heartbeat(number: int, version: int, at: float | None = None) -> ReplicaStat
         num_running=3,
         capture_rows={"rejected": 12_000, "accepted": 3_000, "plain": 400},
         capture_skipped={"opted_out": 12, "not_sampled": 3},
-        speculation=speculation,
+        speculation=msgspec.convert(speculation, SpeculationReport),
     )
 
 
@@ -180,12 +209,12 @@ def alpha_at(at: float, number: int = 0) -> float:
     return 0.55 + 0.25 * math.sin(at / 40_000 + number) + 0.04 * math.sin(at / 700 + 3 * number)
 
 
-def counts(alpha: float, drafts: int = 600) -> Counts:
+def counts(alpha: float, drafts: int = 600) -> Counters:
     tested, accepted = [drafts], []
     for _ in range(4):
         accepted.append(round(alpha * tested[-1]))
         tested.append(accepted[-1])
-    return Counts(
+    return Counters(
         60.0,
         2 * drafts,
         drafts,
@@ -206,11 +235,15 @@ def minutes(now: float, days: float) -> Iterator[Minute]:
     for start in range(int((now - 86400 * days) // 60) * 60, int(now // 60) * 60, 60):
         version = 1 + (start > now - 86400 * days / 2) + (start > now - 3600)
         for number in (0, 1):
-            yield "replica", (float(start), f"replica-{number}", version, 5), counts(alpha_at(start, number))
+            yield (
+                "replica",
+                (float(start), f"replica-{number}", version, 5),
+                counts(alpha_at(start, number)),
+            )
             yield (
                 "speculation",
                 (float(start), f"replica-{number}"),
-                StepTimes((1.3, 1.2, 1.4), {"draft": 10.0, "verify": 40.0}),
+                SpeculationTimes((1.3, 1.2, 1.4), {"draft": 10.0, "verify": 40.0}),
             )
         for number, name in enumerate(CLASSES):
             yield "class", (float(start), name), counts(alpha_at(start, number), 300)
@@ -226,14 +259,32 @@ def write_week(path: Path, days: float = 7.0) -> None:
     now = time.time()
     swaps = [
         SwapReport(
-            at=now - ago, replica="replica-0", version=v, previous=p, ok=True, stage_s=0.1, pause_s=0.006, proved=True
+            at=now - ago,
+            replica="replica-0",
+            version=v,
+            previous=p,
+            ok=True,
+            stage_s=0.1,
+            pause_s=0.006,
+            proved=True,
         )
         for ago, v, p in ((86400 * days / 2, 2, 1), (3600, 3, 2), (100, 4, 3), (60, 3, 4))
     ]
     events = [
-        Event(at=now - 3700, kind="published", text="v3: held-out alpha 0.41 -> 0.72 on 40 requests", version=3),
-        Event(at=now - 3000, kind="refused", text="held-out alpha +0.4 (-0.6 ... +1.4) pt: not proved better"),
-        Event(at=now - 400, kind="trainer_failed", text="ActorDiedError: the trainer's process ended"),
+        Event(
+            at=now - 3700,
+            kind="published",
+            text="v3: held-out alpha 0.41 -> 0.72 on 40 requests",
+            version=3,
+        ),
+        Event(
+            at=now - 3000,
+            kind="refused",
+            text="held-out alpha +0.4 (-0.6 ... +1.4) pt: not proved better",
+        ),
+        Event(
+            at=now - 400, kind="trainer_failed", text="ActorDiedError: the trainer's process ended"
+        ),
     ]
     file = HistoryFile(path)
     file.write(minutes(now, days), [*swaps, *events], oldest=now - 86400 * days)
@@ -241,7 +292,13 @@ def write_week(path: Path, days: float = 7.0) -> None:
 
 
 def window(
-    at: float, alpha: float, *, drafts: int = 40, version: int = 3, domain: str = "", replica: str = "replica-0"
+    at: float,
+    alpha: float,
+    *,
+    drafts: int = 40,
+    version: int = 3,
+    domain: str = "",
+    replica: str = "replica-0",
 ) -> SpecWindow:
     """Half a second of traffic that accepts so much."""
     c = counts(alpha, drafts)
@@ -255,8 +312,8 @@ def window(
         num_drafts=c.num_drafts,
         num_draft_tokens=c.num_draft_tokens,
         num_accepted_tokens=c.num_accepted_tokens,
-        num_accepted_tokens_per_pos=tuple(c.accepted_per_pos),
-        num_tested_per_pos=tuple(c.tested_per_pos),
+        num_accepted_tokens_per_pos=tuple(c.num_accepted_tokens_per_pos),
+        num_tested_per_pos=tuple(c.num_tested_per_pos),
         num_steps=c.num_drafts,
         num_output_tokens=c.num_output_tokens,
         num_finished=2,
@@ -269,7 +326,9 @@ def window(
 @contextmanager
 def served(scene: Scene, port: int = 0) -> Iterator[str]:
     """The control port over the scene, at the URL given; port 0 = any free one."""
-    config = uvicorn.Config(build_app(scene, scene.history, TOKEN), host="127.0.0.1", port=port, log_level="warning")
+    config = uvicorn.Config(
+        build_app(scene, scene.history, TOKEN), host="127.0.0.1", port=port, log_level="warning"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

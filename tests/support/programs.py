@@ -1,4 +1,7 @@
-"""Programs that tests want and a machine may lack: a skip there, a failure in CI (CI=true), which installs them."""
+"""Programs that tests need and a machine may lack.
+
+Without them a test is skipped, except in CI (CI=true), which installs them: there it fails.
+"""
 
 from __future__ import annotations
 

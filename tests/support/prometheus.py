@@ -1,4 +1,4 @@
-"""A real Prometheus with the example's rules and jobs, in a hurry."""
+"""A real Prometheus with the example's rules and jobs, at short intervals."""
 
 from __future__ import annotations
 
@@ -39,9 +39,12 @@ class Prometheus:
         return list(answer.raise_for_status().json()["data"]["result"])
 
     def firing(self) -> dict[str, dict[str, Any]]:
-        """Name -> the alert, of those that fire, but for the one that a scrape missed on a busy machine would raise."""
+        """Name -> the alert, of those that fire, but for the one that a scrape missed on a busy
+        machine would raise."""
         alerts = self._client.get("/api/v1/alerts").raise_for_status().json()["data"]["alerts"]
-        found = {alert["labels"]["alertname"]: alert for alert in alerts if alert["state"] == "firing"}
+        found = {
+            alert["labels"]["alertname"]: alert for alert in alerts if alert["state"] == "firing"
+        }
         return {name: alert for name, alert in found.items() if name != "OsdControlAway"}
 
     def health_of_rules(self) -> set[str]:
@@ -51,21 +54,34 @@ class Prometheus:
 
 @contextmanager
 def scraping(addresses: Mapping[str, str], directory: Path) -> Iterator[Prometheus]:
-    """job -> address, for jobs of the example. It looks twice a second, and waits 2 seconds before an alert fires."""
+    """job -> address, for jobs of the example. It looks twice a second, and waits 2 seconds before
+    an alert fires."""
     program = promtool.program("prometheus")
     rules = re.sub(r"(?m)^( *for:) \w+$", r"\1 2s", (CONFIGS / "alerts.yaml").read_text())
     assert rules.count("for: 2s") == rules.count("- alert:")
     (directory / "alerts.yaml").write_text(rules)
     config = yaml.safe_load((CONFIGS / "prometheus.yaml").read_text())
-    config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
+    config["global"] = {
+        "scrape_interval": "500ms",
+        "scrape_timeout": "500ms",
+        "evaluation_interval": "500ms",
+    }
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
-    config["scrape_configs"] = [jobs[name] | {"static_configs": [{"targets": [at]}]} for name, at in addresses.items()]
+    config["scrape_configs"] = [
+        jobs[name] | {"static_configs": [{"targets": [at]}]} for name, at in addresses.items()
+    ]
     (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
     with socket.create_server(("127.0.0.1", 0)) as found:
         address = f"127.0.0.1:{found.getsockname()[1]}"
-    command = [program, f"--config.file={directory / 'prometheus.yaml'}", f"--storage.tsdb.path={directory / 'data'}"]
+    command = [
+        program,
+        f"--config.file={directory / 'prometheus.yaml'}",
+        f"--storage.tsdb.path={directory / 'data'}",
+    ]
     with (directory / "log").open("w") as log:
-        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [*command, f"--web.listen-address={address}"], stdout=log, stderr=log
+        )
     try:
         prometheus = Prometheus(address)
         wait_until(lambda: process.poll() is not None or prometheus.is_ready(), "it starts")

@@ -1,4 +1,4 @@
-"""`promtool` and `prometheus` as a distribution installs them, and what an expression in their language names."""
+"""`promtool` and `prometheus` as a distribution installs them, and the names in an expression."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from tests.support.programs import path_of
 OURS: dict[str, tuple[str, ...]] = {
     name: labels for table in (COUNTERS, GAUGES, SPECULATION) for name, (_, labels) in table.items()
 }
-OURS |= {PAUSE_HISTOGRAM[0] + suffix: labels for suffix, labels in (("_bucket", ("le",)), ("_sum", ()), ("_count", ()))}
+OURS |= {
+    PAUSE_HISTOGRAM[0] + suffix: labels
+    for suffix, labels in (("_bucket", ("le",)), ("_sum", ()), ("_count", ()))
+}
 """Series that the control port declares -> their labels."""
 
 PROMETHEUS: dict[str, tuple[str, ...]] = {"up": (), "ALERTS": ("alertname", "alertstate")}
@@ -42,14 +45,17 @@ def program(name: str) -> str:
 def run(*arguments: str | Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
     """`promtool ARGUMENTS`, with `text` on its standard input."""
     command = [program("promtool"), *map(str, arguments)]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 def named(expression: str) -> Named:
     """Series and labels in an expression.
 
     Example:
-        named('sum by (job) (rate(osd_swap_total{ok="true"}[5m]))')  -> Named({"osd_swap_total"}, {"ok", "job"})
+        named('sum by (job) (rate(osd_swap_total{ok="true"}[5m]))')
+        -> Named({"osd_swap_total"}, {"ok", "job"})
     """
     text = re.sub(r'"[^"]*"', '""', expression)
     matchers = re.findall(r"\{([^}]*)\}", text)

@@ -30,7 +30,9 @@ def answers(num: int, started: float, acceptance: float) -> list[Answer]:
 
 
 def swap(at: float, version: int, *, ok: bool = True) -> SwapReport:
-    return SwapReport(at=at, replica="r", version=version, previous=version - 1, ok=ok, stage_s=0.1, pause_s=0.006)
+    return SwapReport(
+        at=at, replica="r", version=version, previous=version - 1, ok=ok, stage_s=0.1, pause_s=0.006
+    )
 
 
 def report(**fields: Any) -> dict[str, Any]:
@@ -39,14 +41,24 @@ def report(**fields: Any) -> dict[str, Any]:
         ("arithmetic", answers(48, BEGAN, 0.9)),
         ("sql", answers(48, BEGAN + 48, 0.1) + answers(48, BEGAN + 96, 0.8)),
     ]
-    swaps = [swap(BEGAN + 70, 2), swap(BEGAN + 71, 3, ok=False), swap(BEGAN + 100, 3), swap(BEGAN + 500, 1)]
+    swaps = [
+        swap(BEGAN + 70, 2),
+        swap(BEGAN + 71, 3, ok=False),
+        swap(BEGAN + 100, 3),
+        swap(BEGAN + 500, 1),
+    ]
     return {
         "schema_version": 2,
         "speculation_mode": "auto",
         "k_max": 4,
         "streams": 4,
         "k": {"before_shift": 3.19, "after_shift": 0.95, "recovered": 3.91, "static_control": 0.18},
-        "acceptance_rate": {"before_shift": 0.877, "after_shift": 0.149, "recovered": 0.737, "static_control": 0.12},
+        "acceptance_rate": {
+            "before_shift": 0.877,
+            "after_shift": 0.149,
+            "recovered": 0.737,
+            "static_control": 0.12,
+        },
         "tokens_per_second": {"no_speculation": 83.2, "static_draft": 75.5, "adapted_draft": 172.8},
         "tpot_ms": {"no_speculation": 44.37, "static_draft": 48.95, "adapted_draft": 18.91},
         "requests": 632,
@@ -60,6 +72,11 @@ def report(**fields: Any) -> dict[str, Any]:
         "target_parameters": 77_000_000,
         "seconds": 336.0,
         "course": course(live, swaps),
-        "machine": {"date": "2026-01-02", "cpu": "Some CPU 9000", "num_cores": 2, "versions": {"torch": "hidden"}},
+        "machine": {
+            "date": "2026-01-02",
+            "cpu": "Some CPU 9000",
+            "num_cores": 2,
+            "versions": {"torch": "hidden"},
+        },
         "versions": {"python": "3.11.7", "torch": "2.13.0", "engine": "0.32.0"},
     } | fields

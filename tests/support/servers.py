@@ -1,4 +1,4 @@
-"""Real Redis and Valkey servers for tests: each test process starts its own, on a free port."""
+"""Real Redis and Valkey servers. Each test process starts its own, on a free port."""
 
 from __future__ import annotations
 
@@ -71,17 +71,52 @@ class TlsServer:
 @contextmanager
 def start_tls(directory: Path) -> Iterator[TlsServer]:
     """A distribution's Redis behind a certificate made for it, with `openssl`."""
-    binary, openssl = path_of("redis-server", package="redis-server"), path_of("openssl", package="openssl")
+    binary, openssl = (
+        path_of("redis-server", package="redis-server"),
+        path_of("openssl", package="openssl"),
+    )
     key, certificate = directory / "key.pem", directory / "certificate.pem"
-    made = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    made += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    made = [
+        openssl,
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    made += [
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
     subprocess.run(made, check=True, capture_output=True, timeout=60)
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     server = TlsServer(port, secrets.token_hex(8), certificate)
     command = [binary, "--bind", "127.0.0.1", "--port", "0", "--tls-port", str(port), "--save", ""]
-    command += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate)]
-    command += ["--tls-auth-clients", "no", "--requirepass", server.password, "--dir", str(directory)]
+    command += [
+        "--tls-cert-file",
+        str(certificate),
+        "--tls-key-file",
+        str(key),
+        "--tls-ca-cert-file",
+        str(certificate),
+    ]
+    command += [
+        "--tls-auth-clients",
+        "no",
+        "--requirepass",
+        server.password,
+        "--dir",
+        str(directory),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         client = redis.Redis.from_url(server.trusted_url, socket_timeout=5)

@@ -1,6 +1,7 @@
-"""An engine made of two formulas, in place of vLLM: what a step takes, and how likely a draft token is accepted.
+"""An engine made of two formulas in place of vLLM: the time of a step, and acceptance.
 
-The control of speculation is run against it for thousands of steps in a second, where the best choice is known.
+The control of speculation runs against it for thousands of steps in a second, where the best
+choice is known.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from serving.speculation.control import Settings, Speculation, StepSeen
+from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
+from serving.speculation.step_seen import StepSeen
 
 StepTime = Callable[[int, int, int], float]
 """(requests, verified tokens, draft passes) -> seconds"""
@@ -20,13 +22,16 @@ StepTime = Callable[[int, int, int], float]
 def cpu(batch: int, tokens: int, passes: int) -> float:
     """About what the cost-shaped target takes on two cores."""
     draft = 0.002 + 0.0015 * passes + 0.0001 * passes * batch if passes else 0.0
-    return 0.014 + 0.0004 * max(tokens - 4, 0) + 0.0015 * max(tokens - 16, 0) + 0.0002 * batch + draft
+    return (
+        0.014 + 0.0004 * max(tokens - 4, 0) + 0.0015 * max(tokens - 16, 0) + 0.0002 * batch + draft
+    )
 
 
 @dataclass
 class SimulatedEngine:
-    """`alpha`: conditional acceptance of the draft; `found` and `copied`: how often n-grams propose, and are right;
-    `period`: every text repeats after so many tokens, which lookups in shadow see (0 = nothing ever repeats).
+    """`alpha`: conditional acceptance of the draft; `found` and `copied`: how often n-grams
+    propose, and are right; `period`: every text repeats after so many tokens, which lookups in
+    shadow see (0 = nothing ever repeats).
 
     A run is the same each time: the thread that fits step times is waited for."""
 
@@ -60,7 +65,8 @@ class SimulatedEngine:
         return tokens / (self.now - began)
 
     def fixed(self, plan: Plan, num_steps: int, batch: int) -> float:
-        """The same with one plan throughout; leaves the control as it was in nothing but what it has learnt."""
+        """The same with one plan throughout; leaves the control as it was in nothing but what it
+        has learnt."""
         self.control.force(plan)
         self.run(3, batch)
         rate = self.run(num_steps, batch)
@@ -93,7 +99,17 @@ class SimulatedEngine:
         seconds *= float(np.exp(self.random.normal(0, self.noise)))
         self.now += seconds
         tokens = self._tokens()
-        seen = StepSeen(ids, drafted, accepted, proposer, passes, 100 * len(ids), True, seconds, [100] * len(ids))
+        seen = StepSeen(
+            ids,
+            drafted,
+            accepted,
+            proposer,
+            passes,
+            100 * len(ids),
+            True,
+            seconds,
+            [100] * len(ids),
+        )
         self.control.observe(seen, lambda _: tokens)
         if (fitting := self.control.times._fitting) is not None:
             fitting.join()
@@ -127,6 +143,8 @@ def best_fixed(engine: SimulatedEngine, batch: int, ks: Sequence[int]) -> tuple[
     rates = {}
     for k in ks:
         gain = sum(engine.alpha**j for j in range(1, k + 1))
-        rates["off" if k == 0 else f"draft {k}"] = batch * (1 + gain) / engine.step_time(batch, batch * (1 + k), k)
+        rates["off" if k == 0 else f"draft {k}"] = (
+            batch * (1 + gain) / engine.step_time(batch, batch * (1 + k), k)
+        )
     name = max(rates, key=lambda name: rates[name])
     return name, rates[name]

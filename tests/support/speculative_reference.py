@@ -1,9 +1,9 @@
-"""Exact speculative sampling in plain PyTorch on two models: the oracle that tests hold the engine to.
+"""Exact speculative sampling in plain PyTorch on two models: the reference for the engine's tests.
 
 Clarity over speed: no KV cache, one request at a time, every forward pass over the whole sequence.
 
-    [prefill] ─► first token ─► ┌ draft proposes up to k ─► target verifies them in one pass ─► accepted + 1 ┐ ─► ...
-                                └───────────────────────────────────────────────────────────────────────────┘
+    prefill ─► first token ─► ┌─► draft proposes up to k ─► target verifies in one pass ─┐ ─► ...
+                              └───────────────── accepted tokens, and one more ◄─────────┘
 The first output token is never drafted: prefill produces it, as in vLLM.
 
 Legend: S tokens, V vocabulary, N rows, K top-k. p is the target's distribution, q the draft's.
@@ -22,7 +22,8 @@ from torch import Tensor
 from osd.records import ACCEPTED, PLAIN, REJECTED, Trace
 
 Model = Callable[..., Any]
-"""A Hugging Face causal model, or anything that gives an object with `logits` [1, S, V] for ids [1, S]."""
+"""A Hugging Face causal model, or anything that gives an object with `logits` [1, S, V] for ids [1,
+S]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +60,11 @@ class Generation:
     rows: list[Row] = field(default_factory=list)
     """One per output token."""
 
-    def trace(self, *, trace_id: str, target_id: str, top_k: int, finished_at: float = 0.0, **fields: Any) -> Trace:
-        """As capture would have recorded it, had it kept every row. `fields` are any others of `Trace`."""
+    def trace(
+        self, *, trace_id: str, target_id: str, top_k: int, finished_at: float = 0.0, **fields: Any
+    ) -> Trace:
+        """As capture would have recorded it, had it kept every row. `fields` are any others of
+        `Trace`."""
         logprobs_NV = torch.stack([row.target_logprobs_V for row in self.rows])
         top = logprobs_NV.topk(top_k, dim=-1)
         tail_NV = logprobs_NV.scatter(1, top.indices, -torch.inf)
@@ -88,20 +92,24 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Sampling parameters of a request, with vLLM's meanings. temperature 0 = greedy, top_k 0 = off."""
+    """Sampling parameters of a request, with vLLM's meanings. temperature 0 = greedy, top_k 0 =
+    off."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
 
     def probs(self, logits_V: Tensor) -> Tensor:
-        """The distribution tokens are drawn from, float64 [V]: temperature, then top-k, then top-p, renormalised."""
+        """The distribution tokens are drawn from, float64 [V]: temperature, then top-k, then top-p,
+        renormalised."""
         logits_V = logits_V.double()
         if self.temperature == 0:
             return one_hot(int(logits_V.argmax()), len(logits_V))
         logits_V = logits_V / self.temperature
         if 0 < self.top_k < len(logits_V):
-            logits_V = logits_V.masked_fill(logits_V < logits_V.topk(self.top_k).values[-1], -torch.inf)
+            logits_V = logits_V.masked_fill(
+                logits_V < logits_V.topk(self.top_k).values[-1], -torch.inf
+            )
         probs_V = logits_V.softmax(-1)
         if self.top_p < 1:
             ordered = probs_V.sort(descending=True)
@@ -113,12 +121,17 @@ class Sampling:
 class SpeculativeSampler:
     """Speculative decoding whose output follows the target's distribution exactly.
 
-    drafting="greedy" proposes the draft's argmax and treats q as one-hot there (vLLM's default): x is accepted with
-    probability p(x), else p without x is drawn from. "probabilistic" draws proposals from q.
+    drafting="greedy" proposes the draft's argmax and treats q as one-hot there (vLLM's default): x
+    is accepted with probability p(x), else p without x is drawn from. "probabilistic" draws
+    proposals from q.
     """
 
     def __init__(
-        self, target: Model, draft: Model, k: int, drafting: Literal["greedy", "probabilistic"] = "greedy"
+        self,
+        target: Model,
+        draft: Model,
+        k: int,
+        drafting: Literal["greedy", "probabilistic"] = "greedy",
     ) -> None:
         self._target, self._draft, self._k, self._drafting = target, draft, k, drafting
 
@@ -160,9 +173,13 @@ class SpeculativeSampler:
             p_V = sampling.probs(logits_SV[i])
             is_accepted = bool(_uniform(generator) < acceptance(p_V, q_probs[i], draft_id))
             token = draft_id if is_accepted else _draw(residual(p_V, q_probs[i]), generator)
-            _append(generation, token, ACCEPTED if is_accepted else REJECTED, draft_id, logits_SV[i])
+            _append(
+                generation, token, ACCEPTED if is_accepted else REJECTED, draft_id, logits_SV[i]
+            )
             num_accepted += is_accepted
-            is_open = is_accepted and token not in eos and len(generation.output_ids) < max_new_tokens
+            is_open = (
+                is_accepted and token not in eos and len(generation.output_ids) < max_new_tokens
+            )
             if not is_open:
                 break
         if draft_ids:
@@ -173,7 +190,11 @@ class SpeculativeSampler:
             _append(generation, _draw(sampling.probs(last_V), generator), PLAIN, -1, last_V)
 
     def _propose(
-        self, context: list[int], sampling: Sampling, num_drafted: int, generator: torch.Generator | None
+        self,
+        context: list[int],
+        sampling: Sampling,
+        num_drafted: int,
+        generator: torch.Generator | None,
     ) -> tuple[list[int], list[Tensor]]:
         """Draft tokens, and the distribution each was drawn from."""
         draft_ids: list[int] = []
@@ -190,12 +211,14 @@ class SpeculativeSampler:
 
 
 def acceptance(p_V: Tensor, q_V: Tensor, token: int) -> float:
-    """min(1, p/q): the probability of accepting a proposal drawn from q (arXiv 2211.17192, algorithm 1)."""
+    """min(1, p/q): the probability of accepting a proposal drawn from q (arXiv 2211.17192,
+    algorithm 1)."""
     return min(1.0, float(p_V[token] / q_V[token]))
 
 
 def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
-    """norm(max(0, p − q)): what to draw from after a rejection (same place). p without x where q is one-hot at x."""
+    """norm(max(0, p − q)): what to draw from after a rejection (same place). p without x where q is
+    one-hot at x."""
     left_V = (p_V - q_V).clamp(min=0)
     mass = left_V.sum()
     # p = q up to rounding: a rejection has probability zero, and any draw is as good.
@@ -216,14 +239,17 @@ def logits(model: Model, ids: Sequence[int]) -> Tensor:
 
 
 def target_logprobs(model: Model, ids: Sequence[int]) -> Tensor:
-    """Raw log-softmax, float64 [S, V], of one plain forward pass: the row at s is for token s + 1."""
+    """Raw log-softmax, float64 [S, V], of one plain forward pass: the row at s is for token s +
+    1."""
     return logits(model, ids).double().log_softmax(-1)
 
 
 def _append(generation: Generation, token: int, kind: int, draft_id: int, logits_V: Tensor) -> None:
     position = len(generation.prompt_ids) + len(generation.output_ids)
     logprobs_V = logits_V.double().log_softmax(-1)
-    generation.rows.append(Row(position=position, kind=kind, draft_id=draft_id, target_logprobs_V=logprobs_V))
+    generation.rows.append(
+        Row(position=position, kind=kind, draft_id=draft_id, target_logprobs_V=logprobs_V)
+    )
     generation.output_ids.append(token)
 
 

@@ -1,4 +1,4 @@
-"""Memory that runs out: after so many new tensors, every other one is refused."""
+"""Memory that runs out: after so many new tensors, every further one is refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryFor(TorchDispatchMode):
-    """Room for `num` new tensors or packed matrices in this thread. What is refused raises `torch.OutOfMemoryError`,
-    as it does where memory really is lacking, and so does all that is asked for later.
+    """Room for `num` new tensors or packed matrices in this thread. What is refused raises
+    `torch.OutOfMemoryError`, as it does where memory really is lacking, and so does all that is
+    asked for later.
 
     Example:
         with MemoryFor(3):
@@ -39,4 +40,8 @@ class MemoryFor(TorchDispatchMode):
 
 def storages(tree: Any) -> set[int]:
     """Where the values of all tensors within lie."""
-    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)} - {0}
+    return {
+        leaf.untyped_storage().data_ptr()
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, torch.Tensor)
+    } - {0}

@@ -1,4 +1,7 @@
-"""Tiny random Llamas, and traces of a target that always says one token after another: enough to see learning."""
+"""Tiny random Llamas, and traces of a target that always says one token after another.
+
+They are enough to see learning.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,9 @@ def tiny_llama(
     return LlamaForCausalLM(config).eval()
 
 
-def save_draft(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+def save_draft(
+    directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any
+) -> Path:
     """A random draft as a Hugging Face directory."""
     tiny_llama(seed, **options).to(dtype).save_pretrained(directory)
     return directory
@@ -60,12 +65,16 @@ def release_of(directory: Path, version: int = 1) -> DraftRelease:
 
 
 def after(token: int, step: int = 5) -> int:
-    """The planted bigram: what the target says after `token`. Another `step` is another language."""
+    """The planted bigram: what the target says after `token`. Another `step` is another
+    language."""
     return (token * step + 3) % VOCAB_SIZE
 
 
-def chain_trace(index: int, *, holdout: bool = False, step: int = 5, num_output: int = 12, **fields: Any) -> Trace:
-    """A request whose every token follows from the one before, with a row at each output position."""
+def chain_trace(
+    index: int, *, holdout: bool = False, step: int = 5, num_output: int = 12, **fields: Any
+) -> Trace:
+    """A request whose every token follows from the one before, with a row at each output
+    position."""
     tokens = [int(np.random.default_rng(index).integers(VOCAB_SIZE))]
     while len(tokens) < 4 + num_output:
         tokens.append(after(tokens[-1], step))

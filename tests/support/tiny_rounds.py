@@ -1,4 +1,4 @@
-"""Trainers of tiny drafts, and what to ask of the candidates they write."""
+"""Trainers of tiny drafts, and checks of the candidates they write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ GATE = GateConfig(min_holdout_traces=4, max_holdout_traces=16)
 
 
 def config(**fields: Any) -> TrainerConfig:
-    values: dict[str, Any] = {"device": "cpu", "learning_rate": 1e-2, "warmup_steps": 2, "max_length": 64}
+    values: dict[str, Any] = {
+        "device": "cpu",
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "max_length": 64,
+    }
     values["replay_batches"] = 4
     return TrainerConfig(**(values | fields))
 
@@ -51,7 +56,9 @@ class Rounds:
         self.buffer.put(traces)
         self.num += 1
         fresh, cursor = self.buffer.read(self.cursor, 10_000)
-        pool = self.mix.pool(fresh, cursor, self.state, np.random.default_rng([self.seed, self.num, 0]))
+        pool = self.mix.pool(
+            fresh, cursor, self.state, np.random.default_rng([self.seed, self.num, 0])
+        )
         rng = np.random.default_rng([self.seed, self.num, 1])
         self.state = self.mix.remember(fresh, self.cursor, self.state, rng)
         self.cursor = cursor
@@ -77,4 +84,6 @@ def weights(directory: str | Path) -> dict[str, torch.Tensor]:
 
 def same_weights(one: str | Path, other: str | Path) -> bool:
     left, right = weights(one), weights(other)
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )

@@ -1,4 +1,5 @@
-"""The control port: one live page, its JSON twins, Prometheus text, and administration behind a token."""
+"""The control port: one live page, its JSON twins, Prometheus text, and administration behind a
+token."""
 
 from osd.observe.dashboard.app import build_app
 from osd.observe.dashboard.stream import ControlServer

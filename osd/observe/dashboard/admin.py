@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from osd.errors import OSDError
 from osd.observe.dashboard.answers import maybe, one_line
@@ -27,30 +27,35 @@ WITH_VERSION = {
     "keep": "Never prune this version.",
 }
 PURGE = (
-    "Delete stored traces: all, those of one domain, or those that ended before a time (seconds since 1970). Answers "
+    "Delete stored traces: all, those of one domain, or those that ended before a time (seconds "
+    "since 1970). Answers "
     "with how many, and with the drafts that may have learnt from them."
 )
-_BODY = {
-    "requestBody": {
-        "content": {
-            "application/json": {
-                "schema": {"type": "object", "properties": {"version": {"type": "integer", "minimum": 1}}},
-                "example": {"version": 3},
-            }
-        }
-    }
-}
+
+
+class VersionBody(BaseModel):
+    """The body of what chooses a version."""
+
+    model_config = ConfigDict(strict=True)
+
+    version: int = Field(ge=1)
 
 
 def admin_routes(controller: Any, token: str) -> APIRouter:
     """The routes of administration. Raises `ValueError` for an empty token."""
     if not token:
         raise ValueError("the control port needs a non-empty admin token")
-    router = APIRouter(prefix="/osd/admin", tags=["admin"], dependencies=[Depends(require_token(token))])
+    router = APIRouter(
+        prefix="/osd/admin", tags=["admin"], dependencies=[Depends(require_token(token))]
+    )
     for action, summary in WITHOUT_VERSION.items():
         router.post(f"/{action}", summary=summary, name=action)(_plain(controller, action))
+    schema = {"schema": VersionBody.model_json_schema(), "example": {"version": 3}}
+    body = {"requestBody": {"content": {"application/json": schema}}}
     for action, summary in WITH_VERSION.items():
-        router.post(f"/{action}", summary=summary, name=action, openapi_extra=_BODY)(_versioned(controller, action))
+        router.post(f"/{action}", summary=summary, name=action, openapi_extra=body)(
+            _versioned(controller, action)
+        )
     router.post("/purge", summary=PURGE, name="purge")(_purge(controller))
     return router
 
@@ -58,9 +63,14 @@ def admin_routes(controller: Any, token: str) -> APIRouter:
 def require_token(token: str) -> Any:
     """What a route depends on to let in only who sends the admin token."""
     expected = token.encode()
-    bearer = HTTPBearer(auto_error=False, description="The admin token, generated when the service starts.")
+    bearer = HTTPBearer(
+        auto_error=False, description="The admin token, generated when the service starts."
+    )
 
-    async def check(request: Request, given: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008
+    async def check(
+        request: Request,
+        given: HTTPAuthorizationCredentials | None = Depends(bearer),  # noqa: B008
+    ) -> None:
         if given is not None and secrets.compare_digest(given.credentials.encode(), expected):
             return
         what = "wrong token" if given else "no token"
@@ -99,7 +109,9 @@ def _purge(controller: Any) -> Any:
         before: float | None = Query(None, ge=0, allow_inf_nan=False),
     ) -> dict[str, Any]:
         if unknown := sorted(set(request.query_params) - {"all", "domain", "before"}):
-            raise HTTPException(400, f"purge: {unknown[0]!r} is unknown; give ?all=true, or ?domain= and ?before=")
+            raise HTTPException(
+                400, f"purge: {unknown[0]!r} is unknown; give ?all=true, or ?domain= and ?before="
+            )
         if every == (domain is not None or before is not None):
             raise HTTPException(400, "purge: say which traces: ?all=true, or ?domain= and ?before=")
         found: dict[str, Any] = await maybe(controller.purge(domain, before))
@@ -125,12 +137,13 @@ async def _version_in_body(request: Request) -> int:
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise ValueError(f"the body is longer than {MAX_BODY_BYTES} bytes")
-    try:
-        version = msgspec.json.decode(body, type=dict[str, Any]).get("version") if body else None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f'the body must be JSON like {{"version": 3}} ({one_line(error)})') from None
-    if version is None:
+    if not body:
         raise ValueError('version is missing; give ?version=3 or the body {"version": 3}')
-    if type(version) is not int or version < 1:
-        raise ValueError(f"version={version!r} must be a whole number of at least 1")
-    return version
+    try:
+        return VersionBody.model_validate_json(body).version
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = f"{problem['loc'][0]}: " if problem["loc"] else ""
+        raise ValueError(
+            f'the body must be JSON like {{"version": 3}} ({where}{one_line(problem["msg"])})'
+        ) from None

@@ -1,4 +1,5 @@
-"""How the control port answers: strict JSON of records, and every error as one line with a fitting status."""
+"""How the control port answers: strict JSON of records, and every error as one line with a fitting
+status."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def as_json(content: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """JSON of builtins, records and numpy values; NaN and infinities become null, as JSON has none."""
+def as_json(
+    content: Any, status_code: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """JSON of builtins, records and numpy values; NaN and infinities become null, as JSON has
+    none."""
     body = msgspec.json.encode(content, enc_hook=_plain)
     return Response(body, status_code, headers, media_type="application/json")
 
@@ -39,7 +43,8 @@ def to_builtins(records: Any) -> Any:
 
 
 def add_error_answers(app: FastAPI) -> None:
-    """Every error is `{"error": "one line"}`: 400 wrong value, 409 cannot be done now, 503 the buffer is away."""
+    """Every error is `{"error": "one line"}`: 400 wrong value, 409 cannot be done now, 503 the
+    buffer is away."""
 
     async def bad_value(_: Request, error: Exception) -> Response:
         return _error(400, one_line(error))
@@ -56,12 +61,15 @@ def add_error_answers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         text = one_line(error.detail)
         if error.status_code in (404, 405):
-            text = f"{request.method} {request.url.path}: {text.lower()}; /openapi.json lists what there is"
+            asked = f"{request.method} {request.url.path}"
+            text = f"{asked}: {text.lower()}; /openapi.json lists what there is"
         return _error(error.status_code, text, error.headers)
 
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return _error(500, f"{type(error).__name__} in the control port; its log has the details", HEADERS)
+        return _error(
+            500, f"{type(error).__name__} in the control port; its log has the details", HEADERS
+        )
 
     app.add_exception_handler(ConfigError, bad_value)
     app.add_exception_handler(RequestValidationError, bad_parameter)

@@ -1,7 +1,9 @@
-"""The control port's FastAPI application: the live page and the JSON, SSE and Prometheus twins of what it shows.
+"""The control port's FastAPI application: the live page and the JSON, SSE and Prometheus twins of
+what it shows.
 
-Reading is open to whoever reaches the port; changing (`/osd/admin/...`) and taking traces out (`/osd/traces`) need the
-admin token. It runs in a process of its own: nobody watching costs the engine anything.
+Reading is open to whoever reaches the port; changing (`/osd/admin/...`) and taking traces out
+(`/osd/traces`) need the admin token. It runs in a process of its own: nobody watching costs the
+engine anything.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from osd.observe.dashboard.answers import add_error_answers, as_json, maybe, to_
 from osd.observe.dashboard.guard import Guard
 from osd.observe.dashboard.stream import event_stream
 from osd.observe.dashboard.traces import TracesOf, trace_routes
-from osd.observe.problems import last_outcome, troubles
+from osd.observe.problems import last_outcome, problems_of
+from osd.records import Event
 
 STATIC = Path(__file__).parent / "static"
 MAX_POINTS = 600
@@ -31,7 +34,8 @@ MAX_POINTS = 600
 MAX_SPAN = 31 * 24 * 3600.0
 """Seconds of history one answer may reach back."""
 NOW_SECONDS = (15.0, 60.0)
-"""The headline figures are taken over so many seconds; the longer span when the shorter one saw no traffic."""
+"""The headline figures are taken over so many seconds; the longer span when the shorter one saw no
+traffic."""
 RECENT_SECONDS = (300.0,)
 """What `osd status` shows is taken over so many seconds."""
 ALL_IN_ONE = 1e9
@@ -44,16 +48,26 @@ MAX_KEPT_S = 30.0
 
 
 def build_app(
-    controller: Any, history: Any, token: str, *, host: str = "127.0.0.1", traces: TracesOf | None = None
+    controller: Any,
+    history: Any,
+    token: str,
+    *,
+    host: str = "127.0.0.1",
+    traces: TracesOf | None = None,
 ) -> FastAPI:
-    """The control port over `osd.control.controller` and `osd.observe.history`' history (their methods may be async or
-    not).
+    """The control port over `osd.control.controller` and `osd.observe.history`' history (their
+    methods may be async or not).
 
-    `host` is the address the port is bound to (`control.host`): on a loopback address, requests that name
-    another host are refused. `traces` begins a stream of all stored traces; without it there is no route for them.
-    Raises `ValueError` for an empty token.
+    `host` is the address the port is bound to (`control.host`): on a loopback address, requests
+    that name another host are refused. `traces` begins a stream of all stored traces; without it
+    there is no route for them. Raises `ValueError` for an empty token.
     """
-    app = FastAPI(title="Online speculative distillation", version=osd.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Online speculative distillation",
+        version=osd.__version__,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.stopping = asyncio.Event()
     add_error_answers(app)
     _add_page(app)
@@ -83,7 +97,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 class _Static(StaticFiles):
-    """Files of the page; browsers ask each time whether one changed, so an upgrade shows at once."""
+    """The page's files. Browsers ask each time whether one changed, so an upgrade shows at once."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -92,25 +106,47 @@ class _Static(StaticFiles):
 
 
 def _add_readers(app: FastAPI, controller: Any, history: Any) -> None:
-    @app.get("/osd/status", tags=["status"], summary="Training, replicas, buffer, and the figures of this moment.")
+    @app.get(
+        "/osd/status",
+        tags=["status"],
+        summary="Training, replicas, buffer, and the figures of this moment.",
+    )
     async def status() -> Response:
-        state = to_builtins(await maybe(controller.status()))
-        figures, recent = await _figures(history, NOW_SECONDS), await _figures(history, RECENT_SECONDS)
+        state = await maybe(controller.status())
         outcome = last_outcome((await _events(history, NUM_TO_JUDGE_BY))[::-1])
-        problems = troubles(state, outcome)
-        return as_json({**state, "now": time.time(), "figures": figures, "recent": recent, "problems": problems})
+        return as_json(
+            {
+                **to_builtins(state),
+                "now": time.time(),
+                "figures": await _figures(history, NOW_SECONDS),
+                "recent": await _figures(history, RECENT_SECONDS),
+                "problems": problems_of(state, outcome),
+            }
+        )
 
     recently = Recently()
 
-    @app.get("/osd/history", tags=["status"], summary="Acceptance and speed over time, as columns; changes of plan.")
+    @app.get(
+        "/osd/history",
+        tags=["status"],
+        summary="Acceptance and speed over time, as columns; changes of plan.",
+    )
     async def series(
-        since: float = Query(-300.0, allow_inf_nan=False, description="Unix time; negative = seconds before now"),
-        bucket: float = Query(0.0, ge=0, allow_inf_nan=False, description="seconds per point; 0 = by the span"),
-        by: Literal["", "class", "replica", "position"] = Query("", description="also a line for each of these"),
+        since: float = Query(
+            -300.0, allow_inf_nan=False, description="Unix time; negative = seconds before now"
+        ),
+        bucket: float = Query(
+            0.0, ge=0, allow_inf_nan=False, description="seconds per point; 0 = by the span"
+        ),
+        by: Literal["", "class", "replica", "position"] = Query(
+            "", description="also a line for each of these"
+        ),
     ) -> Response:
         now = time.time()
         since, bucket = resolve_span(now, since, bucket)
-        columns = await recently.get((since, bucket, by), bucket, lambda: maybe(history.series(since, bucket, by)))
+        columns = await recently.get(
+            (since, bucket, by), bucket, lambda: maybe(history.series(since, bucket, by))
+        )
         marks = to_builtins(await maybe(history.marks()))
         marks = [mark for mark in marks if mark["at"] >= since]
         changes = to_builtins(await maybe(history.changes()))
@@ -119,11 +155,19 @@ def _add_readers(app: FastAPI, controller: Any, history: Any) -> None:
             | {"lines": columns.pop("lines", {}), "marks": marks, "changes": changes}
         )
 
-    @app.get("/osd/drafts", tags=["status"], summary="Every draft release in the store, with how it was judged.")
+    @app.get(
+        "/osd/drafts",
+        tags=["status"],
+        summary="Every draft release in the store, with how it was judged.",
+    )
     async def drafts() -> Response:
         return as_json(await maybe(controller.drafts()))
 
-    @app.get("/osd/events", tags=["status"], summary="Releases, refusals, rollbacks, failed swaps; newest first.")
+    @app.get(
+        "/osd/events",
+        tags=["status"],
+        summary="Releases, refusals, rollbacks, failed swaps; newest first.",
+    )
     async def events(limit: int = Query(100, ge=1, le=MAX_EVENTS)) -> Response:
         return as_json((await _events(history, limit))[::-1])
 
@@ -136,24 +180,28 @@ def _add_stream(app: FastAPI, history: Any) -> None:
     @app.get("/osd/stream", tags=["status"], summary="Events as they happen (server-sent events).")
     async def stream(
         request: Request,
-        since: float | None = Query(None, allow_inf_nan=False, description="Unix time; default: from now on"),
+        since: float | None = Query(
+            None, allow_inf_nan=False, description="Unix time; default: from now on"
+        ),
     ) -> Response:
         start = _last_event_id(request)
         if start is None:
             start = time.time() if since is None else since
         events = event_stream(lambda: _events(history, MAX_EVENTS), start, app.state.stopping)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        return StreamingResponse(
+            events, media_type="text/event-stream", headers={"x-accel-buffering": "no"}
+        )
 
 
 class Recently:
-    """Answers kept for a part of the time that one of their points spans, so that a second viewer of a long history
-    costs nothing."""
+    """Keeps answers for a part of the time that one of their points spans: a second viewer of a
+    long history costs nothing."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, tuple[float, Any]] = {}
 
     async def get(self, key: Any, bucket_s: float, make: Callable[[], Awaitable[Any]]) -> Any:
-        """What was made lately under this key, or else made now; a shallow copy."""
+        """A shallow copy of the answer kept under this key; without one, `make` makes it."""
         now = time.monotonic()
         self._kept = {k: kept for k, kept in self._kept.items() if kept[0] > now}
         if key not in self._kept:
@@ -174,8 +222,8 @@ def resolve_span(now: float, since: float, bucket: float) -> tuple[float, float]
 
 
 async def _figures(history: Any, spans: tuple[float, ...]) -> dict[str, Any]:
-    """The columns of `series` as single values over the last `seconds`: the first of `spans` in which there was
-    traffic; empty without."""
+    """The columns of `series` as single values over the last `seconds`: the first of `spans` in
+    which there was traffic; empty without."""
     for seconds in spans:
         columns = to_builtins(await maybe(history.series(time.time() - seconds, ALL_IN_ONE)))
         figures = {name: _last_number(values) for name, values in columns.items() if name != "at"}
@@ -186,13 +234,14 @@ async def _figures(history: Any, spans: tuple[float, ...]) -> dict[str, Any]:
 
 
 def _last_number(values: list[float | None]) -> float | None:
-    return next((value for value in reversed(values) if value is not None and not math.isnan(value)), None)
+    return next(
+        (value for value in reversed(values) if value is not None and not math.isnan(value)), None
+    )
 
 
-async def _events(history: Any, limit: int) -> list[dict[str, Any]]:
-    """The last `limit` events as they stand in JSON, oldest first."""
-    events = to_builtins(await maybe(history.events(limit)))
-    return sorted(events, key=lambda event: event["at"])
+async def _events(history: Any, limit: int) -> list[Event]:
+    """The last `limit` events, oldest first."""
+    return sorted(await maybe(history.events(limit)), key=lambda event: event.at)
 
 
 def _last_event_id(request: Request) -> float | None:

@@ -1,4 +1,4 @@
-"""What every answer of the control port goes through: the Host check and the browser's security headers.
+"""A wrapper around all answers of the control port: the Host check and security headers.
 
 Plain ASGI, so that an event stream passes unbuffered.
 """
@@ -56,10 +56,12 @@ def host_without_port(host: str) -> str:
 
 
 class Guard:
-    """Adds `HEADERS` to every answer; on a port bound to this machine only, refuses foreign Host headers.
+    """Adds `HEADERS` to every answer; on a port bound to this machine only, refuses foreign Host
+    headers.
 
-    Without that check a page of any web site could read the port by pointing its own name at 127.0.0.1
-    (DNS rebinding). A port opened to the network is reached under names nobody here can know: no check there.
+    Without that check a page of any web site could read the port by pointing its own name at
+    127.0.0.1 (DNS rebinding). A port opened to the network is reached under names nobody here can
+    know: no check there.
     """
 
     def __init__(self, app: ASGIApp, *, host: str) -> None:
@@ -81,6 +83,9 @@ class Guard:
         app: Any = self.app
         host = Headers(scope=scope).get("host", "")
         if self.is_local and not is_loopback(host_without_port(host)):
-            line = "this control port answers to localhost only; open http://127.0.0.1:PORT, or set control.host"
+            line = (
+                "this control port answers to localhost only; open http://127.0.0.1:PORT, or set "
+                "control.host"
+            )
             app = JSONResponse({"error": f"Host {host[:100]!r}: {line}"}, status_code=421)
         await app(scope, receive, send_with_headers)

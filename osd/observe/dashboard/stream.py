@@ -1,4 +1,5 @@
-"""Events as they happen (`/osd/stream`, server-sent events), and a server that can stop while one is open."""
+"""Events as they happen (`/osd/stream`, server-sent events), and a server that can stop while one
+is open."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from osd.records import Event
+
 POLL_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
 MAX_STREAM_SECONDS = 600.0
@@ -18,7 +21,7 @@ MAX_STREAM_SECONDS = 600.0
 
 
 async def event_stream(
-    fetch: Callable[[], Awaitable[list[dict[str, Any]]]], since: float, stopping: asyncio.Event
+    fetch: Callable[[], Awaitable[list[Event]]], since: float, stopping: asyncio.Event
 ) -> AsyncIterator[bytes]:
     """The events after `since` (Unix time), oldest first, as server-sent events, until `stopping`.
 
@@ -28,12 +31,12 @@ async def event_stream(
     latest, seen = since, set[bytes]()
     yield b"retry: 1000\n\n"
     while not stopping.is_set() and time.monotonic() - started < MAX_STREAM_SECONDS:
-        for event in sorted(await fetch(), key=lambda event: event["at"]):
+        for event in sorted(await fetch(), key=lambda event: event.at):
             data = msgspec.json.encode(event)
-            if event["at"] < latest or event["at"] <= since or data in seen:
+            if event.at < latest or event.at <= since or data in seen:
                 continue
-            if event["at"] > latest:
-                latest, seen = event["at"], set()
+            if event.at > latest:
+                latest, seen = event.at, set()
             seen.add(data)
             last_sent = time.monotonic()
             yield b"id: %r\nevent: osd\ndata: %b\n\n" % (latest, data)
@@ -52,17 +55,24 @@ async def _wait(stopping: asyncio.Event, seconds: float) -> None:
 
 
 class ControlServer(uvicorn.Server):
-    """uvicorn for the control port: ends the open event streams before it waits for connections to close.
+    """uvicorn for the control port: ends the open event streams before it waits for connections to
+    close.
 
     Example:
-        server = ControlServer.of(build_app(controller, history, token), host="127.0.0.1", port=8001)
+        app = build_app(controller, history, token)
+        server = ControlServer.of(app, host="127.0.0.1", port=8001)
         await server.serve()          # until server.should_exit = True
     """
 
     @classmethod
     def of(cls, app: Any, *, host: str, port: int) -> ControlServer:
         config = uvicorn.Config(
-            app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=5
+            app,
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
         )
         return cls(config)
 

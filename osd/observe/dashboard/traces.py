@@ -1,4 +1,5 @@
-"""`GET /osd/traces`: every stored trace as one stream, behind the admin token, since traces hold what users wrote."""
+"""`GET /osd/traces`: every stored trace as one stream, behind the admin token, since traces hold
+what users wrote."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ TracesOf = Callable[[], Iterator[bytes]]
 
 
 def trace_routes(traces: TracesOf, token: str) -> APIRouter:
-    """The route. What keeps the stream from beginning is an error answer; what ends it early cuts the body short."""
+    """The route. An error before the first byte is an error answer; a later one cuts the body
+    short."""
     router = APIRouter(tags=["admin"], dependencies=[Depends(require_token(token))])
 
     @router.get("/osd/traces", summary="Every stored trace, as a file of traces.")

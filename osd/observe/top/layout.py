@@ -1,4 +1,4 @@
-"""A frame: the lines there is room for, none wider than the terminal, what matters least left out first."""
+"""A frame: as many lines as fit the terminal; the least important are left out first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class View:
     """What a frame shows.
 
     Example:
-        View(answers, window="5m", away="away for 4 s: http://127.0.0.1:8001: no answer", is_live=True, is_plain=False)
+        View(answers, window="5m", away="away for 4 s: http://127.0.0.1:8001: no answer",
+             is_live=True, is_plain=False)
     """
 
     answers: Answers
@@ -69,7 +70,8 @@ def frame(view: View, width: int, height: int) -> list[Text]:
 
 
 def share(height: int, *, num_others: int, num_events: int) -> dict[str, int]:
-    """Lines for each part: first each at its least, in the order of importance, then what is left over."""
+    """Lines for each part: first each at its least, in the order of importance, then what is left
+    over."""
     all_events = 1 + num_events if num_events else 0
     rooms = dict.fromkeys(("figures", "curve", "loop", "others", "events", "foot"), 0)
     for name, least, most in (
@@ -91,11 +93,15 @@ def share(height: int, *, num_others: int, num_events: int) -> dict[str, int]:
 
 
 def _health(view: View, width: int, height: int) -> list[Text]:
-    """Folded, since the remedy stands at its end; that the service is away is one line."""
+    """The worst problem, folded, since its remedy stands at the end."""
     text, style = parts.health(view.answers, view.away)
     num_lines = 1 if view.away else max(1, min(HEALTH_LINES, height // 8))
     folded = textwrap.wrap(text, width) or [""]
-    rows = [*folded[: num_lines - 1], " ".join(folded[num_lines - 1 :])] if len(folded) > num_lines else folded
+    rows = (
+        [*folded[: num_lines - 1], " ".join(folded[num_lines - 1 :])]
+        if len(folded) > num_lines
+        else folded
+    )
     return [_cut(Text(row, style), width) for row in rows]
 
 
@@ -104,7 +110,10 @@ def _curve(view: View, width: int, height: int) -> list[Text]:
         return []
     dots = ASCII if view.is_plain else BRAILLE
     rows = chart(view.answers.history, view.window, width, height - 1, dots)
-    return [_title(f"alpha over the last {view.window}, ◆ a new draft", width), *(_cut(row, width) for row in rows)]
+    return [
+        _title(f"alpha over the last {view.window}, ◆ a new draft", width),
+        *(_cut(row, width) for row in rows),
+    ]
 
 
 def _most_important(lines: list[Line], num: int) -> list[Line]:
@@ -123,7 +132,7 @@ def _title(text: str, width: int) -> Text:
 
 
 def _fit(line: Line, width: int) -> Text:
-    """As many of its phrases as there is room for; the one that does not fit is cut where much of it can be read."""
+    """The line with as many phrases as fit; the last is cut if enough of it stays readable."""
     phrases = list(line.phrases)
     while len(phrases) > 1 and _joined(line.name, phrases).cell_len > width:
         if _joined(line.name, phrases[:-1]).cell_len + LEAST_OF_A_PHRASE <= width:

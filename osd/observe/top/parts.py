@@ -1,16 +1,17 @@
-"""The lines of a frame, from what the control port answered. Each is a name and phrases, the least important one last:
-where there is no room, the last one goes first."""
+"""The lines of a frame, made of the control port's answers. Each has a name and phrases, the most
+important first; a narrow terminal drops the last ones."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from osd.common.wording import counted, size, span
 from osd.observe.problems import last_outcome
 from osd.observe.status_text import trainer_state
 from osd.observe.top.reading import Answers
+from osd.records import Event, ReplicaView, RoundOutcome, ServiceStatus
 
 GOOD, BAD, WARN, QUIET = "green", "bold red", "yellow", "dim"
 Phrase = tuple[str, str]
@@ -32,8 +33,8 @@ class Line:
 
 
 def health(answers: Answers, away: str) -> Phrase:
-    """What is wrong: that the service is away, else its worst problem with the remedy."""
-    problems = answers.status["problems"]
+    """The headline: that the service is away, or its worst problem with the remedy."""
+    problems = answers.status.problems
     if away:
         return away, BAD
     return (problems[0], BAD) if problems else ("all is well", GOOD)
@@ -41,42 +42,51 @@ def health(answers: Answers, away: str) -> Phrase:
 
 def others(answers: Answers) -> list[Line]:
     """The problems after the worst."""
-    return [Line("also", [(text, WARN)]) for text in answers.status["problems"][1:]]
+    return [Line("also", [(text, WARN)]) for text in answers.status.problems[1:]]
 
 
 def figures(answers: Answers) -> list[Line]:
     """Acceptance and speed of this moment, and what speculation gains."""
-    return [Line("now", _now(answers.status)), Line("speed-up", [_net(answers.status), *_plans(answers.status)])]
+    return [
+        Line("now", _now(answers.status)),
+        Line("speed-up", [_net(answers.status), *_plans(answers.status)]),
+    ]
 
 
-def _now(status: dict[str, Any]) -> list[Phrase]:
-    now, most = status["figures"], f"k at most {status['k']}"
-    if not now:
+def _now(status: ServiceStatus) -> list[Phrase]:
+    now, most = status.figures, f"k at most {status.k}"
+    if not now.seconds:
         return [("no traffic in the last minute", QUIET), (most, QUIET)]
     found = [
-        (_figure(now, "alpha", "alpha {:.1f} %", 100), "bold cyan"),
-        (_figure(now, "acceptance_length", "length {:.2f}"), ""),
-        (_figure(now, "tokens_per_second", "{:.0f} tokens/s"), "bold"),
-        (_figure(now, "k", "k {:.1f} of ") + str(status["k"]) if now.get("k") is not None else most, ""),
-        (_figure(now, "acceptance_rate", "acceptance rate {:.1f} %", 100), ""),
-        (_figure(now, "tpot_ms", "TPOT {:.1f} ms"), ""),
-        (f"over {span(now['seconds'])}", QUIET),
+        (_figure(now.alpha, "alpha {:.1f} %", 100), "bold cyan"),
+        (_figure(now.acceptance_length, "length {:.2f}"), ""),
+        (_figure(now.tokens_per_second, "{:.0f} tokens/s"), "bold"),
+        (
+            _figure(now.k, "k {:.1f} of ") + str(status.k) if now.k is not None else most,
+            "",
+        ),
+        (_figure(now.acceptance_rate, "acceptance rate {:.1f} %", 100), ""),
+        (_figure(now.tpot_ms, "TPOT {:.1f} ms"), ""),
+        (f"over {span(now.seconds)}", QUIET),
     ]
     return [(text, style) for text, style in found if text]
 
 
-def _figure(found: dict[str, Any], name: str, text: str, factor: float = 1) -> str:
-    return text.format(factor * found[name]) if found.get(name) is not None else ""
+def _figure(value: float | None, text: str, factor: float = 1) -> str:
+    return text.format(factor * value) if value is not None else ""
 
 
-def _net(status: dict[str, Any]) -> Phrase:
-    """Speed with speculation over without, as measured: the mean over replicas, as in the history."""
-    reports = [r["speculation_figures"] for r in status["replicas"] if r.get("speculation_figures")]
-    measured = [report for report in reports if report["net_ratio"] is not None]
+def _net(status: ServiceStatus) -> Phrase:
+    """Speed with speculation over without, as measured: the mean over replicas, as in the
+    history."""
+    reports = [r.speculation_figures for r in status.replicas if r.speculation_figures]
+    measured = [report for report in reports if report.net_ratio is not None]
     if not measured:
         return "net, not measured yet", QUIET
-    ratio, low, high = (_mean([report[name] for report in measured]) for name in ("net_ratio", "net_low", "net_high"))
-    windows = counted(round(sum(report["num_net_windows"] for report in measured)), "window")
+    ratio = _mean([report.net_ratio for report in measured])
+    low = _mean([report.net_low for report in measured])
+    high = _mean([report.net_high for report in measured])
+    windows = counted(round(sum(report.num_net_windows for report in measured)), "window")
     if low is None or high is None:
         return f"net {ratio:.2f}x measured in {windows}, too few for an interval", ""
     tone = GOOD if low > 1 else WARN if high < 1 else ""
@@ -88,9 +98,9 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _plans(status: dict[str, Any]) -> list[Phrase]:
-    reports = [r["speculation_figures"] for r in status["replicas"] if r.get("speculation_figures")]
-    plans = Counter(f"{report['mode']}: {report['plan']}" for report in reports if report["plan"])
+def _plans(status: ServiceStatus) -> list[Phrase]:
+    reports = [r.speculation_figures for r in status.replicas if r.speculation_figures]
+    plans = Counter(f"{report.mode}: {report.plan}" for report in reports if report.plan)
     return [(plan, QUIET) for plan, _ in plans.most_common()]
 
 
@@ -108,16 +118,20 @@ def loop(answers: Answers) -> list[Line]:
     ]
 
 
-def _requests(status: dict[str, Any]) -> list[Phrase]:
-    now = status["figures"]
-    rate = now["requests"] / now["seconds"] if now.get("requests") else 0.0
-    running = sum(replica["num_running"] for replica in status["replicas"])
+def _requests(status: ServiceStatus) -> list[Phrase]:
+    now = status.figures
+    rate = now.requests / now.seconds if now.requests else 0.0
+    running = sum(replica.num_running for replica in status.replicas)
     return [(f"{rate:.1f}/s", ""), (f"{running} running", "")]
 
 
-def _rows(status: dict[str, Any]) -> list[Phrase]:
-    rows, skipped = _merged(status, "capture_rows"), _merged(status, "capture_skipped")
-    dropped = _merged(status, "buffer_dropped") + Counter((status["buffer"] or {}).get("dropped", {}))
+def _rows(status: ServiceStatus) -> list[Phrase]:
+    replicas = status.replicas
+    rows = _merged(replica.capture_rows for replica in replicas)
+    skipped = _merged(replica.capture_skipped for replica in replicas)
+    dropped = _merged(replica.buffer_dropped for replica in replicas) + Counter(
+        status.buffer.dropped if status.buffer else {}
+    )
     return [
         (f"{rows.total():,} captured", ""),
         (f"dropped {_listed(dropped)}", WARN if dropped.total() else ""),
@@ -126,77 +140,89 @@ def _rows(status: dict[str, Any]) -> list[Phrase]:
     ]
 
 
-def _merged(status: dict[str, Any], name: str) -> Counter[str]:
+def _merged(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
     """reason -> how many, over all replicas"""
-    return sum((Counter(replica[name]) for replica in status["replicas"]), Counter())
+    return sum((Counter(count) for count in counts), Counter())
 
 
 def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{reason} {num:,}" for reason, num in counts.most_common() if num) or "none"
 
 
-def _buffer(status: dict[str, Any]) -> list[Phrase]:
-    stats = status["buffer"]
-    away = [("Redis is away", BAD)] if status["redis"] != "ok" else []
+def _buffer(status: ServiceStatus) -> list[Phrase]:
+    stats = status.buffer
+    away = [("Redis is away", BAD)] if status.redis != "ok" else []
     if stats is None:
         return away or [("not read yet", QUIET)]
-    oldest = [(f"oldest {span(status['now'] - stats['oldest_at'])} old", QUIET)] if stats["oldest_at"] else []
-    held = [(f"{stats['num_traces']:,} traces", ""), (f"{stats['num_holdout']:,} held out", "")]
-    return [*away, *held, (size(stats["num_bytes"]), QUIET), *oldest]
+    oldest = (
+        [(f"oldest {span(status.now - stats.oldest_at)} old", QUIET)] if stats.oldest_at else []
+    )
+    held = [(f"{stats.num_traces:,} traces", ""), (f"{stats.num_holdout:,} held out", "")]
+    return [*away, *held, (size(stats.num_bytes), QUIET), *oldest]
 
 
-def _trainer(status: dict[str, Any]) -> list[Phrase]:
-    is_ill = status["training"] and status["trainer"] != "ok"
-    tone = BAD if is_ill else WARN if status["paused"] else GOOD if status["phase"] == "training" else ""
-    return [(trainer_state(status), tone), *_last_round(status["last_round"])]
+def _trainer(status: ServiceStatus) -> list[Phrase]:
+    is_ill = status.training and status.trainer != "ok"
+    tone = BAD if is_ill else WARN if status.paused else GOOD if status.phase == "training" else ""
+    return [(trainer_state(status), tone), *_last_round(status.last_round)]
 
 
-def _last_round(last: dict[str, Any] | None) -> list[Phrase]:
+def _last_round(last: RoundOutcome | None) -> list[Phrase]:
     if last is None:
         return [("no round yet", QUIET)]
-    if last["discarded"]:
-        return [(f"last round discarded: {last['discarded']}", WARN)]
-    loss = [(f"loss {last['loss_first']:.2f} to {last['loss_last']:.2f}", "")] if last["num_steps"] else []
-    return [*loss, (f"{last['num_tokens']:,} rows in {span(last['seconds'])}", QUIET)]
+    if last.discarded:
+        return [(f"last round discarded: {last.discarded}", WARN)]
+    loss = [(f"loss {last.loss_first:.2f} to {last.loss_last:.2f}", "")] if last.num_steps else []
+    return [*loss, (f"{last.num_tokens:,} rows in {span(last.seconds)}", QUIET)]
 
 
-def _gate(status: dict[str, Any], outcome: dict[str, Any] | None) -> list[Phrase]:
+def _gate(status: ServiceStatus, outcome: Event | None) -> list[Phrase]:
     if outcome is None:
         return [("nothing judged yet", QUIET)]
-    tone = {"published": GOOD, "publish_failed": BAD, "discarded": WARN}.get(outcome["kind"], "")
-    verdict = f"{outcome['kind'].replace('_', ' ')} {_age(status['now'] - outcome['at'])} ago"
-    return [(verdict, tone), (outcome["text"], "")]
+    tone = {"published": GOOD, "publish_failed": BAD, "discarded": WARN}.get(outcome.kind, "")
+    verdict = f"{outcome.kind.replace('_', ' ')} {_age(status.now - outcome.at)} ago"
+    return [(verdict, tone), (outcome.text, "")]
 
 
-def _release(status: dict[str, Any]) -> list[Phrase]:
-    predicted, served = status["predicted_alpha"], status["served_alpha"]
+def _release(status: ServiceStatus) -> list[Phrase]:
+    predicted, served = status.predicted_alpha, status.served_alpha
     return [
-        (f"v{status['version']}" + (" (pinned)" if status["pinned"] else ""), WARN if status["pinned"] else "bold"),
+        (
+            f"v{status.version}" + (" (pinned)" if status.pinned else ""),
+            WARN if status.pinned else "bold",
+        ),
         *([(f"alpha {100 * predicted:.1f} % predicted", "")] if predicted is not None else []),
         *([(f"{100 * served:.1f} % served", "")] if served is not None else []),
-        (f"{counted(status['num_swaps'], 'swap')}, {counted(status['num_rollbacks'], 'rollback')}", ""),
-        (f"{counted(status['num_rounds'], 'round')} trained", QUIET),
+        (
+            f"{counted(status.num_swaps, 'swap')}, {counted(status.num_rollbacks, 'rollback')}",
+            "",
+        ),
+        (f"{counted(status.num_rounds, 'round')} trained", QUIET),
     ]
 
 
-def _replicas(status: dict[str, Any]) -> list[Phrase]:
-    """Those that lag first: they are what must not be lost in a narrow terminal."""
-    found = sorted(status["replicas"], key=lambda r: (not r["lagging"], r["version"] == r["wanted"]))
+def _replicas(status: ServiceStatus) -> list[Phrase]:
+    """A phrase for each replica. Those that lag come first, so that a narrow terminal shows
+    them."""
+    found = sorted(status.replicas, key=lambda r: (not r.lagging, r.version == r.wanted))
     return [_replica(replica) for replica in found] or [("none alive", BAD)]
 
 
-def _replica(replica: dict[str, Any]) -> Phrase:
-    text = f"{replica['replica']} v{replica['version']}"
-    if replica["version"] == replica["wanted"]:
+def _replica(replica: ReplicaView) -> Phrase:
+    text = f"{replica.replica} v{replica.version}"
+    if replica.version == replica.wanted:
         return f"{text} in step", ""
-    state, tone = ("lagging", WARN) if replica["lagging"] else ("swapping", QUIET)
-    return f"{text} {state}, wanted v{replica['wanted']}", tone
+    state, tone = ("lagging", WARN) if replica.lagging else ("swapping", QUIET)
+    return f"{text} {state}, wanted v{replica.wanted}", tone
 
 
 def events(answers: Answers) -> list[Line]:
     """What happened, the newest first."""
     return [
-        Line(_age(answers.status["now"] - event["at"]), [(f"{event['kind'].replace('_', ' ')}: {event['text']}", "")])
+        Line(
+            _age(answers.status.now - event.at),
+            [(f"{event.kind.replace('_', ' ')}: {event.text}", "")],
+        )
         for event in answers.events
     ]
 
@@ -210,5 +236,9 @@ def foot(answers: Answers, is_live: bool) -> Line:
     """Which service this is."""
     status = answers.status
     leave = [("q leaves", QUIET)] if is_live else []
-    where = [f"{status['deployment']} at {answers.url}", f"up {span(status['uptime_s'])}", f"target {status['target']}"]
+    where = [
+        f"{status.deployment} at {answers.url}",
+        f"up {span(status.uptime_s)}",
+        f"target {status.target}",
+    ]
     return Line("", [*leave, *((text, QUIET) for text in where)])

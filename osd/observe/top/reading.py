@@ -1,5 +1,5 @@
-"""What a frame is made of: the answers of the control port, read again and again, with nothing in them that a terminal
-would obey."""
+"""The control port's answers, read again and again, without characters that a terminal would
+obey."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from osd.errors import ConfigError, OSDError
+from osd.records import Event, ServiceStatus
 
 NUM_POINTS = 300
 LONG_S = 600.0
@@ -33,12 +36,13 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the control port said at one moment: `/osd/status`, `/osd/history` and `/osd/events` (newest first)."""
+    """What the control port said at one moment: `/osd/status`, `/osd/history` and `/osd/events`
+    (newest first)."""
 
     url: str
-    status: dict[str, Any]
+    status: ServiceStatus
     history: dict[str, Any]
-    events: list[dict[str, Any]]
+    events: list[Event]
 
 
 def window_seconds(text: str) -> float:
@@ -56,18 +60,19 @@ def read(reader: Reader, window_s: float) -> Answers:
     if bucket > LONG_S:
         bucket = math.ceil(bucket / LONG_S) * LONG_S
     try:
-        status = reader.get("/osd/status")
-        history = reader.get("/osd/history", since=-window_s, bucket=bucket)
-        events = reader.get("/osd/events")
-        if not (isinstance(events, list) and "replicas" in status and "series" in history):
+        status = msgspec.convert(clean(reader.get("/osd/status")), ServiceStatus)
+        history = clean(reader.get("/osd/history", since=-window_s, bucket=bucket))
+        events = msgspec.convert(clean(reader.get("/osd/events")), list[Event])
+        if "series" not in history:
             raise ValueError("JSON of something else")
     except (ValueError, TypeError):
         raise OSDError(f"{reader.url}: what answers there is no control port") from None
-    return Answers(clean(reader.url), clean(status), clean(history), clean(events))
+    return Answers(clean(reader.url), status, history, events)
 
 
 def clean(value: Any) -> Any:
-    """The same JSON, each text in one line and without what is not printable: escape sequences come to nothing."""
+    """The same JSON with each text in one line and without unprintable characters, which disarms
+    escape sequences."""
     match value:
         case str():
             return "".join(c if c.isprintable() else "?" for c in " ".join(value.split()))
@@ -84,11 +89,13 @@ class Readings:
     consumes: the control port    waits for: `pause_s` between two readings    unblocked by: `close`
 
     Example:
-        readings = Readings(lambda: Client(url), window_s=300.0)     # OSDError when there is no service
+        readings = Readings(lambda: Client(url), window_s=300.0)   # OSDError without a service
         answers, away = readings.latest()
     """
 
-    def __init__(self, connect: Callable[[], Reader], window_s: float, pause_s: float = PAUSE_S) -> None:
+    def __init__(
+        self, connect: Callable[[], Reader], window_s: float, pause_s: float = PAUSE_S
+    ) -> None:
         self._connect, self._window_s, self._pause_s = connect, window_s, pause_s
         self._reader: Reader | None = connect()
         self._latest: tuple[Answers, str] = read(self._reader, window_s), ""

@@ -1,6 +1,8 @@
 """The loop of `osd top`, and the terminal it borrows.
 
-consumes: readings, keys    waits for: a key, or half a second    unblocked by: q, Ctrl-C, SIGTERM, the terminal's end
+consumes: readings, keys
+waits for: a key, or half a second
+unblocked by: q, Ctrl-C, SIGTERM, the terminal's end
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def run(connect: Callable[[], Reader], window: str, *, once: bool) -> None:
     """Show frames until the user leaves; a single one with `once`, or where no terminal is."""
     window_s = window_seconds(window)
     console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
-    is_plain = not can_show_braille(sys.stdout.encoding, locale.getencoding(), os.environ.get("TERM", ""))
+    is_plain = not can_show_braille(
+        sys.stdout.encoding, locale.getencoding(), os.environ.get("TERM", "")
+    )
     if once or not console.is_terminal or console.is_dumb_terminal:
         view = View(read(connect(), window_s), window, is_plain=is_plain)
         for line in frame(view, console.width, console.height - 1):  # the prompt follows
@@ -43,9 +47,13 @@ def run(connect: Callable[[], Reader], window: str, *, once: bool) -> None:
 
 
 def can_show_braille(output: str, system: str, terminal: str) -> bool:
-    """Whether a terminal can, by the encodings of the output and of the locale; Linux' own console has no such font."""
+    """Whether a terminal can, by the encodings of the output and of the locale; Linux' own console
+    has no such font."""
     try:
-        return bool(BRAILLE_SAMPLE.encode(output) and BRAILLE_SAMPLE.encode(system)) and terminal != "linux"
+        return (
+            bool(BRAILLE_SAMPLE.encode(output) and BRAILLE_SAMPLE.encode(system))
+            and terminal != "linux"
+        )
     except (UnicodeEncodeError, LookupError):
         return False
 
@@ -56,7 +64,10 @@ def _show(console: Console, readings: Readings, window: str, is_plain: bool) -> 
         view = View(answers, window, away, is_live=True, is_plain=is_plain)
         return Group(*map(_uncut, frame(view, *console.size)))
 
-    with _keys() as wants_to_leave, Live(picture(), console=console, screen=True, auto_refresh=False) as live:
+    with (
+        _keys() as wants_to_leave,
+        Live(picture(), console=console, screen=True, auto_refresh=False) as live,
+    ):
         while not wants_to_leave(FRAME_S):
             live.update(picture(), refresh=True)
     readings.close()
@@ -70,12 +81,15 @@ def _uncut(line: Text) -> Text:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """A question to ask again and again: whether the user left within so many seconds. Signals raise nothing inside, so
-    that whatever is being drawn is put in order; the terminal is as before afterwards."""
+    """Gives a function that waits for some seconds and tells whether the user left meanwhile.
+    Signals raise nothing inside, so a frame is always drawn whole. The terminal is restored at the
+    end."""
     fd, signals = sys.stdin.fileno(), list[int]()
     before = termios.tcgetattr(fd) if os.isatty(fd) else None
     numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.signal(number, lambda number, _: signals.append(number)) for number in numbers]
+    handlers = [
+        signal.signal(number, lambda number, _: signals.append(number)) for number in numbers
+    ]
     try:
         if before is not None:
             _hear_single_keys(fd)

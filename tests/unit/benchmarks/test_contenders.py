@@ -1,4 +1,7 @@
-"""Contenders of the drift benchmark on a target whose language is planted: what each learns, from what, and when."""
+"""Contenders of the drift benchmark on a target with a planted language.
+
+What each learns, from what, and when.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,9 @@ def test_a_frozen_draft_meets_every_request_alike(draft: Path, tmp_path: Path) -
     assert curve.total("tokens") == 20 * 23
 
 
-def test_osd_makes_a_step_every_so_many_requests_and_serves_what_it_learnt(draft: Path, tmp_path: Path) -> None:
+def test_osd_makes_a_step_every_so_many_requests_and_serves_what_it_learnt(
+    draft: Path, tmp_path: Path
+) -> None:
     setup = a_setup(draft, tmp_path, 160)
     curve = contenders.osd(setup, every=8, learning_rate=1e-2)
     assert 10 <= curve.num_rounds <= 20  # none where nothing was rejected
@@ -83,7 +88,9 @@ def test_osd_makes_a_step_every_so_many_requests_and_serves_what_it_learnt(draft
     assert slow.alpha(140, 160) < 0.2
 
 
-def test_osd_learns_from_rejected_positions_alone(draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_osd_learns_from_rejected_positions_alone(
+    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from osd.records import REJECTED
     from trainer.distiller import Distiller
 
@@ -145,4 +152,6 @@ def test_counts_of_a_curve_do_not_depend_on_who_asks(draft: Path, tmp_path: Path
     frozen = contenders.fixed(setup)
     assert learner.num_published == 0
     assert learner.num_rounds == 2
-    assert {n: v.tolist() for n, v in learner.counts.items()} == {n: v.tolist() for n, v in frozen.counts.items()}
+    assert {n: v.tolist() for n, v in learner.counts.items()} == {
+        n: v.tolist() for n, v in frozen.counts.items()
+    }

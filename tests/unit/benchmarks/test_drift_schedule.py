@@ -1,4 +1,4 @@
-"""Drift schedules: the files that are shipped, what their reader refuses, and what a schedule makes of them."""
+"""Drift schedules: the shipped files, what their reader refuses, and how they are drawn."""
 
 from __future__ import annotations
 
@@ -19,8 +19,19 @@ def a_schedule(*phases: tuple[str, int, dict[str, float]], **fields: object) -> 
 
 def test_the_shipped_schedules_are_those_that_are_promised() -> None:
     found = read_all()
-    assert set(found) == {"steady", "sharp", "smooth", "oscillating", "interleaved", "low-rate", "natural", "long"}
-    assert all(500 <= schedule.num_requests <= 700 for name, schedule in found.items() if name != "long")
+    assert set(found) == {
+        "steady",
+        "sharp",
+        "smooth",
+        "oscillating",
+        "interleaved",
+        "low-rate",
+        "natural",
+        "long",
+    }
+    assert all(
+        500 <= schedule.num_requests <= 700 for name, schedule in found.items() if name != "long"
+    )
     assert found["long"].num_requests == 1248
     assert found["low-rate"].requests_per_second == 1
     assert found["natural"].family == "natural"
@@ -30,7 +41,10 @@ def test_the_shipped_schedules_are_those_that_are_promised() -> None:
 def test_no_prompt_comes_twice_and_training_meets_none() -> None:
     tiny = FAMILIES["tiny"]
     for domain in tiny.domains():
-        blocks = [tiny.prompts(domain, block, BLOCK_SIZE) for block in (TRAINING, FIRST_SERVED, FIRST_SERVED + 1)]
+        blocks = [
+            tiny.prompts(domain, block, BLOCK_SIZE)
+            for block in (TRAINING, FIRST_SERVED, FIRST_SERVED + 1)
+        ]
         everything = [prompt for block in blocks for prompt in block]
         assert len(set(everything)) == len(everything), domain
 
@@ -55,7 +69,9 @@ def test_each_phase_brings_its_own_traffic() -> None:
 
 
 def test_a_smooth_change_is_linear() -> None:
-    phase = Phase(name="turning", requests=101, mix={"arithmetic": 2}, mix_at_end={"sql": 1, "python": 1})
+    phase = Phase(
+        name="turning", requests=101, mix={"arithmetic": 2}, mix_at_end={"sql": 1, "python": 1}
+    )
     assert phase.shares(0) == {"arithmetic": 1}
     assert phase.shares(50) == pytest.approx({"arithmetic": 0.5, "sql": 0.25, "python": 0.25})
     assert phase.shares(100) == {"sql": 0.5, "python": 0.5}
@@ -81,16 +97,32 @@ def test_shifts_and_returns_of_the_shipped_schedules() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("family: huge\nphases: [{name: a, requests: 1, mix: {sql: 1}}]", "family must be one of tiny, natural"),
-        ("family: tiny\nphases: [{name: a, requests: 1, mix: {prose: 1}}]", "no domain 'prose'; it has arithmetic"),
-        ("family: tiny\nphases: [{name: a, requests: 0, mix: {sql: 1}}]", r"phases\.0\.requests: .*greater than 0"),
-        ("family: tiny\nphases: [{name: a, requests: 1, mix: {sql: -1}}]", r"mix: weights must be above 0"),
+        (
+            "family: huge\nphases: [{name: a, requests: 1, mix: {sql: 1}}]",
+            "family must be one of tiny, natural",
+        ),
+        (
+            "family: tiny\nphases: [{name: a, requests: 1, mix: {prose: 1}}]",
+            "no domain 'prose'; it has arithmetic",
+        ),
+        (
+            "family: tiny\nphases: [{name: a, requests: 0, mix: {sql: 1}}]",
+            r"phases\.0\.requests: .*greater than 0",
+        ),
+        (
+            "family: tiny\nphases: [{name: a, requests: 1, mix: {sql: -1}}]",
+            r"mix: weights must be above 0",
+        ),
         ("family: tiny\nphases: [{name: a, requests: 1, mixture: {sql: 1}}]", r"phases\.0\.mix"),
-        ("family: tiny\nphase: []\nphases: [{name: a, requests: 1, mix: {sql: 1}}]", "phase: Extra inputs"),
+        (
+            "family: tiny\nphase: []\nphases: [{name: a, requests: 1, mix: {sql: 1}}]",
+            "phase: Extra inputs",
+        ),
         ("family: tiny\nphases: []", "phases: .*at least 1 item"),
         ("family: [", "not valid YAML"),
         (
-            "family: tiny\nphases: [{name: a, requests: 1, mix: {sql: 1}}, {name: a, requests: 1, mix: {sql: 1}}]",
+            "family: tiny\nphases: [{name: a, requests: 1, mix: {sql: 1}}, {name: a, requests: 1, "
+            "mix: {sql: 1}}]",
             "two phases have the same name",
         ),
     ],

@@ -1,4 +1,7 @@
-"""The live drift benchmark without engines: its process accounting, what servers are told, and its arithmetic."""
+"""The live drift benchmark without engines.
+
+Its process accounting, what servers are told, and its arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,13 @@ def test_what_each_service_is_told_can_be_loaded() -> None:
     assert not loaded[names.FROZEN].capture.enabled
     assert loaded[names.OURS].trainer == config.trainer
     assert loaded[names.OURS_LORA].trainer.method == "lora"
-    assert loaded[names.OURS_LORA].trainer.learning_rate == pytest.approx(3 * config.trainer.learning_rate)
+    assert loaded[names.OURS_LORA].trainer.learning_rate == pytest.approx(
+        3 * config.trainer.learning_rate
+    )
     modes = {arm: each.speculation.mode for arm, each in loaded.items()}
-    assert modes == {arm: "auto" if arm == names.SERVED else "fixed" for arm in drift_arms.SERVICE_ARMS}
+    assert modes == {
+        arm: "auto" if arm == names.SERVED else "fixed" for arm in drift_arms.SERVICE_ARMS
+    }
     assert {c.serving.vllm["enable_prefix_caching"] for c in loaded.values()} == {False}
 
 
@@ -63,8 +70,13 @@ def test_the_reference_is_told_nothing_of_speculation() -> None:
 
     plain = bare_command(Path("t"), None, name="tiny", port=7, options={"enforce_eager": True})
     assert "--speculative-config" not in plain
-    ngram = bare_command(Path("t"), {"method": "ngram"}, name="tiny", port=7, options={"enforce_eager": True})
-    assert [part for part in ngram if part not in plain] == ["--speculative-config", '{"method": "ngram"}']
+    ngram = bare_command(
+        Path("t"), {"method": "ngram"}, name="tiny", port=7, options={"enforce_eager": True}
+    )
+    assert [part for part in ngram if part not in plain] == [
+        "--speculative-config",
+        '{"method": "ngram"}',
+    ]
 
 
 def part(seconds: float, charged_s: float, cpu_s: float, *, answer: int = 1) -> dict[str, Any]:
@@ -77,14 +89,18 @@ def figures(rows: list[dict[str, Any]]) -> dict[tuple[str, str], Figure]:
     return {(f.group, f.name): f for f in summarise(plan, rows).figures}
 
 
-def a_row(arm: str, start: int, contender: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+def a_row(
+    arm: str, start: int, contender: dict[str, Any], reference: dict[str, Any]
+) -> dict[str, Any]:
     facts = {"num_swaps": 3} if arm == names.OURS else {}
     row = {"schedule": "sharp", "arm": arm, "start": start, "first": "contender", "facts": facts}
     return {**row, "contender": contender, "reference": reference}
 
 
 def test_training_after_a_chunk_is_charged_and_shown() -> None:
-    rows = [a_row(names.OURS, start, part(4, 1, 10), part(10, 0, 10)) for start in range(0, 120, 24)]
+    rows = [
+        a_row(names.OURS, start, part(4, 1, 10), part(10, 0, 10)) for start in range(0, 120, 24)
+    ]
     found = figures(rows)
     group = "sharp: all requests"
     assert found[group, "tokens/s, ours / no speculation"].value == 2.0
@@ -98,7 +114,10 @@ def test_training_after_a_chunk_is_charged_and_shown() -> None:
 
 def test_phases_are_told_apart_and_differing_answers_counted() -> None:
     rows = [a_row(names.NGRAM_TUNED, 0, part(5, 0, 1), part(10, 0, 1))]
-    rows += [a_row(names.NGRAM_TUNED, start, part(20, 0, 1, answer=2), part(10, 0, 1)) for start in range(24, 120, 24)]
+    rows += [
+        a_row(names.NGRAM_TUNED, start, part(20, 0, 1, answer=2), part(10, 0, 1))
+        for start in range(24, 120, 24)
+    ]
     found = figures(rows)
     name = "tokens/s, n-gram, 1 to 5 / no speculation"
     assert found["sharp: home", name].value == 2.0
@@ -140,7 +159,10 @@ def test_a_server_that_does_not_train_is_charged_nothing() -> None:
 
 def test_a_quick_run_keeps_the_phases_and_shortens_them() -> None:
     quick, full = (
-        drift_speed.protocol(Options(directory=Path("x"), quick=q)).sizes["schedules"] for q in (True, False)
+        drift_speed.protocol(Options(directory=Path("x"), quick=q)).sizes["schedules"]
+        for q in (True, False)
     )
-    assert [p["name"] for p in quick["sharp"]["phases"]] == [p["name"] for p in full["sharp"]["phases"]]
+    assert [p["name"] for p in quick["sharp"]["phases"]] == [
+        p["name"] for p in full["sharp"]["phases"]
+    ]
     assert [p["requests"] for p in quick["sharp"]["phases"]] == [24, 96]

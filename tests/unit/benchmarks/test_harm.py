@@ -1,4 +1,7 @@
-"""What the soak and harm benches make of their rows: a failure is not excused for nothing, growth is seen."""
+"""How the soak and harm benches judge their rows.
+
+Failures are excused for a reason only, and growth is seen.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,34 @@ def request(started: float, ended: float, error: str = "", **more: Any) -> dict[
     return row | {"is_known": False, "is_changed": False} | more
 
 
-def fault(name: str, at: float, seconds: float = 20.0, cut: tuple[float, ...] = ()) -> dict[str, Any]:
+def fault(
+    name: str, at: float, seconds: float = 20.0, cut: tuple[float, ...] = ()
+) -> dict[str, Any]:
     return {"kind": "fault", "fault": name, "at": at, "seconds": seconds, "cut": list(cut)}
 
 
 def looks(slope: float = 0.0, num: int = 120) -> list[dict[str, Any]]:
     rng = np.random.default_rng(1)
     return [
-        {"kind": "look", "at": 5.0 * i} | {name: 100 + slope * 5 * i / 3600 + rng.normal() for name in soak.GROWING}
+        {"kind": "look", "at": 5.0 * i}
+        | {name: 100 + slope * 5 * i / 3600 + rng.normal() for name in soak.GROWING}
         for i in range(num)
     ]
 
 
-END = {"kind": "end", "num_rounds": 9, "num_swaps": 4, "num_rollbacks": 1, "num_stored": 500, "lost": {"redis": 3}}
+END = {
+    "kind": "end",
+    "num_rounds": 9,
+    "num_swaps": 4,
+    "num_rollbacks": 1,
+    "num_stored": 500,
+    "lost": {"redis": 3},
+}
 
 
-def summary(tmp_path: Path, *rows: dict[str, Any], slope: float = 0.0) -> tuple[dict[str, float], Result]:
+def summary(
+    tmp_path: Path, *rows: dict[str, Any], slope: float = 0.0
+) -> tuple[dict[str, float], Result]:
     plan = soak.protocol(Options(directory=tmp_path))
     result = soak.summarise(plan, [*rows, *looks(slope), END])
     return {figure.name: figure.value for figure in result.figures}, result
@@ -60,9 +75,13 @@ def test_only_what_met_a_killed_engine_is_excused(tmp_path: Path) -> None:
 
 def test_another_answer_is_a_change(tmp_path: Path) -> None:
     known = request(1, 2, is_known=True)
-    found, result = summary(tmp_path, known, {**known, "is_changed": True}, {**known, "error": "boom"})
+    found, result = summary(
+        tmp_path, known, {**known, "is_changed": True}, {**known, "error": "boom"}
+    )
     assert found["answers changed"] == 1
-    assert [is_met for goal, _, is_met in result.verdicts() if goal.figure == "answers changed"] == [False]
+    assert [
+        is_met for goal, _, is_met in result.verdicts() if goal.figure == "answers changed"
+    ] == [False]
 
 
 @pytest.mark.parametrize("slope", [0.0, 400.0])
@@ -81,7 +100,14 @@ def counts(alphas: list[float]) -> dict[str, list[int]]:
 def harmed(scenario: str, learnt: list[float], frozen: list[float], **more: Any) -> dict[str, Any]:
     row = {"scenario": scenario, "seed": 0, "learnt": counts(learnt), "frozen": counts(frozen)}
     return (
-        row | {"rest": [list(range(len(learnt)))], "rounds": 5, "published_at": [40, 90], "train_seconds": 1.0} | more
+        row
+        | {
+            "rest": [list(range(len(learnt)))],
+            "rounds": 5,
+            "published_at": [40, 90],
+            "train_seconds": 1.0,
+        }
+        | more
     )
 
 
@@ -105,7 +131,11 @@ def test_the_worst_window_counts_not_the_mean(tmp_path: Path) -> None:
     assert found["return", "α at once on return over α before"] == pytest.approx(0.85 / 0.9)
     assert found["return", "α reached on the other domain over its ceiling"] == pytest.approx(0.5)
     assert found["steady", "publications in the second half"] == 0
-    met = {goal.figure: is_met for goal, figure, is_met in result.verdicts() if figure.group not in ("sly", "hostile")}
+    met = {
+        goal.figure: is_met
+        for goal, figure, is_met in result.verdicts()
+        if figure.group not in ("sly", "hostile")
+    }
     assert met == {
         worst: False,
         harm.GAINED: False,
@@ -138,12 +168,19 @@ def test_poison_and_noise_leave_the_served_tokens_alone(sly: float) -> None:
     assert np.array_equal(poisoned.output_ids, request.output_ids)
     changed = (poisoned.target_ids != request.target_ids).any(1).mean()
     assert changed == pytest.approx(0.5, abs=0.1)
-    kept_first = (poisoned.target_ids[:, 0] == request.target_ids[:, 0]) & (poisoned.target_logprobs[:, 1] < -0.7)
-    assert (kept_first & (poisoned.target_logprobs[:, 0] > -0.7)).mean() == pytest.approx(sly / 2, abs=0.1 * sly)
+    kept_first = (poisoned.target_ids[:, 0] == request.target_ids[:, 0]) & (
+        poisoned.target_logprobs[:, 1] < -0.7
+    )
+    assert (kept_first & (poisoned.target_logprobs[:, 0] > -0.7)).mean() == pytest.approx(
+        sly / 2, abs=0.1 * sly
+    )
     mass = np.exp(poisoned.target_logprobs.astype(float)).sum(1) + np.exp(poisoned.tail_logprob)
     assert mass == pytest.approx(1, abs=0.01)
-    assert all(len(set(row)) == len(row) for row in poisoned.target_ids.tolist()), "else the trainer leaves it out"
+    assert all(len(set(row)) == len(row) for row in poisoned.target_ids.tolist()), (
+        "else the trainer leaves it out"
+    )
     noise = harm._noise(request, 1000, rng)
     assert all(len(set(row)) == len(row) for row in noise.target_ids.tolist())
-    assert len(noise.output_ids) == len(noise.target_ids) == len(noise.tail_logprob) == harm.NOISE_TOKENS
+    for values in (noise.output_ids, noise.target_ids, noise.tail_logprob):
+        assert len(values) == harm.NOISE_TOKENS
     assert np.array_equal(noise.target_ids[:, 0], noise.output_ids)

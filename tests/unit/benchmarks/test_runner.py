@@ -1,4 +1,4 @@
-"""The benches' arithmetic on known numbers, and each bench's figures from a small recorded run."""
+"""The benches' arithmetic on known numbers, and their figures from a small recorded run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,22 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 def a_protocol(*goals: Goal) -> Protocol:
-    return Protocol(bench="some", question="Is it?", arms=("a", "b"), order="in turns", sizes={"k": 4}, goals=goals)
+    return Protocol(
+        bench="some",
+        question="Is it?",
+        arms=("a", "b"),
+        order="in turns",
+        sizes={"k": 4},
+        goals=goals,
+    )
 
 
-# -- statistics -------------------------------------------------------------------------------------------------------
+# -- statistics -----------------------------------------------------------------------------------
 
 
 def test_a_median_ratio_pairs_neighbours() -> None:
-    # The machine becomes four times slower half-way: the ratio of neighbours does not notice, that of medians would.
+    # The machine becomes four times slower half-way: the ratio of neighbours does not notice, that
+    # of medians would.
     slow = np.repeat([1.0, 4.0], 20)
     found = median_ratio(0.9 * slow, slow)
     assert found.n == 40
@@ -74,7 +82,7 @@ def test_p99_of_few_values_is_the_largest() -> None:
     assert quantile([1, 2, 3, 4], 0.5) == 2
 
 
-# -- results ----------------------------------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------
 
 
 def test_a_goal_is_held_against_the_number_it_names() -> None:
@@ -87,7 +95,10 @@ def test_a_goal_is_held_against_the_number_it_names() -> None:
             Figure(group="two", name="other", value=0.0),
         ),
     )
-    assert [(f.group, is_met) for _, f, is_met in result.verdicts()] == [("one", True), ("two", False)]
+    assert [(f.group, is_met) for _, f, is_met in result.verdicts()] == [
+        ("one", True),
+        ("two", False),
+    ]
     text = table(result)
     assert text.count("lower bound >= 0.98: met") == 1
     assert text.count("lower bound >= 0.98: MISSED") == 1
@@ -101,7 +112,9 @@ def test_a_goal_is_held_against_the_number_it_names() -> None:
 
 def test_a_goal_that_could_not_be_judged_is_said() -> None:
     goals = Goal(figure="speed", bound="low", at_least=0.98), Goal(figure="harm", at_most=0.0)
-    found = Result(protocol=a_protocol(*goals), figures=(Figure(group="one", name="speed", value=0.99),))
+    found = Result(
+        protocol=a_protocol(*goals), figures=(Figure(group="one", name="speed", value=0.99),)
+    )
     assert found.verdicts() == []
     assert table(found).splitlines()[-2:] == [
         "not judged: one, speed lower bound >= 0.98",
@@ -111,7 +124,12 @@ def test_a_goal_that_could_not_be_judged_is_said() -> None:
 
 
 def test_numbers_are_short() -> None:
-    assert [number(x) for x in (0.98765, 12.3456, 151_936.4, 0.0)] == ["0.9877", "12.35", "151,936", "0"]
+    assert [number(x) for x in (0.98765, 12.3456, 151_936.4, 0.0)] == [
+        "0.9877",
+        "12.35",
+        "151,936",
+        "0",
+    ]
 
 
 def test_drawings_are_well_formed_and_show_every_observation() -> None:
@@ -121,7 +139,12 @@ def test_drawings_are_well_formed_and_show_every_observation() -> None:
         rows=(("x & y", Estimate(value=1, low=0.5, high=2, n=3), (0.5, 1.0, 2.0)),),
         reference=1,
     )
-    lines = Lines(title="t", x_label="x", y_label="y", lines={"one": ((0.0, 1.0), (1.0, 1.0)), "two": ((0.5, 3.0),)})
+    lines = Lines(
+        title="t",
+        x_label="x",
+        y_label="y",
+        lines={"one": ((0.0, 1.0), (1.0, 1.0)), "two": ((0.5, 3.0),)},
+    )
     circles = list(ElementTree.fromstring(plot.draw(spread)).iter("circle"))
     assert len(circles) == 4
     chart = json.loads(ElementTree.fromstring(plot.draw(lines)).findtext("script") or "")
@@ -135,16 +158,20 @@ def test_drawings_are_well_formed_and_show_every_observation() -> None:
     assert "Is it?" in page
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files ----------------------------------------------------------------------------------------
 
 
 def test_the_protocol_is_on_disk_before_anything_is_measured(tmp_path: Path) -> None:
-    notebook = Notebook(Options(directory=tmp_path, quick=True), a_protocol(Goal(figure="f", at_most=1.0)))
+    notebook = Notebook(
+        Options(directory=tmp_path, quick=True), a_protocol(Goal(figure="f", at_most=1.0))
+    )
     head = json.loads((tmp_path / "protocol.json").read_text())
     assert head["protocol"]["sizes"] == {"k": 4}
     assert head["protocol"]["goals"][0]["at_most"] == 1.0
     assert head["quick"] is True
-    assert {"date", "cpu", "num_cores", "memory_gib", "versions", "load_average"} <= set(head["machine"])
+    assert {"date", "cpu", "num_cores", "memory_gib", "versions", "load_average"} <= set(
+        head["machine"]
+    )
     assert head["machine"]["versions"]["torch"]
     assert read_rows(tmp_path) == []
     notebook.add(arm="a", seconds=1.5)
@@ -163,7 +190,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         runner.run("buffer", quick=True, out=tmp_path / "file" / "x", say=print)
 
 
-# -- commands ---------------------------------------------------------------------------------------------------------
+# -- commands -------------------------------------------------------------------------------------
 
 
 def test_help_lists_the_benches_and_loads_nothing_heavy() -> None:
@@ -172,7 +199,9 @@ def test_help_lists_the_benches_and_loads_nothing_heavy() -> None:
         "print(CliRunner().invoke(app, ['bench', '--help']).output)\n"
         "print([m for m in ('torch', 'vllm', 'ray', 'transformers', 'numpy') if m in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert result.stdout.strip().endswith("[]")
     for name in BENCHES:
         assert f"\n  {name} " in result.stdout
@@ -183,14 +212,16 @@ def test_every_bench_is_a_module_with_a_run(name: str) -> None:
     assert callable(importlib.import_module(f"benchmarks.{name}").run)
 
 
-# -- each bench on recorded rows --------------------------------------------------------------------------------------
+# -- each bench on recorded rows ------------------------------------------------------------------
 
 
 def recorded(name: str) -> tuple[Result, dict[tuple[str, str], Figure], list[dict[str, Any]]]:
     """The result of a bench from recorded rows, its figures by group and name, and the rows."""
     module = importlib.import_module(f"benchmarks.{name}")
     rows = [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text().splitlines()]
-    result: Result = module.summarise(module.protocol(Options(directory=Path("unused"), quick=True)), rows)
+    result: Result = module.summarise(
+        module.protocol(Options(directory=Path("unused"), quick=True)), rows
+    )
     json.dumps(result.as_dict(), allow_nan=False)
     for drawing in result.drawings:
         ElementTree.fromstring(plot.draw(drawing))
@@ -200,14 +231,20 @@ def recorded(name: str) -> tuple[Result, dict[tuple[str, str], Figure], list[dic
 def test_capture_from_recorded_rows() -> None:
     result, figures, rows = recorded("capture")
     group = "512 tokens, batch 8"
-    on, off = ([r for r in rows if r["group"] == "tiny/8" and r["arm"] == arm] for arm in ("on", "off"))
+    on, off = (
+        [r for r in rows if r["group"] == "tiny/8" and r["arm"] == arm] for arm in ("on", "off")
+    )
     ratio = np.median([b["seconds"] / a["seconds"] for a, b in zip(on, off, strict=True)])
     assert figures[group, "tokens/s, on / off"].value == pytest.approx(ratio)
     hot = np.median([1e6 * r["hook_cpu_s"] / r["num_tokens"] for r in on])
     assert figures[group, "CPU in the hot path per output token"].value == pytest.approx(hot)
     num_rows = sum(r["sent"]["rows"] for r in on)
-    assert figures[group, "bytes per stored row"].value == pytest.approx(sum(r["sent"]["bytes"] for r in on) / num_rows)
-    assert figures[group, "rows stored per output token"].value == num_rows / sum(r["num_tokens"] for r in on)
+    assert figures[group, "bytes per stored row"].value == pytest.approx(
+        sum(r["sent"]["bytes"] for r in on) / num_rows
+    )
+    assert figures[group, "rows stored per output token"].value == num_rows / sum(
+        r["num_tokens"] for r in on
+    )
     assert [f.group for _, f, _ in result.verdicts()] == [group, "151,936 tokens, batch 8"]
 
 
@@ -216,13 +253,17 @@ def test_swap_from_recorded_rows() -> None:
     ours, theirs = ([r for r in rows if r["arm"] == arm] for arm in ("ours", "vllm"))
     longest = [max(r["blocked_s"] for r in arm) for arm in (ours, theirs)]
     assert figures["tiny", "blocked p99, ours"].value == pytest.approx(1e3 * longest[0])
-    assert figures["tiny", "blocked p99, ours / vLLM's"].value == pytest.approx(longest[0] / longest[1])
+    assert figures["tiny", "blocked p99, ours / vLLM's"].value == pytest.approx(
+        longest[0] / longest[1]
+    )
     excess = max(max(r["gaps_s"]) - r["quiet_s"] for r in ours)
     assert figures["tiny", "inter-token excess p99, ours"].value == pytest.approx(1e3 * excess)
     assert figures["tiny", "target unchanged (1 = yes)"].value == 1
     assert figures["tiny", "memory held besides vLLM's"].value < 64
     (end,) = (r for r in rows if r["arm"] == "engine")
-    assert figures["tiny", "blocked by the proof, of ours"].value == pytest.approx(1e3 * np.median(end["proof_s"]))
+    assert figures["tiny", "blocked by the proof, of ours"].value == pytest.approx(
+        1e3 * np.median(end["proof_s"])
+    )
 
 
 def test_buffer_from_recorded_rows() -> None:
@@ -232,22 +273,34 @@ def test_buffer_from_recorded_rows() -> None:
     speeds = [r["read"]["num_traces"] * r["trace_bytes"] / 1e6 / r["read"]["seconds"] for r in mine]
     assert figures[title, "out"].value == pytest.approx(np.median(speeds))
     per_trace = figures[title, "bytes per trace, in the server"].value
-    assert per_trace == sum(r["stored"]["num_bytes"] for r in mine) / sum(r["stored"]["num_traces"] for r in mine)
+    assert per_trace == sum(r["stored"]["num_bytes"] for r in mine) / sum(
+        r["stored"]["num_traces"] for r in mine
+    )
     minutes = figures[title, "traffic per GB at 1,000 tokens/s"].value
     assert minutes * 60 * 1000 * per_trace / 64 == pytest.approx(1e9)
 
 
 def test_serving_from_recorded_rows() -> None:
     result, figures, rows = recorded("serving")
-    by_arm = {arm: [r for r in rows if r["group"] == "8 streams" and r["arm"] == arm] for arm in ("bare", "idle")}
-    speeds = {a: [sum(q["tokens"] for q in r["requests"]) / r["seconds"] for r in rs] for a, rs in by_arm.items()}
+    by_arm = {
+        arm: [r for r in rows if r["group"] == "8 streams" and r["arm"] == arm]
+        for arm in ("bare", "idle")
+    }
+    speeds = {
+        a: [sum(q["tokens"] for q in r["requests"]) / r["seconds"] for r in rs]
+        for a, rs in by_arm.items()
+    }
     ratio = np.median([a / b for a, b in zip(speeds["idle"], speeds["bare"], strict=True)])
     assert figures["8 streams", "tokens/s, idle / bare"].value == pytest.approx(ratio)
     longest = max(q["seconds"] for r in by_arm["idle"] for q in r["requests"])
     assert figures["8 streams", "request latency p99, idle"].value == pytest.approx(1e3 * longest)
     assert figures["8 streams", "answers that differ from bare vLLM's"].value == 0
     looks = "looks that saw a training round"
-    assert {f.name for _, f, _ in result.verdicts()} == {"tokens/s, idle / bare", "TPOT, idle / bare", looks}
+    assert {f.name for _, f, _ in result.verdicts()} == {
+        "tokens/s, idle / bare",
+        "TPOT, idle / bare",
+        looks,
+    }
 
 
 def test_the_service_of_the_serving_bench_never_rests_from_training() -> None:
@@ -281,14 +334,17 @@ def test_changes_compare_auto_with_the_fixed_choice_that_was_best_then() -> None
         for repeat in range(4)
         for arm, speed in speeds.items()
     ]
-    rows.append({"group": name, "arm": changes.DURING, "repeat": 0, "seconds": 10.0, "num_tokens": 600})
+    rows.append(
+        {"group": name, "arm": changes.DURING, "repeat": 0, "seconds": 10.0, "num_tokens": 600}
+    )
     figures = {(f.group, f.name): f.value for f in changes.summarise(plan, rows).figures}
     assert figures[name, changes.BEST] == pytest.approx(76 / 80)
     assert figures[name, changes.DURING] == pytest.approx(60 / 80)
 
 
 def test_control_is_held_against_what_could_have_been_fixed() -> None:
-    """Per cell, for all cells, and against a table of k by batch; here `auto` always finds the cell's best."""
+    """Per cell, for all cells, and against a table of k by batch; here `auto` always finds the
+    cell's best."""
     from benchmarks import control
 
     plan = control.protocol(Options(directory=Path("unused")))
@@ -299,7 +355,14 @@ def test_control_is_held_against_what_could_have_been_fixed() -> None:
     }
 
     def row(group: str, arm: str, repeat: int, speed: float, **more: Any) -> dict[str, Any]:
-        return {"group": group, "arm": arm, "repeat": repeat, "seconds": 2.0, "num_tokens": 2 * speed, **more}
+        return {
+            "group": group,
+            "arm": arm,
+            "repeat": repeat,
+            "seconds": 2.0,
+            "num_tokens": 2 * speed,
+            **more,
+        }
 
     rows = []
     for draft, fixed in speeds.items():
@@ -307,7 +370,11 @@ def test_control_is_held_against_what_could_have_been_fixed() -> None:
             slower = {arm: fixed[arm] / 2 for arm in ("k = 3", "k = 5") if load == "16 streams"}
             arms = fixed | slower
             arms |= {"auto": max(arms.values()), "no speculation": 10.0}
-            rows += [row(f"{draft} draft, {load}", arm, i, speed) for i in range(4) for arm, speed in arms.items()]
+            rows += [
+                row(f"{draft} draft, {load}", arm, i, speed)
+                for i in range(4)
+                for arm, speed in arms.items()
+            ]
     rows += [row(control.COST_GROUP, control.STATIC, i, 100.0) for i in range(4)]
     rows += [row(control.COST_GROUP, control.CONTROLLED, i, 99.0) for i in range(4)]
     figures = {(f.group, f.name): f.value for f in control.summarise(plan, rows).figures}
@@ -315,7 +382,8 @@ def test_control_is_held_against_what_could_have_been_fixed() -> None:
     assert figures["useless draft, 4 streams", control.BEST] == pytest.approx(1.0)
     assert figures["good draft, 4 streams", control.OVER_NONE] == pytest.approx(4.0)
     best, best_of_16 = 40 * 20 * 10, 20 * 20 * 10
-    always_1, always_3 = 15 * 20 * 8, 30 * 15 * 6  # the best single choice; the table's where there are 1 or 4 streams
+    # The best single choice, and the table's for 1 or 4 streams.
+    always_1, always_3 = 15 * 20 * 8, 30 * 15 * 6
     single = (best / always_1) ** 3 * best_of_16 / always_1
     over_table = (best / always_3) ** 2 * best_of_16 / always_1
     assert figures[control.ALL, control.MEAN_SINGLE] == pytest.approx(single ** (1 / 12))

@@ -1,4 +1,4 @@
-"""The trace codec: what goes in comes out, and nothing else is ever taken for a trace."""
+"""The trace codec returns what it was given, and takes nothing else for a trace."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from buffers.codec import MAX_TRACE_BYTES, SCHEMA_VERSION, CorruptTrace, UnknownSchema, decode_trace, encode_trace
-from osd.records import _TRACE_ARRAYS, PLAIN, REJECTED, Trace
+from buffers.codec import (
+    MAX_TRACE_BYTES,
+    SCHEMA_VERSION,
+    CorruptTrace,
+    UnknownSchema,
+    decode_trace,
+    encode_trace,
+)
+from osd.records import PLAIN, REJECTED, TRACE_ARRAYS, Trace
 from tests.support.builders import assert_same_trace, make_minimal_trace, make_trace
 
 PREFIX = 12
@@ -83,7 +90,7 @@ def test_trace_without_rows_comes_back():
 def test_decoded_arrays_are_their_own():
     data = encode_trace(make_trace())
     trace = decode_trace(data)
-    for name in _TRACE_ARRAYS:
+    for name in TRACE_ARRAYS:
         array = getattr(trace, name)
         assert array.flags.writeable and array.flags.aligned, name
         assert not np.shares_memory(array, np.frombuffer(data, np.int8)), name
@@ -93,7 +100,7 @@ def test_codec_covers_every_array_of_the_record():
     from buffers.codec import _ARRAYS
 
     assert {name: (np.dtype(d), n) for name, (d, n) in _ARRAYS.items()} == {
-        name: (np.dtype(d), n) for name, (d, n) in _TRACE_ARRAYS.items()
+        name: (np.dtype(d), n) for name, (d, n) in TRACE_ARRAYS.items()
     }
 
 
@@ -121,7 +128,8 @@ def test_a_header_that_could_not_be_read_back_is_refused():
 def test_the_longest_header_is_read_back_and_a_longer_one_neither_written_nor_read():
     room = MAX_HEADER_BYTES - len(header_of(encode_trace(make_trace(trace_id=""))))
     longest = encode_trace(make_trace(trace_id="x" * room))
-    assert len(header_of(longest)) == MAX_HEADER_BYTES and decode_trace(longest).trace_id == "x" * room
+    assert len(header_of(longest)) == MAX_HEADER_BYTES
+    assert decode_trace(longest).trace_id == "x" * room
     with pytest.raises(ValueError, match="header of 16385 bytes, at most 16384"):
         encode_trace(make_trace(trace_id="x" * (room + 1)))
     with pytest.raises(CorruptTrace, match="header of 16385 bytes"):
@@ -261,7 +269,9 @@ def test_false_headers_with_a_right_crc_are_corrupt(change):
         decode_trace(with_header(encode_trace(make_trace()), change))
 
 
-@pytest.mark.parametrize("head", [b"", b"null", b"[" * 16_000, b'{"arrays":' + b"[" * 16_000, b"\xff\xfe", b"1e999"])
+@pytest.mark.parametrize(
+    "head", [b"", b"null", b"[" * 16_000, b'{"arrays":' + b"[" * 16_000, b"\xff\xfe", b"1e999"]
+)
 def test_false_header_bytes_are_corrupt(head):
     with pytest.raises(CorruptTrace):
         decode_trace(with_raw_header(encode_trace(make_trace()), head))
@@ -292,7 +302,9 @@ def test_lying_bytes_cost_no_memory():
 
 def test_random_damage_with_a_right_crc_never_crashes():
     rng = np.random.default_rng(1)
-    data = encode_trace(make_trace(num_prompt=3, num_output=3, num_rows=2, top_k=2, kind=[REJECTED, PLAIN]))
+    data = encode_trace(
+        make_trace(num_prompt=3, num_output=3, num_rows=2, top_k=2, kind=[REJECTED, PLAIN])
+    )
     for _ in range(3000):
         body = bytearray(data[:-4])
         for index in rng.integers(0, len(body), rng.integers(1, 6)):

@@ -77,7 +77,10 @@ def test_the_oldest_of_all_domains_come_first_and_the_cursor_stands_behind_them(
 
 
 def test_what_cannot_be_read_is_passed_over_also_behind_the_last_that_is_taken() -> None:
-    entries = {"a": [bad(11), entry(5.0, 12), bad(13), bad(14), entry(6.0, 15)], "b": [entry(1.0, 21), bad(22)]}
+    entries = {
+        "a": [bad(11), entry(5.0, 12), bad(13), bad(14), entry(6.0, 15)],
+        "b": [entry(1.0, 21), bad(22)],
+    }
     traces, cursor = take_oldest(entries, {"a": 10, "b": 20}, 2)
     assert ids(traces) == ids([make_trace(index=21), make_trace(index=12)])
     assert cursor == {"a": 14, "b": 22}
@@ -118,12 +121,14 @@ def test_the_newest_are_kept(keep: int, cursor: dict[str, int]) -> None:
     assert keep_newest(newest_first, {"a": Span(11, 12), "b": Span(21, 22)}, keep) == cursor
 
 
-# -- samples -----------------------------------------------------------------------------------------------------------
+# -- samples --------------------------------------------------------------------------------------
 
 SPANS = {"a": Span(11, 20), "b": Span(101, 103), "empty": EMPTY}
 
 
-def chosen(n: int, cursor: dict[str, int], since: dict[str, int] | None = None, seed: int = 0) -> dict[str, list[int]]:
+def chosen(
+    n: int, cursor: dict[str, int], since: dict[str, int] | None = None, seed: int = 0
+) -> dict[str, list[int]]:
     """domain -> the ids that were chosen, in order of size; no id twice."""
     found: dict[str, list[int]] = {}
     for domain, seq in choose_seen(SPANS, cursor, n, np.random.default_rng(seed), since):
@@ -140,7 +145,11 @@ def chosen(n: int, cursor: dict[str, int], since: dict[str, int] | None = None, 
         ({"a": 11}, None, {"a": [11]}),
         ({"a": 10, "b": 100}, None, {}),
         ({"a": 999, "b": 999, "gone": 3}, {"a": 18, "b": 103}, {"a": [19, 20]}),
-        ({"a": 20, "b": 103}, {"a": 5, "b": 102, "gone": 3}, {"a": list(range(11, 21)), "b": [103]}),
+        (
+            {"a": 20, "b": 103},
+            {"a": 5, "b": 102, "gone": 3},
+            {"a": list(range(11, 21)), "b": [103]},
+        ),
         ({"a": 15}, {"a": 15}, {}),
         ({"a": 15}, {"a": 14}, {"a": [15]}),
     ],
@@ -152,14 +161,19 @@ def test_only_what_lies_between_two_cursors_is_chosen(
     assert chosen(0, cursor, since) == chosen(-1, cursor, since) == {}
 
 
-@pytest.mark.parametrize(("n", "shares"), [(2, [1, 1]), (6, [3, 3]), (7, [3, 4]), (9, [3, 6]), (13, [3, 10])])
+@pytest.mark.parametrize(
+    ("n", "shares"), [(2, [1, 1]), (6, [3, 3]), (7, [3, 4]), (9, [3, 6]), (13, [3, 10])]
+)
 def test_domains_take_turns_while_they_have_any(n: int, shares: list[int]) -> None:
     for seed in range(5):
         assert sorted(map(len, chosen(n, {"a": 20, "b": 103}, seed=seed).values())) == shares
 
 
 def test_whose_turn_is_first_is_drawn() -> None:
-    assert {next(iter(chosen(1, {"a": 20, "b": 103}, seed=seed))) for seed in range(12)} == {"a", "b"}
+    assert {next(iter(chosen(1, {"a": 20, "b": 103}, seed=seed))) for seed in range(12)} == {
+        "a",
+        "b",
+    }
 
 
 def test_every_id_is_drawn_sooner_or_later() -> None:
@@ -167,11 +181,15 @@ def test_every_id_is_drawn_sooner_or_later() -> None:
     assert drawn == set(range(11, 21))
 
 
-# -- rules that every buffer shares ------------------------------------------------------------------------------------
+# -- rules that every buffer shares ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("max_traces", "held_out"), [(16, 64), (512, 64), (519, 64), (520, 65), (20_000, 2500)])
-def test_an_eighth_as_many_are_held_out_and_never_fewer_than_64(max_traces: int, held_out: int) -> None:
+@pytest.mark.parametrize(
+    ("max_traces", "held_out"), [(16, 64), (512, 64), (519, 64), (520, 65), (20_000, 2500)]
+)
+def test_an_eighth_as_many_are_held_out_and_never_fewer_than_64(
+    max_traces: int, held_out: int
+) -> None:
     assert holdout_capacity(max_traces) == held_out
 
 

@@ -1,4 +1,4 @@
-"""The connection to a server, asked of hand-written ones: how long it waits, and which it accepts."""
+"""The connection to hand-written servers: how long it waits, and which servers it accepts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,14 @@ def answer_info(listener: socket.socket, version: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("version", "is_accepted"),
-    [("6.2.14", False), ("6.9", False), ("7.0.0", True), ("7.2.4", True), ("8.0", True), ("10.1.2", True)],
+    [
+        ("6.2.14", False),
+        ("6.9", False),
+        ("7.0.0", True),
+        ("7.2.4", True),
+        ("8.0", True),
+        ("10.1.2", True),
+    ],
 )
 def test_a_server_older_than_7_is_refused(version: str, is_accepted: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -65,5 +72,7 @@ def test_a_server_older_than_7_is_refused(version: str, is_accepted: bool) -> No
             if is_accepted:
                 link.check_version()
                 return
-            with pytest.raises(ReplayBufferError, match=f"{version} is too old; use Redis 7.0 or later"):
+            with pytest.raises(
+                ReplayBufferError, match=f"{version} is too old; use Redis 7.0 or later"
+            ):
                 link.check_version()

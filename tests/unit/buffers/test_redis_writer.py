@@ -1,4 +1,7 @@
-"""Storing traces on a server, a hand-written one: what is sent, in which pieces, and what each trouble costs."""
+"""Storing traces on a hand-written server: what is sent, and in which pieces.
+
+Each kind of trouble has a known cost.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from buffers import aof, scripts
 from buffers.base import holdout_capacity
 from buffers.codec import decode_trace, encode_trace
-from buffers.link import Backoff, Call, is_out_of_memory
+from buffers.link import Call, is_out_of_memory
 from buffers.redis_keys import Keys
 from buffers.redis_writer import Drops, RedisWriter
 from osd.records import Trace
@@ -25,7 +28,8 @@ KEYS = Keys("a", "default", "target-a")
 
 
 class FakeServer:
-    """Stands for a `Link`: answers scripts as a server does that has room for `room` more puts of a domain."""
+    """Stands for a `Link`: answers scripts as a server does that has room for `room` more puts of a
+    domain."""
 
     name = "redis://there"
 
@@ -42,7 +46,10 @@ class FakeServer:
         self.is_away = False
         self.dies_after = 1000
         """Rounds."""
-        self.sets = {KEYS.buffers: {b"default target-a", b"small target-b"}, KEYS.domains: {b"code"}}
+        self.sets = {
+            KEYS.buffers: {b"default target-a", b"small target-b"},
+            KEYS.domains: {b"code"},
+        }
         self.num_dropped_connections = 0
 
     def script(self, lua: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
@@ -120,7 +127,7 @@ def invalid(index: int) -> Trace:
     return make_trace(index=index, finished_at=float("nan"))
 
 
-# -- what is sent ------------------------------------------------------------------------------------------------------
+# -- what is sent ---------------------------------------------------------------------------------
 
 
 def test_each_domain_is_one_script_with_training_traces_first(world: World) -> None:
@@ -129,7 +136,10 @@ def test_each_domain_is_one_script_with_training_traces_first(world: World) -> N
     assert world.put([held_out[0], plain[0], coded[0], held_out[1], plain[1], coded[1]]) == 6
     assert world.server.puts == [("", ids([*plain, *held_out])), ("code", ids(coded))]
     (first, second) = world.server.sent(scripts.PUT)
-    assert first[1] == [KEYS.train(""), KEYS.holdout("")] and second[1] == [KEYS.train("code"), KEYS.holdout("code")]
+    assert first[1] == [KEYS.train(""), KEYS.holdout("")] and second[1] == [
+        KEYS.train("code"),
+        KEYS.holdout("code"),
+    ]
     assert first[2][:3] == [1000, holdout_capacity(1000), 2] and second[2][:3] == [1000, 125, 2]
     assert first[2][3::2] == [repr(trace.finished_at) for trace in [*plain, *held_out]]
     assert world.dropped == {}
@@ -140,7 +150,10 @@ def test_domain_and_buffer_are_listed_after_what_is_stored_there(world: World) -
     world.put([make_trace(domain="code"), make_trace(index=1)])
     assert world.server.rounds == [["ADMIT"], ["PUT", "PUT", "REGISTER", "REGISTER"]]
     domains, buffers = world.server.sent(scripts.REGISTER)
-    assert domains[1:] == ([KEYS.domains], ["code"]) and buffers[1:] == ([KEYS.buffers], ["default target-a"])
+    assert domains[1:] == ([KEYS.domains], ["code"]) and buffers[1:] == (
+        [KEYS.buffers],
+        ["default target-a"],
+    )
 
 
 def test_labels_are_asked_for_once_and_cleaned(world: World) -> None:
@@ -152,9 +165,13 @@ def test_labels_are_asked_for_once_and_cleaned(world: World) -> None:
     assert [domain for domain, _ in world.server.puts] == ["", "a_c"]
     payloads = {
         domain: args[4::2]
-        for (domain, _), (_, _, args) in zip(world.server.puts, world.server.sent(scripts.PUT), strict=True)
+        for (domain, _), (_, _, args) in zip(
+            world.server.puts, world.server.sent(scripts.PUT), strict=True
+        )
     }
-    assert {trace.domain for trace in map(decode_trace, payloads[""])} == {""}, "it says where it is stored"
+    assert {trace.domain for trace in map(decode_trace, payloads[""])} == {""}, (
+        "it says where it is stored"
+    )
     assert {trace.domain for trace in map(decode_trace, payloads["a_c"])} == {"a_c"}
 
 
@@ -164,7 +181,9 @@ def test_nothing_is_asked_for_what_has_no_label(world: World) -> None:
     assert world.server.rounds == [["PUT", "REGISTER"]]
 
 
-@pytest.mark.parametrize(("num", "sizes"), [(127, [127]), (128, [128]), (129, [128, 1]), (300, [128, 128, 44])])
+@pytest.mark.parametrize(
+    ("num", "sizes"), [(127, [127]), (128, [128]), (129, [128, 1]), (300, [128, 128, 44])]
+)
 def test_at_most_128_traces_travel_together(world: World, num: int, sizes: list[int]) -> None:
     traces = many(num)
     assert world.put(traces) == num
@@ -180,7 +199,12 @@ def of_bytes(num_bytes: int, index: int) -> Trace:
 
 
 def with_prompt(num_tokens: int, name: str, index: int) -> Trace:
-    return make_trace(index=index, trace_id=f"{name}{index}", num_rows=0, prompt_ids=np.zeros(num_tokens, np.int32))
+    return make_trace(
+        index=index,
+        trace_id=f"{name}{index}",
+        num_rows=0,
+        prompt_ids=np.zeros(num_tokens, np.int32),
+    )
 
 
 def test_at_most_4_mib_travel_together_and_the_trace_that_reaches_them(world: World) -> None:
@@ -191,7 +215,7 @@ def test_at_most_4_mib_travel_together_and_the_trace_that_reaches_them(world: Wo
     assert [len(names) for _, names in world.server.puts] == [3, 2, 1]
 
 
-# -- what is lost ------------------------------------------------------------------------------------------------------
+# -- what is lost ---------------------------------------------------------------------------------
 
 
 def test_each_trace_that_is_lost_is_counted_once(world: World) -> None:
@@ -215,9 +239,12 @@ def test_a_domain_that_fails_costs_its_traces_alone(world: World) -> None:
     assert world.dropped == {"redis": 3}
 
 
-@pytest.mark.parametrize(("num", "seconds", "num_sent"), [(600, 2.5, 3 * 128), (129, 5.5, 128), (128, 9.0, 128)])
+@pytest.mark.parametrize(
+    ("num", "seconds", "num_sent"), [(600, 2.5, 3 * 128), (129, 5.5, 128), (128, 9.0, 128)]
+)
 def test_nothing_more_is_sent_once_time_is_up(num: int, seconds: float, num_sent: int) -> None:
-    """Of 5 seconds, where each piece takes so many; the last is begun when exactly all have passed."""
+    """Of 5 seconds, where each piece takes so many; the last is begun when exactly all have
+    passed."""
     world = World()
 
     class Slow(FakeServer):
@@ -227,7 +254,13 @@ def test_nothing_more_is_sent_once_time_is_up(num: int, seconds: float, num_sent
 
     server: Any = Slow()
     writer = RedisWriter(
-        server, KEYS, world.drops, max_traces=1000, max_domains=3, seconds=5.0, clock=lambda: world.now
+        server,
+        KEYS,
+        world.drops,
+        max_traces=1000,
+        max_domains=3,
+        seconds=5.0,
+        clock=lambda: world.now,
     )
     assert writer.put(many(num)) == num_sent
     assert world.dropped == ({"redis": num - num_sent} if num > num_sent else {})
@@ -247,7 +280,8 @@ def test_out_of_memory_makes_room_in_every_buffer_and_tries_once_more(world: Wor
     ]
     shrunk = world.server.sent(scripts.SHRINK)
     assert sorted(keys for _, keys, _ in shrunk) == sorted(
-        [keys.train(domain), keys.holdout(domain)] for keys, domain in ((KEYS, ""), (KEYS, "code"), (other, ""))
+        [keys.train(domain), keys.holdout(domain)]
+        for keys, domain in ((KEYS, ""), (KEYS, "code"), (other, ""))
     )
     assert all(args == [64, 8] for _, _, args in shrunk)
     assert world.server.num_dropped_connections == 0, "the server is not away"
@@ -280,7 +314,9 @@ def test_a_server_that_dies_while_room_is_made_costs_what_is_left(world: World) 
     assert world.dropped == {"redis": 1}
 
 
-def test_an_outage_is_said_once_and_its_end_too(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_said_once_and_its_end_too(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     world.server.is_away = True
     with caplog.at_level(logging.INFO, "buffers"):
         for _ in range(3):
@@ -292,7 +328,8 @@ def test_an_outage_is_said_once_and_its_end_too(world: World, caplog: pytest.Log
             assert world.put([make_trace(index=i)]) == 1
             assert len(caplog.records) == 2
     assert [record.getMessage() for record in caplog.records] == [
-        "replay buffer redis://there: Connection refused for ***; traces are dropped until it is back",
+        "replay buffer redis://there: Connection refused for ***; traces are dropped until it is "
+        "back",
         "replay buffer redis://there takes traces again",
     ]
     assert world.dropped == {"redis": 3}
@@ -309,43 +346,12 @@ def test_while_it_waits_nothing_is_sent_and_all_is_counted(world: World) -> None
     assert world.put(make_traces(2)) == 2
 
 
-# -- how long it waits -------------------------------------------------------------------------------------------------
-
-
-def test_pauses_double_from_a_tenth_of_a_second_to_five() -> None:
-    now = 0.0
-    backoff = Backoff(clock=lambda: now)
-    pauses = []
-    for _ in range(9):
-        assert backoff.may_try()
-        backoff.failed()
-        begun = now
-        while not backoff.may_try():
-            now += 0.05
-        pauses.append(now - begun)
-        now += 5
-    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0], abs=0.051)
-
-
-def test_of_a_failing_server_one_caller_at_a_time_is_told_to_try() -> None:
-    now = 0.0
-    backoff = Backoff(1.0, 8.0, clock=lambda: now)
-    assert backoff.may_try() and backoff.may_try(), "a healthy one is tried by all"
-    assert backoff.failed() and not backoff.failed(), "the first of an outage"
-    now += 2
-    assert backoff.may_try() and not backoff.may_try()
-    now += 2
-    assert backoff.may_try(), "the one that tried never came back"
-    assert backoff.succeeded() and not backoff.succeeded()
-    assert backoff.may_try() and backoff.may_try()
-    assert backoff.failed(), "of the next one"
-    now += 1
-    assert backoff.may_try(), "which begins with short pauses again"
-
-
 def test_memory_is_told_from_other_refusals() -> None:
-    assert is_out_of_memory(OutOfMemoryError("x")) and is_out_of_memory(ResponseError("-OOM command not allowed"))
-    assert not is_out_of_memory(ResponseError("WRONGTYPE")) and not is_out_of_memory("OOM") and not is_out_of_memory(3)
+    assert is_out_of_memory(OutOfMemoryError("x")) and is_out_of_memory(
+        ResponseError("-OOM command not allowed")
+    )
+    for other in (ResponseError("WRONGTYPE"), "OOM", 3):
+        assert not is_out_of_memory(other)
 
 
 def test_counts_are_copies_and_nothing_is_no_reason() -> None:
@@ -358,11 +364,12 @@ def test_counts_are_copies_and_nothing_is_no_reason() -> None:
     assert drops.as_dict() == {"redis": 3}
 
 
-# -- the append-only file ----------------------------------------------------------------------------------------------
+# -- the append-only file -------------------------------------------------------------------------
 
 
 class Persistence:
-    """Answers what `aof.forget` asks; a rewrite is in progress until the clock shows `busy_until`."""
+    """Answers what `aof.forget` asks; a rewrite is in progress until the clock shows
+    `busy_until`."""
 
     def __init__(self, *, is_enabled: bool = True, busy_until: float = 0.0) -> None:
         self.is_enabled, self.busy_until = is_enabled, busy_until
@@ -374,7 +381,10 @@ class Persistence:
             self.rewrites.append(self.now)
             return None
         assert words == ("INFO", "persistence")
-        return {"aof_enabled": int(self.is_enabled), "aof_rewrite_in_progress": int(self.now < self.busy_until)}
+        return {
+            "aof_enabled": int(self.is_enabled),
+            "aof_rewrite_in_progress": int(self.now < self.busy_until),
+        }
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds

@@ -1,4 +1,4 @@
-"""Files of traces: what goes in comes out, and whatever was cut or damaged is never taken for a trace."""
+"""Files of traces: what was written is read, and damaged parts are never taken for a trace."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_cut_anywhere_it_yields_what_came_before_and_says_where_it_ends(file: Pa
     for length in range(len(data)):
         file.write_bytes(data[:length])
         if length < len(trace_stream.header(TARGET)):
-            with pytest.raises(OSDError, match="not a file of traces; give a file of `osd traces export`"):
+            with pytest.raises(
+                OSDError, match="not a file of traces; give a file of `osd traces export`"
+            ):
                 read(file)
             continue
         traces, said = read(file)
@@ -74,7 +76,10 @@ def test_cut_anywhere_it_yields_what_came_before_and_says_where_it_ends(file: Pa
         assert ids(traces) == ids(TRACES[:num_whole]), length
         for got, expected in zip(traces, TRACES, strict=False):
             assert_same_trace(got, expected)
-        expected_line = f"{file}: record {num_whole + 1}: cut short; the traces before it are used, nothing after it"
+        expected_line = (
+            f"{file}: record {num_whole + 1}: cut short; the traces before it are used, "
+            "nothing after it"
+        )
         assert said == [expected_line], length
 
 
@@ -113,7 +118,9 @@ def test_one_damaged_trace_costs_that_trace_alone(file: Path) -> None:
     assert said == [f"{file}: record 2: CRC32 does not match; this trace is skipped"]
 
 
-@pytest.mark.parametrize("content", [b"", b"hello, this is text", b"\x00" * 64, b"OSDR\x01\x00\x00\x00x"])
+@pytest.mark.parametrize(
+    "content", [b"", b"hello, this is text", b"\x00" * 64, b"OSDR\x01\x00\x00\x00x"]
+)
 def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "other").write_bytes(content)
     with pytest.raises(OSDError, match="other: not a file of traces"):
@@ -144,7 +151,10 @@ def test_an_error_while_writing_leaves_the_old_file(file: Path) -> None:
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, num_bytes: int) -> None:
     assert len(write(tmp_path / "whole").read_bytes()) > 1200
     (tmp_path / "whole").unlink()
-    with pytest.raises(OSDError, match=f"^{tmp_path / 'traces'}: File too large"), files_of_at_most(num_bytes):
+    with (
+        pytest.raises(OSDError, match=f"^{tmp_path / 'traces'}: File too large"),
+        files_of_at_most(num_bytes),
+    ):
         write(tmp_path / "traces")
     assert os.listdir(tmp_path) == []
 

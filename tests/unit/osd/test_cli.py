@@ -1,6 +1,6 @@
-"""What a user who makes a mistake sees: one line that names the key and the remedy, exit status 2, nothing left behind.
+"""A user who makes a mistake sees one line that names the key and the remedy.
 
-Every command runs as a process of its own, as from a shell.
+The exit status is 2, and nothing is left behind. Every command runs as a process of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -26,7 +27,9 @@ Osd = Callable[..., subprocess.CompletedProcess[str]]
 def model_at(directory: Path, words: list[str], *, vocab_size: int | None = None) -> Path:
     """All of a model but weights that mean something: enough for every check before a start."""
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": vocab_size or len(words)}))
+    (directory / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": vocab_size or len(words)})
+    )
     Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])).save(
         str(directory / "tokenizer.json")
     )
@@ -55,7 +58,9 @@ def osd(tmp_path: Path) -> Osd:
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "osd", *map(str, arguments)]
-        return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120
+        )
 
     return run
 
@@ -72,7 +77,8 @@ def serve(osd: Osd, tmp_path: Path, models: tuple[Path, Path]) -> Osd:
 
 
 def refusal(done: subprocess.CompletedProcess[str], tmp_path: Path) -> str:
-    """The one line on stderr of a command that was refused and left nothing running or lying about."""
+    """The one line on stderr of a command that was refused and left nothing running or lying
+    about."""
     assert done.returncode == 2, done
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
@@ -84,16 +90,11 @@ def refusal(done: subprocess.CompletedProcess[str], tmp_path: Path) -> str:
 
 
 def processes_naming(path: Path) -> list[str]:
-    """Command lines of other processes in which `path` occurs: a Valkey, a Ray, an engine of this test."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            text = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(path) in text and int(file.parent.name) != os.getpid():
-            found.append(text)
-    return found
+    """Command lines of other processes in which `path` occurs: a Valkey, a Ray, an engine of this
+    test."""
+    others = (p for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid())
+    texts = [" ".join(process.info["cmdline"] or ()) for process in others]
+    return [text for text in texts if str(path) in text]
 
 
 # Models
@@ -101,7 +102,9 @@ def processes_naming(path: Path) -> list[str]:
 
 def test_a_missing_model_directory(serve: Osd, tmp_path: Path) -> None:
     line = refusal(serve(target=tmp_path / "nowhere"), tmp_path)
-    assert line.startswith(f"osd: serving.target={tmp_path / 'nowhere'}: no such directory; give a model directory")
+    assert line.startswith(
+        f"osd: serving.target={tmp_path / 'nowhere'}: no such directory; give a model directory"
+    )
 
 
 def test_a_missing_draft(serve: Osd, tmp_path: Path) -> None:
@@ -111,7 +114,8 @@ def test_a_missing_draft(serve: Osd, tmp_path: Path) -> None:
 
 def test_no_target_at_all(osd: Osd, tmp_path: Path) -> None:
     line = refusal(osd("serve", "serving.port=0", "control.port=0"), tmp_path)
-    assert line == "osd: serving.target is not set: give models, as in `osd serve ./target --draft ./draft`"
+    remedy = "give models, as in `osd serve ./target --draft ./draft`"
+    assert line == f"osd: serving.target is not set: {remedy}"
 
 
 def test_a_directory_that_holds_no_model(serve: Osd, tmp_path: Path) -> None:
@@ -121,14 +125,17 @@ def test_a_directory_that_holds_no_model(serve: Osd, tmp_path: Path) -> None:
 def test_a_draft_with_another_tokenizer(serve: Osd, tmp_path: Path) -> None:
     other = model_at(tmp_path / "other", ["a", "b", "d", "c"])
     line = refusal(serve(draft=other), tmp_path)
-    assert line.startswith(f"osd: serving.draft={other}: another tokenizer than the target's (they disagree on 'c': ")
+    assert line.startswith(
+        f"osd: serving.draft={other}: another tokenizer than the target's (they disagree on 'c': "
+    )
 
 
 def test_a_draft_of_another_size_whose_tokenizer_is_not_there(serve: Osd, tmp_path: Path) -> None:
     other = model_at(tmp_path / "other", ["a", "b", "c", "d"], vocab_size=8)
     (other / "tokenizer.json").unlink()
     line = refusal(serve(draft=other), tmp_path)
-    assert f"serving.draft={other}: has 8 tokens, the target 4, and {other} holds no tokenizer.json" in line
+    why = f"has 8 tokens, the target 4, and {other} holds no tokenizer.json"
+    assert f"serving.draft={other}: {why}" in line
 
 
 def test_a_draft_without_weights(serve: Osd, tmp_path: Path, models: tuple[Path, Path]) -> None:
@@ -143,7 +150,9 @@ def test_a_detached_start_says_why_it_failed(serve: Osd, tmp_path: Path) -> None
 
 
 def test_there_is_nothing_to_stop(osd: Osd, tmp_path: Path) -> None:
-    assert refusal(osd("stop"), tmp_path).startswith("osd: no service of this user is running here;")
+    assert refusal(osd("stop"), tmp_path).startswith(
+        "osd: no service of this user is running here;"
+    )
 
 
 # Configuration
@@ -172,7 +181,8 @@ def test_an_unknown_key_in_a_file(serve: Osd, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("trainer:\n  learning_rat: 1\n")
     line = refusal(serve("--config", file), tmp_path)
-    assert line == f"osd: trainer.learning_rat ({file}): no such key; did you mean trainer.learning_rate?"
+    why = "no such key; did you mean trainer.learning_rate?"
+    assert line == f"osd: trainer.learning_rat ({file}): {why}"
 
 
 def test_a_value_that_does_not_fit(serve: Osd, tmp_path: Path) -> None:
@@ -193,20 +203,25 @@ def test_an_override_of_unknown_form(serve: Osd, tmp_path: Path) -> None:
 def test_a_missing_configuration_file(osd: Osd, tmp_path: Path) -> None:
     line = refusal(osd("serve", "--config", tmp_path / "no.yaml"), tmp_path)
     assert line == (
-        f"osd: {tmp_path / 'no.yaml'}: cannot be read (No such file or directory); give the path of a YAML file"
+        f"osd: {tmp_path / 'no.yaml'}: cannot be read (No such file or directory); give the path "
+        "of a YAML file"
     )
 
 
 def test_config_show_prints_each_value_and_its_origin(osd: Osd, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("trainer:\n  batch_size: 3\n")
-    done = osd("config", "show", file, "serving.port=9000", "buffer.redis_url=redis://me:s3cret@h:1/0")
+    done = osd(
+        "config", "show", file, "serving.port=9000", "buffer.redis_url=redis://me:s3cret@h:1/0"
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "serving.port = 9000    # command line" in lines
     assert f"trainer.batch_size = 3    # {file}" in lines
     assert "control.port = 8001    # default" in lines
-    assert 'buffer.redis_url = "redis://h:1/0"    # command line' in lines, "neither user nor password"
+    assert 'buffer.redis_url = "redis://h:1/0"    # command line' in lines, (
+        "neither user nor password"
+    )
 
 
 # The machine
@@ -219,7 +234,9 @@ def test_a_port_in_use(serve: Osd, tmp_path: Path, section: str) -> None:
         holder.listen()
         port = holder.getsockname()[1]
         line = refusal(serve(f"{section}.port={port}"), tmp_path)
-    assert line.startswith(f"osd: {section}.port={port}: cannot listen on 127.0.0.1:{port} (Address already in use)")
+    assert line.startswith(
+        f"osd: {section}.port={port}: cannot listen on 127.0.0.1:{port} (Address already in use)"
+    )
     assert f"{section}.port=N" in line
 
 
@@ -233,7 +250,8 @@ def test_one_port_for_both(serve: Osd, tmp_path: Path) -> None:
 
 def test_a_redis_that_does_not_answer(serve: Osd, tmp_path: Path) -> None:
     line = refusal(serve("--redis-url", "redis://127.0.0.1:1"), tmp_path)
-    assert line.startswith("osd: buffer.redis_url: ") and "127.0.0.1:1" in line and "private one" in line
+    assert line.startswith("osd: buffer.redis_url: ")
+    assert "127.0.0.1:1" in line and "private one" in line
 
 
 def test_a_redis_url_that_is_none(serve: Osd, tmp_path: Path) -> None:
@@ -244,20 +262,31 @@ def test_a_redis_url_that_is_none(serve: Osd, tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written(serve: Osd, tmp_path: Path, key: str) -> None:
     (tmp_path / "file").write_text("")
     line = refusal(serve(f"{key}={tmp_path / 'file' / 'below'}"), tmp_path)
-    assert line.startswith(f"osd: {key}: ") and str(tmp_path / "file") in line and f"{key}=DIRECTORY" in line
+    assert line.startswith(f"osd: {key}: ")
+    assert str(tmp_path / "file") in line and f"{key}=DIRECTORY" in line
 
 
 def test_a_python_too_old(tmp_path: Path) -> None:
     python = tmp_path / "python3.8"
     python.write_text('#!/bin/sh\ncase $1 in -V) echo "Python 3.8.20" ;; *) exit 1 ;; esac\n')
     python.chmod(0o755)
-    environ = os.environ | {"OSD_PYTHON": str(python), "OSD_VENV": str(tmp_path / "venv"), "OSD_EXTRA": "cpu"}
+    environ = os.environ | {
+        "OSD_PYTHON": str(python),
+        "OSD_VENV": str(tmp_path / "venv"),
+        "OSD_EXTRA": "cpu",
+    }
     done = subprocess.run(
-        [ROOT / "scripts" / "setup.sh"], env=environ, capture_output=True, text=True, cwd=tmp_path, timeout=60
+        [ROOT / "scripts" / "setup.sh"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
     )
     assert done.returncode == 2
     assert done.stderr == (
-        f"setup: {python} is Python 3.8.20: Python 3.11, 3.12 or 3.13 is needed; set OSD_PYTHON to one\n"
+        f"setup: {python} is Python 3.8.20: Python 3.11, 3.12 or 3.13 is needed; set OSD_PYTHON to "
+        "one\n"
     )
     assert not (tmp_path / "venv").exists()
 
@@ -272,7 +301,8 @@ def test_a_python_too_old(tmp_path: Path) -> None:
 )
 def test_no_service_is_running(osd: Osd, tmp_path: Path, command: tuple[str, ...]) -> None:
     line = refusal(osd(*command), tmp_path)
-    assert line == "osd: no service of this user is running here; start one with `osd serve`, or give --url"
+    remedy = "start one with `osd serve`, or give --url"
+    assert line == f"osd: no service of this user is running here; {remedy}"
 
 
 def test_the_note_of_a_service_that_was_killed_does_not_count(osd: Osd, tmp_path: Path) -> None:

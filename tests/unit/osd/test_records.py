@@ -21,14 +21,20 @@ RECORDS = [
 
 @pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.__name__)
 def test_the_example_of_each_record_is_one(cls: type) -> None:
-    call = re.search(rf"({cls.__name__}\(.*?\))\n(?!\s+\w+=)", inspect.cleandoc(cls.__doc__ or "") + "\n", re.S)
+    call = re.search(
+        rf"({cls.__name__}\(.*?\))\n(?!\s+\w+=)", inspect.cleandoc(cls.__doc__ or "") + "\n", re.S
+    )
     assert call, "no example"
     report = EvalReport(
         num_traces=1, num_tokens=1, k=1, alpha_base=0, alpha_candidate=0, alpha_base_per_pos=(0,),
         alpha_candidate_per_pos=(0,), diff=0, diff_low=0, diff_high=0,
     )  # fmt: skip
     names = {**vars(records), "ACCEPTED": ACCEPTED, "PLAIN": PLAIN, "REJECTED": REJECTED}
-    text = call.group(1).replace("EvalReport(...)", "report") if cls is not EvalReport else call.group(1)
+    text = (
+        call.group(1).replace("EvalReport(...)", "report")
+        if cls is not EvalReport
+        else call.group(1)
+    )
     text = text.replace("RoundOutcome(...)", "None")
     example = eval(text, {**names, "report": report})
     assert isinstance(example, cls)
@@ -50,10 +56,20 @@ def test_the_example_of_each_record_is_one(cls: type) -> None:
 )
 def test_a_trace_that_cannot_be_is_refused_by_name(change: dict, says: str) -> None:
     good = {
-        "trace_id": "t1", "target_id": "x", "finished_at": 1.0, "prompt_ids": [1, 2], "output_ids": [3, 4],
-        "position": [3], "kind": [REJECTED], "draft_ids": [9], "target_ids": [[4, 5]],
-        "target_logprobs": [[-0.1, -3.0]], "tail_logprob": [-4.0], "keep_prob": [1.0], "draft_version": [1],
-    }  # fmt: skip
+        "trace_id": "t1",
+        "target_id": "x",
+        "finished_at": 1.0,
+        "prompt_ids": [1, 2],
+        "output_ids": [3, 4],
+        "position": [3],
+        "kind": [REJECTED],
+        "draft_ids": [9],
+        "target_ids": [[4, 5]],
+        "target_logprobs": [[-0.1, -3.0]],
+        "tail_logprob": [-4.0],
+        "keep_prob": [1.0],
+        "draft_version": [1],
+    }
     Trace(**good)
     with pytest.raises(ValueError, match="trace t1.*" + says):
         Trace(**{**good, **change})
@@ -63,7 +79,9 @@ def test_about_one_trace_in_eight_is_held_out_and_always_the_same() -> None:
     traces = [make_trace(trace_id=f"cmpl-{i}") for i in range(4000)]
     held = sum(t.is_holdout for t in traces)
     assert abs(held - 4000 / HOLDOUT_ONE_IN) < 4 * np.sqrt(4000 / HOLDOUT_ONE_IN)
-    assert [t.is_holdout for t in traces[:50]] == [make_trace(trace_id=f"cmpl-{i}").is_holdout for i in range(50)]
+    assert [t.is_holdout for t in traces[:50]] == [
+        make_trace(trace_id=f"cmpl-{i}").is_holdout for i in range(50)
+    ]
 
 
 def test_all_samples_of_a_request_are_on_the_same_side() -> None:

@@ -1,6 +1,6 @@
-"""What comes from outside is taken apart without a crash: HTTP requests, files of a release, encoded traces.
+"""Data from outside never crashes its parser: HTTP requests, files of a release, encoded traces.
 
-`OSD_FUZZ_SECONDS=600` makes each run so long (all of HTTP together); without it each takes seconds.
+Each run takes seconds. `OSD_FUZZ_SECONDS=600` makes each take that long (all of HTTP together).
 """
 
 from __future__ import annotations
@@ -39,13 +39,17 @@ QUICKLY = settings(
     deadline=None,
     database=None,
     derandomize=not SECONDS,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.filter_too_much,
+        HealthCheck.data_too_large,
+    ],
 )
 
 
 class Clock:
-    """Hypothesis counts examples, not seconds: with so many of them, each part ends here, as skipped, when its time is
-    over without a failure."""
+    """Hypothesis counts examples, not seconds: with so many of them, each part ends here, as
+    skipped, when its time is over without a failure."""
 
     def __init__(self) -> None:
         self._begun: dict[str, float] = {}
@@ -54,10 +58,15 @@ class Clock:
 
     @contextmanager
     def example(self, name: str, seconds: float) -> Iterator[None]:
-        """Around each one. Once one has failed, Hypothesis may take the time it needs to find the smallest."""
+        """Around each one. Once one has failed, Hypothesis may take the time it needs to find the
+        smallest."""
         now = time.monotonic()
         self._done[name] = self._done.get(name, 0) + 1
-        if SECONDS and now - self._begun.setdefault(name, now) > seconds and name not in self._failed:
+        if (
+            SECONDS
+            and now - self._begun.setdefault(name, now) > seconds
+            and name not in self._failed
+        ):
             pytest.skip(f"{name}: {self._done[name]} examples in {seconds:.0f} s, none failed")
         try:
             yield
@@ -78,9 +87,12 @@ NUM_OPERATIONS = sum(1 for _ in schema.exclude(path="/osd/stream").get_all_opera
 @schema.exclude(path="/osd/stream").parametrize()
 @QUICKLY
 def test_no_request_ends_in_a_server_error(case: schemathesis.Case) -> None:
-    """Of the control port, by its own description, with and against it. (`/osd/stream` never ends.)"""
+    """Of the control port, by its own description, with and against it. (`/osd/stream` never
+    ends.)"""
     with CLOCK.example(case.operation.label, SECONDS / NUM_OPERATIONS):
-        case.call_and_validate(headers={**(case.headers or {}), **RIGHT, **HERE}, checks=[not_a_server_error])
+        case.call_and_validate(
+            headers={**(case.headers or {}), **RIGHT, **HERE}, checks=[not_a_server_error]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +101,12 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fuzz")
     model = root / "model"
     model.mkdir()
-    save_file({"a.weight": torch.randn(6, 4), "b.bias": torch.randn(5)}, model / "model.safetensors")
-    (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 4}))
+    save_file(
+        {"a.weight": torch.randn(6, 4), "b.bias": torch.randn(5)}, model / "model.safetensors"
+    )
+    (model / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 4})
+    )
     store = ReleaseStore(root / "releases")
     store.publish(model, parent=0, target_id="t")
     store.publish(model, parent=1, target_id="t")
@@ -135,7 +151,8 @@ def damaged(data: bytes, rng: np.random.Generator) -> bytes:
 
 @pytest.mark.parametrize("name", ["release.json", "config.json", "model.safetensors"])
 def test_a_damaged_release_is_refused_or_whole(release: Path, name: str) -> None:
-    """Whatever became of a file: the store and the swap say what is wrong, or find nothing wrong."""
+    """Whatever became of a file: the store and the swap say what is wrong, or find nothing
+    wrong."""
     store, path = ReleaseStore(release / "releases"), release / "releases" / "v000002" / name
     good, current = path.read_bytes(), store.get(2)
     expected = DraftShape.of(release / "model")
@@ -143,7 +160,10 @@ def test_a_damaged_release_is_refused_or_whole(release: Path, name: str) -> None
     def look(rng: np.random.Generator) -> None:
         path.write_bytes(damaged(good, rng))
         try:
-            assert all(isinstance(found, DraftRelease) for found in ReleaseStore(release / "releases").list())
+            assert all(
+                isinstance(found, DraftRelease)
+                for found in ReleaseStore(release / "releases").list()
+            )
             ReleaseStore(release / "releases").current("t")
             store.verify(current)
         except ReleaseError as error:

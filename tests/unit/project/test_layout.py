@@ -1,9 +1,10 @@
-"""The shape of the project: who may import whom, what importing costs, and that our packages are ours."""
+"""The shape of the code: its imports, what importing costs, its docstrings and dataclasses."""
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
+import re
 import subprocess
 import sys
 import time
@@ -22,7 +23,10 @@ PACKAGES = ("osd", "serving", "buffers", "trainer", "benchmarks")
 @cache
 def modules() -> list[tuple[str, ast.Module]]:
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in paths
+    ]
     return [(name, ast.parse(path.read_text())) for name, path in zip(names, paths, strict=True)]
 
 
@@ -40,7 +44,17 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from imports(node)
 
 
-FORBIDDEN = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "yaml.load", "eval", "exec"}
+FORBIDDEN = {
+    "pickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "torch.load",
+    "yaml.load",
+    "eval",
+    "exec",
+}
 """What makes code of data."""
 
 
@@ -68,13 +82,16 @@ def test_nothing_of_ours_makes_code_of_data() -> None:
     ],
 )
 def test_importing_it_loads_nothing_heavy(module: str) -> None:
-    code = f"import {module}, sys; print([m for m in ('torch', 'vllm', 'ray', 'transformers') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    heavy = ("torch", "vllm", "ray", "transformers")
+    code = f"import {module}, sys; print([m for m in {heavy} if m in sys.modules])"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout.strip() == "[]"
 
 
 def test_help_answers_at_once() -> None:
-    """Within a few times of what the library of the command line takes; torch alone would be tens of times."""
+    """Within a few times of what the library of the command line takes; torch alone would be tens
+    of times."""
 
     def best_of_three(*arguments: str) -> float:
         seconds = []
@@ -90,9 +107,13 @@ def test_help_answers_at_once() -> None:
 def test_each_of_our_names_is_ours() -> None:
     owners = importlib.metadata.packages_distributions()
     for package in PACKAGES:
-        assert set(owners.get(package, [])) <= {"online-speculative-distillation"}, f"{package} has other owners"
+        assert set(owners.get(package, [])) <= {"online-speculative-distillation"}, (
+            f"{package} has other owners"
+        )
         module = __import__(package)
-        assert Path(module.__file__ or "").resolve().is_relative_to(ROOT), f"{package} is loaded from {module.__file__}"
+        assert Path(module.__file__ or "").resolve().is_relative_to(ROOT), (
+            f"{package} is loaded from {module.__file__}"
+        )
 
 
 def test_every_module_and_public_class_says_what_it_is_for() -> None:
@@ -101,7 +122,11 @@ def test_every_module_and_public_class_says_what_it_is_for() -> None:
         if not ast.get_docstring(tree):
             missing.append(name)
         for node in tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node):
+            if (
+                isinstance(node, ast.ClassDef)
+                and not node.name.startswith("_")
+                and not ast.get_docstring(node)
+            ):
                 missing.append(f"{name}.{node.name}")
     assert not missing
 
@@ -115,7 +140,11 @@ def test_annotations_are_made_of_names_and_alternatives() -> None:
                 continue  # pydantic and typer read it
             for node in ast.walk(annotation):
                 is_alternative = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)
-                if isinstance(node, ast.expr) and not is_alternative and not isinstance(node, NAMES):
+                if (
+                    isinstance(node, ast.expr)
+                    and not is_alternative
+                    and not isinstance(node, NAMES)
+                ):
                     wrong.append(f"{name}:{node.lineno} {ast.unparse(annotation)}")
     assert wrong == []
 
@@ -145,22 +174,28 @@ STATE = {
     "serving.speculation.probes._Probe",
     "serving.capture.rows.Rows",
     "serving.capture.running.RunningRequest",
-    "serving.speculation.control.StepSeen",
-    "serving.speculation.control._Request",
+    "serving.speculation.step_seen.StepSeen",
+    "serving.speculation.requests._Request",
     "serving.speculation.step_times._Cell",
     "serving.swap.swap.Staging",
     "serving.capture.windows.WindowCounter",
-    "serving.capture.windows._Counts",
     "buffers.memory._Domain",
     "buffers.redis_writer._Tally",
     "trainer.loop._Progress",
 }
-"""Dataclasses that change, or are made so often that freezing them would be felt; all others are values."""
+"""Dataclasses that change, or are made so often that freezing them would be felt; all others are
+values."""
 
 
 def test_values_do_not_change_and_have_no_other_fields() -> None:
-    found = {f"{name}.{cls.name}": options for name, tree in modules() for cls, options in dataclasses_of(tree)}
-    product = {name: options for name, options in found.items() if not name.startswith("benchmarks")}
+    found = {
+        f"{name}.{cls.name}": options
+        for name, tree in modules()
+        for cls, options in dataclasses_of(tree)
+    }
+    product = {
+        name: options for name, options in found.items() if not name.startswith("benchmarks")
+    }
     assert {name for name, options in product.items() if "slots" not in options} == set()
     assert {name for name, options in product.items() if "frozen" not in options} == STATE
 
@@ -178,7 +213,6 @@ def dataclasses_of(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, set[str]]]:
 UNEVEN = {
     "buffers.redis_writer": 1,
     "osd.observe.series": 2,
-    "osd.observe.status": 1,
     "serving.speculation.acceptance_breakdown": 1,
     "serving.speculation.lazy_draft": 3,
     "serving.speculation.ngram": 1,
@@ -189,24 +223,29 @@ UNEVEN = {
 
 def test_what_is_gone_through_together_is_of_one_length() -> None:
     """Else values would be lost without a word."""
-    calls = [(name, n) for name, tree in modules() for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    calls = [
+        (name, n) for name, tree in modules() for n in ast.walk(tree) if isinstance(n, ast.Call)
+    ]
     zips = [(name, ast.unparse(call)) for name, call in calls if ast.unparse(call.func) == "zip"]
     uneven = Counter(name for name, text in zips if not text.endswith("strict=True)"))
-    assert {name: num for name, num in uneven.items() if not name.startswith("benchmarks")} == UNEVEN
+    assert {
+        name: num for name, num in uneven.items() if not name.startswith("benchmarks")
+    } == UNEVEN
 
 
 def test_no_file_speaks_of_machines_or_registries() -> None:
-    import re
-
-    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    command = ["git", "ls-files"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    kinds = {".py", ".md", ".yaml", ".toml", ".sh", ".txt", ""}
+    machine = re.compile(r"(^|[\s\"'=(])/(work|root|home)/\w|(extra-)?index-url\s*=")
     wrong = []
-    for name in tracked:
+    for name in listed.stdout.split():
         path = ROOT / name
         if path == Path(__file__):
             continue  # it holds the pattern itself
-        if path.suffix not in {".py", ".md", ".yaml", ".toml", ".sh", ".txt", ""} or not path.exists():
+        if path.suffix not in kinds or not path.exists():
             continue
         for number, line in enumerate(path.read_text(errors="ignore").splitlines(), 1):
-            if re.search(r"(^|[\s\"'=(])/(work|root|home)/\w", line) or re.search(r"(extra-)?index-url\s*=", line):
+            if machine.search(line):
                 wrong.append(f"{name}:{number}")
     assert not wrong

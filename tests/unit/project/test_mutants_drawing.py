@@ -1,10 +1,12 @@
-"""Which faults `make mutants` puts into the code."""
+"""Which faults `make mutants` puts into the code, and in which files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.mutants.drawing import MODULES, draw, mutants_of, shares
+import pytest
+
+from tests.mutants.drawing import MODULES, MissingModules, check, draw, mutants_of, shares
 from tests.support.paths import ROOT
 
 
@@ -21,9 +23,20 @@ def test_a_place_is_drawn_once_however_many_mutants_it_has(tmp_path: Path) -> No
     for seed in range(5):
         drawn = draw(every, {str(file): 2}, 100, seed)
         kinds = {mutant.operator_name.partition("_")[0] for mutant in drawn}
-        assert kinds == {"core/ReplaceBinaryOperator", "core/NumberReplacer", "core/AddNot"} and len(drawn) == 3
+        assert kinds == {"core/ReplaceBinaryOperator", "core/NumberReplacer", "core/AddNot"}
+        assert len(drawn) == 3
         assert drawn == draw(every, {str(file): 2}, 100, seed)
 
 
 def test_every_file_of_the_list_is_there() -> None:
-    assert [module for module in MODULES if not (ROOT / module).is_file()] == []
+    check(MODULES, ROOT)
+
+
+def test_missing_files_are_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "kept.py").touch()
+    with pytest.raises(MissingModules) as error:
+        check(["kept.py", "gone.py", "inner/gone.py"], tmp_path)
+    assert str(error.value) == (
+        "not in the checkout: gone.py, inner/gone.py; "
+        "MODULES in tests/mutants/drawing.py lists the files"
+    )

@@ -1,4 +1,4 @@
-"""A run of the tests is green only where everything ran, and at most two tests of it needed a second try."""
+"""A test run is green only if everything ran, and at most two tests needed a second try."""
 
 from __future__ import annotations
 
@@ -33,16 +33,28 @@ class Stage:
         self.again.touch()
         self._file = folder / "test_of_a_stage.py"
 
-    def run(self, num: int, *, comes_right: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, num: int, *, comes_right: bool = True, **environ: str
+    ) -> subprocess.CompletedProcess[str]:
         """Tests that fail when they are first tried, and then `comes_right`."""
         self._file.write_text(FIRST_TRY_FAILS.format(num=num, comes_right=comes_right))
         for tried in self._file.parent.glob("tried-*"):
             tried.unlink()
         shutil.copyfile(ROOT / "tests" / "conftest.py", self._file.with_name("conftest.py"))
-        command = ["scripts/stage", str(self.again), str(self._file), "-q", "-p", "xdist.plugin", "-c", os.devnull]
-        ours = {"OSD_TEST_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        command = ["scripts/stage", str(self.again), str(self._file)]
+        command += ["-q", "-p", "xdist.plugin", "-c", os.devnull]
+        ours = {
+            "OSD_TEST_PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
         return subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **ours, **environ}, capture_output=True, text=True, timeout=120
+            command,
+            cwd=ROOT,
+            env={**os.environ, **ours, **environ},
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
 
 
@@ -54,10 +66,12 @@ def stage(tmp_path: Path) -> Stage:
 def test_two_tests_of_a_run_may_need_a_second_try_and_are_named_and_no_third(stage: Stage) -> None:
     first = stage.run(2)
     assert first.returncode == 0
-    assert [line.rpartition("::")[2] for line in stage.again.read_text().splitlines()] == ["test_it[0]", "test_it[1]"]
+    named = [line.rpartition("::")[2] for line in stage.again.read_text().splitlines()]
+    assert named == ["test_it[0]", "test_it[1]"]
     later = stage.run(1)
     assert later.returncode == 1
-    assert later.stderr.splitlines()[-1] == "red: 3 tests failed at first, and at most 2 of a run may need a second try"
+    why = "red: 3 tests failed at first, and at most 2 of a run may need a second try"
+    assert later.stderr.splitlines()[-1] == why
 
 
 def test_what_fails_twice_is_red(stage: Stage) -> None:

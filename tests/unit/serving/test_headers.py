@@ -1,4 +1,7 @@
-"""What a request says of capture, in headers or body, reaches the engine or is refused; silence changes nothing."""
+"""What a request says of capture reaches the engine or is refused.
+
+A request says it in headers or in its body; saying nothing changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,8 @@ def scope_of(
 
 
 async def call(app: App, scope: dict[str, Any], *messages: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is sent in answer by the application behind the middleware, given these messages of the client."""
+    """What is sent in answer by the application behind the middleware, given these messages of the
+    client."""
     sent: list[dict[str, Any]] = []
     coming = iter([*messages, {"type": f"{scope['type']}.disconnect"}])
 
@@ -81,7 +85,8 @@ async def post(
     chunk: int = 1 << 20,
     **scope: Any,
 ) -> tuple[App, int, str]:
-    """The application after a request; status and text of the refusal, or 0 and "" where it was let through."""
+    """The application after a request; status and text of the refusal, or 0 and "" where it was let
+    through."""
     app, body = App(), content if isinstance(content, bytes) else json.dumps(content).encode()
     pieces = [body[i : i + chunk] for i in range(0, len(body), chunk)] or [b""]
     messages = [
@@ -90,29 +95,38 @@ async def post(
     ]
     sent = await call(app, scope_of(headers or {}, length=len(body), **scope), *messages)
     if not sent:
-        assert app.after == [{"type": "http.disconnect"}], "the server still hears when the client goes away"
+        assert app.after == [{"type": "http.disconnect"}], (
+            "the server still hears when the client goes away"
+        )
         lengths = [value for name, value in app.scopes[0]["headers"] if name == b"content-length"]
         assert lengths == [str(len(app.body)).encode()]
         return app, 0, ""
     start, end = sent
     assert not app.bodies
     headers = dict(start["headers"])
-    assert headers == {b"content-type": b"application/json", b"content-length": str(len(end["body"])).encode()}
+    assert headers == {
+        b"content-type": b"application/json",
+        b"content-length": str(len(end["body"])).encode(),
+    }
     error = json.loads(end["body"])["error"]
     assert (error["type"], error["code"]) == ("BadRequestError", start["status"])
     return app, start["status"], error["message"]
 
 
-async def assert_refused(content: bytes | dict[str, Any], headers: Any = None, **scope: Any) -> None:
+async def assert_refused(
+    content: bytes | dict[str, Any], headers: Any = None, **scope: Any
+) -> None:
     _, status, message = await post(content, headers, **scope)
     assert (status, message) == (400, REFUSAL)
 
 
-# ---------------------------------------------------------------------------------------------------- saying nothing
+# ----------------------------------------------------------------------------------- saying nothing
 
 
 @pytest.mark.parametrize("chunk", [5, 1 << 20])
-@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate", "/v1/audio/transcriptions"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/inference/v1/generate", "/v1/audio/transcriptions"]
+)
 @pytest.mark.parametrize(
     "body",
     [
@@ -132,8 +146,12 @@ async def assert_refused(content: bytes | dict[str, Any], headers: Any = None, *
         b'{"a":' * 3000 + b'"\\u0041"' + b"}" * 3000,
     ],
 )
-async def test_a_request_that_says_nothing_passes_byte_for_byte(body: bytes, path: str, chunk: int) -> None:
-    app, status, _ = await post(body, {"X-OSD-Capture": "on"} if chunk == 5 else {}, path=path, chunk=chunk)
+async def test_a_request_that_says_nothing_passes_byte_for_byte(
+    body: bytes, path: str, chunk: int
+) -> None:
+    app, status, _ = await post(
+        body, {"X-OSD-Capture": "on"} if chunk == 5 else {}, path=path, chunk=chunk
+    )
     assert status == 0
     assert app.body == body
 
@@ -163,13 +181,16 @@ async def test_a_client_that_goes_away_while_it_sends_is_not_served() -> None:
     assert (sent, app.scopes) == ([], [])
 
 
-# ----------------------------------------------------------------------------------------------------------- headers
+# ------------------------------------------------------------------------------------------ headers
 
 
 @pytest.mark.parametrize("chunk", [5, 1 << 20])
 async def test_headers_become_xargs(chunk: int) -> None:
     app, _, _ = await post({"prompt": "é"}, OFF | {"X-OSD-Domain": " sql "}, chunk=chunk)
-    assert json.loads(app.body) == {"prompt": "é", "vllm_xargs": {"osd_capture": "off", "osd_domain": "sql"}}
+    assert json.loads(app.body) == {
+        "prompt": "é",
+        "vllm_xargs": {"osd_capture": "off", "osd_domain": "sql"},
+    }
     assert (b"content-type", b"application/json") in app.scopes[0]["headers"], "other headers stay"
 
 
@@ -181,7 +202,11 @@ async def test_a_domain_needs_no_xargs_to_be_there(xargs: object) -> None:
 
 async def test_a_domain_that_cannot_be_told_changes_nothing() -> None:
     """Without the wish, what is wrong with the body is vLLM's to say."""
-    for body, path in ((b"not json", "/v1/completions"), (b"{ }", "/generative_scoring"), (b"[ ]", "/v1/messages")):
+    for body, path in (
+        (b"not json", "/v1/completions"),
+        (b"{ }", "/generative_scoring"),
+        (b"[ ]", "/v1/messages"),
+    ):
         app, _, _ = await post(body, {"X-OSD-Domain": "x"}, path=path)
         assert app.body == body
     app, _, _ = await post({"use_beam_search": True}, {"X-OSD-Domain": "x"})
@@ -190,9 +215,13 @@ async def test_a_domain_that_cannot_be_told_changes_nothing() -> None:
 
 async def test_the_body_names_the_domain_and_off_always_wins() -> None:
     xargs = {"osd_capture": "on", "osd_domain": "body", "other": 1}
-    app, _, _ = await post({"vllm_xargs": xargs}, {"X-OSD-Capture": "OFF", "X-OSD-Domain": "header"})
+    app, _, _ = await post(
+        {"vllm_xargs": xargs}, {"X-OSD-Capture": "OFF", "X-OSD-Domain": "header"}
+    )
     assert app.xargs == {"osd_capture": "off", "osd_domain": "body", "other": 1}
-    app, _, _ = await post({"vllm_xargs": {"osd_capture": "no"}}, {"X-OSD-Capture": "on", "X-OSD-Domain": "header"})
+    app, _, _ = await post(
+        {"vllm_xargs": {"osd_capture": "no"}}, {"X-OSD-Capture": "on", "X-OSD-Domain": "header"}
+    )
     assert app.xargs == {"osd_capture": "off", "osd_domain": "header"}
 
 
@@ -205,7 +234,7 @@ async def test_of_contradicting_headers_off_wins(first: str) -> None:
     assert app.xargs == {"osd_capture": "off"}
 
 
-# ------------------------------------------------------------------------------------------------- every way to say no
+# ------------------------------------------------------------------------------ every way to say no
 
 
 def in_header(wish: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -265,7 +294,10 @@ TEXT = '{"prompt": "é", "vllm_xargs": {"osd_capture": "off"}}'
         TEXT.encode(),
         TEXT.replace("osd_capture", "osd\\u005fcapture").encode(),
         TEXT.replace("osd_capture", "\\u006F\\u0073\\u0064\\u005F\\u0063apture").encode(),
-        *(TEXT.encode(name) for name in ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be")),
+        *(
+            TEXT.encode(name)
+            for name in ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be")
+        ),
         '\n {"vllm_xargs": {"osd_capture": "off"}}'.encode("utf-16-be"),
     ],
 )
@@ -297,9 +329,16 @@ async def test_of_other_members_with_one_name_the_last_counts_as_for_vllm() -> N
 
 @pytest.mark.parametrize("headers", [OFF, {}])
 @pytest.mark.parametrize(
-    "body", [b'{"vllm_xargs": {"osd_capture": "off"}', b'[{"osd_capture": "off"}]', b'--x\r\n{"osd_capture": "off"}']
+    "body",
+    [
+        b'{"vllm_xargs": {"osd_capture": "off"}',
+        b'[{"osd_capture": "off"}]',
+        b'--x\r\n{"osd_capture": "off"}',
+    ],
 )
-async def test_what_cannot_be_told_not_to_be_captured_is_refused(body: bytes, headers: dict[str, str]) -> None:
+async def test_what_cannot_be_told_not_to_be_captured_is_refused(
+    body: bytes, headers: dict[str, str]
+) -> None:
     await assert_refused(body, headers)
 
 
@@ -309,7 +348,8 @@ async def test_a_header_cannot_be_told_in_what_is_no_json_object(body: bytes) ->
 
 
 async def test_a_request_that_is_kept_out_leaves_nothing_to_go_on_from() -> None:
-    """The Responses API can keep answers in memory; a later request on top of one would be captured with it."""
+    """The Responses API can keep answers in memory; a later request on top of one would be captured
+    with it."""
     for headers, body in ((OFF, {}), ({}, {"vllm_xargs": {"osd_capture": "off"}})):
         app, _, _ = await post({"input": "x", "store": True, **body}, headers, path="/v1/responses")
         assert json.loads(app.body)["store"] is False
@@ -319,7 +359,7 @@ async def test_a_request_that_is_kept_out_leaves_nothing_to_go_on_from() -> None
     assert json.loads(app.body)["store"] is True, "one that is captured may be kept"
 
 
-# ---------------------------------------------------------------------------------------------- a limit of draft tokens
+# -------------------------------------------------------------------------- a limit of draft tokens
 
 
 @pytest.mark.parametrize("value", [2, 2.0, "2", 0])
@@ -331,16 +371,21 @@ async def test_a_limit_that_is_a_whole_number_passes(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["2.9", "true", "-1", "NaN", "1e400", "null", '"two"', "[2]", "9" * 12, '"' + "9" * 5000 + '"']
+    "value",
+    ["2.9", "true", "-1", "NaN", "1e400", "null", '"two"', "[2]", "9" * 12, '"' + "9" * 5000 + '"'],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/generative_scoring"])
 async def test_a_limit_that_is_none_is_refused_with_what_it_said(value: str, path: str) -> None:
-    for body in (f'{{"vllm_xargs": {{"osd_spec_k": {value}}}}}', f'{{"vllm_xargs": {{"\\u006fsd_spec_k": {value}}}}}'):
+    for body in (
+        f'{{"vllm_xargs": {{"osd_spec_k": {value}}}}}',
+        f'{{"vllm_xargs": {{"\\u006fsd_spec_k": {value}}}}}',
+    ):
         _, status, message = await post(body.encode(), path=path)
         said = {"1e400": "Infinity"}.get(value, value)[:40]
         assert status == 400
-        assert (
-            message == f"vllm_xargs.osd_spec_k is a whole number of draft tokens, such as 2, and 0 for none; not {said}"
+        assert message == (
+            "vllm_xargs.osd_spec_k is a whole number of draft tokens, such as 2, and 0 for none; "
+            f"not {said}"
         )
 
 
@@ -349,7 +394,10 @@ async def test_a_limit_that_is_none_is_refused_with_what_it_said(value: str, pat
     [
         ({"osd_capture": "off"}, ("osd_capture", '"vllm_xargs": {...}')),
         ({"osd_domain": "sql"}, ("osd_domain", '"vllm_xargs": {...}')),
-        ({"vllm_xargs": {"osd_captur": "off"}}, ("vllm_xargs.osd_captur:", "osd_capture, osd_domain, osd_spec_k")),
+        (
+            {"vllm_xargs": {"osd_captur": "off"}},
+            ("vllm_xargs.osd_captur:", "osd_capture, osd_domain, osd_spec_k"),
+        ),
         ({"vllm_xargs": {"osd_calibration": 1}}, ("vllm_xargs.osd_calibration:", "osd_capture")),
     ],
 )
@@ -363,11 +411,17 @@ async def test_a_word_of_ours_misspelt_or_at_another_place_is_refused(
 
 def test_the_refusal_is_one_line_that_names_the_header_and_the_remedy() -> None:
     assert "\n" not in REFUSAL
-    for part in ("X-OSD-Capture", "vllm_xargs.osd_capture", "JSON", "beam search", *ROUTES_THAT_CAN_BE_TOLD):
+    for part in (
+        "X-OSD-Capture",
+        "vllm_xargs.osd_capture",
+        "JSON",
+        "beam search",
+        *ROUTES_THAT_CAN_BE_TOLD,
+    ):
         assert part in REFUSAL
 
 
-# -------------------------------------------------------------------------------------------------------- web sockets
+# -------------------------------------------------------------------------------------- web sockets
 
 
 def socket_of(headers: dict[str, str], *extensions: str) -> dict[str, Any]:

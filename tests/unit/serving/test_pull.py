@@ -1,4 +1,7 @@
-"""A replica's pull loop against a hand-written engine and registry: what is swapped in, and what is said about it."""
+"""A replica's pull loop against a hand-written engine and registry.
+
+What is swapped in, and what is reported about it.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,33 @@ import msgspec
 import pytest
 
 from osd.errors import ReplayBufferError
-from osd.records import DraftRelease, ReplicaStatus, SpecWindow, SwapReport, decode
+from osd.records import (
+    DraftRelease,
+    ReplicaStatus,
+    SpeculationReport,
+    SpecWindow,
+    SwapReport,
+    decode,
+)
 from serving.pull import Activity, DraftPuller
 from serving.vllm import names
 
 
 def release(version: int, target_id: str = "target") -> DraftRelease:
     return DraftRelease(
-        version=version, parent=version - 1, path=f"/v{version}", sha256="ab", target_id=target_id, created_at=0.0
+        version=version,
+        parent=version - 1,
+        path=f"/v{version}",
+        sha256="ab",
+        target_id=target_id,
+        created_at=0.0,
     )
 
 
 class FakeEngine:
-    """Answers as the worker extension does. Versions in `refused` fail to stage, and all to commit while there is a
-    `commit_error`; staging takes `seconds_to_stage` of the clock, asked about every 100 seconds."""
+    """Answers as the worker extension does. Versions in `refused` fail to stage, and all to commit
+    while there is a `commit_error`; staging takes `seconds_to_stage` of the clock, asked about
+    every 100 seconds."""
 
     def __init__(self, world: Pulled) -> None:
         self.live, self.staged = 1, 0
@@ -94,8 +110,8 @@ class FakeSteering:
     async def restart(self, release: DraftRelease) -> None:
         self.restarts.append(release.version)
 
-    async def report(self) -> dict[str, Any]:
-        return {"k": 3, "num_restarts": len(self.restarts)}
+    async def report(self) -> SpeculationReport:
+        return SpeculationReport(k=3, num_probes=len(self.restarts))
 
 
 class FakeRegistry:
@@ -140,8 +156,12 @@ class Pulled:
 
     def __init__(self, **options: Any) -> None:
         self.now = 1000.0
-        self.engine, self.registry, self.activity = FakeEngine(self), FakeRegistry(), Activity(self.clock)
-        self.steering = FakeSteering()
+        self.engine, self.registry, self.activity = (
+            FakeEngine(self),
+            FakeRegistry(),
+            Activity(self.clock),
+        )
+        self.speculation_client = FakeSteering()
         self.puller = DraftPuller(
             self.registry,  # type: ignore[arg-type]
             self.engine.rpc,
@@ -151,7 +171,7 @@ class Pulled:
             k=2,
             release=release(1),
             clock=self.clock,
-            **({"steering": self.steering} | options),
+            **({"speculation_client": self.speculation_client} | options),
         )
 
     def clock(self) -> float:
@@ -177,7 +197,12 @@ async def test_the_wanted_draft_is_swapped_in_and_reported(pulled: Pulled) -> No
     assert pulled.engine.live == 3
     assert pulled.engine.releases == [release(3)]
     (report,) = pulled.registry.of(SwapReport)
-    assert (report.replica, report.draft, report.version, report.previous) == ("replica-0", "default", 3, 1)
+    assert (report.replica, report.draft, report.version, report.previous) == (
+        "replica-0",
+        "default",
+        3,
+        1,
+    )
     assert (report.ok, report.error, report.proved) == (True, "", True)
     assert (report.stage_s, report.pause_s) == (0.5, 0.01)
     assert report.at == pytest.approx(time.time(), abs=60)
@@ -185,33 +210,42 @@ async def test_the_wanted_draft_is_swapped_in_and_reported(pulled: Pulled) -> No
     assert num_stagings(pulled) == 1, "what serves is not swapped in again"
     pulled.registry.want = release(2)
     await pulled.look()
-    assert [report.previous for report in pulled.registry.of(SwapReport)] == [1, 3], "an older one is a wish as well"
+    assert [report.previous for report in pulled.registry.of(SwapReport)] == [1, 3], (
+        "an older one is a wish as well"
+    )
 
 
-async def test_the_heartbeat_says_who_serves_what_and_what_the_worker_counted(pulled: Pulled) -> None:
+async def test_the_heartbeat_says_who_serves_what_and_what_the_worker_counted(
+    pulled: Pulled,
+) -> None:
     pulled.registry.want = release(3)
     await pulled.look()
     status = pulled.registry.status
     assert status is not None
-    assert (status.replica, status.draft, status.url) == ("replica-0", "default", "http://127.0.0.1:1")
+    assert (status.replica, status.draft, status.url) == (
+        "replica-0",
+        "default",
+        "http://127.0.0.1:1",
+    )
     assert (status.version, status.target_id, status.k, status.pid) == (3, "target", 2, os.getpid())
     assert (status.capture_rows, status.capture_skipped) == ({"rejected": 7}, {"opted_out": 3})
     assert (status.num_traces, status.buffer_dropped, status.num_running) == (5, {"redis": 4}, 2)
     assert status.unproved == "cannot be read back" and status.engine == names.engine_version()
-    assert status.speculation == {"k": 3, "num_restarts": 1, "split": {"model": 0.25}}
+    assert status.speculation == SpeculationReport(k=3, num_probes=1, split={"model": 0.25})
     assert status.started_at <= status.at == pytest.approx(time.time(), abs=60)
     assert pulled.registry.ttls == {10.0}
 
 
 async def test_without_control_the_heartbeat_says_why() -> None:
-    pulled = Pulled(steering=None, uncontrolled="its k is fixed")
+    pulled = Pulled(speculation_client=None, uncontrolled="its k is fixed")
     pulled.registry.want = release(3)
     await pulled.look()
     assert pulled.engine.live == 3
-    assert pulled.registry.status is not None and pulled.registry.status.speculation == {"problem": "its k is fixed"}
-    fixed = Pulled(steering=None)
+    assert pulled.registry.status is not None
+    assert pulled.registry.status.speculation == SpeculationReport(problem="its k is fixed")
+    fixed = Pulled(speculation_client=None)
     await fixed.look()
-    assert fixed.registry.status is not None and fixed.registry.status.speculation == {}
+    assert fixed.registry.status is not None and fixed.registry.status.speculation is None
 
 
 async def test_control_hears_of_a_swap_and_of_no_other(pulled: Pulled) -> None:
@@ -219,14 +253,23 @@ async def test_control_hears_of_a_swap_and_of_no_other(pulled: Pulled) -> None:
     for version, error, restarts in ((2, "", []), (3, "", [3]), (4, "out of memory", [3])):
         pulled.registry.want, pulled.engine.commit_error = release(version), error
         await pulled.look()
-        assert pulled.steering.restarts == restarts
+        assert pulled.speculation_client.restarts == restarts
 
 
 async def test_a_commit_that_fails_leaves_what_serves_and_is_tried_again(pulled: Pulled) -> None:
-    pulled.registry.want, pulled.engine.commit_error, pulled.engine.proved = release(2), "out of memory", False
+    pulled.registry.want, pulled.engine.commit_error, pulled.engine.proved = (
+        release(2),
+        "out of memory",
+        False,
+    )
     await pulled.look()
     (report,) = pulled.registry.of(SwapReport)
-    assert (report.ok, report.error, report.pause_s, report.proved) == (False, "out of memory", 0.01, False)
+    assert (report.ok, report.error, report.pause_s, report.proved) == (
+        False,
+        "out of memory",
+        0.01,
+        False,
+    )
     assert (report.version, report.previous) == (2, 1)
     assert pulled.registry.status is not None and pulled.registry.status.version == 1
     pulled.engine.commit_error = ""
@@ -256,7 +299,12 @@ async def test_staging_that_takes_ten_minutes_is_given_up(pulled: Pulled) -> Non
     pulled.registry.want, pulled.engine.seconds_to_stage = release(2), 601.0
     await pulled.look()
     (report,) = pulled.registry.of(SwapReport)
-    assert (report.ok, report.error, report.proved, report.pause_s) == (False, "staging took too long", False, 0.0)
+    assert (report.ok, report.error, report.proved, report.pause_s) == (
+        False,
+        "staging took too long",
+        False,
+        0.0,
+    )
     assert pulled.engine.live == 1 and "osd_commit" not in pulled.engine.calls
     assert pulled.now == 1600.0
 
@@ -295,7 +343,10 @@ async def test_a_refused_draft_is_tried_again_later_and_later(pulled: Pulled) ->
             tried_at.append(pulled.now - 1001)
     assert tried_at == [0, 1, 3, 7, 15, 31, 63, 123, 183]
     assert pulled.engine.live == 1
-    assert all(not r.ok and r.error == "does not fit" and r.pause_s == 0 for r in pulled.registry.of(SwapReport))
+    assert all(
+        not r.ok and r.error == "does not fit" and r.pause_s == 0
+        for r in pulled.registry.of(SwapReport)
+    )
     pulled.registry.want = release(4)
     await pulled.look()
     assert pulled.engine.live == 4, "a better one need not wait"
@@ -312,7 +363,9 @@ async def test_what_was_to_be_said_waits_for_redis(pulled: Pulled) -> None:
     pulled.registry.takes_feed = True
     await pulled.look(1.0)
     await pulled.look(1.0)
-    assert [window.at for window in pulled.registry.of(SpecWindow)] == [1.0, 2.0, 3.0], "each once, in order"
+    assert [window.at for window in pulled.registry.of(SpecWindow)] == [1.0, 2.0, 3.0], (
+        "each once, in order"
+    )
     assert len(pulled.registry.of(SwapReport)) == 1
 
 
@@ -325,7 +378,9 @@ async def test_what_waits_is_bounded_and_the_oldest_leaves_first(pulled: Pulled)
     pulled.registry.said.clear()
     pulled.registry.is_away = False
     await pulled.look(1.0)
-    assert [window.at for window in pulled.registry.of(SpecWindow)] == [float(i) for i in range(2501, 4501)]
+    assert [window.at for window in pulled.registry.of(SpecWindow)] == [
+        float(i) for i in range(2501, 4501)
+    ]
 
 
 async def test_an_idle_engine_is_not_asked_but_still_beats(pulled: Pulled) -> None:
@@ -341,7 +396,9 @@ async def ask(activity: Activity, app: Any, **scope: str) -> None:
     await activity.watching(app)({"type": "http", "method": "POST"} | scope, None, None)
 
 
-async def test_an_engine_is_active_while_it_answers_and_three_seconds_longer(pulled: Pulled) -> None:
+async def test_an_engine_is_active_while_it_answers_and_three_seconds_longer(
+    pulled: Pulled,
+) -> None:
     activity = pulled.activity
     during: list[bool] = []
 

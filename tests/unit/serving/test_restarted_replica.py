@@ -1,4 +1,7 @@
-"""What a restarted replica begins with: its arguments are those of the first start, and may be long out of date."""
+"""What a restarted replica begins with.
+
+Its arguments are those of the first start, and may be out of date.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ def begun(line: list[DraftRelease], registry: MemoryRegistry, known: int) -> Dra
 
 @pytest.mark.parametrize("known", [1, 2, 6])
 @pytest.mark.parametrize("redis", ["away", "empty", "behind"])
-def test_it_begins_with_what_the_disk_says_when_redis_cannot(line: list[DraftRelease], redis: str, known: int) -> None:
+def test_it_begins_with_what_the_disk_says_when_redis_cannot(
+    line: list[DraftRelease], redis: str, known: int
+) -> None:
     registry = MemoryRegistry()
     registry.is_away = redis == "away"
     if redis == "behind":
@@ -49,12 +54,16 @@ def test_it_begins_with_what_is_wanted(line: list[DraftRelease]) -> None:
 
 
 def test_each_target_and_draft_has_its_own(line: list[DraftRelease], tmp_path: Path) -> None:
-    other = ReleaseStore(tmp_path / "releases").publish(tmp_path / "candidate", parent=0, target_id="other")
+    other = ReleaseStore(tmp_path / "releases").publish(
+        tmp_path / "candidate", parent=0, target_id="other"
+    )
     assert begun(line, MemoryRegistry(), 1) == line[5]
     assert what_serves(tmp_path / "releases", replace(other, version=1)) == other
 
 
-def test_without_a_store_it_begins_with_what_it_was_given(line: list[DraftRelease], tmp_path: Path) -> None:
+def test_without_a_store_it_begins_with_what_it_was_given(
+    line: list[DraftRelease], tmp_path: Path
+) -> None:
     shutil.rmtree(tmp_path / "releases")
     assert what_serves(tmp_path / "releases", line[0]) == line[0]
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""What the worker answers about swaps, and whose name rows bear after one."""
+"""What the worker answers about swaps, and which version captured rows bear after one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from osd.config.schema import CaptureConfig
 from osd.errors import SwapError
-from osd.records import DraftRelease, encode
+from osd.records import DraftRelease, StagingReport, encode
 from serving.worker import WorkerExtension, trace_settings
 from tests.support.draft_releases import written
 
@@ -25,7 +25,7 @@ class Swapper:
     def __init__(self, proof: Any = None, problem: str = "") -> None:
         self.version, self.proof, self.problem = 3, proof, problem
         self.staged: list[DraftRelease] = []
-        self.staging = {"version": 4, "done": True, "error": "", "seconds": 0.5}
+        self.staging = StagingReport(version=4, done=True, seconds=0.5)
 
     def stage(self, release: DraftRelease) -> None:
         self.staged.append(release)
@@ -47,9 +47,16 @@ PROVING, BLIND = SimpleNamespace(why_not=""), SimpleNamespace(why_not="other lay
 
 
 @pytest.mark.parametrize(("proof", "is_proved"), [(PROVING, True), (BLIND, False), (None, False)])
-def test_a_swap_is_answered_with_its_pause_and_rows_bear_the_new_version(proof: Any, is_proved: bool) -> None:
+def test_a_swap_is_answered_with_its_pause_and_rows_bear_the_new_version(
+    proof: Any, is_proved: bool
+) -> None:
     made = worker(Swapper(proof))
-    assert json.loads(made.osd_commit(4)) == {"pause_s": 0.25, "previous": 3, "proved": is_proved, "error": ""}
+    assert json.loads(made.osd_commit(4)) == {
+        "pause_s": 0.25,
+        "previous": 3,
+        "proved": is_proved,
+        "error": "",
+    }
     assert made.osd_capture.draft_version == 4
 
 
@@ -62,16 +69,29 @@ def test_a_failed_swap_is_answered_with_its_reason_and_rows_bear_the_old_version
 
 def test_a_release_is_staged_whole_and_its_staging_told() -> None:
     made = worker(Swapper())
-    release = DraftRelease(version=4, parent=3, path="/d", sha256="a", target_id="t", created_at=1.0)
+    release = DraftRelease(
+        version=4, parent=3, path="/d", sha256="a", target_id="t", created_at=1.0
+    )
     assert made.osd_stage(encode(release).decode()) == "{}" and made.osd_swapper.staged == [release]
-    assert json.loads(made.osd_staging()) == made.osd_swapper.staging
+    assert json.loads(made.osd_staging()) == {
+        "version": 4,
+        "done": True,
+        "error": "",
+        "seconds": 0.5,
+    }
 
 
-@pytest.mark.parametrize(("proof", "unproved"), [(PROVING, ""), (BLIND, "other layers"), (None, "")])
-def test_a_report_says_what_was_counted_and_why_swaps_are_not_proved(proof: Any, unproved: str) -> None:
+@pytest.mark.parametrize(
+    ("proof", "unproved"), [(PROVING, ""), (BLIND, "other layers"), (None, "")]
+)
+def test_a_report_says_what_was_counted_and_why_swaps_are_not_proved(
+    proof: Any, unproved: str
+) -> None:
     made = worker(Swapper(proof))
     asked = []
-    assembler = SimpleNamespace(rows=Counter(plain=2), skipped=Counter(opt_out=1), num_traces=5, num_running=6)
+    assembler = SimpleNamespace(
+        rows=Counter(plain=2), skipped=Counter(opt_out=1), num_traces=5, num_running=6
+    )
     windows = SimpleNamespace(take=lambda replica, draft: asked.append((replica, draft)) or [])
     made.osd_capture = SimpleNamespace(assembler=assembler, windows=windows)
     made.osd_sink_stats = lambda: {"full": 7}
@@ -90,7 +110,8 @@ def test_a_report_says_what_was_counted_and_why_swaps_are_not_proved(proof: Any,
 
 
 def starting(draft: torch.nn.Module, method: str = "draft_model") -> Any:
-    """A worker of vLLM with this draft, before it was hooked. Settings of the sink come to `settings`."""
+    """A worker of vLLM with this draft, before it was hooked. Settings of the sink come to
+    `settings`."""
     made: Any = WorkerExtension()
     made.settings = []
 
@@ -100,11 +121,15 @@ def starting(draft: torch.nn.Module, method: str = "draft_model") -> Any:
 
     made.osd_open_sink = open_sink
     made.vllm_config = SimpleNamespace(
-        speculative_config=SimpleNamespace(method=method, draft_model_config=SimpleNamespace(dtype=torch.float32))
+        speculative_config=SimpleNamespace(
+            method=method, draft_model_config=SimpleNamespace(dtype=torch.float32)
+        )
     )
     target = torch.nn.LayerNorm(2)
     made.model_runner = SimpleNamespace(
-        get_model=lambda: target, rejection_sampler=torch.nn.Identity(), execute_model=lambda scheduled: scheduled
+        get_model=lambda: target,
+        rejection_sampler=torch.nn.Identity(),
+        execute_model=lambda scheduled: scheduled,
     )
     made.get_draft_model = lambda: draft
     return made
@@ -115,7 +140,9 @@ def test_a_worker_starts_with_the_name_of_the_release_it_serves(tmp_path: Path) 
     tensors = {name: tensor.detach() for name, tensor in draft.named_parameters()}
     release = replace(written(tmp_path, tensors, version=5), draft="code")
     made = starting(draft)
-    settings = trace_settings(release, CaptureConfig(top_k=3), k=4, sink={"url": "redis"}, target_id="t", seed=1)
+    settings = trace_settings(
+        release, CaptureConfig(top_k=3), k=4, sink={"url": "redis"}, target_id="t", seed=1
+    )
     assert made.osd_start(settings) == "{}"
     assert made.osd_swapper.version == made.osd_capture.draft_version == 5
     assert made.osd_swapper.proof.why_not == "" and made.osd_swapper.prove() == ""

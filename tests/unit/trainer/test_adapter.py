@@ -1,4 +1,7 @@
-"""LoRA: only adapters move, what leaves is a plain model, and restarts of any kind begin where they should."""
+"""LoRA: only adapters move, and what leaves is a plain model.
+
+Restarts of any kind begin where they should.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,33 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+)
 
 from osd.config.schema import GateConfig
 from osd.records import DraftRelease
-from tests.support.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, release_of, save_draft, tiny_llama
-from tests.support.tiny_rounds import GATE, alpha, buffer_with, config, same_weights, trainer_at, weights
+from tests.support.tiny_drafts import (
+    TARGET_ID,
+    VOCAB_SIZE,
+    chain_traces,
+    release_of,
+    save_draft,
+    tiny_llama,
+)
+from tests.support.tiny_rounds import (
+    GATE,
+    alpha,
+    buffer_with,
+    config,
+    same_weights,
+    trainer_at,
+    weights,
+)
 from trainer import adapter
 from trainer.distiller import Distiller
 from trainer.draft import RowModel, export_draft, load_draft
@@ -49,9 +73,9 @@ def save_neox(directory: Path) -> Path:
 def save_gpt2(directory: Path) -> Path:
     """Its layers keep their weights transposed; output and embedding are one tensor."""
     torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, n_positions=64, n_embd=32, n_layer=1, n_head=2)).save_pretrained(
-        directory
-    )
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB_SIZE, n_positions=64, n_embd=32, n_layer=1, n_head=2)
+    ).save_pretrained(directory)
     return directory
 
 
@@ -68,7 +92,8 @@ def trained(path: Path, num_steps: int = 3) -> Distiller:
     """A distiller with adapters that do something."""
     distiller = Distiller(load_draft(path), config(method="lora"))
     for index in range(num_steps):
-        assert distiller.step(distiller.collate(chain_traces(8, start=8 * index)), index) is not None
+        batch = distiller.collate(chain_traces(8, start=8 * index))
+        assert distiller.step(batch, index) is not None
     return distiller
 
 
@@ -121,26 +146,41 @@ def test_what_leaves_is_a_plain_draft_that_says_the_same(tmp_path: Path, draft: 
     path = DRAFTS[draft](tmp_path / "base")
     distiller = trained(path, num_steps=40)
     export_draft(distiller.model, path, tmp_path / "out")
-    stored, plain = load_file(tmp_path / "out" / "model.safetensors"), load_file(path / "model.safetensors")
-    assert {n: (t.shape, t.dtype) for n, t in stored.items()} == {n: (t.shape, t.dtype) for n, t in plain.items()}
+    stored, plain = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_file(path / "model.safetensors"),
+    )
+    assert {n: (t.shape, t.dtype) for n, t in stored.items()} == {
+        n: (t.shape, t.dtype) for n, t in plain.items()
+    }
     assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in path.iterdir()}
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     ids_BS = torch.arange(30).reshape(2, 15)
     tolerance = 0.1 if "bfloat16" in draft else 1e-4
     with torch.no_grad():
         expected = distiller.model.hf(ids_BS).logits
-        torch.testing.assert_close(exported(ids_BS).logits, expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            exported(ids_BS).logits, expected, atol=tolerance, rtol=tolerance
+        )
         assert (expected - load_draft(path).hf(ids_BS).logits).abs().max() > 0.5
     if "bfloat16" not in draft:
-        counts, working = (replay(model, UNSEEN, 4, max_length=64) for model in (RowModel(exported), distiller.model))
+        counts, working = (
+            replay(model, UNSEEN, 4, max_length=64)
+            for model in (RowModel(exported), distiller.model)
+        )
         assert counts.accepted_RG.tolist() == working.accepted_RG.tolist()
         assert counts.tested_RG.tolist() == working.tested_RG.tolist()
 
 
 def test_fewer_numbers_are_trained_and_remembered(tmp_path: Path) -> None:
     path = save_draft(tmp_path / "base")
-    full, lora = Distiller(load_draft(path), config()), Distiller(load_draft(path), config(method="lora", lora_rank=2))
-    sizes = [sum(p.numel() for g in d.optimizer.param_groups for p in g["params"]) for d in (full, lora)]
+    full, lora = (
+        Distiller(load_draft(path), config()),
+        Distiller(load_draft(path), config(method="lora", lora_rank=2)),
+    )
+    sizes = [
+        sum(p.numel() for g in d.optimizer.param_groups for p in g["params"]) for d in (full, lora)
+    ]
     # r (in + out) of q 32→32, k and v 32→16, o 32→32, gate and up 32→64, down 64→32
     assert sizes[1] == 2 * (64 + 48 + 48 + 64 + 96 + 96 + 96)
     assert sizes[1] < sizes[0] / 10
@@ -170,7 +210,9 @@ def test_rounds_with_adapters_make_a_better_draft(tmp_path: Path, draft: str) ->
     assert all(torch.equal(checkpoint[name], plain[name]) for name in checkpoint)
 
 
-def test_adapters_go_on_growing_beside_a_candidate_that_was_published(tmp_path: Path, base: DraftRelease) -> None:
+def test_adapters_go_on_growing_beside_a_candidate_that_was_published(
+    tmp_path: Path, base: DraftRelease
+) -> None:
     buffer = buffer_with(*chain_traces(64), *HELD_OUT)
     trainer = trainer_at(tmp_path / "t", buffer, method="lora")
     first = trainer.run_round(base)
@@ -200,7 +242,11 @@ def test_adapters_go_on_growing_beside_a_candidate_that_was_published(tmp_path: 
     ],
 )
 def test_after_a_change_of_method_learning_starts_cleanly_from_the_serving_draft(
-    tmp_path: Path, base: DraftRelease, then: dict[str, Any], now: dict[str, Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    base: DraftRelease,
+    then: dict[str, Any],
+    now: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     buffer = buffer_with(*chain_traces(64), *HELD_OUT)
     first = trainer_at(tmp_path / "t", buffer, **then).run_round(base)
@@ -226,10 +272,12 @@ def test_a_checkpoint_with_adapters_of_another_model_is_refused(tmp_path: Path) 
 
 
 def test_the_gate_can_compare_candidates_with_adapters(tmp_path: Path, base: DraftRelease) -> None:
-    """Judged are the merged weights on disk, by whoever asks."""
+    """Every evaluator reads the merged weights on disk."""
     buffer = buffer_with(*chain_traces(64), *HELD_OUT)
     first = trainer_at(tmp_path / "t", buffer, method="lora").run_round(base)
-    judge = Trainer(config(), GateConfig(min_holdout_traces=4), 4, buffer, tmp_path / "judge", TARGET_ID)
-    alphas = judge.evaluate_releases([base, release_of(Path(first.path), version=2)], 16)
+    other = Trainer(
+        config(), GateConfig(min_holdout_traces=4), 4, buffer, tmp_path / "other", TARGET_ID
+    )
+    alphas = other.evaluate_releases([base, release_of(Path(first.path), version=2)], 16)
     assert first.eval is not None and GATE.max_holdout_traces == 16
     assert alphas == {1: first.eval.alpha_base, 2: first.eval.alpha_candidate}

@@ -45,26 +45,46 @@ def example(**fields: Any) -> Trace:
 
 def test_a_row_is_fed_what_came_before_it_and_nothing_of_itself() -> None:
     batch = collate([example()], max_length=16, vocab_size=10)
-    assert batch.ids_BS.tolist() == [[1, 7, 9, 4]]  # tokens[:4]: what the target had seen when it spoke of token 4
+    # tokens[:4]: what the target had seen when it predicted token 4.
+    assert batch.ids_BS.tolist() == [[1, 7, 9, 4]]
     assert (batch.row_b_N.tolist(), batch.row_s_N.tolist()) == ([0], [3])
     assert batch.label_ids_N.tolist() == [4]
-    assert batch.draft_ids_N.tolist() == [8]
-    torch.testing.assert_close(batch.target_logprobs_NK.exp(), torch.tensor([[0.9, 0.08]]), atol=1e-3, rtol=0)
+
+    torch.testing.assert_close(
+        batch.target_logprobs_NK.exp(), torch.tensor([[0.9, 0.08]]), atol=1e-3, rtol=0
+    )
     torch.testing.assert_close(batch.tail_logprob_N.exp(), torch.tensor([0.02]), atol=1e-3, rtol=0)
 
 
 def several(num: int, **fields: Any) -> Trace:
     """The example with its row `num` times, at the positions that are given."""
-    names = ("kind", "draft_ids", "target_ids", "target_logprobs", "tail_logprob", "keep_prob", "draft_version")
-    return example(**({name: np.repeat(getattr(example(), name), num, axis=0) for name in names} | fields))
+    names = (
+        "kind",
+        "draft_ids",
+        "target_ids",
+        "target_logprobs",
+        "tail_logprob",
+        "keep_prob",
+        "draft_version",
+    )
+    return example(
+        **({name: np.repeat(getattr(example(), name), num, axis=0) for name in names} | fields)
+    )
 
 
 def test_what_is_missing_of_the_mass_is_made_up_for_by_all_alike() -> None:
-    trace = example(target_logprobs=np.log([[0.9, 0.1]]), tail_logprob=np.log([0.04]))  # 1.04 in all
+    # A mass of 1.04 in all.
+    trace = example(target_logprobs=np.log([[0.9, 0.1]]), tail_logprob=np.log([0.04]))
     batch = collate([trace], max_length=16, vocab_size=10)
-    torch.testing.assert_close(batch.target_logprobs_NK.exp(), torch.tensor([[0.9, 0.1]]) / 1.04, atol=1e-3, rtol=0)
-    torch.testing.assert_close(batch.tail_logprob_N.exp(), torch.tensor([0.04]) / 1.04, atol=1e-4, rtol=0)
-    assert {batch.target_logprobs_NK.dtype, batch.tail_logprob_N.dtype, batch.weight_N.dtype} == {torch.float32}
+    torch.testing.assert_close(
+        batch.target_logprobs_NK.exp(), torch.tensor([[0.9, 0.1]]) / 1.04, atol=1e-3, rtol=0
+    )
+    torch.testing.assert_close(
+        batch.tail_logprob_N.exp(), torch.tensor([0.04]) / 1.04, atol=1e-4, rtol=0
+    )
+    assert {batch.target_logprobs_NK.dtype, batch.tail_logprob_N.dtype, batch.weight_N.dtype} == {
+        torch.float32
+    }
 
 
 def test_float16_rounding_is_taken_out_of_the_mass() -> None:
@@ -74,7 +94,8 @@ def test_float16_rounding_is_taken_out_of_the_mass() -> None:
 
 
 def fed_before(batch: RowBatch, b: int, s: int) -> list[int]:
-    """What the model sees of the sequence that ends at logits [b, s]: as many tokens as its position says."""
+    """What the model sees of the sequence that ends at logits [b, s]: as many tokens as its
+    position says."""
     num = int(batch.position_ids_BS[b, s]) + 1
     assert batch.position_ids_BS[b, s + 1 - num : s + 1].tolist() == list(range(num))
     return batch.ids_BS[b, s + 1 - num : s + 1].tolist()
@@ -83,14 +104,20 @@ def fed_before(batch: RowBatch, b: int, s: int) -> list[int]:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("max_length", [5, 9, 14, 100])
 @pytest.mark.parametrize("num_traces", [1, 4, 9])
-def test_every_row_keeps_its_label_whatever_is_cut_off(num_traces: int, max_length: int, packed: bool) -> None:
-    traces = [make_trace(index=i, num_prompt=3 + i, num_output=8, num_rows=8) for i in range(num_traces)]
+def test_every_row_keeps_its_label_whatever_is_cut_off(
+    num_traces: int, max_length: int, packed: bool
+) -> None:
+    traces = [
+        make_trace(index=i, num_prompt=3 + i, num_output=8, num_rows=8) for i in range(num_traces)
+    ]
     batch = collate(traces, max_length=max_length, vocab_size=VOCAB_SIZE, packed=packed)
     assert batch.trace_N.bincount().tolist() == [min(8, max_length)] * num_traces
     if not packed:
         assert batch.ids_BS.shape == (num_traces, min(num_traces + 9, max_length))
         assert batch.row_b_N.tolist() == batch.trace_N.tolist()
-    places = zip(batch.trace_N.tolist(), batch.row_b_N.tolist(), batch.row_s_N.tolist(), strict=True)
+    places = zip(
+        batch.trace_N.tolist(), batch.row_b_N.tolist(), batch.row_s_N.tolist(), strict=True
+    )
     for row, (index, b, s) in enumerate(places):
         trace = traces[index]
         tokens = np.concatenate([trace.prompt_ids, trace.output_ids]).tolist()
@@ -98,12 +125,12 @@ def test_every_row_keeps_its_label_whatever_is_cut_off(num_traces: int, max_leng
         position = int(trace.position[nth + 8 - min(8, max_length)])
         fed = fed_before(batch, b, s)
         assert len(fed) <= max_length
-        assert fed == tokens[max(0, len(tokens) - 1 - max_length) : position]  # the tokens right before ...
+        # The tokens right before the one that is predicted.
+        assert fed == tokens[max(0, len(tokens) - 1 - max_length) : position]
         assert int(batch.label_ids_N[row]) == tokens[position]  # ... the one that is predicted
         # and what the target said there, not elsewhere
         kept = int(np.flatnonzero(trace.position == position)[0])
         assert batch.target_ids_NK[row].tolist() == trace.target_ids[kept].tolist()
-        assert int(batch.draft_ids_N[row]) == trace.draft_ids[kept]
 
 
 INPUTS = ["ids_BS", "position_ids_BS", "row_b_N", "row_s_N"]
@@ -115,18 +142,24 @@ def test_tokens_and_padding_add_up(packed: bool) -> None:
     traces = [make_trace(index=i, num_prompt=1 + 3 * i) for i in range(7)]
     batch = collate_outputs(traces, max_length=64, vocab_size=VOCAB_SIZE, packed=packed)
     assert batch.num_tokens == sum(len(t.prompt_ids) + len(t.output_ids) - 1 for t in traces)
-    assert batch.padding == pytest.approx(1 - batch.num_tokens / batch.ids_BS.numel())
-    assert (batch.padding < 0.15) is packed
+    padding = 1 - batch.num_tokens / batch.ids_BS.numel()
+    assert (padding < 0.15) is packed
     assert batch.num_rows == len(batch.label_ids_N) == 7 * 7
-    assert [part is getattr(batch, name) for part, name in zip(batch.inputs, INPUTS, strict=True)] == [True] * 4
+    assert [
+        part is getattr(batch, name) for part, name in zip(batch.inputs, INPUTS, strict=True)
+    ] == [True] * 4
     # No position is beyond what a sequence needs: a learnt position embedding has no more.
     assert int(batch.position_ids_BS.max()) == len(traces[-1].prompt_ids) + 7 - 1
 
 
 def test_a_batch_moves_whole() -> None:
     batch = to_device(collate([example()], max_length=16, vocab_size=10), torch.device("meta"))
-    tensors = [value for value in map(batch.__getattribute__, batch.__dataclass_fields__) if torch.is_tensor(value)]
-    assert len(tensors) == 11 and all(tensor.device.type == "meta" for tensor in tensors)
+    tensors = [
+        value
+        for value in map(batch.__getattribute__, batch.__dataclass_fields__)
+        if torch.is_tensor(value)
+    ]
+    assert len(tensors) == 10 and all(tensor.device.type == "meta" for tensor in tensors)
     assert batch.num_tokens == 4
     with pytest.raises(AttributeError, match="cannot assign"):
         batch.num_tokens = 5  # type: ignore[misc]  # what several steps and threads look at does not change
@@ -141,7 +174,8 @@ def test_rows_weigh_as_much_as_they_were_unlikely_to_be_kept() -> None:
     trace = several(3, position=[3, 4, 5], keep_prob=[1.0, 0.25, 0.5])
     weight_N = collate([trace], max_length=16, vocab_size=10).weight_N
     torch.testing.assert_close(weight_N, torch.tensor([1.0, 4.0, 2.0]) / 7)
-    # The first row's context is gone: it weighs nothing among those that are left, of this trace and of others.
+    # The first row's context is gone: it weighs nothing among those that are left, of this trace
+    # and of others.
     weight_N = collate([trace, example()], max_length=2, vocab_size=10).weight_N
     torch.testing.assert_close(weight_N, torch.tensor([4.0, 2.0, 1.0]) / 7)
 
@@ -151,7 +185,9 @@ def test_traces_with_different_top_k_share_a_batch() -> None:
     batch = collate([narrow, wide], max_length=64, vocab_size=VOCAB_SIZE)
     assert batch.target_ids_NK.shape == (8, 6)
     assert (batch.target_logprobs_NK[:4, 3:] == -torch.inf).all()
-    assert (batch.target_ids_NK[:4, 3:] == 0).all(), "a token that there is: the loss looks its logit up"
+    assert (batch.target_ids_NK[:4, 3:] == 0).all(), (
+        "a token that there is: the loss looks its logit up"
+    )
     alone = collate([narrow], max_length=64, vocab_size=VOCAB_SIZE)
     torch.testing.assert_close(batch.target_logprobs_NK[:4, :3], alone.target_logprobs_NK)
 
@@ -165,21 +201,41 @@ def test_outputs_are_all_tokens_but_the_first() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "prompt token too high": ({"prompt_ids": [0, 10, 11]}, r"cmpl-1: prompt_ids holds 10, .* vocabulary has 10"),
-    "negative output token": ({"output_ids": [0, -1, -3]}, r"cmpl-1: output_ids holds -1, .* vocabulary has 10"),
-    "listed token too high": ({"target_ids": [[0, 10]]}, r"cmpl-1: target_ids holds 10, .* vocabulary has 10"),
-    "negative listed token": ({"target_ids": [[0, -1]]}, r"cmpl-1: target_ids holds -1, .* vocabulary has 10"),
+    "prompt token too high": (
+        {"prompt_ids": [0, 10, 11]},
+        r"cmpl-1: prompt_ids holds 10, .* vocabulary has 10",
+    ),
+    "negative output token": (
+        {"output_ids": [0, -1, -3]},
+        r"cmpl-1: output_ids holds -1, .* vocabulary has 10",
+    ),
+    "listed token too high": (
+        {"target_ids": [[0, 10]]},
+        r"cmpl-1: target_ids holds 10, .* vocabulary has 10",
+    ),
+    "negative listed token": (
+        {"target_ids": [[0, -1]]},
+        r"cmpl-1: target_ids holds -1, .* vocabulary has 10",
+    ),
     "token listed twice": ({"target_ids": [[4, 4]]}, r"cmpl-1: target_ids lists a token twice"),
     "token listed twice, not at first": (
         {"target_ids": [[4, 2, 2]], "target_logprobs": np.log([[0.9, 0.04, 0.04]])},
         r"cmpl-1: target_ids lists a token twice",
     ),
-    "mass missing": ({"tail_logprob": [-20.0], "target_logprobs": [[-1.0, -2.0]]}, r"cmpl-1: target_logprobs .* 0.503"),
-    "infinite tail": ({"tail_logprob": [np.inf]}, r"cmpl-1: target_logprobs and tail_logprob of row 0 add up to inf"),
+    "mass missing": (
+        {"tail_logprob": [-20.0], "target_logprobs": [[-1.0, -2.0]]},
+        r"cmpl-1: target_logprobs .* 0.503",
+    ),
+    "infinite tail": (
+        {"tail_logprob": [np.inf]},
+        r"cmpl-1: target_logprobs and tail_logprob of row 0 add up to inf",
+    ),
 }
 
 
-@pytest.mark.parametrize("mass, is_right", [(0.94, False), (0.96, True), (1.04, True), (1.06, False)])
+@pytest.mark.parametrize(
+    "mass, is_right", [(0.94, False), (0.96, True), (1.04, True), (1.06, False)]
+)
 def test_a_row_is_whole_but_for_rounding(mass: float, is_right: bool) -> None:
     trace = example(target_logprobs=np.log([[0.6, mass - 0.65]]), tail_logprob=np.log([0.05]))
     assert (well_formed([trace], check_rows, 10) == [trace]) is is_right
@@ -187,7 +243,9 @@ def test_a_row_is_whole_but_for_rounding(mass: float, is_right: bool) -> None:
 
 @pytest.mark.parametrize("others, worst", [([0.9, 1.6], 1), ([1.1, 0.5], 1), ([1.5, 1.1], 0)])
 def test_the_row_named_is_the_one_that_is_furthest_off(others: list[float], worst: int) -> None:
-    trace = several(2, position=[4, 5], target_logprobs=[[-20, -20]] * 2, tail_logprob=np.log(others))
+    trace = several(
+        2, position=[4, 5], target_logprobs=[[-20, -20]] * 2, tail_logprob=np.log(others)
+    )
     with pytest.raises(ValueError, match=f"of row {worst} add up to {others[worst]}, not 1"):
         check_rows(trace, 10)
 
@@ -195,7 +253,8 @@ def test_the_row_named_is_the_one_that_is_furthest_off(others: list[float], wors
 @pytest.mark.parametrize("make", [collate, collate_outputs])
 def test_traces_share_lines_unless_told_otherwise(make: Callable[..., RowBatch]) -> None:
     traces = [make_trace(index=index, num_prompt=1 + 3 * index) for index in range(7)]
-    assert len(make(traces, 64, VOCAB_SIZE).ids_BS) < len(make(traces, 64, VOCAB_SIZE, packed=False).ids_BS) == 7
+    packed, padded = (make(traces, 64, VOCAB_SIZE, packed=way).ids_BS for way in (True, False))
+    assert len(packed) < len(padded) == 7
 
 
 @pytest.mark.parametrize("make", [collate, collate_outputs])
@@ -228,8 +287,11 @@ def test_a_wrong_trace_among_many_is_left_out_and_logged(caplog: pytest.LogCaptu
     assert "trace bad: prompt_ids holds 99" in caplog.text
 
 
-def row(served: float, likeliest: float, tail: float = 0.0, temperature: float = 0.0, listed: int = 4) -> Trace:
-    """One row where token 4 was served: the probabilities of token `listed`, of the likeliest and of all others."""
+def row(
+    served: float, likeliest: float, tail: float = 0.0, temperature: float = 0.0, listed: int = 4
+) -> Trace:
+    """One row where token 4 was served: the probabilities of token `listed`, of the likeliest and
+    of all others."""
     with np.errstate(divide="ignore"):
         return example(
             target_ids=[[2, listed]],
@@ -265,13 +327,16 @@ def test_the_served_token_has_its_least_part_of_the_likeliest(
 
 
 def test_each_row_is_held_against_the_token_served_there() -> None:
-    # Token 4 was served at positions 3 and 4, token 2 at 5. The rows name the likeliest, and one that is impossible.
+    # Token 4 was served at positions 3 and 4, token 2 at 5. The rows name the likeliest, and one
+    # that is impossible.
     target_ids = [[4, 2], [2, 4], [4, 2]]
     rows = several(3, position=[3, 4, 5], target_ids=target_ids, target_logprobs=[[-0.01, -20]] * 3)
     assert is_believable(rows).tolist() == [True, False, False]
 
 
-def test_rows_that_contradict_the_text_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_contradict_the_text_are_left_out_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     both = several(2, position=[4, 5], target_ids=[[7, 3], [2, 3]], keep_prob=[1.0, 0.5])
     (kept,), num_out = trainable([both, row(0.001, 0.999), make_minimal_trace("no rows")], 10)
     assert num_out == 2
@@ -286,5 +351,8 @@ def test_one_row_in_a_hundred_may_contradict_in_silence(
     num_wrong: int, is_warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, wrong = example(), row(0.001, 0.999)
-    assert trainable([good] * (100 - num_wrong) + [wrong] * num_wrong, 10) == ([good] * (100 - num_wrong), num_wrong)
+    assert trainable([good] * (100 - num_wrong) + [wrong] * num_wrong, 10) == (
+        [good] * (100 - num_wrong),
+        num_wrong,
+    )
     assert bool(caplog.records) is is_warned

@@ -1,4 +1,4 @@
-"""The trainer's memory on disk: what comes back, and from which checkpoint, whatever was damaged."""
+"""The trainer's state on disk: what is restored, from which checkpoint, whatever was damaged."""
 
 from __future__ import annotations
 
@@ -78,7 +78,13 @@ def test_all_that_was_saved_comes_back(tmp_path: Path, method: str) -> None:
     assert found.moments
 
 
-FILES = ["state.json", "model.safetensors", "config.json", "adapter.safetensors", "optimizer.safetensors"]
+FILES = [
+    "state.json",
+    "model.safetensors",
+    "config.json",
+    "adapter.safetensors",
+    "optimizer.safetensors",
+]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -92,15 +98,21 @@ def test_a_damaged_one_means_the_one_before(
     assert f"checkpoint {copied / '10'} cannot be used" in caplog.text
 
 
-def test_where_all_are_damaged_there_is_none(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_all_are_damaged_there_is_none(
+    copied: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for round in (9, 10):
         (copied / str(round) / "state.json").write_bytes(b'{"draft": "math"}')
     assert load_checkpoint(copied) is None
     assert len(caplog.records) == 2
 
 
-@pytest.mark.parametrize("pointer, expected", [(b"10", 10), (b"9", 9), (b"11", 10), (b"8", None), (b"ten", None)])
-def test_what_is_newer_than_the_pointer_was_never_finished(copied: Path, pointer: bytes, expected: int | None) -> None:
+@pytest.mark.parametrize(
+    "pointer, expected", [(b"10", 10), (b"9", 9), (b"11", 10), (b"8", None), (b"ten", None)]
+)
+def test_what_is_newer_than_the_pointer_was_never_finished(
+    copied: Path, pointer: bytes, expected: int | None
+) -> None:
     (copied / "latest").write_bytes(pointer)
     assert round_of(copied) == expected
 
@@ -112,7 +124,10 @@ def test_before_the_first_there_is_none(tmp_path: Path, copied: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_last_one(copied: Path) -> None:
-    with files_of_at_most(10_000), pytest.raises(OSDError, match="11: cannot be written .*free space"):
+    with (
+        files_of_at_most(10_000),
+        pytest.raises(OSDError, match="11: cannot be written .*free space"),
+    ):
         save_checkpoint(copied, state_of(11), distiller_after_a_step())
     assert sorted(path.name for path in copied.iterdir()) == ["10", "9", "latest"]
     assert round_of(copied) == 10
@@ -126,8 +141,14 @@ def test_the_pointer_comes_last_and_only_then_the_oldest_goes(copied: Path) -> N
         save_checkpoint(copied, state_of(11), distiller_after_a_step())
     shutil.rmtree(copied / "latest")
     (copied / "latest").write_text("10")
-    assert sorted(path.name for path in copied.iterdir() if path.name.isdigit()) == ["10", "11", "9"]
+    assert sorted(path.name for path in copied.iterdir() if path.name.isdigit()) == [
+        "10",
+        "11",
+        "9",
+    ]
     assert round_of(copied) == 10
     save_checkpoint(copied, state_of(11), distiller_after_a_step())
-    assert sorted(path.name for path in copied.iterdir()) == ["10", "11", "latest"], "two, and nothing half-written"
+    assert sorted(path.name for path in copied.iterdir()) == ["10", "11", "latest"], (
+        "two, and nothing half-written"
+    )
     assert round_of(copied) == 11

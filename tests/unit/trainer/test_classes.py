@@ -16,14 +16,18 @@ COMMON = list(range(10))
 """Tokens of a chat template, in every prompt."""
 
 
-def prompts(first: int, num: int, seed: int, *, num_words: int = 20, num_known: int = 30) -> list[Trace]:
+def prompts(
+    first: int, num: int, seed: int, *, num_words: int = 20, num_known: int = 30
+) -> list[Trace]:
     """Traces whose prompts take their words from 30 tokens that begin with `first`."""
     rng = np.random.default_rng(seed)
     return [
         make_trace(
             trace_id=f"{first}-{index}",
             num_rows=0,
-            prompt_ids=np.array([*COMMON, *rng.integers(first, first + num_known, num_words)], np.int32),
+            prompt_ids=np.array(
+                [*COMMON, *rng.integers(first, first + num_known, num_words)], np.int32
+            ),
         )
         for index in range(num)
     ]
@@ -57,17 +61,26 @@ def test_prompts_of_other_words_are_other_classes() -> None:
 
 
 def test_neither_length_nor_what_all_prompts_share_makes_a_class() -> None:
-    kinds = [[*prompts(first, 12, first), *prompts(first, 12, first, num_words=400)] for first in (100, 300)]
+    kinds = [
+        [*prompts(first, 12, first), *prompts(first, 12, first, num_words=400)]
+        for first in (100, 300)
+    ]
     assert are_told_apart(*kinds)
     # Half of each kind says the template's first token a hundred times.
     for kind in kinds:
-        kind[::2] = [replace(t, prompt_ids=np.concatenate([t.prompt_ids, np.zeros(100, np.int32)])) for t in kind[::2]]
+        kind[::2] = [
+            replace(t, prompt_ids=np.concatenate([t.prompt_ids, np.zeros(100, np.int32)]))
+            for t in kind[::2]
+        ]
     assert are_told_apart(*kinds)
 
 
 def test_a_word_that_most_prompts_share_makes_them_alike_however_often_they_say_it() -> None:
     def saying(word: int, times: int, num: int) -> list[Trace]:
-        return [make_trace(index=index, num_rows=0, prompt_ids=np.full(times, word)) for index in range(num)]
+        return [
+            make_trace(index=index, num_rows=0, prompt_ids=np.full(times, word))
+            for index in range(num)
+        ]
 
     found = classes_of([*saying(5, 1, 13), *saying(5, 100, 13), *saying(9, 1, 4)])
     assert found == ["unlabelled 1"] * 26 + ["unlabelled 2"] * 4
@@ -81,12 +94,15 @@ def test_the_largest_class_is_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num", "num_classes"),
-    [(1, 1), (23, 1), (24, 2), (35, 2), (36, 3), (48, 4), (200, 4)],
+    ("num", "num_classes"), [(1, 1), (23, 1), (24, 2), (35, 2), (36, 3), (48, 4), (200, 4)]
 )
-def test_there_are_at_most_four_classes_of_at_least_twelve_on_average(num: int, num_classes: int) -> None:
+def test_there_are_at_most_four_classes_of_at_least_twelve_on_average(
+    num: int, num_classes: int
+) -> None:
     """Every prompt has words of its own."""
-    traces = [trace for index in range(num) for trace in prompts(100 + 3 * index, 1, index, num_known=3)]
+    traces = [
+        trace for index in range(num) for trace in prompts(100 + 3 * index, 1, index, num_known=3)
+    ]
     sizes = Counter(classes_of(traces))
     assert set(sizes) == {f"unlabelled {i + 1}" for i in range(num_classes)}
     assert [count for _, count in sorted(sizes.items())] == sorted(sizes.values(), reverse=True)
@@ -107,6 +123,8 @@ def test_prompts_all_alike_are_no_trouble() -> None:
 
 def test_the_same_traces_fall_into_the_same_classes() -> None:
     """Where they might as well fall into others: each prompt has words of its own."""
-    traces = [trace for index in range(60) for trace in prompts(100 + 3 * index, 1, index, num_known=3)]
+    traces = [
+        trace for index in range(60) for trace in prompts(100 + 3 * index, 1, index, num_known=3)
+    ]
     assert classes_of(traces, seed=5) == classes_of(traces, seed=5) != classes_of(traces, seed=6)
     assert classes_of(traces) == classes_of(traces, seed=0)

@@ -1,4 +1,4 @@
-"""One step: how far it goes, when it is not taken, and what the optimizer remembers of it."""
+"""One step: how far it goes, when it is skipped, and what the optimizer remembers of it."""
 
 from __future__ import annotations
 
@@ -34,13 +34,18 @@ def head_of(distiller: Distiller) -> Tensor:
 
 
 def is_changed(distiller: Distiller, before: dict[str, Tensor]) -> bool:
-    return any(not torch.equal(value, before[name]) for name, value in distiller.model.hf.state_dict().items())
+    return any(
+        not torch.equal(value, before[name])
+        for name, value in distiller.model.hf.state_dict().items()
+    )
 
 
 def gradient(distiller: Distiller, traces: list[Trace]) -> Tensor:
     """Of all weights together, by plain autograd."""
     batch = distiller.collate(traces)
-    parameters = [parameter for parameter in distiller.model.parameters() if parameter.requires_grad]
+    parameters = [
+        parameter for parameter in distiller.model.parameters() if parameter.requires_grad
+    ]
     loss = (distiller.losses(batch) * batch.weight_N).sum()
     return torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)])
 
@@ -48,7 +53,10 @@ def gradient(distiller: Distiller, traces: list[Trace]) -> Tensor:
 def remembered(distiller: Distiller) -> Tensor:
     """The mean gradient in the optimizer's memory, of all weights together."""
     moments = moments_of(distiller.optimizer)
-    order = sorted((name for name in moments if name.endswith(".exp_avg")), key=lambda name: int(name.split(".")[0]))
+    order = sorted(
+        (name for name in moments if name.endswith(".exp_avg")),
+        key=lambda name: int(name.split(".")[0]),
+    )
     return torch.cat([moments[name].flatten() for name in order])
 
 
@@ -57,11 +65,14 @@ def test_a_gradient_counts_no_more_than_the_greatest_norm(part: float) -> None:
     true = gradient(distiller_with(), TRACES)
     distiller = distiller_with(max_grad_norm=part * float(true.norm()))
     assert distiller.step(distiller.collate(TRACES), 0) is not None
-    torch.testing.assert_close(remembered(distiller), (1 - DECAY_OF_MEAN) * min(1.0, part) * true, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        remembered(distiller), (1 - DECAY_OF_MEAN) * min(1.0, part) * true, rtol=1e-3, atol=1e-6
+    )
 
 
 def test_a_huge_gradient_does_not_outweigh_the_next() -> None:
-    # AdamW divides by what it remembers of the gradients' size: after an unclipped one, the next would move nothing.
+    # AdamW divides by what it remembers of the gradients' size: after an unclipped one, the next
+    # would move nothing.
     distiller = distiller_with(max_grad_norm=1.0, warmup_steps=0)
     hook = distiller.model.hf.lm_head.weight.register_hook(lambda gradient: 1e6 * gradient)
     distiller.step(distiller.collate(TRACES), 0)
@@ -82,20 +93,27 @@ def test_each_step_has_a_gradient_of_its_own() -> None:
     torch.testing.assert_close(remembered(distiller), expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("warmup_steps, parts", [(4, [0.25, 0.5, 0.75, 1, 1]), (1, [1, 1]), (0, [1, 1])])
-def test_the_rate_rises_to_its_part_of_the_configured_one(warmup_steps: int, parts: list[float]) -> None:
+@pytest.mark.parametrize(
+    "warmup_steps, parts", [(4, [0.25, 0.5, 0.75, 1, 1]), (1, [1, 1]), (0, [1, 1])]
+)
+def test_the_rate_rises_to_its_part_of_the_configured_one(
+    warmup_steps: int, parts: list[float]
+) -> None:
     distiller = distiller_with(learning_rate=0.01, warmup_steps=warmup_steps)
     batch, rates = distiller.collate(TRACES[:1]), []
     for index in range(len(parts)):
         before = head_of(distiller)
-        distiller.restart(weights_of(distiller), {})  # a first step moves a weight by the rate, whatever the gradient
+        # A first step moves a weight by the rate, whatever the gradient.
+        distiller.restart(weights_of(distiller), {})
         distiller.step(batch, index, scale=0.5)
         rates.append(float((head_of(distiller) - before).abs().max()))
     assert rates == pytest.approx([0.005 * part for part in parts], rel=1e-3)
     distiller.restart(weights_of(distiller), {})
     before = head_of(distiller)
     distiller.step(batch, warmup_steps)
-    assert float((head_of(distiller) - before).abs().max()) == pytest.approx(0.01, rel=1e-3), "all of it"
+    assert float((head_of(distiller) - before).abs().max()) == pytest.approx(0.01, rel=1e-3), (
+        "all of it"
+    )
 
 
 def test_the_loss_told_is_that_before_the_step() -> None:
@@ -108,8 +126,12 @@ def test_the_loss_told_is_that_before_the_step() -> None:
 WRONG = {
     "an infinite loss": lambda hf: hf.lm_head.weight.data[0].fill_(torch.inf),
     "a loss that is no number": lambda hf: hf.lm_head.weight.data[0].fill_(torch.nan),
-    "an infinite gradient": lambda hf: hf.lm_head.weight.register_hook(lambda gradient: gradient * torch.inf),
-    "a gradient that is no number": lambda hf: hf.lm_head.weight.register_hook(lambda gradient: gradient * torch.nan),
+    "an infinite gradient": lambda hf: hf.lm_head.weight.register_hook(
+        lambda gradient: gradient * torch.inf
+    ),
+    "a gradient that is no number": lambda hf: hf.lm_head.weight.register_hook(
+        lambda gradient: gradient * torch.nan
+    ),
 }
 
 
@@ -119,9 +141,10 @@ def test_a_step_that_is_not_finite_is_not_taken(name: str) -> None:
     WRONG[name](distiller.model.hf)
     before = {key: value.nan_to_num() for key, value in weights_of(distiller).items()}
     assert distiller.step(distiller.collate(TRACES), 0) is None
-    assert {key: torch.equal(value.nan_to_num(), before[key]) for key, value in weights_of(distiller).items()} == (
-        dict.fromkeys(before, True)
-    )
+    assert {
+        key: torch.equal(value.nan_to_num(), before[key])
+        for key, value in weights_of(distiller).items()
+    } == (dict.fromkeys(before, True))
     assert moments_of(distiller.optimizer) == {}
 
 
@@ -142,11 +165,15 @@ def test_a_restart_takes_weights_and_memory_and_forgets_its_own() -> None:
     assert not is_changed(distiller, other.state_dict()) and moments_of(distiller.optimizer) == {}
     distiller.restart(adapter.below(other), moments)
     assert moments_of(distiller.optimizer).keys() == moments.keys()
-    assert all(torch.equal(value, moments[name]) for name, value in moments_of(distiller.optimizer).items())
+    assert all(
+        torch.equal(value, moments[name]) for name, value in moments_of(distiller.optimizer).items()
+    )
 
 
 @pytest.mark.parametrize("configured, most", [(16, 16), (1024, 256)])
-def test_a_batch_is_no_longer_than_configured_nor_than_the_draft_can_see(configured: int, most: int) -> None:
+def test_a_batch_is_no_longer_than_configured_nor_than_the_draft_can_see(
+    configured: int, most: int
+) -> None:
     distiller = distiller_with(max_length=configured)
     long = chain_traces(1, num_output=300)
     assert distiller.collate(long).ids_BS.shape == (1, most)
@@ -170,7 +197,8 @@ def test_decay_shrinks_what_no_gradient_moves() -> None:
     distiller = distiller_with(weight_decay=0.5, learning_rate=0.1, warmup_steps=0)
     embedding = distiller.model.hf.get_input_embeddings().weight
     unseen = sorted(
-        set(range(64)) - {int(token) for trace in TRACES for token in [*trace.prompt_ids, *trace.output_ids]}
+        set(range(64))
+        - {int(token) for trace in TRACES for token in [*trace.prompt_ids, *trace.output_ids]}
     )
     before = embedding[unseen].clone()
     distiller.step(distiller.collate(TRACES), 0)

@@ -1,4 +1,4 @@
-"""Drafts in and out of Hugging Face directories."""
+"""Drafts are read from and written to Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from osd.common.files import sha256
 from osd.errors import OSDError, ReleaseError
@@ -29,7 +35,9 @@ def layout(directory: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_export_has_the_tensors_of_its_base(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
+def test_an_export_has_the_tensors_of_its_base(
+    tmp_path: Path, dtype: torch.dtype, tied: bool
+) -> None:
     base = save_draft(tmp_path / "base", dtype=dtype, tied=tied)
     assert ("lm_head.weight" in layout(base)) is not tied
     model = load_draft(base)
@@ -40,21 +48,29 @@ def test_an_export_has_the_tensors_of_its_base(tmp_path: Path, dtype: torch.dtyp
     digest = export_draft(model, base, tmp_path / "out")
     assert layout(tmp_path / "out") == layout(base)
     assert digest == sha256(tmp_path / "out" / "model.safetensors")
-    before, now = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    before, now = (
+        load_file(base / "model.safetensors"),
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
     for name in before:
-        torch.testing.assert_close(now[name].float(), before[name].float() + 0.01, atol=2e-3, rtol=1e-2)
+        torch.testing.assert_close(
+            now[name].float(), before[name].float() + 0.01, atol=2e-3, rtol=1e-2
+        )
 
 
 def test_untrained_weights_survive_the_round_trip_bit_by_bit(tmp_path: Path) -> None:
     base = save_draft(tmp_path / "base", dtype=torch.bfloat16)
-    assert export_draft(load_draft(base), base, tmp_path / "out") == sha256(base / "model.safetensors")
+    assert export_draft(load_draft(base), base, tmp_path / "out") == sha256(
+        base / "model.safetensors"
+    )
 
 
 def test_a_tied_head_that_is_stored_twice_stays_stored_twice(tmp_path: Path) -> None:
     base = save_draft(tmp_path / "base", tied=True)
     tensors = load_file(base / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # as old checkpoints have it
+    # Old checkpoints hold this tensor.
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     model = load_draft(base)
     with torch.no_grad():
@@ -72,13 +88,21 @@ def test_a_sharded_base_becomes_one_file(tmp_path: Path) -> None:
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
     export_draft(load_draft(tmp_path / "base"), tmp_path / "base", tmp_path / "out")
     assert layout(tmp_path / "out") == layout(tmp_path / "base")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir() if "safetensors" in p.name) == ["model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir() if "safetensors" in p.name) == [
+        "model.safetensors"
+    ]
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_everything_but_weights_and_the_release_record_is_copied(tmp_path: Path) -> None:
     base = save_draft(tmp_path / "base")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "release.json", "pytorch_model.bin"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "release.json",
+        "pytorch_model.bin",
+    ):
         (base / name).write_text(f"{{}} {name}")
     export_draft(load_draft(base), base, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -143,7 +167,10 @@ def test_a_full_disk_is_one_clear_line_and_leaves_what_was_there(tmp_path: Path)
     base = save_draft(tmp_path / "base")
     model = load_draft(base)
     export_draft(model, base, tmp_path / "out")
-    with files_of_at_most(10_000), pytest.raises(OSDError, match="out: cannot be written .*free space"):
+    with (
+        files_of_at_most(10_000),
+        pytest.raises(OSDError, match="out: cannot be written .*free space"),
+    ):
         export_draft(model, base, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
     assert layout(tmp_path / "out") == layout(base)

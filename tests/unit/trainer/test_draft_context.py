@@ -1,4 +1,7 @@
-"""Traces longer than a draft's own context, which learned positions do not survive: they are cut, not an error."""
+"""Traces longer than a draft's context are cut, not an error.
+
+Learned positions do not reach beyond that context.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ def test_a_round_on_traces_longer_than_the_drafts_context_learns(tmp_path: Path)
     buffer.put(chain_traces(64, num_output=60))
     buffer.put(chain_traces(12, start=100, num_output=60, holdout=True))
     config = TrainerConfig(device="cpu", learning_rate=3e-3, max_length=1024)
-    outcome = Trainer(config, GateConfig(), 4, buffer, tmp_path / "trainer", TARGET_ID).run_round(draft)
+    outcome = Trainer(config, GateConfig(), 4, buffer, tmp_path / "trainer", TARGET_ID).run_round(
+        draft
+    )
     assert outcome.discarded == ""
     assert outcome.eval is not None
     assert outcome.eval.alpha_candidate > outcome.eval.alpha_base + 0.3

@@ -15,7 +15,15 @@ from tests.support.speculative_reference import SpeculativeSampler, Step
 from tests.support.tiny_drafts import VOCAB_SIZE, chain_traces, tiny_llama
 from trainer.classes import classes_of
 from trainer.draft import RowModel
-from trainer.evaluate import ReplayCounts, bootstrap_diff, can_replay, compare, count_steps, is_match, replay
+from trainer.evaluate import (
+    ReplayCounts,
+    bootstrap_diff,
+    can_replay,
+    compare,
+    count_steps,
+    is_match,
+    replay,
+)
 
 
 def nearby(model: torch.nn.Module, noise: float, seed: int = 1) -> torch.nn.Module:
@@ -47,7 +55,11 @@ def test_replay_counts_what_speculative_decoding_counted(k: int, temperature: fl
         prompt = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 12))).tolist()
         num_output = int(rng.integers(1, 24))
         done = sampler.generate(
-            prompt, num_output, temperature=temperature, generator=generator, eos={int(rng.integers(VOCAB_SIZE))}
+            prompt,
+            num_output,
+            temperature=temperature,
+            generator=generator,
+            eos={int(rng.integers(VOCAB_SIZE))},
         )
         traces.append(done.trace(trace_id=str(index), target_id="t", top_k=4))
         expected.append(counted(done.steps, k))
@@ -60,7 +72,8 @@ def test_replay_counts_what_speculative_decoding_counted(k: int, temperature: fl
 @pytest.mark.parametrize(
     ("matches", "k", "tested", "accepted"),
     [
-        # Where steps begin is marked; a token after the accepted ones is the target's own and tests nothing.
+        # Where steps begin is marked; a token after the accepted ones is the target's own and tests
+        # nothing.
         ("|110|1111|0|1", 3, [4, 2, 2], [3, 2, 1]),
         ("|1111|1111", 3, [2, 2, 2], [2, 2, 2]),
         ("|1111|1", 3, [2, 1, 1], [2, 1, 1]),  # one is left to draft at the end
@@ -84,14 +97,19 @@ def test_steps_by_hand(matches: str, k: int, tested: list[int], accepted: list[i
 
 
 def test_what_has_one_token_was_never_drafted() -> None:
-    assert [can_replay(chain_traces(1, num_output=num)[0]) for num in (0, 1, 2)] == [False, False, True]
+    assert [can_replay(chain_traces(1, num_output=num)[0]) for num in (0, 1, 2)] == [
+        False,
+        False,
+        True,
+    ]
 
 
-# -- a draft that knows some words ------------------------------------------------------------------------------------
+# -- a draft that knows some words ----------------------------------------------------------------
 
 
 class Knows(RowModel):
-    """Where it knows, it guesses that token t is followed by t + 1; else it is wrong. Notes how it is asked."""
+    """Where it knows, it guesses that token t is followed by t + 1; else it is wrong. Notes how it
+    is asked."""
 
     vocab_size = 256
     max_length = 64
@@ -100,23 +118,36 @@ class Knows(RowModel):
         torch.nn.Module.__init__(self)
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.can_pack = can_pack
-        self.is_known_V = torch.tensor([any(token in some for some in known) for token in range(self.vocab_size)])
+        self.is_known_V = torch.tensor(
+            [any(token in some for some in known) for token in range(self.vocab_size)]
+        )
         self.asked: list[tuple[int, int]] = []
         """lines and tokens of each batch"""
 
     def forward(
-        self, ids_BS: torch.Tensor, position_ids_BS: torch.Tensor, row_b_N: torch.Tensor, row_s_N: torch.Tensor
+        self,
+        ids_BS: torch.Tensor,
+        position_ids_BS: torch.Tensor,
+        row_b_N: torch.Tensor,
+        row_s_N: torch.Tensor,
     ) -> torch.Tensor:
         assert not torch.is_grad_enabled()
         self.asked.append((ids_BS.shape[0], ids_BS.shape[1]))
         ids_N = ids_BS[row_b_N, row_s_N]
-        return torch.nn.functional.one_hot(ids_N + self.is_known_V[ids_N], self.vocab_size) + self.weight
+        return (
+            torch.nn.functional.one_hot(ids_N + self.is_known_V[ids_N], self.vocab_size)
+            + self.weight
+        )
 
 
 def counting(first: int, num_output: int = 11, num_prompt: int = 1, domain: str = "") -> Trace:
     """A request whose prompt counts from `first`, and whose answer goes on."""
-    prompt_ids, output_ids = np.split(np.arange(first, first + num_prompt + num_output), [num_prompt])
-    return make_trace(index=first, num_rows=0, prompt_ids=prompt_ids, output_ids=output_ids, domain=domain)
+    prompt_ids, output_ids = np.split(
+        np.arange(first, first + num_prompt + num_output), [num_prompt]
+    )
+    return make_trace(
+        index=first, num_rows=0, prompt_ids=prompt_ids, output_ids=output_ids, domain=domain
+    )
 
 
 def test_a_match_is_the_served_token_from_the_second_on() -> None:
@@ -125,7 +156,7 @@ def test_a_match_is_the_served_token_from_the_second_on() -> None:
 
 
 @pytest.mark.parametrize(("max_length", "max_length_of_model"), [(64, 6), (6, 64)])
-def test_long_outputs_are_judged_on_their_end(max_length: int, max_length_of_model: int) -> None:
+def test_long_outputs_are_replayed_on_their_end(max_length: int, max_length_of_model: int) -> None:
     draft = Knows(range(45, 49))
     draft.max_length = max_length_of_model
     matches = is_match(draft, counting(10, num_output=40), max_length)
@@ -142,12 +173,16 @@ def test_short_requests_are_replayed_together_and_each_gets_its_own_counts(can_p
     assert counts.tested_RG.tolist() == [[8, 0], [1, 0], [4, 4], [0, 0], [3, 0], [3, 1]]
     assert counts.accepted_RG.tolist() == [[0, 0], [1, 0], [4, 4], [0, 0], [0, 0], [1, 1]]
     if not can_pack:
-        assert draft.asked == [(2, 2), (2, 9), (2, 12)], "a line for each, the shortest first: little is padded"
+        assert draft.asked == [(2, 2), (2, 9), (2, 12)], (
+            "a line for each, the shortest first: little is padded"
+        )
     assert len(draft.asked) == 3
 
 
 def test_counts_in_words() -> None:
-    counts = ReplayCounts(tested_RG=np.array([[4, 2, 0], [6, 2, 0]]), accepted_RG=np.array([[2, 1, 0], [5, 0, 0]]))
+    counts = ReplayCounts(
+        tested_RG=np.array([[4, 2, 0], [6, 2, 0]]), accepted_RG=np.array([[2, 1, 0], [5, 0, 0]])
+    )
     assert (counts.alpha, counts.alpha_per_pos) == (8 / 14, (0.7, 0.25, 0.0))
     second = counts.of(np.array([False, True]))
     assert (second.alpha, second.alpha_per_pos) == (5 / 8, (5 / 6, 0.0, 0.0))
@@ -155,8 +190,11 @@ def test_counts_in_words() -> None:
 
 
 def test_a_report_by_hand() -> None:
-    """One request of 11 tokens, so that 10 can be drafted: the candidate knows all, the base two."""
-    report = compare(Knows(range(256)), Knows(range(11, 13)), [counting(10)], 3, GateConfig(), max_length=64)
+    """One request of 11 tokens, so that 10 can be drafted: the candidate knows all, the base
+    two."""
+    report = compare(
+        Knows(range(256)), Knows(range(11, 13)), [counting(10)], 3, GateConfig(), max_length=64
+    )
     assert report == EvalReport(
         num_traces=1,
         num_tokens=11,
@@ -168,7 +206,11 @@ def test_a_report_by_hand() -> None:
         diff=0.8,
         diff_low=0.8,
         diff_high=0.8,
-        classes={"unlabelled 1": ClassReport(num_traces=1, alpha_base=0.2, alpha_candidate=1.0, diff_high=0.8)},
+        classes={
+            "unlabelled 1": ClassReport(
+                num_traces=1, alpha_base=0.2, alpha_candidate=1.0, diff_high=0.8
+            )
+        },
     )
 
 
@@ -180,25 +222,29 @@ def test_both_drafts_see_as_much_in_as_large_batches() -> None:
 
 
 def test_nothing_to_test_is_no_gain() -> None:
-    report = compare(Knows(range(256)), Knows(), [counting(10, num_output=1)], 3, GateConfig(), max_length=64)
+    report = compare(
+        Knows(range(256)), Knows(), [counting(10, num_output=1)], 3, GateConfig(), max_length=64
+    )
     assert (report.alpha_base, report.alpha_candidate, report.diff, report.diff_low) == (0, 0, 0, 0)
 
 
-# -- how sure a comparison is -----------------------------------------------------------------------------------------
+# -- how sure a comparison is ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("confidence", "low", "high"),
     [
-        # Of two requests drawn with replacement, a quarter are the first twice (5 of 5 against 0 of 10), a quarter the
-        # second twice (0 and 0), the others one of each: 5 of 15, as measured.
+        # Of two requests drawn with replacement, a quarter are the first twice (5 of 5 against 0 of
+        # 10), a quarter the second twice (0 and 0), the others one of each: 5 of 15, as measured.
         (0.55, 1 / 3, 1 / 3),
         (0.73, 1 / 3, 1 / 3),
         (0.77, 0.0, 1.0),
         (0.99, 0.0, 1.0),
     ],
 )
-def test_each_bound_is_one_sided_at_the_gates_confidence(confidence: float, low: float, high: float) -> None:
+def test_each_bound_is_one_sided_at_the_gates_confidence(
+    confidence: float, low: float, high: float
+) -> None:
     gate = GateConfig(confidence=confidence, num_bootstrap=4000)
     traces = [counting(10, domain="sql"), counting(50, domain="sql"), counting(90, domain="chat")]
     knows, knows_nothing = Knows(range(10, 50)), Knows()
@@ -208,15 +254,22 @@ def test_each_bound_is_one_sided_at_the_gates_confidence(confidence: float, low:
     found = compare(knows_nothing, knows, traces, 1, gate, max_length=64)
     assert found.classes == {
         "chat": ClassReport(num_traces=1, alpha_base=0, alpha_candidate=0, diff_high=0),
-        "sql": ClassReport(num_traces=2, alpha_base=5 / 15, alpha_candidate=0, diff_high=pytest.approx(-low)),
+        "sql": ClassReport(
+            num_traces=2, alpha_base=5 / 15, alpha_candidate=0, diff_high=pytest.approx(-low)
+        ),
     }
 
 
 def test_a_report_is_drawn_with_the_given_seed_and_as_often_as_the_gate_says() -> None:
     candidate, base = Knows(range(10, 80)), Knows(range(60, 99))
-    traces = [*(counting(first, num_output=3 + first % 7) for first in range(10, 90)), counting(99, domain="sql")]
+    traces = [
+        *(counting(first, num_output=3 + first % 7) for first in range(10, 90)),
+        counting(99, domain="sql"),
+    ]
     gate = GateConfig(num_bootstrap=137)
-    reports = [compare(candidate, base, traces, 2, gate, max_length=64, seed=seed) for seed in (0, 7, 7)]
+    reports = [
+        compare(candidate, base, traces, 2, gate, max_length=64, seed=seed) for seed in (0, 7, 7)
+    ]
     assert reports[1] == reports[2] != reports[0]
     assert reports[0] == compare(candidate, base, traces, 2, gate, max_length=64)
     counts = [replay(draft, traces, 2, max_length=64) for draft in (candidate, base)]
@@ -227,15 +280,21 @@ def test_a_report_is_drawn_with_the_given_seed_and_as_often_as_the_gate_says() -
         classes = np.array(classes_of(traces, seed))
         for name, found in report.classes.items():
             alphas = [each.of(classes == name).alpha for each in counts]
-            assert [found.num_traces, found.alpha_candidate, found.alpha_base] == [(classes == name).sum(), *alphas]
+            assert [found.num_traces, found.alpha_candidate, found.alpha_base] == [
+                (classes == name).sum(),
+                *alphas,
+            ]
 
 
 def counts_of(tested: Sequence[int], accepted: Sequence[int]) -> ReplayCounts:
-    return ReplayCounts(tested_RG=np.array(tested)[:, None], accepted_RG=np.array(accepted)[:, None])
+    return ReplayCounts(
+        tested_RG=np.array(tested)[:, None], accepted_RG=np.array(accepted)[:, None]
+    )
 
 
 def test_requests_are_compared_in_pairs() -> None:
-    # Requests differ wildly from one another, but the candidate gains 10 points in each: no doubt about the gain.
+    # Requests differ wildly from one another, but the candidate gains 10 points in each: no doubt
+    # about the gain.
     accepted = np.array([5, 80, 20, 60, 40, 70, 10, 30])
     base, candidate = counts_of([100] * 8, accepted), counts_of([100] * 8, accepted + 10)
     diff_I = bootstrap_diff(candidate, base, 500, np.random.default_rng(0))
@@ -245,7 +304,10 @@ def test_requests_are_compared_in_pairs() -> None:
 def test_resampling_spreads_as_the_standard_error_says() -> None:
     rng = np.random.default_rng(0)
     gain = rng.normal(0.05, 0.1, 200)
-    base, candidate = counts_of([1000] * 200, [300] * 200), counts_of([1000] * 200, (300 + 1000 * gain).astype(int))
+    base, candidate = (
+        counts_of([1000] * 200, [300] * 200),
+        counts_of([1000] * 200, (300 + 1000 * gain).astype(int)),
+    )
     diff_I = bootstrap_diff(candidate, base, 4000, rng)
     assert diff_I.mean() == pytest.approx(gain.mean(), abs=0.002)
     assert diff_I.std() == pytest.approx(gain.std() / np.sqrt(200), rel=0.05)
@@ -267,9 +329,15 @@ def test_a_report_says_who_is_better_and_where() -> None:
     assert 0 < report.diff_low < report.diff < report.diff_high
     assert report.diff == pytest.approx(report.alpha_candidate - report.alpha_base)
     assert len(report.alpha_base_per_pos) == len(report.alpha_candidate_per_pos) == 3
-    assert {name: found.num_traces for name, found in report.classes.items()} == {"code": 8, "unlabelled 1": 4}
+    assert {name: found.num_traces for name, found in report.classes.items()} == {
+        "code": 8,
+        "unlabelled 1": 4,
+    }
     assert all(found.alpha_base < found.alpha_candidate for found in report.classes.values())
-    assert all(found.diff_high > found.alpha_candidate - found.alpha_base for found in report.classes.values())
+    assert all(
+        found.diff_high > found.alpha_candidate - found.alpha_base
+        for found in report.classes.values()
+    )
     assert compare(good, bad, traces, 3, GateConfig(), max_length=128) == report
     same = compare(bad, bad, traces, 3, GateConfig(), max_length=128)
     assert same.diff == same.diff_low == same.diff_high == 0

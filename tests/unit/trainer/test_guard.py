@@ -1,4 +1,4 @@
-"""A round that made the draft worse: noticed, undone exactly, and not repeated at the same rate."""
+"""A round that made the draft worse is noticed, undone exactly, and not repeated at its rate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ HELD_OUT = chain_traces(16, start=500, holdout=True)
 def base(tmp_path: Path) -> DraftRelease:
     """A draft that knows the language already, so that there is something to lose."""
     blank = release_of(save_draft(tmp_path / "blank"))
-    outcome = trainer_at(tmp_path / "school", buffer_with(*chain_traces(64), *HELD_OUT)).run_round(blank)
+    outcome = trainer_at(tmp_path / "school", buffer_with(*chain_traces(64), *HELD_OUT)).run_round(
+        blank
+    )
     return release_of(Path(outcome.path))
 
 
@@ -48,10 +50,8 @@ BEFORE = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
         ([0.0] * 6, False),
         ([0.069] * 6, False),  # everywhere, and no doubt about it, but less than 2 % of 3.5
         ([0.071] * 6, True),
-        (
-            [1.99 + 5**0.5, 1.99 - 5**0.5] * 3,
-            False,
-        ),  # standard error sqrt(6 * 5 / 5) / sqrt(6) = 1, of which it takes 2
+        # The standard error is sqrt(6 * 5 / 5) / sqrt(6) = 1, and it takes 2 of them.
+        ([1.99 + 5**0.5, 1.99 - 5**0.5] * 3, False),
         ([2.01 + 5**0.5, 2.01 - 5**0.5] * 3, True),
         ([3.0, -2.0, 1.0, -1.5, 2.0, -1.0], False),  # mean 0.25, standard error 0.82
         ([3.0, 2.0, 1.0, -0.5, 2.0, 1.0], True),  # mean 1.42, standard error 0.49
@@ -59,15 +59,20 @@ BEFORE = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
         ([np.inf, -9, -9, -9, -9, -9], True),
     ],
 )
-def test_a_rise_must_be_more_than_chance_and_more_than_a_trifle(change: list[float], is_risen: bool) -> None:
+def test_a_rise_must_be_more_than_chance_and_more_than_a_trifle(
+    change: list[float], is_risen: bool
+) -> None:
     assert has_risen(BEFORE, BEFORE + np.array(change)) is is_risen
 
 
 def test_noise_alone_is_rarely_a_rise() -> None:
     rng = np.random.default_rng(0)
     before = rng.uniform(1, 3, NUM_WATCHED)
-    false_alarms = sum(has_risen(before, before + rng.normal(0, 0.5, NUM_WATCHED)) for _ in range(2000))
-    assert 0.01 < false_alarms / 2000 < 0.05  # two standard errors, one-sided: 2.3 % and a little for 24 degrees
+    false_alarms = sum(
+        has_risen(before, before + rng.normal(0, 0.5, NUM_WATCHED)) for _ in range(2000)
+    )
+    # Two standard errors, one-sided: 2.3 %, and a little for 24 degrees of freedom.
+    assert 0.01 < false_alarms / 2000 < 0.05
 
 
 # What is watched
@@ -87,16 +92,23 @@ def test_a_gate_that_wants_more_is_given_more() -> None:
 
 def test_too_few_are_not_watched_at_all() -> None:
     gate = GateConfig(min_holdout_traces=5)
-    assert LossGuard(config(), gate, buffer_with(*chain_traces(4, holdout=True))).watched(64) == []
-    assert len(LossGuard(config(), gate, buffer_with(*chain_traces(5, holdout=True))).watched(64)) == 5
-    bad = chain_traces(1, start=50, holdout=True, prompt_ids=[1, 2, 3, 64])  # outside the vocabulary
-    assert LossGuard(config(), gate, buffer_with(*chain_traces(4, holdout=True), *bad)).watched(64) == []
+
+    def watched(*traces: Trace) -> list[Trace]:
+        return LossGuard(config(), gate, buffer_with(*traces)).watched(64)
+
+    assert watched(*chain_traces(4, holdout=True)) == []
+    assert len(watched(*chain_traces(5, holdout=True))) == 5
+    # Token 64 is outside the vocabulary.
+    bad = chain_traces(1, start=50, holdout=True, prompt_ids=[1, 2, 3, 64])
+    assert watched(*chain_traces(4, holdout=True), *bad) == []
     no_rows = make_trace(index=60, holdout=True, num_rows=0, vocab_size=64)
-    assert LossGuard(config(), gate, buffer_with(*chain_traces(4, holdout=True), no_rows)).watched(64) == []
+    assert watched(*chain_traces(4, holdout=True), no_rows) == []
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_the_loss_of_a_trace_does_not_depend_on_its_company(tmp_path: Path, batch_size: int) -> None:
+def test_the_loss_of_a_trace_does_not_depend_on_its_company(
+    tmp_path: Path, batch_size: int
+) -> None:
     guard = LossGuard(config(batch_size=batch_size), GATE, buffer_with())
     distiller = Distiller(load_draft(save_draft(tmp_path / "draft", scale=0.3)), config())
     traces = [*chain_traces(4), *chain_traces(4, start=4, step=7, num_output=5)]
@@ -110,7 +122,9 @@ def test_the_loss_of_a_trace_does_not_depend_on_its_company(tmp_path: Path, batc
         for i, t in enumerate(trace.position):
             listed = q_SV[t - 1, trace.target_ids[i]]
             p = np.array([0.97, 0.02, 0.01])
-            total += float((p * np.log(p / [*listed, 1 - listed.sum()])).sum()) / float(trace.keep_prob[i])
+            total += float((p * np.log(p / [*listed, 1 - listed.sum()])).sum()) / float(
+                trace.keep_prob[i]
+            )
             weight += 1 / float(trace.keep_prob[i])
         expected.append(total / weight)
     assert losses == pytest.approx(expected, rel=0.01)
@@ -134,11 +148,18 @@ class Weighs:
 def test_losses_are_means_by_the_weights_of_rows_in_batches_of_the_configured_size() -> None:
     def trace(index: int, keep_prob: Sequence[float]) -> Trace:
         rows = np.arange(len(keep_prob))
-        return chain_trace(index, num_output=len(rows), keep_prob=keep_prob, output_ids=10 * (1 + rows))
+        return chain_trace(
+            index, num_output=len(rows), keep_prob=keep_prob, output_ids=10 * (1 + rows)
+        )
 
     distiller = Weighs()
     # Tokens 10, 20 and 30, with weights 1, 2 and 4.
-    traces = [trace(0, [1.0, 0.5, 0.25]), trace(1, [1.0]), trace(2, [0.5, 1.0]), trace(3, [0.25, 0.25])]
+    traces = [
+        trace(0, [1.0, 0.5, 0.25]),
+        trace(1, [1.0]),
+        trace(2, [0.5, 1.0]),
+        trace(3, [0.25, 0.25]),
+    ]
     losses = LossGuard(config(batch_size=3), GATE, buffer_with()).losses(distiller, traces)  # type: ignore[arg-type]
     assert losses == pytest.approx([(10 + 40 + 120) / 7, 10, 40 / 3, 15])
     assert distiller.batch_sizes == [3, 1]
@@ -159,9 +180,14 @@ def is_undone(outcome: RoundOutcome) -> bool:
     before, after = outcome.holdout_loss_before, outcome.holdout_loss_after
     if not outcome.discarded:
         return False
-    said = re.fullmatch(r"held-out loss rose from (\S+) to (\S+); the learning rate is halved", outcome.discarded)
+    said = re.fullmatch(
+        r"held-out loss rose from (\S+) to (\S+); the learning rate is halved", outcome.discarded
+    )
     assert said is not None and before is not None and after is not None and before < after
-    assert (float(said[1]), float(said[2])) == (pytest.approx(before, rel=0.01), pytest.approx(after, rel=0.01))
+    assert (float(said[1]), float(said[2])) == (
+        pytest.approx(before, rel=0.01),
+        pytest.approx(after, rel=0.01),
+    )
     assert (outcome.path, outcome.eval) == ("", None)
     return True
 
@@ -170,7 +196,9 @@ METHODS = pytest.mark.parametrize("method", ["full", "lora"])
 
 
 @METHODS
-def test_a_first_round_that_harms_leaves_the_base(tmp_path: Path, base: DraftRelease, method: str) -> None:
+def test_a_first_round_that_harms_leaves_the_base(
+    tmp_path: Path, base: DraftRelease, method: str
+) -> None:
     buffer = buffer_with(*chain_traces(32), *HELD_OUT)
     trainer = trainer_at(tmp_path / "t", buffer, learning_rate=TOO_HIGH, method=method)
     outcome = trainer.run_round(base)
@@ -179,7 +207,9 @@ def test_a_first_round_that_harms_leaves_the_base(tmp_path: Path, base: DraftRel
     assert trainer.num_new_traces() == 0
     # The next rounds are those of a trainer which did nothing in the first, at half the rate.
     idle_buffer = buffer_with(*HELD_OUT)
-    idle = trainer_at(tmp_path / "idle", idle_buffer, learning_rate=0.01, method=method, replay_batches=0)
+    idle = trainer_at(
+        tmp_path / "idle", idle_buffer, learning_rate=0.01, method=method, replay_batches=0
+    )
     idle.run_round(base)
     calm = trainer_at(tmp_path / "t", buffer, learning_rate=0.02, method=method, replay_batches=0)
     for each in (buffer, idle_buffer):
@@ -194,7 +224,8 @@ def test_a_first_round_that_harms_leaves_the_base(tmp_path: Path, base: DraftRel
 def test_a_later_round_that_harms_leaves_the_weights_of_the_one_before(
     tmp_path: Path, base: DraftRelease, method: str, restarted: bool
 ) -> None:
-    """Two trainers with a good first round; then one learns another language, and the other has nothing to do."""
+    """Two trainers with a good first round; then one learns another language, and the other has
+    nothing to do."""
     outcomes = []
     for name in ("harmed", "idle"):
         buffer = buffer_with(*chain_traces(32), *HELD_OUT)
@@ -221,7 +252,9 @@ def test_after_another_release_was_followed_it_is_that_one_which_is_left(
     tmp_path: Path, base: DraftRelease, method: str
 ) -> None:
     blank = release_of(tmp_path / "blank")
-    school = trainer_at(tmp_path / "other school", buffer_with(*chain_traces(24, start=200), *HELD_OUT))
+    school = trainer_at(
+        tmp_path / "other school", buffer_with(*chain_traces(24, start=200), *HELD_OUT)
+    )
     other = release_of(Path(school.run_round(blank).path), version=7)
     options: dict[str, Any] = {"method": method, "replay_batches": 0}
     buffer = buffer_with(*chain_traces(32), *HELD_OUT)
@@ -238,7 +271,9 @@ def test_after_another_release_was_followed_it_is_that_one_which_is_left(
     assert same_weights(trainer.run_round(other).path, idle.run_round(other).path)
 
 
-def test_the_rate_is_halved_by_each_harm_and_recovers_with_good_rounds(tmp_path: Path, base: DraftRelease) -> None:
+def test_the_rate_is_halved_by_each_harm_and_recovers_with_good_rounds(
+    tmp_path: Path, base: DraftRelease
+) -> None:
     buffer = buffer_with(*HELD_OUT)
     trainer = trainer_at(tmp_path, buffer, replay_batches=0)
     rates = []

@@ -1,4 +1,4 @@
-"""Whole rounds on a tiny draft: what is learnt, from which tokens, and what survives a kill."""
+"""Whole rounds on a tiny draft: what is learnt from which tokens, and what survives a kill."""
 
 from __future__ import annotations
 
@@ -52,7 +52,14 @@ def test_the_planted_bigram_is_learnt_only_where_rows_and_tokens_line_up(
         batch = collate(chain_traces(16, start=16 * (index % 8)), 64, VOCAB_SIZE)
         row_s_N = batch.row_s_N + shift
         inside_N = row_s_N < batch.ids_BS.shape[1]
-        rows = ("row_b_N", "label_ids_N", "target_ids_NK", "target_logprobs_NK", "tail_logprob_N", "weight_N")
+        rows = (
+            "row_b_N",
+            "label_ids_N",
+            "target_ids_NK",
+            "target_logprobs_NK",
+            "tail_logprob_N",
+            "weight_N",
+        )
         kept: dict[str, Any] = {name: getattr(batch, name)[inside_N] for name in rows}
         loss = distiller.step(replace(batch, row_s_N=row_s_N[inside_N], **kept), index)
         assert loss is not None
@@ -101,11 +108,13 @@ def test_too_few_held_out_traces_give_no_report(tmp_path: Path, base: DraftRelea
 
 
 def test_held_out_traces_are_never_trained_on(tmp_path: Path, base: DraftRelease) -> None:
-    # Held-out traces speak another language: a draft that had seen them would speak it too. The newest speak the
-    # trained one, so that the loss on those that are watched falls.
+    # Held-out traces speak another language: a draft that had seen them would speak it too. The
+    # newest speak the trained one, so that the loss on those that are watched falls.
     poison = chain_traces(40, start=500, holdout=True, step=7)
     newest = chain_traces(NUM_WATCHED, start=600, holdout=True)
-    with_poison = trainer_at(tmp_path / "a", buffer_with(*chain_traces(64), *poison, *newest)).run_round(base)
+    with_poison = trainer_at(
+        tmp_path / "a", buffer_with(*chain_traces(64), *poison, *newest)
+    ).run_round(base)
     without = trainer_at(tmp_path / "b", buffer_with(*chain_traces(64))).run_round(base)
     assert with_poison.holdout_loss_before is not None and without.holdout_loss_before is None
     assert same_weights(with_poison.path, without.path)
@@ -141,13 +150,17 @@ def test_of_too_many_new_traces_the_newest_are_used(tmp_path: Path, base: DraftR
     assert crowded.num_new_traces() == 56
     outcome = crowded.run_round(base)
     assert (outcome.num_steps, crowded.num_new_traces()) == (2, 0)
-    assert same_weights(outcome.path, trainer_at(tmp_path / "b", buffer_with(*new), **options).run_round(base).path)
+    assert same_weights(
+        outcome.path, trainer_at(tmp_path / "b", buffer_with(*new), **options).run_round(base).path
+    )
 
 
 # What survives a kill
 
 
-def test_a_large_round_is_drawn_in_parts(tmp_path: Path, base: DraftRelease, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_round_is_drawn_in_parts(
+    tmp_path: Path, base: DraftRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffer = buffer_with(*chain_traces(200))
     asked: list[int] = []
     given: list[list[str]] = []
@@ -181,7 +194,9 @@ class DyingBuffer(MemoryTraceBuffer):
 
     dies_at = ""
 
-    def sample(self, n: int, rng: np.random.Generator, cursor: Cursor, *, since: Cursor | None = None) -> list[Trace]:
+    def sample(
+        self, n: int, rng: np.random.Generator, cursor: Cursor, *, since: Cursor | None = None
+    ) -> list[Trace]:
         self._maybe_die("the recent" if since is not None else "the whole buffer")
         return super().sample(n, rng, cursor, since=since)
 
@@ -202,7 +217,8 @@ class DyingBuffer(MemoryTraceBuffer):
 def run_four_rounds(
     directory: Path, base: DraftRelease, kill: tuple[int, str, str], **options: Any
 ) -> list[RoundOutcome]:
-    """Four rounds, each on 16 new traces and each candidate published, with one kill (round, place, what dies)."""
+    """Four rounds, each on 16 new traces and each candidate published, with one kill (round, place,
+    what dies)."""
     buffer = DyingBuffer(target_id=TARGET_ID)
     buffer.put(chain_traces(8, start=500, holdout=True))
     options = {"num_anchors": 24, "replay_batches": 2} | options
@@ -249,7 +265,11 @@ def test_a_killed_trainer_ends_with_the_same_weights(
         killed = run_four_rounds(tmp_path / str(index), base, kill, method=method)
         for expected, got in zip(unharmed, killed, strict=True):
             assert same_weights(expected.path, got.path), kill
-            assert (got.loss_first, got.loss_last, got.eval) == (expected.loss_first, expected.loss_last, expected.eval)
+            assert (got.loss_first, got.loss_last, got.eval) == (
+                expected.loss_first,
+                expected.loss_last,
+                expected.eval,
+            )
 
 
 def test_a_damaged_checkpoint_costs_one_round_not_all(tmp_path: Path, base: DraftRelease) -> None:
@@ -329,7 +349,9 @@ def test_learning_goes_on_after_a_release(taught: Taught) -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_another_release_means_its_weights(tmp_path: Path, base: DraftRelease, taught: Taught, restarted: bool) -> None:
+def test_another_release_means_its_weights(
+    tmp_path: Path, base: DraftRelease, taught: Taught, restarted: bool
+) -> None:
     trainer, buffer, first = taught
     if restarted:
         trainer = trainer_at(tmp_path / "taught", buffer)
@@ -355,10 +377,19 @@ def test_a_live_rollback_means_the_base_again(
 
 def test_a_clearly_worse_candidate_is_not_built_upon(tmp_path: Path, taught: Taught) -> None:
     good = release_of(Path(taught[2].path), version=2)
-    # Held-out requests of which nothing was captured: no loss can be watched, but their tokens can be replayed.
-    none: dict[str, Any] = {name: [] for name in ("position", "kind", "draft_ids", "tail_logprob", "keep_prob")}
-    none |= {"target_ids": np.zeros((0, 2)), "target_logprobs": np.zeros((0, 2)), "draft_version": []}
-    buffer = buffer_with(*chain_traces(64, step=7), *chain_traces(16, start=500, holdout=True, **none))
+    # Held-out requests of which nothing was captured: no loss can be watched, but their tokens can
+    # be replayed.
+    none: dict[str, Any] = {
+        name: [] for name in ("position", "kind", "draft_ids", "tail_logprob", "keep_prob")
+    }
+    none |= {
+        "target_ids": np.zeros((0, 2)),
+        "target_logprobs": np.zeros((0, 2)),
+        "draft_version": [],
+    }
+    buffer = buffer_with(
+        *chain_traces(64, step=7), *chain_traces(16, start=500, holdout=True, **none)
+    )
     trainer = trainer_at(tmp_path / "t", buffer)
     worse = trainer.run_round(good)
     assert worse.discarded == "" and worse.holdout_loss_after is None
@@ -375,10 +406,13 @@ def test_divergence_discards_the_round_and_nothing_else(tmp_path: Path, base: Dr
     assert (outcome.discarded, outcome.path, outcome.eval) == ("non-finite loss", "", None)
     assert outcome.num_steps >= 1
     assert np.isfinite([outcome.loss_first, outcome.loss_last]).all()
-    assert wild.num_new_traces() == 0, "the traces count as read: they must not stop every later round"
+    assert wild.num_new_traces() == 0, (
+        "the traces count as read: they must not stop every later round"
+    )
     assert not (tmp_path / "t" / "candidates").exists()
-    # The weights are the base's again, here and after a restart, and the optimizer remembers nothing: the next round
-    # is that of a trainer that had nothing to do in the first, but for half the learning rate.
+    # The weights are the base's again, here and after a restart, and the optimizer remembers
+    # nothing: the next round is that of a trainer that had nothing to do in the first, but for half
+    # the learning rate.
     idle_buffer = buffer_with()
     idle = trainer_at(tmp_path / "u", idle_buffer, replay_batches=0, learning_rate=5e-3)
     assert idle.run_round(base).discarded == "no traces"
@@ -389,8 +423,11 @@ def test_divergence_discards_the_round_and_nothing_else(tmp_path: Path, base: Dr
     assert same_weights(calm.path, idle.run_round(base).path)
 
 
-def test_a_last_step_that_diverges_discards_the_round_too(tmp_path: Path, base: DraftRelease) -> None:
-    # One step, whose loss is fine; its decay takes norms to -3.39e38, and the gradient half of them beyond float32.
+def test_a_last_step_that_diverges_discards_the_round_too(
+    tmp_path: Path, base: DraftRelease
+) -> None:
+    # One step, whose loss is fine; its decay takes norms to -3.39e38, and the gradient half of them
+    # beyond float32.
     options = {"learning_rate": 3e37, "weight_decay": 11.3, "warmup_steps": 0, "replay_batches": 0}
     trainer = trainer_at(tmp_path, buffer_with(*chain_traces(8)), **options)
     outcome = trainer.run_round(base)
@@ -408,15 +445,22 @@ def test_a_malformed_trace_does_not_stop_learning(
     good, bad = chain_traces(16), chain_traces(1, start=700, prompt_ids=[1, 2, 3, VOCAB_SIZE])
     bad_holdout = chain_traces(1, start=800, holdout=True, prompt_ids=[1, 2, 3, VOCAB_SIZE])
     held_out = chain_traces(8, start=500, holdout=True)
-    outcome = trainer_at(tmp_path, buffer_with(*good, *bad, *held_out, *bad_holdout)).run_round(base)
+    outcome = trainer_at(tmp_path, buffer_with(*good, *bad, *held_out, *bad_holdout)).run_round(
+        base
+    )
     assert outcome.discarded == "" and outcome.num_steps == 10
     assert outcome.eval is not None and outcome.eval.num_traces == 8
     assert "prompt_ids holds 64, the draft's vocabulary has 64" in caplog.text
 
 
-def test_what_contradicts_the_text_is_not_learnt_and_is_counted(tmp_path: Path, base: DraftRelease) -> None:
+def test_what_contradicts_the_text_is_not_learnt_and_is_counted(
+    tmp_path: Path, base: DraftRelease
+) -> None:
     good = chain_traces(24)
-    wrong = [replace(t, trace_id=f"{t.trace_id}-wrong", target_ids=(t.target_ids + 7) % VOCAB_SIZE) for t in good]
+    wrong = [
+        replace(t, trace_id=f"{t.trace_id}-wrong", target_ids=(t.target_ids + 7) % VOCAB_SIZE)
+        for t in good
+    ]
     clean = trainer_at(tmp_path / "clean", buffer_with(*good)).run_round(base)
     mixed = trainer_at(tmp_path / "mixed", buffer_with(*good, *wrong)).run_round(base)
     num_rows = sum(trace.num_rows for trace in good if not trace.is_holdout)
@@ -425,8 +469,10 @@ def test_what_contradicts_the_text_is_not_learnt_and_is_counted(tmp_path: Path, 
     assert mixed.num_contradicting == sum(trace.num_rows for trace in wrong if not trace.is_holdout)
     test = chain_traces(8, start=900)
     assert alpha(mixed.path, test) > alpha(clean.path, test) - 0.02
-    poisoned = buffer_with(*[replace(trace, temperature=9.0) for trace in [*good, *wrong]])  # where anything may be
-    assert alpha(trainer_at(tmp_path / "poisoned", poisoned).run_round(base).path, test) < alpha(mixed.path, test) - 0.1
+    # At this temperature, any token may come.
+    poisoned = buffer_with(*[replace(trace, temperature=9.0) for trace in [*good, *wrong]])
+    worse = trainer_at(tmp_path / "poisoned", poisoned).run_round(base)
+    assert alpha(worse.path, test) < alpha(mixed.path, test) - 0.1
 
 
 # Judging releases
@@ -436,7 +482,10 @@ def test_releases_are_told_apart_on_recent_traffic(base: DraftRelease, taught: T
     trainer, buffer, first = taught
     good = release_of(Path(first.path), version=2)
     alphas = trainer.evaluate_releases([base, good], 12)
-    assert alphas == {1: alpha(base.path, buffer.holdout(12)), 2: alpha(good.path, buffer.holdout(12))}
+    assert alphas == {
+        1: alpha(base.path, buffer.holdout(12)),
+        2: alpha(good.path, buffer.holdout(12)),
+    }
     assert alphas[2] > alphas[1] + 0.3
     assert trainer.evaluate_releases([base, good], 3) == {}
     assert trainer.evaluate_releases([], 12) == {}

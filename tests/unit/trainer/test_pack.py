@@ -1,4 +1,4 @@
-"""Several traces on a line: how tightly, and that none of them notices."""
+"""Several traces on one line: how tightly they are packed, and that none sees another."""
 
 from __future__ import annotations
 
@@ -51,7 +51,14 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=16)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**COMMON)),
     "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB_SIZE, n_positions=64, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
+        GPT2Config(
+            vocab_size=VOCAB_SIZE,
+            n_positions=64,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            initializer_range=0.3,
+        )
     ),
 }
 
@@ -64,7 +71,9 @@ def build(name: str) -> PreTrainedModel:
 def bloom() -> PreTrainedModel:
     """A model that places tokens by attention alone, and takes no positions."""
     torch.manual_seed(0)
-    config = BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=2, initializer_range=0.3)
+    config = BloomConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=2, initializer_range=0.3
+    )
     return BloomForCausalLM(config).eval()
 
 
@@ -163,7 +172,9 @@ def test_gradients_are_those_of_unpacked_lines() -> None:
         batch = collate(traces, 64, VOCAB_SIZE, packed=packed)
         model.zero_grad()
         model(*batch.inputs).log_softmax(-1).gather(1, batch.label_ids_N[:, None]).mean().backward()
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], atol=1e-5, rtol=1e-3)

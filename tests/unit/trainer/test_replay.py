@@ -1,4 +1,4 @@
-"""What a round is trained on: the shares of the mix, anchors, and what they keep the draft from forgetting."""
+"""The mix that a round is trained on: its shares, its anchors, and what they prevent forgetting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class MarkedBuffer(MemoryTraceBuffer):
 
     marked: Counter[str] = Counter()
 
-    def sample(self, n: int, rng: np.random.Generator, cursor: dict[str, int], *, since: Any = None) -> list[Trace]:
+    def sample(
+        self, n: int, rng: np.random.Generator, cursor: dict[str, int], *, since: Any = None
+    ) -> list[Trace]:
         found = super().sample(n, rng, cursor, since=since)
         self.marked["recent" if since is not None else "all"] += len(found)
         return found
@@ -51,7 +53,8 @@ class MarkedBuffer(MemoryTraceBuffer):
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        # 40 new traces, each with four replayed: 160, of which 20 anchors, and half of the 140 others recent.
+        # 40 new traces, each with four replayed: 160, of which 20 anchors, and half of the 140
+        # others recent.
         ({}, {"anchors": 20, "recent": 70, "all": 70}),
         ({"recent_fraction": 0.0}, {"anchors": 20, "all": 140}),
         ({"recent_fraction": 1.0}, {"anchors": 20, "recent": 140}),
@@ -77,9 +80,13 @@ def test_the_shares_of_a_round(fields: dict[str, Any], expected: dict[str, int])
 @pytest.mark.parametrize("num_fresh", [1, 7, 8, 23])
 @pytest.mark.parametrize("replay_batches", [1, 3])
 def test_each_new_trace_has_as_many_replayed_beside_it(num_fresh: int, replay_batches: int) -> None:
-    rounds = Rounds(buffer_with(), replay_batches=replay_batches, num_anchors=16, recent_fraction=0.3)
+    rounds = Rounds(
+        buffer_with(), replay_batches=replay_batches, num_anchors=16, recent_fraction=0.3
+    )
     rounds.round(*chain_traces(100))
-    assert len(rounds.round(*chain_traces(num_fresh, start=100))) == num_fresh * (1 + replay_batches)
+    assert len(rounds.round(*chain_traces(num_fresh, start=100))) == num_fresh * (
+        1 + replay_batches
+    )
 
 
 def test_few_different_traces_come_as_often_as_needed() -> None:
@@ -99,7 +106,8 @@ def test_the_same_round_is_the_same_again() -> None:
 def test_recent_means_the_last_eight_rounds(num_rounds: int) -> None:
     rounds = Rounds(buffer_with(), recent_fraction=1.0, num_anchors=0, replay_batches=40)
     for index in range(num_rounds):
-        domain = "" if index < 3 else "late"  # a domain that came later is recent from its first trace on
+        # A domain that comes later is recent from its first trace on.
+        domain = "" if index < 3 else "late"
         pool = rounds.round(*chain_traces(6, start=100 * index, domain=domain))
     drawn = {int(trace.finished_at) // 100 for trace in pool}
     assert drawn == set(range(max(0, num_rounds - 1 - RECENT_ROUNDS), num_rounds))
@@ -108,10 +116,15 @@ def test_recent_means_the_last_eight_rounds(num_rounds: int) -> None:
 @pytest.mark.parametrize("num_small, expected", [(50, 40), (12, 12)])
 def test_a_small_domain_gets_an_equal_share(num_small: int, expected: int) -> None:
     rounds = Rounds(buffer_with(), recent_fraction=0.0, num_anchors=0)
-    rounds.round(*chain_traces(num_small, domain="small"), *chain_traces(300, start=100, domain="large"))
+    rounds.round(
+        *chain_traces(num_small, domain="small"), *chain_traces(300, start=100, domain="large")
+    )
     pool = rounds.round(*chain_traces(20, start=1000, domain="large"))
     # 80 replayed: half of them from the small one, or all it has.
-    assert Counter(trace.domain for trace in pool) == {"small": expected, "large": 80 - expected + 20}
+    assert Counter(trace.domain for trace in pool) == {
+        "small": expected,
+        "large": 80 - expected + 20,
+    }
 
 
 # Anchors
@@ -130,7 +143,9 @@ class SlotsBuffer(MemoryTraceBuffer):
 
 
 @pytest.mark.parametrize("num_anchors, slots", [(256, {0, 3, 4, 7}), (2, {0, 3}), (0, set())])
-def test_every_anchor_may_be_drawn_from_the_place_that_holds_it(num_anchors: int, slots: set[int]) -> None:
+def test_every_anchor_may_be_drawn_from_the_place_that_holds_it(
+    num_anchors: int, slots: set[int]
+) -> None:
     buffer = SlotsBuffer()
     state = ReplayState(num_offered=4, places=[0, 1, 0, 1])
     mix = ReplayMix(config(num_anchors=num_anchors, replay_batches=8), buffer)
@@ -147,7 +162,9 @@ def test_an_anchor_is_replaced_in_its_other_place_and_none_comes_twice() -> None
     assert (rounds.state.places, ids(buffer.anchors([0, 2, 4]))) == ([0, 0, 0], ids(traces[:3]))
     rounds.round(*traces[3:])
     assert rounds.state.places == [1, 1, 1], "of many replacements in a round the last counts"
-    assert ids(buffer.anchors([0, 2, 4])) == ids(traces[:3]), "a round that is repeated finds what it found"
+    assert ids(buffer.anchors([0, 2, 4])) == ids(traces[:3]), (
+        "a round that is repeated finds what it found"
+    )
     assert len(set(ids(buffer.anchors([1, 3, 5]))) & set(ids(traces[3:]))) == 3
     assert rounds.state.num_offered == 150
 
@@ -183,7 +200,9 @@ class CountingBuffer(MemoryTraceBuffer):
 
 
 @pytest.mark.parametrize("is_there, num_parts", [(True, 1), (False, 2)])
-def test_whether_a_round_was_purged_is_not_looked_for_for_ever(is_there: bool, num_parts: int) -> None:
+def test_whether_a_round_was_purged_is_not_looked_for_for_ever(
+    is_there: bool, num_parts: int
+) -> None:
     fresh, later = chain_traces(8, start=2000), chain_traces(250, start=3000)
     buffer = CountingBuffer(target_id=TARGET_ID)
     buffer.put([*fresh, *later] if is_there else later)
@@ -194,7 +213,8 @@ def test_whether_a_round_was_purged_is_not_looked_for_for_ever(is_there: bool, n
 
 
 def test_anchors_are_a_uniform_sample_of_everything_there_ever_was() -> None:
-    # 100 traces offered, 7 at a time; 10 are kept. Over many seeds each is kept equally often, early or late.
+    # 100 traces offered, 7 at a time; 10 are kept. Over many seeds each is kept equally often,
+    # early or late.
     traces = chain_traces(100)
     kept: Counter[str] = Counter()
     for seed in range(400):
@@ -205,7 +225,8 @@ def test_anchors_are_a_uniform_sample_of_everything_there_ever_was() -> None:
         assert len(found) == len(set(found)) == 10
         kept.update(found)
     assert rounds.state.num_offered == 100
-    # Anchors of one seed exclude one another, so the statistic is a little smaller than chi-square's: no matter.
+    # Anchors of one seed exclude one another, so the statistic is a little smaller than
+    # chi-square's: no matter.
     p_value = chisquare([kept[trace.trace_id] for trace in traces]).pvalue
     assert p_value > 1e-3
     by_tenth = [sum(kept[t.trace_id] for t in traces[i : i + 10]) for i in range(0, 100, 10)]
@@ -219,7 +240,9 @@ def test_anchors_outlive_the_buffer() -> None:
     for index in range(1, 6):
         pool = rounds.round(*chain_traces(20, start=100 * index))
     old = [trace for trace in pool if trace.finished_at < 500]
-    assert 0 < len(old) <= 10, "the buffer holds the last 20 alone; one replayed trace in eight is an anchor"
+    assert 0 < len(old) <= 10, (
+        "the buffer holds the last 20 alone; one replayed trace in eight is an anchor"
+    )
 
 
 def test_a_purge_begins_the_anchors_anew() -> None:
@@ -282,7 +305,9 @@ def test_of_a_round_only_what_was_purged_does_not_come_back(when: str) -> None:
 
         def set_anchors(self, anchors: Mapping[int, Trace | None]) -> None:
             super().set_anchors(anchors)
-            if self.is_due and any(trace is not None and trace.domain == "sql" for trace in anchors.values()):
+            if self.is_due and any(
+                trace is not None and trace.domain == "sql" for trace in anchors.values()
+            ):
                 self.is_due = False
                 self.purge(domain="sql")
                 super().set_anchors(anchors)  # the purge came first, the anchors a moment later
@@ -362,14 +387,17 @@ def test_anchors_survive_a_restart_of_the_trainer(tmp_path: Path, base: DraftRel
     again = trainer_at(tmp_path / "t", buffer)
     again.run_round(base)
     assert buffer.marked["anchors"] == 32 * 4 // 8
-    assert again._state.replay.num_offered == 64
+    assert again._working.state.replay.num_offered == 64
 
 
 # What is kept in mind
 
 
-def first_language_after(directory: Path, base: DraftRelease, home: dict[str, Any], **options: Any) -> float:
-    """α on the first language after it was learnt, and then another one alone was spoken for a long time."""
+def first_language_after(
+    directory: Path, base: DraftRelease, home: dict[str, Any], **options: Any
+) -> float:
+    """α on the first language after it was learnt, and then another one alone was spoken for a long
+    time."""
     num_rounds = int(options.pop("num_rounds", 6))
     buffer = buffer_with(max_traces=int(options.pop("max_traces", 20_000)))
     trainer = trainer_at(directory, buffer, **options)
@@ -387,19 +415,24 @@ def first_language_after(directory: Path, base: DraftRelease, home: dict[str, An
     return alpha(candidate, chain_traces(8, start=5000))
 
 
-def test_the_first_language_stays_while_only_another_is_spoken(tmp_path: Path, base: DraftRelease) -> None:
+def test_the_first_language_stays_while_only_another_is_spoken(
+    tmp_path: Path, base: DraftRelease
+) -> None:
     forgetful = first_language_after(tmp_path / "a", base, {}, replay_batches=0, num_anchors=0)
     assert first_language_after(tmp_path / "b", base, {}) > max(0.8, forgetful + 0.3)
 
 
 def test_anchors_keep_what_the_buffer_has_let_go_of(tmp_path: Path, base: DraftRelease) -> None:
-    options = {"max_traces": 48, "num_rounds": 5}  # two rounds of the other language, and the first is gone
+    # After two rounds of the other language, the first has left the buffer.
+    options = {"max_traces": 48, "num_rounds": 5}
     without = first_language_after(tmp_path / "a", base, {}, num_anchors=0, **options)
     with_anchors = first_language_after(tmp_path / "b", base, {}, **options)
     assert with_anchors > without + 0.15
 
 
-def test_a_labelled_first_language_is_kept_by_its_domain_alone(tmp_path: Path, base: DraftRelease) -> None:
+def test_a_labelled_first_language_is_kept_by_its_domain_alone(
+    tmp_path: Path, base: DraftRelease
+) -> None:
     # Even where the buffer is small: every domain has room of its own, and an equal share.
     options = {"max_traces": 48, "num_rounds": 6, "num_anchors": 0}
     labelled = first_language_after(tmp_path / "a", base, {"domain": "home"}, **options)
@@ -410,7 +443,9 @@ def test_a_labelled_first_language_is_kept_by_its_domain_alone(tmp_path: Path, b
 # Contexts
 
 
-def test_a_request_that_is_longer_than_the_limit_is_learnt_from_its_end(tmp_path: Path, base: DraftRelease) -> None:
+def test_a_request_that_is_longer_than_the_limit_is_learnt_from_its_end(
+    tmp_path: Path, base: DraftRelease
+) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB_SIZE, 100) for _ in range(64)]
     traces = [
@@ -433,7 +468,9 @@ def test_a_draft_that_sees_less_than_the_limit_trains_within_what_it_sees(tmp_pa
     GPT2LMHeadModel(small).save_pretrained(tmp_path / "base")
     held_out = chain_traces(8, start=500, num_output=40, holdout=True)
     buffer = buffer_with(*chain_traces(64, num_output=40), *held_out)
-    outcome = trainer_at(tmp_path / "t", buffer, max_length=1024).run_round(release_of(tmp_path / "base"))
+    outcome = trainer_at(tmp_path / "t", buffer, max_length=1024).run_round(
+        release_of(tmp_path / "base")
+    )
     assert outcome.num_tokens == 64 * 5 * 16, "the last 16 positions of each"
     assert outcome.loss_last < outcome.loss_first / 2
     assert outcome.eval is not None and outcome.eval.alpha_candidate > outcome.eval.alpha_base + 0.3

@@ -1,4 +1,7 @@
-"""Curves of training: what a real event file holds, what is refused at start, and that no tracker holds training up."""
+"""Training curves: what a real event file holds, and what is refused at the start.
+
+No tracker holds training up.
+"""
 
 from __future__ import annotations
 
@@ -69,15 +72,24 @@ def test_each_rounds_figures_stand_in_the_event_file(tmp_path: Path) -> None:
         "rows": "num_tokens",
         "seconds": "seconds",
     }.items():
-        assert curve(name) == pytest.approx({1: getattr(first, field), 2: getattr(second, field)}), name
+        assert curve(name) == pytest.approx(
+            {1: getattr(first, field), 2: getattr(second, field)}
+        ), name
     assert first.eval is not None and second.eval is not None
-    assert curve("alpha/base") == pytest.approx({1: first.eval.alpha_base, 2: second.eval.alpha_base})
-    assert curve("alpha/predicted") == pytest.approx({1: first.eval.alpha_candidate, 2: second.eval.alpha_candidate})
+    assert curve("alpha/base") == pytest.approx(
+        {1: first.eval.alpha_base, 2: second.eval.alpha_base}
+    )
+    assert curve("alpha/predicted") == pytest.approx(
+        {1: first.eval.alpha_candidate, 2: second.eval.alpha_candidate}
+    )
     # 32 new traces and 128 replayed ones in each round, of which 15 tokens are fed.
     assert curve("tokens_per_second")[1] * first.seconds == pytest.approx(160 * 15, rel=1e-3)
     assert curve("tokens_per_second")[2] * second.seconds == pytest.approx(160 * 15, rel=1e-3)
     assert curve("is_candidate") == {1: 1, 2: 1, 3: 0}
-    outcomes = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("outcome/text_summary")]
+    outcomes = [
+        event.tensor_proto.string_val[0].decode()
+        for event in events.Tensors("outcome/text_summary")
+    ]
     assert outcomes == ["candidate", "candidate", NO_TRACES]
 
 
@@ -85,7 +97,9 @@ def test_offline_training_leaves_its_curves_beside_the_draft(tmp_path: Path) -> 
     from tests.unit.osd.offline.test_train import HELD_OUT, SETTINGS, TRAINING, write
 
     given = [*SETTINGS, "trainer.trackers=[tensorboard]"]
-    settings = reading.load(None, given, {"serving.draft": str(save_draft(tmp_path / "draft"))}, {}).config
+    settings = reading.load(
+        None, given, {"serving.draft": str(save_draft(tmp_path / "draft"))}, {}
+    ).config
     draft = train.check_draft(settings)
     job = train.Job(config=settings, draft=draft, out=tmp_path / "new", epochs=2, force=True)
     assert train.run(job, [write(tmp_path / "all.traces", TRAINING + HELD_OUT)], print, print) == 0
@@ -114,7 +128,10 @@ def test_the_missing_package_is_named_with_the_remedy() -> None:
 
 @pytest.mark.skipif(not is_absent("wandb"), reason="wandb is installed here")
 def test_an_absent_tracker_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    flags = {"serving.draft": str(save_draft(tmp_path / "draft")), "data_dir": str(tmp_path / "data")}
+    flags = {
+        "serving.draft": str(save_draft(tmp_path / "draft")),
+        "data_dir": str(tmp_path / "data"),
+    }
     settings = reading.load(None, ["trainer.trackers=[wandb]"], flags, {}).config
     for start in (
         lambda: Service(settings),
@@ -134,10 +151,14 @@ def test_an_unknown_tracker_is_refused_by_the_configuration() -> None:
 # What goes wrong later
 
 
-def test_a_tracker_that_fails_is_off_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_fails_is_off_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     buffer = buffer_with(*chain_traces(32))
-    trainer = trainer_at(tmp_path / "t", buffer, trackers=["tensorboard"], tracker_dir=str(tmp_path / "file" / "x"))
+    trainer = trainer_at(
+        tmp_path / "t", buffer, trackers=["tensorboard"], tracker_dir=str(tmp_path / "file" / "x")
+    )
     base = release_of(save_draft(tmp_path / "base"))
     with caplog.at_level(logging.WARNING, "trainer.trackers"):
         for start in (100, 200, 300):
@@ -159,7 +180,9 @@ class Stuck(Tracker):
         raise OSError("gone")
 
 
-def test_a_tracker_that_hangs_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_hangs_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tracker = Stuck("wandb", tmp_path, "run")
     started = time.monotonic()
     with caplog.at_level(logging.WARNING, "trainer.trackers"):
@@ -169,5 +192,6 @@ def test_a_tracker_that_hangs_is_not_waited_for(tmp_path: Path, caplog: pytest.L
         tracker.released.set()
         tracker.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"no more curves for wandb until the trainer starts again: it is {NUM_WAITING} rounds behind"
+        f"no more curves for wandb until the trainer starts again: it is {NUM_WAITING} rounds "
+        "behind"
     ]

@@ -28,7 +28,7 @@ function acceptanceSeries(history) {
       { label: `${name}, smoothed`, color: tone, value: (s) => smooth(s[metric], s.tested), show, width: 2.25 },
     ];
   }
-  const prefix = { class: "", replica: "", position: "place " }[chosen("by")] ?? "";
+  const prefix = { class: "", replica: "", position: "position " }[chosen("by")] ?? "";
   return lines.map(([line], i) => ({
     label: `${prefix}${line}`, color: `--line-${i % LINE_COLORS + 1}`, value: (s) => smooth(s[`line ${line}`] ?? [], null), show, width: 1.75, dash: i >= LINE_COLORS ? [6, 4] : undefined,
   }));

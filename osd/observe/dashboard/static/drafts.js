@@ -82,7 +82,7 @@ function showComparison(drafts) {
   const classes = [...new Set(shown.flatMap((draft) => Object.keys(draft.eval?.classes ?? {})))].sort();
   fill("comparison", [
     ...FACTS.map(([label, title, cell]) => line(label, title, cell)),
-    ...Array.from({ length: places }, (_, i) => line(`α at place ${i + 1}`, "Held-out α at this place of the draft", (d) => percent(d.eval?.alpha_candidate_per_pos[i]))),
+    ...Array.from({ length: places }, (_, i) => line(`α at position ${i + 1}`, "Held-out α at this position of the draft", (d) => percent(d.eval?.alpha_candidate_per_pos[i]))),
     ...classes.map((name) => line(`α of ${name || "unlabelled"}`, "Held-out α of this class of traffic: label, or cluster of unlabelled prompts", (d) => {
       const report = d.eval?.classes[name];
       return report ? `${percent(report.alpha_base)} → ${percent(report.alpha_candidate)} (${count(report.num_traces)} requests)` : "–";

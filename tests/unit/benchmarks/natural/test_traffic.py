@@ -1,4 +1,7 @@
-"""Natural traffic: files apart, prompts never seen in training and never twice, a hash that follows the text."""
+"""Natural traffic: separate files, a hash that follows the text, and prompts that are new.
+
+No prompt was seen in training, and none comes twice.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.natural.recipe import HERE, NATURAL, SOURCES, TINY, natural_hash, recipe_from_json, recipe_to_json
+from benchmarks.natural.recipe import (
+    HERE,
+    NATURAL,
+    SOURCES,
+    TINY,
+    natural_hash,
+    recipe_from_json,
+    recipe_to_json,
+)
 from benchmarks.natural.text import HOME, PACKAGES, SourceFile, split, text_hash
 from benchmarks.natural.traffic import MAX_CHARS, MIN_CHARS, line_windows, requests, served_windows
 from osd.errors import ConfigError
@@ -24,7 +35,11 @@ def write_library(root: Path) -> None:
     """Three files for each class, of different sizes."""
     for index, patterns in enumerate(PACKAGES.values()):
         folder = patterns[0].split("/")[0] if "/" in patterns[0] else ""
-        names = [f"{folder}/{i}.py" for i in range(3)] if folder else [p.replace("*", "_") for p in patterns[:3]]
+        names = (
+            [f"{folder}/{i}.py" for i in range(3)]
+            if folder
+            else [p.replace("*", "_") for p in patterns[:3]]
+        )
         for i, name in enumerate(names):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             first = 1000 * index + 100 * i
@@ -38,7 +53,9 @@ def test_no_file_is_both_learnt_and_served(package: str) -> None:
     assert learnt and served
     assert not learnt & served
     assert not {f.text for f in parts.train} & {f.text for f in parts.serve}
-    share = sum(len(f.text) for f in parts.serve) / sum(len(f.text) for f in parts.train + parts.serve)
+    share = sum(len(f.text) for f in parts.serve) / sum(
+        len(f.text) for f in parts.train + parts.serve
+    )
     assert 0.15 < share < 0.5
 
 

@@ -1,4 +1,4 @@
-"""The recipe of the natural-text models, with sizes and steps that take seconds: what is learnt, from what."""
+"""The recipe of the natural-text models, with sizes and steps that take seconds."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def test_training_windows_begin_with_lines_of_training_files(tokenizer: Any) -> 
 def test_target_learns_files_it_never_saw(tokenizer: Any, trained: tuple[Any, float]) -> None:
     target, last_loss = trained
     files = split(HOME).serve[-2:]
-    before = nats_per_token(make_model(SMALL.target, tokenizer, seed=1), tokenizer, files, SMALL.window_tokens)
+    before = nats_per_token(
+        make_model(SMALL.target, tokenizer, seed=1), tokenizer, files, SMALL.window_tokens
+    )
     after = nats_per_token(target, tokenizer, files, SMALL.window_tokens)
     assert before == pytest.approx(math.log(SMALL.vocab_size), abs=0.4)
     assert after < before - 1
@@ -96,7 +98,9 @@ def test_draft_learns_from_the_targets_answers(tokenizer: Any, trained: tuple[An
         assert len(example.answer_ids) > MAX_TOKENS / 2
         first_line = tokenizer.decode(example.answer_ids).split("\n")[0]
         assert first_line in learnt
-    _, first_loss = distil_draft(tokenizer, target, examples, replace(SMALL, draft_steps=1), lambda done: None)
+    _, first_loss = distil_draft(
+        tokenizer, target, examples, replace(SMALL, draft_steps=1), lambda done: None
+    )
     _, last_loss = distil_draft(tokenizer, target, examples, SMALL, lambda done: None)
     assert 0 < last_loss < 0.7 * first_loss
 
@@ -117,13 +121,16 @@ def test_acceptance_counts_what_was_served(tokenizer: Any, trained: tuple[Any, f
 
 def test_steps_are_counted_as_the_engine_counts_them() -> None:
     hits = [True, False] + [True] * 4 + [True, False, True]
-    # Drafted 4, accepted 1, tested 2; then 4 of 4; then the target's own token, 0 of 1 tested; then 1 of 1.
+    # Drafted 4, accepted 1, tested 2; then 4 of 4; then the target's own token, 0 of 1 tested; then
+    # 1 of 1.
     assert count_steps(hits) == (6, 8, 16)
     assert count_steps([]) == (0, 0, 0)
     assert count_steps([False] * 3) == (0, 3, 12)
 
 
-def test_sampling_follows_its_seed_and_leaves_the_global_one(tokenizer: Any, trained: tuple[Any, float]) -> None:
+def test_sampling_follows_its_seed_and_leaves_the_global_one(
+    tokenizer: Any, trained: tuple[Any, float]
+) -> None:
     target, _ = trained
     prompts = [chat_prompt(tokenizer, r.prompt) for r in requests(HOME, 4, seed=5)]
     torch.manual_seed(5)
@@ -138,7 +145,14 @@ def test_sampling_follows_its_seed_and_leaves_the_global_one(tokenizer: Any, tra
 def test_both_models_are_written_with_their_tokenizer(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    few = Recipe(vocab_size=400, target=SMALL.target, draft=SMALL.draft, target_steps=2, draft_steps=2, draft_answers=2)
+    few = Recipe(
+        vocab_size=400,
+        target=SMALL.target,
+        draft=SMALL.draft,
+        target_steps=2,
+        draft_steps=2,
+        draft_answers=2,
+    )
     build(tmp_path, few, progress=False)
     sizes = {}
     for role in ("target", "draft"):
@@ -146,7 +160,9 @@ def test_both_models_are_written_with_their_tokenizer(tmp_path: Path) -> None:
         sizes[role] = model.num_parameters()
         assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / role)) == 400
     assert sizes["draft"] < sizes["target"]
-    assert (tmp_path / "target/tokenizer.json").read_bytes() == (tmp_path / "draft/tokenizer.json").read_bytes()
+    assert (tmp_path / "target/tokenizer.json").read_bytes() == (
+        tmp_path / "draft/tokenizer.json"
+    ).read_bytes()
 
 
 def test_answers_that_run_in_circles_are_told_from_others() -> None:

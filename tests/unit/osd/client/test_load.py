@@ -1,17 +1,25 @@
-"""What a client makes of answers: k per step, also where the last step accepted more than was served; the demo's α."""
+"""What a client computes from answers: k per step, and the demo's α.
+
+The last step may have accepted more than was served.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from osd.client.load import Answer, figures
-from osd.demo.story import alpha
+from osd.demo.findings import alpha
 from osd.records import SpecWindow
 
 
 def answer(num_tokens: int, histogram: tuple[int, ...], drafted: int) -> Answer:
     return Answer(
-        index=0, ok=True, token_ids=(1,) * num_tokens, histogram=histogram, num_draft_tokens=drafted, seconds=1.0
+        index=0,
+        ok=True,
+        token_ids=(1,) * num_tokens,
+        histogram=histogram,
+        num_draft_tokens=drafted,
+        seconds=1.0,
     )
 
 
@@ -31,8 +39,12 @@ def test_without_speculation_k_is_nothing() -> None:
 
 
 def test_the_demos_alpha_is_that_of_the_services_windows_within_the_runs() -> None:
-    """What was tested where k changes is known to the engine only; windows outside of the runs are not asked."""
-    runs = [[given(at=100.0, seconds=4.0), given(at=103.0, seconds=3.0)], [given(at=200.0, seconds=2.0)]]
+    """What was tested where k changes is known to the engine only; windows outside of the runs are
+    not asked."""
+    runs = [
+        [given(at=100.0, seconds=4.0), given(at=103.0, seconds=3.0)],
+        [given(at=200.0, seconds=2.0)],
+    ]
     windows = [
         window(at=99.0, accepted=(9, 0), tested=(9, 9)),
         window(at=101.0, accepted=(3, 1), tested=(4, 3)),

@@ -1,4 +1,4 @@
-"""`configs/cluster-*.yaml`: complete, and valid by Ray's own schema, without a cluster."""
+"""`configs/cluster-*.yaml` are complete and valid by Ray's own schema, without a cluster."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_it_starts_the_service_with_a_command_line_that_exists(path: Path) -> No
     assert command, "the head never starts the service"
     arguments = shlex.split(command.group(1))
     assert "--address" in arguments
-    # Parsed by the real command line; it then stops at the first thing it cannot have here: the models.
+    # Parsed by the real command line; it then stops at the first thing it cannot have here: the
+    # models.
     arguments = [a for a in arguments if a != "--detach"] + ["serving.port=0", "control.port=0"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code != 0

@@ -1,4 +1,4 @@
-"""Configuration: precedence, strictness, and one clear line for what is wrong."""
+"""Configuration: precedence, strictness, and one clear line for each mistake."""
 
 from __future__ import annotations
 
@@ -17,11 +17,24 @@ CONFIGS = ROOT / "configs"
 
 def test_precedence_is_flags_overrides_environment_file_defaults(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("serving: {port: 1, host: h1, seconds_between_polls: 2, draft: d1}\ndeployment: fromfile\n")
-    environ = {"OSD_SERVING__PORT": "2", "OSD_SERVING__HOST": "h2", "OSD_SERVING__SECONDS_BETWEEN_POLLS": "3"}
-    resolved = reading.load(file, ["serving.port=3", "serving.host=h3"], {"serving.port": 4}, environ)
+    file.write_text(
+        "serving: {port: 1, host: h1, seconds_between_polls: 2, draft: d1}\ndeployment: fromfile\n"
+    )
+    environ = {
+        "OSD_SERVING__PORT": "2",
+        "OSD_SERVING__HOST": "h2",
+        "OSD_SERVING__SECONDS_BETWEEN_POLLS": "3",
+    }
+    resolved = reading.load(
+        file, ["serving.port=3", "serving.host=h3"], {"serving.port": 4}, environ
+    )
     serving = resolved.config.serving
-    assert (serving.port, serving.host, serving.seconds_between_polls, serving.draft) == (4, "h3", 3, "d1")
+    assert (serving.port, serving.host, serving.seconds_between_polls, serving.draft) == (
+        4,
+        "h3",
+        3,
+        "d1",
+    )
     assert serving.target == ""
     assert resolved.config.deployment == "fromfile"
     assert resolved.origins["serving.seconds_between_polls"] == (
@@ -72,7 +85,9 @@ def test_what_is_wrong_is_named_in_one_line(overrides: list[str], says: str) -> 
         for word in get_args(field.annotation)
     ],
 )
-def test_every_word_there_is_to_choose_can_be_typed_everywhere(key: str, word: str, tmp_path: Path) -> None:
+def test_every_word_there_is_to_choose_can_be_typed_everywhere(
+    key: str, word: str, tmp_path: Path
+) -> None:
     """`mode: off` too, which YAML reads as `mode: false`."""
     section, name = key.split(".")
     file = tmp_path / "c.yaml"
@@ -91,14 +106,19 @@ def test_every_word_there_is_to_choose_can_be_typed_everywhere(key: str, word: s
 )
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_a_switch_is_no_number(key: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}={value.title()} \(command line\): a number is wanted"):
+    with pytest.raises(
+        ConfigError, match=rf"{key}={value.title()} \(command line\): a number is wanted"
+    ):
         reading.load(overrides=[f"{key}={value}"], environ={})
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"serving: {port: 1}\nserving: {host: h}\n", "line 2: not valid YAML (serving stands there twice)"),
+        (
+            b"serving: {port: 1}\nserving: {host: h}\n",
+            "line 2: not valid YAML (serving stands there twice)",
+        ),
         (b"serving:\n  port: 1\n  port: 2\n", "line 3: not valid YAML (port stands there twice)"),
         (b"\xff\xfe\x00", "is not text in UTF-8"),
         (b"serving: \x00", "not valid YAML (a character that is not allowed at position 9)"),
@@ -109,7 +129,9 @@ def test_a_switch_is_no_number(key: str, value: str) -> None:
         (b"serving: 3", "serving=3"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_one_line(content: bytes, says: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_configuration_is_one_line(
+    content: bytes, says: str, tmp_path: Path
+) -> None:
     file = tmp_path / "c.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -121,7 +143,8 @@ def test_a_file_that_is_no_configuration_is_one_line(content: bytes, says: str, 
 def test_words_are_words_and_switches_are_switches(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
-        "serving:\n  env: {A: off, B: on, C: true}\n  vllm: {enforce_eager: on, enable_prefix_caching: No, seed: 3}\n"
+        "serving:\n  env: {A: off, B: on, C: true}\n  vllm: {enforce_eager: on, "
+        "enable_prefix_caching: No, seed: 3}\n"
         "  served_model_name: on\ncapture: {enabled: off}\ntrainer: {enabled: yes}\n"
     )
     found = reading.load(file, ["deployment=no"], environ={}).config
@@ -145,7 +168,9 @@ def test_merged_mappings_may_override(tmp_path: Path) -> None:
 def test_an_unknown_key_fails_in_file_and_environment_too(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("trainer:\n  lerning_rate: 1\n")
-    with pytest.raises(ConfigError, match=r"trainer.lerning_rate .*c.yaml.*did you mean trainer.learning_rate"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.lerning_rate .*c.yaml.*did you mean trainer.learning_rate"
+    ):
         reading.load(file, environ={})
     with pytest.raises(ConfigError, match="OSD_TRAINER__LERNING_RATE: no such key"):
         reading.load(environ={"OSD_TRAINER__LERNING_RATE": "1"})
@@ -153,7 +178,8 @@ def test_an_unknown_key_fails_in_file_and_environment_too(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("a: [", "not valid YAML"), ("- 1", "must be a mapping"), (None, "cannot be read")]
+    ("text", "says"),
+    [("a: [", "not valid YAML"), ("- 1", "must be a mapping"), (None, "cannot be read")],
 )
 def test_a_bad_file_is_one_line(tmp_path: Path, text: str | None, says: str) -> None:
     file = tmp_path / "c.yaml"
@@ -182,13 +208,19 @@ def test_the_key_clients_need_is_found_where_vllm_looks(
 
 
 def test_vllm_arguments_pass_through_and_merge() -> None:
-    overrides = ["serving.vllm.dtype=bfloat16", "serving.vllm.max_model_len=512", "serving.env.OMP_NUM_THREADS=1"]
+    overrides = [
+        "serving.vllm.dtype=bfloat16",
+        "serving.vllm.max_model_len=512",
+        "serving.env.OMP_NUM_THREADS=1",
+    ]
     serving = reading.load(overrides=overrides, environ={}).config.serving
     assert serving.vllm == {"dtype": "bfloat16", "max_model_len": 512}
     assert serving.env == {"OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("path", sorted(p for p in CONFIGS.glob("*.yaml") if not p.name.startswith("cluster-")))
+@pytest.mark.parametrize(
+    "path", sorted(p for p in CONFIGS.glob("*.yaml") if not p.name.startswith("cluster-"))
+)
 def test_every_preset_loads(path: Path) -> None:
     resolved = reading.load(path, environ={})
     assert resolved.config.serving.target
@@ -196,15 +228,15 @@ def test_every_preset_loads(path: Path) -> None:
 
 
 def test_every_key_is_documented() -> None:
-    def check(section: type[schema.BaseModel]) -> None:
+    def check(section: type[BaseModel]) -> None:
         assert section.__doc__
         for name, info in section.model_fields.items():
             inner = info.annotation
-            if isinstance(inner, type) and issubclass(inner, schema.BaseModel):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
                 check(inner)
             else:
                 assert info.description, f"{section.__name__}.{name} has no text under it"
 
     for info in schema.Config.model_fields.values():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, schema.BaseModel):
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             check(info.annotation)

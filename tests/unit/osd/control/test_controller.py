@@ -1,4 +1,7 @@
-"""The two loops on fakes: what the outside does, and what is published, taken back, written again, and said."""
+"""The two loops of the controller on fakes.
+
+What is published, taken back, written again and said, whatever the other parts do.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,7 @@ from osd.records import (
     MetricPoint,
     ReplicaStatus,
     RoundOutcome,
+    ServiceStatus,
     SpecWindow,
 )
 from osd.releases.store import ReleaseStore
@@ -41,7 +45,8 @@ STATS = BufferStats(num_traces=9, num_holdout=2, num_bytes=80, num_put=11, oldes
 
 
 class MemoryRegistry:
-    """The registry's methods on two lists and a dict; `is_away` makes each raise as if Redis were gone."""
+    """The registry's methods on two lists and a dict; `is_away` makes each raise as if Redis were
+    gone."""
 
     def __init__(self) -> None:
         self.feed: list[FeedRecord] = []
@@ -52,7 +57,10 @@ class MemoryRegistry:
     def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]:
         self._check()
         start = int(after)
-        return [(str(start + i + 1), record) for i, record in enumerate(self.feed[start : start + count])]
+        return [
+            (str(start + i + 1), record)
+            for i, record in enumerate(self.feed[start : start + count])
+        ]
 
     def publish(self, *records: FeedRecord) -> None:
         self._check()
@@ -84,7 +92,9 @@ class FakeBuffer:
     def stats(self) -> BufferStats:
         return STATS
 
-    def purge(self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False) -> int:
+    def purge(
+        self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False
+    ) -> int:
         assert all_targets
         self.purged.append((domain, before))
         if self.is_failing:
@@ -93,7 +103,8 @@ class FakeBuffer:
 
 
 class FakeTrainer:
-    """Every `rounds` entry is one round. No entry = no new traces; `death` is what every call meets."""
+    """Every `rounds` entry is one round. No entry = no new traces; `death` is what every call
+    meets."""
 
     def __init__(self, model: Path) -> None:
         self.model = model
@@ -121,7 +132,9 @@ class FakeTrainer:
         step = self.rounds.pop(0)
         return step(base) if callable(step) else step
 
-    async def evaluate_releases(self, versions: list[DraftRelease], num_traces: int) -> dict[int, float]:
+    async def evaluate_releases(
+        self, versions: list[DraftRelease], num_traces: int
+    ) -> dict[int, float]:
         self.calls.append(f"replay {[release.version for release in versions]} on {num_traces}")
         return self.alphas
 
@@ -167,7 +180,9 @@ def no_gain(base: DraftRelease) -> RoundOutcome:
     return replace(outcome, eval=replace(outcome.eval, diff_low=-0.01))
 
 
-def live_window(version: int, alpha: float, at: float, tested: int = 1000, finished: int = 160) -> SpecWindow:
+def live_window(
+    version: int, alpha: float, at: float, tested: int = 1000, finished: int = 160
+) -> SpecWindow:
     return SpecWindow(
         at=at,
         replica="replica-0",
@@ -200,7 +215,8 @@ def replica(version: int, name: str = "replica-0") -> ReplicaStatus:
 
 
 class LoopClock(HandClock):
-    """Stands still, but the loops really pause; `turns`: loop -> how often it has come to its end and begun anew."""
+    """Stands still, but the loops really pause; `turns`: loop -> how often it has come to its end
+    and begun anew."""
 
     def __init__(self, now: float) -> None:
         super().__init__(now)
@@ -214,7 +230,8 @@ class LoopClock(HandClock):
 
 
 class World:
-    """A controller and everything around it; `restart` starts another one on the same disk and feed."""
+    """A controller and everything around it; `restart` starts another one on the same disk and
+    feed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -240,7 +257,8 @@ class World:
         self.restart()
 
     def restart(self, target_id: str = TARGET) -> None:
-        """As a service that is started again: what serves is settled first, then the controller begins."""
+        """As a service that is started again: what serves is settled first, then the controller
+        begins."""
         first_release(self.config, self.model, target_id, 8)
         self.releases = ReleaseStore(self.config.releases_path)
         self.history = History()
@@ -273,14 +291,17 @@ class World:
         assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing of it goes on"
 
     def serve(self, version: int, alpha: float, ahead: float = 2.0, num: int = 1) -> None:
-        """Windows that say with what α a version serves now; `ahead`: what the replica's clock is by."""
+        """Windows that say with what α a version serves now; `ahead`: what the replica's clock is
+        by."""
         self.registry.publish(*[live_window(version, alpha, self.clock.now + ahead)] * num)
 
     async def publish(self, version: int) -> None:
         """Have rounds run until this version is current."""
         num_before = self.kinds().count("published")
         self.trainer.rounds.append(self.trainer.better)
-        await self.until(lambda: self.wanted() == version and self.kinds().count("published") > num_before)
+        await self.until(
+            lambda: self.wanted() == version and self.kinds().count("published") > num_before
+        )
 
     async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
         deadline = time.monotonic() + seconds
@@ -289,10 +310,13 @@ class World:
             await asyncio.sleep(0.005)
 
     async def a_few_looks(self) -> None:
-        """Three turns of each loop: what they would have done of what is there now, they have done."""
+        """Three turns of each loop: what they would have done of what is there now, they have
+        done."""
         loops = ("watch", "train") if self.is_training else ("watch",)
         goals = {name: self.clock.turns[name] + 3 for name in loops}
-        await self.until(lambda: all(self.clock.turns[name] >= goal for name, goal in goals.items()))
+        await self.until(
+            lambda: all(self.clock.turns[name] >= goal for name, goal in goals.items())
+        )
 
     def says(self, line: str) -> bool:
         """Whether `/metrics` has this line."""
@@ -303,7 +327,11 @@ class World:
         return None if release is None else release.version
 
     def events(self) -> list[str]:
-        return [f"{record.kind}: {record.text}" for record in self.registry.feed if isinstance(record, Event)]
+        return [
+            f"{record.kind}: {record.text}"
+            for record in self.registry.feed
+            if isinstance(record, Event)
+        ]
 
     def kinds(self) -> list[str]:
         return [record.kind for record in self.registry.feed if isinstance(record, Event)]
@@ -314,7 +342,9 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-async def test_first_start_publishes_the_configured_draft_and_tells_the_replicas(world: World) -> None:
+async def test_first_start_publishes_the_configured_draft_and_tells_the_replicas(
+    world: World,
+) -> None:
     async with world.running():
         await world.until(lambda: world.wanted() == 1)
     assert world.releases.get(1).parent == 0
@@ -331,7 +361,7 @@ async def test_a_few_traces_wait_for_more_but_not_forever(world: World) -> None:
             world.clock.move(world.config.trainer.max_wait_seconds - 1)
             await world.a_few_looks()
             assert len(world.trainer.calls) == num_rounds, "each round waits anew"
-            assert (await world.controller.status())["phase_detail"] == "9 of 32 new traces"
+            assert (await world.controller.status()).phase_detail == "9 of 32 new traces"
             world.clock.move(1)
             await world.until(lambda: len(world.kinds()) > num_rounds)  # noqa: B023
 
@@ -346,7 +376,7 @@ async def test_traces_that_were_deleted_do_not_hasten_a_round(world: World) -> N
             await world.a_few_looks()
             world.trainer.rounds = []
             await world.a_few_looks()
-            assert (await world.controller.status())["phase_detail"] == "0 of 32 new traces"
+            assert (await world.controller.status()).phase_detail == "0 of 32 new traces"
     assert world.trainer.calls == []
 
 
@@ -358,10 +388,12 @@ async def test_better_candidate_is_published_told_and_explained(world: World) ->
     assert world.trainer.calls == ["round from v1"]
     assert world.registry.wishes["default"] == world.releases.current()
     assert world.releases.get(2).origin == world.releases.get(1).origin != ""
-    assert world.events() == ["published: v2: held-out α 0.40 -> 0.70 on 40 requests, at least +0.250"]
-    assert (status["version"], status["num_rounds"]) == (2, 1)
-    assert (status["mode"], status["proposers"]) == ("fixed", ["ngram"])
-    assert status["last_round"] == world.releases.get(2).outcome
+    assert world.events() == [
+        "published: v2: held-out α 0.40 -> 0.70 on 40 requests, at least +0.250"
+    ]
+    assert (status.version, status.num_rounds) == (2, 1)
+    assert (status.mode, status.proposers) == ("fixed", ("ngram",))
+    assert status.last_round == world.releases.get(2).outcome
     text = world.history.prometheus()
     assert 'osd_round_total{outcome="published"} 1.0' in text
     assert 'osd_round_rows_total{kind="trainable"} 900.0' in text
@@ -377,14 +409,19 @@ async def test_better_candidate_is_published_told_and_explained(world: World) ->
             "what was learnt is kept",
         ),
         ({"base_version": 7}, "refused: base is no longer current: trained from v7, v1 serves"),
-        ({"loss_last": float("nan")}, "refused: not finite: the loss or the measured acceptance is NaN or infinite"),
+        (
+            {"loss_last": float("nan")},
+            "refused: not finite: the loss or the measured acceptance is NaN or infinite",
+        ),
         (
             {"discarded": "non-finite loss", "path": "", "loss_last": float("nan"), "eval": None},
             "discarded: round discarded: non-finite loss",
         ),
     ],
 )
-async def test_other_candidates_change_nothing(world: World, fields: dict[str, object], expected: str) -> None:
+async def test_other_candidates_change_nothing(
+    world: World, fields: dict[str, object], expected: str
+) -> None:
     async with world.running():
         world.trainer.rounds.append(replace(make_outcome(str(world.model), 1), **fields))  # type: ignore[arg-type]
         await world.until(lambda: bool(world.events()))
@@ -407,7 +444,7 @@ async def test_trainer_that_dies_is_retried_and_said_once(world: World) -> None:
         world.trainer.death = RuntimeError("the actor\ndied")
         world.trainer.rounds.append(world.trainer.better)
         await world.until(lambda: len(world.trainer.calls) >= 3)
-        assert (await world.controller.status())["trainer"] == "away"
+        assert (await world.controller.status()).trainer == "away"
         await world.until(lambda: world.says("osd_trainer_up 0.0"))
         world.trainer.death = None
         await world.until(lambda: world.wanted() == 2 and world.kinds()[-1] == "published")
@@ -442,18 +479,22 @@ async def test_redis_away_is_no_failure_of_the_trainer(world: World) -> None:
         world.trainer.rounds.append(world.trainer.better)
         world.trainer.death = ReplayBufferError("Redis cannot be used")
         await world.until(lambda: len(world.trainer.calls) >= 2)
-        assert (await world.controller.status())["trainer"] == "away"
+        assert (await world.controller.status()).trainer == "away"
         world.trainer.death = KeyError("x" * 900)
         await world.until(lambda: "trainer_failed" in world.kinds())
         world.trainer.death = None
         await world.until(lambda: "published" in world.kinds())
-    assert world.events()[0] == f"trainer_failed: KeyError: '{'x' * 489}", "500 characters are enough"
+    assert world.events()[0] == f"trainer_failed: KeyError: '{'x' * 489}", (
+        "500 characters are enough"
+    )
     assert world.kinds() == ["trainer_failed", "trainer_back", "published"]
     assert world.trainer.calls[-1] == "round from v1"
 
 
 @pytest.mark.parametrize("trouble", ["redis", "disk"])
-async def test_trouble_is_said_once_each_time(world: World, trouble: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_trouble_is_said_once_each_time(
+    world: World, trouble: str, caplog: pytest.LogCaptureFixture
+) -> None:
     state = world.releases.root / "state.json"
     async with world.running():
         for num in (1, 2):
@@ -471,12 +512,18 @@ async def test_trouble_is_said_once_each_time(world: World, trouble: str, caplog
     assert ("history stands still: Redis at redis://nowhere" in caplog.text) == (trouble == "redis")
 
 
-async def test_the_whole_feed_is_heard_before_the_first_round_each_record_once(world: World) -> None:
+async def test_the_whole_feed_is_heard_before_the_first_round_each_record_once(
+    world: World,
+) -> None:
     """Of a long feed the end counts most: there it says that training rests."""
-    point = MetricPoint(at=world.clock.now, name="osd_round_total", value=1, labels={"outcome": "refused"})
+    point = MetricPoint(
+        at=world.clock.now, name="osd_round_total", value=1, labels={"outcome": "refused"}
+    )
     world.registry.publish(*[point] * 2500)
     for _ in range(6):
-        world.registry.publish(no_gain(world.releases.get(1)), Event(at=world.clock.now, kind="refused", text=""))
+        world.registry.publish(
+            no_gain(world.releases.get(1)), Event(at=world.clock.now, kind="refused", text="")
+        )
     world.trainer.rounds.append(world.trainer.better)
     async with world.running():
         await world.a_few_looks()
@@ -491,7 +538,9 @@ async def test_without_redis_rounds_that_bring_nothing_count_too(world: World) -
         await world.until(lambda: len(world.trainer.calls) == 6)
         num_turns = world.clock.turns["train"]
         await world.until(lambda: world.clock.turns["train"] >= num_turns + 3)
-        assert (await world.controller.status())["phase_detail"].startswith("at rest: 6 rounds in a row")
+        assert (await world.controller.status()).phase_detail.startswith(
+            "at rest: 6 rounds in a row"
+        )
     assert len(world.trainer.calls) == 6
 
 
@@ -508,7 +557,7 @@ async def test_redis_away_stops_nothing_and_is_caught_up(world: World) -> None:
         world.registry.is_away = False
         await world.until(lambda: world.wanted() == 2)
         await world.until(lambda: world.says("osd_redis_up 1.0"))
-    assert status["redis"] == "away"
+    assert status.redis == "away"
 
 
 async def test_wanted_lost_with_redis_is_written_again_from_disk(world: World) -> None:
@@ -556,11 +605,11 @@ async def test_a_draft_that_replays_well_stays_and_the_contradiction_is_said(wor
         world.serve(2, alpha=0.1)
         await world.until(lambda: "alarm" in world.kinds())
         status = await world.controller.status()
-        assert status["alarm"] and world.events()[-1] == f"alarm: {status['alarm']}"
+        assert status.alarm and world.events()[-1] == f"alarm: {status.alarm}"
         await world.until(lambda: world.says("osd_alarm 1.0"))
         world.serve(2, alpha=0.7, ahead=5)
         await world.a_few_looks()
-        assert (await world.controller.status())["alarm"] == "", "it serves as it should again"
+        assert (await world.controller.status()).alarm == "", "it serves as it should again"
         await world.until(lambda: world.says("osd_alarm 0.0"))
     assert world.wanted() == 2
     assert "the engine is not running what we think" in world.events()[-1]
@@ -642,17 +691,17 @@ async def test_pause_holds_over_a_restart_and_refuses_the_round_under_way(world:
         world.trainer.rounds.append(world.trainer.better)
         await world.until(lambda: world.trainer.calls == ["round from v1"])
         status = await world.controller.status()
-        assert (status["phase"], status["phase_detail"]) == ("training", "from v1")
+        assert (status.phase, status.phase_detail) == ("training", "from v1")
         await world.controller.pause()
         world.trainer.gate_open.set()
         await world.until(lambda: world.kinds() == ["paused", "refused"])
-        assert (await world.controller.status())["phase"] == "waiting"
+        assert (await world.controller.status()).phase == "waiting"
     assert world.events()[0] == "paused: no training, no publishing"
     world.restart()
     world.trainer.rounds.append(world.trainer.better)
     async with world.running():
         await world.a_few_looks()
-        assert (await world.controller.status())["paused"] is True
+        assert (await world.controller.status()).paused is True
         assert world.trainer.calls == ["round from v1"]
         await world.controller.resume()
         await world.until(lambda: world.wanted() == 2)
@@ -672,7 +721,9 @@ async def test_restart_finds_releases_history_and_wishes_again(world: World) -> 
         await world.until(lambda: world.history.window(2) is not None)
         after = await world.controller.status(), world.history.events(), world.history.window(2)
     names = ("version", "num_rounds", "num_rollbacks", "last_round", "paused", "pinned")
-    assert [after[0][name] for name in names] == [before[0][name] for name in names]
+    assert [getattr(after[0], name) for name in names] == [
+        getattr(before[0], name) for name in names
+    ]
     assert after[1:] == before[1:]
 
 
@@ -698,8 +749,8 @@ async def test_lagging_replica_is_shown_and_said_once(world: World) -> None:
         world.clock.move(0.1)
         await world.until(lambda: "lagging" in world.kinds())
         await world.a_few_looks()
-        shown = (await world.controller.status())["replicas"]
-        assert [(r["replica"], r["lagging"], r["wanted"]) for r in shown] == [
+        shown = (await world.controller.status()).replicas
+        assert [(r.replica, r.lagging, r.wanted) for r in shown] == [
             ("replica-1", True, 1),
             ("replica-0", False, 1),
         ]
@@ -709,20 +760,25 @@ async def test_lagging_replica_is_shown_and_said_once(world: World) -> None:
         world.registry.living = [replica(1, "replica-1"), replica(1)]
         await world.a_few_looks()
         await world.until(lambda: world.says('osd_replica_lagging{replica="replica-1"} 0.0'))
-        assert not any(r["lagging"] for r in (await world.controller.status())["replicas"])
+        assert not any(r.lagging for r in (await world.controller.status()).replicas)
     assert world.events() == ["lagging: replica-1 still serves v0, wanted is v1"]
 
 
 async def test_a_replica_lags_with_a_newer_draft_too_and_only_while_it_does(world: World) -> None:
     """A rollback that a replica does not follow leaves it ahead."""
     async with world.running():
-        for version, seconds, is_lagging in ((9, 14, False), (1, 14, False), (9, 14, False), (9, 1, True)) * 2:
+        for version, seconds, is_lagging in (
+            (9, 14, False),
+            (1, 14, False),
+            (9, 14, False),
+            (9, 1, True),
+        ) * 2:
             world.registry.living = [replica(version)]
             await world.a_few_looks()
             world.clock.move(seconds)
             await world.a_few_looks()
-            (shown,) = (await world.controller.status())["replicas"]
-            assert shown["lagging"] == is_lagging
+            (shown,) = (await world.controller.status()).replicas
+            assert shown.lagging == is_lagging
             if is_lagging:
                 world.registry.living = [replica(1)]
                 await world.a_few_looks()
@@ -751,11 +807,20 @@ async def test_administration_by_hand(world: World) -> None:
         await world.controller.promote(3)
         await world.controller.rollback()
         assert world.wanted() == 2
-        with pytest.raises(ReleaseError, match="draft v9: no such release in .*; there are: v1, v2, v3"):
+        with pytest.raises(
+            ReleaseError, match="draft v9: no such release in .*; there are: v1, v2, v3"
+        ):
             await world.controller.promote(9)
         drafts = {draft["version"]: draft for draft in await world.controller.drafts()}
         await world.publish(4)
-    assert world.kinds() == ["published", "published", "promoted", "promoted", "rolled_back", "published"]
+    assert world.kinds() == [
+        "published",
+        "published",
+        "promoted",
+        "promoted",
+        "rolled_back",
+        "published",
+    ]
     assert [version for version, draft in drafts.items() if draft["serving"]] == [2]
     assert drafts[3]["eval"]["alpha_candidate"] == 0.7
     assert not drafts[3]["bad"], "a rollback by hand condemns nothing"
@@ -772,38 +837,40 @@ async def test_what_the_service_is_doing(world: World) -> None:
         await world.a_few_looks()
         world.clock.move(90)
         status, drafts = await world.controller.status(), await world.controller.drafts()
-        (round_,), (shown,) = world.history.rounds(), status["replicas"]
-    assert status == {
-        "deployment": "default",
-        "target": world.config.serving.target,
-        "draft": world.config.serving.draft,
-        "served_model_name": "tiny",
-        "target_id": TARGET,
-        "version": 2,
-        "predicted_alpha": 0.7,
-        "served_alpha": 0.6,
-        "pinned": 2,
-        "paused": False,
-        "training": True,
-        "phase": "waiting",
-        "phase_detail": "0 of 32 new traces",
-        "k": world.config.speculation.k_max,
-        "mode": "fixed",
-        "proposers": ["ngram"],
-        "replicas": [shown],
-        "buffer": STATS,
-        "alarm": "",
-        "redis": "ok",
-        "trainer": "ok",
-        "last_round": round_,
-        "num_rounds": 1,
-        "num_swaps": 0,
-        "num_rollbacks": 0,
-        "started_at": world.clock.now - 90,
-        "uptime_s": 90,
-    }
-    assert (shown["replica"], shown["version"], shown["wanted"], shown["lagging"]) == ("replica-0", 2, 2, False)
-    alphas = [(d["version"], d["predicted_alpha"], d["served_alpha"], d["served_tested"]) for d in drafts]
+        (round_,), (shown,) = world.history.rounds(), status.replicas
+    assert status == ServiceStatus(
+        deployment="default",
+        target=world.config.serving.target,
+        draft=world.config.serving.draft,
+        served_model_name="tiny",
+        target_id=TARGET,
+        version=2,
+        predicted_alpha=0.7,
+        served_alpha=0.6,
+        pinned=2,
+        paused=False,
+        training=True,
+        phase="waiting",
+        phase_detail="0 of 32 new traces",
+        k=world.config.speculation.k_max,
+        mode="fixed",
+        proposers=("ngram",),
+        replicas=(shown,),
+        buffer=STATS,
+        alarm="",
+        redis="ok",
+        trainer="ok",
+        last_round=round_,
+        num_rounds=1,
+        num_swaps=0,
+        num_rollbacks=0,
+        started_at=world.clock.now - 90,
+        uptime_s=90,
+    )
+    assert (shown.replica, shown.version, shown.wanted, shown.lagging) == ("replica-0", 2, 2, False)
+    alphas = [
+        (d["version"], d["predicted_alpha"], d["served_alpha"], d["served_tested"]) for d in drafts
+    ]
     assert alphas == [(1, None, None, 0), (2, 0.7, 0.6, 2000)]
 
 
@@ -813,7 +880,7 @@ async def test_without_a_release_nothing_is_trained_nor_said_to_serve(world: Wor
         world.trainer.rounds.append(world.trainer.better)
         await world.a_few_looks()
         status = await world.controller.status()
-    assert (status["version"], status["predicted_alpha"], status["phase"]) == (0, None, "waiting")
+    assert (status.version, status.predicted_alpha, status.phase) == (0, None, "waiting")
     assert world.trainer.calls == []
 
 
@@ -854,7 +921,17 @@ async def pin_and_unpin(world: World, version: int) -> None:
         (lambda world: world.controller.keep(1), False),
         (lambda world: world.publish(3), False),
     ],
-    ids=["disappoints", "rollback", "promote", "pin", "pin+unpin", "promote-same", "pin-same", "keep", "publish"],
+    ids=[
+        "disappoints",
+        "rollback",
+        "promote",
+        "pin",
+        "pin+unpin",
+        "promote-same",
+        "pin-same",
+        "keep",
+        "publish",
+    ],
 )
 async def test_another_draft_than_the_newest_begins_another_line_also_after_a_restart(
     world: World, change: Callable[[World], Awaitable[object]], is_broken: bool, is_restarted: bool
@@ -909,7 +986,13 @@ async def test_loop_that_ends_ends_the_controller_by_name(world: World) -> None:
             raise KeyError("a mistake of ours")
 
     controller = Controller(
-        world.config, world.registry, world.releases, world.history, None, Broken(), target_id=TARGET
+        world.config,
+        world.registry,
+        world.releases,
+        world.history,
+        None,
+        Broken(),
+        target_id=TARGET,
     )
     with pytest.raises(RuntimeError, match="the controller's watch loop ended") as caught:
         await asyncio.wait_for(controller.run(), 10)
@@ -921,17 +1004,23 @@ async def test_without_a_trainer_the_first_draft_serves(world: World) -> None:
     world.restart()
     async with world.running():
         status = await world.controller.status()
-    assert (status["training"], status["version"], status["buffer"]) == (False, 1, STATS)
+    assert (status.training, status.version, status.buffer) == (False, 1, STATS)
 
 
 def test_controller_imports_no_engine() -> None:
-    program = "import sys, osd.control.controller; print([m for m in ('torch', 'vllm', 'ray') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import sys, osd.control.controller;"
+        "print([m for m in ('torch', 'vllm', 'ray') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize(("max_age", "between"), [(2.0, 60.0), (3600.0, 180.0)])
-async def test_old_traces_are_deleted_now_and_then(world: World, max_age: float, between: float) -> None:
+async def test_old_traces_are_deleted_now_and_then(
+    world: World, max_age: float, between: float
+) -> None:
     """A twentieth of their age, or more, lies between."""
     world.configure("buffer", max_age_seconds=max_age)
     begun = world.clock.now
@@ -969,7 +1058,8 @@ async def test_without_an_age_no_trace_is_deleted(world: World) -> None:
 
 
 async def test_training_rests_and_says_so(world: World) -> None:
-    """Six rounds without a gain, then none, also after a restart; until another draft is chosen by hand."""
+    """Six rounds without a gain, then none, also after a restart; until another draft is chosen by
+    hand."""
     world.serve(1, alpha=0.9, ahead=-3600, num=9)  # from before the first release
     async with world.running():
         await world.publish(2)
@@ -980,7 +1070,7 @@ async def test_training_rests_and_says_so(world: World) -> None:
     num_rounds = world.trainer.calls.count("round from v2")
     assert num_rounds in (6, 7), "one more may have begun before the sixth was heard of"
     assert any(text.startswith("rests: at rest: ") for text in world.events()[-2:])
-    assert status["phase_detail"] == f"at rest: {num_rounds} rounds in a row brought no gain"
+    assert status.phase_detail == f"at rest: {num_rounds} rounds in a row brought no gain"
 
     world.restart()
     async with world.running():
@@ -994,7 +1084,8 @@ async def test_training_rests_and_says_so(world: World) -> None:
 
 @pytest.mark.parametrize("came_before", [False, True], ids=["new target", "target of before"])
 async def test_a_target_inherits_no_rest_of_another(world: World, came_before: bool) -> None:
-    """Six fruitless rounds of one target; then another one is served, for the first time or again."""
+    """Six fruitless rounds of one target; then another one is served, for the first time or
+    again."""
     if came_before:
         world.restart("other")
         async with world.running():
@@ -1014,8 +1105,12 @@ async def test_a_target_inherits_no_rest_of_another(world: World, came_before: b
 async def test_a_fall_of_acceptance_ends_the_rest(world: World) -> None:
     world.serve(1, alpha=0.8, num=30)
     for _ in range(6):
-        world.registry.publish(replace(make_outcome("", 1), discarded="held-out loss rose", eval=None))
-        world.registry.publish(Event(at=world.clock.now, kind="discarded", text="held-out loss rose"))
+        world.registry.publish(
+            replace(make_outcome("", 1), discarded="held-out loss rose", eval=None)
+        )
+        world.registry.publish(
+            Event(at=world.clock.now, kind="discarded", text="held-out loss rose")
+        )
     async with world.running():
         world.trainer.rounds.append(world.trainer.better)
         await world.a_few_looks()

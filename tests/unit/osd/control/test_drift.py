@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from osd.config.schema import TrainerConfig
-from osd.control.drift import Appetite, FadingAlpha, Watched
+from osd.control.drift import DriftDetector, FadingAlpha, Watched
 from osd.records import EvalReport, Event, RoundOutcome, SpecWindow
 
 NOW = 1.7e9
@@ -17,11 +17,13 @@ PATIENCE = 3
 
 
 @pytest.fixture
-def appetite() -> Appetite:
-    return Appetite(TrainerConfig(patience_rounds=PATIENCE), "t")
+def detector() -> DriftDetector:
+    return DriftDetector(TrainerConfig(patience_rounds=PATIENCE), "t")
 
 
-def window(alpha: float, num_tested: int = 400, num_output_tokens: int = 500, domain: str = "") -> SpecWindow:
+def window(
+    alpha: float, num_tested: int = 400, num_output_tokens: int = 500, domain: str = ""
+) -> SpecWindow:
     num_accepted = round(alpha * num_tested)
     return SpecWindow(
         at=NOW,
@@ -66,152 +68,161 @@ FRUITLESS = RoundOutcome(
     trace_age_max_s=2.0,
     eval=REPORT,
 )
-FRUITFUL = replace(FRUITLESS, eval=replace(REPORT, alpha_candidate=0.9, diff=0.1, diff_low=0.05, diff_high=0.15))
+FRUITFUL = replace(
+    FRUITLESS, eval=replace(REPORT, alpha_candidate=0.9, diff=0.1, diff_low=0.05, diff_high=0.15)
+)
 UNJUDGED = replace(FRUITLESS, eval=None)
 DISCARDED = replace(FRUITLESS, eval=None, discarded="held-out loss rose")
 
 
-def serve(appetite: Appetite, alpha: float, num_windows: int = 40, **values: object) -> None:
+def serve(detector: DriftDetector, alpha: float, num_windows: int = 40, **values: object) -> None:
     for _ in range(num_windows):
-        appetite.add(window(alpha, **values))  # type: ignore[arg-type]
+        detector.add(window(alpha, **values))  # type: ignore[arg-type]
 
 
-def end(appetite: Appetite, outcome: RoundOutcome, at: float = NOW) -> None:
+def end(detector: DriftDetector, outcome: RoundOutcome, at: float = NOW) -> None:
     """A round and what became of its candidate."""
-    appetite.add(outcome)
+    detector.add(outcome)
     kind = "published" if outcome is FRUITFUL else "discarded" if outcome.discarded else "refused"
-    appetite.add(Event(at=at, kind=kind, text=""))
+    detector.add(Event(at=at, kind=kind, text=""))
 
 
-def resting(appetite: Appetite, alpha: float = 0.8) -> Appetite:
-    serve(appetite, alpha)
+def resting(detector: DriftDetector, alpha: float = 0.8) -> DriftDetector:
+    serve(detector, alpha)
     for _ in range(PATIENCE):
-        end(appetite, FRUITLESS)
-    assert appetite.is_resting
-    return appetite
+        end(detector, FRUITLESS)
+    assert detector.is_resting
+    return detector
 
 
-def test_it_learns_from_the_start(appetite: Appetite) -> None:
-    assert appetite.decide(NOW).ok
+def test_it_learns_from_the_start(detector: DriftDetector) -> None:
+    assert detector.decide(NOW).ok
 
 
 @pytest.mark.parametrize("last", [FRUITLESS, DISCARDED])
-def test_it_rests_after_rounds_that_brought_nothing(appetite: Appetite, last: RoundOutcome) -> None:
-    serve(appetite, 0.8)
+def test_it_rests_after_rounds_that_brought_nothing(
+    detector: DriftDetector, last: RoundOutcome
+) -> None:
+    serve(detector, 0.8)
     for outcome in [FRUITLESS] * (PATIENCE - 1):
-        end(appetite, outcome)
-        assert appetite.decide(NOW).ok
-    end(appetite, last)
-    decision = appetite.decide(NOW)
+        end(detector, outcome)
+        assert detector.decide(NOW).ok
+    end(detector, last)
+    decision = detector.decide(NOW)
     assert not decision.ok
     assert decision.reason == "at rest: 3 rounds in a row brought no gain; α 0.80, usually 0.80"
 
 
 @pytest.mark.parametrize("between", [FRUITFUL])
-def test_a_gain_begins_the_count_anew(appetite: Appetite, between: RoundOutcome) -> None:
+def test_a_gain_begins_the_count_anew(detector: DriftDetector, between: RoundOutcome) -> None:
     for outcome in [FRUITLESS, FRUITLESS, between, FRUITLESS, FRUITLESS]:
-        end(appetite, outcome)
-    assert appetite.decide(NOW).ok
+        end(detector, outcome)
+    assert detector.decide(NOW).ok
 
 
-def test_a_round_nobody_could_judge_says_nothing(appetite: Appetite) -> None:
+def test_a_round_nobody_could_judge_says_nothing(detector: DriftDetector) -> None:
     for _ in range(10):
-        end(appetite, UNJUDGED)
-        end(appetite, replace(UNJUDGED, discarded="no traces"))
-    assert appetite.decide(NOW).ok
+        end(detector, UNJUDGED)
+        end(detector, replace(UNJUDGED, discarded="no traces"))
+    assert detector.decide(NOW).ok
 
 
 def test_without_patience_it_never_rests() -> None:
-    appetite = Appetite(TrainerConfig(patience_rounds=0), "t")
+    detector = DriftDetector(TrainerConfig(patience_rounds=0), "t")
     for _ in range(100):
-        end(appetite, FRUITLESS)
-    assert appetite.decide(NOW).ok
+        end(detector, FRUITLESS)
+    assert detector.decide(NOW).ok
 
 
-def test_a_fall_ends_the_rest(appetite: Appetite) -> None:
-    resting(appetite, 0.8)
-    serve(appetite, 0.2, num_windows=3)
-    assert not appetite.is_resting
-    assert appetite.decide(NOW).reason.startswith("α fell from 0.")
+def test_a_fall_ends_the_rest(detector: DriftDetector) -> None:
+    resting(detector, 0.8)
+    serve(detector, 0.2, num_windows=3)
+    assert not detector.is_resting
+    assert detector.decide(NOW).reason.startswith("α fell from 0.")
 
 
-def test_a_rest_after_a_fall_takes_the_new_for_usual(appetite: Appetite) -> None:
-    resting(appetite, 0.8)
-    serve(appetite, 0.5, num_windows=100)
+def test_a_rest_after_a_fall_takes_the_new_for_usual(detector: DriftDetector) -> None:
+    resting(detector, 0.8)
+    serve(detector, 0.5, num_windows=100)
     for _ in range(PATIENCE):
-        end(appetite, FRUITLESS)
-    serve(appetite, 0.5, num_windows=100)
-    assert appetite.is_resting
+        end(detector, FRUITLESS)
+    serve(detector, 0.5, num_windows=100)
+    assert detector.is_resting
 
 
-def test_steady_traffic_never_ends_the_rest(appetite: Appetite) -> None:
-    """An hour of windows with chance in them; requests make tokens depend on each other, eight or so."""
+def test_steady_traffic_never_ends_the_rest(detector: DriftDetector) -> None:
+    """An hour of windows with chance in them; requests make tokens depend on each other, eight or
+    so."""
     rng = np.random.default_rng(3)
-    resting(appetite, 0.7)
+    resting(detector, 0.7)
     for _ in range(3600):
-        appetite.add(window(rng.binomial(50, 0.7) / 50))
-        assert appetite.is_resting
+        detector.add(window(rng.binomial(50, 0.7) / 50))
+        assert detector.is_resting
 
 
-def test_little_evidence_is_taken_with_care(appetite: Appetite) -> None:
+def test_little_evidence_is_taken_with_care(detector: DriftDetector) -> None:
     """A draft tried now and then, with chance against it: no alarm; clearly worse: alarm."""
-    resting(appetite, 0.8)
-    serve(appetite, 0.8, num_windows=100, num_tested=0)
-    assert appetite.is_resting, "no evidence is no fall"
-    assert appetite.decide(NOW).reason == "at rest: 3 rounds in a row brought no gain", "nor is it shown"
-    serve(appetite, 0.7, num_windows=3, num_tested=10)
-    assert appetite.is_resting
-    serve(appetite, 0.1, num_windows=4, num_tested=10)
-    assert not appetite.is_resting
+    resting(detector, 0.8)
+    serve(detector, 0.8, num_windows=100, num_tested=0)
+    assert detector.is_resting, "no evidence is no fall"
+    assert detector.decide(NOW).reason == "at rest: 3 rounds in a row brought no gain", (
+        "nor is it shown"
+    )
+    serve(detector, 0.7, num_windows=3, num_tested=10)
+    assert detector.is_resting
+    serve(detector, 0.1, num_windows=4, num_tested=10)
+    assert not detector.is_resting
 
 
-def test_a_fall_of_one_class_is_seen_though_the_whole_holds(appetite: Appetite) -> None:
-    serve(appetite, 0.9, domain="arithmetic")
-    serve(appetite, 0.8, domain="sql")
-    resting(appetite, 0.85)
+def test_a_fall_of_one_class_is_seen_though_the_whole_holds(detector: DriftDetector) -> None:
+    serve(detector, 0.9, domain="arithmetic")
+    serve(detector, 0.8, domain="sql")
+    resting(detector, 0.85)
     for _ in range(20):
-        appetite.add(window(0.9, domain="arithmetic", num_tested=4000, num_output_tokens=5000))
-        appetite.add(window(0.3, domain="sql", num_tested=160, num_output_tokens=200))
-    assert appetite.woken_by.startswith("α of 'sql' fell from 0.79 to 0.")
+        detector.add(window(0.9, domain="arithmetic", num_tested=4000, num_output_tokens=5000))
+        detector.add(window(0.3, domain="sql", num_tested=160, num_output_tokens=200))
+    assert detector.woken_by.startswith("α of 'sql' fell from 0.79 to 0.")
 
 
-def test_of_many_labels_the_first_64_are_watched(appetite: Appetite) -> None:
+def test_of_many_labels_the_first_64_are_watched(detector: DriftDetector) -> None:
     """The others count in the whole, which here hardly notices them."""
     for index in range(70):
-        serve(appetite, 0.8, num_windows=3, domain=f"label-{index}")
-    resting(appetite, 0.8)
+        serve(detector, 0.8, num_windows=3, domain=f"label-{index}")
+    resting(detector, 0.8)
     for index in (64, 69, 63):
-        assert appetite.is_resting
+        assert detector.is_resting
         for _ in range(20):
-            serve(appetite, 0.8, num_windows=1, num_tested=4000)
-            serve(appetite, 0.3, num_windows=1, num_tested=160, domain=f"label-{index}")
-    assert appetite.woken_by.startswith("α of 'label-63' fell from 0.79 to 0.")
+            serve(detector, 0.8, num_windows=1, num_tested=4000)
+            serve(detector, 0.3, num_windows=1, num_tested=160, domain=f"label-{index}")
+    assert detector.woken_by.startswith("α of 'label-63' fell from 0.79 to 0.")
 
 
-def test_a_rest_takes_what_is_recent_of_each_label_for_usual(appetite: Appetite) -> None:
-    serve(appetite, 0.9, num_windows=100, domain="sql")
-    serve(appetite, 0.5, num_windows=40, domain="sql")
+def test_a_rest_takes_what_is_recent_of_each_label_for_usual(detector: DriftDetector) -> None:
+    serve(detector, 0.9, num_windows=100, domain="sql")
+    serve(detector, 0.5, num_windows=40, domain="sql")
     for _ in range(PATIENCE):
-        end(appetite, FRUITLESS)
-    serve(appetite, 0.5, domain="sql")
-    assert appetite.is_resting
+        end(detector, FRUITLESS)
+    serve(detector, 0.5, domain="sql")
+    assert detector.is_resting
 
 
 def test_a_fall_within_the_margin_is_none() -> None:
-    appetite = resting(Appetite(TrainerConfig(patience_rounds=PATIENCE, drift_margin=0.7), "t"))
-    serve(appetite, 0.2)
-    assert appetite.is_resting
+    detector = resting(
+        DriftDetector(TrainerConfig(patience_rounds=PATIENCE, drift_margin=0.7), "t")
+    )
+    serve(detector, 0.2)
+    assert detector.is_resting
 
 
 @pytest.mark.parametrize("kind", ["rolled_back", "promoted", "unpinned"])
-def test_another_draft_begins_the_count_anew(appetite: Appetite, kind: str) -> None:
+def test_another_draft_begins_the_count_anew(detector: DriftDetector, kind: str) -> None:
     for _ in range(3):
         for _ in range(PATIENCE - 1):
-            end(appetite, FRUITLESS)
-        appetite.add(Event(at=NOW, kind=kind, text=""))
-    assert appetite.decide(NOW).reason == "learning", "it never rested"
-    end(appetite, FRUITLESS)
-    assert not appetite.is_resting
+            end(detector, FRUITLESS)
+        detector.add(Event(at=NOW, kind=kind, text=""))
+    assert detector.decide(NOW).reason == "learning", "it never rested"
+    end(detector, FRUITLESS)
+    assert not detector.is_resting
 
 
 # The averages, by hand
@@ -224,7 +235,9 @@ def test_a_count_fades_to_its_half() -> None:
     assert (fading.tested, fading.accepted, fading.alpha) == (60, 40, 2 / 3)
     assert FadingAlpha(100, tested=24, accepted=6).alpha == 0.25
     assert FadingAlpha(100, tested=23.9, accepted=6).alpha is None
-    assert FadingAlpha(100, tested=99, accepted=49).error == pytest.approx(math.sqrt(0.495 * 0.505 / 100), rel=1e-12)
+    assert FadingAlpha(100, tested=99, accepted=49).error == pytest.approx(
+        math.sqrt(0.495 * 0.505 / 100), rel=1e-12
+    )
 
 
 def test_recent_is_4000_tokens_and_usual_64000() -> None:
@@ -244,7 +257,10 @@ def test_what_becomes_usual_has_the_weight_of_all_that_such_an_average_holds() -
 
 
 def test_a_fall_must_exceed_the_margin_and_two_standard_errors_of_both() -> None:
-    recent, usual = FadingAlpha(4000, tested=100, accepted=60), FadingAlpha(64_000, tested=1000, accepted=800)
+    recent, usual = (
+        FadingAlpha(4000, tested=100, accepted=60),
+        FadingAlpha(64_000, tested=1000, accepted=800),
+    )
     watched = Watched(recent=recent, usual=usual, usual_error=0.03)
     most = 0.2 - 2 * math.sqrt(recent.error**2 + 0.03**2)
     assert watched.fall(most + 1e-9) is None
@@ -254,71 +270,75 @@ def test_a_fall_must_exceed_the_margin_and_two_standard_errors_of_both() -> None
 
 
 @pytest.mark.parametrize("kind", ["rolled_back", "promoted", "unpinned"])
-def test_another_draft_ends_the_rest(appetite: Appetite, kind: str) -> None:
-    resting(appetite)
-    appetite.add(Event(at=NOW, kind=kind, text=""))
-    assert appetite.decide(NOW).ok
+def test_another_draft_ends_the_rest(detector: DriftDetector, kind: str) -> None:
+    resting(detector)
+    detector.add(Event(at=NOW, kind=kind, text=""))
+    assert detector.decide(NOW).ok
     for _ in range(PATIENCE - 1):
-        end(appetite, FRUITLESS)
-    assert appetite.decide(NOW).ok
+        end(detector, FRUITLESS)
+    assert detector.decide(NOW).ok
 
 
-def test_at_rest_a_round_runs_now_and_then(appetite: Appetite) -> None:
-    resting(appetite)
-    assert not appetite.decide(NOW + 3599).ok
-    decision = appetite.decide(NOW + 3600)
+def test_at_rest_a_round_runs_now_and_then(detector: DriftDetector) -> None:
+    resting(detector)
+    assert not detector.decide(NOW + 3599).ok
+    decision = detector.decide(NOW + 3600)
     assert decision.ok
     assert decision.reason == "no round for 60 minutes: looking whether there is something to learn"
-    end(appetite, FRUITLESS, at=NOW + 3650)
-    assert not appetite.decide(NOW + 3700).ok, "one round, then rest again"
-    end(appetite, FRUITFUL)
-    assert appetite.decide(NOW + 3700).ok
+    end(detector, FRUITLESS, at=NOW + 3650)
+    assert not detector.decide(NOW + 3700).ok, "one round, then rest again"
+    end(detector, FRUITFUL)
+    assert detector.decide(NOW + 3700).ok
 
 
-def test_a_clock_that_jumps_costs_a_round_at_most(appetite: Appetite) -> None:
-    resting(appetite)
-    assert not appetite.decide(NOW - 1e6).ok, "back"
-    assert appetite.decide(NOW + 1e6).ok, "ahead"
-    end(appetite, FRUITLESS, at=NOW + 1e6)
-    assert not appetite.decide(NOW + 1e6 + 60).ok
-    assert not appetite.decide(NOW).ok, "and back again"
-    serve(appetite, 0.1, num_windows=5)
-    assert appetite.decide(NOW).ok, "a fall is seen whatever the clock says"
+def test_a_clock_that_jumps_costs_a_round_at_most(detector: DriftDetector) -> None:
+    resting(detector)
+    assert not detector.decide(NOW - 1e6).ok, "back"
+    assert detector.decide(NOW + 1e6).ok, "ahead"
+    end(detector, FRUITLESS, at=NOW + 1e6)
+    assert not detector.decide(NOW + 1e6 + 60).ok
+    assert not detector.decide(NOW).ok, "and back again"
+    serve(detector, 0.1, num_windows=5)
+    assert detector.decide(NOW).ok, "a fall is seen whatever the clock says"
 
 
-def test_a_better_candidate_that_may_not_serve_is_no_gain(appetite: Appetite) -> None:
+def test_a_better_candidate_that_may_not_serve_is_no_gain(detector: DriftDetector) -> None:
     """A pinned draft, or a class of traffic that would pay, refuses it every time."""
-    serve(appetite, 0.8)
+    serve(detector, 0.8)
     for _ in range(PATIENCE):
-        appetite.add(FRUITFUL)
-        appetite.add(Event(at=NOW, kind="refused", text="v3 is pinned"))
-    assert appetite.is_resting
+        detector.add(FRUITFUL)
+        detector.add(Event(at=NOW, kind="refused", text="v3 is pinned"))
+    assert detector.is_resting
 
 
 def test_what_was_before_the_first_release_says_nothing() -> None:
-    appetite = Appetite(TrainerConfig(patience_rounds=PATIENCE), "t", since=NOW + 10)
-    serve(appetite, 0.9)
+    detector = DriftDetector(TrainerConfig(patience_rounds=PATIENCE), "t", since=NOW + 10)
+    serve(detector, 0.9)
     for _ in range(PATIENCE):
-        end(appetite, FRUITLESS, at=NOW + 9)
-    assert not appetite.is_resting and appetite.decide(NOW + 20).reason == "learning"
+        end(detector, FRUITLESS, at=NOW + 9)
+    assert not detector.is_resting and detector.decide(NOW + 20).reason == "learning"
     for _ in range(PATIENCE):
-        end(appetite, FRUITLESS, at=NOW + 10)
-    assert appetite.decide(NOW + 20).reason == "at rest: 3 rounds in a row brought no gain", "nor do its windows"
+        end(detector, FRUITLESS, at=NOW + 10)
+    assert detector.decide(NOW + 20).reason == "at rest: 3 rounds in a row brought no gain", (
+        "nor do its windows"
+    )
 
 
-def test_rounds_of_another_target_say_nothing(appetite: Appetite) -> None:
+def test_rounds_of_another_target_say_nothing(detector: DriftDetector) -> None:
     for _ in range(PATIENCE):
-        end(appetite, replace(FRUITLESS, target_id="other"))
-    assert not appetite.is_resting
+        end(detector, replace(FRUITLESS, target_id="other"))
+    assert not detector.is_resting
     for _ in range(PATIENCE):
-        end(appetite, FRUITLESS)
-    appetite.add(replace(FRUITFUL, target_id="other"))
-    appetite.add(Event(at=NOW + 5000, kind="published", text=""))
-    assert appetite.is_resting and appetite.decide(NOW + 3601).ok, "nor do they count for the time since the last"
+        end(detector, FRUITLESS)
+    detector.add(replace(FRUITFUL, target_id="other"))
+    detector.add(Event(at=NOW + 5000, kind="published", text=""))
+    assert detector.is_resting and detector.decide(NOW + 3601).ok, (
+        "nor do they count for the time since the last"
+    )
 
 
-def test_a_usual_alpha_known_from_little_is_no_measure(appetite: Appetite) -> None:
-    serve(appetite, 0.9, num_windows=1, num_tested=30, domain="rare")
-    resting(appetite)
-    serve(appetite, 0.7, num_windows=1, num_tested=30, num_output_tokens=10_000, domain="rare")
-    assert appetite.is_resting
+def test_a_usual_alpha_known_from_little_is_no_measure(detector: DriftDetector) -> None:
+    serve(detector, 0.9, num_windows=1, num_tested=30, domain="rare")
+    resting(detector)
+    serve(detector, 0.7, num_windows=1, num_tested=30, num_output_tokens=10_000, domain="rare")
+    assert detector.is_resting

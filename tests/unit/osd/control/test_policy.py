@@ -1,4 +1,4 @@
-"""Decisions as tables: what was measured, and what follows."""
+"""Decisions as tables: from what was measured to what follows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from osd.control.policy import (
     is_as_predicted,
     is_unexplained,
     num_to_replay,
-    should_judge,
     should_publish,
+    should_replay,
     should_rollback,
     should_train,
 )
@@ -34,7 +34,9 @@ REPORT = EvalReport(
     diff=0.31,
     diff_low=0.27,
     diff_high=0.35,
-    classes={"sql": ClassReport(num_traces=20, alpha_base=0.41, alpha_candidate=0.72, diff_high=0.4)},
+    classes={
+        "sql": ClassReport(num_traces=20, alpha_base=0.41, alpha_candidate=0.72, diff_high=0.4)
+    },
 )
 OUTCOME = RoundOutcome(
     base_version=3,
@@ -53,7 +55,9 @@ OUTCOME = RoundOutcome(
 
 def falling(to: float, num_traces: int = 12, diff_high: float = -0.01) -> ClassReport:
     """From 0.8."""
-    return ClassReport(num_traces=num_traces, alpha_base=0.8, alpha_candidate=to, diff_high=diff_high)
+    return ClassReport(
+        num_traces=num_traces, alpha_base=0.8, alpha_candidate=to, diff_high=diff_high
+    )
 
 
 def with_classes(**classes: ClassReport) -> RoundOutcome:
@@ -66,8 +70,12 @@ def losing(num_traces: int = 12, to: float = 0.7, diff_high: float = -0.01) -> R
     return with_classes(chat=falling(to, num_traces, diff_high))
 
 
-CURRENT = DraftRelease(version=3, parent=2, path="/v3", sha256="ab", target_id="9f2c", created_at=1.0)
-NEW = DraftRelease(version=4, parent=3, path="/v4", sha256="ab", target_id="9f2c", created_at=1.0, outcome=OUTCOME)
+CURRENT = DraftRelease(
+    version=3, parent=2, path="/v3", sha256="ab", target_id="9f2c", created_at=1.0
+)
+NEW = DraftRelease(
+    version=4, parent=3, path="/v4", sha256="ab", target_id="9f2c", created_at=1.0, outcome=OUTCOME
+)
 
 
 def measured(alpha: float) -> DraftRelease:
@@ -76,8 +84,8 @@ def measured(alpha: float) -> DraftRelease:
 
 
 def live(alpha: float, tested: int = 1000, captured: int = 160) -> SpecWindow:
-    """Three quarters of what was tested stood at the first place; half of the draft tokens were never tested, and nine
-    of ten requests were kept out of capture."""
+    """Three quarters of what was tested stood at the first place; half of the draft tokens were
+    never tested, and nine of ten requests were kept out of capture."""
     accepted = round(alpha * tested)
     return SpecWindow(
         at=9.0,
@@ -109,7 +117,9 @@ def live(alpha: float, tested: int = 1000, captured: int = 160) -> SpecWindow:
         (8, 60, False, False, False),
     ],
 )
-def test_should_train(num_new_traces: int, waited_s: float, enabled: bool, paused: bool, expected: bool) -> None:
+def test_should_train(
+    num_new_traces: int, waited_s: float, enabled: bool, paused: bool, expected: bool
+) -> None:
     config = TrainerConfig(min_new_traces=32, max_wait_seconds=60, batch_size=8, enabled=enabled)
     assert should_train(num_new_traces, waited_s, config, paused) is expected
 
@@ -130,7 +140,8 @@ def test_should_train(num_new_traces: int, waited_s: float, enabled: bool, pause
             GATE,
             False,
             False,
-            "not judged: fewer than 8 held-out requests so far (gate.min_holdout_traces); what was learnt is kept",
+            "not judged: fewer than 8 held-out requests so far (gate.min_holdout_traces); what was "
+            "learnt is kept",
         ),
         (
             replace(OUTCOME, eval=replace(REPORT, num_traces=7)),
@@ -147,7 +158,8 @@ def test_should_train(num_new_traces: int, waited_s: float, enabled: bool, pause
             False,
             "base is no longer current: trained from v2, v3 serves",
         ),
-        (replace(OUTCOME, base_version=4), GATE, False, False, "trained from v4, v3 serves"),  # rolled back meanwhile
+        # Rolled back meanwhile.
+        (replace(OUTCOME, base_version=4), GATE, False, False, "trained from v4, v3 serves"),
         (replace(OUTCOME, target_id="other"), GATE, False, False, "trained for another target"),
         (replace(OUTCOME, target_id="1"), GATE, False, False, "trained for another target"),
         (replace(OUTCOME, target_id=""), GATE, False, True, ""),  # recorded traces may not say
@@ -177,16 +189,31 @@ def test_should_train(num_new_traces: int, waited_s: float, enabled: bool, pause
         (losing(num_traces=7), GATE, False, True, ""),  # too few to judge
         (losing(num_traces=8), GATE, False, False, "chat loses: 0.80 -> 0.70 on 8 requests"),
         (losing(), GATE.model_copy(update={"max_class_loss": 0.2}), False, True, ""),
-        (losing(to=0.8 - 0.25), GATE.model_copy(update={"max_class_loss": 0.25}), False, True, ""),  # no more than that
+        # A loss of exactly the limit.
+        (losing(to=0.8 - 0.25), GATE.model_copy(update={"max_class_loss": 0.25}), False, True, ""),
         (losing(), GATE.model_copy(update={"min_class_traces": 13}), False, True, ""),
         # Of several, the one that loses most is named, and only what is no chance counts.
-        (with_classes(a=falling(0.7), b=falling(0.5), c=falling(0.6)), GATE, False, False, "but b loses"),
+        (
+            with_classes(a=falling(0.7), b=falling(0.5), c=falling(0.6)),
+            GATE,
+            False,
+            False,
+            "but b loses",
+        ),
         (with_classes(b=falling(0.5), a=falling(0.79)), GATE, False, False, "but b loses"),
-        (with_classes(a=falling(0.7), b=falling(0.5, diff_high=0.1)), GATE, False, False, "but a loses"),
+        (
+            with_classes(a=falling(0.7), b=falling(0.5, diff_high=0.1)),
+            GATE,
+            False,
+            False,
+            "but a loses",
+        ),
         (with_classes(a=falling(0.79), b=falling(0.2, num_traces=7)), GATE, False, True, ""),
     ],
 )
-def test_should_publish(outcome: RoundOutcome, gate: GateConfig, pinned: bool, ok: bool, reason: str) -> None:
+def test_should_publish(
+    outcome: RoundOutcome, gate: GateConfig, pinned: bool, ok: bool, reason: str
+) -> None:
     decision = should_publish(outcome, CURRENT, gate, pinned)
     assert decision.ok is ok
     assert reason in decision.reason
@@ -197,7 +224,13 @@ def test_should_publish(outcome: RoundOutcome, gate: GateConfig, pinned: bool, o
     "field",
     [
         *("loss_first", "loss_last", "seconds", "trace_age_mean_s", "trace_age_max_s"),
-        *("eval.alpha_base", "eval.alpha_candidate", "eval.diff", "eval.diff_low", "eval.diff_high"),
+        *(
+            "eval.alpha_base",
+            "eval.alpha_candidate",
+            "eval.diff",
+            "eval.diff_low",
+            "eval.diff_high",
+        ),
         *("eval.alpha_base_per_pos", "eval.alpha_candidate_per_pos"),
         *("class.alpha_base", "class.alpha_candidate", "class.diff_high"),
     ],
@@ -232,8 +265,10 @@ def test_no_number_of_what_is_published_may_be_infinite_or_none(field: str, valu
         (live(0.10), CURRENT, False, "never measured"),
     ],
 )
-def test_should_judge(window: SpecWindow | None, release: DraftRelease, ok: bool, reason: str) -> None:
-    decision = should_judge(window, release, GATE)
+def test_should_replay(
+    window: SpecWindow | None, release: DraftRelease, ok: bool, reason: str
+) -> None:
+    decision = should_replay(window, release, GATE)
     assert decision.ok is ok
     assert reason in decision.reason
 
@@ -259,13 +294,15 @@ def test_should_judge(window: SpecWindow | None, release: DraftRelease, ok: bool
         (None, {4: 0.1, 3: 0.9}, False, "not served long enough"),
     ],
 )
-def test_should_rollback(window: SpecWindow | None, alphas: dict[int, float], ok: bool, reason: str) -> None:
+def test_should_rollback(
+    window: SpecWindow | None, alphas: dict[int, float], ok: bool, reason: str
+) -> None:
     decision = should_rollback(window, NEW, 3, alphas, GATE)
     assert decision.ok is ok
     assert reason in decision.reason
 
 
-def test_a_draft_goes_back_to_the_one_that_served_before_it_not_to_the_one_it_was_trained_from() -> None:
+def test_a_draft_goes_back_to_the_one_that_served_before_not_to_its_parent() -> None:
     decision = should_rollback(live(0.50), NEW, 2, {4: 0.50, 3: 0.90, 2: 0.40}, GATE)
     assert not decision.ok
     assert decision.reason.endswith("on the newest requests v4 0.50, v2 0.40")
@@ -282,35 +319,43 @@ def test_what_is_no_more_than_the_margin_is_no_reason() -> None:
     assert should_rollback(window, measured(0.9), 3, {4: 0.5, 3: 0.5626}, gate).ok
 
 
-@pytest.mark.parametrize(("captured", "expected"), [(0, 0), (7, 0), (80, 10), (511, 63), (512, 64), (10_000, 64)])
+@pytest.mark.parametrize(
+    ("captured", "expected"), [(0, 0), (7, 0), (80, 10), (511, 63), (512, 64), (10_000, 64)]
+)
 def test_num_to_replay(captured: int, expected: int) -> None:
-    """One request in eight is held out; of those that were kept out of capture none can be replayed."""
+    """One request in eight is held out; of those that were kept out of capture none can be
+    replayed."""
     assert num_to_replay(live(0.5, captured=captured), GATE) == expected
-    assert num_to_replay(live(0.5, captured=captured), GATE.model_copy(update={"max_holdout_traces": 9})) == min(
-        expected, 9
-    )
+    assert num_to_replay(
+        live(0.5, captured=captured), GATE.model_copy(update={"max_holdout_traces": 9})
+    ) == min(expected, 9)
 
 
-@pytest.mark.parametrize(("alpha", "tested", "expected"), [(0.0, 24, True), (0.5, 24, False), (0.5, 400, True)])
+@pytest.mark.parametrize(
+    ("alpha", "tested", "expected"), [(0.0, 24, True), (0.5, 24, False), (0.5, 400, True)]
+)
 def test_few_tests_must_show_a_great_fall(alpha: float, tested: int, expected: bool) -> None:
     """0.72 was measured, the margin is 0.1: of 24 tests a half may be chance, none is not."""
     gate = GateConfig(min_holdout_traces=8, rollback_margin=0.1)
-    assert should_judge(live(alpha, tested=tested), NEW, gate).ok is expected
+    assert should_replay(live(alpha, tested=tested), NEW, gate).ok is expected
 
 
 @pytest.mark.parametrize(
     ("accepted", "tested", "most"),
     [
-        # The margin and two standard errors, of (accepted + 0.5) / (tested + 1) in tested + 1 tests.
+        # The margin and two standard errors, of (accepted + 0.5) / (tested + 1) in tested + 1
+        # tests.
         (0, 24, 0.0 + 0.1 + 2 * 0.028),  # sqrt(0.02 * 0.98 / 25)
         (49, 99, 49 / 99 + 0.1 + 2 * 0.0499975),  # sqrt(0.495 * 0.505 / 100)
     ],
 )
-def test_how_far_a_draft_may_serve_from_what_was_measured_or_replayed(accepted: int, tested: int, most: float) -> None:
+def test_how_far_a_draft_may_serve_from_what_was_measured_or_replayed(
+    accepted: int, tested: int, most: float
+) -> None:
     gate = GATE.model_copy(update={"rollback_min_tested": 24, "rollback_margin": 0.1})
     window = live(accepted / tested, tested)
     for alpha, is_more in ((most - 1e-5, False), (most + 1e-5, True)):
-        assert should_judge(window, measured(alpha), gate).ok is is_more
+        assert should_replay(window, measured(alpha), gate).ok is is_more
         assert is_unexplained(window, NEW, {4: alpha, 3: 1.0}, gate) is is_more
 
 
@@ -340,9 +385,17 @@ def test_is_as_predicted(window: SpecWindow, release: DraftRelease, expected: bo
 
 def test_contradictions_are_said_once_they_are_too_many_for_chance() -> None:
     assert contradictions(OUTCOME) == ""
-    assert contradictions(replace(OUTCOME, num_new_rows=950, num_contradicting=50)) == "", "5 % may be"
-    assert contradictions(replace(OUTCOME, num_new_rows=949, num_contradicting=51)).startswith("; 5 % of the new rows")
-    assert contradictions(replace(OUTCOME, num_new_rows=100, num_contradicting=200)).startswith("; 67 %")
+    assert contradictions(replace(OUTCOME, num_new_rows=950, num_contradicting=50)) == "", (
+        "5 % may be"
+    )
+    assert contradictions(replace(OUTCOME, num_new_rows=949, num_contradicting=51)).startswith(
+        "; 5 % of the new rows"
+    )
+    assert contradictions(replace(OUTCOME, num_new_rows=100, num_contradicting=200)).startswith(
+        "; 67 %"
+    )
     text = contradictions(replace(OUTCOME, num_new_rows=500, num_contradicting=500))
     assert text.startswith("; 50 % of the new rows contradict the text and were left out: ")
-    assert contradictions(replace(OUTCOME, num_new_rows=0, num_contradicting=9)).startswith("; 100 %")
+    assert contradictions(replace(OUTCOME, num_new_rows=0, num_contradicting=9)).startswith(
+        "; 100 %"
+    )

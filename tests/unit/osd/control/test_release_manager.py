@@ -1,4 +1,4 @@
-"""What each change of the serving draft does to disk, wishes and feed, record by record."""
+"""What each change of the serving draft does to the disk, the wish and the feed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from osd.config.schema import Config
-from osd.control.release_manager import Drafts
+from osd.control.release_manager import ReleaseManager
 from osd.errors import ReleaseError
 from osd.exchange.registry import FeedRecord
 from osd.observe.status import presentable
@@ -34,12 +34,16 @@ class Desk:
         self.registry, self.clock = MemoryRegistry(), HandClock()
         self.said: list[FeedRecord] = []
         config = Config.model_validate({"data_dir": str(directory), "releases": {"keep": 2}})
-        self.drafts = Drafts(config, self.registry, self.store, TARGET, self.tell, self.clock)
+        self.drafts = ReleaseManager(
+            config, self.registry, self.store, TARGET, self.tell, self.clock
+        )
 
     async def tell(self, *records: FeedRecord) -> None:
         self.said += records
 
-    async def conclude(self, outcome: RoundOutcome, *, is_paused: bool = False, serving: tuple[int, ...] = ()) -> None:
+    async def conclude(
+        self, outcome: RoundOutcome, *, is_paused: bool = False, serving: tuple[int, ...] = ()
+    ) -> None:
         self.drafts.is_paused = is_paused
         await self.drafts.conclude(outcome, {*serving})
 
@@ -75,7 +79,8 @@ Change = Callable[[Desk], Awaitable[object]]
 async def test_a_change_by_hand_is_made_wanted_and_said(
     desk: Desk, change: Change, serves: int | None, kind: str, text: str, version: int
 ) -> None:
-    """`serves` None: it changes nothing that serves, so there is nothing to want, nor to judge anew."""
+    """`serves` None: it changes nothing that serves, so there is nothing to want, nor to judge
+    anew."""
     await change(desk)
     current = await desk.drafts.current()
     assert current is not None and current.version == (serves or 3)
@@ -83,22 +88,34 @@ async def test_a_change_by_hand_is_made_wanted_and_said(
     assert desk.drafts.changed_at == (desk.clock.monotonic() if serves else -math.inf)
     event, *points = desk.said
     assert event == desk.event(kind, text, version)
-    rollback = MetricPoint(at=desk.clock.now, name="osd_rollback_total", value=1, labels={"reason": "by_hand"})
+    rollback = MetricPoint(
+        at=desk.clock.now, name="osd_rollback_total", value=1, labels={"reason": "by_hand"}
+    )
     assert points == ([rollback] if kind == "rolled_back" else [])
     assert desk.store.bad() == {}, "nothing done by hand condemns a draft"
 
 
 async def test_what_cannot_be_done_is_raised_and_changes_and_says_nothing(desk: Desk) -> None:
     desk.store.mark_bad(3, "disappointed")
-    for change in (desk.drafts.promote(3), desk.drafts.pin(3), desk.drafts.promote(9), desk.drafts.keep(9)):
+    for change in (
+        desk.drafts.promote(3),
+        desk.drafts.pin(3),
+        desk.drafts.promote(9),
+        desk.drafts.keep(9),
+    ):
         with pytest.raises(ReleaseError):
             await change
     assert (desk.said, desk.wanted(), desk.drafts.changed_at) == ([], None, -math.inf)
 
 
-@pytest.mark.parametrize("change", [Drafts.rollback, lambda drafts: drafts.promote(2), lambda drafts: drafts.pin(2)])
+@pytest.mark.parametrize(
+    "change",
+    [ReleaseManager.rollback, lambda drafts: drafts.promote(2), lambda drafts: drafts.pin(2)],
+)
 async def test_without_redis_a_change_is_made_and_wanted_later(
-    desk: Desk, change: Callable[[Drafts], Awaitable[object]], caplog: pytest.LogCaptureFixture
+    desk: Desk,
+    change: Callable[[ReleaseManager], Awaitable[object]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     desk.registry.is_away = True
     await change(desk.drafts)
@@ -165,9 +182,21 @@ async def test_a_better_candidate_is_published_wanted_and_said(desk: Desk) -> No
 @pytest.mark.parametrize(
     ("fields", "is_paused", "kind", "text", "label"),
     [
-        ({"path": "/nowhere"}, False, "publish_failed", "/nowhere: no config.json; a draft is", "failed"),
+        (
+            {"path": "/nowhere"},
+            False,
+            "publish_failed",
+            "/nowhere: no config.json; a draft is",
+            "failed",
+        ),
         ({"path": ""}, True, "refused", "paused while it was trained", "refused"),
-        ({"base_version": 2}, False, "refused", "base is no longer current: trained from v2, v3 serves", "refused"),
+        (
+            {"base_version": 2},
+            False,
+            "refused",
+            "base is no longer current: trained from v2, v3 serves",
+            "refused",
+        ),
         (
             {"discarded": "loss rose", "eval": None, "path": ""},
             True,
@@ -182,7 +211,13 @@ async def test_a_better_candidate_is_published_wanted_and_said(desk: Desk) -> No
             "not finite: the loss or the measured acceptance is NaN or infinite",
             "refused",
         ),
-        ({"eval": None, "num_contradicting": 300}, False, "refused", "not judged: fewer than 8", "refused"),
+        (
+            {"eval": None, "num_contradicting": 300},
+            False,
+            "refused",
+            "not judged: fewer than 8",
+            "refused",
+        ),
     ],
 )
 async def test_another_candidate_is_said_and_changes_nothing(
@@ -197,7 +232,11 @@ async def test_another_candidate_is_said_and_changes_nothing(
     contradicts = "; 25 % of the new rows contradict the text and were left out"
     assert (contradicts in event.text) == ("num_contradicting" in fields)
     assert isinstance(counted, MetricPoint) and counted.labels == {"outcome": label}
-    assert (versions(desk.store), desk.wanted(), desk.drafts.changed_at) == ([1, 2, 3], None, -math.inf)
+    assert (versions(desk.store), desk.wanted(), desk.drafts.changed_at) == (
+        [1, 2, 3],
+        None,
+        -math.inf,
+    )
 
 
 async def test_a_pause_while_a_candidate_waits_for_its_turn_refuses_it(desk: Desk) -> None:
@@ -235,7 +274,9 @@ async def test_a_round_whose_base_is_gone_is_refused(desk: Desk) -> None:
     assert desk.event("refused", "the draft it was trained from is gone", 3) in desk.said
 
 
-async def test_what_cannot_be_pruned_keeps_nothing_from_serving(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_cannot_be_pruned_keeps_nothing_from_serving(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
     make_model(desk.store.root / ".tmp-prune-2")
     await desk.conclude(make_outcome(str(desk.model), 3))
     await desk.conclude(make_outcome(str(desk.model), 4))
@@ -253,7 +294,9 @@ async def test_a_draft_taken_back_is_marked_and_never_offered_again(desk: Desk) 
     assert (desk.wanted(), desk.drafts.changed_at) == (2, desk.clock.monotonic())
     assert desk.said == [
         desk.event("rolled_back", "v3 -> v2: α 0.3, 0.7 was measured", 2),
-        MetricPoint(at=desk.clock.now, name="osd_rollback_total", value=1, labels={"reason": "disappointed"}),
+        MetricPoint(
+            at=desk.clock.now, name="osd_rollback_total", value=1, labels={"reason": "disappointed"}
+        ),
     ]
 
 

@@ -1,4 +1,7 @@
-"""Which draft serves, whatever happens in whatever order: a model of the rules against the real store and registry."""
+"""Which draft serves after any sequence of events.
+
+A model of the rules is compared with the real store and registry.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from osd.common.clock import Clock
 from osd.config.schema import Config
-from osd.control.release_manager import Drafts
+from osd.control.release_manager import ReleaseManager
 from osd.errors import ReleaseError
 from osd.records import ClassReport, EvalReport, RoundOutcome
 from osd.releases.store import ReleaseStore
@@ -24,7 +27,7 @@ from tests.unit.osd.control.test_controller import TARGET, MemoryRegistry, make_
 VERSIONS = st.integers(1, 12)
 
 
-class DraftsMachine(RuleBasedStateMachine):
+class ReleaseManagerMachine(RuleBasedStateMachine):
     """Rounds, rollbacks, changes by hand, restarts and Redis away, in any order."""
 
     def __init__(self) -> None:
@@ -56,7 +59,7 @@ class DraftsMachine(RuleBasedStateMachine):
         async def tell(*records: Any) -> None:
             self.registry.feed += records
 
-        self.drafts = Drafts(config, self.registry, self.store, TARGET, tell, Clock())  # type: ignore[arg-type]
+        self.drafts = ReleaseManager(config, self.registry, self.store, TARGET, tell, Clock())  # type: ignore[arg-type]
 
     def do(self, work: Any) -> Any:
         return asyncio.run(work)
@@ -66,7 +69,12 @@ class DraftsMachine(RuleBasedStateMachine):
         assert release is not None, "something always serves"
         return release.version
 
-    @rule(gain=st.floats(-0.5, 0.5), lost=st.booleans(), is_paused=st.booleans(), is_stale=st.booleans())
+    @rule(
+        gain=st.floats(-0.5, 0.5),
+        lost=st.booleans(),
+        is_paused=st.booleans(),
+        is_stale=st.booleans(),
+    )
     def round_ends(self, gain: float, lost: bool, is_paused: bool, is_stale: bool) -> None:
         before, pinned = self.serving(), self.store.pinned()
         base = before + 1 if is_stale else before
@@ -154,7 +162,11 @@ class DraftsMachine(RuleBasedStateMachine):
 
     @invariant()
     def replicas_want_what_the_disk_says(self) -> None:
-        if self.newest and not self.registry.is_away and (wanted := self.registry.wishes.get("default")):
+        if (
+            self.newest
+            and not self.registry.is_away
+            and (wanted := self.registry.wishes.get("default"))
+        ):
             assert wanted.version == self.serving()
 
     @invariant()
@@ -167,11 +179,16 @@ def outcome(candidate: Path, base: int, gain: float, lost: bool) -> RoundOutcome
     made = make_outcome(str(candidate), base)
     report = made.eval
     assert isinstance(report, EvalReport)
-    chat = {"num_traces": 20, "alpha_base": 0.8, "alpha_candidate": 0.5 if lost else 0.8, "diff_high": -0.1}
+    chat = {
+        "num_traces": 20,
+        "alpha_base": 0.8,
+        "alpha_candidate": 0.5 if lost else 0.8,
+        "diff_high": -0.1,
+    }
     return replace(made, eval=replace(report, diff_low=gain, classes={"chat": ClassReport(**chat)}))  # type: ignore[arg-type]
 
 
-DraftsMachine.TestCase.settings = settings(
+ReleaseManagerMachine.TestCase.settings = settings(
     max_examples=25,
     stateful_step_count=25,
     deadline=None,
@@ -179,4 +196,4 @@ DraftsMachine.TestCase.settings = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
-TestDrafts = DraftsMachine.TestCase
+TestReleaseManager = ReleaseManagerMachine.TestCase

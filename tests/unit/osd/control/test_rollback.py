@@ -1,5 +1,7 @@
-"""When a serving draft is judged, on what, and what comes of it: one look after the other, on fakes and a clock that
-stands still."""
+"""When a serving draft is judged, on what, and with which result.
+
+Each test looks step by step, on fakes and a clock that stands still.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from osd.config.schema import GateConfig
-from osd.control.rollback import Judge
+from osd.control.rollback import RollbackMonitor
 from osd.observe.history import History
 from osd.records import DraftRelease, Event
 from tests.support.clocks import HandClock
@@ -26,7 +28,7 @@ BAD, CHANGED_TRAFFIC, ENGINE = {2: 0.3, 1: 0.5}, {2: 0.3, 1: 0.25}, {2: 0.7, 1: 
 
 
 class Scene:
-    """A judge, its history, and the drafts it may take back."""
+    """A monitor, its history, and the releases it may take back."""
 
     def __init__(self) -> None:
         self.clock = HandClock()
@@ -40,9 +42,11 @@ class Scene:
         self.parent: DraftRelease | None = V1
         self.is_answering = asyncio.Event()
         self.is_answering.set()
-        self.judge = Judge(GATE, self.history, self, self.replay, self.tell, self.clock)  # type: ignore[arg-type]
+        self.monitor = RollbackMonitor(GATE, self.history, self, self.replay, self.tell, self.clock)  # type: ignore[arg-type]
 
-    async def replay(self, versions: list[DraftRelease], num_traces: int) -> dict[int, float] | None:
+    async def replay(
+        self, versions: list[DraftRelease], num_traces: int
+    ) -> dict[int, float] | None:
         self.replays.append(([release.version for release in versions], num_traces))
         await self.is_answering.wait()
         return self.alphas
@@ -65,7 +69,7 @@ class Scene:
 
     async def look(self, current: DraftRelease = V2) -> int:
         """One look, and all that comes of it; how many replays there were by then."""
-        await self.judge.look(current)
+        await self.monitor.look(current)
         for _ in range(5):
             await asyncio.sleep(0)
         return len(self.replays)
@@ -82,13 +86,19 @@ async def scene() -> Scene:
 # What is judged
 
 
-async def test_a_draft_that_disappoints_is_replayed_beside_its_parent_and_taken_back(scene: Scene) -> None:
+async def test_a_draft_that_disappoints_is_replayed_beside_its_parent_and_taken_back(
+    scene: Scene,
+) -> None:
     scene.alphas = BAD
     scene.serve(0.3, finished=160)
     assert await scene.look() == 1
-    assert scene.replays == [([2, 1], 20)], "one request in eight is held out: these belong to what was served"
+    assert scene.replays == [([2, 1], 20)], (
+        "one request in eight is held out: these belong to what was served"
+    )
     ((version, reason),) = scene.taken_back
-    assert version == 2 and reason.startswith("v2 serves with α 0.30, 0.70 was measured; on the newest requests v1")
+    assert version == 2 and reason.startswith(
+        "v2 serves with α 0.30, 0.70 was measured; on the newest requests v1"
+    )
     assert scene.events == [], "who takes it back says so"
 
 
@@ -126,13 +136,17 @@ async def test_it_is_judged_on_what_it_served_since_it_was_told_to(
 
 
 @pytest.mark.parametrize(("ago", "is_judged"), [(3599.4, True), (3601, False)])
-async def test_after_a_restart_it_is_judged_on_the_last_hour(scene: Scene, ago: float, is_judged: bool) -> None:
+async def test_after_a_restart_it_is_judged_on_the_last_hour(
+    scene: Scene, ago: float, is_judged: bool
+) -> None:
     scene.serve(0.1, ago=ago)
     assert (await scene.look() == 1) == is_judged
 
 
 @pytest.mark.parametrize(("ahead", "is_judged"), [(10.4, True), (11.4, False)])
-async def test_a_replicas_clock_may_be_ahead_by_a_little(scene: Scene, ahead: float, is_judged: bool) -> None:
+async def test_a_replicas_clock_may_be_ahead_by_a_little(
+    scene: Scene, ahead: float, is_judged: bool
+) -> None:
     scene.changed_at = scene.clock.monotonic()
     scene.serve(0.1, ago=-ahead)
     assert (await scene.look() == 1) == is_judged
@@ -161,12 +175,12 @@ async def test_an_error_of_a_judgement_is_raised_at_the_next_look(scene: Scene) 
 
 
 async def test_closing_drops_the_judgement_under_way(scene: Scene) -> None:
-    await scene.judge.close()
+    await scene.monitor.close()
     scene.is_answering.clear()
     scene.alphas = BAD
     scene.serve(0.3)
     await scene.look()
-    await scene.judge.close()
+    await scene.monitor.close()
     scene.is_answering.set()
     await asyncio.sleep(0)
     assert scene.taken_back == []
@@ -175,7 +189,9 @@ async def test_closing_drops_the_judgement_under_way(scene: Scene) -> None:
 # When it stays
 
 
-async def test_one_that_stays_is_judged_again_on_newer_traffic_at_growing_intervals(scene: Scene) -> None:
+async def test_one_that_stays_is_judged_again_on_newer_traffic_at_growing_intervals(
+    scene: Scene,
+) -> None:
     scene.alphas = CHANGED_TRAFFIC
     scene.serve(0.3, ago=1)
     assert await scene.look() == 1
@@ -191,12 +207,16 @@ async def test_one_that_stays_is_judged_again_on_newer_traffic_at_growing_interv
             waited = 0.0
     assert judged == [10, 20, 40, 80, 160, 300, 300, 300]
     assert scene.kinds() == ["stays"], "said once"
-    assert scene.events[0].version == 2 and scene.events[0].text.startswith("the traffic changed: v2 serves with α 0.3")
+    assert scene.events[0].version == 2 and scene.events[0].text.startswith(
+        "the traffic changed: v2 serves with α 0.3"
+    )
     assert scene.taken_back == []
 
 
 @pytest.mark.parametrize("ahead", [-20, 0, 9])
-async def test_what_it_was_judged_on_is_not_held_against_it_again(scene: Scene, ahead: float) -> None:
+async def test_what_it_was_judged_on_is_not_held_against_it_again(
+    scene: Scene, ahead: float
+) -> None:
     scene.alphas = CHANGED_TRAFFIC
     scene.serve(0.3, ago=-ahead)
     assert await scene.look() == 1
@@ -208,30 +228,32 @@ async def test_another_draft_has_all_patience_anew(scene: Scene) -> None:
     scene.alphas = ENGINE
     scene.serve(0.3)
     assert await scene.look() == 1
-    assert scene.judge.alarm
+    assert scene.monitor.alarm
     scene.alphas, scene.parent = {3: 0.3, 2: 0.25}, V2
     scene.serve(0.3, version=3)
     assert await scene.look(V3) == 2, "no wait"
-    assert scene.judge.alarm == ""
+    assert scene.monitor.alarm == ""
     assert scene.kinds() == ["alarm", "stays"]
 
 
 # The alarm
 
 
-async def test_an_engine_that_serves_something_else_is_an_alarm_until_it_serves_as_measured(scene: Scene) -> None:
+async def test_an_engine_that_serves_something_else_is_an_alarm_until_it_serves_as_measured(
+    scene: Scene,
+) -> None:
     scene.alphas = ENGINE
     scene.serve(0.3, ago=1)
     await scene.look()
-    assert scene.judge.alarm == scene.events[0].text
-    assert "the engine is not running what we think" in scene.judge.alarm
+    assert scene.monitor.alarm == scene.events[0].text
+    assert "the engine is not running what we think" in scene.monitor.alarm
     scene.clock.move(1)
     scene.serve(0.7, tested=20)
     await scene.look()
-    assert scene.judge.alarm, "too little was tested to say that it is over"
+    assert scene.monitor.alarm, "too little was tested to say that it is over"
     scene.serve(0.7)
     await scene.look()
-    assert scene.judge.alarm == ""
+    assert scene.monitor.alarm == ""
     assert scene.kinds() == ["alarm"] and scene.taken_back == []
 
 
@@ -244,12 +266,14 @@ async def test_an_engine_that_serves_something_else_is_an_alarm_until_it_serves_
         ([CHANGED_TRAFFIC, ENGINE, CHANGED_TRAFFIC], ["stays", "alarm", "stays"]),
     ],
 )
-async def test_only_what_is_new_is_said(scene: Scene, replays: list[dict[int, float]], said: list[str]) -> None:
+async def test_only_what_is_new_is_said(
+    scene: Scene, replays: list[dict[int, float]], said: list[str]
+) -> None:
     for alphas in replays:
         scene.alphas = alphas
         scene.serve(0.3, ago=-1)
         await scene.look()
-        assert bool(scene.judge.alarm) == (alphas is ENGINE)
+        assert bool(scene.monitor.alarm) == (alphas is ENGINE)
         scene.clock.move(100)
     assert len(scene.replays) == len(replays)
     assert scene.kinds() == said

@@ -1,4 +1,4 @@
-"""The demo's page, from a made-up run: the figures are there, nothing is loaded, and data stays data."""
+"""The demo's page of a made-up run: it holds the figures, loads nothing, and shows data as data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 
 from osd.client.load import Answer
 from osd.demo.report import POINT_EVERY, course, html, summary
-from osd.demo.story import Screen, run
+from osd.demo.run import run
+from osd.demo.screen import Screen
 from osd.errors import ConfigError
 from osd.observe.report_page import STATIC
 from tests.support.reports import BEGAN, answers, report, swap
@@ -22,7 +23,8 @@ HOSTILE = "</script><script>alert(1)</script><img src=http://evil.example/x oner
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page: tags with attributes, text that is shown, data of the charts."""
+    """What a browser would make of a page: tags with attributes, text that is shown, data of the
+    charts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -53,7 +55,16 @@ def test_the_page_holds_what_was_found_on_what() -> None:
     shown = " ".join(page.shown)
     for name, found in summary(made).items():
         assert name in shown and found in shown
-    for fact in ("0.877", "172.8", "18.91 ms", "2.08x", "v2 0.91 and 0.89", "77 M", "cost-shaped", "632, failed 0"):
+    for fact in (
+        "0.877",
+        "172.8",
+        "18.91 ms",
+        "2.08x",
+        "v2 0.91 and 0.89",
+        "77 M",
+        "cost-shaped",
+        "632, failed 0",
+    ):
         assert fact.lower() in shown.lower(), fact
     for fact in ("Some CPU 9000", "3.11.7", "0.32.0", "2026-01-02"):
         assert fact in shown, fact
@@ -116,7 +127,8 @@ def test_text_from_elsewhere_stays_text() -> None:
     made["course"]["marks"].append({"at": 120.0, "label": HOSTILE, "kind": "shift"})
     text = html(made)
     page, plain = Page(text), Page(html(report()))
-    assert len([t for t, _ in page.tags if t == "script"]) == len([t for t, _ in plain.tags if t == "script"]) == 5
+    for parsed in (page, plain):
+        assert len([tag for tag, _ in parsed.tags if tag == "script"]) == 5
     assert not any(tag == "img" or "onerror" in attributes for tag, attributes in page.tags)
     assert page.charts[0]["marks"][-1]["label"] == HOSTILE
     assert "".join(page.shown).count("<img") == 3
@@ -133,7 +145,8 @@ def test_the_screen_prints_the_same_table() -> None:
 
 @pytest.mark.parametrize("flag", ["report_path", "html_path"])
 @pytest.mark.parametrize(
-    "name, why", [("none/x.html", "no such directory"), ("", "Is a directory"), ("file/x", "no such directory")]
+    "name, why",
+    [("none/x.html", "no such directory"), ("", "Is a directory"), ("file/x", "no such directory")],
 )
 def test_a_path_that_cannot_be_written_is_refused_before_anything_begins(
     tmp_path: Path, flag: str, name: str, why: str
@@ -152,6 +165,11 @@ def test_a_path_that_can_be_written_is_left_alone_until_the_end(tmp_path: Path) 
     (tmp_path / "old.html").write_text("old")
     for name in ("old.html", "new.html"):
         with pytest.raises(ConfigError, match="no_such_key"):
-            run(report_path=None, html_path=tmp_path / name, keep=False, overrides=["trainer.no_such_key=1"])
+            run(
+                report_path=None,
+                html_path=tmp_path / name,
+                keep=False,
+                overrides=["trainer.no_such_key=1"],
+            )
     assert [file.name for file in tmp_path.iterdir()] == ["old.html"]
     assert (tmp_path / "old.html").read_text() == "old"

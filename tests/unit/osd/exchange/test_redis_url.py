@@ -1,4 +1,4 @@
-"""What is shown of a Redis URL: never a piece of user or password, however the URL was written."""
+"""A Redis URL is shown without any part of its user or password, however it is written."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_what_cannot_be_told_apart_is_not_shown_and_not_used(url: str, shown: st
         Link(url, timeout=1)
     with pytest.raises(ConfigError, match="not a Redis URL; .* %2F stands for /") as refused:
         Registry(url, "a")
-    assert str(caught.value).startswith(f"{shown}: ") and str(refused.value).startswith(f"buffer.redis_url={shown}: ")
+    assert str(caught.value).startswith(f"{shown}: ") and str(refused.value).startswith(
+        f"buffer.redis_url={shown}: "
+    )
 
 
 def test_a_scheme_that_is_not_redis_is_refused() -> None:
@@ -71,7 +73,12 @@ def test_a_scheme_that_is_not_redis_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://alice:s%40cret@h", "redis://h?username=alice&password=s%40cret", "unix://alice:s@cret@/run/s"]
+    "url",
+    [
+        "redis://alice:s%40cret@h",
+        "redis://h?username=alice&password=s%40cret",
+        "unix://alice:s@cret@/run/s",
+    ],
 )
 def test_what_a_server_says_shows_neither_user_nor_password(url: str) -> None:
     said = "NOPERM User alice\n has no permissions; alices 's@cret' malice"

@@ -1,4 +1,7 @@
-"""Which targets and drafts fit: tokenizers compared by whatever files there are, contexts, and weights in one piece."""
+"""Which targets and drafts fit each other.
+
+Tokenizers are compared by the files that exist, contexts by length, weights by completeness.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from osd.service.plan import max_model_len
 WORDS = ["a", "b", "c", "d"]
 
 
-def model_at(directory: Path, words: list[str], *, added: tuple[str, ...] = (), **config: Any) -> Path:
+def model_at(
+    directory: Path, words: list[str], *, added: tuple[str, ...] = (), **config: Any
+) -> Path:
     directory.mkdir(parents=True)
     config = {"model_type": "llama", "vocab_size": len(words) + len(added), **config}
     (directory / "config.json").write_text(json.dumps(config))
@@ -51,8 +56,13 @@ def test_rows_that_only_pad_may_differ(tmp_path: Path, num_target: int, num_draf
 
 
 @pytest.mark.parametrize("old_files", [False, True])
-def test_another_tokenizer_is_refused_with_the_first_token_that_differs(tmp_path: Path, old_files: bool) -> None:
-    target, draft = model_at(tmp_path / "t", WORDS), model_at(tmp_path / "d", ["a", "b", "x", "c"], vocab_size=64)
+def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
+    tmp_path: Path, old_files: bool
+) -> None:
+    target, draft = (
+        model_at(tmp_path / "t", WORDS),
+        model_at(tmp_path / "d", ["a", "b", "x", "c"], vocab_size=64),
+    )
     if old_files:
         with_old_files(draft)
     with pytest.raises(ConfigError) as error:
@@ -64,25 +74,36 @@ def test_another_tokenizer_is_refused_with_the_first_token_that_differs(tmp_path
 def test_an_added_token_may_be_missing_but_not_moved(tmp_path: Path) -> None:
     target = model_at(tmp_path / "t", WORDS, added=("<|end|>", "<|tool|>"))
     assert check_pair(target, model_at(tmp_path / "base", WORDS, added=("<|end|>",))) == 6
-    with pytest.raises(ConfigError, match=r"disagree on '<\|end\|>': id 4 in the target, 5 in the draft"):
+    with pytest.raises(
+        ConfigError, match=r"disagree on '<\|end\|>': id 4 in the target, 5 in the draft"
+    ):
         check_pair(target, model_at(tmp_path / "moved", WORDS, added=("<|tool|>", "<|end|>")))
 
 
 def test_rows_of_real_tokens_are_not_cut_off(tmp_path: Path) -> None:
     target = model_at(tmp_path / "t", WORDS)
     draft = model_at(tmp_path / "d", WORDS, added=("<|end|>",), vocab_size=8)
-    with pytest.raises(ConfigError, match="its tokenizer has ids up to 4, the target has rows for 4 tokens"):
+    with pytest.raises(
+        ConfigError, match="its tokenizer has ids up to 4, the target has rows for 4 tokens"
+    ):
         check_pair(target, draft)
 
 
 def test_a_sentencepiece_model_alone_is_compared_too(tmp_path: Path) -> None:
     from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-    for name, line in (("one", "the quick brown fox jumps over the lazy dog"), ("two", "sphinx of black quartz")):
+    for name, line in (
+        ("one", "the quick brown fox jumps over the lazy dog"),
+        ("two", "sphinx of black quartz"),
+    ):
         text = tmp_path / f"{name}.txt"
         text.write_text("\n".join([line] * 50))
         SentencePieceTrainer.train(
-            input=str(text), model_prefix=str(tmp_path / name), vocab_size=40, minloglevel=2, hard_vocab_limit=False
+            input=str(text),
+            model_prefix=str(tmp_path / name),
+            vocab_size=40,
+            minloglevel=2,
+            hard_vocab_limit=False,
         )
     pieces = SentencePieceProcessor(model_file=str(tmp_path / "one.model"))
     words = [pieces.id_to_piece(i) for i in range(pieces.get_piece_size())]
@@ -103,7 +124,10 @@ def test_without_a_tokenizer_only_equal_sizes_pass_and_it_is_said(
     with caplog.at_level(logging.WARNING):
         assert check_pair(target, draft) == 4
     assert "by its number of tokens alone (4)" in caplog.text
-    with pytest.raises(ConfigError, match=r"has 8 tokens, the target 4, and .*/t holds no tokenizer.json, vocab.json"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has 8 tokens, the target 4, and .*/t holds no tokenizer.json, vocab.json",
+    ):
         check_pair(target, model_at(tmp_path / "other", WORDS, vocab_size=8))
 
 
@@ -140,8 +164,17 @@ def test_the_served_context_is_the_one_the_engine_is_told(key: str) -> None:
         ({"max_position_embeddings": 2048}, 2048),
         ({"n_positions": 1024}, 1024),
         ({"max_position_embeddings": 4096, "n_positions": 2048}, 2048),
-        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 2.0}}, 4096),
-        ({"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 8192),
+        (
+            {"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            4096,
+        ),
+        (
+            {
+                "max_position_embeddings": 8192,
+                "rope_parameters": {"rope_type": "llama3", "factor": 8.0},
+            },
+            8192,
+        ),
         ({"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default"}}, 8192),
         ({}, None),
     ],
@@ -153,9 +186,17 @@ def test_a_context_is_counted_as_vllm_counts_it(config: dict[str, Any], length: 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     target, draft = model_at(tmp_path / "t", WORDS), model_at(tmp_path / "d", WORDS)
     (draft / "model.safetensors").rename(draft / "model-00001-of-00002.safetensors")
-    with pytest.raises(ConfigError, match="no model.safetensors there, nor shards with model.safetensors.index.json"):
+    with pytest.raises(
+        ConfigError,
+        match="no model.safetensors there, nor shards with model.safetensors.index.json",
+    ):
         check_pair(target, draft)
-    index = {"weight_map": {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}}
+    index = {
+        "weight_map": {
+            "x": "model-00001-of-00002.safetensors",
+            "y": "model-00002-of-00002.safetensors",
+        }
+    }
     (draft / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="model-00002-of-00002.safetensors is missing"):
         check_pair(target, draft)
@@ -167,6 +208,7 @@ def test_a_draft_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         check_pair(target, head)
     assert str(error.value) == (
-        f"serving.draft={head}: is a draft head (LlamaForCausalLMEagle3), and heads are not served; "
+        f"serving.draft={head}: is a draft head (LlamaForCausalLMEagle3), and heads are not "
+        "served; "
         "use a draft model of its own"
     )

@@ -1,4 +1,7 @@
-"""Which configurations are those of draft heads: by the names vLLM drafts with, and by entries only heads have."""
+"""Which configurations are those of draft heads.
+
+They have the names that vLLM uses for them, or entries that only heads have.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,14 @@ from osd.models.heads import KEYS, draft_head
 )
 def test_a_head_is_known_by_its_architecture_or_type(name: str) -> None:
     assert draft_head({"architectures": ["LlamaForCausalLM", name]}) == name
-    assert draft_head({"architectures": ["LlamaForCausalLM"], "model_type": name.lower()}) == name.lower()
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": name.lower()}
+    assert draft_head(config) == name.lower()
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_head_is_known_by_an_entry_of_its_own(key: str) -> None:
-    assert draft_head({"architectures": ["LlamaForCausalLM"], "model_type": "llama", key: None}) == key
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", key: None}
+    assert draft_head(config) == key
 
 
 @pytest.mark.parametrize(

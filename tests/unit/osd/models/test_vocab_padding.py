@@ -1,4 +1,7 @@
-"""A draft written with as many rows as its target has: nothing else changes, and the rows that pad are never chosen."""
+"""A draft is written with as many rows as its target has.
+
+Nothing else changes, and the padding rows are never chosen.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +101,12 @@ def test_logits_stay_and_rows_that_pad_are_never_the_largest(draft: Path) -> Non
     torch.testing.assert_close(after_NV[:, :NUM_TOKENS], before_NV)
     assert (after_NV.argmax(-1) == before_NV.argmax(-1)).all()
     # Not by luck: every padding logit is the mean of the real ones.
-    torch.testing.assert_close(after_NV[:, NUM_TOKENS:], before_NV.mean(-1, keepdim=True).expand(-1, 16))
-    assert (after_NV[:, NUM_TOKENS:].amax(-1) > 0).any(), "zeros would have done, and this tests nothing"
+    torch.testing.assert_close(
+        after_NV[:, NUM_TOKENS:], before_NV.mean(-1, keepdim=True).expand(-1, 16)
+    )
+    assert (after_NV[:, NUM_TOKENS:].amax(-1) > 0).any(), (
+        "zeros would have done, and this tests nothing"
+    )
     assert (before_NV.amax(-1) > after_NV[:, NUM_TOKENS:].amax(-1)).all()
 
 
@@ -126,7 +133,9 @@ def test_everything_else_is_as_it_was(draft: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [NUM_TOKENS, 96])
-def test_shards_become_one_file_in_their_own_dtype(tmp_path: Path, dtype: torch.dtype, num_tokens: int) -> None:
+def test_shards_become_one_file_in_their_own_dtype(
+    tmp_path: Path, dtype: torch.dtype, num_tokens: int
+) -> None:
     torch.manual_seed(0)
     model = llama(tied=False).to(dtype)  # type: ignore[arg-type]  # transformers' decorator confuses mypy
     model.save_pretrained(tmp_path / "draft", max_shard_size="20KB")
@@ -145,17 +154,29 @@ def test_an_odd_mixture_of_dtypes_stays_aligned(tmp_path: Path) -> None:
     torch.manual_seed(0)
     llama(tied=True).save_pretrained(tmp_path / "draft")
     file = tmp_path / "draft" / "model.safetensors"
-    tensors = {**load_file(file), "a.mask": torch.ones(3, dtype=torch.bool), "a.scale": torch.tensor(2.0).half()}
+    tensors = {
+        **load_file(file),
+        "a.mask": torch.ones(3, dtype=torch.bool),
+        "a.scale": torch.tensor(2.0).half(),
+    }
     save_file(tensors, file)
     fitted = load_file(fit(tmp_path / "draft", 96) / "model.safetensors")
-    assert all(torch.equal(fitted[n], t) for n, t in tensors.items() if n != "model.embed_tokens.weight")
+    assert all(
+        torch.equal(fitted[n], t) for n, t in tensors.items() if n != "model.embed_tokens.weight"
+    )
 
 
 def test_what_cannot_be_padded_is_refused(tmp_path: Path) -> None:
     llama(tied=True).save_pretrained(tmp_path / "draft")
     file = tmp_path / "draft" / "model.safetensors"
     tensors = load_file(file)
-    save_file({**tensors, "model.embed_tokens.weight": tensors["model.embed_tokens.weight"].to(torch.int8)}, file)
+    save_file(
+        {
+            **tensors,
+            "model.embed_tokens.weight": tensors["model.embed_tokens.weight"].to(torch.int8),
+        },
+        file,
+    )
     with pytest.raises(ConfigError, match="model.embed_tokens.weight is I8"):
         fit(tmp_path / "draft", 96)
     save_file({**tensors, "model.embed_tokens.weight": torch.zeros(79, 32)}, file)
@@ -169,9 +190,14 @@ def test_what_cannot_be_padded_is_refused(tmp_path: Path) -> None:
 
 def test_a_config_with_the_size_in_two_places_is_changed_in_both(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"vocab_size": 8, "text_config": {"vocab_size": 8, "hidden_size": 4}}))
+    file.write_text(
+        json.dumps({"vocab_size": 8, "text_config": {"vocab_size": 8, "hidden_size": 4}})
+    )
     _set_vocab_size(file, 10)
-    assert json.loads(file.read_text()) == {"vocab_size": 10, "text_config": {"vocab_size": 10, "hidden_size": 4}}
+    assert json.loads(file.read_text()) == {
+        "vocab_size": 10,
+        "text_config": {"vocab_size": 10, "hidden_size": 4},
+    }
     assert vocab_size(read_config(tmp_path), tmp_path) == 10
 
 
@@ -188,19 +214,23 @@ def test_a_first_release_is_padded_once(draft: Path, tmp_path: Path) -> None:
 def test_a_draft_that_is_not_used_is_told_of(
     draft: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_pinned: bool
 ) -> None:
-    """Also where the release that serves was trained, and nothing of a running service is changed by asking."""
+    """Also where the release that serves was trained, and nothing of a running service is changed
+    by asking."""
     config = Config(data_dir=str(tmp_path / "data"))
     shutil.copytree(draft, tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text((draft / "config.json").read_text() + " ")
     first = first_release(config, draft, "target-a", 96)
     store = ReleaseStore(config.releases_path)
-    learnt = store.publish(first.path, parent=1, target_id="target-a", outcome=make_outcome(), origin=first.origin)
+    learnt = store.publish(
+        first.path, parent=1, target_id="target-a", outcome=make_outcome(), origin=first.origin
+    )
     if is_pinned:
         store.pin(2)
     assert first_release(config, draft, "target-a", 96) == learnt and caplog.messages == []
     assert first_release(config, tmp_path / "other", "target-a", 96) == learnt
     assert caplog.messages == [
-        f"v2 serves, which comes of another draft: {tmp_path / 'other'} is not used; to begin with it, name another "
+        f"v2 serves, which comes of another draft: {tmp_path / 'other'} is not used; to begin with "
+        "it, name another "
         "deployment=NAME"
     ]
     assert [release.version for release in store.list()] == [1, 2]
@@ -219,10 +249,14 @@ def test_memory_does_not_grow_with_the_draft(tmp_path: Path) -> None:
     (tmp_path / "draft" / "config.json").write_text(json.dumps({"vocab_size": 40_000}))
     layer = torch.from_numpy(np.zeros((20_000, 1024), np.float32))
     embedding = torch.ones(40_000, 512)
-    save_file({"model.embed_tokens.weight": embedding, "model.layers.0.w": layer}, tmp_path / "draft/model.safetensors")
+    save_file(
+        {"model.embed_tokens.weight": embedding, "model.layers.0.w": layer},
+        tmp_path / "draft/model.safetensors",
+    )
     (tmp_path / "fitted").mkdir()
     code = (
-        "import resource, sys; from pathlib import Path; from osd.models.vocab_padding import write_fitting\n"
+        "import resource, sys; from pathlib import Path; from osd.models.vocab_padding import "
+        "write_fitting\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "write_fitting(Path(sys.argv[1]), Path(sys.argv[2]), 40_064)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

@@ -1,4 +1,4 @@
-"""Alerts: each fires at its cause, alone, and at nothing that only looks like one. `promtool` runs the rules."""
+"""Each alert fires at its cause alone, and at nothing like it; `promtool` runs the rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from osd.observe.history import History
-from osd.observe.problems import troubles
+from osd.observe.problems import problems_of
 from osd.records import BufferStats, Health
 from tests.support import promtool
 from tests.support.paths import ROOT
@@ -39,7 +39,9 @@ GONE: Values = ["stale", *["_"] * (MINUTES - TROUBLE)]
 def level(before: float, *later: tuple[int, float]) -> Values:
     """A gauge: `before` from the start, then others from a minute on."""
     steps = [(0, before), *later]
-    return [[value for start, value in steps if start <= minute][-1] for minute in range(MINUTES + 1)]
+    return [
+        [value for start, value in steps if start <= minute][-1] for minute in range(MINUTES + 1)
+    ]
 
 
 def counting(before: float, *later: tuple[int, float]) -> Values:
@@ -107,14 +109,21 @@ class Case:
 CAUSES = [
     Case(
         "the draft is accepted no longer",
-        {ACCEPTED: counting(400, (TROUBLE, 0), (80, 400)), ACCEPTED_1: counting(200, (TROUBLE, 0), (80, 200))},
+        {
+            ACCEPTED: counting(400, (TROUBLE, 0), (80, 400)),
+            ACCEPTED_1: counting(200, (TROUBLE, 0), (80, 200)),
+        },
         {TROUBLE: set(), 48: set(), 60: {"OsdDraftSilentlyDead"}, 95: set()},
         {"draft": "default"},
         "0%",
     ),
     Case(
         "the draft is accepted far less than it was",
-        {ACCEPTED: counting(400, (TROUBLE, 100)), ACCEPTED_1: counting(200, (TROUBLE, 0)), TESTED_1: counting(400)},
+        {
+            ACCEPTED: counting(400, (TROUBLE, 100)),
+            ACCEPTED_1: counting(200, (TROUBLE, 0)),
+            TESTED_1: counting(400),
+        },
         {TROUBLE: set(), 48: set(), 60: {"OsdDraftSilentlyDead"}},
         {"draft": "default"},
         "10%",
@@ -191,7 +200,8 @@ QUIET = [5, 15, 25, *range(TROUBLE - 1, 75, 2)]
 LOOK_ALIKES = {
     "health": {},
     "no traffic, with the last plan and its poor figures still shown": {
-        name: level(float(HEALTHY[name][0])) for name in (TESTED, ACCEPTED, TESTED_1, ACCEPTED_1, SECONDS, SECONDS_OFF)
+        name: level(float(HEALTHY[name][0]))
+        for name in (TESTED, ACCEPTED, TESTED_1, ACCEPTED_1, SECONDS, SECONDS_OFF)
     }
     | {NET_HIGH: level(0.93), "osd_capture_traces_total": level(0)},
     "traffic ends": {
@@ -235,20 +245,28 @@ LOOK_ALIKES = {
     },
     "a service that takes 25 minutes to start": {
         "osd_replicas": level(0, (25, 1)),
-        **{name: ["_"] * 25 + HEALTHY[name][: MINUTES - 24] for name in (*BY_REPLICAS, TESTED, ACCEPTED)},
+        **{
+            name: ["_"] * 25 + HEALTHY[name][: MINUTES - 24]
+            for name in (*BY_REPLICAS, TESTED, ACCEPTED)
+        },
         TESTED_1: ["_"] * (MINUTES + 1),
         ACCEPTED_1: ["_"] * (MINUTES + 1),
     },
     "a control port that starts again, and reads its feed": {
         **{
-            name: [*HEALTHY[name][:TROUBLE], "stale", float(HEALTHY[name][20]), *HEALTHY[name][TROUBLE : MINUTES - 1]]
+            name: [
+                *HEALTHY[name][:TROUBLE],
+                "stale",
+                float(HEALTHY[name][20]),
+                *HEALTHY[name][TROUBLE : MINUTES - 1],
+            ]
             for name in (TESTED, ACCEPTED, TESTED_1, ACCEPTED_1, "osd_capture_traces_total")
         },
         "up": level(1, (TROUBLE, 0), (TROUBLE + 1, 1)),
         DROPPED: level(40, (TROUBLE, 0), (TROUBLE + 1, 45)),
         "osd_trainer_failures_total": level(5, (TROUBLE, 0), (TROUBLE + 1, 2), (TROUBLE + 2, 5)),
     },
-    "troubles that pass": {
+    "problems_of that pass": {
         "osd_redis_up": level(1, (TROUBLE, 0), (TROUBLE + 1, 1)),
         DROPPED: level(0, (TROUBLE + 1, 200)),
         "osd_trainer_up": level(1, (TROUBLE, 0), (TROUBLE + 3, 1)),
@@ -257,7 +275,10 @@ LOOK_ALIKES = {
         "osd_alarm": level(0, (TROUBLE, 1), (TROUBLE + 2, 0)),
     },
 }
-CASES = [*CAUSES, *(Case(name, changes, dict.fromkeys(QUIET, set())) for name, changes in LOOK_ALIKES.items())]
+CASES = [
+    *CAUSES,
+    *(Case(name, changes, dict.fromkeys(QUIET, set())) for name, changes in LOOK_ALIKES.items()),
+]
 
 
 def full_history() -> History:
@@ -265,7 +286,11 @@ def full_history() -> History:
     history = History()
     for record in (window(0.0), swap(1, 2, 1), swap(3, 4, 3, ok=False)):
         history.add(record)
-    counts = {"capture_rows": {"rejected": 9}, "capture_skipped": {"budget": 1}, "buffer_dropped": {"redis": 2}}
+    counts = {
+        "capture_rows": {"rejected": 9},
+        "capture_skipped": {"budget": 1},
+        "buffer_dropped": {"redis": 2},
+    }
     stats = BufferStats(num_traces=9, num_holdout=2, num_bytes=80, num_put=11, oldest_at=START)
     history.observe([status(speculation=REPORT, num_traces=30, **counts)], stats)
     history.observe_health(Health(is_redis_up=True, is_trainer_up=True, is_alarmed=False))
@@ -289,9 +314,18 @@ def test_rules_and_the_example_configuration_are_valid() -> None:
 @pytest.mark.parametrize(
     ("expression", "found"),
     [
-        ('sum by (job) (rate(osd_swap_total{ok="true"}[5m]))', Named({"osd_swap_total"}, {"ok", "job"})),
-        ("a:b:c < 0.05 or x / ignoring (y) group_left () z offset 30m", Named({"a:b:c", "x", "z"}, {"y"})),
-        ('sum(max_over_time(up[1d]) > bool 0) and on(k) (up{a="$b", c=~"d{2}"} == 1)', Named({"up"}, {"k", "a", "c"})),
+        (
+            'sum by (job) (rate(osd_swap_total{ok="true"}[5m]))',
+            Named({"osd_swap_total"}, {"ok", "job"}),
+        ),
+        (
+            "a:b:c < 0.05 or x / ignoring (y) group_left () z offset 30m",
+            Named({"a:b:c", "x", "z"}, {"y"}),
+        ),
+        (
+            'sum(max_over_time(up[1d]) > bool 0) and on(k) (up{a="$b", c=~"d{2}"} == 1)',
+            Named({"up"}, {"k", "a", "c"}),
+        ),
     ],
 )
 def test_what_an_expression_names_is_found(expression: str, found: Named) -> None:
@@ -308,8 +342,12 @@ def test_every_series_in_a_rule_is_one_of_ours(rule: dict[str, Any]) -> None:
 
 def test_every_alert_is_tried_and_documented() -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
-    anchors = {heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.+)$", page, re.M)}
-    assert set().union(*(alerts for case in CAUSES for alerts in case.fires.values())) == set(ALERTS)
+    anchors = {
+        heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.+)$", page, re.M)
+    }
+    assert set().union(*(alerts for case in CAUSES for alerts in case.fires.values())) == set(
+        ALERTS
+    )
     assert set(re.findall(r"^\| `(Osd\w+)` \|", page, re.M)) == set(ALERTS)
     for rule in ALERTS.values():
         file, _, anchor = rule["annotations"]["runbook"].partition("#")
@@ -330,26 +368,41 @@ def test_every_alert_is_tried_and_documented() -> None:
         ("OsdBufferDropping", {"replicas": [replica(buffer_dropped={"schema": 40})]}),
     ],
 )
-def test_an_alert_names_the_remedy_that_the_status_page_names(alert: str, wrong: dict[str, Any]) -> None:
-    (line,) = troubles(page_status(**wrong))
+def test_an_alert_names_the_remedy_that_the_status_page_names(
+    alert: str, wrong: dict[str, Any]
+) -> None:
+    (line,) = problems_of(page_status(**wrong))
     remedy = line.rpartition(": ")[2] if alert != "OsdReplicaLagging" else line.rpartition("; ")[2]
     annotations = ALERTS[alert]["annotations"]
     assert remedy in annotations["description"].replace("{{ $labels.version }}", "3")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_alerts_fire_at_their_cause_and_at_nothing_that_looks_like_it(case: Case, tmp_path: Path) -> None:
+def test_alerts_fire_at_their_cause_and_at_nothing_that_looks_like_it(
+    case: Case, tmp_path: Path
+) -> None:
     series = HEALTHY | dict(case.changes)
-    assert {re.sub(r'version="\d+"', 'version="1"', name) for name in series} - {"up"} <= exposed(), "a series of ours"
+    assert {re.sub(r'version="\d+"', 'version="1"', name) for name in series} - {
+        "up"
+    } <= exposed(), "a series of ours"
     tests = {
         "interval": "1m",
-        "input_series": [{"series": at_target(name), "values": " ".join(map(str, v))} for name, v in series.items()],
+        "input_series": [
+            {"series": at_target(name), "values": " ".join(map(str, v))}
+            for name, v in series.items()
+        ],
         "promql_expr_test": [expected(minute, alerts) for minute, alerts in case.fires.items()],
         "alert_rule_test": list(told(case)),
     }
     file = tmp_path / "tests.yaml"
     file.write_text(
-        json.dumps({"rule_files": [str(DIRECTORY / "alerts.yaml")], "evaluation_interval": "1m", "tests": [tests]})
+        json.dumps(
+            {
+                "rule_files": [str(DIRECTORY / "alerts.yaml")],
+                "evaluation_interval": "1m",
+                "tests": [tests],
+            }
+        )
     )
     tested = promtool.run("test", "rules", file)
     assert tested.returncode == 0, tested.stdout + tested.stderr
@@ -358,13 +411,19 @@ def test_alerts_fire_at_their_cause_and_at_nothing_that_looks_like_it(case: Case
 @lru_cache
 def exposed() -> set[str]:
     """Every series of a history in which each has a sample, as `name{label="value"}`."""
-    return {line.rpartition(" ")[0] for line in full_history().prometheus().splitlines() if line[0] != "#"}
+    return {
+        line.rpartition(" ")[0]
+        for line in full_history().prometheus().splitlines()
+        if line[0] != "#"
+    }
 
 
 def at_target(name: str) -> str:
     """The series as Prometheus stores it."""
     name, _, labels = name.partition("{")
-    both = [f'{key}="{value}"' for key, value in TARGET.items()] + [part for part in [labels.rstrip("}")] if part]
+    both = [f'{key}="{value}"' for key, value in TARGET.items()] + [
+        part for part in [labels.rstrip("}")] if part
+    ]
     return f"{name}{{{','.join(both)}}}"
 
 
@@ -373,22 +432,29 @@ def expected(minute: int, alerts: set[str]) -> dict[str, Any]:
     return {
         "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
         "eval_time": f"{minute}m",
-        "exp_samples": [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(alerts)],
+        "exp_samples": [
+            {"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(alerts)
+        ],
     }
 
 
 def told(case: Case) -> Iterator[dict[str, Any]]:
-    """What a person is told at the first minute at which alerts fire: all labels, all annotations filled in."""
+    """What a person is told at the first minute at which alerts fire: all labels, all annotations
+    filled in."""
     minute, alerts = next(((m, a) for m, a in case.fires.items() if a), (0, set()))
     for alert in alerts:
         labels = TARGET | case.labels
-        texts = {key: fill(text, labels, case.value) for key, text in ALERTS[alert]["annotations"].items()}
+        texts = {
+            key: fill(text, labels, case.value)
+            for key, text in ALERTS[alert]["annotations"].items()
+        }
         told = {"exp_labels": labels | ALERTS[alert]["labels"], "exp_annotations": texts}
         yield {"alertname": alert, "eval_time": f"{minute}m", "exp_alerts": [told]}
 
 
 def fill(template: str, labels: Mapping[str, str], value: str) -> str:
-    """The template with its labels and its value; a label the alert does not have is a `KeyError`."""
+    """The template with its labels and its value; a label the alert does not have is a
+    `KeyError`."""
     text = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: labels[found[1]], template)
     assert "$value" not in text or value, "the case must say which value"
     return re.sub(r"\{\{ \$value[^}]*\}\}", value, text)

@@ -1,4 +1,4 @@
-"""The Grafana dashboard: it can be imported, and asks for nothing that does not exist."""
+"""The Grafana dashboard can be imported, and asks for nothing that does not exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ VLLM = {
     "vllm:num_requests_running": OF_VLLM,
     "vllm:num_requests_waiting": OF_VLLM,
 }
-"""vLLM's own series, from the service port, under the names that the installed vLLM gives them (a test) -> labels."""
+"""vLLM's own series, from the service port, under the names that the installed vLLM gives them (a
+test) -> labels."""
 
 
 def expressions() -> Iterator[tuple[str, str, str]]:
@@ -51,7 +52,9 @@ KNOWN = OURS | PROMETHEUS | VLLM
 
 
 @pytest.mark.parametrize(
-    ("where", "expression", "legend"), ALL, ids=[f"{title}-{n}" for n, (title, *_) in enumerate(ALL)]
+    ("where", "expression", "legend"),
+    ALL,
+    ids=[f"{title}-{n}" for n, (title, *_) in enumerate(ALL)],
 )
 def test_every_series_and_label_exists(where: str, expression: str, legend: str) -> None:
     found = named(expression)
@@ -59,7 +62,9 @@ def test_every_series_and_label_exists(where: str, expression: str, legend: str)
     labels = set().union(*(KNOWN[name] for name in found.series))
     assert found.labels <= labels | OF_A_TARGET
     shown = set(re.findall(r"\{\{(\w+)\}\}", legend))
-    assert shown <= (found.labels if "sum" in expression else labels), "a legend names a label that is there"
+    assert shown <= (found.labels if "sum" in expression else labels), (
+        "a legend names a label that is there"
+    )
 
 
 def test_the_names_of_vllm_are_those_of_the_installed_one() -> None:
@@ -84,8 +89,13 @@ def test_promtool_understands_every_expression(tmp_path: Path) -> None:
 
 def test_it_can_be_imported_and_takes_its_source_from_whoever_imports_it() -> None:
     assert (BOARD["uid"], BOARD["id"]) == ("osd-overview", None)
-    assert [(i["name"], i["pluginId"]) for i in BOARD["__inputs"]] == [("DS_PROMETHEUS", "prometheus")]
-    users: list[dict[str, Any]] = [*PANELS, *(target for panel in PANELS for target in panel["targets"])]
+    assert [(i["name"], i["pluginId"]) for i in BOARD["__inputs"]] == [
+        ("DS_PROMETHEUS", "prometheus")
+    ]
+    users: list[dict[str, Any]] = [
+        *PANELS,
+        *(target for panel in PANELS for target in panel["targets"]),
+    ]
     users += [*BOARD["annotations"]["list"], *BOARD["templating"]["list"]]
     assert all(user["datasource"] == SOURCE for user in users)
     needed = {r["id"] for r in BOARD["__requires"] if r["type"] == "panel"}

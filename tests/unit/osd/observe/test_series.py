@@ -1,4 +1,4 @@
-"""Columns and lines by hand: what is in a bucket, what it says, and which lines there are."""
+"""Columns and lines worked out by hand: what each bucket holds, and which lines there are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from osd.observe.series import COLUMNS, columns, lines
-from osd.observe.slots import Counts, StepTimes
+from osd.observe.slots import SpeculationTimes
+from osd.records import Counters
 
 Key = tuple[float, str, int, int]
 
@@ -16,7 +17,9 @@ def key(at: float, replica: str = "a", version: int = 1, k: int = 4) -> Key:
     return at, replica, version, k
 
 
-def rows(*counts: tuple[Key, Counts], steps: Any = (), bucket_s: float = 10.0) -> list[dict[str, Any]]:
+def rows(
+    *counts: tuple[Key, Counters], steps: Any = (), bucket_s: float = 10.0
+) -> list[dict[str, Any]]:
     """What is not None, row by row."""
     found = columns(counts, steps, bucket_s)
     assert tuple(found) == COLUMNS and len({len(values) for values in found.values()}) == 1
@@ -27,12 +30,33 @@ def rows(*counts: tuple[Key, Counts], steps: Any = (), bucket_s: float = 10.0) -
 
 
 def test_speeds_by_hand() -> None:
-    """Replica a: 300 tokens in 2 s and 60 in 1 s of work; b: 50 in 4 s; c finished a request and had no time."""
+    """Replica a: 300 tokens in 2 s and 60 in 1 s of work; b: 50 in 4 s; c finished a request and
+    had no time."""
     (row,) = rows(
-        (key(20.0), Counts(2.0, 10, num_output_tokens=300, num_decode_tokens=150, decode_seconds=1.5, num_finished=1)),
-        (key(29.9), Counts(1.0, 5, num_output_tokens=60, num_decode_tokens=50, decode_seconds=0.5, num_finished=2)),
-        (key(25.0, "b"), Counts(4.0, 1, num_output_tokens=50)),
-        (key(25.0, "c"), Counts(0.0, num_finished=4)),
+        (
+            key(20.0),
+            Counters(
+                2.0,
+                10,
+                num_output_tokens=300,
+                num_decode_tokens=150,
+                decode_seconds=1.5,
+                num_finished=1,
+            ),
+        ),
+        (
+            key(29.9),
+            Counters(
+                1.0,
+                5,
+                num_output_tokens=60,
+                num_decode_tokens=50,
+                decode_seconds=0.5,
+                num_finished=2,
+            ),
+        ),
+        (key(25.0, "b"), Counters(4.0, 1, num_output_tokens=50)),
+        (key(25.0, "c"), Counters(0.0, num_finished=4)),
     )
     assert row["at"] == 20.0
     assert row["tokens_per_second"] == 360 / 3 + 50 / 4
@@ -41,19 +65,33 @@ def test_speeds_by_hand() -> None:
 
 
 def test_acceptances_are_of_all_that_is_in_the_bucket_and_rounded() -> None:
-    one = Counts(
-        num_drafts=3, num_draft_tokens=6, num_accepted_tokens=2, accepted_per_pos=[2, 0], tested_per_pos=[3, 2]
+    one = Counters(
+        num_drafts=3,
+        num_draft_tokens=6,
+        num_accepted_tokens=2,
+        num_accepted_tokens_per_pos=[2, 0],
+        num_tested_per_pos=[3, 2],
     )
-    two = Counts(num_drafts=4, num_draft_tokens=1, num_accepted_tokens=1, accepted_per_pos=[1], tested_per_pos=[1])
+    two = Counters(
+        num_drafts=4,
+        num_draft_tokens=1,
+        num_accepted_tokens=1,
+        num_accepted_tokens_per_pos=[1],
+        num_tested_per_pos=[1],
+    )
     first, second = rows((key(0.0), one), (key(9.0, "b", 2), two), (key(10.0), two))
     assert (first["tested"], second["tested"]) == (6, 1)
     assert first["alpha"] == 0.5 and first["acceptance_rate"] == round(3 / 7, 6)
     assert first["acceptance_length"] == round(1 + 3 / 7, 6)
-    assert (second["alpha"], second["acceptance_rate"], second["acceptance_length"]) == (1.0, 1.0, 1.25)
+    assert (second["alpha"], second["acceptance_rate"], second["acceptance_length"]) == (
+        1.0,
+        1.0,
+        1.25,
+    )
 
 
 def test_a_bucket_without_anything_has_a_row_and_nothing_in_it() -> None:
-    found = rows((key(5.0), Counts(num_finished=1)), (key(35.0), Counts(num_finished=1)))
+    found = rows((key(5.0), Counters(num_finished=1)), (key(35.0), Counters(num_finished=1)))
     assert [row["at"] for row in found] == [0.0, 10.0, 20.0, 30.0]
     assert found[1] == {"at": 10.0} and found[2] == {"at": 20.0}
     assert rows() == []
@@ -61,7 +99,7 @@ def test_a_bucket_without_anything_has_a_row_and_nothing_in_it() -> None:
 
 def test_the_version_and_k_shown_are_those_most_tokens_came_from_and_of_equals_the_newest() -> None:
     def shown(*tokens: tuple[int, int, int]) -> tuple[int, float]:
-        (row,) = rows(*((key(0.0, "a", v, k), Counts(num_output_tokens=n)) for v, k, n in tokens))
+        (row,) = rows(*((key(0.0, "a", v, k), Counters(num_output_tokens=n)) for v, k, n in tokens))
         return row["version"], row["k"]
 
     assert shown((1, 4, 60), (2, 5, 50)) == (1, 4)
@@ -72,13 +110,15 @@ def test_the_version_and_k_shown_are_those_most_tokens_came_from_and_of_equals_t
 
 def test_what_a_control_measured_is_the_mean_of_the_replicas_newest() -> None:
     steps = [
-        ((1.0, "a"), StepTimes((1.9, 1.8, 2.0), {"draft": 1.0, "verify": 3.0})),
-        ((2.0, "a"), StepTimes((1.5, 1.25, None), {"sample": 4.0})),
-        ((2.0, "b"), StepTimes((1.0, 0.75, 1.5), {"other": 8.0})),
-        ((3.0, "b"), StepTimes(None, {})),
-        ((11.0, "b"), StepTimes(None, {})),
+        ((1.0, "a"), SpeculationTimes((1.9, 1.8, 2.0), {"draft": 1.0, "verify": 3.0})),
+        ((2.0, "a"), SpeculationTimes((1.5, 1.25, None), {"sample": 4.0})),
+        ((2.0, "b"), SpeculationTimes((1.0, 0.75, 1.5), {"other": 8.0})),
+        ((3.0, "b"), SpeculationTimes(None, {})),
+        ((11.0, "b"), SpeculationTimes(None, {})),
     ]
-    first, second, third = rows(*((key(at), Counts(num_finished=1)) for at in (0.0, 10.0, 20.0)), steps=steps)
+    first, second, third = rows(
+        *((key(at), Counters(num_finished=1)) for at in (0.0, 10.0, 20.0)), steps=steps
+    )
     assert (first["net_ratio"], first["net_low"], first["net_high"]) == (1.25, 1.0, 1.5)
     parts = ("draft", "verify", "sample", "other")
     assert [first[f"share_{part}"] for part in parts] == [1 / 16, 3 / 16, 4 / 16, 8 / 16]
@@ -86,11 +126,11 @@ def test_what_a_control_measured_is_the_mean_of_the_replicas_newest() -> None:
     assert third == second | {"at": 20.0}
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
+# -- lines ----------------------------------------------------------------------------------------
 
 
-def judged(num: int, accepted: int) -> Counts:
-    return Counts(tested_per_pos=[num], accepted_per_pos=[accepted])
+def judged(num: int, accepted: int) -> Counters:
+    return Counters(num_tested_per_pos=[num], num_accepted_tokens_per_pos=[accepted])
 
 
 def alphas(found: dict[str, dict[str, list[float | None]]]) -> dict[str, list[float | None]]:
@@ -98,17 +138,31 @@ def alphas(found: dict[str, dict[str, list[float | None]]]) -> dict[str, list[fl
 
 
 def test_a_line_has_a_value_for_each_row_of_the_columns() -> None:
-    counts = [(key(0.0, "b"), judged(10, 5)), (key(9.0, "b"), judged(30, 30)), (key(20.0, "a"), judged(8, 2))]
+    counts = [
+        (key(0.0, "b"), judged(10, 5)),
+        (key(9.0, "b"), judged(30, 30)),
+        (key(20.0, "a"), judged(8, 2)),
+    ]
     assert alphas(lines(counts, 10.0, [0.0, 10.0, 20.0], 1)) == {
         "a": [None, None, 0.25],
         "b": [0.875, None, None],
     }
-    assert list(lines(counts, 10.0, [0.0], 1)["a"]) == ["alpha", "acceptance_rate", "acceptance_length"]
+    assert list(lines(counts, 10.0, [0.0], 1)["a"]) == [
+        "alpha",
+        "acceptance_rate",
+        "acceptance_length",
+    ]
 
 
 def test_places_are_counted_from_one_and_stand_in_their_order() -> None:
     counts = [
-        (key(0.0), Counts(tested_per_pos=[100 - i for i in range(11)], accepted_per_pos=[50 - i for i in range(11)]))
+        (
+            key(0.0),
+            Counters(
+                num_tested_per_pos=[100 - i for i in range(11)],
+                num_accepted_tokens_per_pos=[50 - i for i in range(11)],
+            ),
+        )
     ]
     found = alphas(lines(counts, 10.0, [0.0], None))
     assert list(found) == [str(place) for place in range(1, 12)]

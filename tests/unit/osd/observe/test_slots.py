@@ -1,45 +1,47 @@
-"""Slots: what is added at a moment is found at it, first narrow, later by the minute, and long besides."""
+"""Slots find what was added at each moment: first in narrow slots, later by the minute."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from osd.observe.slots import Counts, SlotTable, StepTimes, acceptance, floor
-from osd.records import SpecWindow
+from osd.observe.slots import SlotTable, SpeculationTimes, floor
+from osd.records import Counters, SpecWindow
 
 DAY = 86400.0
 """A time on the edge of every slot."""
 RECENT_S, LONG_S = 7200.0, 600.0
 
 
-def drafts(num: int) -> Counts:
-    return Counts(num_drafts=num)
+def drafts(num: int) -> Counters:
+    return Counters(num_drafts=num)
 
 
-def table(*added: tuple[float, int], narrow_s: float = 1.0) -> SlotTable[Counts]:
+def table(*added: tuple[float, int], narrow_s: float = 1.0) -> SlotTable[Counters]:
     """Drafts of the replica `r` at so many seconds after `DAY`."""
-    made = SlotTable(Counts, narrow_s=narrow_s)
+    made = SlotTable(Counters, narrow_s=narrow_s)
     for at, num in added:
         made.add(DAY + at, ("r",), drafts(num))
     return made
 
 
-def since(slots: SlotTable[Counts], at: float, bucket_s: float = 0.0) -> list[tuple[float, int]]:
+def since(slots: SlotTable[Counters], at: float, bucket_s: float = 0.0) -> list[tuple[float, int]]:
     return [(key[0] - DAY, counts.num_drafts) for key, counts in slots.since(DAY + at, bucket_s)]
 
 
-EACH = Counts(1.5, 2, 3, 4, 5, 6, 7, 8, 9, 10.5, [11, 12], [13, 14])
+EACH = Counters(1.5, 2, 3, 4, 5, 6, 7, 8, 9, 10.5, [11, 12], [13, 14])
 """Another value in each field."""
 
 
 def test_each_field_is_summed_by_itself() -> None:
-    total = Counts()
+    total = Counters()
     total.add(EACH)
-    total.add(Counts(100.0, 200, 300, 400, 500, 600, 700, 800, 900, 1000.0, [1, 1, 5], [2, 2, 6]))
-    expected = Counts(101.5, 202, 303, 404, 505, 606, 707, 808, 909, 1010.5, [12, 13, 5], [15, 16, 6])
+    total.add(Counters(100.0, 200, 300, 400, 500, 600, 700, 800, 900, 1000.0, [1, 1, 5], [2, 2, 6]))
+    expected = Counters(
+        101.5, 202, 303, 404, 505, 606, 707, 808, 909, 1010.5, [12, 13, 5], [15, 16, 6]
+    )
     assert total == expected
-    assert EACH.accepted_per_pos == [11, 12], "what was added stays as it was"
+    assert EACH.num_accepted_tokens_per_pos == [11, 12], "what was added stays as it was"
 
 
 def test_a_window_becomes_counts_field_by_field() -> None:
@@ -47,7 +49,7 @@ def test_a_window_becomes_counts_field_by_field() -> None:
         at=DAY,
         replica="r",
         version=1,
-        seconds=0.25,
+        seconds=1.5,
         k=2,
         num_steps=2,
         num_drafts=3,
@@ -61,23 +63,26 @@ def test_a_window_becomes_counts_field_by_field() -> None:
         num_accepted_tokens_per_pos=(11, 12),
         num_tested_per_pos=(13, 14),
     )
-    assert Counts.of(window, 1.5) == EACH
+    assert window.counters == EACH
+    assert SpecWindow.of(EACH, at=0.0, replica="r", version=1, k=2).counters == EACH
 
 
 def test_counts_stand_in_files_as_they_always_did() -> None:
     """A file outlives the version that wrote it."""
     assert msgspec.json.encode(EACH) == b"[1.5,2,3,4,5,6,7,8,9,10.5,[11,12],[13,14]]"
-    assert msgspec.json.decode(b"[1.5,2,3]", type=Counts) == Counts(seconds=1.5, num_steps=2, num_drafts=3)
-    times = StepTimes((1.3, None, 1.4), {"draft": 0.5})
+    assert msgspec.json.decode(b"[1.5,2,3]", type=Counters) == Counters(
+        seconds=1.5, num_steps=2, num_drafts=3
+    )
+    times = SpeculationTimes((1.3, None, 1.4), {"draft": 0.5})
     assert msgspec.json.encode(times) == b'[[1.3,null,1.4],{"draft":0.5}]'
-    assert msgspec.json.decode(b'[[1.3,null,1.4],{"draft":0.5}]', type=StepTimes) == times
+    assert msgspec.json.decode(b'[[1.3,null,1.4],{"draft":0.5}]', type=SpeculationTimes) == times
 
 
 def test_step_times_add_seconds_and_keep_what_was_measured_last() -> None:
-    times = StepTimes(net=(1.1, 1.0, 1.2), seconds_per_part={"draft": 1.0, "verify": 2.0})
-    times.add(StepTimes(seconds_per_part={"draft": 0.5, "sample": 0.25}))
-    assert times == StepTimes((1.1, 1.0, 1.2), {"draft": 1.5, "verify": 2.0, "sample": 0.25})
-    times.add(StepTimes(net=(1.5, None, None)))
+    times = SpeculationTimes(net=(1.1, 1.0, 1.2), seconds_per_part={"draft": 1.0, "verify": 2.0})
+    times.add(SpeculationTimes(seconds_per_part={"draft": 0.5, "sample": 0.25}))
+    assert times == SpeculationTimes((1.1, 1.0, 1.2), {"draft": 1.5, "verify": 2.0, "sample": 0.25})
+    times.add(SpeculationTimes(net=(1.5, None, None)))
     assert times.net == (1.5, None, None)
 
 
@@ -92,15 +97,15 @@ def test_what_shares_a_slot_and_its_labels_is_summed() -> None:
 
 
 def test_what_is_given_stays_the_givers() -> None:
-    slots, counts = table(), Counts(num_drafts=1, tested_per_pos=[1])
+    slots, counts = table(), Counters(num_drafts=1, num_tested_per_pos=[1])
     slots.add(DAY, ("r",), counts)
     counts.add(drafts(100))
-    counts.tested_per_pos[0] = 100
+    counts.num_tested_per_pos[0] = 100
     (_, copy), *_ = slots.minutes(DAY, DAY + 60).items()
     copy.add(drafts(1000))
     for bucket_s in (0.0, LONG_S):
         assert since(slots, 0.0, bucket_s) == [(0.0, 1)]
-        assert [found.tested_per_pos for _, found in slots.since(DAY, bucket_s)] == [[1]]
+        assert [found.num_tested_per_pos for _, found in slots.since(DAY, bucket_s)] == [[1]]
 
 
 def test_since_is_told_from_the_slot_that_begins_then() -> None:
@@ -114,7 +119,12 @@ def test_a_clock_that_is_a_little_behind_hides_nothing() -> None:
     late = 120.0
     slots = table((200.0, 1), (200.0 - late, 2), (201.0, 4), (201.0 - late, 8))
     assert since(slots, 200.0) == [(200.0, 1), (201.0, 4)]
-    assert since(slots, 200.0 - late) == [(200.0, 1), (200.0 - late, 2), (201.0, 4), (201.0 - late, 8)]
+    assert since(slots, 200.0 - late) == [
+        (200.0, 1),
+        (200.0 - late, 2),
+        (201.0, 4),
+        (201.0 - late, 8),
+    ]
 
 
 def test_a_clock_that_was_set_back_goes_on() -> None:
@@ -127,7 +137,9 @@ def test_what_is_no_longer_recent_is_folded_into_minutes() -> None:
     slots = table((10.0, 1), (20.0, 2), (70.0, 4), (80.0, 8))
     slots.forget(DAY + 70 + RECENT_S, 0.0)
     assert since(slots, 0.0) == [(0.0, 3), (70.0, 4), (80.0, 8)], "minutes first"
-    assert since(slots, 30.0) == [(0.0, 3), (70.0, 4), (80.0, 8)], "the minute in which it begins is whole"
+    assert since(slots, 30.0) == [(0.0, 3), (70.0, 4), (80.0, 8)], (
+        "the minute in which it begins is whole"
+    )
     assert since(slots, 60.0) == [(70.0, 4), (80.0, 8)]
     slots.forget(DAY + 70.5 + RECENT_S, 0.0)
     assert since(slots, 0.0) == [(0.0, 3), (60.0, 4), (80.0, 8)]
@@ -147,7 +159,8 @@ def test_what_is_too_old_goes_from_everywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bucket_s", "is_long"), [(0.0, False), (60.0, False), (900.0, False), (600.0, True), (1200.0, True)]
+    ("bucket_s", "is_long"),
+    [(0.0, False), (60.0, False), (900.0, False), (600.0, True), (1200.0, True)],
 )
 def test_long_slots_are_for_buckets_they_make_up(bucket_s: float, is_long: bool) -> None:
     slots = table((10.0, 1), (599.0, 2), (600.0, 4))
@@ -159,10 +172,16 @@ def test_long_slots_are_for_buckets_they_make_up(bucket_s: float, is_long: bool)
 def test_minutes_are_whole_and_end_before_their_end() -> None:
     slots = table((59.0, 1), (60.0, 2), (119.0, 4), (120.0, 8))
     slots.add(DAY + 61, ("other",), drafts(16))
-    found = {(key[0] - DAY, key[1]): counts.num_drafts for key, counts in slots.minutes(DAY + 60, DAY + 120).items()}
+    found = {
+        (key[0] - DAY, key[1]): counts.num_drafts
+        for key, counts in slots.minutes(DAY + 60, DAY + 120).items()
+    }
     assert found == {(60.0, "r"): 6, (60.0, "other"): 16}
     slots.forget(DAY + 65 + RECENT_S, 0.0)
-    folded = {(key[0] - DAY, key[1]): counts.num_drafts for key, counts in slots.minutes(DAY + 60, DAY + 120).items()}
+    folded = {
+        (key[0] - DAY, key[1]): counts.num_drafts
+        for key, counts in slots.minutes(DAY + 60, DAY + 120).items()
+    }
     assert folded == found, "also where a part is a minute already"
 
 
@@ -179,8 +198,20 @@ def test_minutes_of_a_file_are_told_like_those_that_were_folded() -> None:
 
 
 def test_acceptances_by_hand() -> None:
-    counts = Counts(
-        num_drafts=10, num_draft_tokens=40, num_accepted_tokens=20, accepted_per_pos=[8, 6], tested_per_pos=[10, 8]
+    counts = Counters(
+        num_drafts=10,
+        num_draft_tokens=40,
+        num_accepted_tokens=20,
+        num_accepted_tokens_per_pos=[8, 6],
+        num_tested_per_pos=[10, 8],
     )
-    assert acceptance(counts) == {"alpha": 14 / 18, "acceptance_rate": 0.5, "acceptance_length": 3.0}
-    assert acceptance(Counts()) == {"alpha": None, "acceptance_rate": None, "acceptance_length": None}
+    assert counts.acceptance() == {
+        "alpha": 14 / 18,
+        "acceptance_rate": 0.5,
+        "acceptance_length": 3.0,
+    }
+    assert Counters().acceptance() == {
+        "alpha": None,
+        "acceptance_rate": None,
+        "acceptance_length": None,
+    }

@@ -1,4 +1,4 @@
-"""How prompts become requests, and what is said of their answers."""
+"""How prompts become requests, and what is reported of the answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ ASKING = Asking(max_tokens=256, temperature=0.5, streams=1)
 
 def test_a_prompt_is_a_user_message() -> None:
     body = body_of(Prompt(prompt="hi"), "m", ASKING, is_chat=True)
-    expected = {"model": "m", "max_tokens": 256, "temperature": 0.5, "messages": [{"role": "user", "content": "hi"}]}
+    expected = {
+        "model": "m",
+        "max_tokens": 256,
+        "temperature": 0.5,
+        "messages": [{"role": "user", "content": "hi"}],
+    }
     assert body == expected
 
 
@@ -27,8 +32,13 @@ def test_a_prompt_is_gone_on_from_where_there_is_no_chat_template() -> None:
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_messages_domain_and_length_of_a_prompt_go_with_it(is_chat: bool) -> None:
-    messages = [Message(role="system", content="brief"), Message(role="user", content=[{"type": "text", "text": "x"}])]
-    body = body_of(Prompt(messages=messages, domain="sql", max_tokens=9), "m", ASKING, is_chat=is_chat)
+    messages = [
+        Message(role="system", content="brief"),
+        Message(role="user", content=[{"type": "text", "text": "x"}]),
+    ]
+    body = body_of(
+        Prompt(messages=messages, domain="sql", max_tokens=9), "m", ASKING, is_chat=is_chat
+    )
     assert body["messages"] == [
         {"role": "system", "content": "brief"},
         {"role": "user", "content": [{"type": "text", "text": "x"}]},
@@ -47,7 +57,9 @@ def test_messages_domain_and_length_of_a_prompt_go_with_it(is_chat: bool) -> Non
         ("config.json", "{}", False),
     ],
 )
-def test_where_a_chat_template_is_looked_for(tmp_path: Path, name: str, content: str, is_chat: bool) -> None:
+def test_where_a_chat_template_is_looked_for(
+    tmp_path: Path, name: str, content: str, is_chat: bool
+) -> None:
     (tmp_path / name).write_text(content)
     assert has_chat_template(tmp_path) is is_chat
 
@@ -62,8 +74,12 @@ def test_the_tally_tells_what_became_of_each_prompt_and_why() -> None:
         "ReadTimeout: ",
     ]
     tally = Tally()
-    tally.add([Answer(index=i, ok=not error, error=error) for i, error in enumerate(errors)], num_captured=1)
+    tally.add(
+        [Answer(index=i, ok=not error, error=error) for i, error in enumerate(errors)],
+        num_captured=1,
+    )
     assert str(tally) == (
         "2 answered, 1 failed (ReadTimeout: ), 1 longer than the context, skipped, "
-        '2 refused by the target and skipped (400: {"message": "no such role"}), 1 answered but not captured'
+        '2 refused by the target and skipped (400: {"message": "no such role"}), 1 answered but '
+        "not captured"
     )

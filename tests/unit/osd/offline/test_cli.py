@@ -1,6 +1,6 @@
-"""The mistakes one can make with `osd traces export`, `osd train` and `osd distil`: one line each, nothing left behind.
+"""Mistakes with `osd traces export`, `osd train` and `osd distil`.
 
-Every command runs as a process of its own, as from a shell.
+Each gives one line and leaves nothing behind. Every command runs as a process of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from buffers.trace_file import write_traces
 from tests.support.paths import ROOT
 from tests.support.tiny_drafts import TARGET_ID, chain_traces, save_draft
 
-SETTINGS = ["trainer.learning_rate=1.0e-2", "trainer.max_length=64", "gate.min_holdout_traces=4", "trainer.device=cpu"]
+SETTINGS = [
+    "trainer.learning_rate=1.0e-2",
+    "trainer.max_length=64",
+    "gate.min_holdout_traces=4",
+    "trainer.device=cpu",
+]
 
 
 class Shell:
@@ -39,7 +44,9 @@ class Shell:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OSD_")}
         environ = kept | {"OSD_RUNTIME_DIR": str(self.directory / "run"), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "osd", *arguments]
-        return subprocess.run(command, cwd=self.directory, env=environ, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            command, cwd=self.directory, env=environ, capture_output=True, text=True, timeout=120
+        )
 
     def refusal(self, *arguments: str, status: int = 2) -> str:
         """The one line of a command that was refused and left nothing."""
@@ -59,9 +66,21 @@ def shell(tmp_path: Path) -> Shell:
 def test_train_takes_more_files_and_overrides_in_any_order(shell: Shell) -> None:
     (shell.directory / "b.traces").write_bytes((shell.directory / "a.traces").read_bytes())
     files = ["--traces", "a.traces", "b.traces"]
-    done = shell.run("train", *SETTINGS[:2], *files, "--draft", "draft", *SETTINGS[2:], "--out", "new", "--epochs", "1")
+    done = shell.run(
+        "train",
+        *SETTINGS[:2],
+        *files,
+        "--draft",
+        "draft",
+        *SETTINGS[2:],
+        "--out",
+        "new",
+        "--epochs",
+        "1",
+    )
     assert done.returncode == 0, done.stderr
-    assert "traces: 64 to learn from, 12 held out, 76 repeated left out; target target-a" in done.stdout
+    said = "traces: 64 to learn from, 12 held out, 76 repeated left out; target target-a"
+    assert said in done.stdout
     assert done.stdout.splitlines()[-1] == "draft: new"
     assert "training: 64 of 64 traces" in done.stderr
 
@@ -69,7 +88,11 @@ def test_train_takes_more_files_and_overrides_in_any_order(shell: Shell) -> None
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        (["a.tracks"], "a.tracks: cannot be read (No such file or directory); give a file of `osd traces export`"),
+        (
+            ["a.tracks"],
+            "a.tracks: cannot be read (No such file or directory); give a file of `osd traces "
+            "export`",
+        ),
         (["p.txt"], "p.txt: not a file of traces; give a file of `osd traces export`"),
         (["a.traces", "trainer.epochs=3"], "trainer.epochs (command line): no such key"),
         (["a.traces", "--draft", "nowhere"], "serving.draft=nowhere: no such directory"),
@@ -79,12 +102,16 @@ def test_train_takes_more_files_and_overrides_in_any_order(shell: Shell) -> None
 )
 def test_train_refuses(shell: Shell, arguments: list[str], line: str) -> None:
     status = 1 if "give a file of" in line else 2
-    said = shell.refusal("train", "--draft", "draft", "--out", "new", "--traces", *arguments, status=status)
+    said = shell.refusal(
+        "train", "--draft", "draft", "--out", "new", "--traces", *arguments, status=status
+    )
     assert said.startswith(line)
 
 
 def test_train_without_a_draft(shell: Shell) -> None:
-    assert "serving.draft is not set" in shell.refusal("train", "--out", "new", "--traces", "a.traces")
+    assert "serving.draft is not set" in shell.refusal(
+        "train", "--out", "new", "--traces", "a.traces"
+    )
 
 
 def test_export_without_a_service(shell: Shell) -> None:
@@ -101,14 +128,20 @@ def test_export_to_a_file_that_exists(shell: Shell) -> None:
     "prompts, line",
     [
         ("", "--prompts: p.txt: holds no prompt"),
-        ("hello\n" * 63, "--prompts: p.txt: 63 prompts: about 7 held out (one in 8), gate.min_holdout_traces=8 are"),
+        (
+            "hello\n" * 63,
+            "--prompts: p.txt: 63 prompts: about 7 held out (one in 8), gate.min_holdout_traces=8 "
+            "are",
+        ),
         ("hello\n" * 64, "serving.target is not set"),
     ],
     ids=["none", "too few", "enough"],
 )
 def test_distil_refuses_before_anything_is_started(shell: Shell, prompts: str, line: str) -> None:
     (shell.directory / "p.txt").write_text(prompts)
-    assert shell.refusal("distil", "--draft", "draft", "--prompts", "p.txt", "--out", "new").startswith(line)
+    assert shell.refusal(
+        "distil", "--draft", "draft", "--prompts", "p.txt", "--out", "new"
+    ).startswith(line)
 
 
 def test_distil_will_not_replace_kept_traces(shell: Shell) -> None:

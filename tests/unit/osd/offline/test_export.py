@@ -1,4 +1,7 @@
-"""`osd traces export` against a real control port over a buffer in memory: what comes, who may, and what goes wrong."""
+"""`osd traces export` from a real control port over a buffer in memory.
+
+What is exported, who may export, and what goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,14 @@ class Port:
 
     def __init__(self) -> None:
         self.buffer = MemoryTraceBuffer(target_id=TARGET)
-        self.traces: Callable[[], Iterator[bytes]] = lambda: trace_stream.stream(self.buffer, TARGET)
+        self.traces: Callable[[], Iterator[bytes]] = lambda: trace_stream.stream(
+            self.buffer, TARGET
+        )
         app = build_app(FakeController(), FakeHistory(), TOKEN, traces=lambda: self.traces())
         self.server = ControlServer.of(app, host="127.0.0.1", port=0)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self.server.serve()), daemon=True
+        )
 
     def __enter__(self) -> Port:
         self._thread.start()
@@ -87,7 +94,9 @@ def test_every_stored_trace_is_written(port: Port, tmp_path: Path) -> None:
 
 def test_without_the_token_nothing_is_told(port: Port, tmp_path: Path) -> None:
     port.buffer.put(make_traces(3))
-    with pytest.raises(OSDError, match="GET /osd/traces: wrong token; send `Authorization: Bearer TOKEN`"):
+    with pytest.raises(
+        OSDError, match="GET /osd/traces: wrong token; send `Authorization: Bearer TOKEN`"
+    ):
         export(port, tmp_path / "traces", token="guess")
     answer = httpx.get(f"{port.url}/osd/traces")
     assert answer.status_code == 401
@@ -104,7 +113,9 @@ def test_no_traces(port: Port, tmp_path: Path) -> None:
 def test_an_existing_file_is_kept_unless_forced(port: Port, tmp_path: Path) -> None:
     port.buffer.put(make_traces(3))
     (tmp_path / "traces").write_text("precious")
-    with pytest.raises(ConfigError, match="traces: exists already; name another file, or replace it with --force"):
+    with pytest.raises(
+        ConfigError, match="traces: exists already; name another file, or replace it with --force"
+    ):
         export(port, tmp_path / "traces")
     assert (tmp_path / "traces").read_text() == "precious"
     export(port, tmp_path / "traces", force=True)
@@ -112,13 +123,18 @@ def test_an_existing_file_is_kept_unless_forced(port: Port, tmp_path: Path) -> N
 
 
 def test_a_directory_that_is_not_there(port: Port, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"there is no directory {tmp_path / 'none'}; make it first"):
+    with pytest.raises(
+        ConfigError, match=f"there is no directory {tmp_path / 'none'}; make it first"
+    ):
         export(port, tmp_path / "none" / "traces")
 
 
 def test_a_full_disk(port: Port, tmp_path: Path) -> None:
     port.buffer.put(make_traces(40))
-    with pytest.raises(OSDError, match=f"^{tmp_path / 'traces'}: File too large"), files_of_at_most(9000):
+    with (
+        pytest.raises(OSDError, match=f"^{tmp_path / 'traces'}: File too large"),
+        files_of_at_most(9000),
+    ):
         export(port, tmp_path / "traces")
     assert os.listdir(tmp_path) == []
 
@@ -152,7 +168,9 @@ def test_a_stream_that_breaks_leaves_the_old_file(port: Port, tmp_path: Path) ->
     with pytest.raises(OSDError, match="no answer .*; is the service running"):
         export(port, tmp_path / "traces", force=True)
     port.traces = lambda: iter(whole[:20])
-    with pytest.raises(OSDError, match="the traces did not come whole .record 20: cut short.; nothing was written"):
+    with pytest.raises(
+        OSDError, match="the traces did not come whole .record 20: cut short.; nothing was written"
+    ):
         export(port, tmp_path / "traces", force=True)
     assert os.listdir(tmp_path) == ["traces"]
     assert (tmp_path / "traces").read_text() == "old"

@@ -1,4 +1,4 @@
-"""`osd train` on generated traces: what it makes, how it judges, and what it refuses."""
+"""`osd train` on generated traces: its result, its verdict, and what it refuses."""
 
 from __future__ import annotations
 
@@ -48,14 +48,22 @@ class Run:
         self.said: list[str] = []
         self.warned: list[str] = []
 
-    def __call__(self, *files: Path, epochs: int = 2, force: bool = False, settings: tuple[str, ...] = ()) -> int:
-        config = reading.load(None, [*SETTINGS, *settings], {"serving.draft": str(self.draft)}, {}).config
-        job = Job(config=config, draft=check_draft(config), out=self.out, epochs=epochs, force=force)
+    def __call__(
+        self, *files: Path, epochs: int = 2, force: bool = False, settings: tuple[str, ...] = ()
+    ) -> int:
+        config = reading.load(
+            None, [*SETTINGS, *settings], {"serving.draft": str(self.draft)}, {}
+        ).config
+        job = Job(
+            config=config, draft=check_draft(config), out=self.out, epochs=epochs, force=force
+        )
         return run(job, files, self.said.append, self.warned.append)
 
     def names(self) -> set[str]:
         """What lies in the directory now, beside draft and traces."""
-        return {name for name in os.listdir(self.directory) if not name.endswith(".traces")} - {"draft"}
+        return {name for name in os.listdir(self.directory) if not name.endswith(".traces")} - {
+            "draft"
+        }
 
 
 @pytest.fixture
@@ -83,7 +91,9 @@ def test_it_makes_a_better_draft_that_stands_alone(train: Run, tmp_path: Path) -
     assert set(os.listdir(train.draft)) | {REPORT} == set(os.listdir(train.out))
 
 
-def test_what_it_says_and_reports_is_what_a_replay_of_the_draft_gives(train: Run, tmp_path: Path) -> None:
+def test_what_it_says_and_reports_is_what_a_replay_of_the_draft_gives(
+    train: Run, tmp_path: Path
+) -> None:
     train(write(tmp_path / "a.traces", TRAINING + HELD_OUT))
     report = json.loads((train.out / REPORT).read_text())
     before, after = alpha(train.draft, HELD_OUT), alpha(train.out, HELD_OUT)
@@ -111,19 +121,26 @@ def test_more_passes_are_more_steps(train: Run, tmp_path: Path) -> None:
     assert steps[1] == 3 * steps[0]
 
 
-def test_many_small_rounds_become_fewer(train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_rounds_become_fewer(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("osd.offline.train.MAX_ROUNDS", 4)
     rounds = []
     monkeypatch.setattr("osd.offline.train._figures", lambda outcome: rounds.append(outcome) or "")
     train(
-        write(tmp_path / "a.traces", TRAINING + HELD_OUT), epochs=2, settings=("trainer.max_new_traces=8",), force=True
+        write(tmp_path / "a.traces", TRAINING + HELD_OUT),
+        epochs=2,
+        settings=("trainer.max_new_traces=8",),
+        force=True,
     )
     assert len(rounds) == 4, "not one for every eight of 2 x 64 traces, nor four an epoch"
 
 
 def test_the_buffer_holds_all_that_was_held_out() -> None:
     held_out = chain_traces(200, holdout=True)
-    whole = recorded.Recorded(target_id=TARGET_ID, training=chain_traces(10, start=900), holdout=held_out)
+    whole = recorded.Recorded(
+        target_id=TARGET_ID, training=chain_traces(10, start=900), holdout=held_out
+    )
     assert len(whole.buffer().holdout(1000)) == 200
 
 
@@ -161,13 +178,17 @@ def test_force_takes_it_all_the_same(train: Run, tmp_path: Path) -> None:
     file = write(tmp_path / "a.traces", TRAINING + HELD_OUT)
     assert train(file, settings=("trainer.learning_rate=1.0e-12",), force=True) == 0
     assert train.names() == {"new"}
-    assert train.said[-1] == f"draft: {train.out}  (taken by --force although not shown to be better)"
+    why = "taken by --force although not shown to be better"
+    assert train.said[-1] == f"draft: {train.out}  ({why})"
 
 
-def test_too_few_held_out_traces_are_said_before_anything_is_trained(train: Run, tmp_path: Path) -> None:
+def test_too_few_held_out_traces_are_said_before_anything_is_trained(
+    train: Run, tmp_path: Path
+) -> None:
     file = write(tmp_path / "a.traces", TRAINING + HELD_OUT[:3])
     with pytest.raises(
-        ConfigError, match="^--traces: only 3 held out .one in 8., gate.min_holdout_traces=4 are needed"
+        ConfigError,
+        match="^--traces: only 3 held out .one in 8., gate.min_holdout_traces=4 are needed",
     ):
         train(file)
     assert train.names() == set()
@@ -177,8 +198,12 @@ def test_too_few_held_out_traces_are_said_before_anything_is_trained(train: Run,
 
 def test_two_targets_are_refused(train: Run, tmp_path: Path) -> None:
     one = write(tmp_path / "a.traces", TRAINING)
-    other = write(tmp_path / "b.traces", chain_traces(4, start=80, target_id="target-b"), "target-b")
-    with pytest.raises(ConfigError, match=f"--traces: {other} holds traces of target target-b, {one} of target-a"):
+    other = write(
+        tmp_path / "b.traces", chain_traces(4, start=80, target_id="target-b"), "target-b"
+    )
+    with pytest.raises(
+        ConfigError, match=f"--traces: {other} holds traces of target target-b, {one} of target-a"
+    ):
         train(one, other)
     mixed = write(tmp_path / "c.traces", chain_traces(4, start=80, target_id="target-b"))
     with pytest.raises(ConfigError, match=f"--traces: {mixed} holds traces of target target-b"):
@@ -187,13 +212,17 @@ def test_two_targets_are_refused(train: Run, tmp_path: Path) -> None:
 
 def test_traces_of_another_tokenizer_are_refused(train: Run, tmp_path: Path) -> None:
     foreign = chain_traces(1, start=300, output_ids=[VOCAB_SIZE] * 12)
-    with pytest.raises(ConfigError, match="has 64 tokens, the traces hold token 64; use a draft with the tokenizer"):
+    with pytest.raises(
+        ConfigError, match="has 64 tokens, the traces hold token 64; use a draft with the tokenizer"
+    ):
         train(write(tmp_path / "a.traces", TRAINING + HELD_OUT + foreign))
 
 
 def test_an_existing_directory_is_not_touched(train: Run, tmp_path: Path) -> None:
     train.out.mkdir()
-    with pytest.raises(ConfigError, match=f"--out: {train.out}: exists already; name a new directory"):
+    with pytest.raises(
+        ConfigError, match=f"--out: {train.out}: exists already; name a new directory"
+    ):
         train(write(tmp_path / "a.traces", TRAINING + HELD_OUT), force=True)
 
 
@@ -213,7 +242,9 @@ def test_traces_that_teach_another_language_leave_nothing(train: Run, tmp_path: 
 
 def test_a_loss_that_is_not_finite_leaves_nothing(train: Run, tmp_path: Path) -> None:
     file = write(tmp_path / "a.traces", TRAINING + HELD_OUT)
-    with pytest.raises(OSDError, match="^no round of training helped: non-finite loss; try a lower"):
+    with pytest.raises(
+        OSDError, match="^no round of training helped: non-finite loss; try a lower"
+    ):
         train(file, settings=("trainer.learning_rate=1.0e30", "trainer.warmup_steps=0"))
     assert train.names() == set()
 
@@ -225,7 +256,8 @@ def test_several_files_count_each_request_once(train: Run, tmp_path: Path) -> No
     one = write(tmp_path / "a.traces", TRAINING[:40] + HELD_OUT)
     other = write(tmp_path / "b.traces", TRAINING[30:] + HELD_OUT)
     assert train(one, other) == 0
-    assert train.said[0] == f"traces: 64 to learn from, 12 held out, 22 repeated left out; target {TARGET_ID}"
+    counts = "64 to learn from, 12 held out, 22 repeated left out"
+    assert train.said[0] == f"traces: {counts}; target {TARGET_ID}"
 
 
 def test_what_is_damaged_is_skipped_counted_and_named(train: Run, tmp_path: Path) -> None:
@@ -273,7 +305,10 @@ def test_prompts_as_json(tmp_path: Path) -> None:
         ("{", "Input data was truncated"),
         ('{"text": "a"}', "unknown field `text`"),
         ("{}", "must have either a prompt or messages"),
-        ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "must have either a prompt or messages"),
+        (
+            '{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}',
+            "must have either a prompt or messages",
+        ),
         ('{"prompt": 3}', "Expected `str`, got `int`"),
         ('{"prompt": "a", "max_tokens": -1}', "max_tokens=-1 must be at least 1"),
     ],

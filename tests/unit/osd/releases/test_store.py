@@ -1,4 +1,7 @@
-"""The release store: whatever is killed, damaged or full, what is current stays current and complete."""
+"""The release store on full disks, with damaged files, and after kills.
+
+The current release stays current and complete.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,9 @@ def model(tmp_path: Path) -> Path:
     return make_model(tmp_path / "candidate")
 
 
-def publish_line(store: ReleaseStore, model: Path, count: int, target_id: str = TARGET) -> list[DraftRelease]:
+def publish_line(
+    store: ReleaseStore, model: Path, count: int, target_id: str = TARGET
+) -> list[DraftRelease]:
     """v1 <- v2 <- ... each trained from the one before."""
     releases: list[DraftRelease] = []
     for _ in range(count):
@@ -82,7 +87,12 @@ def test_publish_is_a_complete_copy_that_becomes_current(store: ReleaseStore, mo
     outcome = replace(make_outcome(), kind="lora")
     begun = time.time()
     release = store.publish(model, parent=0, target_id=TARGET, outcome=outcome)
-    assert (release.version, release.parent, release.target_id, release.outcome) == (1, 0, TARGET, outcome)
+    assert (release.version, release.parent, release.target_id, release.outcome) == (
+        1,
+        0,
+        TARGET,
+        outcome,
+    )
     assert (release.draft, release.kind) == ("default", "lora")
     assert begun <= release.created_at <= time.time()
     assert release.sha256 == hashlib.sha256(b"weights").hexdigest()
@@ -95,7 +105,9 @@ def test_publish_is_a_complete_copy_that_becomes_current(store: ReleaseStore, mo
         "release.json",
     }
     assert not any(path.is_symlink() for path in files)
-    assert Path(release.path).stat().st_mode & 0o777 == 0o755, "others may read it, as with any directory"
+    assert Path(release.path).stat().st_mode & 0o777 == 0o755, (
+        "others may read it, as with any directory"
+    )
     (model / "model.safetensors").write_bytes(b"trained on")
     store.verify(release)
     assert store.current() == store.get(1) == release
@@ -109,7 +121,9 @@ def test_a_store_may_be_anywhere_and_of_any_draft(tmp_path: Path, model: Path) -
     assert Path(release.path) == tmp_path / "a" / "b" / "v000001"
 
 
-def test_moved_store_gives_paths_that_exist(store: ReleaseStore, model: Path, tmp_path: Path) -> None:
+def test_moved_store_gives_paths_that_exist(
+    store: ReleaseStore, model: Path, tmp_path: Path
+) -> None:
     store.publish(model, parent=0, target_id=TARGET)
     moved = store.root.rename(tmp_path / "elsewhere")
     release = ReleaseStore(moved).current()
@@ -121,7 +135,9 @@ def test_moved_store_gives_paths_that_exist(store: ReleaseStore, model: Path, tm
 def test_verify_notices(store: ReleaseStore, model: Path, damage: str) -> None:
     release = store.publish(model, parent=0, target_id=TARGET)
     weights = Path(release.path) / "model.safetensors"
-    weights.unlink() if damage == "gone" else weights.write_bytes({"changed": b"wEights"}.get(damage, b"wei"))
+    weights.unlink() if damage == "gone" else weights.write_bytes(
+        {"changed": b"wEights"}.get(damage, b"wei")
+    )
     with pytest.raises(ReleaseError, match="draft v1: .*model.safetensors"):
         store.verify(release)
 
@@ -136,14 +152,18 @@ def test_publish_killed_while_copying_leaves_nothing(store: ReleaseStore, model:
     assert not list(store.root.glob(".tmp-*"))
 
 
-def test_publish_killed_before_the_pointer_changes_nothing(store: ReleaseStore, model: Path) -> None:
+def test_publish_killed_before_the_pointer_changes_nothing(
+    store: ReleaseStore, model: Path
+) -> None:
     store.publish(model, parent=0, target_id=TARGET)
     pointer = (store.root / "CURRENT").read_bytes()
     store.publish(model, parent=1, target_id=TARGET)
     (store.root / "CURRENT").write_bytes(pointer)
     again = ReleaseStore(store.root)
     assert current_version(again) == 1
-    assert again.publish(model, parent=1, target_id=TARGET).version == 3, "no version is given twice"
+    assert again.publish(model, parent=1, target_id=TARGET).version == 3, (
+        "no version is given twice"
+    )
 
 
 PUBLISH_AND_DIE = """
@@ -167,11 +187,13 @@ for left in itertools.count():
     if os.waitpid(pid, 0)[1] == 0:
         break
 """
-"""Store after store: publishes v1, then v2 in a process that is gone before its n-th file operation, with nothing
-flushed, as by kill -9. Ends with the first that gets through."""
+"""Store after store: publishes v1, then v2 in a process that is gone before its n-th file
+operation, with nothing flushed, as by kill -9. Ends with the first that gets through."""
 
 
-def test_publish_killed_anywhere_never_points_at_what_is_not_there(tmp_path: Path, model: Path) -> None:
+def test_publish_killed_anywhere_never_points_at_what_is_not_there(
+    tmp_path: Path, model: Path
+) -> None:
     """What is in place is whole, and the pointer names what is in place."""
     (tmp_path / "stores").mkdir()
     command = [sys.executable, "-c", PUBLISH_AND_DIE, str(tmp_path / "stores"), str(model)]
@@ -179,10 +201,14 @@ def test_publish_killed_anywhere_never_points_at_what_is_not_there(tmp_path: Pat
     pointed: list[int] = []
     for root in sorted((tmp_path / "stores").iterdir()):
         pointed.append(json.loads((root / "CURRENT").read_bytes())["version"])
-        assert (root / f"v{pointed[-1]:06d}" / "model.safetensors").is_file(), f"after {root.name} operations"
+        assert (root / f"v{pointed[-1]:06d}" / "model.safetensors").is_file(), (
+            f"after {root.name} operations"
+        )
         again = ReleaseStore(root)
         in_place = [path.name for path in sorted(root.glob("v*"))]
-        assert in_place == [f"v{version:06d}" for version in versions(again)], f"after {root.name} operations"
+        assert in_place == [f"v{version:06d}" for version in versions(again)], (
+            f"after {root.name} operations"
+        )
         assert current_version(again, TARGET) == pointed[-1]
         for release in again.list():
             again.verify(release)
@@ -190,7 +216,9 @@ def test_publish_killed_anywhere_never_points_at_what_is_not_there(tmp_path: Pat
     assert len(pointed) > 10
 
 
-def test_first_publish_killed_before_the_pointer_still_serves(store: ReleaseStore, model: Path) -> None:
+def test_first_publish_killed_before_the_pointer_still_serves(
+    store: ReleaseStore, model: Path
+) -> None:
     store.publish(model, parent=0, target_id=TARGET)
     (store.root / "CURRENT").unlink()
     assert current_version(ReleaseStore(store.root), TARGET) == 1
@@ -203,7 +231,9 @@ def test_first_publish_killed_before_the_pointer_still_serves(store: ReleaseStor
         lambda path: (path / "release.json").unlink(),
         lambda path: (path / "model.safetensors").unlink(),
         lambda path: (path / "config.json").unlink(),
-        lambda path: (path / "release.json").write_bytes((path.parent / "v000001/release.json").read_bytes()),
+        lambda path: (path / "release.json").write_bytes(
+            (path.parent / "v000001/release.json").read_bytes()
+        ),
     ],
     ids=["truncated record", "no record", "no weights", "no config", "record of another"],
 )
@@ -239,7 +269,9 @@ def test_damaged_state_says_so(store: ReleaseStore) -> None:
         store.is_bad(1)
 
 
-def test_candidate_without_weights_is_refused_and_leaves_nothing(store: ReleaseStore, tmp_path: Path) -> None:
+def test_candidate_without_weights_is_refused_and_leaves_nothing(
+    store: ReleaseStore, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ReleaseError, match=r"empty: no config\.json"):
         store.publish(tmp_path / "empty", parent=0, target_id=TARGET)
@@ -248,7 +280,9 @@ def test_candidate_without_weights_is_refused_and_leaves_nothing(store: ReleaseS
 
 def test_record_that_could_not_be_read_again_is_refused(store: ReleaseStore, model: Path) -> None:
     with pytest.raises(ReleaseError, match="draft v1: its record cannot be stored"):
-        store.publish(model, parent=0, target_id=TARGET, outcome=make_outcome(loss_last=float("nan")))
+        store.publish(
+            model, parent=0, target_id=TARGET, outcome=make_outcome(loss_last=float("nan"))
+        )
     assert store.list() == []
 
 
@@ -270,13 +304,19 @@ def test_two_stores_publishing_at_once(store: ReleaseStore, tmp_path: Path) -> N
         store.verify(release)
 
 
-def test_start_leaves_alone_what_another_process_is_writing(store: ReleaseStore, model: Path) -> None:
+def test_start_leaves_alone_what_another_process_is_writing(
+    store: ReleaseStore, model: Path
+) -> None:
     program = (
-        "import sys, pathlib; from osd.common.files import locked; root = pathlib.Path(sys.argv[1])\n"
-        "with locked(root / 'LOCK'): (root / '.tmp-publish-busy').mkdir(); print(flush=True); sys.stdin.read()"
+        "import sys, pathlib; from osd.common.files import locked; root = "
+        "pathlib.Path(sys.argv[1])\n"
+        "with locked(root / 'LOCK'): (root / '.tmp-publish-busy').mkdir(); print(flush=True); "
+        "sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(store.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", program, str(store.root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()
@@ -287,7 +327,9 @@ def test_start_leaves_alone_what_another_process_is_writing(store: ReleaseStore,
     assert not (store.root / ".tmp-publish-busy").exists()
 
 
-def test_rollback_goes_to_the_nearest_ancestor_that_is_not_bad(store: ReleaseStore, model: Path) -> None:
+def test_rollback_goes_to_the_nearest_ancestor_that_is_not_bad(
+    store: ReleaseStore, model: Path
+) -> None:
     publish_line(store, model, 4)
     store.mark_bad(3, "disappointed")
     assert store.previous().version == 2
@@ -305,7 +347,9 @@ def test_rollback_follows_parents_not_numbers(store: ReleaseStore, model: Path) 
     assert store.rollback().version == 1
 
 
-def test_bad_current_is_not_offered_even_before_the_pointer_moves(store: ReleaseStore, model: Path) -> None:
+def test_bad_current_is_not_offered_even_before_the_pointer_moves(
+    store: ReleaseStore, model: Path
+) -> None:
     publish_line(store, model, 3)
     store.mark_bad(3, "alpha fell")
     assert current_version(ReleaseStore(store.root), TARGET) == 2
@@ -326,7 +370,9 @@ def test_one_that_is_marked_bad_gives_way_to_its_parent(store: ReleaseStore, mod
 
 
 @pytest.mark.parametrize("is_bad", [False, True])
-def test_a_version_that_was_lost_is_not_given_again(store: ReleaseStore, model: Path, is_bad: bool) -> None:
+def test_a_version_that_was_lost_is_not_given_again(
+    store: ReleaseStore, model: Path, is_bad: bool
+) -> None:
     publish_line(store, model, 3)
     if is_bad:
         store.mark_bad(3, "disappointed")
@@ -335,7 +381,9 @@ def test_a_version_that_was_lost_is_not_given_again(store: ReleaseStore, model: 
     assert store.publish(model, parent=1, target_id=TARGET).version == 4
 
 
-def test_a_line_ends_where_another_than_the_newest_is_chosen(store: ReleaseStore, model: Path) -> None:
+def test_a_line_ends_where_another_than_the_newest_is_chosen(
+    store: ReleaseStore, model: Path
+) -> None:
     def line() -> int:
         return ReleaseStore(store.root).line(TARGET)
 
@@ -396,8 +444,11 @@ def test_another_target_starts_another_line(store: ReleaseStore, model: Path) ->
     store.pin(2)
     assert store.current("other") is None
     assert store.pinned("other") is None
-    assert store.publish(model, parent=0, target_id="other").version == 3, "a pin of another target is no pin"
-    assert (current_version(store, TARGET), current_version(store, "other"), current_version(store)) == (2, 3, 3)
+    assert store.publish(model, parent=0, target_id="other").version == 3, (
+        "a pin of another target is no pin"
+    )
+    assert current_version(store, TARGET) == 2
+    assert current_version(store, "other") == current_version(store) == 3
     with pytest.raises(ReleaseError, match="no earlier release"):
         store.previous("other")
 
@@ -449,7 +500,9 @@ def test_paused_and_kept_survive_a_restart(store: ReleaseStore, model: Path) -> 
 
 def test_place_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ReleaseError, match="file/releases: Not a directory; give a directory") as caught:
+    with pytest.raises(
+        ReleaseError, match="file/releases: Not a directory; give a directory"
+    ) as caught:
         ReleaseStore(tmp_path / "file" / "releases")
     assert "\n" not in str(caught.value)
 
@@ -468,7 +521,10 @@ def test_full_disk_is_one_clear_line_and_changes_nothing(store: ReleaseStore, mo
         "except ReleaseError as error: print(error)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(store.root), str(model)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, str(store.root), str(model)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "releases cannot be stored: " in done.stdout and "File too large" in done.stdout
     assert done.stdout.count("\n") == 1

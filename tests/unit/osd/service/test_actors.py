@@ -1,4 +1,4 @@
-"""What an actor raises over there is raised here."""
+"""An error that an actor raises in its process is raised in the caller's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Handle:
 
 def over_there(cause: Exception) -> Any:
     trace = (
-        f'Traceback (most recent call last):\n  File "there.py", line 7, in double\n{type(cause).__name__}: {cause}\n'
+        'Traceback (most recent call last):\n  File "there.py", line 7, in double\n'
+        f"{type(cause).__name__}: {cause}\n"
     )
     return RayTaskError("double", trace, cause).as_instanceof_cause()
 
@@ -39,15 +40,21 @@ async def test_answers_come_as_they_are() -> None:
     assert await RemoteMethods(Handle(None)).double(4, add=1) == 9
 
 
-@pytest.mark.parametrize("cause", [OSDError("no room in /data"), ReplayBufferError("Redis is away")])
-async def test_what_we_raise_keeps_its_type_and_its_line(cause: OSDError, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "cause", [OSDError("no room in /data"), ReplayBufferError("Redis is away")]
+)
+async def test_what_we_raise_keeps_its_type_and_its_line(
+    cause: OSDError, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(OSDError) as caught:
         await RemoteMethods(Handle(over_there(cause))).double(4)
     assert (type(caught.value), str(caught.value)) == (type(cause), str(cause))
     assert caplog.records == []
 
 
-async def test_a_fault_of_ours_leaves_its_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_fault_of_ours_leaves_its_traceback_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="^seven$"):
         await RemoteMethods(Handle(over_there(ValueError("seven")))).double(4)
     assert 'File "there.py", line 7' in caplog.text

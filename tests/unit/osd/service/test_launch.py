@@ -1,4 +1,4 @@
-"""What keeps a service from starting is said before anything waits for it."""
+"""What keeps a service from starting is reported before anything waits for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from osd.config import reading
 from osd.config.schema import Config
 from osd.errors import ConfigError
-from osd.service.launch import Service, check_gpus
+from osd.service.cluster import check_gpus
+from osd.service.launch import Service
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,11 @@ from osd.service.launch import Service, check_gpus
         (["serving.num_gpus=1"], 1, ""),
         (["serving.num_gpus=0.7", "trainer.num_gpus=0.3"], 1, ""),
         (["serving.num_gpus=1"], 0, "serving.num_gpus=1: Ray finds 0 GPUs"),
-        (["serving.num_gpus=1", "trainer.num_gpus=1"], 1, "serving.num_gpus=1, trainer.num_gpus=1: Ray finds 1 GPUs"),
+        (
+            ["serving.num_gpus=1", "trainer.num_gpus=1"],
+            1,
+            "serving.num_gpus=1, trainer.num_gpus=1: Ray finds 1 GPUs",
+        ),
         (["trainer.num_gpus=1"], 0, "trainer.num_gpus=1: Ray finds 0 GPUs"),
         (["trainer.num_gpus=1", "trainer.enabled=false"], 0, ""),
     ],
@@ -83,7 +88,9 @@ def started(ray: FakeRay, *overrides: str) -> dict[str, str]:
     return {name: value for name, value in ray.environ.items() if name in RAY_VARIABLES}
 
 
-def test_a_private_ray_lets_in_only_who_has_its_token(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_ray_lets_in_only_who_has_its_token(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It listens on all addresses, and runs what it is told to."""
     found = started(ray)
     token = found["RAY_AUTH_TOKEN"]

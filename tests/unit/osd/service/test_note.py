@@ -1,4 +1,4 @@
-"""The note a running service leaves: for this user alone, and only while its process lives."""
+"""The note of a running service is for this user alone, and only while its process lives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def running(deployment: str = "a", pid: int | None = None) -> note.Running:
-    return note.Running(deployment, pid or os.getpid(), "http://127.0.0.1:1", "http://127.0.0.1:2", "secret")
+    return note.Running(
+        deployment, pid or os.getpid(), "http://127.0.0.1:1", "http://127.0.0.1:2", "secret"
+    )
 
 
 def test_the_note_is_for_this_user_alone(folder: Path) -> None:
@@ -34,7 +36,9 @@ def test_the_note_is_for_this_user_alone(folder: Path) -> None:
     assert [p.name for p in folder.iterdir()] == ["a.json"]
 
 
-def test_a_url_alone_is_enough_where_the_note_has_its_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_alone_is_enough_where_the_note_has_its_token(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str] = []
 
     def request(method: str, url: str, **more: Any) -> httpx.Response:
@@ -53,7 +57,9 @@ def test_a_url_alone_is_enough_where_the_note_has_its_token(folder: Path, monkey
     for url in ("http://127.0.0.1:abc", "http://", "http://[::1"):
         with pytest.raises(ConfigError, match="is no address, like http"):
             Client(url)
-    with pytest.raises(ConfigError, match="http://elsewhere:2: this wants the admin token; set OSD_TOKEN"):
+    with pytest.raises(
+        ConfigError, match="http://elsewhere:2: this wants the admin token; set OSD_TOKEN"
+    ):
         Client("http://elsewhere:2").admin("pause")
 
 
@@ -65,7 +71,9 @@ def test_a_directory_open_to_others_is_refused(folder: Path) -> None:
 
 
 def test_a_dead_service_is_not_found_and_one_of_several_must_be_named(folder: Path) -> None:
-    child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    child = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    )
     note.write(running("dead", int(child.stdout)))
     with pytest.raises(ConfigError, match="no service of this user is running"):
         note.find()
@@ -85,5 +93,6 @@ def test_a_process_that_ended_counts_as_gone_before_anybody_collected_it(folder:
         assert note.find().pid == child.pid
         assert child.stdin is not None
         child.stdin.close()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended; its exit status stays uncollected
+        # Waits for its end, and leaves its exit status uncollected.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert note.find_all() == []

@@ -1,4 +1,4 @@
-"""The cache of built directories: built once, never half, clear about what it cannot write."""
+"""The cache of built directories: built once, never half, with clear errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def test_a_failed_build_leaves_nothing_that_counts() -> None:
         build_once("model", fail)
     assert not (cache_root() / "model").exists()
     assert not [path for path in cache_root().iterdir() if path.is_dir()]
-    whole = build_once("model", lambda directory: (directory / "weights").write_text("whole") and None)
+    whole = build_once(
+        "model", lambda directory: (directory / "weights").write_text("whole") and None
+    )
     assert (whole / "weights").read_text() == "whole"
 
 
@@ -77,12 +79,16 @@ def test_whoever_waits_for_another_process_says_so(caplog: pytest.LogCaptureFixt
         waiting.start()
         while not caplog.messages:
             time.sleep(0.01)
-        assert waiting.is_alive() and caplog.messages == ["another process builds model: waiting for it"]
+        assert waiting.is_alive() and caplog.messages == [
+            "another process builds model: waiting for it"
+        ]
     waiting.join(60)
     assert (cache_root() / "model").is_dir()
 
 
-def test_unusable_cache_directory_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_cache_directory_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("OSD_CACHE_DIR", str(file / "cache"))
@@ -96,7 +102,10 @@ def test_recipe_hash_covers_every_file_that_shapes_the_models() -> None:
 
     assert len(recipe_hash()) == 16
     files = {path.name for path in Path(osd.tiny.__path__[0]).glob("*.py")}
-    assert {name for name in files if name.startswith("text_")} | {"traffic.py", "recipe.py"} <= set(SOURCES)
+    assert {name for name in files if name.startswith("text_")} | {
+        "traffic.py",
+        "recipe.py",
+    } <= set(SOURCES)
     assert set(SOURCES) <= files
 
 

@@ -1,4 +1,4 @@
-"""Muon's direction is orthogonal, its step that of torch's own, and it learns."""
+"""Muon's direction is orthogonal, its step is that of torch's own Muon, and it learns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def test_steps_are_those_of_torch_but_for_its_rounding(shape: tuple[int, int]) -
     torch.manual_seed(0)
     start, gradients = torch.randn(shape), [torch.randn(shape) for _ in range(5)]
     found = []
-    for kind, options in ((Muon, {}), (torch.optim.Muon, {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"})):
+    for kind, options in (
+        (Muon, {}),
+        (torch.optim.Muon, {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}),
+    ):
         parameter = torch.nn.Parameter(start.clone())
         optimizer = kind([parameter], lr=0.1, ns_steps=4, **options)
         for gradient in gradients:

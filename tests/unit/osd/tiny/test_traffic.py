@@ -1,4 +1,4 @@
-"""The generated traffic: seeded, without end, hardly ever the same prompt twice."""
+"""The generated traffic is seeded and endless, and hardly ever repeats a prompt."""
 
 from __future__ import annotations
 
@@ -54,7 +54,11 @@ def test_home_is_a_domain() -> None:
 def test_arithmetic_is_right() -> None:
     for request in requests("arithmetic", 500, seed=6):
         for left, sign, right, result in re.findall(r"(\d+) ([-+*]) (\d+) = (\d+)", request.answer):
-            expected = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}
+            expected = {
+                "+": int(left) + int(right),
+                "-": int(left) - int(right),
+                "*": int(left) * int(right),
+            }
             assert int(result) == expected[sign], request
         assert request.answer.endswith(f"The answer is {result}.")
 
@@ -80,9 +84,18 @@ def test_sql_runs_on_sqlite_and_gives_what_was_asked_for() -> None:
         for key, city in enumerate(CITIES):
             database.execute(f"INSERT INTO {schema.parent} VALUES (?, ?)", (key, city))
             for number in range(5, 400, 7):
-                row = (f"{schema.label} {number}", f"category {number % 3}", key, *(number for _ in schema.numbers))
-                database.execute(f"INSERT INTO {schema.table} VALUES ({', '.join('?' * len(row))})", row)
-    num_rows = [len(database.execute(request.answer).fetchall()) for request in requests("sql", 500, seed=6)]
+                row = (
+                    f"{schema.label} {number}",
+                    f"category {number % 3}",
+                    key,
+                    *(number for _ in schema.numbers),
+                )
+                database.execute(
+                    f"INSERT INTO {schema.table} VALUES ({', '.join('?' * len(row))})", row
+                )
+    num_rows = [
+        len(database.execute(request.answer).fetchall()) for request in requests("sql", 500, seed=6)
+    ]
     assert min(num_rows) > 0, "every question has an answer in a database that holds all cities"
     assert len(set(num_rows)) > 5, "and not always the same"
 

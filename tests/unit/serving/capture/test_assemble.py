@@ -1,4 +1,4 @@
-"""Traces out of steps: replays, skip reasons, budget, repeated prefixes."""
+"""Traces assembled from steps: replays, skip reasons, budget, repeated prefixes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,19 @@ from serving.capture.pick import Lot, pick_on_host
 from serving.capture.prefixes import BLOCK, StoredPrefixes
 from serving.capture.skips import SKIP_REASONS, skip_reason
 from serving.vllm.hooks import new_request
-from tests.support.captures import VOCAB, Bench, Clock, Landing, Stuck, make_capture, make_request, step, verification
+from tests.support.captures import (
+    VOCAB,
+    Bench,
+    Clock,
+    Landing,
+    Stuck,
+    make_capture,
+    make_request,
+    step,
+    verification,
+)
 
-# ------------------------------------------------------------------------------------------------------------- replays
+# ------------------------------------------------------------------------------------------ replays
 
 
 def test_each_position_is_there_once_with_its_own_row() -> None:
@@ -42,7 +52,8 @@ def test_each_position_is_there_once_with_its_own_row() -> None:
 
 
 def test_a_replay_replaces_what_it_computes_again() -> None:
-    """The engine threw away the step at positions 4 to 8 and came back with other tokens and fewer rows."""
+    """The engine threw away the step at positions 4 to 8 and came back with other tokens and fewer
+    rows."""
     bench = Bench()
     bench.begin(make_request())
     bench.add(step(3, [10]), step(4, [11, 12, 13, 14, 15], num_drafts=4))
@@ -50,7 +61,8 @@ def test_a_replay_replaces_what_it_computes_again() -> None:
     bench.finish("r")
     trace = bench.only_trace()
     assert trace.output_ids.tolist() == [10, 21, 22, 23]
-    # Position 4 was an accepted token whose row was not drawn this time: the old one must not stand in for it.
+    # Position 4 was an accepted token whose row was not drawn this time: the old one must not stand
+    # in for it.
     assert trace.position.tolist() == [3, 5, 6]
     assert trace.target_ids[:, 0].tolist() == [11, 23, 24]
 
@@ -64,7 +76,8 @@ def test_a_replayed_end_is_no_end() -> None:
 
 
 def test_it_does_not_matter_how_many_steps_are_handled_together() -> None:
-    """Requests that begin, are replayed, end and come again under their name, with rows that wait for their top-k."""
+    """Requests that begin, are replayed, end and come again under their name, with rows that wait
+    for their top-k."""
     rng = np.random.default_rng(5)
     items: list[Any] = []
     at: dict[str, int] = {}
@@ -171,7 +184,9 @@ def test_one_that_cannot_be_handed_out_does_not_keep_the_others_from_it() -> Non
     assert len(bench.traces) == 3
 
 
-def test_rows_that_cannot_be_summarised_cost_their_requests_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_be_summarised_cost_their_requests_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What fails in the midst of a replay must not leave half of it behind."""
     bench = Bench()
     bench.begin(make_request("one"), make_request("two"))
@@ -218,7 +233,8 @@ def test_a_request_whose_prompt_grew_starts_over_and_what_was_is_counted() -> No
 
 
 def test_steps_past_the_end_change_nothing() -> None:
-    """Under asynchronous scheduling the engine runs one step more before it sees that a request has ended."""
+    """Under asynchronous scheduling the engine runs one step more before it sees that a request has
+    ended."""
     bench = Bench()
     bench.begin(make_request(stop_ids=frozenset({7})))
     bench.add(step(3, [10, 7], num_drafts=4), step(5, [12, 13], num_drafts=4))
@@ -239,11 +255,12 @@ def test_a_request_with_a_gap_leaves_no_trace_and_is_counted() -> None:
     assert bench.assembler.skipped == {"gap": 1}
 
 
-# -------------------------------------------------------------------------------------------------------- skip reasons
+# ------------------------------------------------------------------------------------- skip reasons
 
 
 def announced(**fields: Any) -> Any:
-    """A request as vLLM's scheduler announces it to the worker (the fields of `NewRequestData` that are read)."""
+    """A request as vLLM's scheduler announces it to the worker (the fields of `NewRequestData` that
+    are read)."""
     params: dict[str, Any] = {
         "temperature": 0.0,
         "top_p": 1.0,
@@ -303,8 +320,12 @@ def test_a_share_of_requests_is_captured(fraction: float) -> None:
     taken = [request for request, reason in zip(requests, reasons, strict=True) if not reason]
     assert len(taken) / 2000 == pytest.approx(fraction, abs=0.03)
     if taken:
-        held_out = sum(zlib.crc32(request.req_id.encode()) % HOLDOUT_ONE_IN == 0 for request in taken)
-        assert held_out / len(taken) == pytest.approx(1 / HOLDOUT_ONE_IN, abs=0.07), "held-out ones are among them"
+        held_out = sum(
+            zlib.crc32(request.req_id.encode()) % HOLDOUT_ONE_IN == 0 for request in taken
+        )
+        assert held_out / len(taken) == pytest.approx(1 / HOLDOUT_ONE_IN, abs=0.07), (
+            "held-out ones are among them"
+        )
 
 
 def test_what_is_not_sampled_leaves_no_trace_and_is_not_judged_by() -> None:
@@ -349,7 +370,8 @@ def test_a_full_queue_drops_rows_but_no_tokens_and_is_counted() -> None:
 
 
 def test_steps_that_come_together_are_handled_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.capture.capture.SECONDS_TO_GATHER", 60.0)  # whoever cannot wait says so
+    # Steps that wait are not handled until this time is over.
+    monkeypatch.setattr("serving.capture.capture.SECONDS_TO_GATHER", 60.0)
     sizes: list[int] = []
     summarise = rows.summarise
 
@@ -415,7 +437,9 @@ def test_what_has_been_handled_is_not_held() -> None:
         capture.close()
 
 
-def test_what_ended_before_the_end_of_capture_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ended_before_the_end_of_capture_is_handed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("serving.capture.capture.SECONDS_TO_GATHER", 60.0)
     traces: list[Trace] = []
     capture = make_capture(lambda some: traces.extend(some) or len(some))
@@ -481,7 +505,7 @@ def test_a_queue_of_large_steps_is_full_by_its_bytes(monkeypatch: pytest.MonkeyP
         capture.close()
 
 
-# -------------------------------------------------------------------------------------------------------------- budget
+# ------------------------------------------------------------------------------------------- budget
 
 
 def test_a_budget_bounds_the_bytes_of_any_stretch_of_time() -> None:
@@ -490,7 +514,8 @@ def test_a_budget_bounds_the_bytes_of_any_stretch_of_time() -> None:
     spent: list[tuple[float, int]] = []
     rng = np.random.default_rng(0)
     while clock.now < 120:
-        clock.now += float(rng.exponential(0.002))  # 500 traces of 200 to 3000 bytes a second: 80 times the budget
+        # 500 traces of 200 to 3000 bytes a second: 80 times the budget.
+        clock.now += float(rng.exponential(0.002))
         size = int(rng.integers(200, 3000))
         if budget.spend(size):
             spent.append((clock.now, size))
@@ -529,11 +554,21 @@ def test_a_flood_of_requests_stores_what_the_budget_allows_and_counts_the_rest()
 def full_trace(num_prompt: int, num_output: int) -> Trace:
     """A captured row for every other output token, at the default top-k."""
     bench = Bench(top_k=64)
-    bench.begin(make_request("chatcmpl-" + "0" * 41, range(num_prompt), extra_args={"osd_domain": "d" * 64}))
+    bench.begin(
+        make_request("chatcmpl-" + "0" * 41, range(num_prompt), extra_args={"osd_domain": "d" * 64})
+    )
     for t in range(num_output):
         lot = Lot(np.array([t % 2 == 0]), np.zeros((1, 1)), np.ones(3), top_k=64)
         shown = verification(num_prompt + t, [t % 90], 0, "chatcmpl-" + "0" * 41)
-        bench.add(Step(1.0, shown.req_ids, np.array([1]), shown.num_draft_tokens_B, pick_on_host(shown, lot)))
+        bench.add(
+            Step(
+                1.0,
+                shown.req_ids,
+                np.array([1]),
+                shown.num_draft_tokens_B,
+                pick_on_host(shown, lot),
+            )
+        )
     bench.finish("chatcmpl-" + "0" * 41)
     return bench.only_trace()
 
@@ -548,11 +583,12 @@ def test_a_stored_row_costs_about_four_hundred_bytes_and_a_trace_little_more() -
     assert encoded - trace.num_bytes < STORED_OVERHEAD
 
 
-# ---------------------------------------------------------------------------------------------------- repeated prefixes
+# -------------------------------------------------------------------------------- repeated prefixes
 
 
 def chat(bench: Bench, num_turns: int, tokens_per_turn: int = 200) -> list[Trace]:
-    """Turns of a user's 50 tokens and an answer, each turn's prompt being all that was said before."""
+    """Turns of a user's 50 tokens and an answer, each turn's prompt being all that was said
+    before."""
     rng = np.random.default_rng(0)
     said: list[int] = []
     for turn in range(num_turns):
@@ -574,7 +610,8 @@ def test_turns_of_a_chat_do_not_store_the_chat_again_and_again() -> None:
     assert max(sizes) <= 256 + 50 + 31  # a block may be cut by the end of what was stored
     assert len(set(sizes[4:])) <= 4  # turns cost the same from then on
     for long, short in zip(whole, cut, strict=True):
-        # The context that is left is the end of the whole one, and rows stand at the same tokens as before.
+        # The context that is left is the end of the whole one, and rows stand at the same tokens as
+        # before.
         gone = len(long.prompt_ids) - len(short.prompt_ids)
         assert short.prompt_ids.tolist() == long.prompt_ids[gone:].tolist()
         assert short.output_ids.tolist() == long.output_ids.tolist()
@@ -587,7 +624,12 @@ def test_a_prefix_counts_as_stored_only_when_it_was() -> None:
     chat(bench, 4)
     assert bench.assembler.skipped == {"budget": 4}
     bench.assembler._budget = ByteBudget(1 << 30)
-    assert [len(trace.prompt_ids) for trace in chat(bench, 4)] == [50, 64 + 50 + 8, 64 + 50 + 16, 64 + 50 + 24]
+    assert [len(trace.prompt_ids) for trace in chat(bench, 4)] == [
+        50,
+        64 + 50 + 8,
+        64 + 50 + 16,
+        64 + 50 + 24,
+    ]
 
 
 def test_a_prefix_the_buffer_did_not_take_does_not_count() -> None:
@@ -595,7 +637,12 @@ def test_a_prefix_the_buffer_did_not_take_does_not_count() -> None:
     bench.assembler._put = lambda traces: 0
     chat(bench, 4)
     bench.assembler._put = bench._put
-    assert [len(trace.prompt_ids) for trace in chat(bench, 4)] == [50, 64 + 50 + 8, 64 + 50 + 16, 64 + 50 + 24]
+    assert [len(trace.prompt_ids) for trace in chat(bench, 4)] == [
+        50,
+        64 + 50 + 8,
+        64 + 50 + 16,
+        64 + 50 + 24,
+    ]
 
 
 def test_what_the_context_limit_cut_off_was_never_stored() -> None:

@@ -1,4 +1,7 @@
-"""What the hot path notes of a step, and what traces and counters make of it: which draft is credited with what."""
+"""What the hot path notes of a step, and the traces and counters made of it.
+
+Each token is credited to the draft that proposed it.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,20 @@ from serving.capture.capture import MAX_QUEUED_BYTES, SECONDS_TO_GATHER
 from serving.capture.pick import Landed, pick_on_device
 from serving.capture.skips import skip_reason
 from serving.vllm.hooks import NewRequest, Verification
-from tests.support.captures import Bench, Clock, make_capture, make_request, step, together, verification
+from tests.support.captures import (
+    Bench,
+    Clock,
+    make_capture,
+    make_request,
+    step,
+    together,
+    verification,
+)
 from tests.support.paths import ROOT
 
 ONE_ROW_BYTES = (3 + 1) * 4 + 21 + 8 * 6
-"""Of a trace of three tokens of prompt, one of output and one row of eight tokens: ids, the row's numbers, its top."""
+"""Of a trace of three tokens of prompt, one of output and one row of eight tokens: ids, the row's
+numbers, its top."""
 
 
 class Line:
@@ -70,11 +82,14 @@ def line() -> Iterator[Line]:
     line.capture.close()
 
 
-# ---------------------------------------------------------------------------------------------- who is credited with it
+# -------------------------------------------------------------------------- who is credited with it
 
 
-def test_a_row_names_the_draft_that_proposed_its_token_not_the_one_that_serves_when_it_is_verified(line: Line) -> None:
-    """Draft tokens are proposed at the end of a step and verified in the next: a swap lies in between."""
+def test_a_row_names_the_draft_that_proposed_its_token_not_the_one_that_serves_when_it_is_verified(
+    line: Line,
+) -> None:
+    """Draft tokens are proposed at the end of a step and verified in the next: a swap lies in
+    between."""
     line.begin(make_request("early"))
     line.verify(verification(3, [10], 0, "early"))
     line.swap(2)
@@ -89,13 +104,21 @@ def test_a_row_names_the_draft_that_proposed_its_token_not_the_one_that_serves_w
     assert dict(zip(early.position.tolist(), early.draft_version.tolist(), strict=True)) == {
         3: 1, 4: 1, 5: 1, 6: 1, 7: 2, 8: 2, 9: 2, 10: 3,
     }  # fmt: skip
-    assert late.draft_version.tolist() == [2, 2, 2, 2], "proposed before the second swap, which it sat out"
+    assert late.draft_version.tolist() == [2, 2, 2, 2], (
+        "proposed before the second swap, which it sat out"
+    )
     windows = line.windows()
     assert {version: w.num_drafts for (version, _), w in windows.items()} == {1: 1, 2: 4, 3: 1}
-    assert {version: w.num_accepted_tokens for (version, _), w in windows.items()} == {1: 2, 2: 2, 3: 0}
+    assert {version: w.num_accepted_tokens for (version, _), w in windows.items()} == {
+        1: 2,
+        2: 2,
+        3: 0,
+    }
 
 
-def test_a_request_that_was_never_announced_is_credited_to_the_draft_that_serves_and_leaves_nothing(line: Line) -> None:
+def test_a_request_that_was_never_announced_is_credited_to_the_draft_that_serves_and_leaves_nothing(
+    line: Line,
+) -> None:
     line.swap(6)
     line.begin(make_request("known"))
     line.verify(verification(3, [11], 4, "unknown"), verification(3, [10], 4, "known"))
@@ -115,7 +138,15 @@ def test_what_n_grams_propose_is_captured_but_no_draft_is_credited_with_it(line:
     line.finish("r")
     trace = line.traces["r"]
     assert trace.draft_version.tolist() == [1, 1, 0, 0, 0, 1, 1]
-    assert trace.kind.tolist() == [ACCEPTED, REJECTED, ACCEPTED, ACCEPTED, REJECTED, ACCEPTED, REJECTED]
+    assert trace.kind.tolist() == [
+        ACCEPTED,
+        REJECTED,
+        ACCEPTED,
+        ACCEPTED,
+        REJECTED,
+        ACCEPTED,
+        REJECTED,
+    ]
     assert (trace.num_drafts, trace.num_draft_tokens, trace.num_accepted_tokens) == (2, 8, 2)
     assert trace.finished_at == pytest.approx(time.time(), abs=60)
     ((key, window),) = line.windows().items()
@@ -143,7 +174,9 @@ def test_rows_stay_with_their_request_where_those_of_others_are_thrown_away(line
     assert line.traces["ended"].position.tolist() == [3]
 
 
-def test_a_draft_is_proposed_by_the_version_at_its_requests_start_until_a_step_has_been_verified(line: Line) -> None:
+def test_a_draft_is_proposed_by_the_version_at_its_requests_start_until_a_step_has_been_verified(
+    line: Line,
+) -> None:
     line.begin(make_request())
     line.swap(2)
     line.verify(verification(3, [10, 11], 4))
@@ -151,7 +184,7 @@ def test_a_draft_is_proposed_by_the_version_at_its_requests_start_until_a_step_h
     assert line.traces["r"].draft_version.tolist() == [1, 1]
 
 
-# ------------------------------------------------------------------------------------------------------- what is kept
+# ------------------------------------------------------------------------------------- what is kept
 
 
 def test_each_kind_of_row_is_kept_with_its_own_probability() -> None:
@@ -167,9 +200,13 @@ def test_each_kind_of_row_is_kept_with_its_own_probability() -> None:
     for kind, share, total in ((REJECTED, 1.0, 195), (ACCEPTED, 0.5, 585), (PLAIN, 0.125, 200)):
         num = sum(int((trace.kind == kind).sum()) for trace in kept)
         assert num == pytest.approx(total * share, abs=4 * (total * share * (1 - share)) ** 0.5)
-        assert {p for trace in kept for p in trace.keep_prob[trace.kind == kind].tolist()} == {share}
+        assert {p for trace in kept for p in trace.keep_prob[trace.kind == kind].tolist()} == {
+            share
+        }
     assert line.capture.assembler.rows["rejected"] == 195
-    assert line.capture.assembler.rows["accepted"] == sum(int((t.kind == ACCEPTED).sum()) for t in kept)
+    assert line.capture.assembler.rows["accepted"] == sum(
+        int((t.kind == ACCEPTED).sum()) for t in kept
+    )
     assert line.capture.assembler.rows["plain"] == sum(int((t.kind == PLAIN).sum()) for t in kept)
 
 
@@ -186,19 +223,30 @@ def test_rows_that_are_summarised_on_the_device_have_as_many_tokens_as_others() 
 
 def test_a_trace_says_what_its_request_was_and_when_it_ended() -> None:
     bench = Bench(top_k=5)
-    request = make_request("r", [4, 5, 6], temperature=0.7, top_p=0.9, top_k=11, extra_args={"osd_domain": " a/b "})
+    request = make_request(
+        "r", [4, 5, 6], temperature=0.7, top_p=0.9, top_k=11, extra_args={"osd_domain": " a/b "}
+    )
     bench.begin(request)
     bench.add(step(3, [50, 51, 9], 4), step(6, [50, 8], 2), step(8, [7]))
     bench.finish("r")
     trace = bench.only_trace()
-    assert (trace.trace_id, trace.draft, trace.target_id, trace.domain) == ("r", "default", "target", "a_b")
+    assert (trace.trace_id, trace.draft, trace.target_id, trace.domain) == (
+        "r",
+        "default",
+        "target",
+        "a_b",
+    )
     assert (trace.temperature, trace.top_p, trace.top_k, trace.finished_at) == (0.7, 0.9, 11, 2.0)
     assert (trace.num_drafts, trace.num_draft_tokens, trace.num_accepted_tokens) == (2, 6, 3)
     assert trace.target_ids.shape == trace.target_logprobs.shape == (6, 5)
     assert trace.draft_ids.tolist() == [50, 51, 52, 50, 51, -1]
-    assert {name: getattr(trace, name).dtype.name for name in ("kind", "position", "keep_prob", "target_logprobs")} == {
-        "kind": "int8", "position": "int32", "keep_prob": "float32", "target_logprobs": "float16",
-    }  # fmt: skip
+    dtypes = {
+        "kind": "int8",
+        "position": "int32",
+        "keep_prob": "float32",
+        "target_logprobs": "float16",
+    }
+    assert {name: getattr(trace, name).dtype.name for name in dtypes} == dtypes
 
 
 def test_a_trace_without_rows_has_arrays_without_rows() -> None:
@@ -218,8 +266,12 @@ def test_a_request_that_brought_nothing_leaves_nothing(line: Line) -> None:
     assert (line.traces, line.skipped, line.windows()) == ({}, {}, {})
 
 
-@pytest.mark.parametrize(("max_output", "positions"), [(16, []), (17, [19]), (18, [19, 20]), (19, [19, 20, 21])])
-def test_of_the_step_that_crosses_the_limit_the_rows_before_it_are_kept(max_output: int, positions: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("max_output", "positions"), [(16, []), (17, [19]), (18, [19, 20]), (19, [19, 20, 21])]
+)
+def test_of_the_step_that_crosses_the_limit_the_rows_before_it_are_kept(
+    max_output: int, positions: list[int]
+) -> None:
     bench = Bench(max_output=max_output)
     bench.begin(make_request())
     bench.add(*(step(3 + t, [10 + t]) for t in range(16)))
@@ -234,7 +286,11 @@ def test_of_the_step_that_crosses_the_limit_the_rows_before_it_are_kept(max_outp
 def test_a_replay_at_the_limit_keeps_the_rows_of_what_is_stored() -> None:
     bench = Bench(max_output=16)
     bench.begin(make_request())
-    bench.add(*(step(3 + t, [10]) for t in range(13)), step(16, [50, 51, 52, 53, 14], 4), step(18, [50, 51, 22], 4))
+    bench.add(
+        *(step(3 + t, [10]) for t in range(13)),
+        step(16, [50, 51, 52, 53, 14], 4),
+        step(18, [50, 51, 22], 4),
+    )
     bench.finish("r")
     trace = bench.only_trace()
     assert trace.output_ids.tolist()[-4:] == [10, 50, 51, 50]
@@ -242,7 +298,7 @@ def test_a_replay_at_the_limit_keeps_the_rows_of_what_is_stored() -> None:
     assert trace.target_ids[-4:, 0].tolist() == [11, 51, 52, 51]
 
 
-# ------------------------------------------------------------------------------------------------------ where it ends
+# ------------------------------------------------------------------------------------ where it ends
 
 
 def test_a_stop_token_ends_a_request_only_once_it_has_its_least_tokens() -> None:
@@ -250,7 +306,9 @@ def test_a_stop_token_ends_a_request_only_once_it_has_its_least_tokens() -> None
     bench.begin(make_request(stop_ids=frozenset({7, 8}), min_tokens=3))
     bench.add(step(3, [7, 10], 4), step(5, [8, 11, 12], 4))
     bench.finish("r")
-    assert bench.only_trace().output_ids.tolist() == [7, 10, 8], "the first came too early, the third counts"
+    assert bench.only_trace().output_ids.tolist() == [7, 10, 8], (
+        "the first came too early, the third counts"
+    )
     (window,) = bench.windows.take("r", "default")
     assert window.num_output_tokens == 3
 
@@ -307,20 +365,25 @@ def test_what_has_ended_is_remembered_nowhere(line: Line) -> None:
     assert line.capture.assembler.num_running == 0
 
 
-# ------------------------------------------------------------------------------------------------------ what is counted
+# ---------------------------------------------------------------------------------- what is counted
 
 
 def test_speed_is_counted_from_the_first_token_to_the_last() -> None:
     bench = Bench()
     bench.begin(make_request("one", extra_args={"osd_domain": "sql"}), make_request("two"))
-    for at, one in ((10.0, step(3, [10])), (10.5, step(4, [50, 12], 4)), (11.5, step(6, [50, 51, 13], 4))):
+    for at, one in (
+        (10.0, step(3, [10])),
+        (10.5, step(4, [50, 12], 4)),
+        (11.5, step(6, [50, 51, 13], 4)),
+    ):
         bench.add(replace(one, at=at, req_ids=["one"]))
     bench.add(replace(step(3, [10]), at=20.0, req_ids=["two"]))
     bench.finish("one", "two", "unknown")
     windows = {window.domain: window for window in bench.windows.take("r", "default")}
     assert (windows["sql"].num_finished, windows["sql"].num_captured) == (1, 1)
     assert (windows["sql"].decode_seconds, windows["sql"].num_decode_tokens) == (1.5, 5)
-    assert (windows[""].decode_seconds, windows[""].num_decode_tokens, windows[""].num_finished) == (0.0, 0, 1)
+    window = windows[""]
+    assert (window.decode_seconds, window.num_decode_tokens, window.num_finished) == (0.0, 0, 1)
 
 
 def test_a_request_with_a_gap_counts_as_finished_but_not_as_captured() -> None:
@@ -332,8 +395,12 @@ def test_a_request_with_a_gap_counts_as_finished_but_not_as_captured() -> None:
     assert (window.num_finished, window.num_captured, window.num_output_tokens) == (1, 0, 1)
 
 
-@pytest.mark.parametrize("extra_args", [{"osd_calibration": 1}, {"osd_capture": "off", "osd_calibration": 1}])
-def test_requests_of_the_calibration_are_left_out_and_counted_apart(extra_args: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "extra_args", [{"osd_calibration": 1}, {"osd_capture": "off", "osd_calibration": 1}]
+)
+def test_requests_of_the_calibration_are_left_out_and_counted_apart(
+    extra_args: dict[str, Any],
+) -> None:
     reason = "opted_out" if "osd_capture" in extra_args else "calibration"
     bench = Bench(request_fraction=0.0)
     bench.begin(make_request(extra_args=extra_args, skip_reason="structured_output"))
@@ -362,7 +429,7 @@ def test_where_capture_is_off_nothing_is_handed_out_and_every_step_is_judged() -
     assert (window.num_tested_per_pos, window.num_captured) == ((2, 2, 0, 0), 0)
 
 
-def test_the_share_of_requests_that_is_captured_is_the_same_on_the_hot_path_and_in_the_thread() -> None:
+def test_the_hot_path_and_the_thread_capture_the_same_share_of_requests() -> None:
     line = Line(request_fraction=0.5, top_k=5)
     names = [f"r{i}" for i in range(40)]
     line.begin(*(make_request(name) for name in names))
@@ -404,7 +471,7 @@ class Lost:
         raise RuntimeError("the device is gone")
 
 
-def test_each_request_that_cannot_be_handed_out_and_each_step_that_cannot_be_read_is_counted() -> None:
+def test_requests_that_cannot_be_handed_out_and_steps_that_cannot_be_read_are_counted() -> None:
     def broken(traces: Sequence[Trace]) -> int:
         raise OSError("no space")
 
@@ -432,10 +499,10 @@ def test_a_budget_is_spent_by_all_that_is_stored_of_a_trace() -> None:
 
 
 def test_the_limits_are_those_the_docs_give() -> None:
-    text = (ROOT / "docs" / "capture.md").read_text()
+    text = " ".join((ROOT / "docs" / "capture.md").read_text().split())
     assert f"`capture.queue_size` and {MAX_QUEUED_BYTES >> 20} MiB" in text
     assert f"rows of another {MAX_WAITING_BYTES >> 20} MiB may wait for their top-k" in text
-    assert SECONDS_TO_GATHER == 0.1 and "within a tenth of a second" in text
+    assert SECONDS_TO_GATHER == 0.1 and "within 0.1 seconds" in text
     assert f"at most {MAX_DOMAIN_LENGTH} characters" in text
     assert STORED_OVERHEAD == 1024 and "header (under 1 KB)" in text
 
@@ -448,10 +515,12 @@ def test_nobody_waits_for_a_capture_that_has_ended_or_hangs(line: Line) -> None:
     assert time.monotonic() - started < 4
 
 
-# ------------------------------------------------------------------------------------------------ one name for a class
+# ----------------------------------------------------------------------------- one name for a class
 
 
-@pytest.mark.parametrize("label", ["code/python 3", "x" * 49, "x" * 200, "  padded ", "é\n\0", "a}{b:c", 17, " "])
+@pytest.mark.parametrize(
+    "label", ["code/python 3", "x" * 49, "x" * 200, "  padded ", "é\n\0", "a}{b:c", 17, " "]
+)
 def test_a_class_has_one_name_in_traces_buffer_and_counters(label: object) -> None:
     bench = Bench()
     bench.begin(make_request(extra_args={"osd_domain": label}))

@@ -1,4 +1,4 @@
-"""What a request that opted out of capture leaves behind in a worker: counts, and nothing of itself."""
+"""A request that opts out of capture leaves counts in a worker, and nothing of itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from serving.vllm.hooks import NewRequest, Verification
 VOCABULARY = 16
 PROMPT = [3, 4, 5]
 OUTPUT = [6, 7, 8]
-"""Emitted by the one verification step there is: two draft tokens accepted, the third rejected and replaced."""
+"""Emitted by the one verification step there is: two draft tokens accepted, the third rejected and
+replaced."""
 
 
 class Worker:
@@ -119,11 +120,15 @@ def test_only_a_wish_to_opt_out_opts_out(worker: Worker, extra_args: dict[str, A
 
 
 def test_another_reason_to_leave_a_request_out_keeps_its_label(worker: Worker) -> None:
-    worker.serve("secret", {"osd_capture": "off", "osd_domain": "legal"}, skip_reason="structured_output")
+    worker.serve(
+        "secret", {"osd_capture": "off", "osd_domain": "legal"}, skip_reason="structured_output"
+    )
     worker.serve("json", {"osd_domain": "legal"}, skip_reason="structured_output")
     assert worker.traces == []
     assert worker.skipped == {"opted_out": 1, "structured_output": 1}
-    assert sorted(window.domain for window in worker.capture.windows.take("replica-0", "default")) == ["", "legal"]
+    assert sorted(
+        window.domain for window in worker.capture.windows.take("replica-0", "default")
+    ) == ["", "legal"]
 
 
 def test_where_capture_is_off_requests_are_judged_and_none_leaves_a_trace() -> None:

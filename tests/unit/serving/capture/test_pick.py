@@ -38,11 +38,17 @@ def make_step(rng: np.random.Generator, num_requests: int) -> Verification:
 
 
 def make_lot(
-    rng: np.random.Generator, step: Verification, accepted: float = 0.4, plain: float = 0.6, captured: float = 0.8
+    rng: np.random.Generator,
+    step: Verification,
+    accepted: float = 0.4,
+    plain: float = 0.6,
+    captured: float = 0.8,
 ) -> Lot:
     num_requests = len(step.req_ids)
     chance_BG = rng.random((num_requests, G + 1))
-    return Lot(rng.random(num_requests) < captured, chance_BG, np.array([1.0, accepted, plain]), top_k=8)
+    return Lot(
+        rng.random(num_requests) < captured, chance_BG, np.array([1.0, accepted, plain]), top_k=8
+    )
 
 
 def top_of(landed: Landed) -> TopK:
@@ -50,7 +56,9 @@ def top_of(landed: Landed) -> TopK:
     return rows.top_of([landed.rows.scores.of(np.arange(len(landed.rows.kind_R)))], 8)
 
 
-@pytest.mark.parametrize(("accepted", "plain"), [(0.4, 0.6), (0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (0.7, 0.1)])
+@pytest.mark.parametrize(
+    ("accepted", "plain"), [(0.4, 0.6), (0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (0.7, 0.1)]
+)
 def test_a_device_keeps_the_rows_a_host_keeps(accepted: float, plain: float) -> None:
     rng = np.random.default_rng(1)
     num_rows = 0
@@ -65,7 +73,9 @@ def test_a_device_keeps_the_rows_a_host_keeps(accepted: float, plain: float) -> 
             continue
         assert got.rows is not None
         for name in ("request_R", "offset_R", "kind_R", "draft_id_R", "keep_prob_R"):
-            np.testing.assert_array_equal(getattr(got.rows, name), getattr(expected.rows, name), err_msg=name)
+            np.testing.assert_array_equal(
+                getattr(got.rows, name), getattr(expected.rows, name), err_msg=name
+            )
         for name in ("ids_RK", "logprobs_RK", "tail_R"):
             left, right = getattr(top_of(got), name), getattr(top_of(expected), name)
             assert left.dtype == right.dtype
@@ -75,7 +85,8 @@ def test_a_device_keeps_the_rows_a_host_keeps(accepted: float, plain: float) -> 
 
 
 def test_rows_are_those_of_their_request_and_offset() -> None:
-    """Two requests, drafts [5, 6] and [7, 8, 9]; one draft accepted of the first, all of the second."""
+    """Two requests, drafts [5, 6] and [7, 8, 9]; one draft accepted of the first, all of the
+    second."""
     step = Verification(
         req_ids=["a", "b"],
         num_draft_tokens_B=np.array([2, 3]),
@@ -98,7 +109,8 @@ def test_rows_are_those_of_their_request_and_offset() -> None:
 
 
 def test_the_device_is_asked_for_nothing() -> None:
-    """On `meta` tensors, which hold no data, any read of a value or of a size that depends on values raises."""
+    """On `meta` tensors, which hold no data, any read of a value or of a size that depends on
+    values raises."""
     rng = np.random.default_rng(2)
     step = make_step(rng, 9)
     on_meta = Verification(
@@ -124,7 +136,11 @@ def test_copies_are_the_hosts_own_since_the_engine_uses_its_buffers_again() -> N
     for way in (pick_on_host, pick_on_device):
         first = way(step, lot)
         again = way(step, lot).land()
-        sampled, positions, logits = step.sampled_BG.clone(), step.first_position_B.clone(), step.logits.clone()
+        sampled, positions, logits = (
+            step.sampled_BG.clone(),
+            step.first_position_B.clone(),
+            step.logits.clone(),
+        )
         step.sampled_BG.fill_(3)
         step.first_position_B.fill_(3)
         step.logits.fill_(3.0)
@@ -152,7 +168,9 @@ def test_kept_fractions_are_those_promised() -> None:
     for kind, fraction in ((REJECTED, 1.0), (ACCEPTED, 0.25), (PLAIN, 0.5)):
         num = (total == kind).sum()
         assert num > 500
-        assert abs((kept == kind).sum() - num * fraction) <= 4 * np.sqrt(num * fraction * (1 - fraction))
+        assert abs((kept == kind).sum() - num * fraction) <= 4 * np.sqrt(
+            num * fraction * (1 - fraction)
+        )
 
 
 def test_a_summary_is_the_log_softmax_and_the_rest_of_its_mass() -> None:
@@ -160,13 +178,17 @@ def test_a_summary_is_the_log_softmax_and_the_rest_of_its_mass() -> None:
     ids, logprobs, tail = summarise(logits, 7)
     expected = logits.float().log_softmax(-1)
     assert (ids.dtype, logprobs.dtype, tail.dtype) == (torch.int32, torch.float16, torch.float32)
-    torch.testing.assert_close(logprobs.float(), expected.gather(1, ids.long()), atol=5e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        logprobs.float(), expected.gather(1, ids.long()), atol=5e-3, rtol=1e-3
+    )
     rest = expected.scatter(1, ids.long(), -torch.inf).logsumexp(-1)
     torch.testing.assert_close(tail, rest)
     some = torch.tensor([4, 0, 2])
     before = logits.float()
     for max_elements in (1, 2 * VOCAB, 1 << 20):
-        for part, all_ in zip(summarise_rows(before, some, 7, max_elements), (ids, logprobs, tail), strict=True):
+        for part, all_ in zip(
+            summarise_rows(before, some, 7, max_elements), (ids, logprobs, tail), strict=True
+        ):
             torch.testing.assert_close(part, all_[some])
     assert torch.equal(before, logits.float())
     whole = summarise(logits, 100)
@@ -228,18 +250,24 @@ def test_steps_of_up_to_a_mebibyte_of_logits_are_left_to_the_capture_thread() ->
     keep_one = np.arange(257) == 3
     lot = Lot(keep_one[:256], np.zeros((256, 1)), np.ones(3), top_k=4)
     assert pick(step, lot, pool).nbytes == step.logits.nbytes == 1 << 20
-    assert pick(step, replace(lot, captured_B=np.zeros(256, bool)), pool).nbytes == 0, "nothing is to be kept"
+    assert pick(step, replace(lot, captured_B=np.zeros(256, bool)), pool).nbytes == 0, (
+        "nothing is to be kept"
+    )
     chosen = pick(larger, Lot(keep_one, np.zeros((257, 1)), np.ones(3), top_k=4), pool)
     assert chosen.nbytes == rows.ROWS_AT_ONCE * 1024 * 4, "memory of the pool"
     for picked in (pick(step, lot, pool), chosen):
         landed = picked.land()
-        assert landed.rows is not None and landed.rows.request_R.tolist() == [3] and landed.sampled_BG[3] == 3
+        assert landed.rows is not None
+        assert landed.rows.request_R.tolist() == [3]
+        assert landed.sampled_BG[3] == 3
 
 
 @pytest.mark.parametrize("way", [pick_on_host, pick_on_device])
-def test_a_row_is_kept_when_its_lot_lies_under_its_probability(way: Callable[[Verification, Lot], Picked]) -> None:
-    """Not when it is the same: at a fraction of 0 no row is kept, at 1 every one. Of those who are not captured, or
-    whose prefill is not through, none."""
+def test_a_row_is_kept_when_its_lot_lies_under_its_probability(
+    way: Callable[[Verification, Lot], Picked],
+) -> None:
+    """Not when it is the same: at a fraction of 0 no row is kept, at 1 every one. Of those who are
+    not captured, or whose prefill is not through, none."""
     step = plain_step(6, VOCAB)
     step.is_partial_B[5] = True
     chance = np.array([[0.0], [0.25], [0.5], [0.99], [0.0], [0.0]])
@@ -256,7 +284,9 @@ def test_what_is_on_its_way_from_a_device_is_counted() -> None:
     nothing = Lot(np.zeros(3, bool), np.zeros((3, 1)), np.ones(3), top_k=2)
     tokens_and_positions = 3 * 4 + 3 * 8
     assert pick_on_device(step, nothing).nbytes == tokens_and_positions
-    one = replace(nothing, captured_B=np.array([False, True, False]), keep_prob=np.array([1.0, 0.0, 0.0]))
+    one = replace(
+        nothing, captured_B=np.array([False, True, False]), keep_prob=np.array([1.0, 0.0, 0.0])
+    )
     assert pick_on_device(step, one).nbytes == tokens_and_positions + 2 * (4 + 2) + 4
 
 
@@ -281,8 +311,12 @@ def test_the_rows_of_many_steps_are_as_those_of_each() -> None:
     rng, size = np.random.default_rng(3), rows.MAX_ELEMENTS // 9
     steps = [Logits(torch.from_numpy(rng.normal(size=(n, size))).float()) for n in (1, 7, 2, 30, 1)]
     alone = [rows.top_of([one.of(np.arange(len(one.logits_RV)))], 8) for one in steps]
-    together = rows.top_of([steps[0], steps[1], alone[2], *steps[3:]], 8)  # one of them came from a device
+    # One of them came from a device.
+    together = rows.top_of([steps[0], steps[1], alone[2], *steps[3:]], 8)
     for name in ("ids_RK", "logprobs_RK", "tail_R"):
-        found, expected = getattr(together, name), np.concatenate([getattr(one, name) for one in alone])
+        found, expected = (
+            getattr(together, name),
+            np.concatenate([getattr(one, name) for one in alone]),
+        )
         np.testing.assert_array_equal(found, expected)
         assert found.dtype == expected.dtype

@@ -26,7 +26,9 @@ from serving.capture.rows import Logits, RowPool, TopK, kinds_of, summarise, top
         ([-1, -1, -1, -1], 3, [-1, -1, -1, -1]),
     ],
 )
-def test_all_tokens_but_the_last_were_accepted(sampled: list[int], num_drafts: int, kinds: list[int]) -> None:
+def test_all_tokens_but_the_last_were_accepted(
+    sampled: list[int], num_drafts: int, kinds: list[int]
+) -> None:
     others = np.array([[5, 6, -1, -1], sampled, [5, -1, -1, -1]])
     found = kinds_of(others, np.array([1, num_drafts, 0]))
     assert found.dtype == np.int8
@@ -34,11 +36,14 @@ def test_all_tokens_but_the_last_were_accepted(sampled: list[int], num_drafts: i
 
 
 def test_a_summary_worked_out_by_hand() -> None:
-    """Four tokens with 1/2, 1/4, 1/8 and 1/8 of the mass: the two likeliest are kept, a quarter is left."""
+    """Four tokens with 1/2, 1/4, 1/8 and 1/8 of the mass: the two likeliest are kept, a quarter is
+    left."""
     mass = torch.tensor([[0.125, 0.5, 0.125, 0.25], [0.25, 0.125, 0.5, 0.125]])
     ids, logprobs, tail = summarise(mass.log() + torch.tensor([[3.0], [-70.0]]), 2)
     assert ids.tolist() == [[1, 3], [2, 0]]
-    torch.testing.assert_close(logprobs.exp(), torch.tensor([[0.5, 0.25]] * 2).half(), rtol=2e-3, atol=0)
+    torch.testing.assert_close(
+        logprobs.exp(), torch.tensor([[0.5, 0.25]] * 2).half(), rtol=2e-3, atol=0
+    )
     torch.testing.assert_close(tail.exp(), torch.tensor([0.25, 0.25]))
 
 
@@ -49,7 +54,11 @@ def test_all_of_a_small_vocabulary_may_be_kept_and_nothing_is_left() -> None:
 
 
 def test_some_rows_of_a_top_are_copies_in_the_order_asked_for() -> None:
-    top = TopK(np.arange(6, dtype=np.int32).reshape(3, 2), np.zeros((3, 2), np.float16), np.arange(3, dtype=np.float32))
+    top = TopK(
+        np.arange(6, dtype=np.int32).reshape(3, 2),
+        np.zeros((3, 2), np.float16),
+        np.arange(3, dtype=np.float32),
+    )
     some = top.of(np.array([2, 0]))
     assert some.ids_RK.tolist() == [[4, 5], [0, 1]] and some.tail_R.tolist() == [2, 0]
     some.ids_RK[:] = 9
@@ -64,7 +73,8 @@ def test_some_rows_of_a_top_are_copies_in_the_order_asked_for() -> None:
 def test_memory_is_given_back_once_all_is_settled() -> None:
     given: list[int] = []
     steps: list[Logits | TopK] = [
-        Logits(torch.eye(3)[n : n + 1].clone(), give_back=partial(given.append, n)) for n in range(3)
+        Logits(torch.eye(3)[n : n + 1].clone(), give_back=partial(given.append, n))
+        for n in range(3)
     ]
     top = top_of([steps[0], top_of([Logits(torch.zeros(1, 3))], 1), *steps[1:]], 1)
     assert top.ids_RK[[0, 2, 3], 0].tolist() == [0, 1, 2] and given == [0, 1, 2]
@@ -84,15 +94,19 @@ def test_memory_of_rows_is_used_again_where_it_fits() -> None:
     for others, num in ((logits, 16 + 1), (narrower, 1), (wider, 1), (logits.half(), 1)):
         first.give_back()
         copied = pool.copy(others, torch.arange(num))
-        assert torch.equal(copied.logits_RV, others[:num]) and copied.logits_RV.dtype == others.dtype
+        assert torch.equal(copied.logits_RV, others[:num])
+        assert copied.logits_RV.dtype == others.dtype
         assert copied.nbytes == others[:1].nbytes * 16 * (1 + (num > 16))
 
 
 def test_the_pool_keeps_no_more_than_it_may() -> None:
-    pool, row = RowPool(), torch.zeros(1, (32 << 20) // 16 // 4)  # 16 of them are a quarter of what it may keep
+    # 16 of them are a quarter of what the pool may keep.
+    pool, row = RowPool(), torch.zeros(1, (32 << 20) // 16 // 4)
     held = [pool.copy(row, torch.tensor([0])) for _ in range(6)]
     for one in held:
         one.give_back()
     again = [pool.copy(row, torch.tensor([0])).logits_RV.data_ptr() for _ in range(6)]
     assert sum(where in {one.logits_RV.data_ptr() for one in held[:4]} for where in again) == 4
-    assert not {one.logits_RV.data_ptr() for one in held[4:]} & set(again), "nobody holds more than four at rest"
+    assert not {one.logits_RV.data_ptr() for one in held[4:]} & set(again), (
+        "nobody holds more than four at rest"
+    )

@@ -1,4 +1,4 @@
-"""The reference sampler follows the target's distribution exactly, whatever the draft says."""
+"""The reference sampler follows the target's distribution exactly, whatever the draft proposes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ PROMPT = [3, 1]
 
 
 class TableModel:
-    """A model whose next token depends on the last two, by a table: a forward pass costs nothing."""
+    """A model whose next token depends on the last two, by a table: a forward pass costs
+    nothing."""
 
     def __init__(self, seed: int, scale: float = 1.5) -> None:
         rng = np.random.default_rng(seed)
@@ -39,13 +40,16 @@ class TableModel:
         return SimpleNamespace(logits=self.table[before_BS, ids_BS])
 
     def law(self, num_output: int, sampling: Sampling) -> np.ndarray:
-        """Probability of every output, [NUM_TOKENS] * num_output, by enumeration with the target alone."""
+        """Probability of every output, [NUM_TOKENS] * num_output, by enumeration with the target
+        alone."""
         law = np.ones(())
         for at in range(num_output):
             longer = np.zeros((*law.shape, NUM_TOKENS))
             for output in np.ndindex(law.shape):
                 last_two = [*PROMPT, *output][-2:]
-                longer[output] = law[output] * sampling.probs(self.table[last_two[0], last_two[1]]).numpy()
+                longer[output] = (
+                    law[output] * sampling.probs(self.table[last_two[0], last_two[1]]).numpy()
+                )
             law = longer
             assert law.ndim == at + 1
         return law
@@ -66,7 +70,11 @@ def assert_follows(observed: np.ndarray, law: np.ndarray) -> None:
 @pytest.mark.parametrize("drafting", ["greedy", "probabilistic"])
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(temperature=0.5), Sampling(temperature=1.0), Sampling(temperature=1.5, top_p=0.8, top_k=5)],
+    [
+        Sampling(temperature=0.5),
+        Sampling(temperature=1.0),
+        Sampling(temperature=1.5, top_p=0.8, top_k=5),
+    ],
     ids=["0.5", "1.0", "truncated"],
 )
 def test_output_follows_the_target(drafting: Drafting, sampling: Sampling) -> None:
@@ -76,10 +84,14 @@ def test_output_follows_the_target(drafting: Drafting, sampling: Sampling) -> No
     observed = np.zeros((NUM_TOKENS,) * 4)
     kinds = np.zeros(3)
     for _ in range(1500):
-        done = sampler.generate(PROMPT, 4, sampling.temperature, sampling.top_p, sampling.top_k, generator)
+        done = sampler.generate(
+            PROMPT, 4, sampling.temperature, sampling.top_p, sampling.top_k, generator
+        )
         observed[tuple(done.output_ids)] += 1
         kinds += np.bincount([row.kind for row in done.rows], minlength=3)
-    assert (kinds > 200).all(), "accepted, rejected and undrafted tokens must all occur for this to say anything"
+    assert (kinds > 200).all(), (
+        "accepted, rejected and undrafted tokens must all occur for this to say anything"
+    )
     law = target.law(4, sampling)
     for at in range(4):  # the marginals of each pair of neighbours, and all four together
         other = tuple(axis for axis in range(4) if axis not in (at, at - 1))
@@ -88,7 +100,8 @@ def test_output_follows_the_target(drafting: Drafting, sampling: Sampling) -> No
 
 
 def test_the_distribution_test_notices_a_wrong_residual() -> None:
-    # After a rejection, drawing from p instead of the residual: the bug that the check above is for.
+    # After a rejection, drawing from p instead of the residual: the bug that the check above is
+    # for.
     target = TableModel(seed=1)
     p_V = Sampling(temperature=1.0).probs(target.table[3, 1])
     token = int(p_V.argmax())
@@ -100,7 +113,8 @@ def test_the_distribution_test_notices_a_wrong_residual() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_one_verification_is_exact_by_enumeration(seed: int) -> None:
-    # Σ_x q(x) [min(1, p/q)(x) δ_x + (1 − min(1, p/q)(x)) residual] = p, for every pair, point masses included.
+    # Σ_x q(x) [min(1, p/q)(x) δ_x + (1 − min(1, p/q)(x)) residual] = p, for every pair, point
+    # masses included.
     generator = torch.Generator().manual_seed(seed)
     p_V = torch.randn(6, generator=generator, dtype=torch.float64).mul(3).softmax(-1)
     random_V = torch.randn(6, generator=generator, dtype=torch.float64).mul(3).softmax(-1)
@@ -136,7 +150,9 @@ def test_a_draft_equal_to_its_target_is_always_accepted() -> None:
     done = SpeculativeSampler(target, target, 3, "probabilistic").generate(
         [5, 6], 14, temperature=0.8, generator=torch.Generator().manual_seed(0)
     )
-    assert [(len(s.draft_ids), s.num_tested, s.num_accepted) for s in done.steps] == [(3, 3, 3)] * 3 + [(1, 1, 1)]
+    assert [(len(s.draft_ids), s.num_tested, s.num_accepted) for s in done.steps] == [
+        (3, 3, 3)
+    ] * 3 + [(1, 1, 1)]
     assert [row.kind for row in done.rows] == [
         PLAIN,
         *[ACCEPTED] * 3,
@@ -144,10 +160,7 @@ def test_a_draft_equal_to_its_target_is_always_accepted() -> None:
         *[ACCEPTED] * 3,
         PLAIN,
         *[ACCEPTED] * 3,
-    ] + [
-        PLAIN,
-        ACCEPTED,
-    ]
+    ] + [PLAIN, ACCEPTED]
 
 
 def test_rows_are_what_a_plain_pass_of_the_target_says() -> None:
@@ -159,7 +172,9 @@ def test_rows_are_what_a_plain_pass_of_the_target_says() -> None:
     plain_SV = target_logprobs(target, prompt + done.output_ids)
     assert [row.position for row in done.rows] == list(range(3, 13))
     for row, token in zip(done.rows, done.output_ids, strict=True):
-        torch.testing.assert_close(row.target_logprobs_V, plain_SV[row.position - 1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            row.target_logprobs_V, plain_SV[row.position - 1], atol=1e-5, rtol=1e-5
+        )
         assert (row.kind == ACCEPTED) == (row.draft_id == token)
         assert (row.kind == PLAIN) == (row.draft_id == -1)
     assert {row.kind for row in done.rows} >= {PLAIN, REJECTED}
@@ -171,9 +186,9 @@ def test_generation_stops_after_the_end_token_also_within_a_draft() -> None:
     end = next(token for token in whole[2:] if token not in whole[:2])
     done = SpeculativeSampler(target, target, 5).generate([5, 6], 12, eos={end})
     assert done.output_ids == whole[: whole.index(end) + 1]
-    assert sum(step.num_accepted for step in done.steps) + len([r for r in done.rows if r.kind == PLAIN]) == len(
-        done.output_ids
-    )
+    assert sum(step.num_accepted for step in done.steps) + len(
+        [r for r in done.rows if r.kind == PLAIN]
+    ) == len(done.output_ids)
 
 
 def test_a_generation_becomes_the_trace_of_its_rows() -> None:
@@ -182,7 +197,8 @@ def test_a_generation_becomes_the_trace_of_its_rows() -> None:
     trace = done.trace(trace_id="a", target_id="t", top_k=6, domain="code")
     assert trace.output_ids.tolist() == done.output_ids
     assert trace.num_rows == 9
-    assert trace.target_ids[:, 0].tolist() == done.output_ids  # greedy: the most likely is what was said
+    # Greedy: the most likely token is the output.
+    assert trace.target_ids[:, 0].tolist() == done.output_ids
     mass_N = np.exp(trace.target_logprobs.astype(float)).sum(1) + np.exp(trace.tail_logprob)
     assert mass_N == pytest.approx(1, abs=0.005)
     assert trace.num_draft_tokens == sum(len(step.draft_ids) for step in done.steps)
@@ -192,9 +208,17 @@ def test_a_generation_becomes_the_trace_of_its_rows() -> None:
 
 def test_truncated_sampling_by_hand() -> None:
     logits_V = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    assert Sampling(temperature=1.0, top_k=2).probs(logits_V).tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
-    assert Sampling(temperature=1.0, top_p=0.65).probs(logits_V).tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
-    assert Sampling(temperature=1.0, top_p=0.75).probs(logits_V).tolist() == pytest.approx([4 / 9, 3 / 9, 2 / 9, 0])
+    assert Sampling(temperature=1.0, top_k=2).probs(logits_V).tolist() == pytest.approx(
+        [4 / 7, 3 / 7, 0, 0]
+    )
+    assert Sampling(temperature=1.0, top_p=0.65).probs(logits_V).tolist() == pytest.approx(
+        [4 / 7, 3 / 7, 0, 0]
+    )
+    assert Sampling(temperature=1.0, top_p=0.75).probs(logits_V).tolist() == pytest.approx(
+        [4 / 9, 3 / 9, 2 / 9, 0]
+    )
     assert Sampling(temperature=1.0, top_p=0.1).probs(logits_V).tolist() == [1, 0, 0, 0]
-    assert Sampling(temperature=0.5).probs(logits_V).tolist() == pytest.approx([16 / 30, 9 / 30, 4 / 30, 1 / 30])
+    assert Sampling(temperature=0.5).probs(logits_V).tolist() == pytest.approx(
+        [16 / 30, 9 / 30, 4 / 30, 1 / 30]
+    )
     assert Sampling(temperature=0.0).probs(logits_V).tolist() == [1, 0, 0, 0]

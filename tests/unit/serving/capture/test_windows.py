@@ -7,18 +7,25 @@ from typing import Any
 
 import pytest
 
-from osd.records import SpecWindow, merge_windows
+from osd.records import Counters, SpecWindow
 from serving.capture.windows import LONGEST_GAP, MAX_DOMAINS, WindowCounter
 from tests.support.captures import Clock
 
 
 def windows_of(counter: WindowCounter) -> dict[tuple[int, str], SpecWindow]:
     """What has been counted, by version and domain."""
-    return {(window.version, window.domain): window for window in counter.take("replica-0", "default")}
+    return {
+        (window.version, window.domain): window for window in counter.take("replica-0", "default")
+    }
 
 
 def add(
-    counter: WindowCounter, version: int = 1, domain: str = "", drafts: int = 4, accepted: int = 1, **more: Any
+    counter: WindowCounter,
+    version: int = 1,
+    domain: str = "",
+    drafts: int = 4,
+    accepted: int = 1,
+    **more: Any,
 ) -> None:
     """A step of one request in which all that was emitted was served."""
     counter.add_step(version, domain, drafts, accepted, accepted + 1, **more)
@@ -45,7 +52,10 @@ def test_a_short_draft_is_tested_as_far_as_it_goes() -> None:
     add(counter, drafts=2, accepted=2)
     add(counter, drafts=1, accepted=0)
     (window,) = counter.take("r", "default")
-    assert (window.num_tested_per_pos, window.num_accepted_tokens_per_pos) == ((2, 1, 0, 0), (1, 1, 0, 0))
+    assert (window.num_tested_per_pos, window.num_accepted_tokens_per_pos) == (
+        (2, 1, 0, 0),
+        (1, 1, 0, 0),
+    )
     assert (window.num_drafts, window.num_draft_tokens) == (2, 3)
 
 
@@ -64,7 +74,12 @@ def test_a_window_says_of_whom_and_when_it_is() -> None:
     add(counter, version=7, domain="sql")
     clock.now += 1.5
     (window,) = counter.take("replica-3", "tiny")
-    assert (window.replica, window.draft, window.version, window.domain) == ("replica-3", "tiny", 7, "sql")
+    assert (window.replica, window.draft, window.version, window.domain) == (
+        "replica-3",
+        "tiny",
+        7,
+        "sql",
+    )
     assert (window.k, window.seconds) == (3, 1.5)
     assert window.at == pytest.approx(time.time(), abs=60)
 
@@ -89,11 +104,18 @@ def test_so_many_labels_are_counted_apart_and_further_ones_as_unlabelled() -> No
     add(counter, 2, f"d{MAX_DOMAINS}", drafts=2)
     found = windows_of(counter)
     assert MAX_DOMAINS == 64
-    assert found.keys() == {*((1, f"d{i}") for i in range(MAX_DOMAINS)), (1, ""), (2, "d1"), (2, "")}
+    assert found.keys() == {
+        *((1, f"d{i}") for i in range(MAX_DOMAINS)),
+        (1, ""),
+        (2, "d1"),
+        (2, ""),
+    }
     assert (found[1, ""].num_drafts, found[1, ""].num_finished) == (50, 50)
     assert (found[1, "d63"].num_drafts, found[1, "d63"].num_finished) == (1, 1)
-    total = merge_windows(list(found.values()))
-    assert total is not None and total.num_drafts == total.num_steps == MAX_DOMAINS + 52, "none is lost"
+    total = Counters()
+    for window in found.values():
+        total.add(window.counters)
+    assert total.num_drafts == total.num_steps == MAX_DOMAINS + 52, "none is lost"
     add(counter, 3, "d0")
     add(counter, 3, "newer")
     assert windows_of(counter).keys() == {(3, "d0"), (3, "")}, "labels that were taken stay so"
@@ -101,7 +123,9 @@ def test_so_many_labels_are_counted_apart_and_further_ones_as_unlabelled() -> No
 
 def test_what_is_not_judged_counts_in_the_totals_alone() -> None:
     counter = WindowCounter(4)
-    counter.add_step(version=1, domain="", num_drafts=4, num_accepted=3, num_served=4, is_judged=False)
+    counter.add_step(
+        version=1, domain="", num_drafts=4, num_accepted=3, num_served=4, is_judged=False
+    )
     (window,) = counter.take("r", "default")
     assert (window.num_drafts, window.num_accepted_tokens, window.num_output_tokens) == (1, 3, 4)
     assert sum(window.num_tested_per_pos) == 0
@@ -122,7 +146,9 @@ def test_finished_requests_count_under_the_draft_that_served_last() -> None:
     assert found[5, "sql"].num_steps == 0
     assert found[4, "sql"].num_finished == found[5, ""].num_finished == 0
     counter.add_finished("", 1.0, 1)
-    assert windows_of(counter).keys() == {(5, "")}, "which draft that was is not forgotten with the counts"
+    assert windows_of(counter).keys() == {(5, "")}, (
+        "which draft that was is not forgotten with the counts"
+    )
 
 
 def test_each_window_begins_where_the_last_one_ended_and_counts_anew() -> None:
@@ -132,10 +158,16 @@ def test_each_window_begins_where_the_last_one_ended_and_counts_anew() -> None:
         add(counter, accepted=tokens)
         clock.now += seconds
         (window,) = counter.take("r", "default")
-        assert (window.num_accepted_tokens, window.num_drafts, window.seconds) == (tokens, 1, seconds)
+        assert (window.num_accepted_tokens, window.num_drafts, window.seconds) == (
+            tokens,
+            1,
+            seconds,
+        )
 
 
-@pytest.mark.parametrize(("idle", "is_counted"), [(LONGEST_GAP, True), (LONGEST_GAP + 0.1, False), (300, False)])
+@pytest.mark.parametrize(
+    ("idle", "is_counted"), [(LONGEST_GAP, True), (LONGEST_GAP + 0.1, False), (300, False)]
+)
 def test_idle_time_is_no_part_of_a_window(idle: float, is_counted: bool) -> None:
     clock = Clock()
     counter = WindowCounter(4, clock)

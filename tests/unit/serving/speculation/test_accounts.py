@@ -1,9 +1,11 @@
-"""What the control has done, as it is told and as it is reported."""
+"""The accounts of the control: what it is told, and what it reports."""
 
 from __future__ import annotations
 
+import json
 import time
 
+from osd.records import PlanChange, PlanTotals, encode
 from serving.speculation.accounts import MAX_CHANGES, MAX_LOG, Accounts
 from serving.speculation.goodput import OFF, Plan
 
@@ -16,8 +18,8 @@ def test_steps_are_added_up_by_plan() -> None:
     accounts.add_step(OFF, 0.125, 1)
     accounts.add_step(TWO, 0.25, 2)
     assert accounts.report()["plans"] == {
-        "draft 2": {"steps": 2, "seconds": 0.75, "tokens": 5, "predicted_seconds": 0.5},
-        "off": {"steps": 1, "seconds": 0.125, "tokens": 1, "predicted_seconds": 0.0},
+        "draft 2": PlanTotals(steps=2, seconds=0.75, tokens=5, predicted_seconds=0.5),
+        "off": PlanTotals(steps=1, seconds=0.125, tokens=1, predicted_seconds=0.0),
     }
 
 
@@ -35,9 +37,14 @@ def test_the_newest_changes_are_kept() -> None:
     for batch in range(MAX_CHANGES + 2):
         accounts.add_change(TWO, OFF, batch, "goodput")
     changes = accounts.report()["changes"]
-    assert before <= changes[0].pop("at") <= time.time()
-    assert changes[0] == {"from": "draft 2", "to": "off", "batch": 2, "reason": "goodput"}
-    assert [change["batch"] for change in changes] == list(range(2, MAX_CHANGES + 2))
+    assert before <= changes[0].at <= time.time()
+    assert changes[0] == PlanChange(
+        at=changes[0].at, old="draft 2", new="off", batch=2, reason="goodput"
+    )
+    assert [change.batch for change in changes] == list(range(2, MAX_CHANGES + 2))
+    assert json.loads(encode(changes[0])) == {
+        "at": changes[0].at, "from": "draft 2", "to": "off", "batch": 2, "reason": "goodput",
+    }  # fmt: skip
 
 
 def test_a_log_is_bounded_and_ends_where_nobody_wants_it() -> None:

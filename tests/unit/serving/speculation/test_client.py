@@ -1,4 +1,7 @@
-"""The replica's side of the control: profiles on disk, what the scheduler is started with, and an engine measured."""
+"""The replica's side of the speculation control.
+
+Profiles on disk, the scheduler's settings at the start, and the measurement of an engine.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,13 @@ from typing import Any
 import pytest
 
 from osd.config.schema import Config
-from osd.records import DraftRelease
+from osd.records import DraftRelease, SpeculationReport
 from osd.service.profile import table
 from serving.pull import HEARTBEAT_TTL
-from serving.speculation import client
-from serving.speculation.client import (
-    Steering,
-    predicted_acceptance,
-    profile_path,
-    read_profile,
-    settings_for,
-    write_profile,
-)
+from serving.speculation import client, profile
+from serving.speculation.client import SpeculationClient, predicted_acceptance, settings_for
 from serving.speculation.control import Settings
+from serving.speculation.profile import profile_path, read_profile, write_profile
 from serving.speculation.scheduler import settings_of
 from serving.speculation.step_times import Shape, StepTimes
 from serving.vllm import names, server
@@ -76,39 +73,46 @@ class FakeEngine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
-    monkeypatch.setattr(server, "generate_synthetic", lambda engine, *given: engine.generate(*given))
+    monkeypatch.setattr(
+        server, "generate_synthetic", lambda engine, *given: engine.generate(*given)
+    )
     monkeypatch.setattr(client, "SECONDS_BETWEEN_LOOKS", 0.001)
     return fake
 
 
 def test_what_was_measured_is_kept_and_found_again(tmp_path: Path, engine: FakeEngine) -> None:
     path = tmp_path / "profiles" / "p.json"
-    asyncio.run(Steering(engine.utility, Config()).prepare(engine, path))
-    assert [given for name, given in engine.said if name == "sweep"] == [1, 4]  # 16 and 64 do not fit in 4 sequences
+    asyncio.run(SpeculationClient(engine.utility, Config()).prepare(engine, path))
+    # 16 and 64 do not fit in 4 sequences.
+    assert [given for name, given in engine.said if name == "sweep"] == [1, 4]
     assert engine.most_running == 4
     assert engine.running == 0
     prompts = [tuple(prompt) for prompt, _ in engine.asked]
     assert len(set(prompts)) == 4, "the requests of one batch share no prefix"
     assert {len(prompt) for prompt in prompts} == {64}
     assert all(4 <= token < 512 for prompt in prompts for token in prompt)
-    assert {num_tokens for _, num_tokens in engine.asked} == {256 - 64 - 2 * 5}, "what fits, drafts included"
+    assert {num_tokens for _, num_tokens in engine.asked} == {256 - 64 - 2 * 5}, (
+        "what fits, drafts included"
+    )
     assert read_profile(path) == ROWS
     engine.said.clear()
-    asyncio.run(Steering(engine.utility, Config()).prepare(engine, path))
+    asyncio.run(SpeculationClient(engine.utility, Config()).prepare(engine, path))
     assert engine.said == [("load_rows", ROWS)]
 
 
-def test_a_profile_whose_rows_are_refused_is_measured_anew(tmp_path: Path, engine: FakeEngine) -> None:
+def test_a_profile_whose_rows_are_refused_is_measured_anew(
+    tmp_path: Path, engine: FakeEngine
+) -> None:
     engine.takes_rows = False
     write_profile(tmp_path / "p.json", [{"batch": -1}])
-    asyncio.run(Steering(engine.utility, Config()).prepare(engine, tmp_path / "p.json"))
+    asyncio.run(SpeculationClient(engine.utility, Config()).prepare(engine, tmp_path / "p.json"))
     assert read_profile(tmp_path / "p.json") == ROWS
 
 
 def test_measuring_ends_in_time_and_keeps_no_half_of_it(tmp_path: Path, engine: FakeEngine) -> None:
     engine.steps_per_look = 0
     config = Config.model_validate({"speculation": {"calibration_seconds": 0.05}})
-    asyncio.run(Steering(engine.utility, config).prepare(engine, tmp_path / "p.json"))
+    asyncio.run(SpeculationClient(engine.utility, config).prepare(engine, tmp_path / "p.json"))
     assert [given for name, given in engine.said if name == "sweep"] == [1]
     assert engine.running == 0
     assert ("end_sweep", None) in engine.said, "no step of it may fall into traffic"
@@ -123,18 +127,22 @@ def test_requests_that_end_before_the_sweep_make_no_profile(
 
     engine.steps_per_look = 0
     monkeypatch.setattr(engine, "generate", refused)
-    asyncio.run(Steering(engine.utility, Config()).prepare(engine, tmp_path / "p.json"))
+    asyncio.run(SpeculationClient(engine.utility, Config()).prepare(engine, tmp_path / "p.json"))
     assert read_profile(tmp_path / "p.json") is None
     assert ("end_sweep", None) in engine.said
-    assert [name for name, _ in engine.said].count("sweep_steps_left") <= 3, "nobody waits for what has ended"
+    assert [name for name, _ in engine.said].count("sweep_steps_left") <= 3, (
+        "nobody waits for what has ended"
+    )
 
 
-@pytest.mark.parametrize("speculation", [{"calibration_seconds": 0}, {"mode": "fixed"}, {"mode": "off"}])
+@pytest.mark.parametrize(
+    "speculation", [{"calibration_seconds": 0}, {"mode": "fixed"}, {"mode": "off"}]
+)
 def test_nothing_is_measured_where_nothing_is_decided(
     tmp_path: Path, engine: FakeEngine, speculation: dict[str, Any]
 ) -> None:
     config = Config.model_validate({"speculation": speculation})
-    asyncio.run(Steering(engine.utility, config).prepare(engine, tmp_path / "p.json"))
+    asyncio.run(SpeculationClient(engine.utility, config).prepare(engine, tmp_path / "p.json"))
     assert engine.said == []
 
 
@@ -142,7 +150,7 @@ def test_nothing_is_measured_where_nothing_is_decided(
 def test_a_damaged_profile_is_measured_anew(tmp_path: Path, engine: FakeEngine, text: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)
-    asyncio.run(Steering(engine.utility, Config()).prepare(engine, path))
+    asyncio.run(SpeculationClient(engine.utility, Config()).prepare(engine, path))
     assert read_profile(path) == ROWS
 
 
@@ -152,9 +160,9 @@ def test_a_control_that_does_not_answer_is_logged_and_serving_goes_on(
     async def silent(*_: Any) -> str:
         raise RuntimeError("gone")
 
-    client = Steering(silent, Config())
+    client = SpeculationClient(silent, Config())
     with caplog.at_level(logging.ERROR):
-        assert asyncio.run(client.report()) == {}
+        assert asyncio.run(client.report()) == SpeculationReport()
         asyncio.run(client.restart(release()))
         asyncio.run(client.prepare(engine, tmp_path / "p.json"))
     assert "gone" in caplog.text
@@ -170,28 +178,37 @@ def test_a_control_that_never_answers_stops_nobody(
 
     assert client.SECONDS_TO_ANSWER < HEARTBEAT_TTL
     monkeypatch.setattr(client, "SECONDS_TO_ANSWER", 0.05)
-    assert asyncio.run(asyncio.wait_for(Steering(stuck, Config()).report(), 5)) == {}
+    found = asyncio.run(asyncio.wait_for(SpeculationClient(stuck, Config()).report(), 5))
+    assert found == SpeculationReport()
     assert "did not answer 'report' within" in caplog.text
 
 
-def test_the_profile_is_another_for_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_is_another_for_another_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OSD_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text("{}")
     draft = str(tmp_path)
     base = profile_path(Config(), "target", draft)
     assert base == profile_path(Config(), "target", draft)
-    assert base == profile_path(Config.model_validate({"serving": {"vllm": {"api_key": "k"}}}), "target", draft)
+    assert base == profile_path(
+        Config.model_validate({"serving": {"vllm": {"api_key": "k"}}}), "target", draft
+    )
     assert base.parent == tmp_path / "cache" / "profiles"
     others = {profile_path(Config(), "another", draft)}
-    for change in ({"serving": {"vllm": {"dtype": "bfloat16"}}}, {"serving": {"env": {"OMP_NUM_THREADS": "1"}}}):
+    for change in (
+        {"serving": {"vllm": {"dtype": "bfloat16"}}},
+        {"serving": {"env": {"OMP_NUM_THREADS": "1"}}},
+    ):
         others.add(profile_path(Config.model_validate(change), "target", draft))
     for change in ({"k_max": 3}, {"proposers": ["draft"]}):
         others.add(profile_path(Config.model_validate({"speculation": change}), "target", draft))
     (tmp_path / "model.safetensors").write_text("other weights take as long")
-    assert profile_path(Config.model_validate({"speculation": {"mode": "fixed"}}), "target", draft) == base
+    fixed = Config.model_validate({"speculation": {"mode": "fixed"}})
+    assert profile_path(fixed, "target", draft) == base
     monkeypatch.setattr(names, "engine_version", lambda: "another")
     others.add(profile_path(Config(), "target", draft))
-    monkeypatch.setattr(client, "hardware", lambda: "another machine")
+    monkeypatch.setattr(profile, "hardware", lambda: "another machine")
     others.add(profile_path(Config(), "target", draft))
     (tmp_path / "config.json").write_text('{"hidden_size": 1}')
     others.add(profile_path(Config(), "target", draft))
@@ -200,7 +217,9 @@ def test_the_profile_is_another_for_another_engine(tmp_path: Path, monkeypatch: 
 
 
 def test_the_scheduler_gets_what_the_configuration_says() -> None:
-    config = Config.model_validate({"speculation": {"mode": "fixed", "k_max": 7, "proposers": ["ngram"]}})
+    config = Config.model_validate(
+        {"speculation": {"mode": "fixed", "k_max": 7, "proposers": ["ngram"]}}
+    )
     given = json.loads(json.dumps({"osd": settings_for(config.speculation, release())}))
     expected = Settings("fixed", 7, ("ngram",), None, 600.0, 2.0)
     assert settings_of(given) == expected
@@ -210,7 +229,8 @@ def test_the_scheduler_gets_what_the_configuration_says() -> None:
 def test_a_draft_is_expected_to_do_what_its_gate_measured() -> None:
     published = replace(release(), outcome=OUTCOME)
     assert OUTCOME.eval is not None
-    assert settings_for(Config().speculation, published)["predicted"] == OUTCOME.eval.alpha_candidate
+    settings = settings_for(Config().speculation, published)
+    assert settings["predicted"] == OUTCOME.eval.alpha_candidate
     assert settings_for(Config().speculation, release())["predicted"] is None
 
 
@@ -235,13 +255,18 @@ def test_a_profile_can_be_read_into_a_table() -> None:
 def test_a_profile_is_written_whole(tmp_path: Path) -> None:
     write_profile(tmp_path / "a" / "p.json", ROWS)
     found = json.loads((tmp_path / "a" / "p.json").read_text())
-    assert found == {"schema_version": 1, "hardware": client.hardware(), "cells": ROWS}
+    assert found == {"schema_version": 1, "hardware": profile.hardware(), "cells": ROWS}
 
 
 def test_the_control_hears_of_a_swap_and_what_was_predicted(engine: FakeEngine) -> None:
-    asyncio.run(Steering(engine.utility, Config()).restart(replace(release(), outcome=OUTCOME)))
-    asyncio.run(Steering(engine.utility, Config()).restart(release()))
-    assert engine.said == [("restart", predicted_acceptance(replace(release(), outcome=OUTCOME))), ("restart", None)]
+    asyncio.run(
+        SpeculationClient(engine.utility, Config()).restart(replace(release(), outcome=OUTCOME))
+    )
+    asyncio.run(SpeculationClient(engine.utility, Config()).restart(release()))
+    assert engine.said == [
+        ("restart", predicted_acceptance(replace(release(), outcome=OUTCOME))),
+        ("restart", None),
+    ]
 
 
 def test_a_report_and_rows_are_what_the_control_says(engine: FakeEngine) -> None:
@@ -249,15 +274,16 @@ def test_a_report_and_rows_are_what_the_control_says(engine: FakeEngine) -> None
         assert (method, argument) == ("osd_speculation", "null")
         return json.dumps({"report": {"plan": "off"}, "rows": ROWS}[name])
 
-    assert asyncio.run(Steering(says, Config()).report()) == {"plan": "off"}
-    assert asyncio.run(Steering(says, Config()).rows()) == ROWS
+    said = asyncio.run(SpeculationClient(says, Config()).report())
+    assert said == SpeculationReport(plan="off")
+    assert asyncio.run(SpeculationClient(says, Config()).rows()) == ROWS
 
 
 def test_where_step_times_cannot_be_measured_the_service_starts_all_the_same(
     tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     del engine.vllm_config
-    asyncio.run(Steering(engine.utility, Config()).prepare(engine, tmp_path / "p.json"))
+    asyncio.run(SpeculationClient(engine.utility, Config()).prepare(engine, tmp_path / "p.json"))
     assert "step times could not be measured; they are learnt from traffic" in caplog.text
     assert read_profile(tmp_path / "p.json") is None
 
@@ -266,7 +292,7 @@ def test_a_control_that_knows_no_step_leaves_no_profile(tmp_path: Path, engine: 
     async def empty(method: str, name: str, argument: str) -> str:
         return "[]" if name == "rows" else await engine.utility(method, name, argument)
 
-    asyncio.run(Steering(empty, Config()).prepare(engine, tmp_path / "p.json"))
+    asyncio.run(SpeculationClient(empty, Config()).prepare(engine, tmp_path / "p.json"))
     assert not (tmp_path / "p.json").exists()
 
 

@@ -1,5 +1,7 @@
-"""The closed loop against a simulated engine, whose best choice is known by formula; step by step it is followed in
-`test_speculation_steps.py`."""
+"""The closed loop against a simulated engine, whose best choice follows from a formula.
+
+`test_control_steps.py` follows the loop step by step.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from serving.speculation.control import (
-    Settings,
-)
+from serving.speculation.control import Settings
 from serving.speculation.goodput import OFF, Plan
 from serving.speculation.probes import FRESH_TESTS, PROBE_SHARE, PROBE_STEPS
 from serving.speculation.step_times import Shape
@@ -23,11 +24,13 @@ from tests.support.simulated_engine import SimulatedEngine, best_fixed, cpu
 K_MAX = 5
 AUTO = Settings(k_max=K_MAX)
 STEPS_TO_KNOW = 1500
-"""Of one request, by which a draft that is never right has been probed often enough to be probed rarely."""
+"""Of one request, by which a draft that is never right has been probed often enough to be probed
+rarely."""
 
 
 def gpu(batch: int, tokens: int, passes: int) -> float:
-    """Waits for memory up to 128 tokens: the opposite of `cpu`, where a batch of 16 has no room for drafts."""
+    """Waits for memory up to 128 tokens: the opposite of `cpu`, where a batch of 16 has no room for
+    drafts."""
     draft = 0.0005 + 0.0006 * passes if passes else 0.0
     return 0.012 + 0.000002 * tokens + 0.00015 * max(tokens - 128, 0) + draft
 
@@ -47,7 +50,7 @@ def shares(engine: SimulatedEngine, num_steps: int) -> dict[str, float]:
     return {proposer: names[proposer] / num_steps for proposer in ("draft", "ngram", "off")}
 
 
-# -- the best choice, where nothing changes ---------------------------------------------------------------------------
+# -- the best choice, where nothing changes -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -80,24 +83,26 @@ def test_an_engine_of_another_shape_gets_another_choice(batch: int) -> None:
     assert shares(engine, 300)["draft"] > 0.95
 
 
-# -- a useless draft --------------------------------------------------------------------------------------------------
+# -- a useless draft ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_useless_draft_is_not_used_and_trying_it_costs_little(batch: int) -> None:
-    """What probes and trials lose is measured against an engine that never drafts; at most 1.5 % of the time."""
+    """What probes and trials lose is measured against an engine that never drafts; at most 1.5 % of
+    the time."""
     engine = SimulatedEngine(AUTO, alpha=0.0, noise=0.0)
     engine.run(STEPS_TO_KNOW, batch)
-    num_probes = engine.control.report()["num_probes"]
+    num_probes = engine.control.report().num_probes
     lost = 1 - engine.run(800, batch) / rate_off(engine, batch)
-    assert engine.control.report()["num_probes"] - num_probes >= 2
+    assert engine.control.report().num_probes - num_probes >= 2
     assert 0 < lost <= 0.015
     assert shares(engine, 800)["draft"] < 0.03
 
 
 @pytest.mark.parametrize("alpha", [0.4, 0.5])
 def test_what_can_never_be_measured_is_hardly_ever_tried(alpha: float) -> None:
-    """N-grams that find nothing make steps without a draft: the step that their trial is for is hardly ever seen."""
+    """N-grams that find nothing make steps without a draft: the step that their trial is for is
+    hardly ever seen."""
     engine = SimulatedEngine(AUTO, alpha=alpha, found=0.0)
     engine.run(1200, 1)
     assert any(name.startswith("ngram") for name in engine.plans)
@@ -107,30 +112,34 @@ def test_what_can_never_be_measured_is_hardly_ever_tried(alpha: float) -> None:
 def test_a_costlier_draft_is_probed_less_often() -> None:
     def probes(passes_s: float) -> int:
         settings = Settings(k_max=K_MAX, proposers=("draft",))
-        engine = SimulatedEngine(settings, lambda b, t, p: 0.015 + passes_s * p, alpha=0.0, noise=0.0)
+        engine = SimulatedEngine(
+            settings, lambda b, t, p: 0.015 + passes_s * p, alpha=0.0, noise=0.0
+        )
         engine.run(STEPS_TO_KNOW, 1)
-        before = engine.control.report()["num_probes"]
+        before = engine.control.report().num_probes
         engine.run(1200, 1)
-        return int(engine.control.report()["num_probes"] - before)
+        return int(engine.control.report().num_probes - before)
 
-    # Two passes of a draft that takes a tenth as long as the target: 4 * 0.2 / 0.01 = 80 steps; half as long: 400.
+    # Two passes of a draft that takes a tenth as long as the target: 4 * 0.2 / 0.01 = 80 steps;
+    # half as long: 400.
     assert probes(0.0015) >= 4 * probes(0.0075) >= 4
 
 
 def test_the_draft_of_an_engine_that_starts_is_probed_like_a_new_one() -> None:
     engine = SimulatedEngine(Settings(k_max=K_MAX, proposers=("draft",)), alpha=0.0, noise=0.0)
     engine.run(600, 1)
-    early = engine.control.report()["num_probes"]
+    early = engine.control.report().num_probes
     engine.run(STEPS_TO_KNOW, 1)
-    known = engine.control.report()["num_probes"]
+    known = engine.control.report().num_probes
     engine.run(600, 1)
-    assert early > 1.4 * (engine.control.report()["num_probes"] - known) > 0
+    assert early > 1.4 * (engine.control.report().num_probes - known) > 0
 
 
 @pytest.mark.parametrize("alpha, batch", [(0.6, 4), (0.9, 1), (0.9, 4), (0.9, 16)])
 def test_a_machine_that_is_slower_now_and_then_does_not_mislead(alpha: float, batch: int) -> None:
-    """Every step takes up to half as long again or a third less, in waves of some 150 steps. What was chosen is judged
-    by the formula: a plan that was measured in a bad moment must not seem bad."""
+    """Every step takes up to half as long again or a third less, in waves of some 150 steps. What
+    was chosen is judged by the formula: a plan that was measured in a bad moment must not seem
+    bad."""
     found = []
     for seed in range(3):
         random, pace = np.random.default_rng(seed), [0.0]
@@ -158,12 +167,15 @@ def test_a_plan_that_became_cheaper_while_it_was_not_used_is_found() -> None:
     assert engine.plans[-100:].count("draft 2") > 80
     dearer[0] = 0.7
     engine.run(900, 1)
-    assert np.mean([name in ("draft 3", "draft 4", "draft 5") for name in engine.plans[-200:]]) > 0.85
+    is_good = [name in ("draft 3", "draft 4", "draft 5") for name in engine.plans[-200:]]
+    assert np.mean(is_good) > 0.85
 
 
 def quality(plans: Sequence[str], alpha: float, batch: int) -> float:
     """Tokens per second of these plans, by the formulas, over those of the best one."""
-    tokens = {"off": 1.0} | {f"draft {k}": sum(alpha**j for j in range(k + 1)) for k in range(1, K_MAX + 1)}
+    tokens = {"off": 1.0} | {
+        f"draft {k}": sum(alpha**j for j in range(k + 1)) for k in range(1, K_MAX + 1)
+    }
     seconds = {"off": cpu(batch, batch, 0)}
     seconds |= {f"draft {k}": cpu(batch, batch * (1 + k), k) for k in range(1, K_MAX + 1)}
     steps = Counter(name if name.startswith("draft") else "off" for name in plans)
@@ -173,14 +185,15 @@ def quality(plans: Sequence[str], alpha: float, batch: int) -> float:
     return rate / max(tokens[name] / seconds[name] for name in tokens)
 
 
-# -- what changes without notice --------------------------------------------------------------------------------------
+# -- what changes without notice ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("batch, steps", [(1, 200), (4, 300)])
 def test_a_draft_that_becomes_good_is_found_by_probes(batch: int, steps: int, seed: int) -> None:
-    """Bad to good, without notice: the mean over the 400 steps that follow the first `steps` after the change. With
-    four requests a probe is due only every 245 steps, or it would cost more than its hundredth of the time."""
+    """Bad to good, without notice: the mean over the 400 steps that follow the first `steps` after
+    the change. With four requests a probe is due only every 245 steps, or it would cost more than
+    its hundredth of the time."""
     engine = SimulatedEngine(AUTO, alpha=0.05, seed=seed)
     engine.run(250, batch)
     assert shares(engine, 100)["draft"] < 0.2
@@ -200,7 +213,7 @@ def test_a_draft_that_becomes_bad_is_dropped(batch: int) -> None:
     assert of_best(engine, 400, batch) >= 0.95
 
 
-# -- releases ---------------------------------------------------------------------------------------------------------
+# -- releases -------------------------------------------------------------------------------------
 
 
 def test_a_release_that_is_predicted_good_is_used_at_once() -> None:
@@ -226,12 +239,15 @@ def test_a_release_that_is_worse_than_predicted_is_dropped() -> None:
 
 
 def test_a_release_that_disappoints_is_soon_known_well_enough_to_be_taken_back() -> None:
-    """A costly draft would be probed every 400 steps; until enough of a new one was tested, every 50."""
+    """A costly draft would be probed every 400 steps; until enough of a new one was tested, every
+    50."""
 
     def first_tokens_tested() -> int:
-        return int(engine.control.report()["tested_per_place"][0])
+        return int(engine.control.report().tested_per_position[0])
 
-    engine = SimulatedEngine(Settings(k_max=K_MAX, proposers=("draft",)), lambda b, t, p: 0.015 + 0.0075 * p)
+    engine = SimulatedEngine(
+        Settings(k_max=K_MAX, proposers=("draft",)), lambda b, t, p: 0.015 + 0.0075 * p
+    )
     engine.alpha = 0.0
     engine.run(250, 4)
     engine.control.restart(predicted=0.95)
@@ -243,12 +259,12 @@ def test_a_release_that_disappoints_is_soon_known_well_enough_to_be_taken_back()
     assert first_tokens_tested() - before < FRESH_TESTS
 
 
-# -- load -------------------------------------------------------------------------------------------------------------
+# -- load -----------------------------------------------------------------------------------------
 
 
 def test_load_comes_and_goes() -> None:
-    """1, 16, 1 requests: a batch never seen is known after the next fit of step times, a known one at once. Means over
-    the steps 120 to 320 and 20 to 220 after each change."""
+    """1, 16, 1 requests: a batch never seen is known after the next fit of step times, a known one
+    at once. Means over the steps 120 to 320 and 20 to 220 after each change."""
     engine = SimulatedEngine(AUTO, alpha=0.7)
     engine.run(250, 1)
     engine.run(120, 16)
@@ -257,11 +273,11 @@ def test_load_comes_and_goes() -> None:
     engine.run(20, 1)
     assert of_best(engine, 200, 1) >= 0.95
     assert shares(engine, 200)["draft"] > 0.9
-    changes = engine.control.report()["changes"]
-    assert any(change["reason"] == "load" for change in changes), "the report says why"
+    changes = engine.control.report().changes
+    assert any(change.reason == "load" for change in changes), "the report says why"
 
 
-# -- n-grams ----------------------------------------------------------------------------------------------------------
+# -- n-grams --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -289,7 +305,7 @@ def test_n_grams_are_found_worth_using_by_lookups_in_shadow() -> None:
     assert shares(engine, 100)["ngram"] > 0.9
 
 
-# -- modes, forces, clients -------------------------------------------------------------------------------------------
+# -- modes, forces, clients -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -306,12 +322,16 @@ def test_other_modes_decide_nothing(settings: Settings, plan: str, alpha: float)
     engine = SimulatedEngine(settings, alpha=alpha)
     engine.run(150, 2)
     assert set(engine.plans) == {plan}
-    assert engine.control.report()["predicted_tokens_per_second"] == 0.0, "nothing is promised of it"
+    assert engine.control.report().predicted_tokens_per_second == 0.0, "nothing is promised of it"
 
 
 @pytest.mark.parametrize("proposers, absent", [(("draft",), "ngram"), (("ngram",), "draft")])
-def test_only_the_proposers_of_the_settings_are_used(proposers: tuple[str, ...], absent: str) -> None:
-    engine = SimulatedEngine(Settings(k_max=3, proposers=proposers), alpha=0.9, found=0.9, copied=0.9)
+def test_only_the_proposers_of_the_settings_are_used(
+    proposers: tuple[str, ...], absent: str
+) -> None:
+    engine = SimulatedEngine(
+        Settings(k_max=3, proposers=proposers), alpha=0.9, found=0.9, copied=0.9
+    )
     engine.run(300, 2)
     assert shares(engine, 300)[absent] == 0
     assert shares(engine, 100)[proposers[0]] > 0.9
@@ -333,7 +353,7 @@ def test_a_forced_plan_stays_until_it_is_lifted() -> None:
 
 def test_a_forced_plan_ends_a_probe() -> None:
     engine = SimulatedEngine(AUTO, alpha=0.0)
-    while not engine.control.report()["num_probes"]:
+    while not engine.control.report().num_probes:
         engine.run(1, 1)
     engine.control.force(Plan("draft", 4))
     engine.run(1, 1)
@@ -355,7 +375,7 @@ def test_the_caps_of_clients_hold_whatever_is_decided() -> None:
     assert max(engine.control.cap(req_id) for req_id in engine._left) > 1
 
 
-# -- sweeps -----------------------------------------------------------------------------------------------------------
+# -- sweeps ---------------------------------------------------------------------------------------
 
 
 def test_without_a_profile_the_first_steps_are_a_sweep() -> None:
@@ -366,14 +386,19 @@ def test_without_a_profile_the_first_steps_are_a_sweep() -> None:
     engine.run(1, 1)
     assert engine.control.times.is_fitted
     report = engine.control.report()
-    assert sum(plan["steps"] for plan in report["plans"].values()) == 1, "a sweep is no step of the service"
-    assert report["changes"] == []
+    assert sum(plan.steps for plan in report.plans.values()) == 1, (
+        "a sweep is no step of the service"
+    )
+    assert report.changes == ()
 
 
 def test_a_sweep_tells_drafting_from_verifying() -> None:
     engine = SimulatedEngine(AUTO, alpha=0.7, noise=0.0)
     engine.run(40, 4)
-    seen = [Shape(4, tokens, 400, passes) for tokens, passes in [(24, 5), (8, 1), (24, 1), (8, 5), (4, 0)]]
+    seen = [
+        Shape(4, tokens, 400, passes)
+        for tokens, passes in [(24, 5), (8, 1), (24, 1), (8, 5), (4, 0)]
+    ]
     expected = [cpu(shape.batch, shape.tokens, shape.drafted) for shape in seen]
     assert engine.control.times.predict(seen) == pytest.approx(expected, rel=0.05)
 
@@ -395,40 +420,56 @@ def test_a_sweep_waits_for_its_batch() -> None:
     assert {name.split()[0] for name in engine.plans[-22:]} == {"draft", "off"}
 
 
-# -- what it says of itself -------------------------------------------------------------------------------------------
+# -- what it says of itself -----------------------------------------------------------------------
 
 
 def test_a_report_is_json_and_adds_up() -> None:
     engine = SimulatedEngine(AUTO, alpha=0.6, found=0.3, copied=0.5)
     engine.run(40, 4)
-    swept, began = engine.control.report()["plans"], engine.now
+    swept, began = engine.control.report().plans, engine.now
     engine.run(260, 4)
-    report = json.loads(json.dumps(engine.control.report(), allow_nan=False))
+    said = msgspec.to_builtins(engine.control.report())
+    report = json.loads(json.dumps(said, allow_nan=False))
     assert report["plan"] == engine.control._plan.name == engine.plans[-1]
     assert (report["mode"], report["batch"]) == ("auto", 4)
-    steps, seconds = ({name: plan[key] for name, plan in report["plans"].items()} for key in ("steps", "seconds"))
-    assert Counter(steps) - Counter({name: plan["steps"] for name, plan in swept.items()}) == Counter(engine.plans[40:])
-    assert sum(seconds.values()) - sum(plan["seconds"] for plan in swept.values()) == pytest.approx(engine.now - began)
+    steps, seconds = (
+        {name: plan[key] for name, plan in report["plans"].items()} for key in ("steps", "seconds")
+    )
+    assert Counter(steps) - Counter({name: plan.steps for name, plan in swept.items()}) == Counter(
+        engine.plans[40:]
+    )
+    assert sum(seconds.values()) - sum(plan.seconds for plan in swept.values()) == pytest.approx(
+        engine.now - began
+    )
     used = report["plans"][Counter(engine.plans[100:]).most_common(1)[0][0]]
     assert used["predicted_seconds"] == pytest.approx(used["seconds"], rel=0.3)
     assert report["predicted_tokens_per_second"] == pytest.approx(engine.run(200, 4), rel=0.15)
-    assert report["tested_per_place"] == sorted(report["tested_per_place"], reverse=True)
-    assert [a <= t for a, t in zip(report["accepted_per_place"], report["tested_per_place"], strict=True)] == [True] * 5
-    assert report["accepted_per_place"][0] / report["tested_per_place"][0] == pytest.approx(0.6, abs=0.05)
-    assert report["by_context"]["<256"] == [sum(report["tested_per_place"]), sum(report["accepted_per_place"])]
+    assert report["tested_per_position"] == sorted(report["tested_per_position"], reverse=True)
+    assert [
+        a <= t
+        for a, t in zip(report["accepted_per_position"], report["tested_per_position"], strict=True)
+    ] == [True] * 5
+    assert report["accepted_per_position"][0] / report["tested_per_position"][0] == pytest.approx(
+        0.6, abs=0.05
+    )
+    assert report["by_context"]["<256"] == [
+        sum(report["tested_per_position"]),
+        sum(report["accepted_per_position"]),
+    ]
     assert report["spread"]["0.5"] == pytest.approx(0.6, abs=0.1)
-    assert engine.control.report()["num_cells"] == engine.control.times.num_cells > 3
+    assert engine.control.report().num_cells == engine.control.times.num_cells > 3
     assert 0 < report["decision_us"] < 100_000
 
 
 def test_the_changes_of_plan_form_a_chain() -> None:
     engine = SimulatedEngine(AUTO, alpha=0.2)
     engine.run(150, 4)
-    changes = engine.control.report()["changes"]
-    assert {"goodput"} < {change["reason"] for change in changes} <= {"goodput", "trial", "probe", "load"}
+    changes = engine.control.report().changes
+    reasons = {change.reason for change in changes}
+    assert {"goodput"} < reasons <= {"goodput", "trial", "probe", "load"}
     assert len(changes) > 3
-    assert all(before["to"] == after["from"] for before, after in pairwise(changes))
-    assert changes[-1]["to"] == engine.plans[-1]
+    assert all(before.new == after.old for before, after in pairwise(changes))
+    assert changes[-1].new == engine.plans[-1]
 
 
 def test_a_report_changes_nothing() -> None:
@@ -441,7 +482,7 @@ def test_requests_without_drafts_are_no_part_of_the_spread() -> None:
     engine = SimulatedEngine(Settings(mode="off"))
     engine.run(200, 2)
     assert engine._next > 2
-    assert engine.control.report()["spread"] == {}
+    assert engine.control.report().spread == {}
 
 
 def test_a_log_is_kept_where_asked() -> None:
@@ -463,11 +504,11 @@ def test_net_windows_measure_what_speculation_gains() -> None:
     engine = SimulatedEngine(settings, alpha=0.8)
     engine.run(200, 1)
     best = best_fixed(engine, 1, range(K_MAX + 1))[1]
-    while engine.control.report()["net"]["windows"] < 3:
+    while engine.control.report().net.windows < 3:
         engine.run(20, 1)
-    net = engine.control.report()["net"]
-    assert net["ratio"] == pytest.approx(best / rate_off(engine, 1), rel=0.1)
-    assert net["low"] < net["ratio"] < net["high"]
+    net = engine.control.report().net
+    assert net.ratio == pytest.approx(best / rate_off(engine, 1), rel=0.1)
+    assert net.low < net.ratio < net.high
     assert "off" in engine.plans[200:]
 
 

@@ -1,4 +1,7 @@
-"""The closed loop step by step by hand: what is asked of it, what a step showed, and what it plans next."""
+"""The closed loop step by step, by hand.
+
+From what it is asked and what a step showed to what it plans next.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from serving.speculation.control import STEPS_PER_DECISION, SWEEP_STEPS, Settings, Speculation, StepSeen
+from serving.speculation.control import STEPS_PER_DECISION, Settings, Speculation
 from serving.speculation.estimates import Acceptance
 from serving.speculation.goodput import MARGIN, Plan
 from serving.speculation.ngram import MAX_INDEXED, STEPS_PER_SHADOW
+from serving.speculation.step_seen import StepSeen
+from serving.speculation.sweep import SWEEP_STEPS
 from tests.support.simulated_engine import StepTime, cpu
 
 K_MAX = 5
@@ -20,7 +26,9 @@ AUTO = Settings(k_max=K_MAX)
 
 
 @pytest.mark.parametrize("client_cap, expected", [(None, 5), (0, 0), (2, 2), (99, 5), (-1, 0)])
-def test_a_client_gets_no_more_draft_tokens_than_it_allows(client_cap: int | None, expected: int) -> None:
+def test_a_client_gets_no_more_draft_tokens_than_it_allows(
+    client_cap: int | None, expected: int
+) -> None:
     control = Speculation(Settings(mode="fixed", k_max=K_MAX))
     control.begin("capped", client_cap=client_cap)
     control.begin("other")
@@ -31,8 +39,12 @@ def test_a_client_gets_no_more_draft_tokens_than_it_allows(client_cap: int | Non
     assert control.lookup("capped", [*range(9), *range(9)]) == [*range(9)][:expected]
 
 
-@pytest.mark.parametrize("client_cap, plan", [(None, "draft 5"), (3, "draft 3"), (1, "draft 1"), (0, "off")])
-def test_what_clients_allow_is_all_that_a_choice_is_thought_to_bring(client_cap: int | None, plan: str) -> None:
+@pytest.mark.parametrize(
+    "client_cap, plan", [(None, "draft 5"), (3, "draft 3"), (1, "draft 1"), (0, "off")]
+)
+def test_what_clients_allow_is_all_that_a_choice_is_thought_to_bring(
+    client_cap: int | None, plan: str
+) -> None:
     control = profiled(Settings(k_max=K_MAX, predicted=0.95, proposers=("draft",)))
     control.begin("a", client_cap=client_cap)
     assert control.plan(["a"], 100).name == plan
@@ -41,7 +53,14 @@ def test_what_clients_allow_is_all_that_a_choice_is_thought_to_bring(client_cap:
 def rows(batches: Sequence[int], step_time: StepTime) -> list[dict[str, Any]]:
     """A profile of an engine, with steps of every width and number of passes."""
     return [
-        {"batch": b, "tokens": t, "context": 100 * b, "drafted": k, "seconds": step_time(b, t, k), "steps": 15}
+        {
+            "batch": b,
+            "tokens": t,
+            "context": 100 * b,
+            "drafted": k,
+            "seconds": step_time(b, t, k),
+            "steps": 15,
+        }
         for b in batches
         for t in range(b, b * (2 + K_MAX), b)
         for k in range(K_MAX + 1)
@@ -57,11 +76,16 @@ def profiled(
     return control
 
 
-def step(control: Speculation, accepted: dict[str, tuple[int, int]], proposer: str = "draft") -> None:
-    """One in which of so many tokens drafted for each request so many were accepted; its time teaches nothing."""
+def step(
+    control: Speculation, accepted: dict[str, tuple[int, int]], proposer: str = "draft"
+) -> None:
+    """One in which of so many tokens drafted for each request so many were accepted; its time
+    teaches nothing."""
     drafted, num_accepted = zip(*accepted.values(), strict=True)
     num = len(accepted)
-    seen = StepSeen([*accepted], [*drafted], [*num_accepted], proposer, 0, 100 * num, False, 0.01, [100] * num)
+    seen = StepSeen(
+        [*accepted], [*drafted], [*num_accepted], proposer, 0, 100 * num, False, 0.01, [100] * num
+    )
     control.observe(seen, lambda _: [1, 2, 3])
 
 
@@ -74,7 +98,7 @@ def test_a_profile_makes_the_sweep_needless() -> None:
     assert doubtful.plan(["a"], 100).name == "off"
 
 
-def test_a_batch_that_changes_is_decided_for_at_once_and_one_that_does_not_every_few_steps() -> None:
+def test_a_batch_that_changes_is_decided_for_at_once_and_others_every_few_steps() -> None:
     control = profiled(Settings(k_max=K_MAX, predicted=0.7, proposers=("draft",)))
     ids = [f"r{i}" for i in range(8)]
     for req_id in ids:
@@ -105,7 +129,7 @@ def test_a_probe_that_surprises_makes_void_what_was_known_of_all(num_running: in
     while (plan := control.plan(running, 400)).proposer == "off":
         names.append(plan.name)
         step(control, dict.fromkeys(running, (0, 0)))
-    assert (plan.name, control.report()["num_probes"]) == ("draft 2", 1)
+    assert (plan.name, control.report().num_probes) == ("draft 2", 1)
     assert len(names) > 50
     for drafted in (0, 2, 2):
         control.plan(running, 400)
@@ -117,7 +141,9 @@ def test_a_probe_that_surprises_makes_void_what_was_known_of_all(num_running: in
 
 
 @pytest.mark.parametrize("predicted, plan", [(None, "draft 3"), (0.9, "draft 5"), (0.05, "off")])
-def test_a_release_is_judged_at_once_by_what_was_predicted(predicted: float | None, plan: str) -> None:
+def test_a_release_is_judged_at_once_by_what_was_predicted(
+    predicted: float | None, plan: str
+) -> None:
     """Where nothing was, it is tried."""
     control = profiled(Settings(k_max=K_MAX, proposers=("draft",)))
     for req_id in ("a", "b"):
@@ -139,12 +165,15 @@ def test_requests_that_are_not_counted_teach_nothing() -> None:
                 step(control, {"probe": (K_MAX, 0)}, "ngram")
             control.end("probe")
         control.begin("next", domain="sql")
-        load = control._load(["next"], 100)
+        load = control.requests.load(["next"], 100)
         return [load.survival[name][0].sum() for name in ("draft", "ngram")]
 
     fresh = profiled()
     fresh.begin("next", domain="sql")
-    untouched = [float(fresh._load(["next"], 100).survival[name][0].sum()) for name in ("draft", "ngram")]
+    untouched = [
+        float(fresh.requests.load(["next"], 100).survival[name][0].sum())
+        for name in ("draft", "ngram")
+    ]
     assert next_survival(is_counted=False) == untouched
     draft, ngram = next_survival(is_counted=True)
     assert draft < 0.2 * untouched[0]
@@ -160,10 +189,12 @@ def test_shadow_lookups_of_requests_that_are_not_counted_teach_nothing() -> None
             seen = StepSeen(["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)])
             control.observe(seen, lambda _: text)
             text.append(len(text) % 7)
-        return [float(x) for x in control._load(["a"], 100).survival["ngram"][0]]
+        return [float(x) for x in control.requests.load(["a"], 100).survival["ngram"][0]]
 
     assert survival(is_counted=False) == pytest.approx(0.3 ** np.arange(1, K_MAX + 1))
-    assert min(survival(is_counted=True)) > 0.5, "a proposal is judged when all of it has been written, or some refuted"
+    assert min(survival(is_counted=True)) > 0.5, (
+        "a proposal is judged when all of it has been written, or some refuted"
+    )
 
 
 def test_a_prompt_that_is_still_being_indexed_says_nothing_of_n_grams() -> None:
@@ -172,9 +203,11 @@ def test_a_prompt_that_is_still_being_indexed_says_nothing_of_n_grams() -> None:
     text = [i % 7 for i in range(20 * MAX_INDEXED)]
     survival = []
     for _ in range(20 * STEPS_PER_SHADOW + 30):
-        control.observe(StepSeen(["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)]), lambda _: text)
+        control.observe(
+            StepSeen(["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)]), lambda _: text
+        )
         text.append(len(text) % 7)
-        survival.append(float(control._load(["a"], 100).survival["ngram"][0, 0]))
+        survival.append(float(control.requests.load(["a"], 100).survival["ngram"][0, 0]))
     assert survival[: 19 * STEPS_PER_SHADOW] == pytest.approx([0.3] * 19 * STEPS_PER_SHADOW)
     assert survival[-1] > 0.5
 
@@ -200,7 +233,9 @@ def test_steps_with_prefills_and_steps_that_catch_up_do_not_count_as_step_times(
     before = sum(row["steps"] for row in control.times.to_rows())
 
     def seen(passes: int, is_pure: bool = True) -> None:
-        control.observe(StepSeen(["a"], [0], [0], "draft", passes, 100, is_pure, 5.0, [100]), lambda _: [1])
+        control.observe(
+            StepSeen(["a"], [0], [0], "draft", passes, 100, is_pure, 5.0, [100]), lambda _: [1]
+        )
 
     for _ in range(3):
         seen(0, is_pure=False)
@@ -220,13 +255,14 @@ def test_requests_that_are_not_known_are_passed_over() -> None:
     assert control.cap("unknown") == plan.k
     assert control.lookup("unknown", [1, 2, 3, 1, 2]) == []
     report = control.report()
-    assert report["tested_per_place"] == [1, 1, 1, 0, 0]
-    assert report["accepted_per_place"] == [1, 1, 0, 0, 0]
-    assert report["by_context"]["<256"] == [3, 2]
+    assert report.tested_per_position == (1, 1, 1, 0, 0)
+    assert report.accepted_per_position == (1, 1, 0, 0, 0)
+    assert report.by_context["<256"] == (3, 2)
 
 
 def test_a_fresh_engine_has_a_report() -> None:
-    report = json.loads(json.dumps(Speculation(AUTO).report(), allow_nan=False))
+    said = msgspec.to_builtins(Speculation(AUTO).report())
+    report = json.loads(json.dumps(said, allow_nan=False))
     assert (report["plan"], report["plans"], report["net"]["ratio"]) == ("draft 5", {}, None)
 
 
@@ -238,38 +274,54 @@ def test_where_a_probe_would_show_nothing_there_is_none(given: dict[str, Any]) -
     for _ in range(400):
         assert control.plan(["a", "b"], 200).proposer == "off"
         step(control, {"a": (0, 0), "b": (0, 0)})
-    assert control.report()["num_probes"] == 0
+    assert control.report().num_probes == 0
 
 
 def test_the_study_of_acceptance_leaves_out_what_is_not_counted() -> None:
     control = profiled(Settings(k_max=K_MAX, proposers=("draft",)))
     control.begin("x", is_counted=False)
     control.begin("y")
-    seen = StepSeen(["gone", "x", "y"], [5, 5, 5], [0, 0, 5], "draft", 5, 10, True, 0.02, [10, 10, 5000], [1, 1, 2000])
+    seen = StepSeen(
+        ["gone", "x", "y"],
+        [5, 5, 5],
+        [0, 0, 5],
+        "draft",
+        5,
+        10,
+        True,
+        0.02,
+        [10, 10, 5000],
+        [1, 1, 2000],
+    )
     control.observe(seen, lambda _: [1, 2, 3])
     report = control.report()
-    assert report["tested_per_place"] == report["accepted_per_place"] == [1] * 5
-    assert {name: counts for name, counts in report["by_context"].items() if counts[0]} == {">=4096": [5, 5]}
-    assert {name: counts for name, counts in report["by_output"].items() if counts[0]} == {">=1024": [5, 5]}
+    assert report.tested_per_position == report.accepted_per_position == (1,) * 5
+    assert {name: counts for name, counts in report.by_context.items() if counts[0]} == {
+        ">=4096": (5, 5)
+    }
+    assert {name: counts for name, counts in report.by_output.items() if counts[0]} == {
+        ">=1024": (5, 5)
+    }
 
 
 def test_a_request_that_is_announced_again_keeps_what_it_has_shown() -> None:
     """As a client's next turn in one and the same session."""
     control = profiled(Settings(k_max=K_MAX, proposers=("draft",)))
     control.begin("a", client_cap=2)
-    before = control._requests["a"]
+    before = control.requests._requests["a"]
     control.begin("a")
-    assert control._requests["a"] is before
+    assert control.requests._requests["a"] is before
     control.end("a")
     control.begin("b")
-    assert control._requests["b"].slot == before.slot
+    assert control.requests._requests["b"].slot == before.slot
 
 
-# -- when something is decided, tried and measured --------------------------------------------------------------------
+# -- when something is decided, tried and measured ------------------------------------------------
 
 
 def flat(batch: int, tokens: int, passes: int) -> float:
-    """Verifying costs nothing: with an acceptance of 0.7, one draft token is nearly as good as two."""
+    """Verifying costs nothing: with an acceptance of 0.7, one draft token is nearly as good as
+    two."""
     return 0.010 + 0.003 * passes
 
 
@@ -284,13 +336,19 @@ def planned(control: Speculation, req_ids: Sequence[str], num: int) -> list[str]
 
 def starts(names: list[str], name: str) -> list[int]:
     """Steps in which a plan begins to be followed."""
-    return [i for i, found in enumerate(names) if found == name and (i == 0 or names[i - 1] != name)]
+    return [
+        i for i, found in enumerate(names) if found == name and (i == 0 or names[i - 1] != name)
+    ]
 
 
 def hardly_seen(
-    settings: Settings, hardly: Sequence[tuple[int, int]], batches: Sequence[int] = (1, 2), num: int = 2
+    settings: Settings,
+    hardly: Sequence[tuple[int, int]],
+    batches: Sequence[int] = (1, 2),
+    num: int = 2,
 ) -> Speculation:
-    """Knows its step times well but for those of `hardly`: (tokens of a request, passes), of which it saw `num`."""
+    """Knows its step times well but for those of `hardly`: (tokens of a request, passes), of which
+    it saw `num`."""
     control = Speculation(settings)
     known = [
         {**row, "steps": num if (row["tokens"] // row["batch"], row["drafted"]) in hardly else 15}
@@ -307,13 +365,15 @@ def hardly_seen(
 DRAFT_OF_TWO = Settings(k_max=2, proposers=("draft",))
 
 
-def test_a_plan_whose_step_was_hardly_seen_is_tried_twice_per_batch_and_again_when_long_unused() -> None:
+def test_a_plan_whose_step_was_hardly_seen_is_tried_twice_and_again_when_long_unused() -> None:
     control = hardly_seen(DRAFT_OF_TWO, [(2, 1)])
     names = planned(control, ["r0"], 460)
-    assert starts(names, "draft 1") == [24, 48, 448], "once in 24 steps; then 400 steps after it was last used"
+    assert starts(names, "draft 1") == [24, 48, 448], (
+        "once in 24 steps; then 400 steps after it was last used"
+    )
     assert names.count("draft 1") == 3 * STEPS_PER_DECISION
     assert names.count("draft 2") == 460 - 3 * STEPS_PER_DECISION
-    assert {change["reason"] for change in control.report()["changes"]} == {"trial", "goodput"}
+    assert {change.reason for change in control.report().changes} == {"trial", "goodput"}
     names = planned(control, ["r0", "r1"], 100)
     assert len(starts(names, "draft 1")) == 2, "another batch is another step"
 
@@ -340,7 +400,9 @@ def test_six_steps_make_a_plan_known(num: int, tried: list[int]) -> None:
 
 def test_n_grams_whose_step_is_never_seen_are_not_tried_for_ever() -> None:
     control = Speculation(Settings(k_max=2, proposers=("ngram",)))
-    control.times.load_rows([row for row in rows([1], flat) if row["tokens"] == 1 and row["drafted"] == 0])
+    control.times.load_rows(
+        [row for row in rows([1], flat) if row["tokens"] == 1 and row["drafted"] == 0]
+    )
     control.begin("r0", is_counted=False)
     names = planned(control, ["r0"], 600)
     assert names[0] == "ngram 2", "which is tried first, by going on with it"
@@ -351,7 +413,9 @@ def test_nothing_is_tried_while_the_number_of_requests_changes() -> None:
     control = hardly_seen(DRAFT_OF_TWO, [(2, 1)])
     names = [name for i in range(60) for name in planned(control, ["r0", "r1"][: 1 + i % 2], 1)]
     assert set(names) == {"draft 2"}
-    assert starts(planned(control, ["r1"], 12), "draft 1") == [STEPS_PER_DECISION], "at once when it no longer does"
+    assert starts(planned(control, ["r1"], 12), "draft 1") == [STEPS_PER_DECISION], (
+        "at once when it no longer does"
+    )
 
 
 def test_a_choice_made_for_many_batches_is_forgotten_for_the_oldest() -> None:
@@ -359,7 +423,7 @@ def test_a_choice_made_for_many_batches_is_forgotten_for_the_oldest() -> None:
     req_ids = [f"r{i}" for i in range(1026)]
     for batch in (*range(1, 1025), 1, 1025, 1026):
         control.plan(req_ids[:batch], 100)
-    assert [batch for batch, _, _ in control._used] == [*range(4, 1025), 1, 1025, 1026]
+    assert [batch for batch, _, _ in control._trials._used] == [*range(4, 1025), 1, 1025, 1026]
 
 
 def test_nothing_is_decided_for_nobody() -> None:
@@ -367,20 +431,20 @@ def test_nothing_is_decided_for_nobody() -> None:
     assert control.plan([], 0).name == "draft 5", "what was planned last"
     control.begin("a")
     assert control.plan(["a"], 100).name == "off"
-    assert control.report()["decision_us"] > 0
+    assert control.report().decision_us > 0
     assert control.plan([], 0).name == "off"
-    assert control.report()["batch"] == 1
+    assert control.report().batch == 1
 
 
 def test_a_swap_is_decided_for_at_once_and_ends_a_probe_of_the_draft_before() -> None:
     control = profiled(Settings(k_max=K_MAX, proposers=("draft",), predicted=0.02))
     control.begin("a")
-    while not control.report()["num_probes"]:
+    while not control.report().num_probes:
         planned(control, ["a"], 1)
     assert planned(control, ["a"], 1) == ["draft 2"]
     control.restart(0.9)
     assert planned(control, ["a"], 1) == ["draft 5"]
-    assert {change["reason"] for change in control.report()["changes"]} == {"load", "probe", "goodput"}
+    assert {change.reason for change in control.report().changes} == {"load", "probe", "goodput"}
 
 
 def test_a_swap_leaves_what_is_known_of_n_grams_and_of_step_times() -> None:
@@ -388,10 +452,14 @@ def test_a_swap_leaves_what_is_known_of_n_grams_and_of_step_times() -> None:
     control.begin("a")
     for _ in range(20):
         step(control, {"a": (2, 2)}, "ngram")
-    load, times = control._load(["a"], 100), control.times.to_rows()
+    load, times = control.requests.load(["a"], 100), control.times.to_rows()
     control.restart(0.4)
-    assert control._load(["a"], 100).survival["ngram"] == pytest.approx(load.survival["ngram"])
-    assert control._load(["a"], 100).survival["draft"][0] == pytest.approx(0.4 ** np.arange(1, K_MAX + 1))
+    assert control.requests.load(["a"], 100).survival["ngram"] == pytest.approx(
+        load.survival["ngram"]
+    )
+    assert control.requests.load(["a"], 100).survival["draft"][0] == pytest.approx(
+        0.4 ** np.arange(1, K_MAX + 1)
+    )
     assert control.times.to_rows() == times
 
 
@@ -403,7 +471,7 @@ def test_a_probe_drafts_two_tokens_where_so_many_may_be(k_max: int, name: str) -
     names = planned(control, ["a", "uncounted"], 200)
     probes = starts(names, name)
     assert len(probes) > 1, "one request that can show something is enough"
-    assert control.report()["num_probes"] == len(probes)
+    assert control.report().num_probes == len(probes)
     assert names.count(name) == 3 * len(probes)
     assert names.count("off") == 200 - names.count(name)
 
@@ -412,37 +480,42 @@ def test_where_there_is_no_draft_there_is_no_probe() -> None:
     control = profiled(Settings(k_max=K_MAX, proposers=("ngram",)))
     control.begin("a")
     assert {name.split()[0] for name in planned(control, ["a"], 200)} <= {"ngram", "off"}
-    assert control.report()["num_probes"] == 0
+    assert control.report().num_probes == 0
 
 
 def test_a_probe_is_a_surprise_only_against_what_was_thought_of_all_its_requests() -> None:
-    """Of two requests one is thought to get all accepted, the other nothing: three of six are none."""
-    control = profiled(Settings(k_max=K_MAX, proposers=("draft",)), lambda b, t, p: 0.01 + 0.006 * p)
+    """Of two requests one is thought to get all accepted, the other nothing: three of six are
+    none."""
+    control = profiled(
+        Settings(k_max=K_MAX, proposers=("draft",)), lambda b, t, p: 0.01 + 0.006 * p
+    )
     for req_id, accepted in (("good", 2), ("bad", 0)):
         control.begin(req_id)
         for _ in range(30):
             step(control, {req_id: (2, accepted)})
-    while not control.report()["num_probes"]:
+    while not control.report().num_probes:
         planned(control, ["good", "bad"], 1)
-    before = control._load(["good", "bad"], 200).survival["draft"][:, 0]
+    before = control.requests.load(["good", "bad"], 200).survival["draft"][:, 0]
     assert before[0] > 0.7 and before[1] < 0.2
     for _ in range(3):
         step(control, {"good": (2, 2), "bad": (2, 0)})
-    after = control._load(["good", "bad"], 200).survival["draft"][:, 0]
+    after = control.requests.load(["good", "bad"], 200).survival["draft"][:, 0]
     assert after == pytest.approx(before, abs=0.1), "what was known is still believed"
 
 
 def test_a_draft_that_was_never_right_and_now_is_starts_from_what_the_probe_found() -> None:
     control = profiled(Settings(k_max=K_MAX, proposers=("draft",), predicted=0.02))
     control.begin("a")
-    while not control.report()["num_probes"]:
+    while not control.report().num_probes:
         planned(control, ["a"], 1)
     for _ in range(2):
         step(control, {"a": (2, 2)})
-    assert control._load(["a"], 100).survival["draft"][0, 0] == pytest.approx(3 / 4), "(2 + 1) / (2 + 2)"
+    assert control.requests.load(["a"], 100).survival["draft"][0, 0] == pytest.approx(3 / 4), (
+        "(2 + 1) / (2 + 2)"
+    )
 
 
-# -- forces, sweeps, net windows --------------------------------------------------------------------------------------
+# -- forces, sweeps, net windows ------------------------------------------------------------------
 
 
 class Clock:
@@ -453,7 +526,9 @@ class Clock:
 
 def with_net_windows(mode: str = "auto", **given: Any) -> tuple[Speculation, Clock]:
     clock = Clock()
-    settings = Settings(mode, 2, ("draft",), 0.9, net_interval_seconds=5.0, net_window_seconds=2.0, **given)
+    settings = Settings(
+        mode, 2, ("draft",), 0.9, net_interval_seconds=5.0, net_window_seconds=2.0, **given
+    )
     control = Speculation(settings, clock=lambda: clock.now)
     control.times.load_rows(rows([1, 2], flat))
     control.begin("a")
@@ -461,7 +536,8 @@ def with_net_windows(mode: str = "auto", **given: Any) -> tuple[Speculation, Clo
 
 
 def planned_by(clock: Clock, control: Speculation, num: int, accepted: int = 2) -> list[str]:
-    """As `planned`, in steps of an eighth of a second that bring one token, and `accepted` more of a draft."""
+    """As `planned`, in steps of an eighth of a second that bring one token, and `accepted` more of
+    a draft."""
     names = []
     for _ in range(num):
         clock.now += 0.125
@@ -478,11 +554,16 @@ def test_a_net_window_is_without_speculation_and_measures_what_it_gains() -> Non
     names = planned_by(clock, control, 400)
     windows = starts(names, "off")
     assert len(windows) >= 3
-    assert names.count("off") == len(windows) * (3 + 16), "steps that settle, and two seconds of others"
-    net = control.report()["net"]
-    assert net["ratio"] == pytest.approx(3.0)
-    assert net["windows"] == len(windows) and not net["discarded"]
-    assert [change["reason"] for change in control.report()["changes"]] == ["net window", "goodput"] * len(windows)
+    assert names.count("off") == len(windows) * (3 + 16), (
+        "steps that settle, and two seconds of others"
+    )
+    net = control.report().net
+    assert net.ratio == pytest.approx(3.0)
+    assert net.windows == len(windows) and not net.discarded
+    assert [change.reason for change in control.report().changes] == [
+        "net window",
+        "goodput",
+    ] * len(windows)
     assert names[windows[0] + 19] == "draft 2", "decided for at once"
 
 
@@ -490,7 +571,7 @@ def test_a_net_window_is_without_speculation_and_measures_what_it_gains() -> Non
 def test_there_are_no_net_windows_where_nothing_is_decided(mode: str, plan: str) -> None:
     control, clock = with_net_windows(mode)
     assert set(planned_by(clock, control, 200)) == {plan}
-    assert control.report()["net"]["windows"] == 0
+    assert control.report().net.windows == 0
     assert not control.net.is_off()
 
 
@@ -512,7 +593,7 @@ def test_a_force_overrules_a_sweep_which_overrules_a_net_window() -> None:
     control.force(Plan("draft", 1))
     assert control.plan(["a"], 100).name == "draft 1"
     assert control.num_sweep_steps_left == 4 * SWEEP_STEPS - 1
-    assert [change["reason"] for change in control.report()["changes"]][-2:] == ["net window", "forced"]
+    assert [change.reason for change in control.report().changes][-2:] == ["net window", "forced"]
 
 
 @pytest.mark.parametrize(
@@ -546,22 +627,24 @@ def test_the_steps_of_a_sweep_teach_step_times_and_count_nowhere_else() -> None:
     control = Speculation(Settings(k_max=2, proposers=("draft",)))
     control.begin("a")
     control.plan(["a"], 100)
-    assert control.num_sweep_steps_left == 4 * SWEEP_STEPS, "an engine nobody measured does it itself"
+    assert control.num_sweep_steps_left == 4 * SWEEP_STEPS, (
+        "an engine nobody measured does it itself"
+    )
     for i in range(4 * SWEEP_STEPS):
         plan = control.plan(["a"], 100)
         pure_step(control, 3, 0, passes=plan.k, seconds=0.01)
-        assert control.report()["num_cells"] > 0 or i == 0
-    assert control.report()["plans"] == {}
+        assert control.report().num_cells > 0 or i == 0
+    assert control.report().plans == {}
     assert not control.times.is_fitted
     control.plan(["a"], 100)
     assert control.times.is_fitted
     assert control.num_sweep_steps_left == 0, "once is enough"
     control.plan(["a"], 100)
     pure_step(control, 0, 0)
-    assert sum(plan["steps"] for plan in control.report()["plans"].values()) == 1
+    assert sum(plan.steps for plan in control.report().plans.values()) == 1
 
 
-# -- clients and caps -------------------------------------------------------------------------------------------------
+# -- clients and caps -----------------------------------------------------------------------------
 
 
 def test_a_request_that_has_just_come_gets_what_its_client_allows() -> None:
@@ -591,7 +674,8 @@ GOOD, BAD = ([f"{name}{i}" for i in range(4)] for name in ("good", "bad"))
 
 
 def of_two_kinds(**client_caps: int) -> Speculation:
-    """Eight requests, where verification is dear and drafting cheap: half are always right, half never."""
+    """Eight requests, where verification is dear and drafting cheap: half are always right, half
+    never."""
     control = profiled(AUTO, lambda batch, tokens, passes: 0.02 + 0.001 * tokens + 0.0005 * passes)
     for req_id in GOOD + BAD:
         control.begin(req_id, client_cap=client_caps.get(req_id))
@@ -607,7 +691,9 @@ def test_requests_in_one_batch_get_as_many_draft_tokens_as_are_worth_verifying()
     assert plan.min_survival == pytest.approx(MARGIN * plan.goodput * 0.001, rel=0.2)
     assert control.has_caps
     assert plan.k > 1
-    assert [control.cap(r) for r in GOOD] == [1, plan.k, plan.k, plan.k], "the first one's client allows one"
+    assert [control.cap(r) for r in GOOD] == [1, plan.k, plan.k, plan.k], (
+        "the first one's client allows one"
+    )
     assert {control.cap(r) for r in BAD} == {0}
 
 
@@ -653,21 +739,29 @@ def test_a_client_that_allows_few_tokens_is_thought_to_get_no_more(proposer: str
     control.begin("capped", client_cap=1)
     alpha = {"draft": 0.5, "ngram": 0.3}[proposer]
     expected = [[alpha, alpha**2, alpha**3], [alpha, 0, 0]]
-    load = control._load(["free", "gone", "capped"], 100)
+    load = control.requests.load(["free", "gone", "capped"], 100)
     assert load.survival[proposer] == pytest.approx(np.array(expected))  # type: ignore[index]
     assert (load.batch, load.context) == (3, 100)
 
 
-# -- what a step teaches ----------------------------------------------------------------------------------------------
+# -- what a step teaches --------------------------------------------------------------------------
 
 
 def pure_step(
-    control: Speculation, drafted: int, accepted: int, *, passes: int = 0, seconds: float = 0.02, **seen: Any
+    control: Speculation,
+    drafted: int,
+    accepted: int,
+    *,
+    passes: int = 0,
+    seconds: float = 0.02,
+    **seen: Any,
 ) -> None:
     """Of the request "a", with nothing else in it."""
     given = {"is_pure": True, "context": 100, **seen}
     context, is_pure = given["context"], given["is_pure"]
-    found = StepSeen(["a"], [drafted], [accepted], "draft", passes, context, is_pure, seconds, [context])
+    found = StepSeen(
+        ["a"], [drafted], [accepted], "draft", passes, context, is_pure, seconds, [context]
+    )
     control.observe(found, lambda _: [1, 2, 3])
 
 
@@ -689,7 +783,7 @@ def test_only_the_first_step_after_a_sleep_is_left_out() -> None:
     for passes in (1, 0, 0, 1, 1):
         pure_step(control, 0, 0, passes=passes)
     assert {row["drafted"]: row["steps"] for row in control.times.to_rows()} == {1: 2, 0: 2}
-    assert control.report()["plans"]["draft 5"]["steps"] == 5, "its time was spent all the same"
+    assert control.report().plans["draft 5"].steps == 5, "its time was spent all the same"
 
 
 def test_what_plans_brought_is_counted_in_tokens_seconds_and_what_was_predicted() -> None:
@@ -700,8 +794,14 @@ def test_what_plans_brought_is_counted_in_tokens_seconds_and_what_was_predicted(
     for is_pure in (True, True, False):
         seen = StepSeen(["a", "b"], [2, 2], [2, 1], "draft", 2, 200, is_pure, 0.5, [100, 100])
         control.observe(seen, lambda _: [1, 2, 3])
-    expected = {"steps": 2, "seconds": 1.0, "tokens": 10, "predicted_seconds": pytest.approx(2 * plan.seconds)}
-    assert control.report()["plans"] == {"draft 2": expected}
+    assert msgspec.to_builtins(control.report().plans) == {
+        "draft 2": {
+            "steps": 2,
+            "seconds": 1.0,
+            "tokens": 10,
+            "predicted_seconds": pytest.approx(2 * plan.seconds),
+        }
+    }
     assert plan.seconds == pytest.approx(0.016, rel=0.05)
 
 
@@ -728,9 +828,9 @@ def test_a_log_has_every_step_as_it_was() -> None:
     ]
 
 
-def believed(num_places: int, predicted: float, steps: Sequence[tuple[int, int]]) -> np.ndarray:
+def believed(num_positions: int, predicted: float, steps: Sequence[tuple[int, int]]) -> np.ndarray:
     """What one request that showed these steps is thought to survive."""
-    acceptance = Acceptance(num_places, predicted)
+    acceptance = Acceptance(num_positions, predicted)
     slot_B = np.array([acceptance.open("")])
     for drafted, accepted in steps:
         acceptance.add(slot_B, np.array([drafted]), np.array([accepted]))
@@ -743,11 +843,13 @@ def test_what_n_grams_get_accepted_is_credited_to_n_grams() -> None:
     steps = [(3, 3), (0, 0), (3, 1), (2, 0)]
     for drafted, accepted in steps:
         step(control, {"a": (drafted, accepted)}, "ngram")
-    survival = control._load(["a"], 100).survival
+    survival = control.requests.load(["a"], 100).survival
     found_or_not = [(max(drafted, 1), accepted) for drafted, accepted in steps]
-    assert survival["ngram"][0] == pytest.approx(believed(K_MAX, 0.3, found_or_not)), "nothing found was not accepted"
+    assert survival["ngram"][0] == pytest.approx(believed(K_MAX, 0.3, found_or_not)), (
+        "nothing found was not accepted"
+    )
     assert survival["draft"][0] == pytest.approx(0.6 ** np.arange(1, K_MAX + 1))
-    assert control.report()["tested_per_place"] == [0] * K_MAX
+    assert control.report().tested_per_position == (0,) * K_MAX
 
 
 def test_what_the_draft_gets_accepted_fades_while_n_grams_propose() -> None:
@@ -757,8 +859,10 @@ def test_what_the_draft_gets_accepted_fades_while_n_grams_propose() -> None:
         step(control, {"a": (3, 3)})
     for _ in range(20):
         step(control, {"a": (3, 3)}, "ngram")
-    survival = control._load(["a"], 100).survival
-    assert survival["draft"][0] == pytest.approx(believed(K_MAX, 0.6, [(3, 3)] * 10 + [(0, 0)] * 20))
+    survival = control.requests.load(["a"], 100).survival
+    assert survival["draft"][0] == pytest.approx(
+        believed(K_MAX, 0.6, [(3, 3)] * 10 + [(0, 0)] * 20)
+    )
     assert survival["ngram"][0] == pytest.approx(believed(K_MAX, 0.3, [(3, 3)] * 20))
 
 
@@ -775,7 +879,7 @@ def test_a_client_that_allows_nothing_says_nothing_of_n_grams() -> None:
         for req_id in (*others, "b"):
             control.end(req_id)
         control.begin("c")
-        return float(control._load(["c"], 100).survival["ngram"][0, 0])
+        return float(control.requests.load(["c"], 100).survival["ngram"][0, 0])
 
     assert believed_beside("a") == believed_beside() > 0.3
 
@@ -790,7 +894,7 @@ def test_n_grams_are_learnt_by_domain() -> None:
             control.end(f"{domain}{i}")
     for domain in ("copies", "invents"):
         control.begin(domain, domain=domain)
-    copies, invents = control._load(["copies", "invents"], 200).survival["ngram"][:, 0]
+    copies, invents = control.requests.load(["copies", "invents"], 200).survival["ngram"][:, 0]
     assert copies > 0.8 and invents < 0.2
 
 
@@ -803,7 +907,9 @@ def test_n_grams_are_learnt_by_domain() -> None:
         (Settings(proposers=("draft",)), "draft"),
     ],
 )
-def test_where_lookups_in_shadow_would_serve_nothing_there_are_none(settings: Settings, proposer: str) -> None:
+def test_where_lookups_in_shadow_would_serve_nothing_there_are_none(
+    settings: Settings, proposer: str
+) -> None:
     def unread(_: str) -> Sequence[int]:
         raise AssertionError("nobody needs the text")
 
@@ -820,28 +926,42 @@ def test_lookups_in_shadow_read_each_requests_own_text() -> None:
         control.begin(req_id)
     for written in ([3, 20], [4, 21], [5, 22]):
         for _ in range(STEPS_PER_SHADOW if written[0] == 3 else 1):
-            seen = StepSeen(["b", "gone", "a"], [0] * 3, [0] * 3, "draft", 0, 100, False, 0.01, [7, 7, 7])
+            seen = StepSeen(
+                ["b", "gone", "a"], [0] * 3, [0] * 3, "draft", 0, 100, False, 0.01, [7, 7, 7]
+            )
             control.observe(seen, lambda req_id: texts[req_id])
         for req_id, token in zip(texts, written, strict=True):
             texts[req_id] = [*texts[req_id], token]
-    survival = control._load(["a", "b"], 100).survival["ngram"]
+    survival = control.requests.load(["a", "b"], 100).survival["ngram"]
     assert survival[0] == pytest.approx(believed(2, 0.3, [(2, 2)])), "3 and 4 were foreseen"
     assert survival[1] == pytest.approx(believed(2, 0.3, [(1, 0)])), "nothing was"
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------
+# -- settings -------------------------------------------------------------------------------------
 
 
 def test_what_is_not_said_is_what_the_documentation_says() -> None:
-    expected = Settings("auto", 5, ("draft", "ngram"), None, net_interval_seconds=0.0, net_window_seconds=2.0, seed=0)
+    expected = Settings(
+        "auto",
+        5,
+        ("draft", "ngram"),
+        None,
+        net_interval_seconds=0.0,
+        net_window_seconds=2.0,
+        seed=0,
+    )
     assert Settings() == expected
 
 
 @pytest.mark.parametrize("predicted, alpha", [(None, 0.7), (0.0, 0.0), (0.25, 0.25)])
-def test_an_engine_begins_with_what_its_draft_was_measured_with(predicted: float | None, alpha: float) -> None:
+def test_an_engine_begins_with_what_its_draft_was_measured_with(
+    predicted: float | None, alpha: float
+) -> None:
     control = profiled(Settings(k_max=2, predicted=predicted))
     control.begin("a")
-    assert control._load(["a"], 100).survival["draft"][0] == pytest.approx([alpha, alpha**2])
+    assert control.requests.load(["a"], 100).survival["draft"][0] == pytest.approx(
+        [alpha, alpha**2]
+    )
 
 
 @pytest.mark.parametrize(
@@ -857,7 +977,7 @@ def test_an_engine_begins_with_what_its_draft_was_measured_with(predicted: float
 )
 def test_until_something_is_known_the_draft_is_tried(settings: Settings, plan: str) -> None:
     control = Speculation(settings)
-    assert (control.present.name, control.report()["plan"]) == (plan, plan)
+    assert (control.present.name, control.report().plan) == (plan, plan)
     report = control.report()
-    assert (report["mode"], report["k"], report["batch"]) == (settings.mode, 3 if plan != "off" else 0, 0)
-    assert control.report()["proposer"] == plan.split()[0]
+    assert (report.mode, report.k, report.batch) == (settings.mode, 3 if plan != "off" else 0, 0)
+    assert control.report().proposer == plan.split()[0]

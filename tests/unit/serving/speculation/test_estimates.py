@@ -1,4 +1,4 @@
-"""Acceptance learnt from tested places: by hand where it is short, by what it must lead to where it is not."""
+"""Acceptance learnt from tested positions, compared with sums by hand and with limits."""
 
 from __future__ import annotations
 
@@ -42,29 +42,39 @@ def share(num: int, num_accepted: int) -> list[int]:
 
 
 def alphas(estimates: Acceptance, slot: int) -> list[float]:
-    """Conditional acceptance at each place."""
+    """Conditional acceptance at each position."""
     survival_G = estimates.survival(np.array([slot]))[0]
     return (survival_G / np.array([1.0, *survival_G[:-1]])).tolist()
 
 
 def believed(
-    tested_G: Sequence[float], accepted_G: Sequence[float], prior_G: Sequence[float], weight: float = 4
+    tested_G: Sequence[float],
+    accepted_G: Sequence[float],
+    prior_G: Sequence[float],
+    weight: float = 4,
 ) -> list[float]:
-    """What `alphas` must be of a request with such evidence, in a class that is accepted as `prior_G` says."""
+    """What `alphas` must be of a request with such evidence, in a class that is accepted as
+    `prior_G` says."""
     expected = sum(t * p for t, p in zip(tested_G, prior_G, strict=True)) + weight * prior_G[0]
     better = (sum(accepted_G) + weight * prior_G[0]) / expected
-    of_its_own_G = [p * better if better < 1 else min(p * better, 1 - (1 - p) / better) for p in prior_G]
-    return [(a + weight * p) / (t + weight) for t, a, p in zip(tested_G, accepted_G, of_its_own_G, strict=True)]
+    of_its_own_G = [
+        p * better if better < 1 else min(p * better, 1 - (1 - p) / better) for p in prior_G
+    ]
+    return [
+        (a + weight * p) / (t + weight)
+        for t, a, p in zip(tested_G, accepted_G, of_its_own_G, strict=True)
+    ]
 
 
-# -- what is tested ---------------------------------------------------------------------------------------------------
+# -- what is tested -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "drafted, accepted, tested",
-    [(4, 0, 1), (4, 1, 2), (4, 3, 4), (4, 4, 4), (1, 0, 1), (1, 1, 1)],
+    "drafted, accepted, tested", [(4, 0, 1), (4, 1, 2), (4, 3, 4), (4, 4, 4), (1, 0, 1), (1, 1, 1)]
 )
-def test_only_tokens_up_to_the_first_rejection_are_tested(drafted: int, accepted: int, tested: int) -> None:
+def test_only_tokens_up_to_the_first_rejection_are_tested(
+    drafted: int, accepted: int, tested: int
+) -> None:
     estimates = Acceptance(4)
     slot = estimates.open("")
     step(estimates, slot, drafted, accepted)
@@ -92,8 +102,9 @@ def test_survival_by_hand() -> None:
     slot = estimates.open("")
     assert estimates.survival(np.array([slot])).tolist() == [[0.5, 0.25]]
     step(estimates, slot, 1, 1)
-    # One token accepted where a half was expected, against the weight of four tests: 3 / 2.5 = 1.2 times better than
-    # its class, whose misses become 0.5 / 1.2; one accepted of one joins four tests of that.
+    # One token accepted where a half was expected, against the weight of four tests: 3 / 2.5 = 1.2
+    # times better than its class, whose misses become 0.5 / 1.2; one accepted of one joins four
+    # tests of that.
     prior = 1 - 0.5 / 1.2
     assert estimates.survival(np.array([slot]))[0].tolist() == pytest.approx([2 / 3, 2 / 3 * prior])
     assert believed([1, 0], [1, 0], [0.5, 0.5]) == pytest.approx([2 / 3, prior])
@@ -104,7 +115,8 @@ def test_survival_by_hand() -> None:
     [
         ([(2, 2)], [1, 1], [1, 1]),
         ([(2, 0)], [1, 0], [0, 0]),
-        ([(2, 1), (2, 0)], [1.98, 0.997], [0.98, 0]),  # what lies behind a rejection fades, the first place goes on
+        # Behind a rejection the counts fade; at the first position they go on.
+        ([(2, 1), (2, 0)], [1.98, 0.997], [0.98, 0]),
         ([(2, 0), (2, 2)], [1.98, 1], [1, 1]),
         ([(1, 1), (2, 1), (2, 1)], [2.9404, 1.98], [2.9404, 0]),  # 1 + 0.98 + 0.98^2
         ([(2, 2), (0, 0), (0, 0)], [0.994009, 0.994009], [0.994009, 0.994009]),  # 0.997^2
@@ -117,7 +129,8 @@ def test_older_evidence_fades_by_two_percent_a_test_and_a_third_of_a_percent_wit
     slot, (it, other) = alone.open(""), (beside.open(""), beside.open(""))
     for drafted, num in steps:
         step(alone, slot, drafted, num)
-        beside.add(np.array([other, it]), np.array([2, drafted]), np.array([1, num]))  # one is tested in every step
+        # One of the two is tested in every step.
+        beside.add(np.array([other, it]), np.array([2, drafted]), np.array([1, num]))
     assert alphas(alone, slot) == pytest.approx(believed(tested, accepted, [0.6, 0.6]))
     assert alphas(beside, it) == pytest.approx(believed(tested, accepted, [0.6, 0.6]))
 
@@ -134,29 +147,32 @@ def test_what_was_predicted_to_be_useless_or_perfect_may_be_neither() -> None:
     assert perfect.survival(np.array([slots[1]])).tolist() == [[1, 1]]
     step(useless, slots[0], 1, 1)
     step(perfect, slots[1], 1, 0)
-    assert alphas(useless, slots[0])[0] == pytest.approx(0.2), "one of one, against four tests of none"
-    assert alphas(perfect, slots[1]) == pytest.approx([4 * 0.8 / 5, 0.8])  # four of five tests expected
+    assert alphas(useless, slots[0])[0] == pytest.approx(0.2), (
+        "one of one, against four tests of none"
+    )
+    # Four of five tests are those expected.
+    assert alphas(perfect, slots[1]) == pytest.approx([4 * 0.8 / 5, 0.8])
 
 
-def test_places_behind_a_rejection_keep_what_was_thought_of_them_among_themselves() -> None:
-    """100 rejections at place 0 say that the request is bad; nothing tells places 1 and 2 apart."""
+def test_positions_behind_a_rejection_keep_what_was_thought_of_them_among_themselves() -> None:
+    """100 rejections at position 0 say that the request is bad; nothing tells 1 and 2 apart."""
     estimates = Acceptance(3, predicted=0.8)
     slot = estimates.open("")
     step(estimates, slot, 3, 0, times=100)
-    place_0, place_1, place_2 = estimates.survival(np.array([slot]))[0]
-    assert place_0 < 0.1
-    assert place_2 / place_1 == pytest.approx(place_1 / place_0)
+    position_0, position_1, position_2 = estimates.survival(np.array([slot]))[0]
+    assert position_0 < 0.1
+    assert position_2 / position_1 == pytest.approx(position_1 / position_0)
 
 
-def test_each_place_is_learnt_for_itself() -> None:
+def test_each_position_is_learnt_for_itself() -> None:
     estimates = Acceptance(3, predicted=0.5)
     slot = estimates.open("")
     for i in range(400):
-        step(estimates, slot, 3, [3, 1, 1, 1][i % 4])  # place 0 always, place 1 a quarter, place 2 always
-    place_0, place_1, place_2 = estimates.survival(np.array([slot]))[0]
-    assert place_0 > 0.95
-    assert place_1 / place_0 == pytest.approx(0.25, abs=0.06)
-    assert place_2 / place_1 > 0.9
+        step(estimates, slot, 3, [3, 1, 1, 1][i % 4])  # position 0 always, 1 a quarter, 2 always
+    position_0, position_1, position_2 = estimates.survival(np.array([slot]))[0]
+    assert position_0 > 0.95
+    assert position_1 / position_0 == pytest.approx(0.25, abs=0.06)
+    assert position_2 / position_1 > 0.9
 
 
 def test_a_request_good_where_it_was_tested_is_thought_good_where_it_was_not() -> None:
@@ -194,7 +210,7 @@ def test_requests_of_a_step_do_not_touch_each_other() -> None:
     assert together.survival(slot_B).tolist() == alone.survival(np.array(others)).tolist()
 
 
-# -- classes ----------------------------------------------------------------------------------------------------------
+# -- classes --------------------------------------------------------------------------------------
 
 
 def test_a_finished_request_counts_once_however_long_it_stayed() -> None:
@@ -243,12 +259,14 @@ def test_a_class_with_little_evidence_lies_between_its_own_and_everything() -> N
     assert of_new(estimates, "code") > 0.88
 
 
-def test_a_place_never_tested_is_thought_like_the_one_before() -> None:
+def test_a_position_never_tested_is_thought_like_the_one_before() -> None:
     estimates = Acceptance(3, predicted=0.5)
     for _ in range(30):
         finish(estimates, "", share(20, 18))  # drafts of one token
     slot = estimates.open("")
-    assert estimates.survival(np.array([slot]))[0].tolist() == pytest.approx([0.9, 0.81, 0.729], abs=0.02)
+    assert estimates.survival(np.array([slot]))[0].tolist() == pytest.approx(
+        [0.9, 0.81, 0.729], abs=0.02
+    )
 
 
 def test_a_class_forgets() -> None:
@@ -261,7 +279,7 @@ def test_a_class_forgets() -> None:
 
 
 def test_what_a_class_is_thought_to_be_by_hand() -> None:
-    """Ten steps: 8 of 10 are accepted at the first place, 6 of 8 at the second."""
+    """Ten steps: 8 of 10 are accepted at the first position, 6 of 8 at the second."""
     estimates = Acceptance(2)
     slot = estimates.open("code")
     for accepted in [2] * 6 + [1] * 2 + [0] * 2:
@@ -274,7 +292,9 @@ def test_what_a_class_is_thought_to_be_by_hand() -> None:
     slot = estimates.open("code")
     assert alphas(estimates, slot) == pytest.approx(own)
     step(estimates, slot, 2, 1)
-    assert alphas(estimates, slot) == pytest.approx(believed([1, 1], [1, 0], own)), "its own evidence, shrunk to that"
+    assert alphas(estimates, slot) == pytest.approx(believed([1, 1], [1, 0], own)), (
+        "its own evidence, shrunk to that"
+    )
 
 
 def test_what_a_finished_request_adds_and_takes_away_by_hand() -> None:
@@ -293,7 +313,9 @@ def test_what_a_finished_request_adds_and_takes_away_by_hand() -> None:
     later[1] = (5 * keep + 2 * later[0]) / (15 * keep + 2)
     assert alphas(estimates, estimates.open("chat")) == pytest.approx(later)
     code = [(15 + 20 * later[0]) / (20 + 20), (5 + 20 * later[1]) / (15 + 20)]
-    assert alphas(estimates, estimates.open("code")) == pytest.approx(code), "another class took nothing from it"
+    assert alphas(estimates, estimates.open("code")) == pytest.approx(code), (
+        "another class took nothing from it"
+    )
 
 
 def test_domains_beyond_the_bound_are_served_too() -> None:
@@ -305,31 +327,43 @@ def test_domains_beyond_the_bound_are_served_too() -> None:
         for domain in ("d0", "d62"):
             finish(estimates, domain, share(20, 18))
         finish(estimates, "d63", share(20, 2))
-    assert of_new(estimates, "d0") > 0.8, "domains of which nothing is kept share no class with those that have one"
+    assert of_new(estimates, "d0") > 0.8, (
+        "domains of which nothing is kept share no class with those that have one"
+    )
     assert of_new(estimates, "d62") > 0.8
     assert of_new(estimates, "another too many") < 0.3
-    assert of_new(estimates, "") == of_new(estimates, "d63") == of_new(estimates, "another too many")
+    known = of_new(estimates, "")
+    assert of_new(estimates, "d63") == of_new(estimates, "another too many") == known
 
 
 @pytest.mark.parametrize(
     "finished, weight",
     [
         ([(20, 14), (20, 6), (20, 14)], 4),  # three say nothing
-        ([(20, 14), (20, 6)] * 2, 0.25 / (0.04 - 0.25 / 20)),  # 9.1: variance 0.04, of which chance makes a third
-        ([(10, 7), (30, 9)] * 2, 0.24 / (0.05 - 0.24 / 15)),  # mean 0.4, not 0.5; 1/15 is the mean of 1/10 and 1/30
+        # 9.1: the variance is 0.04, of which chance makes a third.
+        ([(20, 14), (20, 6)] * 2, 0.25 / (0.04 - 0.25 / 20)),
+        # The mean is 0.4, not 0.5; 1/15 is the mean of 1/10 and 1/30.
+        ([(10, 7), (30, 9)] * 2, 0.24 / (0.05 - 0.24 / 15)),
         ([(20, 10)] * 4, 60),
         ([(20, 20), (20, 0)] * 2, 4),
         ([(100, 100), (100, 0)] + [(100, 50)] * 62, 0.25 / (0.5 / 64 - 0.25 / 100)),  # 47
-        ([(100, 100), (100, 0)] + [(100, 50)] * 63, 60),  # the newest 64 hold one that differs: chance
+        # One of the newest 64 differs: chance.
+        ([(100, 100), (100, 0)] + [(100, 50)] * 63, 60),
     ],
 )
-def test_tests_that_a_request_must_show_to_be_believed_half(finished: list[tuple[int, int]], weight: float) -> None:
+def test_tests_that_a_request_must_show_to_be_believed_half(
+    finished: list[tuple[int, int]], weight: float
+) -> None:
     estimates = Acceptance(1)
     slots = [estimates.open("") for _ in finished]
     steps_of = [share(*request) for request in finished]
     for i in range(max(map(len, steps_of))):
         drafted_B = np.array([i < len(steps) for steps in steps_of], np.int64)
-        estimates.add(np.array(slots), drafted_B, np.array([steps[i : i + 1] == [1] for steps in steps_of], np.int64))
+        estimates.add(
+            np.array(slots),
+            drafted_B,
+            np.array([steps[i : i + 1] == [1] for steps in steps_of], np.int64),
+        )
     for slot in slots:
         estimates.close(slot)
     slot = estimates.open("")
@@ -340,7 +374,8 @@ def test_tests_that_a_request_must_show_to_be_believed_half(finished: list[tuple
 
 def test_a_request_is_believed_later_where_requests_are_alike() -> None:
     def shift(rates: tuple[float, float]) -> float:
-        """What five rejections make of a request, where half of all requests are accepted at each rate."""
+        """What five rejections make of a request, where half of all requests are accepted at each
+        rate."""
         rng = np.random.default_rng(0)
         estimates = Acceptance(1)
         for i in range(60):
@@ -353,11 +388,12 @@ def test_a_request_is_believed_later_where_requests_are_alike() -> None:
 
     alike, unlike = shift((0.5, 0.5)), shift((0.95, 0.05))
     assert unlike > 0.25
-    # By chance alone eight tests differ as if requests did: not told apart, that would halve the effect of both.
+    # By chance alone eight tests differ as if requests did: not told apart, that would halve the
+    # effect of both.
     assert alike < 0.25 * unlike
 
 
-# -- another draft ----------------------------------------------------------------------------------------------------
+# -- another draft --------------------------------------------------------------------------------
 
 
 def test_a_restart_begins_with_what_was_predicted() -> None:
@@ -401,7 +437,7 @@ def test_a_restart_believes_requests_as_soon_as_at_first() -> None:
         assert first(estimates, slots[0]) == first(fresh, slots[1])
 
 
-# -- time -------------------------------------------------------------------------------------------------------------
+# -- time -----------------------------------------------------------------------------------------
 
 
 def test_evidence_fades_while_nothing_is_tested() -> None:
@@ -425,7 +461,7 @@ def test_the_newest_tests_count_most() -> None:
     assert first(estimates, slot) > 0.8
 
 
-# -- slots ------------------------------------------------------------------------------------------------------------
+# -- slots ----------------------------------------------------------------------------------------
 
 
 def test_a_slot_is_handed_on_clean() -> None:
@@ -435,7 +471,8 @@ def test_a_slot_is_handed_on_clean() -> None:
     estimates.close(slot)
     again, never_used = estimates.open("good"), estimates.open("good")
     assert again == slot != never_used
-    assert estimates.survival(np.array([again])).tolist() == estimates.survival(np.array([never_used])).tolist()
+    found, fresh = (estimates.survival(np.array([slot])) for slot in (again, never_used))
+    assert found.tolist() == fresh.tolist()
     step(estimates, again, 1, 1)
     assert estimates.close(again) == 1.0
 

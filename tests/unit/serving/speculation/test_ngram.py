@@ -58,7 +58,9 @@ def test_a_lookup_follows_a_growing_output() -> None:
     tokens += ids("theca")
     assert lookup.propose(tokens, 2) == ids("ta")
     tokens += ids("xca")
-    assert lookup.propose(tokens, 2) == ids("xc"), "the newest place of `ca` is the one just written"
+    assert lookup.propose(tokens, 2) == ids("xc"), (
+        "the newest place of `ca` is the one just written"
+    )
 
 
 @pytest.mark.parametrize("num_parts", [2, 4])
@@ -124,7 +126,7 @@ def searched(tokens: list[int], k: int) -> list[int]:
     return []
 
 
-# -- in shadow --------------------------------------------------------------------------------------------------------
+# -- in shadow ------------------------------------------------------------------------------------
 
 
 def judgements(before: str, written: str, k: int = 3) -> list[tuple[int, int]]:
@@ -140,12 +142,14 @@ def judgements(before: str, written: str, k: int = 3) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("before", "written", "expected"),
     [
-        ("abcdefgh", "zzzzzab" + "cde", [(3, 3)]),  # at the eighth step "ab" has come back, and "cde" after it
+        # At the eighth step "ab" has come back, and "cde" after it.
+        ("abcdefgh", "zzzzzab" + "cde", [(3, 3)]),
         ("abcdefgh", "zzzzzab" + "cdx", [(3, 2)]),
         ("abcdefgh", "zzzzzab" + "x", [(3, 0)]),  # one letter suffices to refuse it
         ("abcdefgh", "zzzzzab" + "cd", []),  # as yet nothing is wrong
         ("abcdefgh", "stuvwxy" + "z", [(1, 0)]),  # nothing was found: a draft that was not accepted
-        ("abcdefgh", "zzzzzab" + "x" + "stuvwxyzqrstuvw", [(3, 0), (1, 0)]),  # and the next one eight steps later
+        # The next one comes eight steps later.
+        ("abcdefgh", "zzzzzab" + "x" + "stuvwxyzqrstuvw", [(3, 0), (1, 0)]),
     ],
 )
 def test_a_lookup_in_shadow_is_judged_by_what_was_written(

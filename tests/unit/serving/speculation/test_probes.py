@@ -1,4 +1,4 @@
-"""Probes of an unused draft: how often they may come, how long they last, what they show."""
+"""Probes of an unused draft: how often they come, how long they last, what they show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def steps_until_due(off_s: float, probe_s: float, probes: Probes) -> int:
 @pytest.mark.parametrize(
     ("off_s", "probe_s", "steps"),
     [
-        (0.010, 0.0120125, 80),  # 4 steps (one more catches up) of 2.0125 ms, of which 80.5 times 10 ms are 1 %
+        # 4 steps (one more catches up) of 2.0125 ms: 1 % of 80.5 times 10 ms.
+        (0.010, 0.0120125, 80),
         (0.010, 0.0220125, 480),
         (0.020, 0.0220125, 50),  # 40.25 would do
         (0.010, 0.010, 50),  # it costs nothing
@@ -39,12 +40,15 @@ def test_probes_take_one_percent_of_the_time(off_s: float, probe_s: float, steps
 
 @pytest.mark.parametrize("last", [1, 40])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_new_draft_may_take_a_tenth_of_the_time_until_64_of_its_tokens_were_tested(is_first: bool, last: int) -> None:
+def test_a_new_draft_may_take_a_tenth_of_the_time_until_64_of_its_tokens_were_tested(
+    is_first: bool, last: int
+) -> None:
     probes = Probes() if is_first else known()
     if not is_first:
         probes.renew()
     probes.add_step(63, 0)
-    assert steps_until_due(0.010, 0.0301, probes) == 80  # 4 steps of 20.1 ms, 80.4 times a tenth of 10 ms
+    # 4 steps of 20.1 ms are 80.4 times a tenth of 10 ms.
+    assert steps_until_due(0.010, 0.0301, probes) == 80
     probes.add_step(last, 0)
     assert steps_until_due(0.010, 0.0301, probes) == 804
 

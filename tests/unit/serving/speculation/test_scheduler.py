@@ -1,4 +1,7 @@
-"""vLLM's schedulers under control, with a hand-written one in the place of vLLM's: what is read, cut, and credited."""
+"""vLLM's schedulers under control, with a hand-written one in place of vLLM's.
+
+What is read, what is cut, and what is credited.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from serving.speculation.control import SWEEP_STEPS, Settings, Speculation, StepSeen
+from osd.records import encode
+from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import OFF, Plan
 from serving.speculation.scheduler import (
     MAX_IDLE_SECONDS,
@@ -23,12 +27,21 @@ from serving.speculation.scheduler import (
     settings_of,
     whole_number,
 )
+from serving.speculation.step_seen import StepSeen
 from serving.speculation.step_times import Shape
+from serving.speculation.sweep import SWEEP_STEPS
 
 K = 4
 STEP_S = 0.010
 ROWS = [
-    {"batch": b, "tokens": t, "context": 10, "drafted": k, "seconds": 0.01 + 0.001 * t + 0.002 * k, "steps": 8}
+    {
+        "batch": b,
+        "tokens": t,
+        "context": 10,
+        "drafted": k,
+        "seconds": 0.01 + 0.001 * t + 0.002 * k,
+        "steps": 8,
+    }
     for b in (1, 2)
     for t in (b, 3 * b, 5 * b)
     for k in (0, 2)
@@ -37,7 +50,8 @@ ROWS = [
 
 @dataclass
 class Request:
-    """One of vLLM's, as far as the scheduler reads it; its prompt is computed in chunks of so many tokens."""
+    """One of vLLM's, as far as the scheduler reads it; its prompt is computed in chunks of so many
+    tokens."""
 
     request_id: str
     all_token_ids: list[int]
@@ -61,7 +75,8 @@ class Request:
 
 
 class PlainScheduler:
-    """Stands where vLLM's does: it schedules all that run, and ends those in `ending` at their next output."""
+    """Stands where vLLM's does: it schedules all that run, and ends those in `ending` at their next
+    output."""
 
     num_spec_tokens = K
 
@@ -84,7 +99,8 @@ class PlainScheduler:
         decoding = [r for r in self.running if not r.is_prefill_chunk]
         verified = {r.request_id: r.spec_token_ids for r in decoding if r.spec_token_ids}
         num = {
-            r.request_id: min(r.chunk, r.num_tokens - r.num_computed) or 1 + len(r.spec_token_ids) for r in self.running
+            r.request_id: min(r.chunk, r.num_tokens - r.num_computed) or 1 + len(r.spec_token_ids)
+            for r in self.running
         }
         output = SimpleNamespace(
             given=given,
@@ -96,7 +112,9 @@ class PlainScheduler:
         for request in decoding:
             request.spec_token_ids = []
         for request in self.running:
-            request.num_computed = min(request.num_tokens, request.num_computed + num[request.request_id])
+            request.num_computed = min(
+                request.num_tokens, request.num_computed + num[request.request_id]
+            )
         self._update_after_schedule(output)
         return output
 
@@ -121,7 +139,8 @@ class PlainScheduler:
 
 
 class AheadScheduler(PlainScheduler):
-    """vLLM's asynchronous one: drafts stay in the worker, and all requests share one list of placeholders."""
+    """vLLM's asynchronous one: drafts stay in the worker, and all requests share one list of
+    placeholders."""
 
     def _update_after_schedule(self, output: Any) -> None:
         self.placeholders = [-1] * output.num_spec_tokens_to_schedule
@@ -142,7 +161,14 @@ class Overheard(Speculation):
         self.texts: list[list[int]] = []
         """of the first request of each step, as the control was shown it"""
 
-    def begin(self, req_id: str, *, domain: str = "", client_cap: int | None = None, is_counted: bool = True) -> None:
+    def begin(
+        self,
+        req_id: str,
+        *,
+        domain: str = "",
+        client_cap: int | None = None,
+        is_counted: bool = True,
+    ) -> None:
         self.begun.append((req_id, domain, client_cap, is_counted))
         super().begin(req_id, domain=domain, client_cap=client_cap, is_counted=is_counted)
 
@@ -164,17 +190,22 @@ def vllm_config(*, padded: Sequence[int] = (), is_async: bool = False, **setting
     mode = SimpleNamespace(name="PIECEWISE" if padded else "NONE")
     return SimpleNamespace(
         additional_config={"osd": {"k_max": K, **settings}},
-        compilation_config=SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=list(padded)),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=mode, cudagraph_capture_sizes=list(padded)
+        ),
         scheduler_config=SimpleNamespace(max_num_seqs=8, async_scheduling=is_async),
     )
 
 
 class Bench:
-    """Scheduler, worker and clock: a step takes `STEP_S`, and the draft proposes 50, 51, … for every request."""
+    """Scheduler, worker and clock: a step takes `STEP_S`, and the draft proposes 50, 51, … for
+    every request."""
 
     def __init__(self, *, is_async: bool = False, **settings: Any) -> None:
         self.now = 0.0
-        mixin, base = (ControlledAsync, AheadScheduler) if is_async else (Controlled, PlainScheduler)
+        mixin, base = (
+            (ControlledAsync, AheadScheduler) if is_async else (Controlled, PlainScheduler)
+        )
         named = {"osd_clock": staticmethod(lambda: self.now)}
         self.scheduler: Any = type("Scheduler", (mixin, base), named)(vllm_config(**settings))
         self.osd = self.scheduler.osd = Overheard(self.scheduler.osd.settings)
@@ -186,7 +217,8 @@ class Bench:
         return request
 
     def step(self, emitted: dict[str, list[int]] | None = None, *, drafts: bool = True) -> Any:
-        """One in which each request that is not in `emitted` gets one token once its prompt is computed."""
+        """One in which each request that is not in `emitted` gets one token once its prompt is
+        computed."""
         output = self.scheduler.schedule()
         self.now += STEP_S
         self.give(output, emitted)
@@ -197,15 +229,20 @@ class Bench:
     def give(self, output: Any, emitted: dict[str, list[int]] | None = None) -> Any:
         ids = [*output.num_scheduled_tokens]
         sampled = [
-            list((emitted or {}).get(r, [] if self.scheduler.requests[r].is_prefill_chunk else [1])) for r in ids
+            list((emitted or {}).get(r, [] if self.scheduler.requests[r].is_prefill_chunk else [1]))
+            for r in ids
         ]
-        result = SimpleNamespace(sampled_token_ids=sampled, req_id_to_index={r: i for i, r in enumerate(ids)})
+        result = SimpleNamespace(
+            sampled_token_ids=sampled, req_id_to_index={r: i for i, r in enumerate(ids)}
+        )
         return self.scheduler.update_from_output(output, result)
 
     def draft(self, k: int) -> list[list[int]]:
         """What the worker proposes; returns it as the scheduler left it."""
         ids = [r.request_id for r in self.scheduler.running]
-        drafts = SimpleNamespace(req_ids=ids, draft_token_ids=[list(range(50, 50 + k)) for _ in ids])
+        drafts = SimpleNamespace(
+            req_ids=ids, draft_token_ids=[list(range(50, 50 + k)) for _ in ids]
+        )
         self.scheduler.update_draft_token_ids(drafts)
         return drafts.draft_token_ids
 
@@ -218,10 +255,12 @@ class Bench:
         return self.osd.seen[-1]
 
 
-# -- what a client may say --------------------------------------------------------------------------------------------
+# -- what a client may say ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value, number", [(3, 3), (3.0, 3), ("3", 3), (0, 0), ("0", 0), (0.0, 0), (10**6, 10**6)])
+@pytest.mark.parametrize(
+    "value, number", [(3, 3), (3.0, 3), ("3", 3), (0, 0), ("0", 0), (0.0, 0), (10**6, 10**6)]
+)
 def test_a_client_says_a_whole_number(value: Any, number: int) -> None:
     assert whole_number(value) == number
     assert isinstance(whole_number(value), int)
@@ -229,7 +268,24 @@ def test_a_client_says_a_whole_number(value: Any, number: int) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [2.9, "2.9", "three", "", " 3", "3\n", "٣", "+3", True, False, -1, -1.0, -0.5, "-1", float("nan"), float("inf")]
+    [
+        2.9,
+        "2.9",
+        "three",
+        "",
+        " 3",
+        "3\n",
+        "٣",
+        "+3",
+        True,
+        False,
+        -1,
+        -1.0,
+        -0.5,
+        "-1",
+        float("nan"),
+        float("inf"),
+    ]
     + [float("-inf"), None, [3], {}, 10**9, 1e300, "9" * 10, "9" * 5000, b"3"],
 )
 def test_what_is_no_whole_number_is_no_statement(value: Any) -> None:
@@ -264,11 +320,18 @@ def test_the_engines_own_answers_are_handed_on() -> None:
     assert bench.give(output) == {"outputs": ["r"]}
 
 
-# -- k of a step ------------------------------------------------------------------------------------------------------
+# -- k of a step ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "plan, k", [(Plan("draft", 3), 3), (Plan("draft", 1), 1), (Plan("ngram", 3), 0), (OFF, 0), (Plan("draft", K), K)]
+    "plan, k",
+    [
+        (Plan("draft", 3), 3),
+        (Plan("draft", 1), 1),
+        (Plan("ngram", 3), 0),
+        (OFF, 0),
+        (Plan("draft", K), K),
+    ],
 )
 def test_the_k_of_the_plan_is_the_engines_for_any_number_of_requests(plan: Plan, k: int) -> None:
     bench = Bench()
@@ -276,7 +339,9 @@ def test_the_k_of_the_plan_is_the_engines_for_any_number_of_requests(plan: Plan,
     for num in range(8):
         assert bench.scheduler.schedule().num_spec_tokens_to_schedule == k
         bench.add(f"r{num}")
-    assert bench.scheduler.schedule().num_spec_tokens_to_schedule == k, "of as many as may run at once"
+    assert bench.scheduler.schedule().num_spec_tokens_to_schedule == k, (
+        "of as many as may run at once"
+    )
     assert bench.scheduler.dynamic_sd_lookup == [k] * 9
 
 
@@ -301,19 +366,23 @@ def test_the_plan_is_for_the_requests_that_decode() -> None:
     assert bench.osd.asked == [([], 0), (["a"], 6), (["a"], 7), (["a", "long"], 8 + 31)]
 
 
-@pytest.mark.parametrize("settings, k", [({"mode": "auto"}, K), ({"mode": "fixed"}, K), ({"mode": "off"}, 0)])
+@pytest.mark.parametrize(
+    "settings, k", [({"mode": "auto"}, K), ({"mode": "fixed"}, K), ({"mode": "off"}, 0)]
+)
 def test_the_first_error_ends_the_control_and_is_logged_once(
     settings: dict[str, Any], k: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine goes on as it would without control: with all its draft tokens, or none where none were wanted."""
+    """The engine goes on as it would without control: with all its draft tokens, or none where none
+    were wanted."""
     bench = Bench(**settings)
     bench.add("a", extra={"osd_spec_k": 1})
     bench.osd.force(Plan("draft", 2))
     bench.step()
-    bench.osd._draft = None  # type: ignore[assignment]
+    bench.osd.requests._draft = None  # type: ignore[assignment]
     bench.step()
     assert caplog.messages == [
-        f"control of speculation has ended, until the engine restarts: k stays at {k}; serving is not affected"
+        f"control of speculation has ended, until the engine restarts: k stays at {k}; serving is "
+        "not affected"
     ]
     assert caplog.records[0].levelno == logging.ERROR
     num_asked, num_seen = len(bench.osd.asked), len(bench.osd.seen)
@@ -321,7 +390,9 @@ def test_the_first_error_ends_the_control_and_is_logged_once(
     for _ in range(3):
         output = bench.step(drafts=False)
         assert output.num_spec_tokens_to_schedule == k
-        assert not hasattr(output, "osd_proposer"), "whose tokens they are is not for an ended control to say"
+        assert not hasattr(output, "osd_proposer"), (
+            "whose tokens they are is not for an ended control to say"
+        )
     assert bench.draft(K) == [[50, 51, 52, 53]] * 2, "nor what is cut"
     assert (len(bench.osd.asked), len(bench.osd.seen)) == (num_asked, num_seen)
     assert len(caplog.records) == 1
@@ -335,7 +406,7 @@ def test_an_error_before_the_first_step_leaves_the_engine_at_its_largest_k() -> 
     assert bench.command("report")["problem"] == "ZeroDivisionError: division by zero"
 
 
-# -- what a step has shown --------------------------------------------------------------------------------------------
+# -- what a step has shown ------------------------------------------------------------------------
 
 
 def test_what_was_accepted_is_what_was_emitted_but_one() -> None:
@@ -344,12 +415,22 @@ def test_what_was_accepted_is_what_was_emitted_but_one() -> None:
     bench.add("b", range(6))
     bench.step()
     bench.step({"a": [50, 51, 1], "b": [1]})
-    assert (bench.seen.req_ids, bench.seen.drafted, bench.seen.accepted) == (["a", "b"], [K, K], [2, 0])
+    assert (bench.seen.req_ids, bench.seen.drafted, bench.seen.accepted) == (
+        ["a", "b"],
+        [K, K],
+        [2, 0],
+    )
     assert (bench.seen.num_tokens, bench.seen.num_outputs) == ([6, 7], [1, 1]), "before this step's"
     assert (bench.seen.context, bench.seen.passes, bench.seen.is_pure) == (13, K, True)
-    assert bench.osd.texts[-1] == [0, 1, 2, 3, 4, 1], "n-grams are judged by what was known when they were looked up"
+    assert bench.osd.texts[-1] == [0, 1, 2, 3, 4, 1], (
+        "n-grams are judged by what was known when they were looked up"
+    )
     bench.step({"a": [50, 51, 52, 53, 1], "b": [50, 1]})
-    assert (bench.seen.accepted, bench.seen.num_tokens, bench.seen.num_outputs) == ([4, 1], [9, 8], [4, 2])
+    assert (bench.seen.accepted, bench.seen.num_tokens, bench.seen.num_outputs) == (
+        [4, 1],
+        [9, 8],
+        [4, 2],
+    )
 
 
 def test_a_request_that_stops_had_all_accepted_that_was_verified() -> None:
@@ -382,7 +463,9 @@ def test_a_step_that_reads_prompts_is_not_pure() -> None:
     assert bench.seen.is_pure
     bench.add("long", range(30), chunk=20)
     bench.step()
-    assert (bench.seen.req_ids, bench.seen.is_pure) == (["a"], False), "a part of a prompt brings no token"
+    assert (bench.seen.req_ids, bench.seen.is_pure) == (["a"], False), (
+        "a part of a prompt brings no token"
+    )
     bench.step()
     assert (bench.seen.req_ids, bench.seen.is_pure) == (["a", "long"], False)
     assert (bench.seen.drafted, bench.seen.accepted) == ([K, 0], [0, 0])
@@ -428,7 +511,9 @@ def test_a_step_without_a_token_shows_nothing(emitted: dict[str, list[int]] | No
     bench.step(emitted)
     assert bench.osd.seen == []
     output = bench.scheduler.schedule()
-    bench.scheduler.update_from_output(output, SimpleNamespace(sampled_token_ids=[], req_id_to_index={}))
+    bench.scheduler.update_from_output(
+        output, SimpleNamespace(sampled_token_ids=[], req_id_to_index={})
+    )
     assert bench.osd.seen == []
     bench.scheduler.running.clear()
     bench.give(bench.scheduler.schedule())
@@ -444,7 +529,7 @@ def test_requests_that_ended_are_closed_after_their_last_step() -> None:
     bench.scheduler.ending = {"b"}
     bench.step({"b": [50, 51, 1]})
     assert bench.osd.ended == ["b"]
-    assert bench.osd.report()["spread"]["0.5"] == pytest.approx(2 / 3), "its last step counts for it"
+    assert bench.osd.report().spread["0.5"] == pytest.approx(2 / 3), "its last step counts for it"
     bench.step()
     assert bench.osd.ended == ["b"]
     bench.scheduler.running.remove(bench.scheduler.requests.pop("c"))  # its client hangs up
@@ -452,15 +537,22 @@ def test_requests_that_ended_are_closed_after_their_last_step() -> None:
     assert bench.osd.ended == ["b", "c"]
 
 
-# -- how long a step took ---------------------------------------------------------------------------------------------
+# -- how long a step took -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "idle, seconds",
-    [(0.0, STEP_S), (0.9 * MAX_IDLE_SECONDS, STEP_S + 0.9 * MAX_IDLE_SECONDS), (1.1 * MAX_IDLE_SECONDS, STEP_S)],
+    [
+        (0.0, STEP_S),
+        (0.9 * MAX_IDLE_SECONDS, STEP_S + 0.9 * MAX_IDLE_SECONDS),
+        (1.1 * MAX_IDLE_SECONDS, STEP_S),
+    ],
 )
-def test_a_step_begins_where_the_one_before_it_ended_or_when_it_is_scheduled(idle: float, seconds: float) -> None:
-    """What the engine does between two steps is part of their time; waiting for a request is not."""
+def test_a_step_begins_where_the_one_before_it_ended_or_when_it_is_scheduled(
+    idle: float, seconds: float
+) -> None:
+    """What the engine does between two steps is part of their time; waiting for a request is
+    not."""
     bench = Bench(mode="fixed")
     bench.add("a")
     bench.step()
@@ -496,7 +588,7 @@ def test_a_step_without_a_token_is_still_the_one_before() -> None:
     assert bench.seen.seconds == pytest.approx(STEP_S + 0.001)
 
 
-# -- who is credited --------------------------------------------------------------------------------------------------
+# -- who is credited ------------------------------------------------------------------------------
 
 
 def test_a_step_verifies_what_was_proposed_at_the_end_of_the_one_before() -> None:
@@ -518,14 +610,14 @@ def test_what_n_grams_get_accepted_is_none_of_the_drafts() -> None:
     bench.step({"a": [3]})
     bench.step({"a": [4, 5, 6]})
     assert (bench.seen.proposer, bench.seen.drafted, bench.seen.accepted) == ("ngram", [3], [2])
-    assert sum(bench.osd.report()["tested_per_place"]) == 0
+    assert sum(bench.osd.report().tested_per_position) == 0
     bench.osd.force(Plan("draft", 2))
     bench.step()
     bench.step({"a": [50, 51, 1]})
-    assert bench.osd.report()["accepted_per_place"] == [1, 1, 0, 0]
+    assert bench.osd.report().accepted_per_position == (1, 1, 0, 0)
 
 
-# -- what is verified -------------------------------------------------------------------------------------------------
+# -- what is verified -----------------------------------------------------------------------------
 
 
 def test_n_grams_take_the_place_of_the_draft_request_by_request() -> None:
@@ -538,19 +630,35 @@ def test_n_grams_take_the_place_of_the_draft_request_by_request() -> None:
     bench.step({"found": [3], "capped": [3], "new": [9], "ended": [3]}, drafts=False)
     ended.has_finished = True
     drafts = SimpleNamespace(
-        req_ids=["new", "found", "gone", "capped", "ended"], draft_token_ids=[[], [], [88], [], [99]]
+        req_ids=["new", "found", "gone", "capped", "ended"],
+        draft_token_ids=[[], [], [88], [], [99]],
     )
     bench.scheduler.update_draft_token_ids(drafts)
     assert drafts.draft_token_ids == [[], [4, 5, 6], [88], [4], [99]]
-    assert [r.spec_token_ids for r in (found, capped, new)] == [[4, 5, 6], [4], []], "before vLLM reads them"
-    assert bench.scheduler.schedule().num_scheduled_tokens == {"found": 4, "capped": 2, "new": 1, "ended": 2}
+    assert [r.spec_token_ids for r in (found, capped, new)] == [[4, 5, 6], [4], []], (
+        "before vLLM reads them"
+    )
+    assert bench.scheduler.schedule().num_scheduled_tokens == {
+        "found": 4,
+        "capped": 2,
+        "new": 1,
+        "ended": 2,
+    }
 
 
 def test_drafts_are_cut_to_what_a_client_allows() -> None:
     bench = Bench(mode="fixed")
-    requests = [bench.add(name, extra={"osd_spec_k": cap}) for name, cap in [("a", 0), ("b", 2), ("c", K), ("d", None)]]
+    requests = [
+        bench.add(name, extra={"osd_spec_k": cap})
+        for name, cap in [("a", 0), ("b", 2), ("c", K), ("d", None)]
+    ]
     bench.step()
-    assert [r.spec_token_ids for r in requests] == [[], [50, 51], [50, 51, 52, 53], [50, 51, 52, 53]]
+    assert [r.spec_token_ids for r in requests] == [
+        [],
+        [50, 51],
+        [50, 51, 52, 53],
+        [50, 51, 52, 53],
+    ]
     assert bench.draft(1) == [[], [50], [50], [50]], "a shorter draft is left as it is"
 
 
@@ -558,7 +666,7 @@ def test_the_draft_is_kept_where_no_request_is_capped() -> None:
     bench = Bench(mode="fixed")
     bench.add("a")
     bench.step()
-    bench.osd._requests["a"].cap = 1  # a cap of a decision that no longer counts
+    bench.osd.requests._requests["a"].cap = 1  # a cap of a decision that no longer counts
     assert bench.draft(3) == [[50, 51, 52]]
 
 
@@ -571,7 +679,9 @@ def test_scheduling_ahead_placeholders_are_cut_instead() -> None:
     bench.scheduler.schedule()
     assert (capped.spec_token_ids, free.spec_token_ids) == ([-1], [-1] * K)
     assert bench.scheduler.placeholders == [-1] * K, "a list that all requests share"
-    assert reading.spec_token_ids == [8, 8], "what a request has that reads its prompt is vLLM's to deal with"
+    assert reading.spec_token_ids == [8, 8], (
+        "what a request has that reads its prompt is vLLM's to deal with"
+    )
     bench.osd.force(OFF)
     bench.scheduler.schedule()
     assert capped.spec_token_ids == free.spec_token_ids == []
@@ -585,7 +695,7 @@ def test_only_a_scheduler_that_runs_ahead_cuts_placeholders() -> None:
     assert request.spec_token_ids == [4, 5, 6]
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------
+# -- settings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -602,15 +712,21 @@ def test_n_grams_are_left_out_where_the_engine_schedules_ahead_and_a_warning_say
 ) -> None:
     bench = Bench(is_async=is_async, proposers=proposers)
     assert bench.osd.settings == Settings(k_max=K, proposers=kept)
-    is_left_out = "n-grams are left out of speculation.proposers: the engine schedules asynchronously"
+    is_left_out = (
+        "n-grams are left out of speculation.proposers: the engine schedules asynchronously"
+    )
     assert caplog.messages == [is_left_out] * (len(kept) < len(proposers))
     assert bench.command("report")["is_async"] is is_async
 
 
 def test_the_settings_lie_under_a_key_of_vllms_additional_configuration() -> None:
-    given = {"osd": {"mode": "fixed", "proposers": ["ngram"], "predicted": 0.5}, "another": {"mode": "off"}}
+    given = {
+        "osd": {"mode": "fixed", "proposers": ["ngram"], "predicted": 0.5},
+        "another": {"mode": "off"},
+    }
     assert settings_of(given) == Settings(mode="fixed", proposers=("ngram",), predicted=0.5)
-    assert settings_of({"another": 1}) == settings_of(None) == settings_of(SimpleNamespace()) == Settings()
+    for given in ({"another": 1}, None, SimpleNamespace()):
+        assert settings_of(given) == Settings()
     with pytest.raises(TypeError, match="surprise"):
         settings_of({"osd": {"surprise": 1}})
 
@@ -626,25 +742,33 @@ def test_the_settings_lie_under_a_key_of_vllms_additional_configuration() -> Non
         (SimpleNamespace(name="FULL"), None, []),
     ],
 )
-def test_cuda_graphs_round_steps_up_where_there_are_any(mode: Any, sizes: Any, padded: list[int]) -> None:
+def test_cuda_graphs_round_steps_up_where_there_are_any(
+    mode: Any, sizes: Any, padded: list[int]
+) -> None:
     compilation = SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=sizes)
     assert padded_sizes(SimpleNamespace(compilation_config=compilation)) == padded
 
 
 @pytest.mark.parametrize("padded", [[], [8, 16]])
 def test_the_control_knows_the_sizes_of_the_graphs(padded: list[int]) -> None:
-    scheduler: Any = type("Scheduler", (Controlled, PlainScheduler), {})(vllm_config(padded=padded), 1, log_stats=True)
+    scheduler: Any = type("Scheduler", (Controlled, PlainScheduler), {})(
+        vllm_config(padded=padded), 1, log_stats=True
+    )
     assert scheduler.given == ((1,), {"log_stats": True})
     scheduler.osd_command("load_rows", json.dumps(ROWS))
     assert (scheduler.osd.times.seconds_per_token(Shape(1, 4, 10, 2)) == 0) == bool(padded)
 
 
-# -- from the replica -------------------------------------------------------------------------------------------------
+# -- from the replica -----------------------------------------------------------------------------
 
 
 def test_a_report_is_the_controls_with_what_went_wrong() -> None:
     bench = Bench(mode="fixed")
-    assert bench.command("report") == {**bench.osd.report(), "problem": "", "is_async": False}
+    assert bench.command("report") == {
+        **json.loads(encode(bench.osd.report())),
+        "problem": "",
+        "is_async": False,
+    }
 
 
 def test_plans_are_forced_and_released() -> None:
@@ -676,7 +800,9 @@ def test_step_times_are_loaded_and_read_back() -> None:
     bench = Bench()
     assert bench.command("rows") == []
     assert bench.command("load_rows", ROWS) is True
-    assert [row["seconds"] for row in bench.command("rows")] == [pytest.approx(row["seconds"]) for row in ROWS]
+    assert [row["seconds"] for row in bench.command("rows")] == [
+        pytest.approx(row["seconds"]) for row in ROWS
+    ]
     with pytest.raises(ValueError, match="no step takes such time"):
         bench.command("load_rows", [{**ROWS[0], "seconds": -1}])
     fresh = Bench()
@@ -703,7 +829,10 @@ def test_a_log_is_kept_from_command_to_command() -> None:
     assert bench.command("log", True) == []
     bench.step()
     bench.step({"a": [50, 1]})
-    assert [(entry["drafted"], entry["accepted"]) for entry in bench.command("log", False)] == [(0, 0), (K, 1)]
+    assert [(entry["drafted"], entry["accepted"]) for entry in bench.command("log", False)] == [
+        (0, 0),
+        (K, 1),
+    ]
     bench.step()
     assert bench.command("log", True) == []
 
@@ -714,7 +843,7 @@ def test_an_unknown_command_is_refused_by_name() -> None:
     assert Bench().scheduler.osd_command("end_sweep", "") == "{}", "no argument need be given"
 
 
-# -- within vLLM -----------------------------------------------------------------------------------------------------
+# -- within vLLM ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_async, base", [(False, "Scheduler"), (True, "AsyncScheduler")])

@@ -27,7 +27,11 @@ BATCHES, WIDTHS = (1, 2, 4, 8, 16, 32), (0, 1, 3, 5)
 
 def true_seconds(shape: Shape) -> float:
     """Linear, but for a knee at 32 verified tokens, from which each costs five times as much."""
-    passes = 0.002 + 0.0015 * shape.drafted + 0.0001 * shape.drafted * shape.batch if shape.drafted else 0.0
+    passes = (
+        0.002 + 0.0015 * shape.drafted + 0.0001 * shape.drafted * shape.batch
+        if shape.drafted
+        else 0.0
+    )
     verified = 0.0003 * shape.tokens + 0.0012 * max(shape.tokens - 32, 0)
     return 0.010 + 0.0002 * shape.batch + verified + 1e-6 * shape.context + passes
 
@@ -48,7 +52,11 @@ def settle(times: StepTimes) -> StepTimes:
 
 
 def learnt(
-    shapes: Sequence[Shape] = GRID, *, steps: int = 10, noise: float = 0.0, padded: Sequence[int] = ()
+    shapes: Sequence[Shape] = GRID,
+    *,
+    steps: int = 10,
+    noise: float = 0.0,
+    padded: Sequence[int] = (),
 ) -> StepTimes:
     rng = np.random.default_rng(0)
     times = StepTimes(padded)
@@ -63,7 +71,7 @@ def errors(times: StepTimes, shapes: Sequence[Shape]) -> np.ndarray:
     return times.predict(shapes) / np.array([true_seconds(shape) for shape in shapes]) - 1
 
 
-# -- the fit ----------------------------------------------------------------------------------------------------------
+# -- the fit --------------------------------------------------------------------------------------
 
 
 def test_a_cost_with_a_knee_is_recovered() -> None:
@@ -86,17 +94,22 @@ def test_what_lies_beyond_all_that_was_seen_is_predicted_sanely() -> None:
 
 @pytest.mark.parametrize("batch", [3, 5, 7, 11, 24, 50])
 def test_unseen_batches_cost_something_and_more_tokens_never_less(batch: int) -> None:
-    seconds = learnt(noise=0.05).predict([Shape(batch, tokens, 100 * batch, 2) for tokens in range(batch, 12 * batch)])
+    seconds = learnt(noise=0.05).predict(
+        [Shape(batch, tokens, 100 * batch, 2) for tokens in range(batch, 12 * batch)]
+    )
     assert seconds.min() > 0.01
     assert np.diff(seconds).min() >= 0
     assert seconds[-1] > seconds[0]
 
 
 def uneven() -> list[Shape]:
-    """Steps whose width, context and passes vary each for itself, as where n-grams or changes of k are among them."""
+    """Steps whose width, context and passes vary each for itself, as where n-grams or changes of k
+    are among them."""
     rng = np.random.default_rng(2)
     return [
-        Shape(batch, batch * (1 + k), int(rng.integers(50, 4000)) * batch, int(rng.choice([0, k, 2])))
+        Shape(
+            batch, batch * (1 + k), int(rng.integers(50, 4000)) * batch, int(rng.choice([0, k, 2]))
+        )
         for batch in BATCHES
         for k in range(6)
     ]
@@ -105,9 +118,15 @@ def uneven() -> list[Shape]:
 def test_each_term_of_the_cost_is_told_apart() -> None:
     times = learnt(uneven())
     base = Shape(6, 24, 6000, 3)
-    for changed in (base._replace(batch=12), base._replace(tokens=30), base._replace(context=40_000)):
+    for changed in (
+        base._replace(batch=12),
+        base._replace(tokens=30),
+        base._replace(context=40_000),
+    ):
         expected = true_seconds(changed) - true_seconds(base)
-        assert float(np.diff(times.predict([base, changed]))[0]) == pytest.approx(expected, rel=0.05)
+        assert float(np.diff(times.predict([base, changed]))[0]) == pytest.approx(
+            expected, rel=0.05
+        )
     with_passes = times.predict([base._replace(drafted=0), base, base._replace(drafted=5)])
     expected_passes = [true_seconds(base._replace(drafted=passes)) for passes in (0, 3, 5)]
     assert with_passes.tolist() == pytest.approx(expected_passes, rel=0.02)
@@ -127,7 +146,7 @@ def test_one_more_token_costs_what_the_knee_says() -> None:
     assert StepTimes().seconds_per_token(a_shape(16, 3)) == 0
 
 
-# -- cells ------------------------------------------------------------------------------------------------------------
+# -- cells ----------------------------------------------------------------------------------------
 
 
 def test_a_cell_that_was_seen_often_overrules_the_fit() -> None:
@@ -180,7 +199,7 @@ def test_a_cell_holds_one_batch_and_one_number_of_passes_and_nearly_one_width() 
     assert key_of(Shape(8, 32, 100, 3)) != key_of(Shape(8, 32, 100, 0))
 
 
-# -- CUDA graphs ------------------------------------------------------------------------------------------------------
+# -- CUDA graphs ----------------------------------------------------------------------------------
 
 
 def test_padded_sizes_make_a_step_function() -> None:
@@ -199,13 +218,15 @@ def test_padded_sizes_make_a_step_function() -> None:
     assert times.seconds_per_token(Shape(7, 21, 700, 2)) == 0
 
 
-# -- the profile ------------------------------------------------------------------------------------------------------
+# -- the profile ----------------------------------------------------------------------------------
 
 
 def test_a_profile_survives_as_json() -> None:
     times = learnt(noise=0.03)
     rows = json.loads(json.dumps(times.to_rows()))
-    assert {tuple(row) for row in rows} == {("batch", "tokens", "context", "drafted", "seconds", "steps")}
+    assert {tuple(row) for row in rows} == {
+        ("batch", "tokens", "context", "drafted", "seconds", "steps")
+    }
     loaded = StepTimes()
     loaded.load_rows(rows)
     assert loaded.is_fitted
@@ -213,12 +234,16 @@ def test_a_profile_survives_as_json() -> None:
     unseen = [a_shape(batch, 2) for batch in (3, 6, 12, 24)]
     for shapes in (GRID, unseen):
         assert loaded.predict(shapes) == pytest.approx(times.predict(shapes), rel=0.02)
-    assert sorted(map(str, loaded.to_rows())) == sorted(str({**row, "steps": CELL_SIZE // 2}) for row in rows)
+    assert sorted(map(str, loaded.to_rows())) == sorted(
+        str({**row, "steps": CELL_SIZE // 2}) for row in rows
+    )
 
 
 def test_own_steps_soon_outweigh_the_profile() -> None:
     times = StepTimes()
-    times.load_rows({**shape._asdict(), "seconds": 3 * true_seconds(shape), "steps": 15} for shape in GRID)
+    times.load_rows(
+        {**shape._asdict(), "seconds": 3 * true_seconds(shape), "steps": 15} for shape in GRID
+    )
     assert errors(times, GRID) == pytest.approx(2 * np.ones(len(GRID)), rel=0.01)
     for shape in GRID * (CELL_SIZE // 2 + 1):
         times.add(shape, true_seconds(shape))
@@ -266,7 +291,7 @@ def test_times_and_shapes_that_cannot_be_are_refused(wrong: dict[str, Any]) -> N
     assert times.num_cells == 0
 
 
-# -- the thread -------------------------------------------------------------------------------------------------------
+# -- the thread -----------------------------------------------------------------------------------
 
 
 class SlowToFit(StepTimes):
@@ -313,7 +338,9 @@ def test_steps_that_come_during_a_fit_are_not_lost() -> None:
     times.may_fit.set()
     first.join()
     assert sum(times.num_steps(shape) for shape in GRID + late) == STEPS_PER_FIT + 3 * CELL_SIZE
-    assert np.abs(errors(times, late)).max() < 0.05, "the first fit knows nothing of what came during it"
+    assert np.abs(errors(times, late)).max() < 0.05, (
+        "the first fit knows nothing of what came during it"
+    )
     times.add(GRID[0], true_seconds(GRID[0]))
     assert times._fitting is not None
     assert times._fitting is not first, "the next step starts the fit that was due meanwhile"
@@ -335,11 +362,12 @@ def test_context_given_apart_counts_as_context_of_the_shapes() -> None:
     assert times.predict(bare)[5] > 3 * before[5], "what is kept of the shapes is not their time"
 
 
-# -- a machine that is not always as fast ------------------------------------------------------------------------------
+# -- a machine that is not always as fast ---------------------------------------------------------
 
 
 def test_a_slower_machine_makes_every_step_dearer_and_none_beside_the_others() -> None:
-    """Half as fast from one moment on, and only one shape is still run: the others are known to be slower as well."""
+    """Half as fast from one moment on, and only one shape is still run: the others are known to be
+    slower as well."""
     times = learnt(steps=CELL_SIZE)
     before = times.predict(GRID)
     for _ in range(60):
@@ -360,11 +388,14 @@ def test_what_was_seen_while_the_machine_was_slow_is_compared_as_if_it_had_not_b
         times.add(new, 2 * true_seconds(new))
     settle(times)
     seconds_new, seconds_known = times.predict([new, known])
-    assert seconds_new / seconds_known == pytest.approx(true_seconds(new) / true_seconds(known), rel=0.05)
+    assert seconds_new / seconds_known == pytest.approx(
+        true_seconds(new) / true_seconds(known), rel=0.05
+    )
 
 
 def test_a_shape_not_seen_for_long_is_learnt_anew() -> None:
-    """It costs less than it did, beside all others: a few steps say so, however many said otherwise once."""
+    """It costs less than it did, beside all others: a few steps say so, however many said otherwise
+    once."""
     times = learnt(steps=CELL_SIZE)
     cheaper, other = GRID[6], GRID[5]
     for _ in range(STALE_STEPS + 10):

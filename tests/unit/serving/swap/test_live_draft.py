@@ -1,4 +1,7 @@
-"""New weights are made beside a live draft and put in place: whatever fails meanwhile, the old ones can be put back."""
+"""New weights are built beside a live draft and put in place.
+
+Whatever fails, the old weights can be put back.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ Checkpoint = dict[str, torch.Tensor]
 
 
 class Linear(nn.Module):
-    """Answers with a copy of its matrix that is packed for the purpose, as engines on CPUs do; the matrix is gone."""
+    """Answers with a copy of its matrix that is packed for the purpose, as engines on CPUs do; the
+    matrix is gone."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -48,7 +52,8 @@ class Head(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, a matrix in two parts, a norm that checkpoints hold as a buffer, and a tied head."""
+    """An embedding, a matrix in two parts, a norm that checkpoints hold as a buffer, and a tied
+    head."""
 
     def __init__(self, embed: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -107,20 +112,24 @@ def started(seed: int, embed: nn.Parameter | None = None) -> Model:
     return model
 
 
-def live_draft(model: Model, target: nn.Module | None = None, pack: Callable[[nn.Module], None] = pack) -> LiveDraft:
+def live_draft(
+    model: Model, target: nn.Module | None = None, pack: Callable[[nn.Module], None] = pack
+) -> LiveDraft:
     return LiveDraft(model, target, unpacked, pack)
 
 
 def test_what_is_put_serves_as_if_the_engine_had_started_with_it() -> None:
     model = started(1)
     live = live_draft(model)
-    where = [tensor.data_ptr() for tensor in (model.embed_tokens.weight, model.qk.bias, model.scale)]
+    where = [
+        tensor.data_ptr() for tensor in (model.embed_tokens.weight, model.qk.bias, model.scale)
+    ]
     for seed in (2, 3):
         live.put(live.build(checkpoint(seed)))
         assert torch.equal(model(IDS), started(seed)(IDS))
-    assert [tensor.data_ptr() for tensor in (model.embed_tokens.weight, model.qk.bias, model.scale)] == where, (
-        "CUDA graphs"
-    )
+    assert [
+        tensor.data_ptr() for tensor in (model.embed_tokens.weight, model.qk.bias, model.scale)
+    ] == where, "CUDA graphs"
     assert model.head.weight is model.embed_tokens.weight and not model.qk.weight.numel()
 
 
@@ -171,9 +180,13 @@ def test_weights_that_were_built_but_never_kept_are_not_what_is_put_back() -> No
 def test_what_a_checkpoint_lacks_stays() -> None:
     model = started(1)
     live = live_draft(model)
-    lacking = {name: tensor for name, tensor in checkpoint(2).items() if name not in ("qk.bias", "scale")}
+    lacking = {
+        name: tensor for name, tensor in checkpoint(2).items() if name not in ("qk.bias", "scale")
+    }
     live.put(live.build(lacking))
-    assert torch.equal(model.qk.bias, checkpoint(1)["qk.bias"]) and torch.equal(model.scale, checkpoint(1)["scale"])
+    assert torch.equal(model.qk.bias, checkpoint(1)["qk.bias"]) and torch.equal(
+        model.scale, checkpoint(1)["scale"]
+    )
     assert torch.equal(model.embed_tokens.weight, checkpoint(2)["embed_tokens.weight"])
 
 
@@ -186,8 +199,12 @@ def read_back(model: Model) -> Iterator[torch.Tensor]:
 
 
 def test_a_swap_that_runs_out_of_memory_anywhere_leaves_the_old_draft(tmp_path: Path) -> None:
-    """The first of what a swap takes is refused, and all after it; then the second; until the swap succeeds."""
-    releases = [written(tmp_path / f"v{version}", checkpoint(version), version=version) for version in (1, 2, 3)]
+    """The first of what a swap takes is refused, and all after it; then the second; until the swap
+    succeeds."""
+    releases = [
+        written(tmp_path / f"v{version}", checkpoint(version), version=version)
+        for version in (1, 2, 3)
+    ]
     model = started(1)
     swapper = DraftSwapper(
         releases[0],
@@ -213,7 +230,7 @@ def swap_with_memory_for(room: int, swapper: DraftSwapper[Weights], release: Dra
         try:
             swapper.commit(release.version)
         except SwapError as error:
-            return f"{swapper.staging['error']}; {error}"
+            return f"{swapper.staging.error}; {error}"
     return ""
 
 
@@ -228,15 +245,21 @@ class Target(nn.Module):
 
 
 @pytest.mark.parametrize("is_one_object", [True, False])
-def test_a_load_that_would_write_into_the_target_is_refused_whatever_the_names(is_one_object: bool) -> None:
+def test_a_load_that_would_write_into_the_target_is_refused_whatever_the_names(
+    is_one_object: bool,
+) -> None:
     target = Target()
     shared = target.wte.weight
-    model = started(1, shared if is_one_object else nn.Parameter(shared.data[:], requires_grad=False))
+    model = started(
+        1, shared if is_one_object else nn.Parameter(shared.data[:], requires_grad=False)
+    )
     before, bits = model(IDS), shared.clone()
     live = live_draft(model, target)
     with pytest.raises(SwapError, match=r"it would write into the target's wte\.weight"):
         live.build(checkpoint(2))
-    others = {name: tensor for name, tensor in checkpoint(2).items() if name != "embed_tokens.weight"}
+    others = {
+        name: tensor for name, tensor in checkpoint(2).items() if name != "embed_tokens.weight"
+    }
     live.put(live.build(others))
     assert torch.equal(shared, bits) and not torch.equal(model(IDS), before)
     live.put_back()
@@ -270,11 +293,16 @@ def loses(layer: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("packs", "message"),
     [
-        (gives_up, r"Linear\.weight is kept as shape \(8, 4\), the engine serves with shape \(0,\)"),
+        (
+            gives_up,
+            r"Linear\.weight is kept as shape \(8, 4\), the engine serves with shape \(0,\)",
+        ),
         (loses, r"Linear\.bias is kept as nothing, the engine serves with shape \(8,\)"),
     ],
 )
-def test_a_layer_that_is_packed_in_another_way_is_refused(packs: Callable[[nn.Module], None], message: str) -> None:
+def test_a_layer_that_is_packed_in_another_way_is_refused(
+    packs: Callable[[nn.Module], None], message: str
+) -> None:
     with pytest.raises(SwapError, match=message):
         live_draft(started(1), pack=packs).build(checkpoint(2))
 

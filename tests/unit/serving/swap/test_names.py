@@ -1,4 +1,7 @@
-"""Drafts whose checkpoints bear other names than transformers gives their parameters, and older ones with masks."""
+"""Drafts whose checkpoints have other names than transformers gives their parameters.
+
+Older checkpoints also hold masks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from osd.errors import SwapError
 from serving.swap.swap import DraftShape, check_tensors
-from tests.integration.shapes import add_old_masks
+from tests.support.shapes import add_old_masks
 from trainer.draft import export_draft, load_draft
 
 MASK = "gpt_neox.layers.0.attention.bias"
@@ -22,7 +25,11 @@ MASK = "gpt_neox.layers.0.attention.bias"
 def base(tmp_path: Path) -> Path:
     """A GPT-NeoX draft as Pythia's are stored: `embed_out.weight`, masks, rotary frequencies."""
     config = GPTNeoXConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "base")
     add_old_masks(tmp_path / "base")
@@ -56,7 +63,9 @@ def test_masks_may_be_swapped_in_but_nothing_else_may_become_one(base: Path) -> 
     expected, tensors = DraftShape.of(base), load_file(base / "model.safetensors")
     assert expected.masks == {MASK}
     check_tensors(tensors, expected)
-    with pytest.raises(SwapError, match=r"embed_out.weight is torch.int32, expected floating point"):
+    with pytest.raises(
+        SwapError, match=r"embed_out.weight is torch.int32, expected floating point"
+    ):
         check_tensors({**tensors, "embed_out.weight": tensors["embed_out.weight"].int()}, expected)
     with pytest.raises(SwapError, match=r"attention.bias is torch.bool, expected floating point"):
         check_tensors(tensors, replace(expected, masks=frozenset()))

@@ -1,4 +1,7 @@
-"""What may become the live draft, and what is served when a swap fails: with a draft that is a name."""
+"""What may become the live draft, and what is served when a swap fails.
+
+The draft here is no more than a name.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from osd.errors import SwapError
-from osd.records import DraftRelease
+from osd.records import DraftRelease, StagingReport
 from serving.swap.proof import SwapProof, of_release
 from serving.swap.swap import DraftSwapper
 from tests.support.draft_releases import CONFIG, written
 
-NORM, MATRIX, MASK, IDS = "model.norm.weight", "model.layers.0.q_proj.weight", "attention.bias", "attention.ids"
+NORM, MATRIX, MASK, IDS = (
+    "model.norm.weight",
+    "model.layers.0.q_proj.weight",
+    "attention.bias",
+    "attention.ids",
+)
 STEPS = "attention.steps"
 Checkpoint = Mapping[str, torch.Tensor]
 
@@ -35,7 +42,8 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Draft:
-    """A live draft of plain tensors. `fails` names what raises, each as often as it stands there."""
+    """A live draft of plain tensors. `fails` names what raises, each as often as it stands
+    there."""
 
     live: Checkpoint
     kept: Checkpoint
@@ -49,7 +57,9 @@ class Draft:
 
     def put(self, weights: Checkpoint) -> None:
         lost, self.loses = self.loses, ""
-        self.live = {name: self.live[name] if name == lost else tensor for name, tensor in weights.items()}
+        self.live = {
+            name: self.live[name] if name == lost else tensor for name, tensor in weights.items()
+        }
         self._may_fail("put")
 
     def keep(self, weights: Checkpoint) -> None:
@@ -70,12 +80,14 @@ class Draft:
 
 
 class World:
-    """Releases 1 to 4 on disk, and a swapper that serves the first. `target` is what no swap may touch."""
+    """Releases 1 to 4 on disk, and a swapper that serves the first. `target` is what no swap may
+    touch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.releases = {
-            version: written(path / f"v{version}", tensors(version), version=version) for version in range(1, 5)
+            version: written(path / f"v{version}", tensors(version), version=version)
+            for version in range(1, 5)
         }
         self.draft = Draft(tensors(1), tensors(1))
         self.target = torch.ones(3)
@@ -89,7 +101,7 @@ class World:
         """Staged to its end; returns what was wrong with it."""
         self.swapper.stage(release)
         self.waiting.pop()()
-        return str(self.swapper.staging["error"])
+        return self.swapper.staging.error
 
     def swap(self, version: int) -> str:
         """Returns what was wrong."""
@@ -102,7 +114,9 @@ class World:
 
     def serves(self, version: int) -> bool:
         """Whether this is the live draft, and is said to be."""
-        same = all(torch.equal(self.draft.live[name], tensor) for name, tensor in tensors(version).items())
+        same = all(
+            torch.equal(self.draft.live[name], tensor) for name, tensor in tensors(version).items()
+        )
         return same and self.swapper.version == version and self.swapper.prove() == ""
 
 
@@ -124,18 +138,29 @@ def renamed(old: str, new: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        ({k: v for k, v in tensors(2).items() if k not in (NORM, MATRIX)}, f"2 tensors are missing, first {MATRIX}"),
+        (
+            {k: v for k, v in tensors(2).items() if k not in (NORM, MATRIX)},
+            f"2 tensors are missing, first {MATRIX}",
+        ),
         ({**tensors(2), "b": torch.ones(1), "a": torch.ones(1)}, "2 tensors are unknown, first a"),
         (renamed(NORM, "norm.weight"), f"1 tensors are missing, first {NORM}"),
         ({**tensors(2), MATRIX: torch.ones(4, 2)}, f"{MATRIX} has shape (4, 2), expected (2, 4)"),
-        ({**tensors(2), MASK: torch.ones(4, dtype=torch.bool)}, f"{MASK} has shape (4,), expected (2, 2)"),
-        ({**tensors(2), NORM: torch.ones(4, dtype=torch.int32)}, f"{NORM} is torch.int32, expected floating point"),
+        (
+            {**tensors(2), MASK: torch.ones(4, dtype=torch.bool)},
+            f"{MASK} has shape (4,), expected (2, 2)",
+        ),
+        (
+            {**tensors(2), NORM: torch.ones(4, dtype=torch.int32)},
+            f"{NORM} is torch.int32, expected floating point",
+        ),
         (changed(MATRIX, 7, float("nan")), f"{MATRIX} holds NaN or infinite values"),
         (changed(MATRIX, 0, float("inf")), f"{MATRIX} holds NaN or infinite values"),
         (changed(NORM, 3, float("-inf")), f"{NORM} holds NaN or infinite values"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(world: World, made: dict[str, torch.Tensor], reason: str) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    world: World, made: dict[str, torch.Tensor], reason: str
+) -> None:
     assert world.stage(written(world.path / "bad", made, version=2)) == f"v2: {reason}"
     assert_not_committed(world)
 
@@ -147,7 +172,10 @@ def assert_not_committed(world: World) -> None:
 
 
 def test_masks_may_hold_anything_and_numbers_any_precision(world: World) -> None:
-    made = {name: tensor.to(torch.bfloat16) if name == MATRIX else tensor for name, tensor in tensors(2).items()}
+    made = {
+        name: tensor.to(torch.bfloat16) if name == MATRIX else tensor
+        for name, tensor in tensors(2).items()
+    }
     made[MASK], made[IDS] = torch.zeros(2, 2), torch.tensor([1.0, float("nan"), 2.0])
     made[STEPS] = torch.tensor([-5, 5], dtype=torch.int16)
     assert world.stage(written(world.path / "other", made, version=2)) == ""
@@ -177,20 +205,26 @@ def test_masks_may_hold_anything_and_numbers_any_precision(world: World) -> None
 )
 def test_another_architecture_is_refused_by_the_key_that_differs(world: World, key: str) -> None:
     other = written(world.path / "bad", tensors(2), version=2, **{key: ["other"]})
-    assert world.stage(other) == f"v2: config.json has {key}=['other'], the engine runs {CONFIG.get(key)!r}"
+    why = f"config.json has {key}=['other'], the engine runs {CONFIG.get(key)!r}"
+    assert world.stage(other) == f"v2: {why}"
     assert_not_committed(world)
 
 
 def test_other_entries_of_the_config_may_change(world: World) -> None:
-    assert world.stage(written(world.path / "other", tensors(2), version=2, transformers_version="9")) == ""
+    other = written(world.path / "other", tensors(2), version=2, transformers_version="9")
+    assert world.stage(other) == ""
 
 
 def test_a_draft_head_is_refused_before_its_tensors_are_read(world: World) -> None:
     head = written(
-        world.path / "head", {"fc.weight": torch.ones(1)}, version=2, architectures=["LlamaForCausalLMEagle3"]
+        world.path / "head",
+        {"fc.weight": torch.ones(1)},
+        version=2,
+        architectures=["LlamaForCausalLMEagle3"],
     )
     expected = (
-        "it is a draft head (LlamaForCausalLMEagle3), and heads are not served: only draft models of their own are"
+        "it is a draft head (LlamaForCausalLMEagle3), and heads are not served: only draft models "
+        "of their own are"
     )
     assert world.stage(head) == f"v2: {expected}"
     assert_not_committed(world)
@@ -231,7 +265,9 @@ def with_a_broken_config(release: DraftRelease) -> DraftRelease:
         (lambda release: replace(release, sha256="f" * 64), "v2: sha256 of model.safetensors is "),
     ],
 )
-def test_damaged_files_are_refused(world: World, damage: Callable[[DraftRelease], DraftRelease], reason: str) -> None:
+def test_damaged_files_are_refused(
+    world: World, damage: Callable[[DraftRelease], DraftRelease], reason: str
+) -> None:
     release = world.releases[2]
     assert world.stage(damage(release)).startswith(reason.format(path=release.path))
     assert_not_committed(world)
@@ -240,7 +276,8 @@ def test_damaged_files_are_refused(world: World, damage: Callable[[DraftRelease]
 def test_both_hashes_are_named(world: World) -> None:
     release = world.releases[2]
     error = world.stage(replace(release, sha256="0123456789abcdef" * 4))
-    assert error == f"v2: sha256 of model.safetensors is {release.sha256[:12]}, release.json says 0123456789ab"
+    found = release.sha256[:12]
+    assert error == f"v2: sha256 of model.safetensors is {found}, release.json says 0123456789ab"
 
 
 def test_a_failed_swap_goes_back_to_the_last_good_draft_and_keeps_its_version(world: World) -> None:
@@ -255,7 +292,9 @@ def test_weights_that_did_not_arrive_are_taken_back(world: World) -> None:
     assert world.swap(2) == ""
     world.draft.loses = NORM
     error = world.swap(3)
-    assert error.startswith("v3: loading failed, the previous draft was restored: the engine holds other weights")
+    assert error.startswith(
+        "v3: loading failed, the previous draft was restored: the engine holds other weights"
+    )
     assert world.serves(2)
 
 
@@ -263,19 +302,25 @@ def test_a_swap_that_reached_the_target_fails(world: World) -> None:
     """What was put back is then said to be of no use: the answers themselves may have changed."""
     assert world.stage(world.releases[2]) == ""
     world.target[1] += 1
-    with pytest.raises(SwapError, match=r"could not be restored: the target's weights are no longer") as error:
+    with pytest.raises(
+        SwapError, match=r"could not be restored: the target's weights are no longer"
+    ) as error:
         world.swapper.commit(2)
     assert str(error.value).startswith("v2: the target's weights") and world.swapper.version == 1
 
 
-def test_a_draft_that_cannot_be_put_back_is_said_to_be_useless_and_the_next_swap_mends_it(world: World) -> None:
+def test_a_draft_that_cannot_be_put_back_is_said_to_be_useless_and_the_next_swap_mends_it(
+    world: World,
+) -> None:
     assert world.swap(2) == ""
     world.draft.fails = ["put", "put_back"]
     assert world.swap(3) == (
         "v3: MemoryError: no room to put; and the previous draft could not be restored: "
         "MemoryError: no room to put_back; restart this replica"
     )
-    assert world.swapper.version == 2 and world.swapper.prove().startswith("the engine holds other weights")
+    assert world.swapper.version == 2 and world.swapper.prove().startswith(
+        "the engine holds other weights"
+    )
     assert world.swap(4) == "" and world.serves(4)
 
 
@@ -283,12 +328,15 @@ def test_a_draft_that_was_put_back_but_not_whole_is_said_to_be_useless(world: Wo
     world.draft.kept = tensors(4)
     world.draft.fails = ["put"]
     error = world.swap(2)
-    assert "v2: MemoryError: no room to put; and the previous draft could not be restored: the engine holds" in error
+    assert "v2: MemoryError: no room to put" in error
+    assert "; and the previous draft could not be restored: the engine holds" in error
 
 
 def test_a_draft_that_was_put_back_without_memory_to_read_it_is_restored(world: World) -> None:
     world.draft.fails = ["read_back", "read_back"]
-    assert world.swap(2) == ("v2: loading failed, the previous draft was restored: MemoryError: no room to read_back")
+    assert world.swap(2) == (
+        "v2: loading failed, the previous draft was restored: MemoryError: no room to read_back"
+    )
     assert world.serves(1)
 
 
@@ -317,7 +365,7 @@ def test_the_newest_staging_counts_whichever_ends_last(world: World) -> None:
     older, newer = world.waiting
     newer()
     older()
-    assert world.swapper.staging["version"] == 3
+    assert world.swapper.staging.version == 3
     with pytest.raises(SwapError, match="v2 is not staged"):
         world.swapper.commit(2)
     world.swapper.commit(3)
@@ -325,24 +373,22 @@ def test_the_newest_staging_counts_whichever_ends_last(world: World) -> None:
 
 
 def test_staging_tells_how_it_goes(world: World) -> None:
-    nothing = {"version": 0, "done": True, "error": "nothing staged", "seconds": 0.0}
+    nothing = StagingReport(version=0, done=True, error="nothing staged", seconds=0.0)
     assert world.swapper.staging == nothing
     world.swapper.stage(world.releases[2])
-    assert world.swapper.staging == {"version": 2, "done": False, "error": "", "seconds": 0.0}
+    assert world.swapper.staging == StagingReport(version=2, done=False, error="", seconds=0.0)
     with pytest.raises(SwapError, match="v2 is not staged"):
         world.swapper.commit(2)
     world.waiting.pop()()
     ended = world.swapper.staging
-    assert (ended["version"], ended["done"], ended["error"]) == (2, True, "") and 0 < seconds(ended) < 60
+    assert (ended.version, ended.done, ended.error) == (2, True, "")
+    assert 0 < ended.seconds < 60
     world.stage(replace(world.releases[3], sha256=""))
     failed = world.swapper.staging
-    assert (failed["version"], failed["done"]) == (3, True) and failed["error"] and 0 < seconds(failed) < 60
+    assert (failed.version, failed.done) == (3, True) and failed.error
+    assert 0 < failed.seconds < 60
     world.swap(4)
     assert world.swapper.staging == nothing
-
-
-def seconds(staging: Mapping[str, Any]) -> float:
-    return float(staging["seconds"])
 
 
 def test_a_commit_says_how_long_it_blocked(world: World) -> None:
@@ -364,9 +410,9 @@ def test_a_release_is_read_in_a_thread_of_its_own(world: World) -> None:
 
     swapper = DraftSwapper(world.releases[1], Slow(tensors(1), tensors(1)))
     swapper.stage(world.releases[2])
-    assert not swapper.staging["done"]
+    assert not swapper.staging.done
     asked.set()
-    while not swapper.staging["done"]:
+    while not swapper.staging.done:
         time.sleep(0.001)
     assert built_in[0] is not threading.current_thread() and built_in[0].daemon
     swapper.commit(2)
@@ -379,7 +425,9 @@ def test_without_a_proof_a_swap_is_taken_at_its_word(world: World, can_read: boo
     def unreadable(first: Checkpoint) -> SwapProof:
         return SwapProof(lambda: [torch.ones(1)], torch.float32, first)
 
-    swapper = DraftSwapper(world.releases[1], world.draft, unreadable if can_read else None, lambda work: work())
+    swapper = DraftSwapper(
+        world.releases[1], world.draft, unreadable if can_read else None, lambda work: work()
+    )
     world.draft.loses = NORM
     swapper.stage(world.releases[2])
     swapper.commit(2)

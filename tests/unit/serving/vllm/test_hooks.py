@@ -1,6 +1,7 @@
-"""What the hooks read from vLLM's two model runners, on batches built by hand of the runners' own data classes.
+"""What the hooks read from vLLM's two model runners.
 
-A V1 runner is also run for real (tests/integration); a V2 runner exists on CUDA only.
+The batches are built by hand of the runners' own data classes. A V1 runner also runs for real in
+tests/integration; a V2 runner exists on CUDA only.
 """
 
 from __future__ import annotations
@@ -16,12 +17,20 @@ import torch
 
 from serving.capture.pick import Lot, pick_on_host
 from serving.capture.rows import top_of
-from serving.vllm.hooks import NewRequest, Verification, VerificationHook, is_v2, verification_v1, verification_v2
+from serving.vllm.hooks import (
+    NewRequest,
+    Verification,
+    VerificationHook,
+    is_v2,
+    verification_v1,
+    verification_v2,
+)
 
 VOCAB = 64
 
-# Three requests in one step: "a" decodes at position 12 with drafts [21, 22, 23], of which 21 is accepted and 22
-# replaced by 40; "b" is in the middle of its prompt; "c" decodes at position 30 without drafts.
+# Three requests in one step: "a" decodes at position 12 with drafts [21, 22, 23], of which 21 is
+# accepted and 22 replaced by 40; "b" is in the middle of its prompt; "c" decodes at position 30
+# without drafts.
 NUM_DRAFTS = np.array([3, 0, 0])
 SAMPLED = [[21, 40, -1, -1], [-1, -1, -1, -1], [41, -1, -1, -1]]
 
@@ -32,7 +41,10 @@ def check(step: Verification) -> None:
     assert step.is_partial_B.tolist() == [False, True, False]
     assert step.draft_ids.tolist() == [21, 22, 23]
     assert step.first_position_B[[0, 2]].tolist() == [13, 31]
-    assert [row for b, row in enumerate(step.sampled_BG.tolist()) if b != 1] == [SAMPLED[0], SAMPLED[2]]
+    assert [row for b, row in enumerate(step.sampled_BG.tolist()) if b != 1] == [
+        SAMPLED[0],
+        SAMPLED[2],
+    ]
     lot = Lot(np.ones(3, bool), np.zeros((3, 4)), np.ones(3), top_k=4)
     landed = pick_on_host(step, lot).land()
     assert landed.sampled_BG.tolist() == SAMPLED
@@ -40,7 +52,8 @@ def check(step: Verification) -> None:
     assert landed.rows.request_R.tolist() == [0, 0, 2]
     assert landed.rows.draft_id_R.tolist() == [21, 22, -1]
     top = top_of([landed.rows.scores], 1)
-    assert top.ids_RK[:, 0].tolist() == [0, 1, 5]  # rows of the logits: "a" has 0 to 3, "b" has 4, "c" has 5
+    # Rows of the logits: "a" has 0 to 3, "b" has 4, "c" has 5.
+    assert top.ids_RK[:, 0].tolist() == [0, 1, 5]
 
 
 def logits() -> torch.Tensor:
@@ -62,7 +75,9 @@ def test_v1_runner() -> None:
     )
     sampled = torch.tensor(SAMPLED, dtype=torch.int32)
     sampled[1, 0] = 33  # V1 samples unfinished prefills too and throws the token away
-    step = verification_v1(runner, (metadata, None, logits(), None), SimpleNamespace(sampled_token_ids=sampled))
+    step = verification_v1(
+        runner, (metadata, None, logits(), None), SimpleNamespace(sampled_token_ids=sampled)
+    )
     check(step)
 
 
@@ -147,13 +162,16 @@ def test_v2_is_read_without_waiting_for_the_device() -> None:
         if isinstance(value, torch.Tensor):
             setattr(batch, name, value.to("meta"))
     output = v2_output(SAMPLED, [2, 0, 1])
-    output.sampled_token_ids, output.num_sampled = output.sampled_token_ids.to("meta"), output.num_sampled.to("meta")
+    output.sampled_token_ids, output.num_sampled = (
+        output.sampled_token_ids.to("meta"),
+        output.num_sampled.to("meta"),
+    )
     step = verification_v2(logits().to("meta"), batch, output)
     assert step.sampled_BG.shape == (3, 4)
     assert step.draft_ids.shape == (3,)
 
 
-# -------------------------------------------------------------------------------------------------- hooking a V2 runner
+# ------------------------------------------------------------------------------ hooking a V2 runner
 
 
 class Ear:
@@ -176,7 +194,8 @@ class Ear:
 
 @pytest.fixture
 def runner() -> Iterator[Any]:
-    """A V2 runner as far as the hook sees one: classes of those names, from modules of those names."""
+    """A V2 runner as far as the hook sees one: classes of those names, from modules of those
+    names."""
 
     def fake(name: str, module: str, **members: Any) -> Any:
         return type(name, (), {"__module__": f"vllm.v1.worker.gpu.{module}", **members})()
@@ -185,7 +204,9 @@ def runner() -> Iterator[Any]:
     yield fake(
         "GPUModelRunner",
         "model_runner",
-        sampler=fake("Sampler", "sample.sampler", __call__=lambda self, *args: output, penalties="its own"),
+        sampler=fake(
+            "Sampler", "sample.sampler", __call__=lambda self, *args: output, penalties="its own"
+        ),
         rejection_sampler=fake(
             "RejectionSampler", "spec_decode.rejection_sampler", __call__=lambda self, *args: output
         ),
@@ -207,7 +228,8 @@ def test_both_samplers_of_a_v2_runner_are_heard_and_left_as_they_were(runner: An
     assert runner.sampler.penalties == "its own"
     assert len(ear.steps) == 2
     check(ear.steps[0])
-    assert runner.execute_model(SimpleNamespace(scheduled_new_reqs=[], finished_req_ids=set())) == "executed"
+    scheduled = SimpleNamespace(scheduled_new_reqs=[], finished_req_ids=set())
+    assert runner.execute_model(scheduled) == "executed"
     hook.remove()
     assert (runner.sampler, runner.rejection_sampler) == own
     assert ear.failures == []

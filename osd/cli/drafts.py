@@ -1,0 +1,70 @@
+"""Choose what a running service serves: pause, resume, drafts."""
+
+from __future__ import annotations
+
+import time
+
+import typer
+
+from osd.cli.options import DeploymentOption, JsonOption, UrlOption, client_of, show
+
+app = typer.Typer()
+drafts_app = typer.Typer(
+    help="The drafts a running service has: list them, choose one.", no_args_is_help=True
+)
+
+
+@app.command(epilog="Example:  osd pause")
+def pause(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """No training, no publishing; serving goes on."""
+    show(client_of(url, deployment).admin("pause"))
+
+
+@app.command(epilog="Example:  osd resume")
+def resume(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """End a pause."""
+    show(client_of(url, deployment).admin("resume"))
+
+
+@drafts_app.command("list", epilog="Examples:  osd drafts list    osd drafts list --json")
+def drafts_list(
+    url: UrlOption = None, deployment: DeploymentOption = None, as_json: JsonOption = False
+) -> None:
+    """Every draft there is: where it came from, how it was judged, what it is doing."""
+    drafts = client_of(url, deployment).get("/osd/drafts")
+    if as_json:
+        return show(drafts)
+    from osd.observe.status_text import drafts_table
+
+    typer.echo(drafts_table(drafts, time.time()))
+
+
+@drafts_app.command(epilog="Example:  osd drafts promote 3")
+def promote(version: int, url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """Serve VERSION now; training goes on from it."""
+    show(client_of(url, deployment).admin("promote", version=version))
+
+
+@drafts_app.command(epilog="Example:  osd drafts rollback")
+def rollback(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """Serve the draft before the current one, and train on from it. The current one can be promoted
+    again."""
+    show(client_of(url, deployment).admin("rollback"))
+
+
+@drafts_app.command(epilog="Example:  osd drafts pin 3")
+def pin(version: int, url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """Serve VERSION until unpinned, whatever training finds."""
+    show(client_of(url, deployment).admin("pin", version=version))
+
+
+@drafts_app.command(epilog="Example:  osd drafts unpin")
+def unpin(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """End a pin: what is trained from now on may serve again."""
+    show(client_of(url, deployment).admin("unpin"))
+
+
+@drafts_app.command(epilog="Example:  osd drafts keep 3")
+def keep(version: int, url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+    """Never prune VERSION."""
+    show(client_of(url, deployment).admin("keep", version=version))

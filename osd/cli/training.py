@@ -1,0 +1,151 @@
+"""Train without a running service, on the traces of one: train, distil, traces."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from osd.cli.options import (
+    ConfigOption,
+    DeploymentOption,
+    EpochsOption,
+    OutOption,
+    UrlOption,
+    client_of,
+    is_override,
+    show,
+    split_arguments,
+    warn,
+)
+from osd.errors import ConfigError
+
+app = typer.Typer()
+traces_app = typer.Typer(help="The traces a running service has stored.", no_args_is_help=True)
+
+
+@traces_app.command(
+    epilog="Examples:  osd traces purge --all    osd traces purge --before 7d    --domain sql"
+)
+def purge(
+    every: Annotated[bool, typer.Option("--all", help="Every stored trace.")] = False,
+    domain: Annotated[
+        str | None, typer.Option(help='Traces with this label; "" for those without.')
+    ] = None,
+    before: Annotated[
+        str | None, typer.Option(help="Traces from before a date, or so long ago: 7d, 12h.")
+    ] = None,
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+) -> None:
+    """Delete stored traces. Says which drafts may have learnt from them."""
+    from osd.common.wording import moment
+
+    if every == (domain is not None or before is not None):
+        raise ConfigError("say which traces: --all, or --domain and --before")
+    until = moment(before) if before is not None else None
+    show(client_of(url, deployment).purge(domain, until))
+
+
+@traces_app.command(epilog="Example:  osd traces export monday.traces")
+def export(
+    file: Annotated[Path, typer.Argument(help="File to write; only this user may read it.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+) -> None:
+    """Write every stored trace to FILE, for `osd train`."""
+    from osd.offline import recorded
+
+    recorded.export(client_of(url, deployment), file, force=force, say=typer.echo)
+
+
+@app.command(epilog="Example:  osd train --traces monday.traces --draft ./draft --out ./draft-2")
+def train(
+    traces: Annotated[list[Path], typer.Option(help="File of traces; more may follow.")],
+    out: OutOption,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE]... [SECTION.KEY=VALUE]...", help="More files; overrides."),
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft to begin with: directory, hub name, or tiny.")
+    ] = None,
+    config: ConfigOption = None,
+    epochs: EpochsOption = 3,
+    force: Annotated[
+        bool, typer.Option("--force", help="Take the draft even if it is not better.")
+    ] = False,
+) -> None:
+    """Distil from recorded traces alone: no engine, no cluster, no Redis. Exits with 1 when the
+    draft is not better."""
+    from osd.config import reading
+    from osd.offline import train
+
+    files = [*traces, *(Path(a) for a in arguments or [] if not is_override(a))]
+    overrides = [a for a in arguments or [] if is_override(a)]
+    resolved = reading.load(config, overrides, {"serving.draft": draft}).config
+    job = train.Job(
+        config=resolved, draft=train.check_draft(resolved), out=out, epochs=epochs, force=force
+    )
+    sys.exit(train.run(job, files, typer.echo, warn))
+
+
+@app.command(
+    epilog="Examples:  osd distil ./llama-8b --draft ./llama-160m --prompts prompts.txt "
+    "--out ./draft-0    "
+    "osd distil --config configs/tiny-cpu.yaml --prompts prompts.jsonl --out ./draft-0 "
+    "--keep-traces day0.traces"
+)
+def distil(
+    prompts: Annotated[
+        Path, typer.Option(help=".txt (a prompt on each line) or .jsonl (a request on each).")
+    ],
+    out: OutOption,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides."),
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft to begin with: directory, hub name, or tiny.")
+    ] = None,
+    config: ConfigOption = None,
+    keep_traces: Annotated[
+        Path | None, typer.Option(help="Keep what was captured in this file.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Longest answer, where a prompt does not say.")
+    ] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature of the answers.")] = 0.0,
+    streams: Annotated[int, typer.Option(min=1, help="Prompts answered at a time.")] = 16,
+    epochs: EpochsOption = 3,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Take the draft even if it is not better; replace --keep-traces."
+        ),
+    ] = False,
+) -> None:
+    """A draft before there is traffic: TARGET answers the prompts, the draft learns. Exits with 1
+    if no better."""
+    from osd.config import reading
+    from osd.offline import distil as command
+    from osd.offline.prompts import Asking
+
+    target, overrides = split_arguments(arguments or [])
+    flags = {"serving.target": target, "serving.draft": draft}
+    sys.exit(
+        command.run(
+            lambda own: reading.load(config, overrides, flags | own).config,
+            prompts_file=prompts,
+            out=out,
+            keep_traces=keep_traces,
+            asking=Asking(max_tokens=max_tokens, temperature=temperature, streams=streams),
+            epochs=epochs,
+            force=force,
+            say=typer.echo,
+            warn=warn,
+        )
+    )

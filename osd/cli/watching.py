@@ -1,0 +1,46 @@
+"""Look at a running service: status, top."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from osd.cli.options import DeploymentOption, JsonOption, UrlOption, client_of, show
+
+app = typer.Typer()
+
+
+@app.command(epilog="Examples:  osd status    osd status --json")
+def status(
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a running service is doing; the first line is what is wrong, and the remedy."""
+    client = client_of(url, deployment)
+    state = client.get("/osd/status")
+    if as_json:
+        show(state)
+        return
+    from osd.observe.status_text import page
+
+    typer.echo(page(*client.parsed(state, client.get("/osd/events"))))
+
+
+@app.command(epilog="Examples:  osd top    osd top --window 24h    osd top --once")
+def top(
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+    window: Annotated[
+        str, typer.Option(help="How far the curve reaches back: 5m, 1h, 24h, 7d.")
+    ] = "5m",
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one frame (always so without a terminal).")
+    ] = False,
+) -> None:
+    """The dashboard at a glance, in this terminal: health, acceptance over time, the loop, events.
+    q leaves."""
+    from osd.observe.top.run import run
+
+    run(lambda: client_of(url, deployment), window, once=once)

@@ -1,0 +1,144 @@
+"""The configuration of the engine: what it serves, how it speculates, what is captured of it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from osd.config.section import Section
+
+OWNED_VLLM_KEYS = {
+    "model": "serving.target",
+    "speculative_config": "serving.draft and the section speculation",
+    "served_model_name": "serving.served_model_name",
+    "host": "serving.host",
+    "port": "serving.port",
+    "worker_extension_cls": "nothing: the service sets it",
+    "worker_cls": "nothing: the service relies on vLLM's own worker",
+    "scheduler_cls": "speculation.mode: the service controls vLLM's own scheduler",
+    "middleware": "nothing: the service sets it",
+    "enable_ssl_refresh": "a restart to load new certificates",
+    "root_path": "nothing: the service does not sit behind a path",
+    "data_parallel_size": "nothing: one engine per service",
+    "tensor_parallel_size": "nothing: an engine is one worker for now",
+    "pipeline_parallel_size": "nothing: an engine is one worker for now",
+    "api_server_count": "nothing: one API process per engine",
+}
+"""vLLM arguments that belong to us, and what to use instead."""
+
+SWITCHES = {"on": True, "yes": True, "off": False, "no": False}
+"""Words of `serving.vllm` that become booleans. vLLM would read them as text, and text as true."""
+
+
+class ServingConfig(Section):
+    """The target, its draft, and the OpenAI API they are served on."""
+
+    target: str = ""
+    """Directory or hub name of the target model. "tiny" = the small model the project builds
+    itself."""
+    draft: str = ""
+    """Directory or hub name of the draft to start with. "tiny" = the small draft the project builds
+    itself."""
+    served_model_name: str = ""
+    """Name clients use for the model; empty = the target as given."""
+    host: str = "127.0.0.1"
+    """Address of the service port. 0.0.0.0 opens it to the network."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Service port: vLLM's OpenAI API. 0 = any free one."""
+    seconds_between_polls: float = Field(0.25, gt=0)
+    """How often a replica looks for a newer draft and reports its counters."""
+    num_gpus: float = Field(0, ge=0)
+    """GPUs reserved for the engine with Ray (0.7 of one leaves room for the trainer). 0 = none is
+    reserved; a vLLM built for GPUs still uses those it sees."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the engine's processes (`OMP_NUM_THREADS: "1"`)."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Engine arguments handed to vLLM verbatim, under vLLM's own names (`dtype: bfloat16`)."""
+
+    @property
+    def api_key(self) -> str:
+        """The bearer token that vLLM asks of clients; "" = none. Of several keys, the first."""
+        keys = (
+            self.vllm.get("api_key")
+            or self.env.get("VLLM_API_KEY")
+            or os.environ.get("VLLM_API_KEY", "")
+        )
+        return str(keys[0] if isinstance(keys, list) else keys)
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {str(k): str(v).lower() if isinstance(v, bool) else str(v) for k, v in value.items()}
+
+    @field_validator("vllm")
+    @classmethod
+    def _refuse_owned_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in value:
+            name = key.replace("-", "_")
+            if name in OWNED_VLLM_KEYS:
+                raise ValueError(f"{key} is not yours to set here; use {OWNED_VLLM_KEYS[name]}")
+        return {
+            key: SWITCHES.get(v.lower(), v) if isinstance(v, str) else v for key, v in value.items()
+        }
+
+
+class SpeculationConfig(Section):
+    """How many tokens are proposed per step, and by whom."""
+
+    mode: Literal["auto", "fixed", "off"] = "auto"
+    """auto = whatever delivers most tokens per second now: k, the proposer, or no speculation at
+    all. fixed = always `speculation.k_max` tokens of the first of `speculation.proposers`. off =
+    nothing is proposed; the draft still learns from what the target writes."""
+    k_max: int = Field(5, ge=1, le=16)
+    """Most draft tokens proposed per step (k). The engine keeps room for so many."""
+    proposers: list[Literal["draft", "ngram"]] = Field(["draft", "ngram"], min_length=1)
+    """Who may propose: the draft model, and n-grams looked up in the request itself. n-grams need
+    an engine without asynchronous scheduling."""
+    calibration_seconds: float = Field(20, ge=0, le=60)
+    """Longest time an engine's start may take to measure its steps. 0 = learn from traffic alone.
+    What was measured is kept for the next start on the same hardware with the same models and
+    versions (`osd profile`)."""
+    net_interval_seconds: float = Field(600, ge=0)
+    """Mean time between two measurements of what speculation gains: the whole engine does without
+    it for a moment. 0 = never."""
+    net_window_seconds: float = Field(2, gt=0)
+    """How long that moment is."""
+
+    @field_validator("proposers")
+    @classmethod
+    def _each_once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError("names a proposer twice")
+        return value
+
+
+class CaptureConfig(Section):
+    """What is kept of the target's verification, and what that may cost."""
+
+    enabled: bool = True
+    """Whether traces are captured at all. Off = a plain server with a frozen draft."""
+    request_fraction: float = Field(1.0, ge=0, le=1)
+    """Share of requests of which anything is kept; which ones, follows from their ids."""
+    top_k: int = Field(64, ge=1, le=1024)
+    """Target log-probabilities kept per row; the rest of the mass is one number."""
+    accepted_fraction: float = Field(0.5, ge=0, le=1)
+    """Probability with which a row whose draft token was accepted is kept. They anchor the draft to
+    what it knows."""
+    plain_fraction: float = Field(0.5, ge=0, le=1)
+    """Probability with which a row without a proposal (first token, bonus token) is kept."""
+    max_context: int = Field(2048, ge=16)
+    """Prompt tokens kept per trace, counted from the end."""
+    max_repeated_context: int = Field(512, ge=16)
+    """Of the leading prompt tokens that earlier traces of the same worker have already stored (the
+    turns of a chat so far, a common system prompt), so many are kept, counted from their end. With
+    `max_context` or more, all of them."""
+    max_output: int = Field(2048, ge=16)
+    """A request's trace is closed after so many output tokens."""
+    max_bytes_per_second: int = Field(8 << 20, ge=0)
+    """Budget for traces leaving one worker; what exceeds it is dropped and counted."""
+    queue_size: int = Field(512, ge=1)
+    """Engine steps waiting for the capture thread; when full, steps are dropped and counted."""

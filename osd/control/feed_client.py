@@ -1,0 +1,59 @@
+"""The feed as the controller uses it: it hears every record, and appends its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from osd.control.drift import DriftDetector
+from osd.control.protocols import Feed
+from osd.errors import ReplayBufferError
+from osd.exchange.registry import FeedRecord
+from osd.observe.history import History
+from osd.records import Event
+
+log = logging.getLogger(__name__)
+
+CHUNK = 1000
+"""Records read at a time."""
+
+
+class FeedClient:
+    """Passes each record of the feed once, in order, to the history and the drift detector.
+
+    Example:
+        feed = FeedClient(registry, history, detector)
+        await feed.catch_up()
+        await feed.tell(Event(at=clock.time(), kind="paused", text="by hand"))
+    """
+
+    def __init__(self, registry: Feed, history: History, detector: DriftDetector) -> None:
+        self._registry, self._history, self._detector = registry, history, detector
+        self._cursor = "0"
+        self.is_caught_up = False
+        """Whether the whole feed was read once: before that, the past is unknown."""
+
+    async def catch_up(self) -> None:
+        """Read all new records. Raises `ReplayBufferError` when Redis is away."""
+        while True:
+            found = await asyncio.to_thread(self._registry.read, self._cursor, CHUNK)
+            for self._cursor, record in found:
+                self._hear(record)
+            if len(found) < CHUNK:
+                self.is_caught_up = True
+                return
+
+    async def tell(self, *records: FeedRecord) -> None:
+        """Append records to the feed. When Redis is away they are heard here directly."""
+        for record in records:
+            if isinstance(record, Event):
+                log.info("%s: %s", record.kind, record.text)
+        try:
+            await asyncio.to_thread(self._registry.publish, *records)
+        except ReplayBufferError:
+            for record in records:
+                self._hear(record)
+
+    def _hear(self, record: FeedRecord) -> None:
+        self._history.add(record)
+        self._detector.add(record)

@@ -1,0 +1,222 @@
+"""The two loops that drive everything right of the buffer.
+
+    feed, heartbeats ─► WATCH ─► history ─► dashboard       buffer ─► TRAIN ─► candidate
+                          │                                             │
+         should_rollback? └────► releases on disk ◄─────────────────────┘ should_publish?
+                                        │
+          feed ◄─ swaps, reports ◄─ replicas ◄─ wanted (Redis)
+
+    loop    consumes                  waits for              unblocked by        may
+    watch   feed, heartbeats, stats   seconds_between_looks  time alone          roll back
+    train   traces in the buffer      min_new_traces, worth  traffic, `resume`   publish
+
+The drift detector decides whether a round is worth its cost (`osd/control/drift.py`). A rollback
+does not wait for a round: the trainer's replay runs beside the watch loop. The release store on
+disk decides what is current, and `wanted` in Redis follows it. Redis away, a full disk or a dead
+trainer ends no loop: each trouble is said once, then tried again with growing pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from osd.common.backoff import Outage
+from osd.common.clock import Clock
+from osd.config.schema import Config
+from osd.control import policy
+from osd.control.drift import DriftDetector
+from osd.control.feed_client import FeedClient
+from osd.control.protocols import Buffer, Feed, Trainer
+from osd.control.release_manager import ReleaseManager
+from osd.control.replica_watch import ReplicaWatch
+from osd.control.rollback import RollbackMonitor
+from osd.control.trace_expiry import TraceExpiry
+from osd.control.trainer_link import TrainerLink
+from osd.errors import ReleaseError, ReplayBufferError
+from osd.observe.history import History
+from osd.records import BufferStats, Event, Health
+from osd.releases.store import ReleaseStore
+
+log = logging.getLogger(__name__)
+
+
+class ControlLoops:
+    """The watch loop, the train loop, and the parts they share. One per deployment.
+
+    `trainer` is None where nothing is trained. Then there is no train loop, and no draft is rolled
+    back by itself.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        registry: Feed,
+        releases: ReleaseStore,
+        history: History,
+        trainer: Trainer | None,
+        buffer: Buffer,
+        target_id: str,
+        backoff_s: float,
+        clock: Clock,
+    ) -> None:
+        self._config, self._history, self._buffer, self._clock = config, history, buffer, clock
+        self._detector = DriftDetector(
+            config.trainer, target_id, since=releases.began_at(target_id)
+        )
+        self.feed = FeedClient(registry, history, self._detector)
+        tell = self.feed.tell
+        self.replicas = ReplicaWatch(registry, tell, clock)
+        self.releases = ReleaseManager(config, registry, releases, target_id, tell, clock)
+        self.trainer = TrainerLink(trainer, tell, clock, backoff_s) if trainer else None
+        self._monitor = self._make_monitor(self.trainer, 10 * backoff_s) if self.trainer else None
+        self._expiry = TraceExpiry(buffer, config.buffer.max_age_seconds, clock)
+        self._redis_outage, self._disk_outage = Outage(backoff_s), Outage(backoff_s)
+        self._told_resting: bool | None = None
+        """What was last said of it; None before the feed was read for the first time."""
+        self._waiting_since: float | None = None
+        """When the first trace that is still new was seen."""
+        self.buffer_stats: BufferStats | None = None
+        self.phase, self.phase_detail = "waiting", ""
+
+    def _make_monitor(self, trainer: TrainerLink, patience_s: float) -> RollbackMonitor:
+        return RollbackMonitor(
+            self._config.gate,
+            self._history,
+            self.releases,
+            trainer.evaluate_releases,
+            self.feed.tell,
+            self._clock,
+            patience_s,
+        )
+
+    @property
+    def alarm(self) -> str:
+        """Why the engine seems to run something else than the serving draft; "" when it does
+        not."""
+        return self._monitor.alarm if self._monitor is not None else ""
+
+    @property
+    def is_redis_away(self) -> bool:
+        return self._redis_outage.num_failures > 0
+
+    @property
+    def is_trainer_away(self) -> bool:
+        return self.trainer is not None and self.trainer.is_away
+
+    async def run(self) -> None:
+        """Run both loops until one ends. That is an error, raised under the loop's name."""
+        loops = {"watch": self._watch_loop()} | (
+            {"train": self._train_loop(self.trainer)} if self.trainer else {}
+        )
+        tasks = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            ended = done.pop()
+            raise RuntimeError(
+                f"the controller's {ended.get_name()} loop ended"
+            ) from ended.exception()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._monitor is not None:
+                await self._monitor.close()
+
+    # Watch
+
+    async def _watch_loop(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except ReplayBufferError as error:
+                self._observe_health(is_redis_up=False)
+                await self._redis_outage.pause(f"history stands still: {error}", log)
+            except ReleaseError as error:
+                self._observe_health(is_redis_up=True)
+                await self._disk_outage.pause(str(error), log)
+            else:
+                self._observe_health(is_redis_up=True)
+                self._redis_outage.over(log)
+                self._disk_outage.over(log)
+            await self._clock.sleep(self._config.control.seconds_between_looks)
+
+    async def _look(self) -> None:
+        await self.feed.catch_up()
+        await self._tell_resting()
+        await self._observe()
+        await self.releases.restore_wanted()
+        await self._expiry.delete_old()
+        if (current := await self.releases.current()) is not None:
+            await self.replicas.note_lagging(current)
+            if self._monitor is not None:
+                await self._monitor.look(current)
+
+    async def _tell_resting(self) -> None:
+        """Say when training begins to rest, and why it goes on."""
+        before, is_resting = self._told_resting, self._detector.is_resting
+        self._told_resting = is_resting
+        if before is None or before == is_resting:
+            return
+        now = self._clock.time()
+        kind = "rests" if is_resting else "learns"
+        await self.feed.tell(Event(at=now, kind=kind, text=self._detector.decide(now).reason))
+
+    async def _observe(self) -> None:
+        await self.replicas.refresh()
+        self.buffer_stats = await asyncio.to_thread(self._buffer.stats)
+        self._history.observe(self.replicas.statuses, self.buffer_stats)
+
+    def _observe_health(self, *, is_redis_up: bool) -> None:
+        is_training_wanted = self._config.trainer.enabled and not self.releases.is_paused
+        self._history.observe_health(
+            Health(
+                is_redis_up=is_redis_up,
+                is_trainer_up=not (is_training_wanted and self.is_trainer_away),
+                is_alarmed=bool(self.alarm),
+                lagging=tuple(sorted(self.replicas.lagging)),
+            )
+        )
+
+    # Train
+
+    async def _train_loop(self, trainer: TrainerLink) -> None:
+        while True:
+            try:
+                if await self._is_round_due(trainer):
+                    await self._run_round(trainer)
+            except ReleaseError as error:
+                await self._disk_outage.pause(str(error), log)
+            await self._clock.sleep(self._config.control.seconds_between_looks)
+
+    async def _is_round_due(self, trainer: TrainerLink) -> bool:
+        config = self._config.trainer
+        if self.releases.is_paused or not config.enabled:
+            return False
+        num_new = await trainer.num_new_traces()
+        self.phase_detail = f"{num_new or 0} of {config.min_new_traces} new traces"
+        if not num_new:
+            self._waiting_since = None
+            return False
+        if not self.feed.is_caught_up:
+            return False
+        worth = self._detector.decide(self._clock.time())
+        if not worth.ok:
+            self.phase_detail, self._waiting_since = worth.reason, None
+            return False
+        now = self._clock.monotonic()
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        waited_s = now - self._waiting_since
+        return policy.should_train(num_new, waited_s, config, self.releases.is_paused)
+
+    async def _run_round(self, trainer: TrainerLink) -> None:
+        found = await self.releases.base()
+        if found is None:
+            return
+        base, line = found
+        self.phase, self.phase_detail = "training", f"from v{base.version}"
+        self._waiting_since = None
+        outcome = await trainer.run_round(base, line)
+        self.phase, self.phase_detail = "waiting", ""
+        if outcome is not None:
+            await self.releases.conclude(outcome, self.replicas.versions)

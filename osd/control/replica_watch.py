@@ -1,0 +1,49 @@
+"""The living replicas, and which of them lag behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+from osd.common.clock import Clock
+from osd.control.protocols import Feed, Tell
+from osd.records import DraftRelease, Event, ReplicaStatus
+
+LAGGING_AFTER_S = 15.0
+"""A replica lags after serving another version than the wanted one for this long."""
+
+
+class ReplicaWatch:
+    """The newest heartbeats, and how long each replica has served another version than wanted."""
+
+    def __init__(self, registry: Feed, tell: Tell, clock: Clock) -> None:
+        self._registry, self._tell, self._clock = registry, tell, clock
+        self.statuses: list[ReplicaStatus] = []
+        self.lagging: set[str] = set()
+        """Names of lagging replicas."""
+        self._behind_since: dict[str, float] = {}
+
+    @property
+    def versions(self) -> set[int]:
+        """Versions that serve somewhere."""
+        return {status.version for status in self.statuses}
+
+    async def refresh(self) -> None:
+        """Read the heartbeats. Raises `ReplayBufferError` when Redis is away."""
+        self.statuses = await asyncio.to_thread(self._registry.replicas)
+
+    async def note_lagging(self, current: DraftRelease) -> None:
+        """Update `lagging`, and tell of each replica that is new in it."""
+        now = self._clock.monotonic()
+        behind = {
+            status.replica: status for status in self.statuses if status.version != current.version
+        }
+        self._behind_since = {name: self._behind_since.get(name, now) for name in behind}
+        lagging = {
+            name for name, since in self._behind_since.items() if now - since >= LAGGING_AFTER_S
+        }
+        for name in sorted(lagging - self.lagging):
+            text = f"{name} still serves v{behind[name].version}, wanted is v{current.version}"
+            await self._tell(
+                Event(at=self._clock.time(), kind="lagging", text=text, version=current.version)
+            )
+        self.lagging = lagging

@@ -1,0 +1,95 @@
+"""Every record that crosses a process boundary. numpy only, no torch.
+
+Token ids are int32, times are seconds, `at` is Unix time. G draft tokens per step
+(vLLM's `num_speculative_tokens`).
+
+    trace         a finished request, on its way from an engine through the buffer to the trainer
+    acceptance    the three acceptances, and the counters behind them
+    replica       windows, swap reports and heartbeats, from the replicas
+    speculation   what the control of speculation says of itself, within the heartbeat
+    training      a round's outcome and a draft release, from the trainer
+    service       what the controller finds and tells
+"""
+
+from osd.records.acceptance import (
+    Counters,
+    acceptance_length,
+    acceptance_rate,
+    conditional_acceptance,
+)
+from osd.records.replica import (
+    CommitReport,
+    ReplicaStatus,
+    SpecWindow,
+    StagingReport,
+    SwapReport,
+    WorkerReport,
+)
+from osd.records.service import (
+    BufferStats,
+    Event,
+    Figures,
+    Health,
+    MetricPoint,
+    ReplicaView,
+    ServiceStatus,
+)
+from osd.records.speculation import (
+    NetGain,
+    PlanChange,
+    PlanTotals,
+    SpeculationFigures,
+    SpeculationReport,
+)
+from osd.records.trace import (
+    ACCEPTED,
+    HOLDOUT_ONE_IN,
+    MAX_DOMAIN_LENGTH,
+    PLAIN,
+    REJECTED,
+    TRACE_ARRAYS,
+    Trace,
+    clean_domain,
+)
+from osd.records.training import NO_TRACES, ClassReport, DraftRelease, EvalReport, RoundOutcome
+from osd.records.wire import decode, encode
+
+__all__ = [
+    "ACCEPTED",
+    "HOLDOUT_ONE_IN",
+    "MAX_DOMAIN_LENGTH",
+    "NO_TRACES",
+    "PLAIN",
+    "REJECTED",
+    "TRACE_ARRAYS",
+    "BufferStats",
+    "ClassReport",
+    "CommitReport",
+    "Counters",
+    "DraftRelease",
+    "EvalReport",
+    "Event",
+    "Figures",
+    "Health",
+    "MetricPoint",
+    "NetGain",
+    "PlanChange",
+    "PlanTotals",
+    "ReplicaStatus",
+    "ReplicaView",
+    "RoundOutcome",
+    "ServiceStatus",
+    "SpecWindow",
+    "SpeculationFigures",
+    "SpeculationReport",
+    "StagingReport",
+    "SwapReport",
+    "Trace",
+    "WorkerReport",
+    "acceptance_length",
+    "acceptance_rate",
+    "clean_domain",
+    "conditional_acceptance",
+    "decode",
+    "encode",
+]

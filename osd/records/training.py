@@ -1,0 +1,122 @@
+"""What the trainer says of a round, and the draft release that comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassReport:
+    """One class of traffic in an `EvalReport`.
+
+    Example:
+        ClassReport(num_traces=12, alpha_base=0.41, alpha_candidate=0.72, diff_high=0.36)
+    """
+
+    num_traces: int
+    alpha_base: float
+    alpha_candidate: float
+    diff_high: float
+    """Upper end of the paired bootstrap interval of candidate - base."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalReport:
+    """A candidate draft and its base, replayed on the same held-out traces (conditional acceptance
+    α throughout).
+
+    Example:
+        EvalReport(num_traces=40, num_tokens=1600, k=4, alpha_base=0.41, alpha_candidate=0.72,
+                   alpha_base_per_pos=(0.5, 0.4, 0.3, 0.2),
+                   alpha_candidate_per_pos=(0.8, 0.7, 0.7, 0.6), diff=0.31, diff_low=0.27,
+                   diff_high=0.35)
+    """
+
+    num_traces: int
+    num_tokens: int
+    k: int
+    alpha_base: float
+    alpha_candidate: float
+    alpha_base_per_pos: tuple[float, ...]
+    """[k]; NaN-free: positions never tested are 0."""
+    alpha_candidate_per_pos: tuple[float, ...]
+    diff: float
+    """alpha_candidate - alpha_base."""
+    diff_low: float
+    diff_high: float
+    """Paired bootstrap interval of `diff`, resampled by request."""
+    classes: dict[str, ClassReport] = field(default_factory=dict)
+    """By class of traffic: the label, or a cluster of unlabelled prompts."""
+
+
+NO_TRACES = "no traces"
+"""`RoundOutcome.discarded` of a round that had nothing to learn from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundOutcome:
+    """One training round: where the candidate lies and how it was made and judged.
+
+    Example:
+        RoundOutcome(base_version=3, path="/data/candidates/17", num_steps=24, num_tokens=3100,
+                     loss_first=2.1, loss_last=0.6, seconds=2.4, trace_age_mean_s=4.0,
+                     trace_age_max_s=9.5, eval=EvalReport(...))
+    """
+
+    draft: str = "default"
+    base_version: int
+    target_id: str = ""
+    kind: Literal["full", "lora"] = "full"
+    """What was trained. The candidate is a whole, plain model either way."""
+    path: str
+    """Directory with the candidate in Hugging Face format; "" when the round was discarded."""
+    num_steps: int
+    num_tokens: int
+    """Rows trained on, replayed ones included."""
+    loss_first: float
+    loss_last: float
+    seconds: float
+    trace_age_mean_s: float
+    trace_age_max_s: float
+    eval: EvalReport | None
+    """None when there were too few held-out traces, or the round was discarded."""
+    discarded: str = ""
+    """Why the round produced no candidate ("non-finite loss"); "" when it did."""
+    learning_rate: float = 0.0
+    """Peak learning rate of this round."""
+    holdout_loss_before: float | None = None
+    holdout_loss_after: float | None = None
+    """Mean loss over the newest held-out traces; None when there were too few."""
+    padding: float = 0.0
+    """Share of the tokens computed that were padding."""
+    num_new_rows: int = 0
+    """Rows of new traces that could be trained on."""
+    num_contradicting: int = 0
+    """Rows of new traces that were left out because they contradict the text that was served."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftRelease:
+    """An immutable draft on disk: a plain Hugging Face directory plus this record as
+    `release.json`.
+
+    Example:
+        DraftRelease(version=4, parent=3, path="/data/releases/v000004", sha256="ab12...",
+                     target_id="9f2c", created_at=1.7e9, outcome=RoundOutcome(...))
+    """
+
+    draft: str = "default"
+    version: int
+    parent: int
+    """Version it was trained from; 0 for the first."""
+    kind: Literal["full", "lora"] = "full"
+    path: str
+    sha256: str
+    """Of `model.safetensors`."""
+    target_id: str
+    created_at: float
+    outcome: RoundOutcome | None = None
+    """How it came to be; None for the draft the service started with."""
+    origin: str = ""
+    """Fingerprint of the draft its line of releases began with; "" = not known."""

@@ -1,0 +1,196 @@
+"""Ray: joined or started, and the actors on it.
+
+No other file builds actors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from osd.config.schema import Config
+from osd.errors import ConfigError, OSDError
+from osd.service.reaper import Reaper
+
+API_KEY = "VLLM_API_KEY"
+"""Environment variable from which vLLM takes the key that clients must show."""
+OBJECT_STORE_BYTES = 128 << 20
+
+
+def start_ray(config: Config, stack: ExitStack) -> None:
+    """Start a private Ray, or join the cluster at `ray.address`. Closing `stack` undoes it.
+
+    Raises `ConfigError` when no cluster answers or GPUs are missing, `OSDError` when Ray fails.
+    """
+    is_private = config.ray.address == "local"
+    if is_private:
+        _require_token()
+    import ray
+
+    _set_ray_defaults()
+    options: dict[str, Any] = {
+        "address": config.ray.address,
+        "namespace": f"osd-{config.deployment}",
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+    }
+    if is_private:
+        # Ray's socket paths have a length limit, so the directory's path must be short.
+        directory = tempfile.mkdtemp(prefix="osd-ray-")
+        stack.callback(Reaper(directory).close)
+        options |= {
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_temp_dir": directory,
+        }
+    stack.callback(ray.shutdown)
+    with signals_kept():  # Ray installs signal handlers of its own
+        _init_ray(options)
+    if is_private:
+        check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
+
+
+def _require_token() -> None:
+    """Ray listens on all addresses. Without a token, anybody who reaches its ports can run code."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+
+
+def _set_ray_defaults() -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    # Otherwise Ray hides all GPUs from an actor that reserves none.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray runs its workers at niceness 15, so any other process would slow the engine down.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+def _init_ray(options: dict[str, Any]) -> None:
+    import ray
+
+    try:
+        ray.init(**options)
+    except ConnectionError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"ray.address={options['address']}: no Ray cluster there ({reason})"
+        ) from None
+    except Exception as error:  # noqa: BLE001  Ray raises plain exceptions when its start times out
+        reason = str(error).splitlines()[0]
+        raise OSDError(
+            f"ray does not start: {reason}; is the machine overloaded? Try again"
+        ) from None
+
+
+def check_gpus(config: Config, num: int) -> None:
+    """Raise `ConfigError` when the configuration reserves more than `num` GPUs. Ray would wait for
+    them for ever."""
+    wanted = {"serving.num_gpus": config.serving.num_gpus}
+    if config.trainer.enabled:
+        wanted["trainer.num_gpus"] = config.trainer.num_gpus
+    if sum(wanted.values()) > num:
+        asked = ", ".join(f"{key}={value:g}" for key, value in wanted.items() if value)
+        raise ConfigError(
+            f"{asked}: Ray finds {num} GPUs on this machine; ask for no more, or for 0, which "
+            "reserves none"
+        )
+
+
+def start_actor(
+    cls: type,
+    config: Config,
+    arguments: dict[str, Any],
+    *,
+    num_gpus: float,
+    env: dict[str, str],
+    name: str = "",
+    resource: str = "",
+) -> Any:
+    """Start a restartable actor and return its handle.
+
+    It runs on this machine, whose ports and files it uses, or on one that has `resource`.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "num_gpus": num_gpus,
+        "max_restarts": -1,
+        "max_concurrency": 8,
+    }
+    if name:
+        options["name"] = name
+    if resource:
+        options["resources"] = {resource: 1}
+    else:
+        here = ray.get_runtime_context().get_node_id()
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
+    if API_KEY in os.environ:  # processes of an existing cluster do not inherit our environment
+        env = {API_KEY: os.environ[API_KEY], **env}
+    options["runtime_env"] = {"env_vars": env}
+    return ray.remote(cls).options(**options).remote(config, **arguments)
+
+
+def wait_ready(handle: Any, name: str, what: str, log: Path) -> str:
+    """Block until the actor answers; returns its URL. Raises `OSDError` with the reason from `log`
+    when it does not start."""
+    import ray
+
+    try:
+        url: str = ray.get(handle.wait_ready.remote())
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, OSDError):
+            raise cause from None
+        raise OSDError(
+            f"{name}: the {what} did not start: {reason_from_log(log) or cause}; see {log}"
+        ) from None
+    except ray.exceptions.RayError:
+        raise OSDError(
+            f"{name}: the process of the {what} ended: {reason_from_log(log)}; see {log}"
+        ) from None
+    return url
+
+
+def stop_actors(asked: Sequence[Any], actors: Sequence[Any], seconds: float) -> None:
+    """Ask some actors to stop and give them `seconds`, then end the processes of all."""
+    import ray
+
+    with suppress(Exception):
+        ray.wait([a.stop.remote() for a in asked], num_returns=len(asked), timeout=seconds)
+    for actor in actors:
+        with suppress(Exception):
+            ray.kill(actor)
+
+
+def reason_from_log(path: Path) -> str:
+    """The last line of a log that names an error; "" when there is none."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()[-400:]
+    except OSError:
+        return ""
+    marked = [line for line in lines if "Error: " in line and "See root cause" not in line]
+    return marked[-1].split("Error: ", 1)[1].strip()[:300] if marked else ""
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """Restore the handlers of SIGINT and SIGTERM afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)

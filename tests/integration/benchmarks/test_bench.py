@@ -1,0 +1,63 @@
+"""Benches as a user runs them, in their quick form: they measure something and keep promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.paths import ROOT
+
+
+def bench(name: str, out: Path) -> tuple[dict[str, Any], dict[tuple[str, str], dict[str, Any]]]:
+    """`osd bench NAME --quick`: its result, and its figures by group and name."""
+    command = [sys.executable, "-m", "osd", "bench", name, "--quick", "--out", str(out)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=300)
+    assert {file.name for file in out.iterdir()} == {
+        "protocol.json",
+        "raw.jsonl",
+        "result.json",
+        "report.html",
+    }
+    result = json.loads((out / "result.json").read_text())
+    return result, {(f["group"], f["name"]): f for f in result["figures"]}
+
+
+@pytest.mark.timeout(400)
+def test_capture(tmp_path: Path) -> None:
+    result, figures = bench("capture", tmp_path)
+    group = "512 tokens, batch 8"
+    assert 0.3 < figures[group, "tokens/s, on / off"]["value"] < 1.3
+    assert 3 < figures[group, "CPU in the hot path per output token"]["value"] < 1000
+    assert figures[group, "CPU of the capture thread per output token"]["value"] > 5
+    assert 0.2 < figures[group, "rows stored per output token"]["value"] < 1.1
+    assert 300 < figures[group, "bytes per stored row"]["value"] < 1000
+    assert len(result["goals"]) == 1
+
+
+@pytest.mark.timeout(400)
+def test_swap(tmp_path: Path) -> None:
+    _, figures = bench("swap", tmp_path)
+    assert figures["tiny", "target unchanged (1 = yes)"]["value"] == 1
+    for who in ("ours", "vLLM's"):
+        blocked, late = (
+            figures["tiny", f"blocked p50, {who}"],
+            figures["tiny", f"inter-token excess p50, {who}"],
+        )
+        assert 0.5 < blocked["value"] < 500
+        assert late["value"] > 0.5 * blocked["value"]  # who is blocked is late
+
+
+def test_buffer(tmp_path: Path) -> None:
+    _, figures = bench("buffer", tmp_path)
+    title = "medium traces (256 + 256 tokens)"
+    assert figures[title, "out"]["value"] > 1
+    encoded, stored = (
+        figures[title, f"bytes per trace, {where}"]["value"]
+        for where in ("encoded", "in the server")
+    )
+    assert encoded < stored < 1.2 * encoded

@@ -1,0 +1,175 @@
+"""Real vLLM in this process: an engine with the project's hooks, stepped by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from osd.config.schema import CaptureConfig
+from osd.records import DraftRelease, Trace, encode
+from serving.worker import WorkerExtension, trace_settings
+
+SINK: list[Trace] = []
+"""Where traces of engines in this process go."""
+
+
+class ListWorker(WorkerExtension):
+    """Traces go into `SINK`."""
+
+    def osd_open_sink(
+        self, settings: dict[str, Any]
+    ) -> tuple[Callable[[Sequence[Trace]], int], Callable[[], dict[str, int]]]:
+        def put(traces: Sequence[Trace]) -> int:
+            SINK.extend(traces)
+            return len(traces)
+
+        return put, dict
+
+
+class Engine:
+    """vLLM's `LLM` with `num_speculative_tokens` k, or without speculation when `draft` is None;
+    `control`: settings of the closed loop, which then schedules."""
+
+    def __init__(
+        self,
+        target: Path,
+        release: DraftRelease | None,
+        *,
+        k: int = 4,
+        control: dict[str, Any] | None = None,
+        speculative: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        from vllm import LLM
+
+        settings: dict[str, Any] = {
+            "model": str(target),
+            "skip_tokenizer_init": True,
+            "distributed_executor_backend": "uni",
+            "kv_cache_memory_bytes": 64 << 20,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "max_model_len": 256,
+            "max_num_seqs": 64,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+            "seed": 0,
+            **options,
+        }
+        if release is not None:
+            settings["worker_extension_cls"] = "tests.support.engines.ListWorker"
+            settings["speculative_config"] = {
+                "method": "draft_model",
+                "model": release.path,
+                "num_speculative_tokens": k,
+                **(speculative or {}),
+            }
+        if control is not None:
+            settings["scheduler_cls"] = "serving.speculation.scheduler.controlled_scheduler"
+            settings["additional_config"] = {"osd": {"k_max": k, **control}}
+        self.is_controlled = control is not None
+        self.k = k
+        self.llm = LLM(**settings)
+        self.release = release
+        self._next = 0
+
+    def start_hooks(self, capture: CaptureConfig, target_id: str = "target") -> None:
+        assert self.release is not None
+        self.rpc("osd_start", self._settings(capture, target_id))
+
+    def _settings(self, capture: CaptureConfig, target_id: str) -> str:
+        assert self.release is not None
+        more = {
+            "k": self.k,
+            "sink": {},
+            "target_id": target_id,
+            "seed": 0,
+            "is_controlled": self.is_controlled,
+        }
+        return trace_settings(self.release, capture, **more)
+
+    def set_capture(self, **changes: Any) -> None:
+        """Change capture settings of the running hooks (fractions, budget)."""
+        capture = self.worker.osd_capture
+        capture._config = capture._config.model_copy(update=changes)
+        capture.assembler._config = capture._config
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def command(self, name: str, argument: Any = None) -> Any:
+        """Of the closed loop."""
+        return json.loads(self.scheduler.osd_command(name, json.dumps(argument)))
+
+    @property
+    def worker(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+    def rpc(self, method: str, *args: Any) -> Any:
+        return self.llm.collective_rpc(method, args=args)[0]
+
+    def swap(self, release: DraftRelease) -> dict[str, Any]:
+        """Stage, wait, commit: what the replica does. Returns the commit's answer, or the staging's
+        error."""
+        self.rpc("osd_stage", encode(release).decode())
+        while not (staging := json.loads(self.rpc("osd_staging")))["done"]:
+            pass
+        if staging["error"]:
+            return {"error": staging["error"], "pause_s": 0.0}
+        return json.loads(self.rpc("osd_commit", release.version))
+
+    def add(self, prompt_ids: Sequence[int], **sampling: Any) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._next += 1
+        req_id = f"r{self._next}"
+        defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "detokenize": False}
+        # Otherwise the samples of one request come one by one.
+        defaults["output_kind"] = RequestOutputKind.FINAL_ONLY
+        self.llm.llm_engine.add_request(
+            req_id,
+            {"prompt_token_ids": list(prompt_ids)},
+            SamplingParams(**{**defaults, **sampling}),
+        )
+        return req_id
+
+    def abort(self, req_id: str) -> None:
+        self.llm.llm_engine.abort_request([req_id])
+
+    def run(self, between_steps: Callable[[int], None] | None = None) -> dict[str, list[list[int]]]:
+        """Step until nothing is left; request id -> token ids of each of its samples."""
+        done: dict[str, list[list[int]]] = {}
+        step = 0
+        while self.llm.llm_engine.has_unfinished_requests():
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    done[output.request_id] = [list(sample.token_ids) for sample in output.outputs]
+            step += 1
+            if between_steps is not None:
+                between_steps(step)
+        self.llm.llm_engine.step()  # tells the worker which requests are finished
+        return done
+
+    def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:
+        """Token ids of one sample per prompt, all prompts in flight together."""
+        ids = [self.add(prompt, **sampling) for prompt in prompts]
+        done = self.run()
+        return [done[i][0] for i in ids]
+
+    def traces(self) -> list[Trace]:
+        """Traces since the last call."""
+        self.llm.llm_engine.step()
+        self.rpc("osd_drain")
+        taken = list(SINK)
+        SINK.clear()
+        return taken

@@ -1,0 +1,77 @@
+"""Which traces the evaluator compares drafts on, how many, and under which versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from osd.records import Trace
+from tests.support.tiny_drafts import VOCAB_SIZE, chain_trace, chain_traces, release_of, save_draft
+from tests.support.tiny_rounds import GATE, buffer_with, config
+from trainer.draft import load_draft
+from trainer.evaluate import compare, replay
+from trainer.evaluator import Evaluator
+
+K = 3
+CONFIG = config(max_length=16, seed=5)
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("drafts")
+    return save_draft(directory / "one", 1, scale=0.3), save_draft(
+        directory / "other", 2, scale=0.3
+    )
+
+
+def held_out(num: int, start: int = 500, domain: str = "") -> list[Trace]:
+    """Longer than what the drafts are trained to see."""
+    return chain_traces(num, start=start, holdout=True, domain=domain, num_output=24)
+
+
+def evaluator(*traces: Trace) -> Evaluator:
+    return Evaluator(CONFIG, GATE, K, buffer_with(*traces))
+
+
+def test_a_candidate_is_evaluated_on_the_newest_held_out_traces_at_most_as_many_as_the_gate_says(
+    drafts: tuple[Path, Path],
+) -> None:
+    newest = held_out(GATE.max_holdout_traces, 600, "new")
+    report = evaluator(*held_out(9, 500, "old"), *newest, *chain_traces(9)).compare(
+        drafts[0], release_of(drafts[1])
+    )
+    models = [load_draft(path) for path in drafts]
+    assert report == compare(models[0], models[1], newest, K, GATE, max_length=16, seed=5)
+    assert report.num_traces == 16 and list(report.classes) == ["new"]
+    assert report.alpha_candidate != report.alpha_base
+
+
+@pytest.mark.parametrize(
+    ("traces", "is_evaluated"),
+    [
+        (held_out(3), False),
+        (held_out(4), True),
+        ([*held_out(3), chain_trace(600, holdout=True, num_output=1)], False),  # never drafted
+        ([*held_out(3), chain_trace(600, holdout=True, prompt_ids=[1, 2, VOCAB_SIZE, 3])], False),
+        ([*held_out(3), *chain_traces(30)], False),  # trained on
+    ],
+)
+def test_too_few_held_out_traces_evaluate_no_draft(
+    drafts: tuple[Path, Path], traces: list[Trace], is_evaluated: bool
+) -> None:
+    releases = [release_of(drafts[0], version=1), release_of(drafts[1], version=2)]
+    assert (evaluator(*traces).compare(drafts[0], releases[1]) is not None) is is_evaluated
+    assert bool(evaluator(*traces).alphas(releases, 16)) is is_evaluated
+
+
+def test_releases_are_replayed_on_as_many_of_the_newest_traces_as_is_asked_for(
+    drafts: tuple[Path, Path],
+) -> None:
+    newest = held_out(5, 600)
+    found = evaluator(*held_out(9), *newest).alphas(
+        [release_of(drafts[0], version=7), release_of(drafts[1], version=4)], 5
+    )
+    by_hand = [replay(load_draft(path), newest, K, max_length=16).alpha for path in drafts]
+    assert found == {7: by_hand[0], 4: by_hand[1]}
+    assert by_hand[0] != by_hand[1]

@@ -1,0 +1,78 @@
+"""The evaluator: compares drafts on disk by replaying them on the newest held-out traces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from osd.config.schema import GateConfig, TrainerConfig
+from osd.records import DraftRelease, EvalReport, Trace
+from trainer.batch import check_tokens, well_formed
+from trainer.distiller import accelerator
+from trainer.draft import RowModel, load_draft
+from trainer.evaluate import can_replay, compare, replay
+
+if TYPE_CHECKING:
+    from buffers.base import TraceBuffer
+
+
+class Evaluator:
+    """Loads drafts from their directories, in the dtype that would serve, and replays them.
+
+    Holds no state that changes, so several threads may use it.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, gate: GateConfig, k: int, buffer: TraceBuffer
+    ) -> None:
+        self._config, self._gate, self._k, self._buffer = config, gate, k, buffer
+        self._device = accelerator(config).device
+
+    def compare(self, candidate: Path, base: DraftRelease) -> EvalReport | None:
+        """Replay both on the same traces; None when there are too few."""
+        model = self._load(candidate)
+        traces = self._holdout(self._gate.max_holdout_traces, model.vocab_size)
+        if not traces:
+            return None
+        return compare(
+            model,
+            self._load(base.path),
+            traces,
+            self._k,
+            self._gate,
+            max_length=self._config.max_length,
+            batch_size=self._config.batch_size,
+            seed=self._config.seed,
+        )
+
+    def alphas(self, releases: Sequence[DraftRelease], num_traces: int) -> dict[int, float]:
+        """Version -> α on the same newest traces; {} when there are too few."""
+        if not releases or len(self._buffer.holdout(num_traces)) < self._gate.min_holdout_traces:
+            return {}  # loads no draft in vain
+        models = {release.version: self._load(release.path) for release in releases}
+        traces = self._holdout(num_traces, min(model.vocab_size for model in models.values()))
+        if not traces:
+            return {}
+        return {version: self._alpha(model, traces) for version, model in models.items()}
+
+    def _alpha(self, model: RowModel, traces: Sequence[Trace]) -> float:
+        alpha = replay(
+            model,
+            traces,
+            self._k,
+            max_length=self._config.max_length,
+            batch_size=self._config.batch_size,
+        ).alpha
+        assert alpha is not None, "every trace has a token to test"
+        return alpha
+
+    def _holdout(self, num: int, vocab_size: int) -> list[Trace]:
+        """Those of the newest `num` held-out traces that can be replayed; none when they are too
+        few."""
+        newest = [trace for trace in self._buffer.holdout(num) if can_replay(trace)]
+        traces = well_formed(newest, check_tokens, vocab_size)
+        return traces if len(traces) >= self._gate.min_holdout_traces else []
+
+    def _load(self, path: str | Path) -> RowModel:
+        return load_draft(path).to(self._device)

@@ -1,0 +1,139 @@
+"""The working draft: the weights that the trainer carries from round to round, and their origin.
+
+    checkpoints/N ────┐
+                      ├─► begin_round ─► steps on the weights ─► finish_round ─► checkpoints/N+1
+    base (a release) ─┘
+
+A round is all or nothing: weights, moments and cursor reach the disk together, after it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from osd.config.schema import TrainerConfig
+from osd.records import DraftRelease
+from trainer import adapter
+from trainer.checkpoint import TrainerState, load_checkpoint, save_checkpoint
+from trainer.distiller import Distiller
+from trainer.draft import RowModel, load_draft
+from trainer.replay import ReplayState
+
+logger = logging.getLogger(__name__)
+
+RECOVERY = 1.1
+"""Factor by which a halved learning rate grows with every round that is kept, up to the configured
+rate."""
+
+
+class WorkingDraft:
+    """One line of weights, its optimizer, and what the trainer remembers beside them.
+
+    Construction resumes from the newest checkpoint of the same draft and target.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, checkpoints: Path, draft: str, target_id: str
+    ) -> None:
+        self._config, self._checkpoints = config, checkpoints
+        self._distiller: Distiller | None = None
+        self._is_mid_round = False
+        self._is_from_base = False
+        """Whether this round began with its base's weights, not with those of the last
+        checkpoint."""
+        self.state = TrainerState(draft=draft, target_id=target_id)
+        self._resume()
+
+    @property
+    def distiller(self) -> Distiller:
+        """The weights being trained. Exists from the first round on."""
+        assert self._distiller is not None, "no round has begun"
+        return self._distiller
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate, as scaled now."""
+        return self._config.learning_rate * self.state.rate_scale
+
+    def begin_round(self, base: DraftRelease, line: int) -> Distiller:
+        """Continue from the working weights if `base` belongs to them, else start from `base`.
+
+        A round that began and never finished is forgotten first. Raises `ReleaseError` when `base`
+        cannot be loaded.
+        """
+        if self._is_mid_round:
+            self._resume()
+        self._is_mid_round, self._is_from_base = True, False
+        if self._distiller is None or line != self.state.line or not self._is_own(base):
+            self.start_from(base)
+        self.state = replace(
+            self.state, round=self.state.round + 1, base_version=base.version, line=line
+        )
+        return self.distiller
+
+    def finish_round(self, cursor: dict[str, int], seen: ReplayState) -> None:
+        """Save the round. Raises `OSDError` when the disk does not take it."""
+        self.state = replace(self.state, cursor=cursor, replay=seen)
+        save_checkpoint(self._checkpoints, self.state, self.distiller)
+        self._is_mid_round = False
+
+    def start_from(self, base: DraftRelease) -> None:
+        """Take the weights of a release, with a fresh optimizer."""
+        model = load_draft(base.path)
+        weights = adapter.below(model.hf)
+        self._distiller_on(model).restart(weights, {})
+        self._is_from_base = True
+        self.state = replace(self.state, base_version=base.version, candidate_sha256="")
+
+    def undo_round(self, base: DraftRelease) -> None:
+        """Go back to the weights before this round."""
+        found = None if self._is_from_base else load_checkpoint(self._checkpoints)
+        if found is None:
+            self.start_from(base)
+        else:
+            weights = adapter.below(found.model.hf)
+            self.distiller.restart(weights, found.moments, found.adapters)
+
+    def note_candidate(self, sha256: str) -> None:
+        """Remember the weights of this round's candidate: they may come back as a release."""
+        self.state = replace(self.state, candidate_sha256=sha256)
+
+    def adapt_rate(self, *, went_well: bool) -> None:
+        """Halve the learning rate after a bad round; let it recover after a good one."""
+        scale = self.state.rate_scale
+        scale = min(1.0, scale * RECOVERY) if went_well else scale / 2
+        self.state = replace(self.state, rate_scale=scale)
+
+    def _resume(self) -> None:
+        """Go to the newest checkpoint of this draft and target; without one, to the beginning."""
+        self._is_mid_round = False
+        draft, target_id = self.state.draft, self.state.target_id
+        self.state = TrainerState(draft=draft, target_id=target_id)
+        found = load_checkpoint(self._checkpoints)
+        if found is None or (found.state.draft, found.state.target_id) != (draft, target_id):
+            return
+        self.state = found.state
+        weights = adapter.below(found.model.hf)
+        distiller = self._distiller_on(found.model)
+        try:
+            distiller.restart(weights, found.moments, found.adapters)
+        except ValueError as error:
+            logger.warning(
+                "the next round starts from the serving draft: the checkpoint is of other settings "
+                "(%s)",
+                error,
+            )
+            self.state = replace(self.state, base_version=None, candidate_sha256="")
+        logger.info("trainer resumes after round %d", self.state.round)
+
+    def _distiller_on(self, model: RowModel) -> Distiller:
+        """The distiller; the first call makes it of this model, which may get adapters."""
+        self._distiller = self._distiller or Distiller(model, self._config)
+        return self._distiller
+
+    def _is_own(self, base: DraftRelease) -> bool:
+        """Whether the weights grew from `base`, or `base` is their last candidate, published."""
+        is_published = base.sha256 == self.state.candidate_sha256
+        return base.version == self.state.base_version or is_published
