@@ -15,7 +15,7 @@ from tests.support.builders import make_trace
 RECORDS = [
     cls
     for _, cls in inspect.getmembers(records, inspect.isclass)
-    if cls.__module__ == "osd.records" and "Example:" in (cls.__doc__ or "")
+    if cls.__module__.startswith("osd.records") and "Example:" in (cls.__doc__ or "")
 ]
 
 
