@@ -23,7 +23,7 @@ class Beside:
 
     def start(self) -> Served:
         if self.served is not None:
-            self.served.end()  # it has ended, unless the test that ends it was not selected
+            self.served.end()  # still runs if the test that ends it was not selected
         self.served = Served(self.arguments, self.directory / f"serve-{time.time():.0f}.log")
         return self.served
 

@@ -13,14 +13,13 @@ from tests.support.programs import path_of
 
 PATIENCE_MS = 60_000
 ARGUMENTS = [
-    *(
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-    ),
-    *("--disable-component-update", "--disable-sync"),
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
 ]
 
 Open = Callable[..., Any]
@@ -39,8 +38,10 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Open]:
-    """Opens a page and waits until it is live. At the end: no error in any console, and no request
-    to elsewhere."""
+    """Opens a page and waits until it is live.
+
+    Fails at the end if a console showed an error or a page asked another host.
+    """
     problems: list[str] = []
     contexts: list[Any] = []
 

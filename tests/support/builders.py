@@ -13,8 +13,7 @@ VOCAB_SIZE = 128
 
 
 def trace_id(index: int, *, holdout: bool | None = False, prefix: str = "t") -> str:
-    """An id whose stable hash makes the trace a held-out one, a training one (default), or
-    whichever (None)."""
+    """An id whose stable hash makes the trace held out (True) or not (False); None: either."""
     for salt in range(10_000):
         name = f"{prefix}-{index}-{salt}"
         if holdout is None or _is_holdout(name) == holdout:

@@ -23,7 +23,7 @@ VOCAB = 100
 
 
 class Clock:
-    """A clock that is told the time."""
+    """A clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -51,8 +51,7 @@ def make_request(
 def verification(
     position: int, emitted: Sequence[int], num_drafts: int, req_id: str = "r"
 ) -> Verification:
-    """One request's step: token t + 1 is the most likely one wherever t was emitted, so that rows
-    can be told apart."""
+    """One request's step. Token t + 1 is the most likely one wherever t was emitted."""
     sampled = torch.full((1, num_drafts + 1), -1)
     sampled[0, : len(emitted)] = torch.tensor(emitted)
     logits = torch.zeros(num_drafts + 1, VOCAB)
@@ -75,7 +74,7 @@ def step(
     req_id: str = "r",
     chance: float = 0.0,
 ) -> Step:
-    """All rows are kept, or with a `chance` of 0.9 only those of rejected draft tokens."""
+    """A step with all its rows, or with those of rejected draft tokens only (a `chance` of 0.9)."""
     shown = verification(position, emitted, num_drafts, req_id)
     lot = Lot(
         np.array([True]), np.full((1, num_drafts + 1), chance), np.array([1.0, 0.5, 0.5]), top_k=8
@@ -85,7 +84,7 @@ def step(
 
 @dataclass
 class Landing:
-    """Something picked that has landed already."""
+    """Picked rows that have landed already."""
 
     landed: Landed
     nbytes: int = 0
@@ -95,7 +94,7 @@ class Landing:
 
 
 class Bench:
-    """An assembler, and what it handed out."""
+    """An assembler, and the traces that it handed out."""
 
     def __init__(self, budget: ByteBudget | None = None, **config: Any) -> None:
         self.traces: list[Trace] = []
@@ -130,7 +129,7 @@ class Bench:
 
 
 class Stuck:
-    """A sink that holds the capture thread until it is let go."""
+    """A sink that holds the capture thread until it is released."""
 
     def __init__(self) -> None:
         self.entered, self.let_go = threading.Event(), threading.Event()
@@ -156,7 +155,7 @@ def make_capture(put: Any, **config: Any) -> Capture:
 
 
 def together(*shown: Verification) -> Verification:
-    """One step of several requests, from steps of one each."""
+    """One step of several requests, made from steps of one request each."""
     width = max(one.sampled_BG.shape[1] for one in shown)
     sampled = [
         torch.nn.functional.pad(one.sampled_BG, (0, width - one.sampled_BG.shape[1]), value=-1)

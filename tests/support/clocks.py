@@ -22,11 +22,11 @@ class HandClock(Clock):
         self._begun = now - 5000
 
     def move(self, seconds: float) -> None:
-        """Let time go by."""
+        """Time passes."""
         self.now += seconds
 
     def set(self, seconds: float) -> None:
-        """Set it forward (or back) without any time going by."""
+        """The wall clock is set forward (or back), while no time passes."""
         self.now += seconds
         self._begun += seconds
 

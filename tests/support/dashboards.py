@@ -36,8 +36,7 @@ CLASSES = ("sql", "arithmetic", "python", "finance")
 
 
 class Scene:
-    """What the page is shown: a controller's answers, and a history that may grow while it is
-    looked at."""
+    """What the page shows: a controller's answers, and a history that may grow meanwhile."""
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -231,7 +230,7 @@ def counts(alpha: float, drafts: int = 600) -> Counters:
 
 
 def minutes(now: float, days: float) -> Iterator[Minute]:
-    """Two replicas and four classes, minute by minute."""
+    """Windows of two replicas and four classes, minute by minute."""
     for start in range(int((now - 86400 * days) // 60) * 60, int(now // 60) * 60, 60):
         version = 1 + (start > now - 86400 * days / 2) + (start > now - 3600)
         for number in (0, 1):
@@ -325,7 +324,7 @@ def window(
 
 @contextmanager
 def served(scene: Scene, port: int = 0) -> Iterator[str]:
-    """The control port over the scene, at the URL given; port 0 = any free one."""
+    """The control port over the scene, at the returned URL; port 0 means any free port."""
     config = uvicorn.Config(
         build_app(scene, scene.history, TOKEN), host="127.0.0.1", port=port, log_level="warning"
     )

@@ -23,7 +23,7 @@ CONFIG = {
 def written(
     path: Path, tensors: dict[str, torch.Tensor], *, version: int = 1, **config: Any
 ) -> DraftRelease:
-    """A directory with these tensors, and the release that says so."""
+    """A directory with these tensors, and its release."""
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(CONFIG | config))

@@ -35,8 +35,10 @@ class ListWorker(WorkerExtension):
 
 
 class Engine:
-    """vLLM's `LLM` with `num_speculative_tokens` k, or without speculation when `draft` is None;
-    `control`: settings of the closed loop, which then schedules."""
+    """vLLM's `LLM` with `num_speculative_tokens` k, or without speculation when `draft` is None.
+
+    `control`: settings of the closed loop, which then schedules.
+    """
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     def command(self, name: str, argument: Any = None) -> Any:
-        """Of the closed loop."""
+        """A command to the closed loop."""
         return json.loads(self.scheduler.osd_command(name, json.dumps(argument)))
 
     @property
@@ -118,8 +120,7 @@ class Engine:
         return self.llm.collective_rpc(method, args=args)[0]
 
     def swap(self, release: DraftRelease) -> dict[str, Any]:
-        """Stage, wait, commit: what the replica does. Returns the commit's answer, or the staging's
-        error."""
+        """Stages, waits and commits, as a replica does. Returns the answer or the error."""
         self.rpc("osd_stage", encode(release).decode())
         while not (staging := json.loads(self.rpc("osd_staging")))["done"]:
             pass
@@ -147,7 +148,7 @@ class Engine:
         self.llm.llm_engine.abort_request([req_id])
 
     def run(self, between_steps: Callable[[int], None] | None = None) -> dict[str, list[list[int]]]:
-        """Step until nothing is left; request id -> token ids of each of its samples."""
+        """Steps until nothing is left. Returns request id -> token ids of each of its samples."""
         done: dict[str, list[list[int]]] = {}
         step = 0
         while self.llm.llm_engine.has_unfinished_requests():

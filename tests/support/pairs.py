@@ -19,7 +19,7 @@ VOCABULARY = 96
 
 @dataclass(frozen=True)
 class Pair:
-    """Directories of a target and of drafts that agree with it more or less."""
+    """Directories of a target and of two drafts that agree with it more and less."""
 
     target: Path
     draft: Path
@@ -31,8 +31,10 @@ class Pair:
 def build_pair(
     directory: Path, *, scale: float = 2.0, noise: float = 0.06, seed: int = 0, tied: bool = False
 ) -> Pair:
-    """`scale` sharpens the target's distribution, `noise` is what the draft's weights differ by;
-    with `tied` weights the output head is the embedding."""
+    """`scale` sharpens the target's distribution; `noise` is added to the draft's weights.
+
+    With `tied` weights the output head is the embedding.
+    """
     torch.manual_seed(seed)
     target = LlamaForCausalLM(_config(tied)).eval()
     if not tied:

@@ -13,7 +13,7 @@ import pytest
 
 
 def path_of(program: str, package: str) -> str:
-    """Where it lies. Skips or fails where it is absent, naming the package that has it."""
+    """The program's path. Skips or fails when it is absent, and names the package that has it."""
     return shutil.which(program) or absent(f"no {program} on PATH: apt-get install {package}")
 
 

@@ -39,8 +39,10 @@ class Prometheus:
         return list(answer.raise_for_status().json()["data"]["result"])
 
     def firing(self) -> dict[str, dict[str, Any]]:
-        """Name -> the alert, of those that fire, but for the one that a scrape missed on a busy
-        machine would raise."""
+        """Name -> alert, of those that fire.
+
+        The alert of a missed scrape is left out: it fires on a busy machine.
+        """
         alerts = self._client.get("/api/v1/alerts").raise_for_status().json()["data"]["alerts"]
         found = {
             alert["labels"]["alertname"]: alert for alert in alerts if alert["state"] == "firing"
@@ -54,8 +56,10 @@ class Prometheus:
 
 @contextmanager
 def scraping(addresses: Mapping[str, str], directory: Path) -> Iterator[Prometheus]:
-    """job -> address, for jobs of the example. It looks twice a second, and waits 2 seconds before
-    an alert fires."""
+    """A Prometheus that scrapes job -> address, for jobs of the example.
+
+    It looks twice a second, and waits 2 seconds before an alert fires.
+    """
     program = promtool.program("prometheus")
     rules = re.sub(r"(?m)^( *for:) \w+$", r"\1 2s", (CONFIGS / "alerts.yaml").read_text())
     assert rules.count("for: 2s") == rules.count("- alert:")

@@ -12,7 +12,7 @@ BEGAN = 1_790_000_000.0
 
 
 def answers(num: int, started: float, acceptance: float) -> list[Answer]:
-    """One after the other, a second each, of 21 tokens; k is 4."""
+    """Answers of 21 tokens one after another, a second each; k is 4."""
     accepted = round(10 * acceptance)
     return [
         Answer(

@@ -24,7 +24,7 @@ PROGRAMS = ("valkey", "redis-server")
 
 
 def program(name: str) -> Path | None:
-    """Its binary, None for the one `EmbeddedValkey` takes itself."""
+    """The binary; None for the one that `EmbeddedValkey` finds itself."""
     return None if name == "valkey" else Path(path_of(name, package="redis-server"))
 
 
@@ -51,16 +51,16 @@ def kill(server: EmbeddedValkey) -> None:
 
 @dataclass(frozen=True)
 class TlsServer:
-    """A server that speaks nothing but TLS."""
+    """A server that speaks TLS only."""
 
     port: int
     password: str
     certificate: Path
-    """Signed by itself: who trusts this file trusts the server."""
+    """Self-signed: a client that trusts this file trusts the server."""
 
     @property
     def url(self) -> str:
-        """Trusted by nobody."""
+        """Nobody trusts its certificate."""
         return f"rediss://:{self.password}@127.0.0.1:{self.port}/0"
 
     @property
@@ -70,53 +70,21 @@ class TlsServer:
 
 @contextmanager
 def start_tls(directory: Path) -> Iterator[TlsServer]:
-    """A distribution's Redis behind a certificate made for it, with `openssl`."""
-    binary, openssl = (
-        path_of("redis-server", package="redis-server"),
-        path_of("openssl", package="openssl"),
-    )
+    """A distribution's Redis with a self-signed certificate, made with `openssl`."""
+    binary = path_of("redis-server", package="redis-server")
+    openssl = path_of("openssl", package="openssl")
     key, certificate = directory / "key.pem", directory / "certificate.pem"
-    made = [
-        openssl,
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=localhost",
-    ]
-    made += [
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-        "-keyout",
-        str(key),
-        "-out",
-        str(certificate),
-    ]
+    made = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    made += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made += ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run(made, check=True, capture_output=True, timeout=60)
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     server = TlsServer(port, secrets.token_hex(8), certificate)
     command = [binary, "--bind", "127.0.0.1", "--port", "0", "--tls-port", str(port), "--save", ""]
-    command += [
-        "--tls-cert-file",
-        str(certificate),
-        "--tls-key-file",
-        str(key),
-        "--tls-ca-cert-file",
-        str(certificate),
-    ]
-    command += [
-        "--tls-auth-clients",
-        "no",
-        "--requirepass",
-        server.password,
-        "--dir",
-        str(directory),
-    ]
+    command += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    command += ["--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no"]
+    command += ["--requirepass", server.password, "--dir", str(directory)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         client = redis.Redis.from_url(server.trusted_url, socket_timeout=5)

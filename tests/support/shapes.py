@@ -71,8 +71,7 @@ SHAPES = {
 
 
 def build_pair(directory: Path, shape: Shape, seed: int = 0) -> tuple[Path, Path]:
-    """Directories of the target (two layers, well taught, padded) and of the draft (one layer, not
-    padded)."""
+    """Directories of a padded two-layer target, well taught, and of a one-layer draft."""
     torch.manual_seed(seed)
     target, draft = shape.build(2, vocab_size=PADDED), shape.build(1)
     with torch.no_grad():
@@ -88,7 +87,7 @@ def build_pair(directory: Path, shape: Shape, seed: int = 0) -> tuple[Path, Path
 
 
 def teach(model: PreTrainedModel, num_steps: int) -> None:
-    """Train the model to say `successor`."""
+    """Trains the model to follow each token with its `successor`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     model.train()
     for _ in range(num_steps):
@@ -107,8 +106,7 @@ def successor(token: Any) -> Any:
 
 
 def add_old_masks(draft: Path) -> None:
-    """Put into a GPT-NeoX checkpoint what older ones (Pythia) hold as well: masks and rotary
-    frequencies."""
+    """Adds masks and rotary frequencies to a GPT-NeoX checkpoint, as in older ones (Pythia)."""
     tensors = load_file(draft / "model.safetensors")
     prefix = "gpt_neox.layers.0.attention"
     tensors[f"{prefix}.bias"] = torch.tril(torch.ones(1, 1, 256, 256, dtype=torch.bool))

@@ -57,7 +57,7 @@ class SimulatedEngine:
         self._text: list[int] = []
 
     def run(self, num_steps: int, batch: int) -> float:
-        """Tokens per second of so many steps with `batch` requests always running."""
+        """Tokens per second of so many steps with `batch` requests running throughout."""
         began, tokens = self.now, 0
         for _ in range(num_steps):
             self._admit(batch)
@@ -65,8 +65,7 @@ class SimulatedEngine:
         return tokens / (self.now - began)
 
     def fixed(self, plan: Plan, num_steps: int, batch: int) -> float:
-        """The same with one plan throughout; leaves the control as it was in nothing but what it
-        has learnt."""
+        """The same with one plan throughout. The control keeps only what it learns meanwhile."""
         self.control.force(plan)
         self.run(3, batch)
         rate = self.run(num_steps, batch)
@@ -139,7 +138,7 @@ class SimulatedEngine:
 
 
 def best_fixed(engine: SimulatedEngine, batch: int, ks: Sequence[int]) -> tuple[str, float]:
-    """The fixed k of the draft with most tokens per second, by the formulas and not by trying."""
+    """The fixed k with most tokens per second, by the formulas."""
     rates = {}
     for k in ks:
         gain = sum(engine.alpha**j for j in range(1, k + 1))

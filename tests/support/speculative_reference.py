@@ -63,8 +63,7 @@ class Generation:
     def trace(
         self, *, trace_id: str, target_id: str, top_k: int, finished_at: float = 0.0, **fields: Any
     ) -> Trace:
-        """As capture would have recorded it, had it kept every row. `fields` are any others of
-        `Trace`."""
+        """The trace that capture records when it keeps every row. `fields`: others of `Trace`."""
         logprobs_NV = torch.stack([row.target_logprobs_V for row in self.rows])
         top = logprobs_NV.topk(top_k, dim=-1)
         tail_NV = logprobs_NV.scatter(1, top.indices, -torch.inf)
@@ -92,16 +91,14 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Sampling parameters of a request, with vLLM's meanings. temperature 0 = greedy, top_k 0 =
-    off."""
+    """Sampling parameters with vLLM's meanings. Temperature 0 is greedy, top_k 0 is off."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
 
     def probs(self, logits_V: Tensor) -> Tensor:
-        """The distribution tokens are drawn from, float64 [V]: temperature, then top-k, then top-p,
-        renormalised."""
+        """float64 [V]: the distribution after temperature, then top-k, then top-p, renormalised."""
         logits_V = logits_V.double()
         if self.temperature == 0:
             return one_hot(int(logits_V.argmax()), len(logits_V))
@@ -217,8 +214,10 @@ def acceptance(p_V: Tensor, q_V: Tensor, token: int) -> float:
 
 
 def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
-    """norm(max(0, p − q)): what to draw from after a rejection (same place). p without x where q is
-    one-hot at x."""
+    """norm(max(0, p − q)): the distribution after a rejection (same source).
+
+    It is p without x where q is one-hot at x.
+    """
     left_V = (p_V - q_V).clamp(min=0)
     mass = left_V.sum()
     # p = q up to rounding: a rejection has probability zero, and any draw is as good.
@@ -239,8 +238,7 @@ def logits(model: Model, ids: Sequence[int]) -> Tensor:
 
 
 def target_logprobs(model: Model, ids: Sequence[int]) -> Tensor:
-    """Raw log-softmax, float64 [S, V], of one plain forward pass: the row at s is for token s +
-    1."""
+    """Raw log-softmax, float64 [S, V], of one plain forward pass. Row s is for token s + 1."""
     return logits(model, ids).double().log_softmax(-1)
 
 

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryFor(TorchDispatchMode):
-    """Room for `num` new tensors or packed matrices in this thread. What is refused raises
-    `torch.OutOfMemoryError`, as it does where memory really is lacking, and so does all that is
-    asked for later.
+    """Room for `num` new tensors or packed matrices in this thread.
+
+    Every further one raises `torch.OutOfMemoryError`, as a full memory does.
 
     Example:
         with MemoryFor(3):
@@ -39,7 +39,7 @@ class MemoryFor(TorchDispatchMode):
 
 
 def storages(tree: Any) -> set[int]:
-    """Where the values of all tensors within lie."""
+    """The addresses of the values of all tensors within."""
     return {
         leaf.untyped_storage().data_ptr()
         for leaf in tree_leaves(tree)

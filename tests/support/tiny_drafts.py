@@ -53,7 +53,7 @@ def save_draft(
 
 
 def release_of(directory: Path, version: int = 1) -> DraftRelease:
-    """The directory as a release."""
+    """A release of the directory."""
     return DraftRelease(
         version=version,
         parent=version - 1,
@@ -65,16 +65,14 @@ def release_of(directory: Path, version: int = 1) -> DraftRelease:
 
 
 def after(token: int, step: int = 5) -> int:
-    """The planted bigram: what the target says after `token`. Another `step` is another
-    language."""
+    """The planted bigram: the target's token after `token`. Another `step` is another language."""
     return (token * step + 3) % VOCAB_SIZE
 
 
 def chain_trace(
     index: int, *, holdout: bool = False, step: int = 5, num_output: int = 12, **fields: Any
 ) -> Trace:
-    """A request whose every token follows from the one before, with a row at each output
-    position."""
+    """A request whose tokens all follow from the one before, with a row at each output position."""
     tokens = [int(np.random.default_rng(index).integers(VOCAB_SIZE))]
     while len(tokens) < 4 + num_output:
         tokens.append(after(tokens[-1], step))
@@ -105,7 +103,7 @@ def chain_traces(num: int, *, start: int = 0, **fields: Any) -> list[Trace]:
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Writing more into any file fails, as on a full disk."""
+    """Writing more than that into a file fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -44,7 +44,7 @@ def trainer_at(directory: Path, buffer: TraceBuffer, **fields: Any) -> Trainer:
 
 
 class Rounds:
-    """The mix as a trainer drives it, without any training."""
+    """The mix as a trainer uses it, without any training."""
 
     def __init__(self, buffer: TraceBuffer, seed: int = 0, **fields: Any) -> None:
         self.buffer, self.state, self.seed, self.num = buffer, ReplayState(), seed, 0
@@ -52,7 +52,7 @@ class Rounds:
         self.mix = ReplayMix(config(**fields), buffer)
 
     def round(self, *traces: Trace) -> list[Trace]:
-        """Put these, read them, and return what the round would be trained on."""
+        """Stores and reads these traces. Returns what the round would be trained on."""
         self.buffer.put(traces)
         self.num += 1
         fresh, cursor = self.buffer.read(self.cursor, 10_000)

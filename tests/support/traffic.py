@@ -18,8 +18,10 @@ MODEL = "pair"
 
 
 def prompt_texts(num: int, seed: int, length: int = 10) -> list[str]:
-    """Random prompts: "t25 t91 ...", without words that begin with a special token, as "t13" does
-    with "t1": the tokenizer would split them."""
+    """Random prompts such as "t25 t91".
+
+    No word begins with a special token, as "t13" does with "t1": the tokenizer would split it.
+    """
     random = np.random.default_rng(seed)
     return [" ".join(f"t{i}" for i in random.integers(20, VOCABULARY, length)) for _ in range(num)]
 

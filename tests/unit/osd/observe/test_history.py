@@ -763,9 +763,8 @@ def test_nothing_older_than_the_history_is_kept_of_any_kind() -> None:
     assert set(line(history, "class", 5.0)) == {"new"}
     assert history.series(0.0, 1.0)["at"][0] == START + 599
     history.add(window(5.0, domain="new"))
-    assert (found := history.series(START, 10.0))["at"][0] == START and found["net_ratio"][
-        0
-    ] is None
+    found = history.series(START, 10.0)
+    assert found["at"][0] == START and found["net_ratio"][0] is None
 
 
 def test_a_clock_that_was_set_back_counts_on(path: Path) -> None:
