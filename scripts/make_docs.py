@@ -1,6 +1,6 @@
 """Write the pages of docs/ that are made from the code.
 
-docs/configuration.md    the fields of osd/config/schema.py
+docs/configuration.md    the fields of osd/config
 docs/commands.md         the help texts of osd/cli
 docs/metrics.md          the tables of osd/observe/exposition.py
 docs/http.md             the OpenAPI description of the control port

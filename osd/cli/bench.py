@@ -15,7 +15,7 @@ CHECKOUT = Path(__file__).parents[2]
 def add_benches(app: typer.Typer, checkout: Path = CHECKOUT) -> None:
     """Add the commands of benchmarks/ to `app`. An installation does not contain that directory."""
     if (checkout / "pyproject.toml").exists() and (checkout / "benchmarks").is_dir():
-        sys.path.append(str(checkout))
+        sys.path.insert(0, str(checkout))
         from benchmarks.cli import app as benches
 
         app.add_typer(benches, name="bench")

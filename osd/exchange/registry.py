@@ -97,7 +97,7 @@ class Registry:
             gone = [names[place] for place, text in enumerate(texts) if text is None]
             if gone:
                 self._redis.srem(f"{self._prefix}:replicas", *gone)
-        found = [_decode_or_none(text, ReplicaStatus) for text in texts if text is not None]
+        found = [_decode_heartbeat(text) for text in texts if text is not None]
         return [status for status in found if status is not None]
 
     def set_wanted(self, release: DraftRelease) -> None:
@@ -162,6 +162,14 @@ def _decode_entry(entry: tuple[bytes, dict[bytes, bytes]]) -> tuple[str, FeedRec
     record_type = FEED_TYPES.get(fields.get(b"type", b"").decode(errors="replace"))
     record = None if record_type is None else _decode_or_none(fields.get(b"json", b""), record_type)
     return entry_id.decode(), record
+
+
+def _decode_heartbeat(text: bytes) -> ReplicaStatus | None:
+    """A report on speculation that cannot be read is left out: the replica lives all the same."""
+    status: ReplicaStatus | None = _decode_or_none(text, ReplicaStatus)
+    if status is None and isinstance(fields := _decode_or_none(text, dict), dict):
+        status = _decode_or_none(encode({**fields, "speculation": None}), ReplicaStatus)
+    return status
 
 
 def _decode_or_none(text: bytes, record_type: type[Any]) -> Any:

@@ -185,7 +185,8 @@ class Totals(Collector):
 
     def _count(self, name: str, labels: tuple[str, ...], num: int) -> None:
         counter = self._counters[name]
-        (counter.labels(*labels) if labels else counter).inc(num)
+        # A counter that is told to fall raises, which would end the control plane.
+        (counter.labels(*labels) if labels else counter).inc(max(0, num))
 
     def _add_window(self, window: SpecWindow) -> None:
         labels = (window.draft, window.domain)

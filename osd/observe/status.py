@@ -45,7 +45,7 @@ def speculation_figures(report: SpeculationReport | None) -> SpeculationFigures 
         plans=report.plans,
         seconds_per_part=seconds_per_part(report),
         num_probes=report.num_probes,
-        positions=list(zip(tested, accepted, strict=True)),
+        positions=list(zip(tested, accepted, strict=False)),
         contexts=report.by_context,
         spread=report.spread,
         problem=report.problem,

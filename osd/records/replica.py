@@ -129,7 +129,7 @@ class ReplicaStatus:
     unproved: str = ""
     """Why its swaps cannot be proved by reading the draft back; "" when they are."""
     speculation: SpeculationReport | None = None
-    """What the control of speculation last said of itself; None = k is fixed."""
+    """What the control of speculation last said of itself; None = k is fixed, or none came yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -120,7 +120,7 @@ class ServiceStatus:
 
     Example:
         ServiceStatus(deployment="default", target="llama-8b", draft="llama-160m",
-                      target_id="9f2c", version=4, k=4, phase="training", phase_detail="round 7")
+                      target_id="9f2c", version=4, k=4, phase="training", phase_detail="from v3")
     """
 
     deployment: str
@@ -140,7 +140,7 @@ class ServiceStatus:
     training: bool = True
     """Whether training is wanted."""
     phase: str = ""
-    """idle or training."""
+    """waiting or training."""
     phase_detail: str = ""
     k: int
     """Most draft tokens a step may propose."""

@@ -73,7 +73,12 @@ class SpeculationClient:
 
     async def report(self) -> SpeculationReport:
         """What the control says of itself; an empty one when it does not answer."""
-        return msgspec.convert(await self._call("report") or {}, SpeculationReport)
+        answer = await self._call("report") or {}
+        try:
+            return msgspec.convert(answer, SpeculationReport)
+        except msgspec.ValidationError:
+            logger.exception("the report of the control of speculation cannot be read")
+            return SpeculationReport()
 
     async def rows(self) -> list[dict[str, Any]]:
         """The cells of step times known now."""

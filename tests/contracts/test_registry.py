@@ -5,6 +5,7 @@ It loses nothing while the server lives, and raises one kind of error only.
 
 from __future__ import annotations
 
+import json
 import socket
 import tempfile
 import threading
@@ -27,6 +28,7 @@ from osd.records import (
     RoundOutcome,
     SpecWindow,
     SwapReport,
+    encode,
 )
 from tests.support import servers
 
@@ -115,6 +117,29 @@ def test_a_heartbeat_that_cannot_be_read_hides_no_other(registry: Registry, raw:
         }
     )
     assert registry.replicas() == [found]
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        7,
+        "off",
+        [1],
+        {"plans": [1], "net": "x"},
+        {"plans": {"off": {"steps": "many"}}},
+        {"plans": {"draft 1": {"seconds": None}}, "decision_us": None},
+        {"split": {"draft": "long"}, "by_context": {"<64": [1]}},
+        {"changes": ["x", {"at": "now"}, None], "k": 1.5},
+    ],
+)
+def test_a_report_on_speculation_that_cannot_be_read_hides_no_replica(
+    registry: Registry, raw: Any, report: Any
+) -> None:
+    living = status("replica-0")
+    fields = json.loads(encode(living)) | {"speculation": report}
+    raw.sadd("osd:here:replicas", "replica-0")
+    raw.set("osd:here:replica:replica-0", json.dumps(fields))
+    assert registry.replicas() == [living]
 
 
 def test_wanted_is_what_was_set_last_per_draft(registry: Registry, raw: Any) -> None:

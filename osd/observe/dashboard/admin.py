@@ -15,6 +15,7 @@ from osd.observe.dashboard.answers import maybe, one_line
 MAX_BODY_BYTES = 4096
 MAX_DOMAIN = 1024
 """Characters of a label as a client sent it: it is looked for by the name it is stored under."""
+MISSING = 'version is missing; give ?version=3 or the body {"version": 3}'
 WITHOUT_VERSION = {
     "pause": "No training and no publishing until resumed; serving goes on.",
     "resume": "Train and publish again.",
@@ -138,12 +139,18 @@ async def _version_in_body(request: Request) -> int:
         if len(body) > MAX_BODY_BYTES:
             raise ValueError(f"the body is longer than {MAX_BODY_BYTES} bytes")
     if not body:
-        raise ValueError('version is missing; give ?version=3 or the body {"version": 3}')
+        raise ValueError(MISSING)
     try:
         return VersionBody.model_validate_json(body).version
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = f"{problem['loc'][0]}: " if problem["loc"] else ""
-        raise ValueError(
-            f'the body must be JSON like {{"version": 3}} ({where}{one_line(problem["msg"])})'
-        ) from None
+        raise ValueError(_problem_with_version(error)) from None
+
+
+def _problem_with_version(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    given = problem["input"]
+    if problem["loc"] != ("version",):
+        return f'the body must be JSON like {{"version": 3}} ({one_line(problem["msg"])})'
+    if problem["type"] == "missing" or given is None:
+        return MISSING
+    return f"version={given!r} must be a whole number of at least 1"

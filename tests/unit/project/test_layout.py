@@ -213,6 +213,7 @@ def dataclasses_of(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, set[str]]]:
 UNEVEN = {
     "buffers.redis_writer": 1,
     "osd.observe.series": 2,
+    "osd.observe.status": 1,
     "serving.speculation.acceptance_breakdown": 1,
     "serving.speculation.lazy_draft": 3,
     "serving.speculation.ngram": 1,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -294,3 +295,14 @@ def test_a_missing_package_is_reported_and_the_ladder_goes_on() -> None:
     assert ladder.run(config_of(), lines.append, lookup_without("peft")) == 1
     assert lines[-1] == "broken: peft"
     assert any(line.startswith("ok  replay buffer") for line in lines)
+
+
+def test_a_torch_that_cannot_be_imported_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libgomp.so.1: cannot open shared object')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch")
+    first = next(ladder.check_engine(config_of(), lookup_without()))
+    assert first.ok is False
+    assert "torch cannot be imported (libgomp.so.1: cannot open shared object)" in first.text

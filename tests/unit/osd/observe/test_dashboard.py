@@ -682,6 +682,24 @@ async def test_bad_version_is_one_line(
     assert controller.calls == []
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "version is missing"),
+        (b"{}", "version is missing"),
+        (b'{"version": null}', "version is missing"),
+        (b'{"version": 0}', "version=0 must be a whole number of at least 1"),
+        (b'{"version": true}', "version=True must be a whole number of at least 1"),
+        (b"{not json", 'the body must be JSON like {"version": 3} ('),
+    ],
+)
+async def test_what_is_wrong_with_a_version_is_said(
+    client: httpx.AsyncClient, body: bytes, says: str
+) -> None:
+    response = await client.post("/osd/admin/pin", content=body, headers=RIGHT)
+    assert error_of(response).startswith(f"pin: {says}")
+
+
 @pytest.mark.parametrize(("num_bytes", "status"), [(4096, 200), (4097, 400), (50_000, 400)])
 async def test_a_long_body_is_not_read_to_its_end(
     client: httpx.AsyncClient, controller: FakeController, num_bytes: int, status: int

@@ -29,6 +29,7 @@ from osd.observe.history import (
 from osd.observe.history_file import HistoryFile, Minute
 from osd.observe.series import COLUMNS, MAX_LINES
 from osd.observe.slots import NARROW_FOR_S
+from osd.observe.status import speculation_figures
 from osd.records import (
     BufferStats,
     Counters,
@@ -1093,3 +1094,15 @@ def test_long_spans_are_drawn_from_long_slots_and_say_the_same(path: Path) -> No
     assert sum(kept.series(NOW, 1200.0)["tested"]) == pytest.approx(
         sum(kept.series(NOW, 60.0)["tested"])
     )
+
+
+def test_a_feed_that_counts_down_stops_nothing() -> None:
+    history = History()
+    history.add(MetricPoint(at=START, name="osd_round_total", value=-1, labels={"outcome": "x"}))
+    assert history.total("osd_round_total") == 0
+
+
+def test_positions_of_unequal_number_are_shown_as_far_as_they_go() -> None:
+    report = REPORT | {"tested_per_position": [88, 70], "accepted_per_position": [70]}
+    figures = speculation_figures(status(speculation=report).speculation)
+    assert figures is not None and figures.positions == [(88, 70)]

@@ -169,6 +169,16 @@ def test_a_control_that_does_not_answer_is_logged_and_serving_goes_on(
     assert not (tmp_path / "p.json").exists()
 
 
+def test_a_report_that_cannot_be_read_is_none_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    async def strange(*_: Any) -> str:
+        return '{"plan": "off", "plans": {"off": {"seconds": null}}}'
+
+    with caplog.at_level(logging.ERROR):
+        found = asyncio.run(SpeculationClient(strange, Config()).report())
+    assert found == SpeculationReport()
+    assert "cannot be read" in caplog.text
+
+
 def test_a_control_that_never_answers_stops_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
