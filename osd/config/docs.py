@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -69,7 +69,15 @@ def render() -> str:
 def _field(key: str, info: FieldInfo) -> str:
     default = info.get_default(call_default_factory=True)
     text = " ".join((info.description or "").split())
-    return f"### `{key}`\n\n{text}\n\nDefault: `{_shown(default)}`{_limits(info)}\n"
+    allowed = f"{_limits(info)}{_choices(info)}"
+    return f"### `{key}`\n\n{text}\n\nDefault: `{_shown(default)}`{allowed}\n"
+
+
+def _choices(info: FieldInfo) -> str:
+    """The values of a `Literal`, also within a list."""
+    inner = [info.annotation, *get_args(info.annotation)]
+    literal = next((kind for kind in inner if get_origin(kind) is Literal), None)
+    return "".join(f", `{value}`" for value in get_args(literal)).replace(", ", "; one of ", 1)
 
 
 def _shown(value: Any) -> str:
