@@ -2,16 +2,17 @@
 
     new ─────────────────────────────────────────┐
     last eight rounds ── recent_fraction ──┐     ├─► shuffled ─► batches
-    whole buffer, domain by domain ────────┤ ×   │
-    anchors, one in eight ─────────────────┘ replay_batches
+    whole buffer, domain by domain ────────┤     │
+    anchors, one in eight ─────────────────┘ × replay_batches
 
 Learning new traffic takes many passes over little data, so most replayed traces are recent. The
 others keep the draft from forgetting. Anchors outlive the traces in the buffer: they are a uniform
 sample of everything ever read (reservoir sampling, Vitter 1985, algorithm R). All draws depend only
 on the seed and the round's number.
 
-Anchors are stored in the buffer, not in the checkpoint. A killed round must be repeatable, so each
-slot has two places, and a new anchor goes to the place that the last checkpoint does not use.
+Anchors are stored in the buffer, not in the checkpoint. A killed round must be repeatable from the
+last checkpoint. So each anchor has two places in the buffer, and a new one is written to the place
+that the checkpoint does not name.
 """
 
 from __future__ import annotations

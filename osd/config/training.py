@@ -82,21 +82,21 @@ class TrainerConfig(Section):
     """A round starts, too, when the first new trace is so old and at least `trainer.batch_size`
     have arrived: where requests are few, the draft learns all the same."""
     patience_rounds: int = Field(6, ge=0)
-    """After so many rounds in a row that brought no gain, training rests until acceptance falls. 0
-    = it never rests."""
+    """After so many rounds in a row that were not published, training rests until acceptance falls.
+    0 = it never rests."""
     drift_margin: float = Field(0.05, gt=0, lt=1)
     """Fall of the recent α under the usual one, beyond chance, that ends the rest."""
     max_idle_seconds: float = Field(3600, gt=0)
-    """At rest, a round runs all the same when the last one is so long ago: what can be learnt need
-    not show as a fall."""
+    """While training rests, one round runs all the same after so long. There may be something to
+    learn although acceptance did not fall."""
     max_new_traces: int = Field(512, ge=1)
     """New traces used in one round; of more, only the newest."""
     replay_batches: int = Field(8, ge=0)
     """Older batches replayed for every batch of new traces. Replay keeps the draft from
     forgetting."""
     recent_fraction: float = Field(0.5, ge=0, le=1)
-    """Share of the replayed traces that comes from the last eight rounds; the others come from the
-    whole buffer, each domain alike."""
+    """Share of the replayed traces, anchors aside, that comes from the last eight rounds. The
+    others come from the whole buffer, each domain alike."""
     num_anchors: int = Field(256, ge=0)
     """Traces kept as anchors: a uniform sample of all there ever were, also when the buffer has
     long let go of them. One replayed trace in eight is an anchor. 0 = none."""
@@ -133,9 +133,9 @@ class GateConfig(Section):
     """A new draft is rolled back when the α it serves with stays this far under what the gate
     measured, and the draft before it does better on the same recent requests."""
     rollback_min_tested: int = Field(24, ge=1)
-    """Draft tokens tested live before a new draft is judged on them. Few will do, for a replay of
-    both drafts follows; and there may be no more, for a draft that disappoints is soon hardly
-    used."""
+    """Draft tokens tested live before a new draft is judged on them. Few are
+    enough, because a replay of both drafts follows. A draft that disappoints is soon hardly used,
+    so more may never come."""
 
     @field_validator("max_holdout_traces")
     @classmethod

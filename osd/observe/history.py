@@ -259,8 +259,9 @@ class History:
             return
         is_same_look = self._ends.get(window.replica) == window.at
         self._ends[window.replica] = window.at
-        untimed = replace(window.counters, seconds=0.0)
-        counts = untimed if is_same_look else window.counters
+        timed = window.counters
+        untimed = replace(timed, seconds=0.0)
+        counts = untimed if is_same_look else timed
         self._counts.add(window.at, (window.replica, window.version, window.k), counts)
         self._count_served(window.version, counts)
         self._classes.add(window.at, (self._class_of(window.domain),), untimed)
