@@ -3,8 +3,8 @@ distribution.
 
 Both distributions are coarsened to the K listed tokens and one bucket for all others ("the rest").
 Every loss is exact for the coarsened pair. A coarsened divergence is at most the full one
-(data processing inequality), and equal to it when K = V. The draft still learns the mass of the rest;
-renormalising the K tokens instead would make it over-confident (arXiv 2503.16870).
+(data processing inequality), and equal to it when K = V. The draft still learns the mass of the
+rest; renormalising the K tokens instead would make it over-confident (arXiv 2503.16870).
 
     forward_kl                Σ p log(p / q)           mass-covering; OSD's loss (arXiv 2310.07177)
     reverse_kl                Σ q log(q / p)           mode-seeking
