@@ -62,7 +62,7 @@ class ReleaseDirectory:
         known = [
             int(path.name[1:]) for path in self.root.glob("v[0-9]*") if path.name[1:].isdigit()
         ]
-        return 1 + max([0, self.pointer().version, *self.state().bad, *known])
+        return 1 + max([self.pointer().version, *self.state().bad, *known])
 
     def pointer(self) -> Pointer:
         """`CURRENT`; an empty one when it is damaged, with a warning."""

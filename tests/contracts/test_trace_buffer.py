@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections import Counter
@@ -15,6 +16,7 @@ from scipy.stats import chisquare
 from buffers.base import Cursor, TraceBuffer, holdout_capacity
 from buffers.memory import MemoryTraceBuffer
 from buffers.redis_stream import RedisTraceBuffer
+from osd.config.schema import BufferConfig
 from osd.records import clean_domain, encode
 from tests.support import servers
 from tests.support.builders import assert_same_trace, ids, make_trace, make_traces
@@ -578,3 +580,10 @@ def test_two_producers_and_a_reader(buffer: TraceBuffer):
         assert [name for name in got if name in names] == ids(own)
     assert len(got) == len(set(got)) == 600
     assert buffer.dropped == {}
+
+
+@pytest.mark.parametrize("kind", [MemoryTraceBuffer, RedisTraceBuffer])
+def test_limits_that_are_not_given_are_those_of_the_settings(kind: type[TraceBuffer]) -> None:
+    parameters = inspect.signature(kind).parameters
+    for name in ("max_traces", "max_domains"):
+        assert parameters[name].default == getattr(BufferConfig(), name)

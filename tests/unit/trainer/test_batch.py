@@ -253,8 +253,8 @@ def test_the_row_named_is_the_one_that_is_furthest_off(others: list[float], wors
 @pytest.mark.parametrize("make", [collate, collate_outputs])
 def test_traces_share_lines_unless_told_otherwise(make: Callable[..., RowBatch]) -> None:
     traces = [make_trace(index=index, num_prompt=1 + 3 * index) for index in range(7)]
-    packed, padded = (make(traces, 64, VOCAB_SIZE, packed=way).ids_BS for way in (True, False))
-    assert len(packed) < len(padded) == 7
+    untold, padded = make(traces, 64, VOCAB_SIZE), make(traces, 64, VOCAB_SIZE, packed=False)
+    assert len(untold.ids_BS) < len(padded.ids_BS) == 7
 
 
 @pytest.mark.parametrize("make", [collate, collate_outputs])

@@ -199,11 +199,11 @@ class CountingBuffer(MemoryTraceBuffer):
         return found
 
 
-@pytest.mark.parametrize("is_there, num_parts", [(True, 1), (False, 2)])
+@pytest.mark.parametrize("is_there, num_parts", [(True, 2), (False, 4)])
 def test_whether_a_round_was_purged_is_not_looked_for_for_ever(
     is_there: bool, num_parts: int
 ) -> None:
-    fresh, later = chain_traces(8, start=2000), chain_traces(250, start=3000)
+    fresh, later = chain_traces(65, start=2000), chain_traces(400, start=3000)
     buffer = CountingBuffer(target_id=TARGET_ID)
     buffer.put([*fresh, *later] if is_there else later)
     mix = ReplayMix(config(num_anchors=16), buffer)

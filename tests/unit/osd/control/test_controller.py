@@ -380,6 +380,15 @@ async def test_traces_that_were_deleted_do_not_hasten_a_round(world: World) -> N
     assert world.trainer.calls == []
 
 
+async def test_the_status_tells_of_the_newest_round(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        await world.publish(3)
+        await world.until(lambda: world.history.total("osd_round_total") == 2)
+        status = await world.controller.status()
+    assert status.last_round == world.releases.get(3).outcome != world.releases.get(2).outcome
+
+
 async def test_better_candidate_is_published_told_and_explained(world: World) -> None:
     async with world.running():
         await world.publish(2)

@@ -249,9 +249,10 @@ def test_steps_past_the_end_change_nothing() -> None:
 def test_a_request_with_a_gap_leaves_no_trace_and_is_counted() -> None:
     bench = Bench()
     bench.begin(make_request())
-    bench.add(step(3, [10]), step(6, [13]))
-    bench.finish("r")
-    assert bench.traces == []
+    bench.begin(make_request("another"))
+    bench.add(step(3, [10]), step(6, [13]), step(3, [20], req_id="another"))
+    bench.finish("r", "another")
+    assert [trace.output_ids.tolist() for trace in bench.traces] == [[20]]
     assert bench.assembler.skipped == {"gap": 1}
 
 
@@ -533,6 +534,12 @@ def test_a_rest_saves_up_for_one_second_alone() -> None:
     assert [budget.spend(4_000) for _ in range(4)] == [True, True, False, False]
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_trace_costs_its_bytes_and_what_storing_it_adds(missing: int) -> None:
+    num_bytes = full_trace(40, 26).num_bytes + STORED_OVERHEAD
+    assert len(full_traces(40, 26, ByteBudget(num_bytes - missing, Clock()))) == 1 - missing
+
+
 def test_a_flood_of_requests_stores_what_the_budget_allows_and_counts_the_rest() -> None:
     clock = Clock()
     bench = Bench(ByteBudget(20_000, clock))
@@ -552,8 +559,14 @@ def test_a_flood_of_requests_stores_what_the_budget_allows_and_counts_the_rest()
 
 
 def full_trace(num_prompt: int, num_output: int) -> Trace:
-    """A captured row for every other output token, at the default top-k."""
-    bench = Bench(top_k=64)
+    (trace,) = full_traces(num_prompt, num_output)
+    return trace
+
+
+def full_traces(num_prompt: int, num_output: int, budget: ByteBudget | None = None) -> list[Trace]:
+    """A captured row for every other output token, at the default top-k; none when it is over the
+    budget."""
+    bench = Bench(budget, top_k=64)
     bench.begin(
         make_request("chatcmpl-" + "0" * 41, range(num_prompt), extra_args={"osd_domain": "d" * 64})
     )
@@ -570,7 +583,7 @@ def full_trace(num_prompt: int, num_output: int) -> Trace:
             )
         )
     bench.finish("chatcmpl-" + "0" * 41)
-    return bench.only_trace()
+    return bench.traces
 
 
 def test_a_stored_row_costs_about_four_hundred_bytes_and_a_trace_little_more() -> None:
