@@ -97,7 +97,7 @@ class SpeculationConfig(Section):
     """Most draft tokens proposed per step (k). The engine keeps room for so many."""
     proposers: list[Literal["draft", "ngram"]] = Field(["draft", "ngram"], min_length=1)
     """Who may propose: the draft model, and n-grams looked up in the request itself. n-grams need
-    an engine without asynchronous scheduling."""
+    an engine with synchronous scheduling and the V1 model runner. They are left out elsewhere."""
     calibration_seconds: float = Field(20, ge=0, le=60)
     """Longest time an engine's start may take to measure its steps. 0 = learn from traffic alone.
     What was measured is kept for the next start on the same hardware with the same models and

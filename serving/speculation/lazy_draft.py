@@ -14,7 +14,7 @@ cache entries that were never written.
 
 Only draft models with a KV cache of their own can sleep. EAGLE heads read hidden states of the
 target that are gone by then. Under asynchronous scheduling the host does not know how far a request
-has come. In both cases vLLM's way is kept.
+has come. The V2 model runner drafts in another way. In these cases vLLM's way is kept.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ import numpy as np
 import torch
 
 from serving.vllm import names
+from serving.vllm.hooks import is_v2
 
 logger = logging.getLogger(__name__)
 
 
 def can_sleep(runner: Any) -> bool:
-    """Whether the drafter of this V1 model runner can be left out of a step."""
+    """Whether the drafter of this model runner can be left out of a step."""
     config = runner.speculative_config
     return (
         config is not None
+        and not is_v2(runner)
         and config.uses_draft_model()
         and not runner.use_async_scheduling
         and runner.vllm_config.parallel_config.data_parallel_size == 1

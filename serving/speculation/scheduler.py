@@ -13,8 +13,9 @@ of vLLM.
 A request never fails because of the control. Its first error ends it, is logged once, and leaves
 the engine at its largest k (in mode `off` at 0).
 
-Under asynchronous scheduling drafts never reach the scheduler. k is still chosen per step, but
-n-grams are left out, and requests differ in k only by their placeholders.
+Under asynchronous scheduling, and with the V2 model runner, drafts never reach the scheduler. k is
+still chosen per step, but n-grams are left out, and requests differ in k only by their
+placeholders.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Controlled:
 
     IS_ASYNC = False
     osd_clock: Callable[[], float] = staticmethod(time.perf_counter)
+    use_v2_model_runner: bool
     running: list[Any]
     requests: dict[str, Any]
     dynamic_sd_lookup: list[int] | None
@@ -57,15 +59,10 @@ class Controlled:
         super().__init__(*args, **kwargs)
         config = self.vllm_config  # type: ignore[attr-defined]
         settings = settings_of(config.additional_config)
-        if self.IS_ASYNC:
-            if "ngram" in settings.proposers:
-                logger.warning(
-                    "n-grams are left out of speculation.proposers: the engine schedules "
-                    "asynchronously"
-                )
-            settings = replace(
-                settings, proposers=tuple(p for p in settings.proposers if p != "ngram")
-            )
+        if (reason := self._osd_no_ngrams()) and "ngram" in settings.proposers:
+            logger.warning("n-grams are left out of speculation.proposers: %s", reason)
+            others = tuple(p for p in settings.proposers if p != "ngram")
+            settings = replace(settings, proposers=others)
         self.osd = Speculation(settings, padded=padded_sizes(config))
         self._osd_problem = ""
         largest_k: int = self.num_spec_tokens  # type: ignore[attr-defined]
@@ -155,6 +152,14 @@ class Controlled:
         return msgspec.json.encode(result).decode()
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _osd_no_ngrams(self) -> str:
+        """Why n-grams cannot propose in this engine; "" when they can."""
+        if self.IS_ASYNC:
+            return "the engine schedules asynchronously"
+        if self.use_v2_model_runner:
+            return "the V2 model runner keeps draft tokens on the device"
+        return ""
 
     def _osd_guard(self, act: Callable[[], Any]) -> Any:
         if self._osd_problem:

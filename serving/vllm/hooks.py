@@ -127,7 +127,8 @@ class VerificationHook:
 def is_v2(model_runner: Any) -> bool:
     """Whether this is vLLM's V2 model runner, the default on CUDA. `VLLM_USE_V2_MODEL_RUNNER=0`
     selects V1."""
-    return type(model_runner).__module__.startswith("vllm.v1.worker.gpu.")
+    classes = type(model_runner).__mro__  # on a CPU, a subclass from another package
+    return any(each.__module__.startswith("vllm.v1.worker.gpu.") for each in classes)
 
 
 def verification_v1(runner: Any, args: tuple[Any, ...], output: Any) -> Verification:

@@ -178,10 +178,11 @@ def problem_with_control() -> str:
         ):
             if field not in fields:
                 return f"SchedulerOutput no longer has {field}"
-        if "dynamic_sd_lookup" not in inspect.getsource(
-            resolve("vllm.v1.core.sched.scheduler:Scheduler.schedule")
-        ):
+        scheduler = "vllm.v1.core.sched.scheduler:Scheduler"
+        if "dynamic_sd_lookup" not in inspect.getsource(resolve(f"{scheduler}.schedule")):
             return "Scheduler.schedule no longer reads dynamic_sd_lookup"
+        if "self.use_v2_model_runner =" not in inspect.getsource(resolve(f"{scheduler}.__init__")):
+            return "Scheduler no longer says in use_v2_model_runner which model runner it is for"
     except (ImportError, AttributeError, OSError, ValueError) as error:
         return str(error)
     return ""

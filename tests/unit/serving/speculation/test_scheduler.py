@@ -79,6 +79,7 @@ class PlainScheduler:
     output."""
 
     num_spec_tokens = K
+    use_v2_model_runner = False
 
     def __init__(self, vllm_config: Any, *given: Any, **named: Any) -> None:
         self.vllm_config, self.given = vllm_config, (given, named)
@@ -201,12 +202,12 @@ class Bench:
     """Scheduler, worker and clock: a step takes `STEP_S`, and the draft proposes 50, 51, … for
     every request."""
 
-    def __init__(self, *, is_async: bool = False, **settings: Any) -> None:
+    def __init__(self, *, is_async: bool = False, is_v2: bool = False, **settings: Any) -> None:
         self.now = 0.0
         mixin, base = (
             (ControlledAsync, AheadScheduler) if is_async else (Controlled, PlainScheduler)
         )
-        named = {"osd_clock": staticmethod(lambda: self.now)}
+        named = {"osd_clock": staticmethod(lambda: self.now), "use_v2_model_runner": is_v2}
         self.scheduler: Any = type("Scheduler", (mixin, base), named)(vllm_config(**settings))
         self.osd = self.scheduler.osd = Overheard(self.scheduler.osd.settings)
 
@@ -699,23 +700,27 @@ def test_only_a_scheduler_that_runs_ahead_cuts_placeholders() -> None:
 
 
 @pytest.mark.parametrize(
-    "is_async, proposers, kept",
+    "is_async, is_v2, reason",
     [
-        (True, ["draft", "ngram"], ("draft",)),
-        (True, ["ngram"], ()),
-        (True, ["draft"], ("draft",)),
-        (False, ["ngram", "draft"], ("ngram", "draft")),
+        (True, False, "the engine schedules asynchronously"),
+        (True, True, "the engine schedules asynchronously"),
+        (False, True, "the V2 model runner keeps draft tokens on the device"),
+        (False, False, ""),
     ],
 )
-def test_n_grams_are_left_out_where_the_engine_schedules_ahead_and_a_warning_says_so(
-    is_async: bool, proposers: list[str], kept: tuple[str, ...], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("proposers", [("draft", "ngram"), ("ngram",), ("draft",)])
+def test_n_grams_are_left_out_where_the_scheduler_sees_no_drafts_and_a_warning_says_so(
+    is_async: bool,
+    is_v2: bool,
+    reason: str,
+    proposers: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bench = Bench(is_async=is_async, proposers=proposers)
+    bench = Bench(is_async=is_async, is_v2=is_v2, proposers=list(proposers))
+    kept = tuple(p for p in proposers if p != "ngram" or not reason)
     assert bench.osd.settings == Settings(k_max=K, proposers=kept)
-    is_left_out = (
-        "n-grams are left out of speculation.proposers: the engine schedules asynchronously"
-    )
-    assert caplog.messages == [is_left_out] * (len(kept) < len(proposers))
+    is_left_out = f"n-grams are left out of speculation.proposers: {reason}"
+    assert caplog.messages == [is_left_out] * (kept != proposers)
     assert bench.command("report")["is_async"] is is_async
 
 

@@ -235,6 +235,16 @@ def test_both_samplers_of_a_v2_runner_are_heard_and_left_as_they_were(runner: An
     assert ear.failures == []
 
 
+@pytest.mark.parametrize(
+    "module, expected",
+    [("gpu.model_runner", True), ("gpu_model_runner", False), ("cpu_model_runner", False)],
+)
+def test_a_runner_is_v2_if_a_class_it_is_made_of_is(module: str, expected: bool) -> None:
+    base = type("GPUModelRunner", (), {"__module__": f"vllm.v1.worker.{module}"})
+    on_cpu = type("CPUModelRunner", (base,), {"__module__": "vllm.v1.worker.cpu.model_runner"})
+    assert is_v2(base()) is is_v2(on_cpu()) is expected
+
+
 @pytest.mark.parametrize("part", ["batch_sharder", "adaptive_verification", "rejection_sampler"])
 def test_a_v2_runner_that_cannot_be_read_serves_on_without_capture(
     runner: Any, part: str, caplog: pytest.LogCaptureFixture
