@@ -28,7 +28,7 @@ from osd.config.schema import Config
 from osd.records import ACCEPTED, PLAIN, REJECTED
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
-from serving.speculation.step_seen import StepSeen
+from serving.speculation.step_seen import Stamp, StepSeen
 from serving.speculation.step_times import CELL_SIZE, Shape
 from trainer.draft import RowModel, load_draft
 
@@ -139,8 +139,8 @@ class ClosedLoop:
         self._rng = np.random.default_rng(seed)
         self._model: RowModel | None = None
         self._running: list[_Running] = []
-        self._proposer = DRAFT
-        """Who proposed what the next step verifies."""
+        self._proposed_by = Stamp(self.speculation.present, given.mode)
+        """The stamp of the step that proposed what the next step verifies."""
         self._sleeps = False
         self._measure_beforehand()
 
@@ -173,11 +173,12 @@ class ClosedLoop:
         self._running.append(one)
 
     def _step(self) -> None:
-        running, proposer = self._running, self._proposer
-        plan = self.speculation.plan(
+        running = self._running
+        proposer = NGRAM if self._proposed_by.plan.proposer == NGRAM else DRAFT
+        stamp = self.speculation.plan(
             [one.name for one in running], sum(one.num_tokens for one in running)
         )
-        passes = plan.k if plan.proposer == DRAFT else 0
+        passes = stamp.plan.passes
         drafted = [one.num_proposed for one in running]
         seconds = self._times.step(sum(drafted) / len(running), drafts=passes > 0)
         if passes and self._sleeps:
@@ -199,7 +200,8 @@ class ClosedLoop:
                 req_ids=list(tokens),
                 drafted=known,
                 accepted=right,
-                proposer=proposer,
+                stamp=stamp,
+                proposed_by=self._proposed_by,
                 passes=passes,
                 context=sum(one.num_tokens for one in running),
                 is_pure=True,
@@ -210,22 +212,20 @@ class ClosedLoop:
             lambda name: tokens[name].tokens[: tokens[name].num_tokens],
         )
         self.speculation.times.settle()
-        self._proposer = NGRAM if plan.proposer == NGRAM else DRAFT
+        self._proposed_by = stamp
         for one, num in zip(running, right, strict=True):
             one.seconds += seconds / STREAMS
             one.advance(proposer, num)
-            self._propose(one, plan)
+            self._propose(one, stamp.plan)
 
     def _propose(self, one: _Running, plan: Plan) -> None:
         """At the end of a step."""
         one.found = ()
-        if self._proposer == NGRAM:
+        if plan.proposer == NGRAM:
             one.found = self.speculation.lookup(one.name, one.tokens[: one.num_tokens])
             one.num_proposed = len(one.found)
         else:
-            one.num_proposed = (
-                min(plan.k, self.speculation.cap(one.name)) if plan.proposer == DRAFT else 0
-            )
+            one.num_proposed = min(plan.passes, self.speculation.cap(one.name))
 
     def _matches(self, index: int) -> np.ndarray:
         assert self._model is not None, "swap() comes first"

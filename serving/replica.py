@@ -29,7 +29,13 @@ from serving.pull import Activity, DraftPuller, release_to_start
 from serving.speculation.client import SpeculationClient, settings_for
 from serving.speculation.profile import profile_path
 from serving.vllm.names import problem_with_control
-from serving.vllm.server import build_engine_and_app, call_core, engine_arguments, http_server
+from serving.vllm.server import (
+    build_engine_and_app,
+    call_core,
+    engine_arguments,
+    graphs_for_every_k,
+    http_server,
+)
 from serving.worker import trace_settings
 
 logger = logging.getLogger(__name__)
@@ -155,6 +161,8 @@ class Replica:
                 "num_speculative_tokens": self._config.speculation.k_max,
             }
             extra |= self._control_arguments()
+            if self._is_controlled:
+                extra["speculative_config"] |= graphs_for_every_k(self._config.speculation.k_max)
         try:
             self._args = engine_arguments(self._target_dir, extra)
         except ValueError as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from osd.records import PlanChange, PlanTotals
 from serving.speculation.goodput import Plan
+from serving.speculation.step_seen import StepSeen
 
 MAX_CHANGES = 50
 MAX_LOG = 20_000
@@ -49,14 +50,25 @@ class Accounts:
         self._log = deque(maxlen=MAX_LOG) if keep else None
         return log
 
-    @property
-    def has_log(self) -> bool:
-        return self._log is not None
-
-    def write(self, plan: Plan, **step: Any) -> None:
-        """Add a step to the log, which must be kept (`has_log`)."""
-        assert self._log is not None
-        self._log.append({"plan": plan.name, "predicted_seconds": plan.seconds, **step})
+    def write(self, step: StepSeen) -> None:
+        """Add a step to the log, if one is kept."""
+        if self._log is None:
+            return
+        plan, reason, *_ = step.stamp
+        self._log.append(
+            {
+                "plan": plan.name,
+                "reason": reason,
+                "predicted_seconds": plan.seconds,
+                "batch": len(step.req_ids),
+                "drafted": sum(step.drafted),
+                "accepted": sum(step.accepted),
+                "passes": step.passes,
+                "context": step.context,
+                "is_pure": step.is_pure,
+                "seconds": step.seconds,
+            }
+        )
 
     def report(self) -> dict[str, Any]:
         """The fields of `SpeculationReport` that this knows."""

@@ -24,16 +24,19 @@ from dataclasses import dataclass
 
 from osd.records import SpeculationReport
 from serving.speculation.accounts import Accounts
-from serving.speculation.goodput import OFF, Load, Plan, candidates, choose, with_threshold
+from serving.speculation.goodput import OFF, Load, Plan, candidates, choose, whole
 from serving.speculation.net import NetWindows
 from serving.speculation.probes import PROBE_K, Probes
 from serving.speculation.requests import Requests
-from serving.speculation.step_seen import StepSeen
+from serving.speculation.step_seen import Stamp, StepSeen
 from serving.speculation.step_times import Shape, StepTimes
 from serving.speculation.sweep import Sweep
 from serving.speculation.trials import Trials
 
 STEPS_PER_DECISION = 4
+DECISIONS_PER_OPENING = 16
+"""At every 16th decision all drafts are verified whole: a request that is never verified could
+never show that it has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +70,15 @@ class Speculation:
         self.net = NetWindows(net_interval_s, settings.net_window_seconds, settings.seed, clock)
         self.accounts = Accounts()
         self._forced: Plan | None = None
-        self._plan = self._resting_plan()
-        self._batch = 0
+        self._newest = self._decided = Stamp(self._resting_plan(), settings.mode)
+        self._told = self._newest.plan
+        """The newest plan, sweeps left out."""
+        self._batch = self._decided_for = 0
+        self._num_decisions = 0
         self._num_since_decision = STEPS_PER_DECISION
         self._probes = Probes()
         self._trials = Trials()
         self._sweep = Sweep(settings.k_max, settings.proposers)
-        self._is_sweeping = False
-        self._needs_catching_up = False
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -96,92 +100,106 @@ class Speculation:
 
     # -- before a step ----------------------------------------------------------------------------
 
-    def plan(self, req_ids: Sequence[str], context: int) -> Plan:
-        """What the step that is about to be scheduled proposes at its end. `req_ids` are those
-        that decode; `context` counts their tokens."""
-        self._num_since_decision += 1
+    def plan(self, req_ids: Sequence[str], context: int) -> Stamp:
+        """What the step that is about to be scheduled proposes at its end, and why. `req_ids` are
+        those that decode; `context` counts their tokens."""
         self._trials.add_step()
+        self._num_since_decision += 1
+        stamp = self._first_rule(req_ids, context)._replace(window=self.net.newest)
+        if stamp.reason != "sweep":
+            self._tell_change(stamp, len(req_ids))
+        self._newest, self._batch = stamp, len(req_ids) or self._batch
+        return stamp
+
+    def _first_rule(self, req_ids: Sequence[str], context: int) -> Stamp:
+        """The first rule that says anything holds."""
         if self._forced is not None:
-            return self._adopt(self._forced, "forced", req_ids)
+            return Stamp(self._forced, "forced")
         if self._sweep.is_due(len(req_ids)):
-            return self._adopt(self._sweep.take(), "sweep", req_ids)
+            return Stamp(self._sweep.take(), "sweep")
         if self.net.is_off():
-            return self._adopt(OFF, "net window", req_ids)
+            return Stamp(OFF, "net window")
         if self.settings.mode != "auto":
-            return self._adopt(self._resting_plan(), self.settings.mode, req_ids)
-        if not req_ids:
-            return self._plan
+            return Stamp(self._resting_plan(), self.settings.mode)
+        if self._is_decision_due(len(req_ids)):
+            self._decide(req_ids, context)
+        if (probe := self._probes.take()) is not None:
+            return Stamp(probe.plan, "probe", probe)
+        return self._decided
+
+    def _is_decision_due(self, batch: int) -> bool:
+        is_old = self._num_since_decision >= STEPS_PER_DECISION or batch != self._decided_for
+        return batch > 0 and is_old and not self._probes.has_steps_left
+
+    def _decide(self, req_ids: Sequence[str], context: int) -> None:
+        """Choose what the next few steps follow, by goodput; or begin a trial or a probe."""
         if not self.times.is_fitted:
-            self._begin_or_end_first_sweep()
-            return self._plan
-        if self._probes.is_under_way:
-            return self._plan
-        is_due = self._num_since_decision >= STEPS_PER_DECISION or len(req_ids) != self._batch
-        if not is_due:
-            return self._plan
+            return self._begin_or_end_first_sweep()
         started = time.perf_counter()
         load = self.requests.load(req_ids, context)
         plans = candidates(load, self.times)
-        plan, reason = with_threshold(choose(plans, self._plan), load, self.times), "goodput"
-        if plan.proposer != "draft" and self._can_probe(req_ids) and self._is_probe_due(plans):
-            self._probes.begin(expected=float(load.survival["draft"][:, 0].mean()))
-            plan, reason = self._probe_plan(plans), "probe"
-        elif load.batch == self._batch and (trial := self._trials.next(plans, load, self.times)):
-            plan, reason = trial, "trial"
-        adopted = self._adopt(plan, reason, req_ids, load)
+        decided = Stamp(choose(plans, self._decided.plan), "goodput")
+        is_probe = not decided.plan.passes and self._begin_probe(plans, req_ids, load)
+        if load.batch != self._decided_for:
+            decided = decided._replace(reason="load")
+        elif not is_probe and (trial := self._trials.next(plans, load, self.times)):
+            decided = Stamp(whole(trial), "trial")
+        self._num_decisions += 1
+        if self._num_decisions % DECISIONS_PER_OPENING == 0:
+            decided = decided._replace(plan=whole(decided.plan))
+        self._trials.note_use(load.batch, decided.plan)
+        self.requests.set_caps(decided.plan, req_ids, load)
+        self._decided, self._decided_for, self._num_since_decision = decided, load.batch, 0
         self.accounts.add_decision(time.perf_counter() - started)
-        return adopted
+        return None
 
     def cap(self, req_id: str) -> int:
-        """Draft tokens of this request that are worth verifying."""
-        return self.requests.cap(req_id, self._plan)
+        """Draft tokens of this request that are verified."""
+        return self.requests.cap(req_id, self.present)
 
     @property
     def present(self) -> Plan:
         """The plan of the newest step."""
-        return self._plan
+        return self._newest.plan
 
     @property
     def has_caps(self) -> bool:
         """Whether any request may get fewer draft tokens than the plan says."""
-        return self._plan.min_survival > 0 or self.requests.has_cap_below(self._plan.k)
+        return self.present.min_survival > 0 or self.requests.has_cap_below(self.present.k)
 
     def lookup(self, req_id: str, tokens: Sequence[int]) -> list[int]:
         """What n-grams propose for a request."""
-        return self.requests.lookup(req_id, tokens, self._plan)
+        return self.requests.lookup(req_id, tokens, self.present)
 
     # -- after a step -----------------------------------------------------------------------------
 
     def observe(self, step: StepSeen, tokens_of: Callable[[str], Sequence[int]]) -> None:
         """Learn from a step. `tokens_of` gives a request's tokens as they were before it."""
-        if (first_tokens := self.requests.learn(step)) is not None:
-            self._probes.add_step(*first_tokens)
-        if self._may_look_up and step.proposer != "ngram":
+        self._learn_of_draft(step)
+        if not step.req_ids:
+            return
+        if self._may_look_up and step.proposed_by.plan.proposer != "ngram":
             self.requests.look_up_in_shadow(step.req_ids, tokens_of)
         tokens = len(step.req_ids) + sum(step.accepted)
-        is_catching_up = step.passes > 0 and self._needs_catching_up
-        self._needs_catching_up = step.passes == 0
         if step.is_pure:
-            shape = Shape(
-                len(step.req_ids), len(step.req_ids) + sum(step.drafted), step.context, step.passes
-            )
-            if not is_catching_up:
+            width = len(step.req_ids) + sum(step.drafted)
+            # Where the draft has slept, it first reads what it has missed.
+            if not step.passes or step.proposed_by.plan.passes:
+                shape = Shape(len(step.req_ids), width, step.context, step.passes)
                 self.times.add(shape, step.seconds)
-            if not self._is_sweeping:
-                self.accounts.add_step(self._plan, step.seconds, tokens)
-        self.net.add_step(step.seconds, tokens, len(step.req_ids))
-        self._end_step_of_probe()
-        if self.accounts.has_log:
-            self.accounts.write(
-                self._plan,
-                batch=len(step.req_ids),
-                drafted=sum(step.drafted),
-                accepted=sum(step.accepted),
-                passes=step.passes,
-                context=step.context,
-                is_pure=step.is_pure,
-                seconds=step.seconds,
-            )
+            if step.stamp.reason != "sweep":
+                self.accounts.add_step(step.stamp.plan, step.seconds, tokens)
+        self.net.add_step(step.stamp.window, step.seconds, tokens, len(step.req_ids))
+        self.accounts.write(step)
+
+    def _learn_of_draft(self, step: StepSeen) -> None:
+        num_tested, num_accepted = self.requests.learn(step)
+        probe = step.proposed_by.probe
+        if self._probes.add_step(num_tested, num_accepted, probe):
+            assert probe is not None
+            self._num_since_decision = STEPS_PER_DECISION
+            if probe.surprise is not None:
+                self.requests.restart(probe.surprise)
 
     def restart(self, predicted: float | None) -> None:
         """Another draft serves from now on."""
@@ -214,11 +232,11 @@ class Speculation:
         """Counters since the start, and the newest changes of plan."""
         return SpeculationReport(
             mode=self.settings.mode,
-            plan=self._plan.name,
-            proposer=self._plan.proposer,
-            k=self._plan.k,
+            plan=self.present.name,
+            proposer=self.present.proposer,
+            k=self.present.k,
             batch=self._batch,
-            predicted_tokens_per_second=self._plan.goodput,
+            predicted_tokens_per_second=self.present.goodput,
             num_probes=self._probes.num,
             net=self.net.report(),
             num_cells=self.times.num_cells,
@@ -248,38 +266,19 @@ class Speculation:
         else:
             self.sweep(1)
 
-    def _adopt(
-        self, plan: Plan, reason: str, req_ids: Sequence[str], load: Load | None = None
-    ) -> Plan:
-        self._is_sweeping = reason == "sweep"
-        if (plan.proposer, plan.k) != (self._plan.proposer, self._plan.k) and not self._is_sweeping:
-            is_new_load = reason == "goodput" and len(req_ids) != self._batch
-            self.accounts.add_change(
-                self._plan, plan, len(req_ids), "load" if is_new_load else reason
-            )
-        self._plan, self._batch = plan, len(req_ids)
-        if load is not None:
-            self._trials.note_use(self._batch, plan)
-            self._num_since_decision = 0
-            self.requests.set_caps(plan, req_ids, load)
-        elif self._num_since_decision >= STEPS_PER_DECISION:
-            self.requests.lift_caps()
-        return plan
+    def _tell_change(self, stamp: Stamp, batch: int) -> None:
+        if (stamp.plan.proposer, stamp.plan.k) != (self._told.proposer, self._told.k):
+            self.accounts.add_change(self._told, stamp.plan, batch, stamp.reason)
+            self._told = stamp.plan
 
-    def _can_probe(self, req_ids: Sequence[str]) -> bool:
-        """Whether a probe would show anything."""
-        return "draft" in self.settings.proposers and self.requests.can_show_acceptance(req_ids)
-
-    def _probe_plan(self, plans: Sequence[Plan]) -> Plan:
+    def _begin_probe(self, plans: Sequence[Plan], req_ids: Sequence[str], load: Load) -> bool:
+        """Begin a probe of the draft, if one is due and would show anything."""
+        if "draft" not in load.survival or not self.requests.can_show_acceptance(req_ids):
+            return False
         k = min(PROBE_K, self.settings.k_max)
-        return next(plan for plan in plans if plan.proposer == "draft" and plan.k == k)
-
-    def _is_probe_due(self, plans: Sequence[Plan]) -> bool:
-        return self._probes.is_due(plans[0].seconds, self._probe_plan(plans).seconds)
-
-    def _end_step_of_probe(self) -> None:
-        has_ended, surprise = self._probes.end_step()
-        if has_ended:
-            self._num_since_decision = STEPS_PER_DECISION
-        if surprise is not None:
-            self.requests.restart(surprise)
+        plan = whole(next(plan for plan in plans if plan.passes == k))
+        if not self._probes.is_due(plans[0].seconds, plan.seconds):
+            return False
+        self._probes.begin(plan, expected=float(load.survival["draft"][:, 0].mean()))
+        self._trials.note_use(load.batch, plan)
+        return True

@@ -5,13 +5,12 @@ arXiv 2406.14066).
     and position                                        ├─► argmax ──► Plan(proposer, k, threshold)
     step times ──────────────► T(batch, width, passes) ─┘
 
-Legend: B requests, G positions in a draft (k_max).
+Legend: B requests, G positions in a draft (k_max), K positions that a plan proposes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -42,6 +41,11 @@ class Plan(NamedTuple):
     """Draft tokens with a lower survival are not verified."""
 
     @property
+    def passes(self) -> int:
+        """Passes of the draft model."""
+        return self.k if self.proposer == "draft" else 0
+
+    @property
     def name(self) -> str:
         """`draft 3`, `ngram 5`, `off`."""
         return self.proposer if self.proposer == "off" else f"{self.proposer} {self.k}"
@@ -57,43 +61,65 @@ class Load(NamedTuple):
     context: int
     survival: dict[Proposer, np.ndarray]
     """float [B, G] of each proposer that may be used. For n-grams it includes the probability that
-    a proposal is found."""
+    a proposal is found. 0 beyond what clients allow."""
+    allowed_B: np.ndarray
+    """int: draft tokens that the client of each request allows"""
 
 
 def candidates(load: Load, times: StepTimes) -> list[Plan]:
-    """Every possible plan with its predicted goodput, `off` first."""
-    choices, shapes = _choices(
-        tuple((name, found.shape[1]) for name, found in load.survival.items()), load.batch
-    )
-    gains = [0.0]
-    for survival_BG in load.survival.values():
-        gains += survival_BG.sum(0).cumsum().tolist()
-    seconds = times.predict(shapes, load.context).tolist()
-    # Proposing is never free: no step is assumed shorter than one without speculation.
-    seconds = [max(took, seconds[0]) for took in seconds]
-    return [
-        Plan(proposer, k, (load.batch + gain) / took, took)
-        for (proposer, k), gain, took in zip(choices, gains, seconds, strict=True)
-    ]
-
-
-@lru_cache
-def _choices(
-    proposers: tuple[tuple[Proposer, int], ...], batch: int
-) -> tuple[list[tuple[Proposer, int]], tuple[Shape, ...]]:
-    """(proposer, k) of all plans, and the shapes of their steps with context 0. `proposers` gives
-    each proposer's largest k."""
+    """Every possible plan with its predicted goodput, `off` first. Drafts are verified in part
+    where that delivers more."""
+    off = shape_of(load, OFF)
     choices = [
-        (OFF.proposer, 0),
-        *((proposer, k) for proposer, k_max in proposers for k in range(1, k_max + 1)),
+        Plan(proposer, k)
+        for proposer, survival_BG in load.survival.items()
+        for k in range(1, survival_BG.shape[1] + 1)
     ]
-    load = Load(batch, 0, {})
-    return choices, tuple(shape_of(load, proposer, k) for proposer, k in choices)
+    gains = [gain for each in load.survival.values() for gain in each.sum(0).cumsum().tolist()]
+    shapes = [shape_of(load, plan) for plan in choices]
+    seconds = times.predict((off, *shapes), load.context).tolist()
+    off_s = seconds.pop(0)
+    plans = [
+        _predicted(load.batch, plan, gain, took, off_s)
+        for plan, gain, took in zip(choices, gains, seconds, strict=True)
+    ]
+    for i, plan in enumerate(plans):
+        in_part = _in_part(plan, load, times, off_s)
+        if in_part is not None and in_part.goodput > plan.goodput:
+            plans[i] = in_part
+    return [_predicted(load.batch, OFF, 0.0, off_s, off_s), *plans]
 
 
-def shape_of(load: Load, proposer: Proposer, k: int) -> Shape:
-    """The shape of a decode step of all requests."""
-    return Shape(load.batch, load.batch * (1 + k), load.context, k if proposer == "draft" else 0)
+def _predicted(
+    batch: int, plan: Plan, gain: float, seconds: float, off_s: float, min_survival: float = 0.0
+) -> Plan:
+    # Proposing is never free: no step is assumed shorter than one without speculation.
+    seconds = max(seconds, off_s)
+    return Plan(plan.proposer, plan.k, (batch + gain) / seconds, seconds, min_survival)
+
+
+def _in_part(plan: Plan, load: Load, times: StepTimes, off_s: float) -> Plan | None:
+    """The plan when it verifies only what is worth its time; None where that is everything."""
+    if not plan.passes:
+        return None
+    shape = shape_of(load, plan)
+    least = MARGIN * plan.goodput * times.seconds_per_token(shape)
+    survival_BK = load.survival["draft"][:, : plan.k]
+    is_worth_it_BK = survival_BK >= least
+    num_left_out = shape.tokens - load.batch - int(is_worth_it_BK.sum())
+    if least <= 0 or num_left_out <= 0:
+        return None
+    shape = shape._replace(tokens=shape.tokens - num_left_out)
+    seconds = float(times.predict((shape,), load.context)[0])
+    return _predicted(
+        load.batch, plan, float(survival_BK[is_worth_it_BK].sum()), seconds, off_s, least
+    )
+
+
+def shape_of(load: Load, plan: Plan) -> Shape:
+    """The shape of a decode step that verifies all that clients allow, without its context."""
+    tokens = load.batch + int(np.minimum(load.allowed_B, plan.k).sum())
+    return Shape(load.batch, tokens, 0, plan.passes)
 
 
 def choose(plans: Sequence[Plan], present: Plan) -> Plan:
@@ -107,6 +133,11 @@ def choose(plans: Sequence[Plan], present: Plan) -> Plan:
     return best
 
 
+def whole(plan: Plan) -> Plan:
+    """The plan, with all of its drafts verified."""
+    return plan._replace(min_survival=0.0)
+
+
 def unmeasured(
     plans: Sequence[Plan], load: Load, times: StepTimes, is_due: Callable[[Plan, int], bool]
 ) -> Plan | None:
@@ -114,18 +145,8 @@ def unmeasured(
     `is_due` gets a plan and the number of its steps that are known."""
     least = NEARLY * max(plan.goodput for plan in plans)
     near = [plan for plan in plans if plan.goodput >= least]
-    due = [p for p in near if is_due(p, times.num_steps(shape_of(load, p.proposer, p.k)))]
+    due = [plan for plan in near if is_due(plan, times.num_steps(shape_of(load, plan)))]
     return max(due, key=_goodput, default=None)
-
-
-def with_threshold(plan: Plan, load: Load, times: StepTimes) -> Plan:
-    """The plan with the survival below which verifying a draft token does not pay."""
-    if plan.proposer != "draft":
-        return plan
-    per_token = times.seconds_per_token(shape_of(load, plan.proposer, plan.k))
-    return Plan(
-        plan.proposer, plan.k, plan.goodput, plan.seconds, MARGIN * plan.goodput * per_token
-    )
 
 
 def caps(survival_BG: np.ndarray, plan: Plan) -> np.ndarray:

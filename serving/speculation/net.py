@@ -24,7 +24,8 @@ from scipy.special import stdtrit
 from osd.records import NetGain
 
 SETTLING_STEPS = 3
-"""First steps of each window, which do not count: their drafts come from the window before."""
+"""First steps of each window, which do not count: they verify drafts of the window before, and
+under asynchronous scheduling the draft falls asleep in them."""
 MIN_STEPS = 10
 MAX_DIFFERENCE = 0.25
 """Share of the largest mean batch by which the mean batches may differ."""
@@ -32,8 +33,10 @@ MAX_KEPT = 200
 MIN_FOR_INTERVAL = 3
 
 
-@dataclass(slots=True)
-class _Window:
+@dataclass(slots=True, eq=False)
+class Window:
+    """Steps of one way of working, as they are counted."""
+
     steps: int = 0
     seconds: float = 0.0
     tokens: int = 0
@@ -60,7 +63,7 @@ class NetWindows:
     ) -> None:
         self._interval_s, self._window_s, self._clock = interval_s, window_s, clock
         self._random = random.Random(seed)
-        self._windows: list[_Window] = []
+        self._windows: list[Window] = []
         self._ratios: deque[float] = deque(maxlen=MAX_KEPT)
         self._num_discarded = 0
         self._next_at = clock() + self._wait()
@@ -68,20 +71,26 @@ class NetWindows:
     def is_off(self) -> bool:
         return len(self._windows) == 2
 
-    def add_step(self, seconds: float, tokens: int, batch: int) -> None:
-        """A step was taken."""
+    @property
+    def newest(self) -> Window | None:
+        """The window to which the step about to be scheduled belongs."""
+        return self._windows[-1] if self._windows else None
+
+    def add_step(self, window: Window | None, seconds: float, tokens: int, batch: int) -> None:
+        """A step of a window was taken. It counts while the window is the newest."""
         if not self._interval_s:
             return
         if not self._windows:
             if self._clock() >= self._next_at:
-                self._windows = [_Window()]
+                self._windows = [Window()]
             return
-        window = self._windows[-1]
+        if window is not self._windows[-1]:
+            return
         window.add(seconds, tokens, batch)
         if window.seconds < self._window_s:
             return
         if len(self._windows) < 3:
-            self._windows.append(_Window())
+            self._windows.append(Window())
             return
         self._judge(*self._windows)
         self._windows = []
@@ -101,7 +110,7 @@ class NetWindows:
             high=None if half is None else math.exp(mean + half),
         )
 
-    def _judge(self, before: _Window, off: _Window, after: _Window) -> None:
+    def _judge(self, before: Window, off: Window, after: Window) -> None:
         with_s = before.seconds + after.seconds
         batches = [w.batch / max(w.counted, 1) for w in (before, off, after)]
         differs = max(batches) - min(batches) > MAX_DIFFERENCE * max(batches)

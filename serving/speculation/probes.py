@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from serving.speculation.goodput import Plan
+
 PROBE_STEPS = 3
 PROBE_K = 2
 PROBE_SHARE = 0.01
@@ -23,18 +25,25 @@ SURPRISE = 2.5
 """Standard deviations by which a probe must exceed the expected acceptance to be a surprise."""
 
 
-@dataclass(slots=True)
-class _Probe:
+@dataclass(slots=True, eq=False)
+class Probe:
+    """A few steps that draft, and the steps after them, in which that is tested."""
+
+    plan: Plan
     expected: float
     """expected acceptance at the first position"""
-    steps_left: int = PROBE_STEPS
+    num_to_draft: int = PROBE_STEPS
+    num_to_test: int = PROBE_STEPS
     tested: int = 0
     accepted: int = 0
 
     @property
-    def is_surprise(self) -> bool:
+    def surprise(self) -> float | None:
+        """The acceptance it has found, if that is far more than was expected."""
         deviation = math.sqrt(self.tested * self.expected * (1 - self.expected))
-        return self.accepted - self.tested * self.expected > SURPRISE * deviation
+        if self.accepted - self.tested * self.expected <= SURPRISE * deviation:
+            return None
+        return (self.accepted + 1) / (self.tested + 2)
 
 
 class Probes:
@@ -47,23 +56,33 @@ class Probes:
         """Steps since a draft token was last tested."""
         self._num_fresh = FRESH_TESTS
         """First tokens still to be tested of a new draft. The first draft is new as well."""
-        self._probe: _Probe | None = None
+        self._probe: Probe | None = None
 
     @property
-    def is_under_way(self) -> bool:
-        return self._probe is not None
+    def has_steps_left(self) -> bool:
+        """Whether the next step belongs to a probe."""
+        return self._probe is not None and self._probe.num_to_draft > 0
 
     def is_due(self, off_s: float, probe_s: float) -> bool:
         """Whether to probe now, so that probes take their share of the time. `off_s` and `probe_s`:
         seconds of a step without the draft and of one that tries it."""
+        if self._probe is not None:
+            return False
         extra_s = (PROBE_STEPS + 1) * (probe_s - off_s)
         every = extra_s / ((FRESH_SHARE if self._num_fresh else PROBE_SHARE) * off_s)
         return self._num_untested >= int(min(max(every, MIN_STEPS_TO_PROBE), MAX_STEPS_TO_PROBE))
 
-    def begin(self, expected: float) -> None:
+    def begin(self, plan: Plan, expected: float) -> None:
         """The next steps try the draft. `expected`: acceptance of its first token."""
-        self._probe = _Probe(expected)
+        self._probe = Probe(plan, expected)
         self.num += 1
+
+    def take(self) -> Probe | None:
+        """The probe to which the step about to be scheduled belongs."""
+        if self._probe is None or not self._probe.num_to_draft:
+            return None
+        self._probe.num_to_draft -= 1
+        return self._probe
 
     def stop(self) -> None:
         """Give up the probe under way."""
@@ -74,21 +93,18 @@ class Probes:
         self._probe = None
         self._num_fresh = FRESH_TESTS
 
-    def add_step(self, num_tested: int, num_accepted: int) -> None:
-        """A step tested and accepted so many first tokens."""
+    def add_step(self, num_tested: int, num_accepted: int, probe: Probe | None) -> bool:
+        """A step tested and accepted so many first tokens, which this probe had proposed. Returns
+        whether that was the probe's last step."""
         self._num_untested = 0 if num_tested else self._num_untested + 1
         self._num_fresh = max(0, self._num_fresh - num_tested)
-        if self._probe is not None:
-            self._probe.tested += num_tested
-            self._probe.accepted += num_accepted
-
-    def end_step(self) -> tuple[bool, float | None]:
-        """Whether a probe has just ended; and the acceptance it found, if that is a surprise."""
-        if self._probe is None:
-            return False, None
-        self._probe.steps_left -= 1
-        if self._probe.steps_left:
-            return False, None
-        probe, self._probe = self._probe, None
+        if probe is None or probe is not self._probe:
+            return False
+        probe.tested += num_tested
+        probe.accepted += num_accepted
+        probe.num_to_test -= 1
+        if probe.num_to_test:
+            return False
+        self._probe = None
         self._num_untested = 0
-        return True, (probe.accepted + 1) / (probe.tested + 2) if probe.is_surprise else None
+        return True

@@ -21,8 +21,6 @@ from serving.speculation.goodput import Load, Plan, caps
 from serving.speculation.ngram import Lookup, Shadow
 from serving.speculation.step_seen import StepSeen
 
-DECISIONS_PER_OPENING = 16
-"""At every 16th decision all drafts are verified whole."""
 NGRAM_ACCEPTANCE = 0.3
 """Conditional acceptance of n-grams before any was seen."""
 
@@ -33,9 +31,10 @@ class _Request:
     ngram_slot: int
     client_cap: int
     is_counted: bool
+    cap: int
+    """draft tokens worth verifying, where a plan verifies in part"""
     lookup: Lookup = field(default_factory=Lookup)
     shadow: Shadow = field(default_factory=Shadow)
-    cap: int = 0
 
 
 class Requests:
@@ -47,7 +46,6 @@ class Requests:
         self._draft = Acceptance(k_max, UNKNOWN if predicted is None else predicted)
         self._ngram = Acceptance(k_max, NGRAM_ACCEPTANCE)
         self._requests: dict[str, _Request] = {}
-        self._num_set_caps = 0
 
     # -- requests come and go ---------------------------------------------------------------------
 
@@ -57,7 +55,7 @@ class Requests:
             return  # its client goes on with it
         cap = self._k_max if client_cap is None else max(0, min(client_cap, self._k_max))
         self._requests[req_id] = _Request(
-            self._draft.open(domain), self._ngram.open(domain), cap, is_counted, cap=cap
+            self._draft.open(domain), self._ngram.open(domain), cap, is_counted, cap
         )
 
     def end(self, req_id: str) -> None:
@@ -94,30 +92,24 @@ class Requests:
             if request.client_cap < self._k_max:
                 for survival_BG in survival.values():
                     survival_BG[b, request.client_cap :] = 0.0
-        return Load(len(req_ids), context, survival)
+        allowed = [self._client_cap(req_id) for req_id in req_ids]
+        return Load(len(req_ids), context, survival, np.array(allowed, np.int64))
 
     def set_caps(self, plan: Plan, req_ids: Sequence[str], load: Load) -> None:
-        """Decide how many draft tokens of each request are verified under a plan."""
-        requests = self._known(req_ids)
-        self._num_set_caps += 1
-        # A request that is never verified could never show that it has changed.
-        is_opening = self._num_set_caps % DECISIONS_PER_OPENING == 0
-        if plan.min_survival <= 0 or is_opening:
-            for request in requests:
-                request.cap = request.client_cap
-            return
-        for request, cap in zip(requests, caps(load.survival["draft"], plan).tolist(), strict=True):
-            request.cap = cap
-
-    def lift_caps(self) -> None:
-        """Verify all that clients allow."""
-        for request in self._requests.values():
-            request.cap = request.client_cap
+        """Decide how many draft tokens of each request are verified under a plan that verifies in
+        part."""
+        if plan.min_survival > 0:
+            found = caps(load.survival["draft"], plan).tolist()
+            for request, cap in zip(self._known(req_ids), found, strict=True):
+                request.cap = cap
 
     def cap(self, req_id: str, plan: Plan) -> int:
-        """Draft tokens of this request that are worth verifying under the plan."""
+        """Draft tokens of this request that are verified under the plan."""
         request = self._requests.get(req_id)
-        return plan.k if request is None else min(request.cap, request.client_cap)
+        if request is None:
+            return plan.k
+        allowed = min(plan.k, request.client_cap)
+        return min(allowed, request.cap) if plan.min_survival > 0 else allowed
 
     def has_cap_below(self, k: int) -> bool:
         """Whether any client allows fewer draft tokens."""
@@ -128,7 +120,7 @@ class Requests:
         request = self._requests.get(req_id)
         if request is None:
             return []
-        return request.lookup.propose(tokens, min(self.cap(req_id, plan), plan.k))
+        return request.lookup.propose(tokens, self.cap(req_id, plan))
 
     def can_show_acceptance(self, req_ids: Sequence[str]) -> bool:
         """Whether verifying a draft of any of these requests would teach anything."""
@@ -136,16 +128,16 @@ class Requests:
 
     # -- after a step -----------------------------------------------------------------------------
 
-    def learn(self, step: StepSeen) -> tuple[int, int] | None:
+    def learn(self, step: StepSeen) -> tuple[int, int]:
         """Learn what a step accepted. Returns how many first tokens of the draft model were tested
-        and accepted; None when no request of the step is known."""
+        and accepted."""
         known = [i for i, req_id in enumerate(step.req_ids) if req_id in self._requests]
         if not known:
-            return None
+            return 0, 0
         requests = [self._requests[step.req_ids[i]] for i in known]
         drafted_B = np.array([step.drafted[i] for i in known], np.int64)
         accepted_B = np.array([step.accepted[i] for i in known], np.int64)
-        if step.proposer == "ngram":
+        if step.proposed_by.plan.proposer == "ngram":
             self._learn_of_ngrams(requests, drafted_B, accepted_B)
             drafted_B, accepted_B = np.zeros_like(drafted_B), np.zeros_like(accepted_B)
         counted_B = np.array([r.is_counted for r in requests])
@@ -182,6 +174,10 @@ class Requests:
                 accepted_B.append(judged[1])
         if slots:
             self._ngram.add(np.array(slots), np.array(proposed_B), np.array(accepted_B))
+
+    def _client_cap(self, req_id: str) -> int:
+        request = self._requests.get(req_id)
+        return self._k_max if request is None else request.client_cap
 
     def _known(self, req_ids: Sequence[str]) -> list[_Request]:
         return [self._requests[r] for r in req_ids if r in self._requests]

@@ -27,14 +27,14 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from osd.records import clean_domain
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
-from serving.speculation.step_seen import StepSeen
+from serving.speculation.step_seen import Stamp, StepSeen
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,17 @@ SETTINGS_KEY = "osd"
 """Key of the settings in vLLM's `additional_config`."""
 MAX_IDLE_SECONDS = 0.002
 """A step scheduled this soon after the end of the step before counts from that end."""
+
+
+class _Scheduled(NamedTuple):
+    """A step that was scheduled and is not over."""
+
+    at: float
+    follows: bool
+    """Whether the step before it was still running or had just ended."""
+    stamp: Stamp
+    proposed_by: Stamp
+    """The stamp of the step that proposed what this one verifies."""
 
 
 class Controlled:
@@ -68,11 +79,10 @@ class Controlled:
         largest_k: int = self.num_spec_tokens  # type: ignore[attr-defined]
         self._osd_resting_k = 0 if settings.mode == "off" else largest_k
         self._osd_lookups: dict[int, list[int]] = {}
-        self._osd_open: dict[int, tuple[float, str, bool]] = {}
-        """id of a scheduled step -> when it was scheduled, the proposer of what it verifies, and
-        whether the step before it was still running or had just ended"""
-        self._osd_proposer = "draft"
-        """proposer of the draft tokens that the next step verifies"""
+        self._osd_open: dict[int, _Scheduled] = {}
+        """By the id of vLLM's output."""
+        self._osd_proposed_by = Stamp(self.osd.present, settings.mode)
+        """The stamp of the step that proposes what the next one verifies."""
         self._osd_last_end = -math.inf
 
     # -- vLLM's methods ---------------------------------------------------------------------------
@@ -84,12 +94,12 @@ class Controlled:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         started = self.osd_clock()
-        plan = self._osd_guard(self._osd_plan)
-        k = self._osd_resting_k if plan is None else plan.k if plan.proposer == "draft" else 0
+        stamp = self._osd_guard(self._osd_plan)
+        k = self._osd_resting_k if stamp is None else stamp.plan.passes
         # Never None: vLLM would pad new decodes with draft tokens that nobody proposed.
         self.dynamic_sd_lookup = self._osd_lookup_table(k)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self._osd_guard(lambda: self._osd_scheduled(output, started))
+        self._osd_guard(lambda: self._osd_scheduled(output, started, stamp))
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -185,7 +195,7 @@ class Controlled:
             is_counted=not extra.get("osd_calibration"),
         )
 
-    def _osd_plan(self) -> Plan:
+    def _osd_plan(self) -> Stamp:
         decoding = [r for r in self.running if r.num_output_tokens > 0]
         return self.osd.plan([r.request_id for r in decoding], sum(r.num_tokens for r in decoding))
 
@@ -196,28 +206,30 @@ class Controlled:
             table = self._osd_lookups.setdefault(k, [k] * size)
         return table
 
-    def _osd_scheduled(self, output: Any, started: float) -> None:
+    def _osd_scheduled(self, output: Any, started: float, stamp: Stamp) -> None:
         follows = bool(self._osd_open) or started - self._osd_last_end < MAX_IDLE_SECONDS
-        self._osd_open[id(output)] = (started, self._osd_proposer, follows)
+        self._osd_open[id(output)] = _Scheduled(started, follows, stamp, self._osd_proposed_by)
         # The worker counts the tokens of n-grams apart.
-        output.osd_proposer = self._osd_proposer
-        self._osd_proposer = "ngram" if self.osd.present.proposer == "ngram" else "draft"
+        is_ngram = self._osd_proposed_by.plan.proposer == "ngram"
+        output.osd_proposer = "ngram" if is_ngram else "draft"
+        if output.num_scheduled_tokens:  # else nothing runs, and nothing is proposed
+            self._osd_proposed_by = stamp
 
     def _osd_read(self, output: Any, result: Any) -> StepSeen | None:
         now = self.osd_clock()
-        started, proposer, follows = self._osd_open.pop(id(output))
-        began = self._osd_last_end if follows else started
+        step = self._osd_open.pop(id(output))
+        began = self._osd_last_end if step.follows else step.at
         self._osd_last_end = now
         sampled, index = result.sampled_token_ids, result.req_id_to_index
         drafts, scheduled = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
-        if not sampled or not scheduled:
+        if not scheduled:
             return None
         invalid = output.num_invalid_spec_tokens or {}
-        seen = StepSeen(
-            [], [], [], proposer, output.num_spec_tokens_to_schedule, 0, True, now - began, []
-        )
+        passes = output.num_spec_tokens_to_schedule
+        seen = StepSeen([], [], [], step.stamp, step.proposed_by, passes, 0, True, now - began, [])
         for req_id, num_scheduled in scheduled.items():
-            request, emitted = self.requests.get(req_id), sampled[index[req_id]]
+            request = self.requests.get(req_id)
+            emitted = sampled[index[req_id]] if sampled else ()
             drafted = len(drafts.get(req_id, ()))
             if num_scheduled != 1 + drafted or request is None or not request.num_output_tokens:
                 seen.is_pure = False
@@ -229,7 +241,7 @@ class Controlled:
             seen.num_tokens.append(request.num_tokens)
             seen.num_outputs.append(request.num_output_tokens)
             seen.context += request.num_tokens
-        return seen if seen.req_ids else None
+        return seen
 
     def _osd_close(self) -> None:
         for req_id in self.osd.requests.gone(self.requests):
@@ -238,7 +250,7 @@ class Controlled:
     def _osd_redraft(self, draft_token_ids: Any) -> None:
         """Change in place what the next step verifies."""
         drafts = draft_token_ids.draft_token_ids
-        if self._osd_proposer == "ngram":
+        if self.osd.present.proposer == "ngram":
             for i, req_id in enumerate(draft_token_ids.req_ids):
                 request = self.requests.get(req_id)
                 if request is not None and not request.is_finished():

@@ -158,9 +158,9 @@ class StepTimes:
         return len(cell.seconds) if cell is not None else 0
 
     def seconds_per_token(self, shape: Shape) -> float:
-        """Seconds of one more verified token at this shape; 0 where it only fills up a CUDA
-        graph."""
-        if self._fit is None or len(self._padded):
+        """Seconds of one more verified token at this shape; with CUDA graphs its share of a larger
+        one. 0 before the first fit."""
+        if self._fit is None:
             return 0.0
         _, _, per_token, *rest = self._fit.tolist()
         per_token += sum(

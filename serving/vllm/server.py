@@ -22,6 +22,19 @@ def prepare_environment(environ: Any = os.environ) -> None:
     environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
+def graphs_for_every_k(k_max: int, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Part of `speculative_config` with which the V2 model runner captures CUDA graphs for every
+    number of draft tokens from 0 to k_max; {} for V1, which would give up its full graphs.
+
+    It is vLLM's table of draft tokens by number of requests: 0 for one, 1 for two, and so on up to
+    k_max. The control writes its own k over it in every step.
+    """
+    if environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
+        return {}
+    table = [(1 + k, 1 + k, k) for k in range(1 + k_max)]  # the last holds for all beyond it
+    return {"num_speculative_tokens_per_batch_size": table}
+
+
 def engine_arguments(model: str, extra: Mapping[str, Any]) -> Any:
     """vLLM's own argument namespace with `extra` set by name. Raises `ValueError` naming an
     argument that vLLM lacks."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
-from serving.speculation.step_seen import StepSeen
+from serving.speculation.step_seen import Stamp, StepSeen
 
 StepTime = Callable[[int, int, int], float]
 """(requests, verified tokens, draft passes) -> seconds"""
@@ -52,7 +52,7 @@ class SimulatedEngine:
         self.control = Speculation(self.settings, clock=lambda: self.now)
         self._drafted: dict[str, int] = {}
         self._left: dict[str, int] = {}
-        self._proposer = "draft"
+        self._proposed_by = Stamp(self.control.present, "")
         self._next = 0
         self._text: list[int] = []
 
@@ -87,14 +87,14 @@ class SimulatedEngine:
 
     def _step(self) -> int:
         ids = list(self._left)
-        proposer = self._proposer
-        plan = self.control.plan(ids, 100 * len(ids))
+        proposed_by = self._proposed_by
+        stamp = self.control.plan(ids, 100 * len(ids))
+        plan = stamp.plan
         self.plans.append(plan.name)
         drafted = [self._drafted[r] for r in ids]
-        alpha = self.copied if proposer == "ngram" else self.alpha
+        alpha = self.copied if proposed_by.plan.proposer == "ngram" else self.alpha
         accepted = [self._accept(num, alpha) for num in drafted]
-        passes = plan.k if plan.proposer == "draft" else 0
-        seconds = self.step_time(len(ids), len(ids) + sum(drafted), passes)
+        seconds = self.step_time(len(ids), len(ids) + sum(drafted), plan.passes)
         seconds *= float(np.exp(self.random.normal(0, self.noise)))
         self.now += seconds
         tokens = self._tokens()
@@ -102,8 +102,9 @@ class SimulatedEngine:
             ids,
             drafted,
             accepted,
-            proposer,
-            passes,
+            stamp,
+            proposed_by,
+            plan.passes,
             100 * len(ids),
             True,
             seconds,
@@ -112,7 +113,7 @@ class SimulatedEngine:
         self.control.observe(seen, lambda _: tokens)
         if (fitting := self.control.times._fitting) is not None:
             fitting.join()
-        self._proposer = plan.proposer if plan.proposer == "ngram" else "draft"
+        self._proposed_by = stamp
         for req_id, num in zip(ids, accepted, strict=True):
             self._drafted[req_id] = self._draft(req_id, plan)
             self._left[req_id] -= 1 + num
@@ -123,7 +124,7 @@ class SimulatedEngine:
     def _draft(self, req_id: str, plan: Plan) -> int:
         if plan.proposer == "ngram":
             return plan.k if self.random.random() < self.found else 0
-        return min(plan.k, self.control.cap(req_id)) if plan.proposer == "draft" else 0
+        return min(plan.passes, self.control.cap(req_id))
 
     def _accept(self, drafted: int, alpha: float) -> int:
         misses = np.nonzero(self.random.random(drafted) >= alpha)[0]

@@ -154,6 +154,19 @@ def test_the_installed_engine_is_one_the_project_was_run_on() -> None:
     assert names.engine_version().split()[-1] in names.TESTED_VERSIONS
 
 
+@pytest.mark.parametrize("k_max", [1, 5])
+def test_the_v2_runner_is_asked_for_graphs_of_every_k(k_max: int) -> None:
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    assert server.graphs_for_every_k(k_max, {}) == {}, "V1 would give up its full graphs"
+    assert server.graphs_for_every_k(k_max, {"VLLM_USE_V2_MODEL_RUNNER": "0"}) == {}
+    asked = server.graphs_for_every_k(k_max, {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    (table,) = asked.values()
+    lookup = build_dynamic_sd_schedule_lookup(table, 64, k_max)[1:]
+    assert set(lookup) == set(range(1 + k_max))
+    assert lookup.count(k_max) == 64 - k_max, "most sizes are for the largest"
+
+
 @pytest.mark.parametrize("given", ["secret", ["secret"]])
 def test_a_key_given_as_text_is_one_key(given: object) -> None:
     """vLLM takes a list, and would take each letter of a text for a key."""

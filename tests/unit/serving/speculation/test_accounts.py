@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 from osd.records import PlanChange, PlanTotals, encode
 from serving.speculation.accounts import MAX_CHANGES, MAX_LOG, Accounts
 from serving.speculation.goodput import OFF, Plan
+from serving.speculation.step_seen import Stamp, StepSeen
 
 TWO = Plan("draft", 2, seconds=0.25)
 
@@ -49,13 +51,27 @@ def test_the_newest_changes_are_kept() -> None:
 
 def test_a_log_is_bounded_and_ends_where_nobody_wants_it() -> None:
     accounts = Accounts()
-    assert not accounts.has_log
-    assert accounts.keep_log(True) == []
-    assert accounts.has_log
-    for batch in range(MAX_LOG + 1):
-        accounts.write(TWO, batch=batch)
+    step = StepSeen(
+        ["a", "b"], [2, 1], [2, 0], Stamp(TWO, "trial"), Stamp(OFF, ""), 2, 30, True, 0.5, [10, 20]
+    )
+    accounts.write(step)
+    assert accounts.keep_log(True) == [], "nobody had asked for it"
+    for i in range(MAX_LOG + 1):
+        accounts.write(replace(step, context=i))
     log = accounts.keep_log(True)
     assert len(log) == MAX_LOG
-    assert log[0] == {"plan": "draft 2", "predicted_seconds": 0.25, "batch": 1}
+    assert log[0] == {
+        "plan": "draft 2",
+        "reason": "trial",
+        "predicted_seconds": 0.25,
+        "batch": 2,
+        "drafted": 3,
+        "accepted": 2,
+        "passes": 2,
+        "context": 1,
+        "is_pure": True,
+        "seconds": 0.5,
+    }
     assert accounts.keep_log(False) == [], "it was begun anew"
-    assert not accounts.has_log
+    accounts.write(step)
+    assert accounts.keep_log(False) == []

@@ -386,8 +386,8 @@ def test_without_a_profile_the_first_steps_are_a_sweep() -> None:
     engine.run(1, 1)
     assert engine.control.times.is_fitted
     report = engine.control.report()
-    assert sum(plan.steps for plan in report.plans.values()) == 1, (
-        "a sweep is no step of the service"
+    assert sum(plan.steps for plan in report.plans.values()) == 2, (
+        "the steps before and after it: a sweep is no step of the service"
     )
     assert report.changes == ()
 
@@ -430,7 +430,7 @@ def test_a_report_is_json_and_adds_up() -> None:
     engine.run(260, 4)
     said = msgspec.to_builtins(engine.control.report())
     report = json.loads(json.dumps(said, allow_nan=False))
-    assert report["plan"] == engine.control._plan.name == engine.plans[-1]
+    assert report["plan"] == engine.control.present.name == engine.plans[-1]
     assert (report["mode"], report["batch"]) == ("auto", 4)
     steps, seconds = (
         {name: plan[key] for name, plan in report["plans"].items()} for key in ("steps", "seconds")

@@ -15,9 +15,10 @@ import pytest
 
 from serving.speculation.control import STEPS_PER_DECISION, Settings, Speculation
 from serving.speculation.estimates import Acceptance
-from serving.speculation.goodput import MARGIN, Plan
+from serving.speculation.goodput import MARGIN, OFF, Plan
 from serving.speculation.ngram import MAX_INDEXED, STEPS_PER_SHADOW
-from serving.speculation.step_seen import StepSeen
+from serving.speculation.probes import PROBE_STEPS
+from serving.speculation.step_seen import Stamp, StepSeen
 from serving.speculation.sweep import SWEEP_STEPS
 from tests.support.simulated_engine import StepTime, cpu
 
@@ -33,7 +34,7 @@ def test_a_client_gets_no_more_draft_tokens_than_it_allows(
     control.begin("capped", client_cap=client_cap)
     control.begin("other")
     for _ in range(10):
-        control.plan(["capped", "other"], 100)
+        next_plan(control, ["capped", "other"], 100)
     assert (control.cap("capped"), control.cap("other")) == (expected, K_MAX)
     assert control.has_caps == (expected < K_MAX)
     assert control.lookup("capped", [*range(9), *range(9)]) == [*range(9)][:expected]
@@ -47,7 +48,24 @@ def test_what_clients_allow_is_all_that_a_choice_is_thought_to_bring(
 ) -> None:
     control = profiled(Settings(k_max=K_MAX, predicted=0.95, proposers=("draft",)))
     control.begin("a", client_cap=client_cap)
-    assert control.plan(["a"], 100).name == plan
+    assert next_plan(control, ["a"], 100).name == plan
+
+
+def next_plan(control: Speculation, req_ids: Sequence[str], context: int) -> Plan:
+    return control.plan(req_ids, context).plan
+
+
+def seen_by(
+    control: Speculation,
+    req_ids: list[str],
+    drafted: list[int],
+    accepted: list[int],
+    proposer: str,
+    *rest: Any,
+) -> StepSeen:
+    """The step that was planned last. Its draft tokens are of this proposer."""
+    proposed_by = Stamp(Plan(proposer, 1), "")  # type: ignore[arg-type]
+    return StepSeen(req_ids, drafted, accepted, control._newest, proposed_by, *rest)
 
 
 def rows(batches: Sequence[int], step_time: StepTime) -> list[dict[str, Any]]:
@@ -83,19 +101,115 @@ def step(
     teaches nothing."""
     drafted, num_accepted = zip(*accepted.values(), strict=True)
     num = len(accepted)
-    seen = StepSeen(
-        [*accepted], [*drafted], [*num_accepted], proposer, 0, 100 * num, False, 0.01, [100] * num
+    seen = seen_by(
+        control,
+        [*accepted],
+        [*drafted],
+        [*num_accepted],
+        proposer,
+        0,
+        100 * num,
+        False,
+        0.01,
+        [100] * num,
     )
     control.observe(seen, lambda _: [1, 2, 3])
+
+
+def followed(
+    control: Speculation, req_ids: Sequence[str], num: int, newest: Stamp, ahead: int = 0
+) -> list[Stamp]:
+    """The step that was planned last is taken, then `num` more, and all that is drafted is
+    accepted. So many steps are planned `ahead` of the one that ends. Returns all stamps."""
+    stamps = [newest]
+    for i in range(num + 1):
+        while len(stamps) <= min(i + ahead, num):
+            stamps.append(control.plan(req_ids, 100 * len(req_ids)))
+        before = stamps[i - 1] if i else Stamp(OFF, "")
+        all_B = [before.plan.k] * len(req_ids)
+        taken = StepSeen(
+            [*req_ids],
+            all_B,
+            all_B,
+            stamps[i],
+            before,
+            stamps[i].plan.passes,
+            100,
+            False,
+            0.01,
+            [100] * len(req_ids),
+        )
+        control.observe(taken, lambda _: [1, 2, 3])
+    return stamps
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_all_that_a_probe_drafts_is_tested_before_it_is_judged(ahead: int) -> None:
+    """However many steps are planned ahead. The step after its last one is another's."""
+    control = profiled(Settings(k_max=K_MAX, proposers=("draft",), predicted=0.02))
+    control.begin("a")
+    while (stamp := control.plan(["a"], 100)).probe is None:
+        step(control, {"a": (0, 0)})
+    probe = stamp.probe
+    stamps = followed(control, ["a"], PROBE_STEPS - 1, stamp, ahead)
+    assert [found.reason for found in stamps] == ["probe"] * PROBE_STEPS
+    assert (probe.tested, probe.surprise) == (PROBE_STEPS - 1, pytest.approx(3 / 4))
+    believed = control.requests.load(["a"], 100).survival["draft"][0, 0]
+    assert believed < 0.7, "what it has found is not taken for known before it is over"
+    last = control.plan(["a"], 100)
+    assert (last.plan.name, last.probe) == ("off", None)
+    control.observe(
+        StepSeen(["a"], [2], [2], last, stamps[-1], 0, 100, False, 0.01, [100]), lambda _: [1, 2, 3]
+    )
+    assert probe.tested == probe.accepted == PROBE_STEPS
+    assert control.requests.load(["a"], 100).survival["draft"][0, 0] == pytest.approx(4 / 5), (
+        "(3 + 1) / (3 + 2)"
+    )
+    assert control.plan(["a"], 100).plan.proposer == "draft", "decided for at once"
+
+
+def test_a_probe_whose_requests_ended_ends_with_the_steps_of_others() -> None:
+    """Else there would never be another one."""
+    control = profiled(Settings(k_max=K_MAX, proposers=("draft",), predicted=0.02))
+    control.begin("a")
+    control.begin("b")
+    while (stamp := control.plan(["a"], 100)).probe is None:
+        step(control, {"a": (0, 0)})
+    stamps = [stamp, *(control.plan(["a"], 100) for _ in range(PROBE_STEPS))]
+    control.end("a")
+    for before in stamps[:PROBE_STEPS]:
+        control.observe(
+            StepSeen([], [], [], stamps[-1], before, 0, 0, False, 0.01, []), lambda _: []
+        )
+    names = planned(control, ["b"], 100)
+    assert control.report().num_probes == 2, names
+
+
+def test_a_step_is_booked_on_the_plan_it_was_scheduled_with() -> None:
+    """In an asynchronous engine the next one is planned before it is over."""
+    control = profiled(Settings(k_max=2, proposers=("draft",)), flat)
+    control.begin("a")
+    control.force(Plan("draft", 2))
+    first = control.plan(["a"], 100)
+    control.force(OFF)
+    second = control.plan(["a"], 100)
+    for stamp, before, passes in ((first, second, 2), (second, first, 0)):
+        taken = StepSeen(["a"], [0], [0], stamp, before, passes, 100, True, 0.25, [100])
+        control.observe(taken, lambda _: [1, 2, 3])
+    plans = control.report().plans
+    assert {name: (plan.steps, plan.seconds) for name, plan in plans.items()} == {
+        "draft 2": (1, 0.25),
+        "off": (1, 0.25),
+    }
 
 
 def test_a_profile_makes_the_sweep_needless() -> None:
     control = profiled(Settings(k_max=K_MAX, predicted=0.9))
     control.begin("a")
-    assert control.plan(["a"], 100).name == "draft 5"
+    assert next_plan(control, ["a"], 100).name == "draft 5"
     doubtful = profiled(Settings(k_max=K_MAX, predicted=0.02, proposers=("draft",)))
     doubtful.begin("a")
-    assert doubtful.plan(["a"], 100).name == "off"
+    assert next_plan(doubtful, ["a"], 100).name == "off"
 
 
 def test_a_batch_that_changes_is_decided_for_at_once_and_others_every_few_steps() -> None:
@@ -103,13 +217,13 @@ def test_a_batch_that_changes_is_decided_for_at_once_and_others_every_few_steps(
     ids = [f"r{i}" for i in range(8)]
     for req_id in ids:
         control.begin(req_id)
-    alone = control.plan(ids[:1], 100)
-    together = control.plan(ids, 800)
+    alone = next_plan(control, ids[:1], 100)
+    together = next_plan(control, ids, 800)
     assert alone.k > together.k
-    assert control.plan(ids[:1], 100).k > together.k
+    assert next_plan(control, ids[:1], 100).k > together.k
     for _ in range(40):
         step(control, {"r0": (2, 0)})
-    plans = [control.plan(ids[:1], 100).proposer for _ in range(STEPS_PER_DECISION)]
+    plans = [next_plan(control, ids[:1], 100).proposer for _ in range(STEPS_PER_DECISION)]
     assert plans == ["draft"] * (STEPS_PER_DECISION - 1) + ["off"]
 
 
@@ -126,18 +240,16 @@ def test_a_probe_that_surprises_makes_void_what_was_known_of_all(num_running: in
     for req_id in running:
         control.begin(req_id)
     names = []
-    while (plan := control.plan(running, 400)).proposer == "off":
-        names.append(plan.name)
+    while (stamp := control.plan(running, 400)).plan.proposer == "off":
+        names.append(stamp.plan.name)
         step(control, dict.fromkeys(running, (0, 0)))
-    assert (plan.name, control.report().num_probes) == ("draft 2", 1)
+    assert (stamp.plan.name, control.report().num_probes) == ("draft 2", 1)
     assert len(names) > 50
-    for drafted in (0, 2, 2):
-        control.plan(running, 400)
-        step(control, dict.fromkeys(running, (drafted, drafted)))
+    followed(control, running, PROBE_STEPS, stamp)
     for req_id in running:
         control.end(req_id)
     control.begin("new")
-    assert control.plan(["new"], 100).proposer == "draft"
+    assert next_plan(control, ["new"], 100).proposer == "draft"
 
 
 @pytest.mark.parametrize("predicted, plan", [(None, "draft 3"), (0.9, "draft 5"), (0.05, "off")])
@@ -150,9 +262,9 @@ def test_a_release_is_judged_at_once_by_what_was_predicted(
         control.begin(req_id)
     for _ in range(40):
         step(control, {"a": (2, 0), "b": (2, 0)})
-    assert control.plan(["a", "b"], 200).name == "off"
+    assert next_plan(control, ["a", "b"], 200).name == "off"
     control.restart(predicted)
-    assert control.plan(["a", "b"], 200).name == plan
+    assert next_plan(control, ["a", "b"], 200).name == plan
 
 
 def test_requests_that_are_not_counted_teach_nothing() -> None:
@@ -186,7 +298,7 @@ def test_shadow_lookups_of_requests_that_are_not_counted_teach_nothing() -> None
         control.begin("a", is_counted=is_counted)
         text = [0, 1, 2, 3, 4, 5, 6] * 4
         for _ in range(200):
-            seen = StepSeen(["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)])
+            seen = seen_by(control, ["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)])
             control.observe(seen, lambda _: text)
             text.append(len(text) % 7)
         return [float(x) for x in control.requests.load(["a"], 100).survival["ngram"][0]]
@@ -204,7 +316,8 @@ def test_a_prompt_that_is_still_being_indexed_says_nothing_of_n_grams() -> None:
     survival = []
     for _ in range(20 * STEPS_PER_SHADOW + 30):
         control.observe(
-            StepSeen(["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)]), lambda _: text
+            seen_by(control, ["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)]),
+            lambda _: text,
         )
         text.append(len(text) % 7)
         survival.append(float(control.requests.load(["a"], 100).survival["ngram"][0, 0]))
@@ -222,7 +335,7 @@ def test_a_finished_request_teaches_its_domain() -> None:
             control.end(f"{domain}{i}")
     for domain, proposers in (("good", {"draft"}), ("bad", {"ngram", "off"})):
         control.begin("new", domain=domain)
-        plans = [control.plan(["new"], 100) for _ in range(STEPS_PER_DECISION)]
+        plans = [next_plan(control, ["new"], 100) for _ in range(STEPS_PER_DECISION)]
         assert plans[-1].proposer in proposers
         control.end("new")
 
@@ -232,17 +345,18 @@ def test_steps_with_prefills_and_steps_that_catch_up_do_not_count_as_step_times(
     control.begin("a")
     before = sum(row["steps"] for row in control.times.to_rows())
 
-    def seen(passes: int, is_pure: bool = True) -> None:
+    def seen(passes: int, proposer: str, is_pure: bool = True) -> None:
         control.observe(
-            StepSeen(["a"], [0], [0], "draft", passes, 100, is_pure, 5.0, [100]), lambda _: [1]
+            seen_by(control, ["a"], [0], [0], proposer, passes, 100, is_pure, 5.0, [100]),
+            lambda _: [1],
         )
 
     for _ in range(3):
-        seen(0, is_pure=False)
+        seen(0, "draft", is_pure=False)
     assert sum(row["steps"] for row in control.times.to_rows()) == before
-    seen(2)  # the draft reads what it has missed
+    seen(2, "off")  # the draft reads what it has missed
     assert sum(row["steps"] for row in control.times.to_rows()) == before
-    seen(2)
+    seen(2, "draft")
     assert sum(row["steps"] for row in control.times.to_rows()) == before + 1
 
 
@@ -251,7 +365,7 @@ def test_requests_that_are_not_known_are_passed_over() -> None:
     control.begin("a")
     step(control, {"unknown": (2, 1), "a": (5, 2)})
     control.end("unknown")
-    plan = control.plan(["a"], 100)
+    plan = next_plan(control, ["a"], 100)
     assert control.cap("unknown") == plan.k
     assert control.lookup("unknown", [1, 2, 3, 1, 2]) == []
     report = control.report()
@@ -272,7 +386,7 @@ def test_where_a_probe_would_show_nothing_there_is_none(given: dict[str, Any]) -
     for req_id in ("a", "b"):
         control.begin(req_id, **given)
     for _ in range(400):
-        assert control.plan(["a", "b"], 200).proposer == "off"
+        assert next_plan(control, ["a", "b"], 200).proposer == "off"
         step(control, {"a": (0, 0), "b": (0, 0)})
     assert control.report().num_probes == 0
 
@@ -281,7 +395,8 @@ def test_the_study_of_acceptance_leaves_out_what_is_not_counted() -> None:
     control = profiled(Settings(k_max=K_MAX, proposers=("draft",)))
     control.begin("x", is_counted=False)
     control.begin("y")
-    seen = StepSeen(
+    seen = seen_by(
+        control,
         ["gone", "x", "y"],
         [5, 5, 5],
         [0, 0, 5],
@@ -329,8 +444,23 @@ def planned(control: Speculation, req_ids: Sequence[str], num: int) -> list[str]
     """The next plans, while nothing is learnt from the steps."""
     names = []
     for _ in range(num):
-        names.append(control.plan(req_ids, 100 * len(req_ids)).name)
-        step(control, dict.fromkeys(req_ids, (0, 0)))
+        proposed_by = control._newest
+        stamp = control.plan(req_ids, 100 * len(req_ids))
+        names.append(stamp.plan.name)
+        none_B = [0] * len(req_ids)
+        taken = StepSeen(
+            [*req_ids],
+            none_B,
+            none_B,
+            stamp,
+            proposed_by,
+            0,
+            100,
+            False,
+            0.01,
+            [100] * len(req_ids),
+        )
+        control.observe(taken, lambda _: [1, 2, 3])
     return names
 
 
@@ -422,17 +552,17 @@ def test_a_choice_made_for_many_batches_is_forgotten_for_the_oldest() -> None:
     control = hardly_seen(DRAFT_OF_TWO, [])
     req_ids = [f"r{i}" for i in range(1026)]
     for batch in (*range(1, 1025), 1, 1025, 1026):
-        control.plan(req_ids[:batch], 100)
+        next_plan(control, req_ids[:batch], 100)
     assert [batch for batch, _, _ in control._trials._used] == [*range(4, 1025), 1, 1025, 1026]
 
 
 def test_nothing_is_decided_for_nobody() -> None:
     control = profiled(Settings(k_max=K_MAX, proposers=("draft",), predicted=0.02))
-    assert control.plan([], 0).name == "draft 5", "what was planned last"
+    assert next_plan(control, [], 0).name == "draft 5", "what was planned last"
     control.begin("a")
-    assert control.plan(["a"], 100).name == "off"
+    assert next_plan(control, ["a"], 100).name == "off"
     assert control.report().decision_us > 0
-    assert control.plan([], 0).name == "off"
+    assert next_plan(control, [], 0).name == "off"
     assert control.report().batch == 1
 
 
@@ -503,15 +633,17 @@ def test_a_probe_is_a_surprise_only_against_what_was_thought_of_all_its_requests
     assert after == pytest.approx(before, abs=0.1), "what was known is still believed"
 
 
-def test_a_draft_that_was_never_right_and_now_is_starts_from_what_the_probe_found() -> None:
-    control = profiled(Settings(k_max=K_MAX, proposers=("draft",), predicted=0.02))
+def test_a_probe_that_is_never_right_leaves_what_was_known() -> None:
+    control = profiled(Settings(k_max=K_MAX, proposers=("draft",), predicted=0.9))
     control.begin("a")
+    for _ in range(40):
+        step(control, {"a": (2, 0)})
+    believed = control.requests.load(["a"], 100).survival["draft"][0, 0]
     while not control.report().num_probes:
         planned(control, ["a"], 1)
-    for _ in range(2):
-        step(control, {"a": (2, 2)})
-    assert control.requests.load(["a"], 100).survival["draft"][0, 0] == pytest.approx(3 / 4), (
-        "(2 + 1) / (2 + 2)"
+    planned(control, ["a"], PROBE_STEPS)
+    assert control.requests.load(["a"], 100).survival["draft"][0, 0] == pytest.approx(
+        believed, abs=0.02
     )
 
 
@@ -541,10 +673,12 @@ def planned_by(clock: Clock, control: Speculation, num: int, accepted: int = 2) 
     names = []
     for _ in range(num):
         clock.now += 0.125
-        plan = control.plan(["a"], 100)
+        plan = next_plan(control, ["a"], 100)
         names.append(plan.name)
         num_accepted = accepted if plan.k else 0
-        seen = StepSeen(["a"], [plan.k], [num_accepted], "draft", 0, 100, False, 0.125, [100])
+        seen = seen_by(
+            control, ["a"], [plan.k], [num_accepted], "draft", 0, 100, False, 0.125, [100]
+        )
         control.observe(seen, lambda _: [1, 2, 3])
     return names
 
@@ -587,11 +721,11 @@ def test_a_force_overrules_a_sweep_which_overrules_a_net_window() -> None:
     control, clock = with_net_windows()
     while not control.net.is_off():
         planned_by(clock, control, 1)
-    assert control.plan(["a"], 100).name == "off"
+    assert next_plan(control, ["a"], 100).name == "off"
     control.sweep(1)
-    assert control.plan(["a"], 100).name == "draft 2"
+    assert next_plan(control, ["a"], 100).name == "draft 2"
     control.force(Plan("draft", 1))
-    assert control.plan(["a"], 100).name == "draft 1"
+    assert next_plan(control, ["a"], 100).name == "draft 1"
     assert control.num_sweep_steps_left == 4 * SWEEP_STEPS - 1
     assert [change.reason for change in control.report().changes][-2:] == ["net window", "forced"]
 
@@ -609,7 +743,7 @@ def test_a_sweep_takes_steps_of_every_kind(proposers: tuple[str, ...], expected:
     control.begin("a")
     control.sweep(1)
     assert control.num_sweep_steps_left == len(expected)
-    assert [control.plan(["a"], 100).k for _ in expected] == expected
+    assert [next_plan(control, ["a"], 100).k for _ in expected] == expected
     assert control.num_sweep_steps_left == 0
 
 
@@ -617,7 +751,7 @@ def test_a_sweep_that_is_ended_leaves_no_step() -> None:
     control = profiled(Settings(k_max=2, proposers=("draft",), predicted=0.02))
     control.begin("a")
     control.sweep(1)
-    assert control.plan(["a"], 100).name == "draft 2"
+    assert next_plan(control, ["a"], 100).name == "draft 2"
     control.end_sweep()
     assert control.num_sweep_steps_left == 0
     assert planned(control, ["a"], 3) == ["off"] * 3
@@ -626,20 +760,20 @@ def test_a_sweep_that_is_ended_leaves_no_step() -> None:
 def test_the_steps_of_a_sweep_teach_step_times_and_count_nowhere_else() -> None:
     control = Speculation(Settings(k_max=2, proposers=("draft",)))
     control.begin("a")
-    control.plan(["a"], 100)
+    next_plan(control, ["a"], 100)
     assert control.num_sweep_steps_left == 4 * SWEEP_STEPS, (
         "an engine nobody measured does it itself"
     )
     for i in range(4 * SWEEP_STEPS):
-        plan = control.plan(["a"], 100)
+        plan = next_plan(control, ["a"], 100)
         pure_step(control, 3, 0, passes=plan.k, seconds=0.01)
         assert control.report().num_cells > 0 or i == 0
     assert control.report().plans == {}
     assert not control.times.is_fitted
-    control.plan(["a"], 100)
+    next_plan(control, ["a"], 100)
     assert control.times.is_fitted
     assert control.num_sweep_steps_left == 0, "once is enough"
-    control.plan(["a"], 100)
+    next_plan(control, ["a"], 100)
     pure_step(control, 0, 0)
     assert sum(plan.steps for plan in control.report().plans.values()) == 1
 
@@ -658,15 +792,15 @@ def test_caps_are_thought_of_wherever_drafts_may_be_cut() -> None:
     control = Speculation(Settings(mode="fixed", k_max=K_MAX))
     control.begin("a", client_cap=3)
     control.force(Plan("draft", 3))
-    control.plan(["a"], 100)
+    next_plan(control, ["a"], 100)
     assert not control.has_caps, "the plan says no more"
     control.force(Plan("draft", 4))
-    control.plan(["a"], 100)
+    next_plan(control, ["a"], 100)
     assert control.has_caps
     control.end("a")
     assert not control.has_caps
     control.force(Plan("draft", 4, min_survival=0.1))
-    control.plan([], 0)
+    next_plan(control, [], 0)
     assert control.has_caps
 
 
@@ -686,9 +820,11 @@ def of_two_kinds(**client_caps: int) -> Speculation:
 
 def test_requests_in_one_batch_get_as_many_draft_tokens_as_are_worth_verifying() -> None:
     control = of_two_kinds(good0=1)
-    plan = control.plan(GOOD + BAD, 800)
+    plan = next_plan(control, GOOD + BAD, 800)
     assert plan.proposer == "draft"
-    assert plan.min_survival == pytest.approx(MARGIN * plan.goodput * 0.001, rel=0.2)
+    assert 0.6 < plan.min_survival / (MARGIN * plan.goodput * 0.001) < 1, (
+        "by what it would deliver if all was verified"
+    )
     assert control.has_caps
     assert plan.k > 1
     assert [control.cap(r) for r in GOOD] == [1, plan.k, plan.k, plan.k], (
@@ -699,12 +835,13 @@ def test_requests_in_one_batch_get_as_many_draft_tokens_as_are_worth_verifying()
 
 def test_a_request_thought_hopeless_is_verified_whole_at_every_16th_decision() -> None:
     """Else it could never show that it is not."""
-    control = of_two_kinds(bad0=3)
+    control = of_two_kinds()
     opened = []
     for i in range(4 * 33):
-        assert control.plan(GOOD + BAD, 800).proposer == "draft"
+        plan = next_plan(control, GOOD + BAD, 800)
+        assert plan.proposer == "draft" and plan.k > 1
         caps = [control.cap(r) for r in BAD]
-        assert caps in ([0] * 4, [3, K_MAX, K_MAX, K_MAX])
+        assert caps in ([0] * 4, [plan.k] * 4)
         opened += [i] * any(caps)
         step(control, dict.fromkeys(GOOD, (2, 2)) | dict.fromkeys(BAD, (2, 0)))
     assert opened == [*range(60, 64), *range(124, 128)]
@@ -713,12 +850,12 @@ def test_a_request_thought_hopeless_is_verified_whole_at_every_16th_decision() -
 def test_a_plan_that_is_not_decided_verifies_all() -> None:
     """Caps were worth their verification under the plan they were made for."""
     control = of_two_kinds(bad0=3)
-    control.plan(GOOD + BAD, 800)
+    next_plan(control, GOOD + BAD, 800)
     assert {control.cap(r) for r in BAD} == {0}
-    control.plan(GOOD + BAD, 800)
+    next_plan(control, GOOD + BAD, 800)
     assert {control.cap(r) for r in BAD} == {0}, "between two decisions nothing changes"
     control.force(Plan("draft", K_MAX))
-    control.plan(GOOD + BAD, 800)
+    next_plan(control, GOOD + BAD, 800)
     assert [control.cap(r) for r in BAD] == [3, K_MAX, K_MAX, K_MAX]
 
 
@@ -727,7 +864,7 @@ def test_n_grams_are_looked_up_as_far_as_plan_and_client_allow() -> None:
     control.begin("a")
     control.begin("capped", client_cap=1)
     control.force(Plan("ngram", 2))
-    control.plan(["a", "capped"], 100)
+    next_plan(control, ["a", "capped"], 100)
     text = [*range(9), *range(9)]
     assert (control.lookup("a", text), control.lookup("capped", text)) == ([0, 1], [0])
 
@@ -754,13 +891,23 @@ def pure_step(
     *,
     passes: int = 0,
     seconds: float = 0.02,
+    proposer: str = "draft",
     **seen: Any,
 ) -> None:
     """Of the request "a", with nothing else in it."""
     given = {"is_pure": True, "context": 100, **seen}
     context, is_pure = given["context"], given["is_pure"]
-    found = StepSeen(
-        ["a"], [drafted], [accepted], "draft", passes, context, is_pure, seconds, [context]
+    found = seen_by(
+        control,
+        ["a"],
+        [drafted],
+        [accepted],
+        proposer,
+        passes,
+        context,
+        is_pure,
+        seconds,
+        [context],
     )
     control.observe(found, lambda _: [1, 2, 3])
 
@@ -769,7 +916,7 @@ def test_a_step_is_remembered_by_its_requests_width_context_and_passes() -> None
     control = Speculation(AUTO)
     for req_id in ("a", "b"):
         control.begin(req_id)
-    seen = StepSeen(["a", "b"], [5, 2], [1, 0], "draft", 3, 700, True, 0.04, [300, 400])
+    seen = seen_by(control, ["a", "b"], [5, 2], [1, 0], "draft", 3, 700, True, 0.04, [300, 400])
     control.observe(seen, lambda _: [1, 2, 3])
     assert control.times.to_rows() == [
         {"batch": 2, "tokens": 9, "context": 700, "drafted": 3, "seconds": 0.04, "steps": 1}
@@ -780,8 +927,8 @@ def test_only_the_first_step_after_a_sleep_is_left_out() -> None:
     """There the draft reads what it has missed."""
     control = Speculation(AUTO)
     control.begin("a")
-    for passes in (1, 0, 0, 1, 1):
-        pure_step(control, 0, 0, passes=passes)
+    for proposer, passes in (("draft", 1), ("draft", 0), ("off", 0), ("off", 1), ("draft", 1)):
+        pure_step(control, 0, 0, passes=passes, proposer=proposer)
     assert {row["drafted"]: row["steps"] for row in control.times.to_rows()} == {1: 2, 0: 2}
     assert control.report().plans["draft 5"].steps == 5, "its time was spent all the same"
 
@@ -790,9 +937,11 @@ def test_what_plans_brought_is_counted_in_tokens_seconds_and_what_was_predicted(
     control = profiled(Settings(k_max=2, proposers=("draft",)), flat)
     for req_id in ("a", "b"):
         control.begin(req_id)
-    plan = control.plan(["a", "b"], 200)
+    plan = next_plan(control, ["a", "b"], 200)
     for is_pure in (True, True, False):
-        seen = StepSeen(["a", "b"], [2, 2], [2, 1], "draft", 2, 200, is_pure, 0.5, [100, 100])
+        seen = seen_by(
+            control, ["a", "b"], [2, 2], [2, 1], "draft", 2, 200, is_pure, 0.5, [100, 100]
+        )
         control.observe(seen, lambda _: [1, 2, 3])
     assert msgspec.to_builtins(control.report().plans) == {
         "draft 2": {
@@ -810,12 +959,13 @@ def test_a_log_has_every_step_as_it_was() -> None:
     for req_id in ("a", "b"):
         control.begin(req_id)
     control.accounts.keep_log(True)
-    plan = control.plan(["a", "b"], 200)
-    seen = StepSeen(["a", "b"], [2, 1], [2, 0], "draft", 2, 230, False, 0.5, [100, 130])
+    plan = next_plan(control, ["a", "b"], 200)
+    seen = seen_by(control, ["a", "b"], [2, 1], [2, 0], "draft", 2, 230, False, 0.5, [100, 130])
     control.observe(seen, lambda _: [1, 2, 3])
     assert control.accounts.keep_log(False) == [
         {
             "plan": "draft 2",
+            "reason": "load",
             "predicted_seconds": plan.seconds,
             "batch": 2,
             "drafted": 3,
@@ -916,7 +1066,9 @@ def test_where_lookups_in_shadow_would_serve_nothing_there_are_none(
     control = profiled(settings)
     control.begin("a")
     for _ in range(2 * STEPS_PER_SHADOW):
-        control.observe(StepSeen(["a"], [0], [0], proposer, 0, 100, False, 0.01, [100]), unread)
+        control.observe(
+            seen_by(control, ["a"], [0], [0], proposer, 0, 100, False, 0.01, [100]), unread
+        )
 
 
 def test_lookups_in_shadow_read_each_requests_own_text() -> None:
@@ -926,8 +1078,17 @@ def test_lookups_in_shadow_read_each_requests_own_text() -> None:
         control.begin(req_id)
     for written in ([3, 20], [4, 21], [5, 22]):
         for _ in range(STEPS_PER_SHADOW if written[0] == 3 else 1):
-            seen = StepSeen(
-                ["b", "gone", "a"], [0] * 3, [0] * 3, "draft", 0, 100, False, 0.01, [7, 7, 7]
+            seen = seen_by(
+                control,
+                ["b", "gone", "a"],
+                [0] * 3,
+                [0] * 3,
+                "draft",
+                0,
+                100,
+                False,
+                0.01,
+                [7, 7, 7],
             )
             control.observe(seen, lambda req_id: texts[req_id])
         for req_id, token in zip(texts, written, strict=True):

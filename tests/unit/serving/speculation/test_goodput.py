@@ -16,7 +16,7 @@ from serving.speculation.goodput import (
     choose,
     shape_of,
     unmeasured,
-    with_threshold,
+    whole,
 )
 from serving.speculation.step_times import Shape, StepTimes
 
@@ -53,8 +53,10 @@ class Table(StepTimes):
 
 SURVIVAL_BG = np.array([[0.5, 0.25, 0.1], [0.9, 0.8, 0.7]])
 """Of two requests; the sums of its columns are 1.4, 1.05 and 0.8."""
-DRAFT_ONLY = Load(2, 200, {"draft": SURVIVAL_BG})
-BOTH = Load(2, 200, {"draft": SURVIVAL_BG, "ngram": np.array([[0.2, 0.1, 0.0], [0.6, 0.5, 0.4]])})
+ALL_B = np.array([3, 3])
+DRAFT_ONLY = Load(2, 200, {"draft": SURVIVAL_BG}, ALL_B)
+NGRAM_BG = np.array([[0.2, 0.1, 0.0], [0.6, 0.5, 0.4]])
+BOTH = Load(2, 200, {"draft": SURVIVAL_BG, "ngram": NGRAM_BG}, ALL_B)
 
 
 def seconds(
@@ -95,9 +97,9 @@ def test_another_batch_or_other_proposers_are_other_steps() -> None:
     times = Table(
         seconds(0.10, [0.16, 0.20, 0.25], [0.11, 0.12, 0.13]) | {(1, 0): 0.08, (2, 1): 0.09}
     )
-    ngram_only = Load(2, 200, {"ngram": BOTH.survival["ngram"]})
-    one = Load(1, 100, {"draft": np.array([[0.5]])})
-    unequal = Load(2, 200, {"draft": SURVIVAL_BG[:, :1], "ngram": BOTH.survival["ngram"]})
+    ngram_only = Load(2, 200, {"ngram": NGRAM_BG}, ALL_B)
+    one = Load(1, 100, {"draft": np.array([[0.5]])}, np.array([1]))
+    unequal = Load(2, 200, {"draft": SURVIVAL_BG[:, :1], "ngram": NGRAM_BG}, ALL_B)
     assert [plan.name for plan in candidates(BOTH, times)][3:5] == ["draft 3", "ngram 1"]
     assert [plan.name for plan in candidates(unequal, times)] == [
         "off",
@@ -111,7 +113,7 @@ def test_another_batch_or_other_proposers_are_other_steps() -> None:
         Plan("off", 0, 1 / 0.08, 0.08),
         Plan("draft", 1, 1.5 / 0.09, 0.09),
     ]
-    assert candidates(Load(2, 200, {}), times) == [Plan("off", 0, 2 / 0.10, 0.10)], (
+    assert candidates(Load(2, 200, {}, ALL_B), times) == [Plan("off", 0, 2 / 0.10, 0.10)], (
         "nobody may propose"
     )
 
@@ -147,9 +149,17 @@ def test_n_grams_pay_no_passes_of_the_draft() -> None:
 
 
 def test_a_shape_holds_all_requests_and_only_the_drafts_passes() -> None:
-    assert shape_of(BOTH, "draft", 3) == Shape(2, 8, 200, 3)
-    assert shape_of(BOTH, "ngram", 3) == Shape(2, 8, 200, 0)
-    assert shape_of(BOTH, "off", 0) == Shape(2, 2, 200, 0)
+    assert shape_of(BOTH, Plan("draft", 3)) == Shape(2, 8, 0, 3)
+    assert shape_of(BOTH, Plan("ngram", 3)) == Shape(2, 8, 0, 0)
+    assert shape_of(BOTH, OFF) == Shape(2, 2, 0, 0)
+
+
+@pytest.mark.parametrize("k, tokens", [(1, 4), (2, 5), (3, 6)])
+def test_what_no_client_allows_is_not_thought_to_be_verified(k: int, tokens: int) -> None:
+    """All requests are drafted for all the same."""
+    load = BOTH._replace(allowed_B=np.array([1, 3]))
+    assert shape_of(load, Plan("draft", k)) == Shape(2, tokens, 0, k)
+    assert shape_of(load, Plan("ngram", k)) == Shape(2, tokens, 0, 0)
 
 
 def test_the_present_choice_stays_until_another_is_clearly_better() -> None:
@@ -236,18 +246,63 @@ def test_what_is_far_from_the_best_is_never_tried() -> None:
         assert unmeasured([near, plans[1]], DRAFT_ONLY, times, is_new) == near
 
 
+class Linear(Table):
+    """A step takes 50 ms and so much for each verified token, which `graphs` round up."""
+
+    def __init__(self, per_token: float, graphs: Sequence[int] = ()) -> None:
+        super().__init__({}, per_token)
+        self.graphs = graphs
+
+    def predict(self, shapes: Sequence[Shape], context: int = 0) -> np.ndarray:
+        tokens = [
+            min((size for size in self.graphs if size >= shape.tokens), default=shape.tokens)
+            for shape in shapes
+        ]
+        return 0.05 + self.per_token * np.array(tokens)
+
+    def seconds_per_token(self, shape: Shape) -> float:
+        return self.per_token
+
+
 def test_a_draft_token_must_be_worth_the_time_of_its_verification() -> None:
-    """0.6 of the tokens that would else come in that time: 22 a second, in 20 ms where 8 tokens are
-    verified."""
-    load, times = DRAFT_ONLY._replace(context=0), Table({}, per_token=0.02)
-    plan = with_threshold(Plan("draft", 3, 22.0, 0.25), load, times)
-    assert plan == ("draft", 3, 22.0, 0.25, pytest.approx(0.6 * 22.0 * 0.02))  # 0.264
-    assert caps(SURVIVAL_BG, plan).tolist() == [1, 3]
-    assert with_threshold(Plan("draft", 1, 22.0, 0.25), load, times).min_survival == pytest.approx(
-        0.6 * 22.0 * 0.01
+    """0.6 of the tokens that would else come in that time: with all verified 5.25 in 130 ms."""
+    plan = candidates(DRAFT_ONLY, Linear(0.01))[3]
+    least = 0.6 * 5.25 / 0.13 * 0.01
+    assert plan == (
+        "draft",
+        3,
+        pytest.approx(5.15 / 0.12),
+        pytest.approx(0.12),
+        pytest.approx(least),
     )
-    later = with_threshold(Plan("draft", 3, 22.0, 0.25), load._replace(context=1), times)
-    assert later.min_survival == pytest.approx(0.6 * 22.0 * 0.04), "with the context there is"
+    assert caps(SURVIVAL_BG, plan).tolist() == [2, 3], "0.242 is less than 0.25 and more than 0.1"
+    assert whole(plan).min_survival == 0 and whole(plan).k == 3
+
+
+def test_what_is_not_verified_costs_nothing_and_brings_nothing() -> None:
+    """So k is chosen for what is left of its drafts: here four tokens of a good request beside a
+    bad one."""
+    survival_BG = np.array([[0.9, 0.81, 0.73, 0.66], [0.1, 0.01, 0.0, 0.0]])
+    load = Load(2, 0, {"draft": survival_BG}, np.array([4, 4]))
+    times = Linear(0.026)
+    plans = candidates(load, times)
+    best = choose(plans, OFF)
+    assert [plan.min_survival > 0 for plan in plans] == [False, True, True, True, True]
+    assert best.name == "draft 4"
+    whole_goodput = [
+        (2 + survival_BG[:, :k].sum()) / (0.05 + 0.026 * 2 * (1 + k)) for k in range(5)
+    ]
+    assert np.argmax(whole_goodput) == 0, "else none would be worth it"
+    assert best.goodput == pytest.approx((2 + survival_BG[0].sum()) / (0.05 + 0.026 * 6))
+    assert caps(survival_BG, best).tolist() == [4, 0]
+
+
+@pytest.mark.parametrize("graphs, is_cut", [((), True), ((8, 16), False), ((2, 4, 6, 7, 8), True)])
+def test_with_graphs_tokens_are_cut_where_a_smaller_graph_is_enough(
+    graphs: Sequence[int], is_cut: bool
+) -> None:
+    plan = candidates(DRAFT_ONLY, Linear(0.01, graphs))[3]
+    assert (plan.min_survival > 0) == is_cut
 
 
 def test_no_more_is_verified_than_the_plan_says() -> None:
@@ -261,14 +316,14 @@ def test_no_more_is_verified_than_the_plan_says() -> None:
 
 
 def test_where_tokens_cost_nothing_all_are_verified() -> None:
-    plan = with_threshold(Plan("draft", 3, 22.0, 0.25), DRAFT_ONLY, Table({}, per_token=0.0))
-    assert plan.min_survival == 0
-    assert caps(np.array([[0.01, 0.0, 0.0]]), plan).tolist() == [3]
+    plans = candidates(DRAFT_ONLY, Linear(0.0))
+    assert [plan.min_survival for plan in plans] == [0.0] * 4
+    assert caps(np.array([[0.01, 0.0, 0.0]]), plans[3]).tolist() == [3]
 
 
-@pytest.mark.parametrize("plan", [Plan("ngram", 3, 22.0, 0.25), Plan("off", 0, 22.0, 0.25)])
-def test_only_drafts_are_cut(plan: Plan) -> None:
-    assert with_threshold(plan, DRAFT_ONLY, Table({}, per_token=0.02)) == plan
+def test_only_drafts_are_cut() -> None:
+    plans = candidates(BOTH, Linear(0.01))
+    assert {plan.proposer for plan in plans if plan.min_survival} == {"draft"}
 
 
 def test_cutting_by_the_threshold_delivers_more_where_requests_differ() -> None:
@@ -280,12 +335,12 @@ def test_cutting_by_the_threshold_delivers_more_where_requests_differ() -> None:
 
     def goodput(tokens_B: Sequence[int]) -> float:
         gain = sum(survival_BG[i, :num].sum() for i, num in enumerate(tokens_B))
-        return float((4 + gain) / (0.04 + per_token * (4 + sum(tokens_B))))
+        return float((4 + gain) / (0.05 + per_token * (4 + sum(tokens_B))))
 
     same_for_all = max(goodput([k] * 4) for k in range(5))
-    plan = with_threshold(
-        Plan("draft", 4, same_for_all), Load(4, 0, {}), Table({}, per_token * 8 / 20)
-    )
+    load = Load(4, 0, {"draft": survival_BG}, np.array([4] * 4))
+    plan = choose(candidates(load, Linear(per_token)), OFF)
     cut = caps(survival_BG, plan).tolist()
-    assert cut == [4, 4, 0, 0]
+    assert (plan.k, cut) == (4, [4, 4, 0, 0])
+    assert plan.goodput == pytest.approx(goodput(cut))
     assert goodput(cut) > 1.1 * same_for_all

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from osd.records import NetGain
-from serving.speculation.net import SETTLING_STEPS, NetWindows
+from serving.speculation.net import SETTLING_STEPS, NetWindows, Window
 
 OFF_RATE = 100.0
 
@@ -25,9 +25,16 @@ class Engine:
         self.lengths = [0]
         """steps of each window without speculation"""
         self.net = NetWindows(interval_s, window_s, seed, lambda: self.now)
+        self.ahead = 0
+        """steps that are planned ahead of the one that ends"""
+        self.planned: list[tuple[Window | None, bool]] = []
 
     def step(self, tokens: float | None = None) -> None:
-        is_off = self.net.is_off()
+        self.planned.append((self.net.newest, self.net.is_off()))
+        if len(self.planned) > self.ahead:
+            self._end_step(*self.planned.pop(0), tokens)
+
+    def _end_step(self, window: Window | None, is_off: bool, tokens: float | None) -> None:
         self.now += self.step_s
         self.num_steps += 1
         self.num_off += is_off
@@ -40,7 +47,7 @@ class Engine:
             if tokens is None
             else tokens
         )
-        self.net.add_step(self.step_s, round(made), self.batch)
+        self.net.add_step(window, self.step_s, round(made), self.batch)
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds
@@ -183,6 +190,17 @@ def test_the_first_steps_of_a_window_do_not_count() -> None:
         was_off = engine.net.is_off()
         engine.step(tokens=10**6 if was_off and since < SETTLING_STEPS else None)
     assert engine.net.report().ratio == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 20])
+def test_steps_count_in_the_window_they_were_planned_in(ahead: int) -> None:
+    """An asynchronous engine plans ahead: what ends in a window may belong to the one before."""
+    engine = Engine()
+    engine.ahead = ahead
+    engine.run(60)
+    report = engine.net.report()
+    assert report.windows >= 5
+    assert report.low == pytest.approx(1.5) == report.high
 
 
 def test_interval_0_is_never() -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from serving.speculation.probes import PROBE_K, Probes
+from serving.speculation.goodput import Plan
+from serving.speculation.probes import PROBE_K, PROBE_STEPS, Probe, Probes
+
+TWO = Plan("draft", PROBE_K)
 
 
 def known() -> Probes:
     """Of a draft of which enough was tested."""
     probes = Probes()
-    probes.add_step(64, 32)
+    probes.add_step(64, 32, None)
     return probes
 
 
 def steps_until_due(off_s: float, probe_s: float, probes: Probes) -> int:
     num = 0
     while not probes.is_due(off_s, probe_s):
-        probes.add_step(0, 0)
+        probes.add_step(0, 0, None)
         num += 1
     return num
 
@@ -46,40 +49,70 @@ def test_a_new_draft_may_take_a_tenth_of_the_time_until_64_of_its_tokens_were_te
     probes = Probes() if is_first else known()
     if not is_first:
         probes.renew()
-    probes.add_step(63, 0)
+    probes.add_step(63, 0, None)
     # 4 steps of 20.1 ms are 80.4 times a tenth of 10 ms.
     assert steps_until_due(0.010, 0.0301, probes) == 80
-    probes.add_step(last, 0)
+    probes.add_step(last, 0, None)
     assert steps_until_due(0.010, 0.0301, probes) == 804
+
+
+def begun(probes: Probes, expected: float) -> Probe:
+    """A probe all of whose steps have drafted."""
+    num_before = probes.num
+    probes.begin(TWO, expected)
+    assert (probes.num, probes.has_steps_left) == (num_before + 1, True)
+    taken = [probes.take() for _ in range(PROBE_STEPS)]
+    assert taken[0] is not None and taken == [taken[0]] * PROBE_STEPS
+    assert (probes.take(), probes.has_steps_left) == (None, False)
+    assert taken[0].plan == TWO
+    return taken[0]
 
 
 def test_a_new_draft_ends_the_probe_of_the_one_before_it() -> None:
     probes = Probes()
-    probes.begin(0.05)
-    probes.add_step(4, 4)
+    old = begun(probes, 0.05)
+    probes.add_step(4, 4, old)
     probes.renew()
-    assert not probes.is_under_way
-    assert [probes.end_step() for _ in range(3)] == [(False, None)] * 3
-    probes.begin(0.9)
-    assert probes.num == 2
-    for _ in range(3):
-        probes.add_step(4, 0)
-        ended = probes.end_step()
-    assert ended == (True, None), "nothing of it counts for the next"
+    new = begun(probes, 0.9)
+    assert [probes.add_step(4, 4, old) for _ in range(5)] == [False] * 5
+    assert (new.tested, old.tested) == (0, 4), "nothing of it counts for the next"
+    assert [probes.add_step(4, 0, new) for _ in range(3)] == [False, False, True]
 
 
 def test_a_probe_is_three_steps_of_two_tokens() -> None:
-    assert PROBE_K == 2
+    assert (PROBE_K, PROBE_STEPS) == (2, 3)
     probes = Probes()
-    probes.begin(0.5)
-    assert [probes.end_step()[0] for _ in range(4)] == [False, False, True, False]
+    assert probes.take() is None
+    probe = begun(probes, 0.5)
+    assert [probes.add_step(1, 1, probe) for _ in range(4)] == [False, False, True, False]
+    assert (probe.tested, probe.accepted) == (3, 3)
+
+
+def test_steps_of_others_are_none_of_the_probe() -> None:
+    """The first step that drafts for it verifies what was proposed before."""
+    probes = Probes()
+    probe = begun(probes, 0.5)
+    assert not any(probes.add_step(4, 4, None) for _ in range(10))
+    assert (probe.tested, probe.num_to_test) == (0, PROBE_STEPS)
+
+
+def test_no_probe_is_due_before_the_last_one_is_judged() -> None:
+    probes = Probes()
+    steps_until_due(1.0, 1.0, probes)
+    probe = begun(probes, 0.5)
+    for _ in range(200):
+        probes.add_step(0, 0, None)
+        assert not probes.is_due(1.0, 1.0)
+    for _ in range(PROBE_STEPS):
+        probes.add_step(0, 0, probe)
+    assert steps_until_due(1.0, 1.0, probes) == 50
 
 
 def test_a_step_that_tests_the_draft_puts_the_next_probe_off() -> None:
     probes = Probes()
     assert steps_until_due(1.0, 1.0, probes) == 50
     assert steps_until_due(1.0, 1.0, probes) == 0, "it stays due"
-    probes.add_step(1, 0)
+    probes.add_step(1, 0, None)
     assert steps_until_due(1.0, 1.0, probes) == 50
 
 
@@ -93,17 +126,10 @@ def test_a_probe_that_tested_nothing_puts_the_next_one_off_too() -> None:
 
 def run_of(probes: Probes, expected: float, steps: list[tuple[int, int]]) -> float | None:
     """What a probe finds in steps of (tested, accepted); it must end with the last of them."""
-    num_before = probes.num
-    probes.begin(expected)
-    assert (probes.num, probes.is_under_way) == (num_before + 1, True)
-    for tested, accepted in steps[:-1]:
-        probes.add_step(tested, accepted)
-        assert probes.end_step() == (False, None)
-    probes.add_step(*steps[-1])
-    has_ended, found = probes.end_step()
-    assert has_ended
-    assert not probes.is_under_way
-    return found
+    probe = begun(probes, expected)
+    is_over = [probes.add_step(*step, probe) for step in steps]
+    assert is_over == [False] * (PROBE_STEPS - 1) + [True]
+    return probe.surprise
 
 
 @pytest.mark.parametrize(
@@ -133,8 +159,8 @@ def test_only_far_more_than_was_thought_is_a_surprise(
 
 def test_a_probe_that_was_stopped_shows_nothing() -> None:
     probes = Probes()
-    probes.begin(0.05)
-    probes.add_step(4, 4)
+    probe = begun(probes, 0.05)
+    probes.add_step(4, 4, probe)
     probes.stop()
-    assert not probes.is_under_way
-    assert [probes.end_step() for _ in range(3)] == [(False, None)] * 3
+    assert not probes.has_steps_left
+    assert [probes.add_step(4, 4, probe) for _ in range(3)] == [False] * 3

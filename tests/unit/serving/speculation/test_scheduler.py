@@ -27,7 +27,7 @@ from serving.speculation.scheduler import (
     settings_of,
     whole_number,
 )
-from serving.speculation.step_seen import StepSeen
+from serving.speculation.step_seen import Stamp, StepSeen
 from serving.speculation.step_times import Shape
 from serving.speculation.sweep import SWEEP_STEPS
 
@@ -177,13 +177,14 @@ class Overheard(Speculation):
         self.ended.append(req_id)
         super().end(req_id)
 
-    def plan(self, req_ids: Sequence[str], context: int) -> Plan:
+    def plan(self, req_ids: Sequence[str], context: int) -> Stamp:
         self.asked.append((list(req_ids), context))
         return super().plan(req_ids, context)
 
     def observe(self, step: StepSeen, tokens_of: Callable[[str], Sequence[int]]) -> None:
         self.seen.append(step)
-        self.texts.append(list(tokens_of(step.req_ids[0])))
+        if step.req_ids:
+            self.texts.append(list(tokens_of(step.req_ids[0])))
         super().observe(step, tokens_of)
 
 
@@ -254,6 +255,11 @@ class Bench:
     @property
     def seen(self) -> StepSeen:
         return self.osd.seen[-1]
+
+    @property
+    def proposer(self) -> str:
+        """Who proposed what the newest step verified."""
+        return self.seen.proposed_by.plan.proposer
 
 
 # -- what a client may say ------------------------------------------------------------------------
@@ -510,15 +516,15 @@ def test_a_step_without_a_token_shows_nothing(emitted: dict[str, list[int]] | No
     bench = Bench(mode="fixed")
     bench.add("a", range(30), chunk=20)
     bench.step(emitted)
-    assert bench.osd.seen == []
     output = bench.scheduler.schedule()
     bench.scheduler.update_from_output(
         output, SimpleNamespace(sampled_token_ids=[], req_id_to_index={})
     )
-    assert bench.osd.seen == []
+    assert [step.req_ids for step in bench.osd.seen] == [[], []], "but that it was taken"
+    assert bench.osd.report().plans == {}
     bench.scheduler.running.clear()
     bench.give(bench.scheduler.schedule())
-    assert bench.osd.seen == []
+    assert len(bench.osd.seen) == 2, "nothing ran at all"
     assert bench.command("report")["problem"] == ""
 
 
@@ -599,9 +605,44 @@ def test_a_step_verifies_what_was_proposed_at_the_end_of_the_one_before() -> Non
     for plan in [Plan("draft", 2), Plan("ngram", 3), OFF, Plan("ngram", 1), Plan("draft", 1), OFF]:
         bench.osd.force(plan)
         said.append(bench.step().osd_proposer)
-        credited.append(bench.seen.proposer)
-    assert credited == ["draft", "draft", "ngram", "draft", "ngram", "draft"]
-    assert said == credited, "the worker's counters must say the same"
+        credited.append(bench.proposer)
+    assert credited == ["draft", "draft", "ngram", "off", "ngram", "draft"]
+    assert said == ["draft", "draft", "ngram", "draft", "ngram", "draft"], (
+        "the worker's counters must say the same"
+    )
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_step_keeps_the_plan_it_was_scheduled_with(ahead: int) -> None:
+    """Also when the next one is planned before it ends."""
+    bench = Bench(is_async=ahead > 0, proposers=["draft"])
+    bench.add("a")
+    plans = [Plan("draft", 2), OFF, Plan("draft", 1), Plan("draft", 3), OFF]
+    open_steps = []
+    for plan in plans:
+        bench.osd.force(plan)
+        open_steps.append(bench.scheduler.schedule())
+        if len(open_steps) > ahead:
+            bench.give(open_steps.pop(0))
+    for step in open_steps:
+        bench.give(step)
+    assert [step.stamp.plan for step in bench.osd.seen] == plans
+    assert [step.passes for step in bench.osd.seen] == [plan.k for plan in plans]
+    proposed_by = [step.proposed_by.plan for step in bench.osd.seen]
+    assert proposed_by == [Plan("draft", K), *plans[:-1]]
+
+
+def test_a_step_in_which_nothing_runs_proposes_nothing() -> None:
+    """What the next one verifies was proposed before."""
+    bench = Bench(mode="fixed", proposers=["draft", "ngram"])
+    bench.osd.force(Plan("ngram", 2))
+    bench.add("a")
+    bench.step()
+    running, bench.scheduler.running = bench.scheduler.running, []
+    bench.osd.force(OFF)
+    bench.give(bench.scheduler.schedule())
+    bench.scheduler.running = running
+    assert bench.step().osd_proposer == "ngram"
 
 
 def test_what_n_grams_get_accepted_is_none_of_the_drafts() -> None:
@@ -610,7 +651,7 @@ def test_what_n_grams_get_accepted_is_none_of_the_drafts() -> None:
     bench.add("a", [1, 2, 3, 4, 5, 6, 1, 2])
     bench.step({"a": [3]})
     bench.step({"a": [4, 5, 6]})
-    assert (bench.seen.proposer, bench.seen.drafted, bench.seen.accepted) == ("ngram", [3], [2])
+    assert (bench.proposer, bench.seen.drafted, bench.seen.accepted) == ("ngram", [3], [2])
     assert sum(bench.osd.report().tested_per_position) == 0
     bench.osd.force(Plan("draft", 2))
     bench.step()
@@ -761,7 +802,8 @@ def test_the_control_knows_the_sizes_of_the_graphs(padded: list[int]) -> None:
     )
     assert scheduler.given == ((1,), {"log_stats": True})
     scheduler.osd_command("load_rows", json.dumps(ROWS))
-    assert (scheduler.osd.times.seconds_per_token(Shape(1, 4, 10, 2)) == 0) == bool(padded)
+    narrow, wide = scheduler.osd.times.predict([Shape(1, 2, 10, 2), Shape(1, 4, 10, 2)])
+    assert (narrow == wide) == bool(padded)
 
 
 # -- from the replica -----------------------------------------------------------------------------
