@@ -53,8 +53,10 @@ class Loaded:
         k: int,
         settings: dict[str, Any] | None,
         speculates: bool,
+        is_async: bool = False,
     ) -> None:
-        from serving.speculation.lazy_draft import LazyDraft
+        from benchmarks import vllm_engine as vllm
+        from serving.speculation.lazy_draft import lazy_draft
         from serving.speculation.step_split import StepSplit
 
         options: dict[str, Any] = {"worker_extension_cls": "", "kv_cache_memory_bytes": 96 << 20}
@@ -65,13 +67,14 @@ class Loaded:
                 "scheduler_cls": "serving.speculation.scheduler.controlled_scheduler",
                 "additional_config": {"osd": settings},
             }
-        self._engine = engine.Engine(
-            target, models.release(draft, 1), k=k, batch=MAX_STREAMS, **options
-        )
+        with vllm.scheduling(is_async):
+            self._engine = engine.Engine(
+                target, models.release(draft, 1), k=k, batch=MAX_STREAMS, **options
+            )
         self._core = self._engine.llm.llm_engine.engine_core.engine_core
         if settings is not None:
             runner = self._core.model_executor.driver_worker.worker.model_runner
-            self.lazy = LazyDraft(runner)
+            self.lazy = lazy_draft(runner)
             self.split = StepSplit()
 
     def command(self, name: str, argument: Any = None) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,26 @@ def engine_in_process(model: str, extra: Mapping[str, Any]) -> Any:
     from vllm import LLM
 
     return LLM(model=model, distributed_executor_backend="uni", skip_tokenizer_init=True, **extra)
+
+
+@contextmanager
+def scheduling(is_async: bool) -> Iterator[None]:
+    """Engines made here schedule so. On a CPU vLLM would schedule synchronously, whatever it is
+    asked."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    platform: Any = CpuPlatform
+    own = vars(CpuPlatform)["check_and_update_config"]
+
+    def settle(cls: type, config: Any) -> None:
+        own.__func__(cls, config)
+        config.scheduler_config.async_scheduling = is_async
+
+    platform.check_and_update_config = classmethod(settle)
+    try:
+        yield
+    finally:
+        platform.check_and_update_config = own
 
 
 def add_greedy(llm: Any, req_id: str, prompt_ids: list[int], num_tokens: int) -> None:
