@@ -90,7 +90,8 @@ class RunningRequest:
         params, length = self.request, len(self.output_ids)
         if params.max_tokens is not None and length >= params.max_tokens:
             return True
-        return token in params.stop_ids and length >= params.min_tokens
+        # Also before `min_tokens`: vLLM masks stop tokens until then, and ends at any that comes.
+        return token in params.stop_ids
 
     def count_draft(self, num_drafts: int, num_accepted: int) -> None:
         """Count a verification of `num_drafts` draft tokens."""

@@ -32,7 +32,6 @@ class NewRequest:
     max_tokens: int | None
     stop_ids: frozenset[int]
     """Tokens that end the output; empty under `ignore_eos` without stop tokens."""
-    min_tokens: int
     extra_args: Mapping[str, Any]
     skip_reason: str
     """Why its logits must not be captured, as in `SKIP_REASONS`; "" when they may."""
@@ -243,7 +242,7 @@ def new_request(data: Any) -> NewRequest:
     """A request as the scheduler announces it (`NewRequestData`)."""
     params = data.sampling_params
     if params is None:
-        return NewRequest(data.req_id, [], 0.0, 1.0, 0, None, frozenset(), 0, {}, "pooling")
+        return NewRequest(data.req_id, [], 0.0, 1.0, 0, None, frozenset(), {}, "pooling")
     stop_ids = set(params.stop_token_ids or ())
     if not params.ignore_eos:
         stop_ids |= set(params.all_stop_token_ids)
@@ -255,7 +254,6 @@ def new_request(data: Any) -> NewRequest:
         top_k=max(params.top_k, 0),
         max_tokens=params.max_tokens,
         stop_ids=frozenset(stop_ids),
-        min_tokens=params.min_tokens,
         extra_args=params.extra_args or {},
         skip_reason=_skip_reason(data),
     )

@@ -41,7 +41,6 @@ def make_request(
         "top_k": 0,
         "max_tokens": None,
         "stop_ids": frozenset(),
-        "min_tokens": 0,
         "extra_args": {},
         "skip_reason": "",
     }

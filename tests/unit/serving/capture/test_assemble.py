@@ -270,7 +270,6 @@ def announced(**fields: Any) -> Any:
         "ignore_eos": True,
         "stop_token_ids": [],
         "all_stop_token_ids": set(),
-        "min_tokens": 0,
         "extra_args": None,
         "structured_outputs": None,
     }

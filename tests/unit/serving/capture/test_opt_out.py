@@ -49,7 +49,6 @@ class Worker:
             top_k=0,
             max_tokens=len(OUTPUT),
             stop_ids=frozenset(),
-            min_tokens=0,
             extra_args=extra_args,
             skip_reason=skip_reason,
         )
