@@ -1,12 +1,16 @@
 # Each target is the only command needed on a fresh machine. It sets the project up first, which
 # takes seconds when that is done already.
-.PHONY: demo test check setup docs mutants
+.PHONY: demo test test-slow check setup docs mutants
 
 demo: setup
 	@.venv/bin/osd demo $(DEMO)
 
 test: setup
 	@scripts/test
+
+test-slow: setup
+	@scripts/setup_tests.sh
+	@scripts/test_slow
 
 check: setup
 	@scripts/check

@@ -17,6 +17,7 @@ BENCHES = {
     "trainer": "The trainer's step over a padded Hugging Face loop: tokens per second, peak "
     "memory.",
     "control": "The closed loop of speculation against every fixed choice, by draft and load.",
+    "control_async": "As `control`, with engines that schedule asynchronously.",
     "net": "The net speed-up a service reports beside that over an engine without a draft.",
     "changes": "How soon the closed loop finds the best choice again when load or draft change.",
     "ablation": "Which part of the trainer's recipe matters: one change at a time, over a "

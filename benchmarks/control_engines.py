@@ -37,6 +37,8 @@ class Driven:
     """What one loading of an engine brought."""
 
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """Of this process, all its threads."""
     num_tokens: int = 0
     outputs: dict[int, list[int]] = field(default_factory=dict)
     """index of the prompt -> tokens"""
@@ -76,6 +78,7 @@ class Loaded:
             runner = self._core.model_executor.driver_worker.worker.model_runner
             self.lazy = lazy_draft(runner)
             self.split = StepSplit()
+            self.split.start()
 
     def command(self, name: str, argument: Any = None) -> Any:
         """Of the control (`serving/speculation/scheduler.py`)."""
@@ -103,7 +106,7 @@ class Loaded:
         from benchmarks import vllm_engine as vllm
 
         llm, found, running, index = self._engine.llm, Driven(), set[str](), first
-        started = time.perf_counter()
+        started, cpu_before = time.perf_counter(), time.process_time()
         for streams, num_tokens in phases:
             goal = found.num_tokens + num_tokens
             while found.num_tokens < goal and not is_over():
@@ -118,16 +121,20 @@ class Loaded:
                     if len(found.outputs[int(req_id)]) >= OUTPUT_TOKENS:
                         running.discard(req_id)
         found.seconds = time.perf_counter() - started
+        found.cpu_seconds = time.process_time() - cpu_before
         vllm.abort(llm, list(running))
         vllm.step(llm)
         return found
 
 
-def controlled(target: Path, draft: Path, k_max: int) -> tuple[Loaded, Loaded]:
+def controlled(
+    target: Path, draft: Path, k_max: int, is_async: bool = False
+) -> tuple[Loaded, Loaded]:
     """Two engines alike, one to be forced and one to decide, so that neither learns from the
     other's steps."""
     fixed, auto = (
-        Loaded(target, draft, k=k_max, settings=settings(k_max), speculates=True) for _ in range(2)
+        Loaded(target, draft, k=k_max, settings=settings(k_max), speculates=True, is_async=is_async)
+        for _ in range(2)
     )
     return fixed, auto
 

@@ -111,17 +111,17 @@ def _measure(notebook: Notebook, group: str, num_swaps: int, directory: Path) ->
         releases[1],
         releases[0],
     ):  # what vLLM itself keeps after a first update is not ours
-        _swap_under_load(engine, "vllm", one)
+        swap_under_load(engine, "vllm", one)
     memory = [machine.memory()]
     engine.rpc(
         "osd_start", trace_settings(releases[0], CaptureConfig(), k=K, sink={}, target_id="bench")
     )
     engine.rpc("osd_detach")
     checksum = engine.rpc("osd_target_checksum")
-    _swap_under_load(engine, "ours", releases[0])
+    swap_under_load(engine, "ours", releases[0])
     for i in range(2 * num_swaps):
         arm = ("ours", "vllm", "vllm", "ours")[i % 4]
-        notebook.add(group=group, arm=arm, **_swap_under_load(engine, arm, releases[(i + 1) % 2]))
+        notebook.add(group=group, arm=arm, **swap_under_load(engine, arm, releases[(i + 1) % 2]))
         memory.append(machine.memory())
     notebook.add(
         group=group,
@@ -135,14 +135,15 @@ def _measure(notebook: Notebook, group: str, num_swaps: int, directory: Path) ->
         (path / "model.safetensors").unlink()
 
 
-def _swap_under_load(engine: Any, arm: str, release: DraftRelease) -> Row:
-    """One swap in the midst of running streams."""
+def swap_under_load(engine: Any, arm: str, release: DraftRelease) -> Row:
+    """One swap in the midst of running streams. `arm`: `ours` or `vllm`."""
     swap = _Ours(engine.rpc, release) if arm == "ours" else _VLLMs(engine.rpc, release)
     watch = _Watch(swap)
     prompts = np.random.default_rng(release.version).integers(2, VOCABULARY, (BATCH, 16)).tolist()
-    burst = engine.burst(prompts, 1000, watch.is_over)
-    assert swap.ended, "the streams ended before the swap did"
-    gaps = dict(burst.gaps)  # all streams wait for the same steps: one gap of each step says it all
+    # All streams wait for the same steps: one gap of each says it all.
+    gaps: dict[float, float] = {}
+    while not swap.ended:  # on a fast engine streams end before the release is read
+        gaps |= engine.burst(prompts, 1000, watch.is_over).gaps
     # A token is late when the swap was under way at any time since the one before it.
     touched = [gap for at, gap in gaps.items() if at > swap.began and at - gap <= swap.ended]
     return {
@@ -155,7 +156,7 @@ def _swap_under_load(engine: Any, arm: str, release: DraftRelease) -> Row:
 
 
 class _Ours:
-    """Stage, ask until done, commit: what a replica does. `turn` is called between steps."""
+    """Stage, ask until done, put, confirm: what a replica does. `turn` is called between steps."""
 
     def __init__(self, rpc: Callable[..., Any], release: DraftRelease) -> None:
         self._rpc, self._release = rpc, release
@@ -169,8 +170,10 @@ class _Ours:
         elif (staging := json.loads(self._rpc("osd_staging")))["done"]:
             assert not staging["error"], staging["error"]
             self.loading = started
-            answer = json.loads(self._rpc("osd_commit", self._release.version))
-            assert not answer["error"], answer["error"]
+            put = json.loads(self._rpc("osd_put", self._release.version, True))
+            assert not put["error"], put["error"]
+            assert sum(put["held"].values()) == put["expected"], "the swap did not land"
+            self._rpc("osd_confirm")
             self.ended = time.perf_counter()
         self.blocked_s += time.perf_counter() - started
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +49,33 @@ def add_greedy(llm: Any, req_id: str, prompt_ids: list[int], num_tokens: int) ->
         output_kind=RequestOutputKind.DELTA,
     )
     llm.llm_engine.add_request(req_id, {"prompt_token_ids": prompt_ids}, params)
+
+
+def sample(
+    llm: Any, prompts: Sequence[list[int]], *, num_samples: int, num_tokens: int, temperature: float
+) -> list[list[list[int]]]:
+    """Per prompt `num_samples` continuations of exactly `num_tokens` tokens, all in flight
+    together."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(
+            n=num_samples,
+            temperature=temperature,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+    done: dict[str, list[list[int]]] = {}
+    while has_unfinished(llm):
+        for output in llm.llm_engine.step():
+            if output.finished:
+                done[output.request_id] = [list(one.token_ids) for one in output.outputs]
+    llm.llm_engine.step()  # tells the worker that they have finished
+    return [done[str(index)] for index in range(len(prompts))]
 
 
 def step(llm: Any) -> dict[str, list[int]]:

@@ -4,12 +4,14 @@ docs/configuration.md    the fields of osd/config
 docs/commands.md         the help texts of osd/cli
 docs/metrics.md          the tables of osd/observe/exposition.py
 docs/http.md             the OpenAPI description of the control port
+docs/engines.md          tests/integration/engines/matrix.py
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +24,12 @@ from osd.config import docs as configuration
 from osd.observe.dashboard import build_app
 from osd.observe.exposition import COUNTERS, GAUGES, PAUSE_HISTOGRAM, SPECULATION
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # the tests, which are not installed
+
+from tests.integration.engines import matrix  # noqa: E402
+
+DOCS = ROOT / "docs"
 WIDTH = 100
 
 COMMANDS = """# Commands
@@ -84,6 +91,7 @@ def pages() -> dict[str, str]:
         "commands.md": commands(),
         "metrics.md": metrics(),
         "http.md": http(),
+        "engines.md": matrix.page(),
     }
 
 

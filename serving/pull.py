@@ -1,8 +1,8 @@
 """A replica's loop beside serving: it pulls the wanted draft into its engine, and reports.
 
-    Redis ──wanted release──► stage in a thread of the worker ──► commit between two steps ─┐
-      ▲                                                                                     │
-      └── heartbeat, windows, swap reports ◄── counters of the worker, SwapReport ◄─────────┘
+    Redis ──wanted release──► stage beside every worker ──► commit between two steps ─┐
+      ▲                                                                               │
+      └── heartbeat, windows, swap reports ◄── counters of the worker, SwapReport ◄───┘
 
 While Redis is away, the engine serves on with the draft it has. Reports wait, up to a limit.
 """
@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,15 @@ import msgspec
 from osd.errors import OSDError
 from osd.exchange.registry import Registry
 from osd.records import (
-    CommitReport,
     DraftRelease,
     ReplicaStatus,
     SpeculationReport,
     SpecWindow,
-    StagingReport,
     SwapReport,
     WorkerReport,
-    decode,
-    encode,
 )
 from serving.speculation.client import SpeculationClient
+from serving.swap.ranks import Ranks
 from serving.vllm import names
 
 logger = logging.getLogger(__name__)
@@ -45,7 +42,6 @@ SECONDS_ACTIVE = 3.0
 spinning for a second, so calling an idle one every second would burn a core."""
 HEARTBEAT_TTL = 10.0
 MAX_UNSENT = 2000
-SECONDS_TO_STAGE = 600.0
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
 """Seconds before a refused draft is tried again; the delay doubles each time."""
 
@@ -90,14 +86,15 @@ def release_to_start(registry: Registry, known: DraftRelease) -> DraftRelease:
 
 
 class DraftPuller:
-    """Keeps one engine, started with `release`, at the wanted draft. `rpc` calls a method of the
-    worker extension. `look` is to be called repeatedly in one event loop.
+    """Keeps one engine, started with `release`, at the wanted draft. `look` is to be called
+    repeatedly in one event loop. `off`: the parts that do not work with this vLLM, with their
+    reasons; without `swap`, no draft is swapped.
     """
 
     def __init__(
         self,
         registry: Registry,
-        rpc: Callable[..., Awaitable[Any]],
+        ranks: Ranks,
         activity: Activity,
         *,
         name: str,
@@ -105,12 +102,15 @@ class DraftPuller:
         k: int,
         release: DraftRelease,
         speculation_client: SpeculationClient | None = None,
-        uncontrolled: str = "",
+        off: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._speculation_client = speculation_client
+        self._off = dict(off or {})
+        uncontrolled = self._off.get("control", "")
         self._speculation = SpeculationReport(problem=uncontrolled) if uncontrolled else None
-        self._registry, self._rpc, self._activity, self._clock = registry, rpc, activity, clock
+        self._registry, self._ranks, self._activity = registry, ranks, activity
+        self._clock = clock
         self._name, self._url, self._k = name, url, k
         self._draft, self._target_id = release.draft, release.target_id
         self._version = release.version
@@ -123,17 +123,15 @@ class DraftPuller:
 
     async def look(self) -> None:
         """Swap if another draft is wanted, and report if a report is due."""
-        await self._swap_if_wanted()
+        if "swap" not in self._off:
+            await self._swap_if_wanted()
         await self._report_if_due()
 
     async def swap(self, release: DraftRelease) -> SwapReport:
         """Stage, validate and commit a release. A bad one does not raise: the report says what is
         wrong."""
         previous = self._version
-        staging = await self._stage(release)
-        committed = CommitReport(error=staging.error or "staging took too long")
-        if staging.done and not staging.error:
-            committed = decode(await self._rpc("osd_commit", release.version), CommitReport)
+        staging, committed = await self._ranks.swap(release, self._report_if_due)
         if not committed.error:
             self._version = release.version
             if self._speculation_client is not None:
@@ -170,17 +168,6 @@ class DraftPuller:
             self._retry_at[wanted.version] = (self._clock() + delay, min(delay * 2, LONGEST_DELAY))
         await self._send_report()
 
-    async def _stage(self, release: DraftRelease) -> StagingReport:
-        """Have the worker load and check the release aside. Returns its last report on that."""
-        await self._rpc("osd_stage", encode(release).decode())
-        deadline = self._clock() + SECONDS_TO_STAGE
-        staging = StagingReport()
-        while not staging.done and self._clock() < deadline:
-            await asyncio.sleep(0.02)
-            await self._report_if_due()
-            staging = decode(await self._rpc("osd_staging"), StagingReport)
-        return staging
-
     async def _report_if_due(self) -> None:
         if self._clock() >= self._report_at:
             self._report_at = self._clock() + SECONDS_BETWEEN_REPORTS
@@ -200,11 +187,14 @@ class DraftPuller:
             return  # Redis is away: unsent reports wait, and the oldest are dropped first
 
     async def _ask_engine(self) -> None:
-        self._counted = decode(await self._rpc("osd_report", self._name, self._draft), WorkerReport)
+        self._counted = await self._ranks.report(self._name, self._draft)
         self._unsent.extend(self._counted.windows)
         if self._speculation_client is not None:
             report = await self._speculation_client.report()
-            self._speculation = msgspec.structs.replace(report, split=self._counted.split)
+            awake = {"sleep": self._counted.awake} if self._counted.awake else {}
+            self._speculation = msgspec.structs.replace(
+                report, split=self._counted.split, left_out=report.left_out | awake
+            )
 
     def _status(self) -> ReplicaStatus:
         counted = self._counted
@@ -224,6 +214,7 @@ class DraftPuller:
             num_traces=counted.num_traces,
             buffer_dropped=counted.dropped,
             num_running=counted.num_running,
-            unproved=counted.unproved,
+            unproved=self._ranks.unproved,
+            off=self._off | counted.off,
             speculation=self._speculation,
         )

@@ -13,6 +13,7 @@ starts with the newest draft.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -28,7 +29,8 @@ from serving.headers import HeadersToXargs
 from serving.pull import Activity, DraftPuller, release_to_start
 from serving.speculation.client import SpeculationClient, settings_for
 from serving.speculation.profile import profile_path
-from serving.vllm.names import problem_with_control
+from serving.swap.ranks import Ranks
+from serving.vllm import fixes, names, parts
 from serving.vllm.server import (
     build_engine_and_app,
     call_core,
@@ -36,6 +38,7 @@ from serving.vllm.server import (
     graphs_for_every_k,
     http_server,
 )
+from serving.vllm.undrafted import permit_undrafted, refuse_undrafted
 from serving.worker import trace_settings
 
 logger = logging.getLogger(__name__)
@@ -75,7 +78,8 @@ class Replica:
         self._puller: DraftPuller | None = None
         self._is_controlled = False
         self._speculation_client: SpeculationClient | None = None
-        self._uncontrolled = ""
+        self._off: dict[str, str] = {}
+        """Part that does not work with this vLLM -> why"""
         self._activity = Activity()
         self._ready = threading.Event()
         self._closed = threading.Event()
@@ -152,6 +156,9 @@ class Replica:
         if self._release is not None and self._registry is not None:
             self._release = release_to_start(self._registry, self._release)
         extra: dict[str, Any] = {**serving.vllm, "host": serving.host, "port": serving.port}
+        if serving.num_ranks > 1:
+            # vLLM would ask Ray for its ranks if it found itself in one of Ray's placement groups.
+            extra["distributed_executor_backend"] = "mp"
         extra["served_model_name"] = [serving.served_model_name or serving.target]
         if self._release is not None:
             extra["worker_extension_cls"] = self._extension
@@ -163,6 +170,12 @@ class Replica:
             extra |= self._control_arguments()
             if self._is_controlled:
                 extra["speculative_config"] |= graphs_for_every_k(self._config.speculation.k_max)
+        if problem := parts.problem_with("server"):
+            raise ConfigError(
+                f"{names.engine_version()} cannot be served: {problem}; "
+                f"use {' or '.join(names.TESTED_VERSIONS)}"
+            )
+        parts.start(self._off, "requests", refuse_undrafted)
         try:
             self._args = engine_arguments(self._target_dir, extra)
         except ValueError as error:
@@ -173,13 +186,20 @@ class Replica:
         """vLLM arguments with which speculation is controlled in the engine; {} where this vLLM
         does not allow it."""
         assert self._release is not None
-        if problem := problem_with_control():
-            self._uncontrolled = f"{problem}; k stays at {self._config.speculation.k_max}"
-            logger.warning("speculation is not controlled: %s", self._uncontrolled)
+        if problem := parts.problem_with("control"):
+            parts.switch_off(self._off, "control", problem)
+            if wrong := fixes.problem_with_sampling():
+                raise ConfigError(
+                    f"{names.engine_version()} cannot be served: outputs at temperature > 0 would "
+                    f"be wrong ({wrong}), and speculation cannot be switched off ({problem}); "
+                    f"use {' or '.join(names.TESTED_VERSIONS)}"
+                )
             return {}
         self._is_controlled = True
         given = dict(self._config.serving.vllm.get("additional_config") or {})
         given["osd"] = settings_for(self._config.speculation, self._release)
+        if fixes.problem_with_sampling():  # drafts would be verified wrongly
+            given["osd"]["mode"] = "off"
         return {
             "scheduler_cls": "serving.speculation.scheduler.controlled_scheduler",
             "additional_config": given,
@@ -196,25 +216,30 @@ class Replica:
             target_id=self._target_id,
             is_controlled=self._is_controlled,
         )
-        await self._rpc("osd_start", settings)
+        ranks = Ranks(self._call)
+        await ranks.start(settings)
+        for off in await self._call("osd_parts_off"):
+            self._off |= json.loads(off)
+        if problem := await permit_undrafted(self._engine):
+            parts.switch_off(self._off, "undrafted", problem)
         if self._is_controlled:
             utility = partial(call_core, self._engine)
             self._speculation_client = SpeculationClient(utility, self._config)
             path = profile_path(self._config, self._target_id, self._release.path)
             await self._speculation_client.prepare(self._engine, path)
             # Take the counters of the measurement out of the first report.
-            await self._rpc("osd_report", self.name, self._release.draft)
+            await ranks.report(self.name, self._release.draft)
         if self._registry is not None:
             self._puller = DraftPuller(
                 self._registry,
-                self._rpc,
+                ranks,
                 self._activity,
                 name=self.name,
                 url=self.url,
                 k=self._config.speculation.k_max,
                 release=self._release,
                 speculation_client=self._speculation_client,
-                uncontrolled=self._uncontrolled,
+                off=self._off,
             )
 
     async def _serve(self, app: Any, sock: socket.socket) -> None:
@@ -254,11 +279,10 @@ class Replica:
             await asyncio.sleep(pause)
         raise RuntimeError("the engine died")
 
-    async def _rpc(self, method: str, *args: Any) -> Any:
-        """Call the worker extension. The first rank answers for all; an error in any rank
-        raises."""
-        results = await self._engine.collective_rpc(method, args=args)
-        return results[0]
+    async def _call(self, method: str, *args: Any) -> list[str]:
+        """Call the worker extension on all ranks. Returns their answers in order."""
+        answers: list[str] = await self._engine.collective_rpc(method, args=args)
+        return answers
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -7,57 +7,115 @@ are JSON text: weights and logits never travel through these calls.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from osd.config.schema import CaptureConfig
-from osd.errors import SwapError
-from osd.records import CommitReport, DraftRelease, Trace, WorkerReport, decode, encode
-from serving.capture.capture import Capture
-from serving.speculation.lazy_draft import LazyDraft, lazy_draft
+from osd.records import DraftRelease, RankReport, Trace, WorkerReport, decode, encode
+from serving.capture.capture import NO_VERSION, Capture
+from serving.speculation.lazy_draft import LazyDraft, lazy_draft, why_awake
 from serving.speculation.step_split import StepSplit
 from serving.swap import weights
 from serving.swap.live_draft import Weights
 from serving.swap.proof import SwapProof
 from serving.swap.swap import DraftSwapper
-from serving.vllm import fixes, hooks
+from serving.swap.unswappable import Unswappable
+from serving.vllm import fixes, hooks, parts
+from serving.vllm.undrafted_sampling import sample_undrafted
 
-fixes.fix_cpu_sampling()
+logger = logging.getLogger(__name__)
+
+_OFF_AT_IMPORT: dict[str, str] = {}
+
+
+def _repair() -> None:
+    if problem := fixes.problem_with_sampling():
+        parts.switch_off(_OFF_AT_IMPORT, "repairs", problem)
+    else:
+        fixes.fix_cpu_sampling()
+
+
+_repair()
+
+
+Answer = Callable[..., str]
+
+
+def answering(method: Answer) -> Answer:
+    """A method that answers with its error instead of raising it. vLLM leaves the other ranks'
+    answers unread where one raises, and would take them for those of the next call."""
+
+    @wraps(method)
+    def answer(*arguments: Any) -> str:
+        try:
+            return method(*arguments)
+        except Exception as error:
+            logger.exception("%s failed; serving is not affected", method.__name__)
+            return json.dumps({"error": f"{type(error).__name__}: {error}"})
+
+    return answer
 
 
 class WorkerExtension:
-    """Subclasses define where traces go (`osd_open_sink`)."""
+    """One rank of an engine. All of them draft, and swap together (`serving/swap/ranks.py`); they
+    see the same tokens, so the first alone captures and counts.
 
+    Subclasses define where traces go (`osd_open_sink`).
+    """
+
+    rank: int
     osd_capture: Capture
-    osd_swapper: DraftSwapper[Weights]
-    osd_hook: hooks.VerificationHook
+    osd_swapper: DraftSwapper[Weights] | Unswappable
+    osd_hook: hooks.VerificationHook | None
     osd_split: StepSplit
     osd_lazy_draft: LazyDraft | None
+    osd_off: dict[str, str]
+    osd_awake: str
     osd_sink_stats: Callable[[], dict[str, int]]
+    osd_undrafted_problem: str
 
     def osd_open_sink(
         self, settings: dict[str, Any]
     ) -> tuple[Callable[[Sequence[Trace]], int], Callable[[], dict[str, int]]]:
-        """A function that stores traces, and one that counts dropped traces by reason."""
+        """A function that stores traces, and one that counts dropped traces by reason. Called on
+        the first rank."""
         raise TypeError("serve with a worker extension that says where traces go")
 
     def osd_start(self, settings: str) -> str:
         """Install the hooks. `settings`: {"capture", "release", "k", "sink", "target_id",
-        "seed"}."""
+        "seed"}. Answers with a `RankReport` of the draft the engine has loaded."""
         options = json.loads(settings)
         release = decode(json.dumps(options["release"]), DraftRelease)
-        put, self.osd_sink_stats = self.osd_open_sink(options["sink"])
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        self.osd_off = dict(_OFF_AT_IMPORT)
+        self.osd_swapper = parts.start(
+            self.osd_off, "swap", lambda: self.osd_make_swapper(release)
+        ) or Unswappable(release.version, self.osd_off["swap"])
+        first = self.osd_swapper.first_report()
+        self.osd_undrafted_problem = sample_undrafted(runner)
+        self.osd_hook = None
+        if self.osd_is_first_rank:
+            self.osd_start_capture(release, options)
+        self.osd_lazy_draft, self.osd_awake = None, ""
+        if options.get("is_controlled"):
+            self.osd_let_sleep()
+        return encode(first).decode()
+
+    def osd_make_swapper(self, release: DraftRelease) -> DraftSwapper[Weights]:
+        """What swaps the draft, which is the release now."""
         weights.check_method(self)
-        self.osd_swapper = DraftSwapper(
-            release,
-            weights.live_draft(self),
-            lambda first: SwapProof(
-                lambda: weights.read_back(self),
-                weights.draft_dtype(self),
-                first,
-                lambda: weights.sample_of_target(self),
-            ),
+        proof = SwapProof(
+            lambda: weights.read_back(self),
+            weights.draft_dtype(self),
+            lambda: weights.sample_of_target(self),
         )
+        return DraftSwapper(release, weights.live_draft(self), proof)
+
+    def osd_start_capture(self, release: DraftRelease, options: dict[str, Any]) -> None:
+        """Install the hooks that one rank of an engine has."""
+        put, self.osd_sink_stats = self.osd_open_sink(options["sink"])
         self.osd_capture = Capture(
             CaptureConfig.model_validate(options["capture"]),
             draft=release.draft,
@@ -68,38 +126,86 @@ class WorkerExtension:
             seed=options.get("seed"),
         )
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        self.osd_hook = hooks.VerificationHook(runner, self.osd_capture)
+        self.osd_hook = parts.start(
+            self.osd_off,
+            "capture",
+            lambda: hooks.VerificationHook(runner, self.osd_capture),
+            "capture_v2" if hooks.is_v2(runner) else "capture",
+        )
+        if self.osd_hook is None:
+            self.osd_capture.assembler.skipped["hook_error"] += 1
         self.osd_split = StepSplit()
-        self.osd_lazy_draft = None
-        if options.get("is_controlled"):
-            self.osd_lazy_draft = lazy_draft(runner)
-        return "{}"
+        parts.start(self.osd_off, "split", self.osd_split.start)
 
+    def osd_let_sleep(self) -> None:
+        """Let the draft sleep at k = 0, where it can."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        self.osd_awake = parts.start(self.osd_off, "sleep", lambda: why_awake(runner)) or ""
+        if not self.osd_awake and "sleep" not in self.osd_off:
+            self.osd_lazy_draft = parts.start(
+                self.osd_off,
+                "sleep",
+                lambda: lazy_draft(runner),
+                "sleep_v2" if hooks.is_v2(runner) else "sleep",
+            )
+
+    @property
+    def osd_is_first_rank(self) -> bool:
+        return self.rank == 0
+
+    def osd_parts_off(self) -> str:
+        """Part that is off in this worker -> why; {} where all work."""
+        off = dict(self.osd_off)
+        if self.osd_hook is not None and self.osd_hook.problem:
+            off["capture"] = parts.reason("capture", self.osd_hook.problem)
+        if self.osd_lazy_draft is not None and self.osd_lazy_draft.problem:
+            off["sleep"] = parts.reason("sleep", self.osd_lazy_draft.problem)
+        return json.dumps(off)
+
+    @answering
     def osd_stage(self, release: str) -> str:
         """Begin to read and validate a release beside the engine."""
         self.osd_swapper.stage(decode(release, DraftRelease))
         return "{}"
 
+    @answering
     def osd_staging(self) -> str:
         """How the newest staging goes: a `StagingReport`."""
         return encode(self.osd_swapper.staging).decode()
 
-    def osd_commit(self, version: int) -> str:
-        """Make the staged release live: a `CommitReport`."""
-        previous = self.osd_swapper.version
-        try:
-            seconds = self.osd_swapper.commit(version)
-        except SwapError as error:
-            return encode(CommitReport(previous=previous, error=str(error))).decode()
-        self.osd_capture.draft_version = version
-        proof = self.osd_swapper.proof
-        is_proved = proof is not None and not proof.why_not
-        report = CommitReport(pause_s=seconds, previous=previous, proved=is_proved)
+    @answering
+    def osd_put(self, version: int, is_read: bool) -> str:
+        """Make the staged release live, for no version yet: a `RankReport`."""
+        return self.osd_answer(self.osd_swapper.put(version, is_read))
+
+    @answering
+    def osd_put_back(self, is_read: bool) -> str:
+        """Drop what is staged and take out what was put in: a `RankReport`."""
+        return self.osd_answer(self.osd_swapper.put_back(is_read))
+
+    @answering
+    def osd_confirm(self) -> str:
+        """What is live is whole on all ranks, and counts for its version: a `RankReport`."""
+        return self.osd_answer(self.osd_swapper.confirm())
+
+    @answering
+    def osd_disown(self) -> str:
+        """What is live counts for no version: a `RankReport`."""
+        return self.osd_answer(self.osd_swapper.disown())
+
+    def osd_answer(self, report: RankReport) -> str:
+        """The report, after capture was told which version drafts from now on; 0 = none."""
+        if self.osd_is_first_rank:
+            swapper = self.osd_swapper
+            self.osd_capture.draft_version = swapper.version if swapper.is_whole else NO_VERSION
         return encode(report).decode()
 
+    @answering
     def osd_report(self, replica: str, draft: str) -> str:
-        """The counters, as a `WorkerReport`."""
-        assembler, proof = self.osd_capture.assembler, self.osd_swapper.proof
+        """The counters, as a `WorkerReport`; an empty one of all ranks but the first."""
+        if not self.osd_is_first_rank:
+            return encode(WorkerReport()).decode()
+        assembler = self.osd_capture.assembler
         report = WorkerReport(
             windows=self.osd_capture.windows.take(replica, draft),
             rows=dict(assembler.rows),
@@ -108,13 +214,20 @@ class WorkerExtension:
             dropped=self.osd_sink_stats(),
             num_running=assembler.num_running,
             split=self.osd_split.report(),
-            unproved=proof.why_not if proof is not None else "",
+            off=json.loads(self.osd_parts_off()),
+            awake=self.osd_awake,
         )
         return encode(report).decode()
 
+    def osd_undrafted(self) -> str:
+        """Why this rank cannot sample requests that are not drafted for; "" when it can."""
+        return self.osd_undrafted_problem
+
+    @answering
     def osd_drain(self) -> str:
         """Wait until all captured steps have become traces."""
-        self.osd_capture.drain()
+        if self.osd_is_first_rank:
+            self.osd_capture.drain()
         return "{}"
 
     def osd_target_checksum(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from osd.config.section import Section
 
@@ -21,15 +21,21 @@ OWNED_VLLM_KEYS = {
     "middleware": "nothing: the service sets it",
     "enable_ssl_refresh": "a restart to load new certificates",
     "root_path": "nothing: the service does not sit behind a path",
-    "data_parallel_size": "nothing: one engine per service",
-    "tensor_parallel_size": "nothing: an engine is one worker for now",
-    "pipeline_parallel_size": "nothing: an engine is one worker for now",
+    "data_parallel_size": "a service per engine: ranks must not differ in k and draft version",
+    "pipeline_parallel_size": "tensor_parallel_size: the stages of a pipeline do not all draft",
+    "prefill_context_parallel_size": "tensor_parallel_size: contexts are not split between ranks",
+    "decode_context_parallel_size": "tensor_parallel_size: contexts are not split between ranks",
+    "nnodes": "nothing: all ranks of an engine run on one machine",
     "api_server_count": "nothing: one API process per engine",
 }
 """vLLM arguments that belong to us, and what to use instead."""
 
 SWITCHES = {"on": True, "yes": True, "off": False, "no": False}
 """Words of `serving.vllm` that become booleans. vLLM would read them as text, and text as true."""
+
+EXECUTORS = ("mp", "uni")
+"""Values of vLLM's `distributed_executor_backend` under which the ranks are processes of this
+machine."""
 
 
 class ServingConfig(Section):
@@ -51,11 +57,18 @@ class ServingConfig(Section):
     """How often a replica looks for a newer draft and reports its counters."""
     num_gpus: float = Field(0, ge=0)
     """GPUs reserved for the engine with Ray (0.7 of one leaves room for the trainer). 0 = none is
-    reserved; a vLLM built for GPUs still uses those it sees."""
+    reserved; a vLLM built for GPUs still uses those it sees. With
+    `serving.vllm.tensor_parallel_size`, as many as there are ranks."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the engine's processes (`OMP_NUM_THREADS: "1"`)."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Engine arguments handed to vLLM verbatim, under vLLM's own names (`dtype: bfloat16`)."""
+    """Engine arguments handed to vLLM verbatim, under vLLM's own names (`dtype: bfloat16`). With
+    `tensor_parallel_size: N` target and draft are split over N processes of this machine."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that target and draft are split over."""
+        return int(argument(self.vllm, "tensor_parallel_size") or 1)
 
     @property
     def api_key(self) -> str:
@@ -84,6 +97,34 @@ class ServingConfig(Section):
         return {
             key: SWITCHES.get(v.lower(), v) if isinstance(v, str) else v for key, v in value.items()
         }
+
+    @field_validator("vllm")
+    @classmethod
+    def _refuse_ranks_that_do_not_fit(
+        cls, value: dict[str, Any], info: ValidationInfo
+    ) -> dict[str, Any]:
+        num_ranks = argument(value, "tensor_parallel_size")
+        if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 1):
+            raise ValueError(f"tensor_parallel_size={num_ranks!r}: use a whole number from 1 on")
+        executor = argument(value, "distributed_executor_backend")
+        if executor not in (None, *EXECUTORS):
+            raise ValueError(
+                f"distributed_executor_backend={executor!r}: the ranks of an engine are processes "
+                "of one machine; leave it out, or use mp"
+            )
+        num_gpus = info.data.get("num_gpus", 0)
+        if num_ranks is not None and num_ranks > 1 and 0 < num_gpus < num_ranks:
+            raise ValueError(
+                f"tensor_parallel_size={num_ranks}: each rank has a GPU of its own, and "
+                f"serving.num_gpus={num_gpus:g}; set serving.num_gpus={num_ranks}, or 0"
+            )
+        return value
+
+
+def argument(vllm: dict[str, Any], name: str) -> Any:
+    """An argument of `serving.vllm`, which may be written with dashes; None when it is not
+    given."""
+    return next((v for key, v in vllm.items() if key.replace("-", "_") == name), None)
 
 
 class SpeculationConfig(Section):

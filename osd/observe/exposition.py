@@ -84,6 +84,10 @@ SPECULATION: dict[str, tuple[str, tuple[str, ...]]] = {
     "osd_speculation_tokens_total": ("Tokens these steps brought.", ("replica", "plan")),
     "osd_step_seconds_total": ("Host time of the worker by part of a step.", ("replica", "part")),
     "osd_speculation_probes_total": ("Times an unused draft was tried.", ("replica",)),
+    "osd_speculation_undrafted_requests_total": (
+        "Requests that are not drafted for, by the parameter that forbids it.",
+        ("replica", "reason"),
+    ),
     "osd_speculation_position_tested_total": (
         "Draft tokens at a position (0 = first) with all before them accepted.",
         ("replica", "position"),
@@ -264,6 +268,8 @@ def _speculation_samples(status: ReplicaStatus) -> Iterator[tuple[str, tuple[str
             yield f"osd_speculation_{name}_total", (plan,), getattr(totals, name)
     for part, seconds in figures.seconds_per_part.items():
         yield "osd_step_seconds_total", (part,), seconds
+    for reason, requests in figures.undrafted.items():
+        yield "osd_speculation_undrafted_requests_total", (reason,), requests
     tallies = {"position": enumerate(figures.positions), "context": figures.contexts.items()}
     for kind, items in tallies.items():
         for label, (tested, accepted) in items:

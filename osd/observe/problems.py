@@ -73,7 +73,13 @@ def _serving(status: ServiceStatus) -> Iterator[str]:
             "end it with `osd stop` and serve again"
         )
     for replica in status.replicas:
-        if replica.capture_skipped.get("hook_error"):
+        for part, reason in sorted(replica.off.items()):
+            if part != "control":  # the control says so itself
+                yield (
+                    f"{part} is off on {replica.replica} ({reason}): `osd doctor` says which "
+                    "versions of vLLM fit"
+                )
+        if replica.capture_skipped.get("hook_error") and "capture" not in replica.off:
             yield (
                 f"capture failed on {replica.replica} and is off there: restart the service; "
                 "the replica's log "

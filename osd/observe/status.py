@@ -48,6 +48,7 @@ def speculation_figures(report: SpeculationReport | None) -> SpeculationFigures 
         positions=list(zip(tested, accepted, strict=False)),
         contexts=report.by_context,
         spread=report.spread,
+        undrafted=report.undrafted,
         problem=report.problem,
     )
 

@@ -15,6 +15,10 @@ from osd.records import Event, Figures, ServiceStatus, SpeculationFigures
 
 NUM_EVENTS = 3
 LEFT_OUT_SHOWN = 4
+LEFT_OUT = {
+    "ngram": "n-grams cannot propose",
+    "sleep": "the draft does not sleep at k = 0",
+}
 
 
 def page(status: ServiceStatus, events: Sequence[Event]) -> str:
@@ -183,8 +187,13 @@ def _replicas(status: ServiceStatus) -> Iterator[str]:
         )
         if unproved := replica.unproved:
             yield _row("", f"its swaps are not proved by reading the draft back: {unproved}")
+        for part, reason in sorted(replica.off.items()):
+            yield _row("", f"{part} is off: {reason}")
         if figures := replica.speculation_figures:
             yield from _speculation(figures)
+        left_out = replica.speculation.left_out if replica.speculation else {}
+        for what, why in sorted(left_out.items()):
+            yield _row("", f"{LEFT_OUT.get(what, what)}: {why}")
 
 
 def _speculation(figures: SpeculationFigures) -> Iterator[str]:

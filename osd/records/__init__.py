@@ -19,6 +19,7 @@ from osd.records.acceptance import (
 )
 from osd.records.replica import (
     CommitReport,
+    RankReport,
     ReplicaStatus,
     SpecWindow,
     StagingReport,
@@ -75,6 +76,7 @@ __all__ = [
     "NetGain",
     "PlanChange",
     "PlanTotals",
+    "RankReport",
     "ReplicaStatus",
     "ReplicaView",
     "RoundOutcome",

@@ -128,6 +128,8 @@ class ReplicaStatus:
     """Requests in the engine."""
     unproved: str = ""
     """Why its swaps cannot be proved by reading the draft back; "" when they are."""
+    off: dict[str, str] = field(default_factory=dict)
+    """Part that does not work with its vLLM -> why, and what that means"""
     speculation: SpeculationReport | None = None
     """What the control of speculation last said of itself; None = k is fixed, or none came yet."""
 
@@ -153,13 +155,17 @@ class WorkerReport:
     """Requests in the engine."""
     split: dict[str, float] = field(default_factory=dict)
     """Part of a step -> seconds."""
-    unproved: str = ""
-    """Why a swap cannot be proved; "" when it can."""
+    off: dict[str, str] = field(default_factory=dict)
+    """Part that is off in this worker -> why, and what that means"""
+    awake: str = ""
+    """Why its draft does not sleep at k = 0; "" when it does, or is not asked to."""
+    error: str = ""
+    """Why the counters could not be read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagingReport:
-    """How the worker's newest staging of a release goes.
+    """How one rank's newest staging of a release goes.
 
     Example:
         StagingReport(version=4, done=True, seconds=0.08)
@@ -172,8 +178,27 @@ class StagingReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """What one rank of an engine did in a phase of a swap.
+
+    Example:
+        RankReport(version=3, seconds=0.004, held={"every rank": 77, "rank 1": 512}, expected=990)
+    """
+
+    version: int = 0
+    """Version of the last good weights."""
+    seconds: float = 0.0
+    """Time the rank was blocked."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Holder -> digest of the weights that are live on this rank; empty when they were not read"""
+    expected: int = 0
+    """Digest of the whole draft."""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CommitReport:
-    """What became of the commit of a release.
+    """What became of the commit of a release on all ranks of an engine.
 
     Example:
         CommitReport(pause_s=0.006, previous=3, proved=True)

@@ -95,7 +95,11 @@ class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):
     """Quantile -> conditional acceptance of the requests that ended lately."""
     split: dict[str, float] = {}
     """Part of a step (draft, verify, sample, other) -> seconds on the worker's host."""
+    undrafted: dict[str, int] = {}
+    """Parameter because of which a request is not drafted for -> such requests."""
     is_async: bool = False
+    left_out: dict[str, str] = {}
+    """What this engine cannot do (ngram, sleep) -> why."""
     problem: str = ""
     """Why the control has ended; "" while it works."""
 
@@ -136,4 +140,5 @@ class SpeculationFigures:
     contexts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Length of the context -> (tested, accepted) draft tokens."""
     spread: dict[str, float] = field(default_factory=dict)
+    undrafted: dict[str, int] = field(default_factory=dict)
     problem: str = ""

@@ -193,7 +193,7 @@ class TraceAssembler:
             served_B[b] = served
             request.first_at = request.first_at or step.at
             request.last_at = step.at
-            num_drafts = num_drafts_B[b] if step.is_model_draft else 0
+            num_drafts = num_drafts_B[b] if version_B[b] else 0
             request.count_draft(num_drafts, num_emitted - 1)
             # Drafts are judged by replaying held-out traces: what leaves no trace must not count.
             is_judged = request.captured or not self._config.enabled

@@ -47,6 +47,9 @@ SECONDS_TO_GATHER = 0.1
 and wake it each time."""
 HURRY_AT = 0.25
 """Share of a full queue at which the gathering ends early."""
+NO_VERSION = 0
+"""Version of draft tokens that belong to none: of n-grams, and of a swap that is not decided. They
+count for no draft."""
 
 
 @dataclass(slots=True)
@@ -138,7 +141,7 @@ class Capture:
             captured_B, self._random.random(step.sampled_BG.shape), keep_prob, self._config.top_k
         )
         if not step.is_model_draft:
-            version_B[:] = 0
+            version_B[:] = NO_VERSION
         picked = self._pick(step, lot)
         return Step(
             time.monotonic(),

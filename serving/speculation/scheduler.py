@@ -35,6 +35,9 @@ from osd.records import clean_domain
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
 from serving.speculation.step_seen import Stamp, StepSeen
+from serving.vllm import names
+from serving.vllm.name import resolve
+from serving.vllm.undrafted import Undrafted
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ class _Scheduled(NamedTuple):
     """The stamp of the step that proposed what this one verifies."""
 
 
-class Controlled:
+class Controlled(Undrafted):
     """Mixed into vLLM's scheduler, for engines that schedule a step when the one before it is done
     (all on CPUs)."""
 
@@ -70,10 +73,12 @@ class Controlled:
         super().__init__(*args, **kwargs)
         config = self.vllm_config  # type: ignore[attr-defined]
         settings = settings_of(config.additional_config)
+        self._osd_left_out: dict[str, str] = {}
         if (reason := self._osd_no_ngrams()) and "ngram" in settings.proposers:
             logger.warning("n-grams are left out of speculation.proposers: %s", reason)
             others = tuple(p for p in settings.proposers if p != "ngram")
             settings = replace(settings, proposers=others)
+            self._osd_left_out = {"ngram": reason}
         self.osd = Speculation(settings, padded=padded_sizes(config))
         self._osd_problem = ""
         largest_k: int = self.num_spec_tokens  # type: ignore[attr-defined]
@@ -88,7 +93,7 @@ class Controlled:
     # -- vLLM's methods ---------------------------------------------------------------------------
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        added = super().add_request(request, *args, **kwargs)  # type: ignore[misc]
+        added = super().add_request(request, *args, **kwargs)
         self._osd_guard(lambda: self._osd_begin(request))
         return added
 
@@ -98,7 +103,7 @@ class Controlled:
         k = self._osd_resting_k if stamp is None else stamp.plan.passes
         # Never None: vLLM would pad new decodes with draft tokens that nobody proposed.
         self.dynamic_sd_lookup = self._osd_lookup_table(k)
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        output = super().schedule(*args, **kwargs)
         self._osd_guard(lambda: self._osd_scheduled(output, started, stamp))
         return output
 
@@ -137,7 +142,11 @@ class Controlled:
         match name:
             case "report":
                 result = msgspec.structs.replace(
-                    self.osd.report(), problem=self._osd_problem, is_async=self.IS_ASYNC
+                    self.osd.report(),
+                    problem=self._osd_problem,
+                    is_async=self.IS_ASYNC,
+                    left_out=self._osd_left_out,
+                    undrafted=dict(self.osd_undrafted),
                 )
             case "sweep":
                 self.osd.sweep(given)
@@ -191,7 +200,9 @@ class Controlled:
         self.osd.begin(
             request.request_id,
             domain=clean_domain(str(extra.get("osd_domain", ""))),
-            client_cap=whole_number(extra.get("osd_spec_k")),
+            client_cap=0
+            if self._osd_why_undrafted(request)
+            else whole_number(extra.get("osd_spec_k")),
             is_counted=not extra.get("osd_calibration"),
         )
 
@@ -284,11 +295,9 @@ def controlled_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
 def controlled_class(vllm_config: Any) -> type[Controlled]:
     """vLLM's scheduler that fits the engine, under control. It also gives the engine core the
     method that the replica calls by name (`engine_core.call_utility`)."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
-
-    EngineCore.osd_speculation = _command  # type: ignore[attr-defined]
+    Scheduler, AsyncScheduler, EngineCore = map(resolve, names.CONTROLLED)
+    EngineCore.osd_speculation = _command
+    EngineCore.osd_undrafted = _undrafted_problem
     is_async = vllm_config.scheduler_config.async_scheduling
     bases = (ControlledAsync, AsyncScheduler) if is_async else (Controlled, Scheduler)
     return type("ControlledScheduler", bases, {})
@@ -322,3 +331,7 @@ def whole_number(value: Any) -> int | None:
 
 def _command(core: Any, name: str, argument: str = "null") -> str:
     return str(core.scheduler.osd_command(name, argument))
+
+
+def _undrafted_problem(core: Any) -> str:
+    return str(core.scheduler.osd_undrafted_problem)

@@ -6,11 +6,10 @@ adds up seconds. On a GPU, which works asynchronously, these are the times of la
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from serving.vllm import scopes
 
 PARTS = {
     "gpu_model_runner: forward": "verify",
@@ -23,19 +22,15 @@ PARTS = {
 
 
 class StepSplit:
-    """Adds up from its creation on. Scopes of one part do not nest."""
+    """Adds up from `start` on. Scopes of one part do not nest."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PARTS.values(), 0.0)
         self._num_steps = 0
-        try:
-            from vllm.v1 import utils
 
-            # Another version of vLLM may not have this function.
-            utils.record_function_or_nullcontext  # noqa: B018
-            utils._PROFILER_FUNC = self._scope  # type: ignore[assignment]
-        except (ImportError, AttributeError) as error:
-            logger.warning("the time split of steps is not known: %s", error)
+    def start(self) -> None:
+        """Let vLLM enter our scopes."""
+        scopes.enter(self._scope)
 
     def report(self) -> dict[str, Any]:
         """{"steps", "draft", "verify", "sample", "other"}: seconds since the start."""

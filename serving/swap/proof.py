@@ -10,17 +10,20 @@ parameters. The weights are read back through the kernels that serve: a linear l
 vector with exactly one column of its matrix. The digest is a sum over bits, so it does not depend
 on how matrices are stacked or padded. It would not notice two whole layers exchanged.
 
+Under tensor parallelism a rank holds rows of some matrices, columns of others, and copies of the
+rest. The sum does not depend on where parts lie either: each rank digests what it holds, by holder.
+Holders add up to the release; what several ranks hold as copies must be equal, and counts once.
+
 Whether an engine can be read back is tried at its start, with the draft it loaded itself.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-logger = logging.getLogger(__name__)
+from osd.errors import SwapError
 
 NUM_COLUMNS = 4
 """Columns compared of every matrix. Each costs a token's pass through the layer; a matrix that was
@@ -40,6 +43,8 @@ _MIX = -0x61C8864680B583EB
 _MODULUS = 1 << 64
 
 Tensors = Mapping[str, torch.Tensor]
+EVERY_RANK = "every rank"
+"""Holder of what lies on every rank as a copy."""
 
 
 def columns(num_features: int) -> torch.Tensor:
@@ -55,15 +60,31 @@ def rows(num_embeddings: int) -> torch.Tensor:
 def digest(parts: Iterable[torch.Tensor]) -> int:
     """A 64-bit number that depends on the bits of all values, but not on their order or on zeros
     among them."""
-    waiting: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    total = 0
-    for part in parts:
-        alike = waiting.setdefault((part.dtype, part.device), [])
-        alike.append(part.reshape(-1))
-        if sum(map(len, alike)) >= VALUES_AT_ONCE:
-            total += _sum_of_bits(alike)
-            alike.clear()
-    return (total + sum(_sum_of_bits(alike) for alike in waiting.values() if alike)) % _MODULUS
+    return digests((EVERY_RANK, part) for part in parts).get(EVERY_RANK, 0)
+
+
+def digests(held: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Holder -> `digest` of its parts, from pairs of a holder and a part."""
+    sums: dict[str, _Sum] = {}
+    for holder, part in held:
+        sums.setdefault(holder, _Sum()).add(part)
+    return {holder: total.digest() for holder, total in sums.items()}
+
+
+def problem(ranks: Sequence[Mapping[str, int]], expected: int) -> str:
+    """How the `digests` of all ranks differ from a release with this digest; "" when they do
+    not."""
+    whole: dict[str, int] = {}
+    for held in ranks:
+        for holder, found in held.items():
+            if whole.setdefault(holder, found) != found:
+                return f"the copies on {holder} differ"
+    live = sum(whole.values()) % _MODULUS
+    return (
+        ""
+        if live == expected
+        else f"the engine holds other weights: checksum {live:016x}, not {expected:016x}"
+    )
 
 
 def of_release(tensors: Tensors, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -83,48 +104,52 @@ def of_release(tensors: Tensors, dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 
 class SwapProof:
-    """Compares releases with one live draft. `read_back` yields from the engine what `of_release`
-    yields from a release; `untouched` yields parts of the target, which no swap may change."""
+    """Reads one rank's part of a live draft. `read_back` yields from the engine, with their
+    holders, what `of_release` yields from a release; `untouched` yields parts of the target, which
+    no swap may change."""
 
     def __init__(
         self,
-        read_back: Callable[[], Iterable[torch.Tensor]],
+        read_back: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         dtype: torch.dtype,
-        first: Tensors,
         untouched: Callable[[], Iterable[torch.Tensor]] = lambda: (),
     ) -> None:
         self._read_back, self._dtype, self._untouched = read_back, dtype, untouched
-        self._before: int
-        self.why_not = self._try(first)
-        """Why swaps cannot be proved in this engine; "" when they can."""
-        if self.why_not:
-            logger.warning("swaps are not proved in this engine: %s", self.why_not)
+        self._before: int | None = None
 
     def expected(self, tensors: Tensors) -> int:
-        """The checksum of a draft that holds this checkpoint. It does not touch the engine."""
+        """The digest of a draft that holds this checkpoint. It does not touch the engine."""
         return digest(of_release(tensors, self._dtype))
 
-    def problem(self, expected: int) -> str:
-        """How the live draft differs from the checkpoint with this checksum; "" when it does not,
-        or when swaps cannot be proved here."""
-        if self.why_not:
-            return ""
-        if digest(self._untouched()) != self._before:
-            return "the target's weights are no longer those of the start: restart this replica"
-        live = digest(self._read_back())
-        return (
-            ""
-            if live == expected
-            else f"the engine holds other weights: checksum {live:016x}, not {expected:016x}"
-        )
+    def held(self) -> dict[str, int]:
+        """What this rank holds, as `digests`. May raise anything; `SwapError` when the target is
+        no longer that of the first call."""
+        target = digest(self._untouched())
+        self._before = target if self._before is None else self._before
+        if target != self._before:
+            raise SwapError(
+                "the target's weights are no longer those of the start: restart this replica"
+            )
+        return digests(self._read_back())
 
-    def _try(self, first: Tensors) -> str:
-        try:
-            self._before = digest(self._untouched())
-            live, expected = digest(self._read_back()), self.expected(first)
-        except Exception as error:  # noqa: BLE001  an engine with other layers serves all the same
-            return f"{type(error).__name__}: {error}"
-        return "" if live == expected else "its layers hold the first draft in a form of their own"
+
+class _Sum:
+    """A digest under way."""
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._waiting: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+
+    def add(self, part: torch.Tensor) -> None:
+        alike = self._waiting.setdefault((part.dtype, part.device), [])
+        alike.append(part.reshape(-1))
+        if sum(map(len, alike)) >= VALUES_AT_ONCE:
+            self._total += _sum_of_bits(alike)
+            alike.clear()
+
+    def digest(self) -> int:
+        waiting = sum(_sum_of_bits(alike) for alike in self._waiting.values() if alike)
+        return (self._total + waiting) % _MODULUS
 
 
 def _sum_of_bits(alike: list[torch.Tensor]) -> int:

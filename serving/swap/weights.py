@@ -1,7 +1,7 @@
 """The weights of a live vLLM draft: how they are put into the model, and read back through its
 layers.
 
-This module uses private names of vLLM, which `serving/vllm/names.py` lists.
+What it needs of vLLM stands in `serving/vllm/layers.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from osd.errors import SwapError
 from serving.swap import proof
 from serving.swap.live_draft import LiveDraft, Owned
+from serving.vllm import layers
 
 SERVED_METHOD = "draft_model"
 """vLLM's method for a draft model of its own. All others are heads, or need no weights."""
@@ -34,17 +35,11 @@ def live_draft(worker: Any) -> LiveDraft:
     """The draft of this worker."""
 
     def pack(twin: Any) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+        layers.pack(twin, worker.vllm_config)
 
-        method = getattr(twin, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase):
-            # Some methods do nothing when this is set.
-            vars(twin).pop("_already_called_process_weights_after_loading", None)
-            with set_current_vllm_config(worker.vllm_config):
-                method.process_weights_after_loading(twin)
-
-    return LiveDraft(worker.get_draft_model(), worker.model_runner.get_model(), unpacked, pack)
+    return LiveDraft(
+        worker.get_draft_model(), worker.model_runner.get_model(), layers.unpacked, pack
+    )
 
 
 def load_draft_weights(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -53,49 +48,10 @@ def load_draft_weights(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None
     draft.put(draft.build(tensors))
 
 
-def unpacked(layer: Any, twin: Any) -> dict[str, torch.Tensor]:
-    """Parameters for the twin of a layer as vLLM made them before it packed them, to be filled by a
-    checkpoint. Raises `SwapError` for layers that derive weights from others."""
-    from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        _get_original_loader,
-        get_layerwise_info,
-    )
-    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
-    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-
-    if is_deferred_attention_layer(layer) and not isinstance(layer, Attention):
-        raise SwapError(
-            f"the draft's {type(layer).__name__} derives weights when it is loaded, which is not "
-            "supported"
-        )
-    info = get_layerwise_info(layer)
-    with info.restore_device if _needs_device(layer) else torch.device("cpu"):
-        metadata = info.restore_metadata[0]
-        made: dict[str, Any] = {
-            name: materialize_meta_tensor(meta).zero_() for name, meta in metadata.items()
-        }
-    for tensor in made.values():
-        # vLLM's own reloading leaves the loader wrapped in one that does nothing.
-        tensor.weight_loader = _get_original_loader(tensor)
-    return {name: restore_layer_refs(tensor, twin) for name, tensor in made.items()}
-
-
-def _needs_device(layer: Any) -> bool:
-    """Whether the weights of this layer are packed on its device, as quantised ones are."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    method = getattr(layer, "quant_method", None)
-    return method is not None and not isinstance(
-        method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-    )
-
-
 @torch.no_grad()
-def read_back(worker: Any) -> Iterator[torch.Tensor]:
-    """What `proof.of_release` yields, read from the live draft, without what it shares with the
-    target."""
+def read_back(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `proof.of_release` yields, read from this rank's part of the live draft, without what it
+    shares with the target; each part with its holder."""
     draft, target = worker.get_draft_model(), Owned(worker.model_runner.get_model())
     head = next((getattr(draft, name) for name in proof.HEADS if hasattr(draft, name)), None)
     for module in draft.modules():
@@ -104,15 +60,15 @@ def read_back(worker: Any) -> Iterator[torch.Tensor]:
             own = [p for p in module.parameters(recurse=False) if p not in target]
         if hasattr(module, "embedding_dim"):
             if own and not _is_head(module):
-                yield module.weight[proof.rows(module.org_vocab_size)]
+                yield _holder(module), _rows(module)
             if own and (_is_head(module) or module is head):
-                yield _columns(module, module.embedding_dim)
+                yield _holder(module), _columns(module, proof.columns(module.embedding_dim))
         elif hasattr(module, "input_size") and hasattr(module, "quant_method"):
-            yield _columns(module, module.input_size)
+            yield from _by_holder(module, _columns(module, _local_columns(module)))
             if getattr(module, "bias", None) is not None:
-                yield module.bias
+                yield from _biases(module)
         else:
-            yield from own
+            yield from ((proof.EVERY_RANK, part) for part in own)
 
 
 @torch.no_grad()
@@ -130,19 +86,66 @@ def sample_of_target(worker: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_head(module: Any) -> bool:
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    return isinstance(module, ParallelLMHead)
+    return layers.is_head(module)
 
 
-def _columns(module: Any, num_features: int) -> torch.Tensor:
-    """[<= NUM_COLUMNS, outputs]: the layer's answers to unit vectors, without its bias."""
-    chosen = proof.columns(num_features)
+def _holder(module: Any) -> str:
+    """Who holds what this layer keeps on this rank."""
+    return proof.EVERY_RANK if module.tp_size == 1 else f"rank {module.tp_rank}"
+
+
+def _rows(module: Any) -> torch.Tensor:
+    """[<= NUM_ROWS, features]: the compared rows of an embedding that lie on this rank."""
+    first, end = (
+        getattr(module.shard_indices, f"org_vocab_{side}_index") for side in ("start", "end")
+    )
+    chosen = proof.rows(module.org_vocab_size)
+    held: torch.Tensor = module.weight[chosen[(chosen >= first) & (chosen < end)] - first]
+    return held
+
+
+def _local_columns(module: Any) -> torch.Tensor:
+    """int64 [<= NUM_COLUMNS]: the compared input features of a matrix that lie on this rank,
+    counted from its first."""
+    chosen, here = proof.columns(module.input_size), _num_inputs(module)
+    first = module.tp_rank * here if here < module.input_size else 0
+    return chosen[(chosen >= first) & (chosen < first + here)] - first
+
+
+def _num_inputs(module: Any) -> int:
+    """Input features of a linear layer on this rank."""
+    return int(getattr(module, "input_size_per_partition", module.input_size))
+
+
+def _columns(module: Any, chosen: torch.Tensor) -> torch.Tensor:
+    """[chosen, outputs on this rank]: the layer's answers to unit vectors, without its bias."""
+    size = module.embedding_dim if hasattr(module, "embedding_dim") else _num_inputs(module)
     like = next(module.parameters(recurse=False))
-    units = torch.zeros(len(chosen), num_features, dtype=like.dtype, device=like.device)
+    units = torch.zeros(len(chosen), size, dtype=like.dtype, device=like.device)
     units[torch.arange(len(chosen)), chosen] = 1
     answer: torch.Tensor = module.quant_method.apply(module, units)
     return answer
+
+
+def _biases(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """A layer's bias. Where the inputs are split, every rank has all of it."""
+    if _num_inputs(module) < module.input_size:
+        yield proof.EVERY_RANK, module.bias
+    else:
+        yield from _by_holder(module, module.bias)
+
+
+def _by_holder(module: Any, outputs: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Values along the last axis of a layer's outputs, with their holders. Where ranks outnumber
+    the heads of keys and values, several of them hold each head."""
+    copies = getattr(module, "num_kv_head_replicas", 1)
+    if copies == 1:
+        yield _holder(module), outputs
+        return
+    num_queries = module.num_heads * module.head_size
+    first = module.tp_rank // copies * copies
+    yield _holder(module), outputs[..., :num_queries]
+    yield f"ranks {first} to {first + copies - 1}", outputs[..., num_queries:]
 
 
 def draft_dtype(worker: Any) -> torch.dtype:

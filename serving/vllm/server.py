@@ -7,8 +7,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from serving.vllm.fixes import refuse_what_would_end_the_engine
-
 
 def prepare_environment(environ: Any = os.environ) -> None:
     """Set what vLLM reads when it is imported, in every process of an engine.
@@ -60,7 +58,6 @@ async def build_engine_and_app(args: Any) -> tuple[Any, Any]:
     from vllm.entrypoints.launchers.app import build_app
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    refuse_what_would_end_the_engine()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
     try:
         tasks = await engine.get_supported_tasks()

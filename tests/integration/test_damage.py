@@ -37,7 +37,7 @@ from tests.support.services import (
 )
 from tests.support.traffic import PROMPTS, Traffic, ask
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MEASURED = 0.6
 """About what the fair draft reaches on these prompts."""

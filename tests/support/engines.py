@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,16 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from tests.support import interpreter
+
+if interpreter.is_asked_for():
+    interpreter.take()
+
 from osd.config.schema import CaptureConfig
-from osd.records import DraftRelease, Trace, encode
+from osd.records import DraftRelease, Trace
+from serving.swap.ranks import Ranks
 from serving.worker import WorkerExtension, trace_settings
+from tests.support.ways import V1_SYNC, Way
 
 SINK: list[Trace] = []
 """Where traces of engines in this process go."""
@@ -34,11 +44,37 @@ class ListWorker(WorkerExtension):
         return put, dict
 
 
+@contextmanager
+def settled_as_on_devices(way: Way) -> Iterator[None]:
+    """vLLM on a CPU schedules synchronously, whatever it is asked, and compiles with inductor,
+    which takes minutes: here it schedules as the way says, and what dynamo traces runs as it is."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    own = vars(CpuPlatform)["check_and_update_config"]
+    before = os.environ.get("VLLM_CPU_CI_ENV")
+
+    def settle(cls: type, config: Any) -> None:
+        own.__func__(cls, config)
+        config.scheduler_config.async_scheduling = way.is_async
+
+    CpuPlatform.check_and_update_config = classmethod(settle)  # type: ignore[method-assign]
+    os.environ["VLLM_CPU_CI_ENV"] = "1"
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = own
+        os.environ.pop("VLLM_CPU_CI_ENV")
+        if before is not None:
+            os.environ["VLLM_CPU_CI_ENV"] = before
+
+
 class Engine:
-    """vLLM's `LLM` with `num_speculative_tokens` k, or without speculation when `draft` is None.
+    """vLLM's `LLM` with `num_speculative_tokens` k, or without speculation when `release` is None.
 
     `control`: settings of the closed loop, which then schedules.
     """
+
+    WORKER = "tests.support.engines.ListWorker"
 
     def __init__(
         self,
@@ -48,6 +84,7 @@ class Engine:
         k: int = 4,
         control: dict[str, Any] | None = None,
         speculative: dict[str, Any] | None = None,
+        way: Way = V1_SYNC,
         **options: Any,
     ) -> None:
         from vllm import LLM
@@ -57,8 +94,8 @@ class Engine:
             "skip_tokenizer_init": True,
             "distributed_executor_backend": "uni",
             "kv_cache_memory_bytes": 64 << 20,
-            "enforce_eager": True,
-            "dtype": "float32",
+            "enforce_eager": not way.is_compiled,
+            "dtype": way.dtype,
             "max_model_len": 256,
             "max_num_seqs": 64,
             "enable_prefix_caching": True,
@@ -67,7 +104,7 @@ class Engine:
             **options,
         }
         if release is not None:
-            settings["worker_extension_cls"] = "tests.support.engines.ListWorker"
+            settings["worker_extension_cls"] = self.WORKER
             settings["speculative_config"] = {
                 "method": "draft_model",
                 "model": release.path,
@@ -79,13 +116,18 @@ class Engine:
             settings["additional_config"] = {"osd": {"k_max": k, **control}}
         self.is_controlled = control is not None
         self.k = k
-        self.llm = LLM(**settings)
+        with settled_as_on_devices(way) if way != V1_SYNC else nullcontext():
+            self.llm = LLM(**settings)
+        self.way = way
+        self.said: list[str] = []
+        """What the scheduler logged when it was made."""
+        self.ranks = Ranks(self._call)
         self.release = release
         self._next = 0
 
     def start_hooks(self, capture: CaptureConfig, target_id: str = "target") -> None:
         assert self.release is not None
-        self.rpc("osd_start", self._settings(capture, target_id))
+        asyncio.run(self.ranks.start(self._settings(capture, target_id)))
 
     def _settings(self, capture: CaptureConfig, target_id: str) -> str:
         assert self.release is not None
@@ -119,14 +161,12 @@ class Engine:
     def rpc(self, method: str, *args: Any) -> Any:
         return self.llm.collective_rpc(method, args=args)[0]
 
+    async def _call(self, method: str, *args: Any) -> list[str]:
+        return list(self.llm.collective_rpc(method, args=args))
+
     def swap(self, release: DraftRelease) -> dict[str, Any]:
         """Stages, waits and commits, as a replica does. Returns the answer or the error."""
-        self.rpc("osd_stage", encode(release).decode())
-        while not (staging := json.loads(self.rpc("osd_staging")))["done"]:
-            pass
-        if staging["error"]:
-            return {"error": staging["error"], "pause_s": 0.0}
-        return json.loads(self.rpc("osd_commit", release.version))
+        return asdict(asyncio.run(self.ranks.swap(release))[1])
 
     def add(self, prompt_ids: Sequence[int], **sampling: Any) -> str:
         from vllm import SamplingParams

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def bench(name: str, out: Path) -> tuple[dict[str, Any], dict[tuple[str, str], dict[str, Any]]]:
     """`osd bench NAME --quick`: its result, and its figures by group and name."""

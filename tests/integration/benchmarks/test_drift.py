@@ -17,6 +17,8 @@ from benchmarks.lookup import prompt_lookup
 from osd.tiny.models import ensure
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 Case = tuple[np.ndarray, int, int]
 """Tokens so far, shortest and longest n-gram."""
 

@@ -36,6 +36,8 @@ ORDER = (
     "test_interrupt.py",
     "test_rollback.py",
     "test_rest.py",
+    # It has a service of its own, of two ranks.
+    "test_tensor_parallel.py",
     "test_stopping.py",
 )
 

@@ -25,7 +25,7 @@ from tests.support.services import (
 )
 from tests.support.traffic import MODEL, PROMPTS, Traffic, ask
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_a_killed_trainer_goes_on_from_its_checkpoint(

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from osd.service.launch import Service
+from serving.vllm.undrafted import REFUSED
 from tests.support.services import status, wait_until
 from tests.support.traffic import MODEL, PROMPTS, ask
 
@@ -58,29 +59,40 @@ def test_several_answers_and_logprobs(client: openai.OpenAI) -> None:
         assert all(len(token.top_logprobs) == 3 for token in choice.logprobs.content)
 
 
-def test_log_probabilities_of_chosen_tokens_are_refused_and_end_no_engine(
+def test_what_vllm_refuses_beside_a_draft_is_answered(
     service: Service, client: openai.OpenAI
 ) -> None:
-    """vLLM's rejection sampler raises on such a request beside one for `logprobs`: that would end
-    the engine."""
+    """Beside a request for `logprobs`: with vLLM's rejection sampler as it comes, one for
+    `logprob_token_ids` would end the engine."""
 
     def ask_with(**extra: Any) -> Any:
         return client.chat.completions.create(
             model=MODEL,
             messages=messages(PROMPTS[0]),
-            max_tokens=200,
             temperature=0,
             logprobs=True,
-            extra_body=extra,
-        )
+            extra_body={"max_tokens": 12, "ignore_eos": True, "return_token_ids": True} | extra,
+        ).choices[0]
 
+    as_ever = ask_with()
     with ThreadPoolExecutor(1) as thread:
-        beside = thread.submit(ask_with, ignore_eos=True)
+        beside = thread.submit(ask_with, max_tokens=200)
         while not beside.done():
-            why = "logprob_token_ids is not supported with speculative"
-            with pytest.raises(openai.BadRequestError, match=why):
-                ask_with(logprob_token_ids=[3, 4])
-        assert len(beside.result().choices[0].logprobs.content) == 200
+            forced = ask_with(logit_bias={"9": 100})
+            assert forced.token_ids == [9] * 12
+            chosen = ask_with(logprob_token_ids=[3, 4], top_logprobs=2)
+            assert chosen.token_ids == as_ever.token_ids
+            assert len(chosen.logprobs.content) == 12
+            hot = [ask_with(min_p=0.05, temperature=1.5, seed=7).token_ids for _ in range(2)]
+            assert hot[0] == hot[1] != as_ever.token_ids
+        assert beside.result().token_ids[:12] == as_ever.token_ids
+        assert len(beside.result().logprobs.content) == 200
+
+    def counted() -> bool:
+        report = status(service.control_url)["replicas"][0]["speculation"]
+        return bool(min(report["undrafted"].get(reason, 0) for reason in REFUSED) > 0)
+
+    wait_until(counted, 30, "the report counts them by reason")
 
 
 def test_stop_ends_an_answer_before_the_word(client: openai.OpenAI) -> None:

@@ -21,7 +21,7 @@ from tests.support.services import (
 )
 from tests.support.traffic import PROMPTS, ask
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_two_deployments_side_by_side(

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from osd.records import ACCEPTED, PLAIN, REJECTED, Trace
+from serving.vllm.hooks import Verification
 from tests.integration.conftest import release_of
 from tests.support.engines import Engine
 from tests.support.pairs import Pair
@@ -181,22 +182,31 @@ def test_each_row_carries_the_version_that_proposed_it(
 ) -> None:
     """The draft tokens verified in the step after the swap had been proposed before it."""
     keep_all(engine)
-    proposed_before: dict[tuple[int, ...], int] = {}
+    ids = [engine.add(prompt, ignore_eos=True, max_tokens=40) for prompt in prompts[:6]]
+    proposed_before: dict[str, int] = {}
+    capture, own = engine.worker.osd_capture, engine.worker.osd_capture.on_verify
+
+    def overhear(step: Verification) -> None:
+        own(step)
+        if capture.draft_version == 2 and not proposed_before:
+            for b, req_id in enumerate(step.req_ids):
+                num_emitted = int((step.sampled_BG[b] >= 0).sum())
+                proposed_before[req_id.split("-")[0]] = int(step.first_position_B[b]) + num_emitted
 
     def swap(step: int) -> None:
         if step == 5:
             assert engine.swap(release_of(pair.stranger, 2))["error"] == ""
-        if step == 6:
-            for request in engine.scheduler.requests.values():
-                proposed_before[tuple(request.prompt_token_ids)] = request.num_tokens
 
-    for prompt in prompts[:6]:
-        engine.add(prompt, ignore_eos=True, max_tokens=40)
-    engine.run(swap)
-    traces = engine.traces()
+    capture.on_verify = overhear
+    try:
+        engine.run(swap)
+    finally:
+        del capture.on_verify
+    traces = {tuple(trace.prompt_ids.tolist()): trace for trace in engine.traces()}
     assert len(traces) == len(proposed_before) == 6
-    for trace in traces:
-        is_before = trace.position < proposed_before[tuple(trace.prompt_ids.tolist())]
+    for prompt, req_id in zip(prompts, ids, strict=False):
+        trace = traces[tuple(prompt)]
+        is_before = trace.position < proposed_before[req_id]
         assert trace.draft_version.tolist() == np.where(is_before, 1, 2).tolist()
         assert 0 < is_before.sum() < len(is_before) == 40
     report = json.loads(engine.rpc("osd_report", "test", "default"))

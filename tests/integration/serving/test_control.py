@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -14,8 +15,11 @@ import torch
 from osd.config.schema import CaptureConfig, Config
 from osd.records import PLAIN
 from serving.replica import Replica
-from serving.speculation.lazy_draft import LazyDraft
-from serving.vllm import fixes, names
+from serving.speculation.lazy_draft import lazy_draft
+from serving.speculation.sleep.v1 import LazyDraftV1
+from serving.vllm import parts
+from serving.vllm.name import resolve
+from serving.vllm.undrafted import refuse_undrafted
 from tests.integration.conftest import release_of
 from tests.integration.serving.test_capture import assert_rows_are_the_targets
 from tests.integration.serving.test_lossless import drafted_samples, misfit, target
@@ -26,6 +30,7 @@ __all__ = ["target"]
 
 K = 5
 LONG = {"ignore_eos": True, "max_tokens": 80}
+SHORT = {"ignore_eos": True, "max_tokens": 24}
 PLANS: list[tuple[str, int] | None] = [
     *(("draft", k) for k in range(1, K + 1)),
     ("off", 0),
@@ -57,7 +62,7 @@ def controlled(controlled_engine: Engine) -> Iterator[Engine]:
     engine.rpc("osd_report", "test", "default")
     yield engine
     assert engine.command("report")["problem"] == ""
-    assert not engine.worker.osd_lazy_draft._is_off
+    assert not engine.worker.osd_lazy_draft.is_off
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +168,7 @@ def awake(controlled: Engine) -> Iterator[None]:
     ):
         del vars(owner)[name]
     yield
-    controlled.worker.osd_lazy_draft = LazyDraft(runner)
+    controlled.worker.osd_lazy_draft = lazy_draft(runner)
 
 
 def test_after_a_sleep_drafts_are_what_they_would_have_been(
@@ -182,7 +187,7 @@ def test_without_catching_up_drafts_are_others(
 ) -> None:
     slept = drafts_after(controlled, prompts[:8], 25)
     controlled.llm.reset_prefix_cache()
-    monkeypatch.setattr(LazyDraft, "_catch_up", lambda self, *_: self._stale.clear())
+    monkeypatch.setattr(LazyDraftV1, "_catch_up", lambda *_: None)
     assert drafts_after(controlled, prompts[:8], 25) != slept
 
 
@@ -262,7 +267,7 @@ def test_at_temperature_one_tokens_follow_the_target_with_sampled_drafts(
 
 
 def test_a_client_may_cap_its_own_request(controlled: Engine, prompts: list[list[int]]) -> None:
-    controlled.command("force", ("draft", K))
+    controlled.command("force", ("draft", controlled.k))
     drafted: dict[str, set[int]] = {}
     own = controlled.scheduler.update_from_output
 
@@ -274,7 +279,7 @@ def test_a_client_may_cap_its_own_request(controlled: Engine, prompts: list[list
     controlled.scheduler.update_from_output = overhear
     try:
         caps = {
-            controlled.add(prompts[i], extra_args={"osd_spec_k": i}, **LONG): i for i in (0, 1, 3)
+            controlled.add(prompts[i], extra_args={"osd_spec_k": i}, **SHORT): i for i in (0, 1, 3)
         }
         controlled.run()
     finally:
@@ -313,8 +318,11 @@ def test_without_drafts_sampling_is_that_of_an_engine_without_speculation(
     before = controlled.worker.osd_lazy_draft.num_steps_without_drafts
     assert controlled.generate(prompts[:4], **options) == plain.generate(prompts[:4], **options)
     is_short = controlled.worker.osd_lazy_draft.num_steps_without_drafts > before
-    assert is_short == ("logprobs" not in sampling), (
-        "vLLM's rejection sampler is what returns log-probabilities"
+    prepare = inspect.getsource(controlled.worker.model_runner._prepare_inputs)
+    is_verified = "use_spec_decode = self.speculative_config is not None" in prepare
+    assert is_short == (is_verified and "logprobs" not in sampling), (
+        "vLLM's rejection sampler is what returns log-probabilities; before 0.32 such steps pass "
+        "by it"
     )
 
 
@@ -399,26 +407,17 @@ def test_a_vllm_without_the_hooks_gets_a_static_k_and_one_line(
 ) -> None:
     replica = Replica.__new__(Replica)
     replica._config = Config()
-    replica._release = release_of(pair.draft, 1)
+    replica._release, replica._off = release_of(pair.draft, 1), {}
     scheduler = "serving.speculation.scheduler.controlled_scheduler"
     assert replica._control_arguments()["scheduler_cls"] == scheduler
-    monkeypatch.delattr(names.resolve(where), name)
-    assert names.problem_with_control() != ""
+    monkeypatch.delattr(resolve(where), name)
+    assert parts.problem_with("control") != ""
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert replica._control_arguments() == {}
     assert len(caplog.records) == 1
     assert name in caplog.text
-    assert "k stays at 5" in caplog.text
-
-
-def test_every_private_name_the_control_relies_on_is_where_it_is_expected() -> None:
-    import inspect
-
-    assert names.problem_with_control() == ""
-    for name, parameters in names.DRAFTER_NAMES.items():
-        found = tuple(inspect.signature(names.resolve(name)).parameters)
-        assert found[: len(parameters)] == parameters, name
+    assert "k stays at speculation.k_max" in replica._off["control"]
 
 
 def test_a_vllm_that_checks_requests_elsewhere_is_served_all_the_same(
@@ -427,7 +426,7 @@ def test_a_vllm_that_checks_requests_elsewhere_is_served_all_the_same(
     from vllm.sampling_params import SamplingParams
 
     monkeypatch.delattr(SamplingParams, "_validate_spec_decode")
-    fixes.refuse_what_would_end_the_engine()
-    assert [record.message for record in caplog.records] == [
-        "requests with logprob_token_ids are not refused: this vLLM has no _validate_spec_decode"
-    ]
+    off: dict[str, str] = {}
+    parts.start(off, "requests", refuse_undrafted)
+    assert "there is no vllm.sampling_params:SamplingParams._validate_spec_decode" in caplog.text
+    assert "requests with logprob_token_ids are not refused" in off["requests"]

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
-from serving.vllm import names, server
+from serving.vllm import names, parts, server, source
 from tests.integration.conftest import release_of
 from tests.support.engines import Engine
 from tests.support.pairs import Pair
@@ -140,14 +140,16 @@ def test_the_test_of_distribution_fails_without_the_repair(
     assert misfit(target, drafted_samples(engine, prompts, temperature), temperature) < 1e-8
 
 
-def test_every_private_name_of_vllm_is_where_it_is_expected() -> None:
-    import inspect
+@pytest.mark.parametrize("look", [None, source.installed()], ids=["imported", "source"])
+@pytest.mark.parametrize("part", names.NAMES)
+def test_every_part_finds_its_names_in_the_installed_vllm(
+    part: names.Part, look: parts.Look | None
+) -> None:
+    assert parts.problem_with(part, look) == ""
 
-    for name, parameters in names.PRIVATE_NAMES.items():
-        found = list(inspect.signature(names.resolve(name)).parameters)
-        if "classmethod" in str(type(names.resolve(name))):
-            found = found[1:]
-        assert tuple(found[: len(parameters)]) == parameters, name
+
+def test_the_benchmarks_find_their_names_in_the_installed_vllm() -> None:
+    assert parts.missing(names.BENCH_NAMES) == ""
 
 
 def test_the_installed_engine_is_one_the_project_was_run_on() -> None:

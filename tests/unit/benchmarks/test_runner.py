@@ -360,6 +360,7 @@ def test_control_is_held_against_what_could_have_been_fixed() -> None:
             "arm": arm,
             "repeat": repeat,
             "seconds": 2.0,
+            "cpu_seconds": 1.0 if arm == "auto" else 1.02,
             "num_tokens": 2 * speed,
             **more,
         }
@@ -380,6 +381,11 @@ def test_control_is_held_against_what_could_have_been_fixed() -> None:
     figures = {(f.group, f.name): f.value for f in control.summarise(plan, rows).figures}
     assert figures[control.ALL, control.MEAN_BEST] == pytest.approx(1.0)
     assert figures["useless draft, 4 streams", control.BEST] == pytest.approx(1.0)
+    assert figures["useless draft, 4 streams", control.CPU] == pytest.approx(1 / 1.02)
+    assert figures[control.ALL, control.EITHER] == 1.0
+    assert _share_of_cells(plan, rows, slower=1.2, cpu=1.02) == 1.0
+    assert _share_of_cells(plan, rows, slower=1.05, cpu=1.1) == 1.0
+    assert _share_of_cells(plan, rows, slower=1.2, cpu=1.1) == 11 / 12
     assert figures["good draft, 4 streams", control.OVER_NONE] == pytest.approx(4.0)
     best, best_of_16 = 40 * 20 * 10, 20 * 20 * 10
     # The best single choice, and the table's for 1 or 4 streams.
@@ -389,3 +395,28 @@ def test_control_is_held_against_what_could_have_been_fixed() -> None:
     assert figures[control.ALL, control.MEAN_SINGLE] == pytest.approx(single ** (1 / 12))
     assert figures[control.ALL, control.MEAN_TABLE] == pytest.approx(over_table ** (1 / 9))
     assert figures[control.COST_GROUP, control.COST] == pytest.approx(0.99)
+
+
+def _share_of_cells(plan: Any, rows: list[dict[str, Any]], *, slower: float, cpu: float) -> float:
+    """Where `auto` takes so many times the time and the CPU time in one cell."""
+    from benchmarks import control
+
+    def changed(row: dict[str, Any]) -> dict[str, Any]:
+        if (row["group"], row["arm"]) != ("good draft, 1 stream", control.AUTO):
+            return row
+        return row | {
+            "seconds": row["seconds"] * slower,
+            "cpu_seconds": 1.02 * cpu,
+        }
+
+    found = control.summarise(plan, [changed(row) for row in rows]).figures
+    return next(figure.value for figure in found if figure.name == control.EITHER)
+
+
+def test_engines_that_schedule_asynchronously_are_offered_no_n_grams() -> None:
+    from benchmarks import control
+
+    options = Options(directory=Path("unused"))
+    sync, asynchronous = (control.protocol(options, is_async=each) for each in (False, True))
+    assert set(sync.arms) - set(asynchronous.arms) == {"n-gram, 5"}
+    assert asynchronous.sizes["scheduling"] == "asynchronous"

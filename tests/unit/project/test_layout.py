@@ -215,7 +215,6 @@ UNEVEN = {
     "osd.observe.series": 2,
     "osd.observe.status": 1,
     "serving.speculation.acceptance_breakdown": 1,
-    "serving.speculation.lazy_draft": 3,
     "serving.speculation.ngram": 1,
     "serving.speculation.step_times": 1,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,3 +88,16 @@ def test_time_that_is_over_is_red_and_nothing_is_tried_again(stage: Stage) -> No
     why = "red: the time of this run (TEST_DEADLINE) was over before all its tests had begun"
     assert result.stderr.splitlines()[-1] == why
     assert "passed" not in result.stdout and not stage.again.read_text()
+
+
+def test_whatever_is_marked_slow_is_run_by_the_script_for_it() -> None:
+    stages = re.findall(r"^stage (.*)", (ROOT / "scripts" / "test_slow").read_text(), re.MULTILINE)
+    run = [ROOT / word for line in stages for word in line.split() if word.startswith("tests/")]
+    assert len(run) == 4 and all(path.exists() for path in run)
+    slow = [
+        file
+        for file in (ROOT / "tests").rglob("*.py")
+        if re.search(r"pytest\.mark\.slow\b", file.read_text()) and file != Path(__file__)
+    ]
+    assert len(slow) > 5
+    assert [file for file in slow if not any(file.is_relative_to(path) for path in run)] == []

@@ -23,6 +23,7 @@ from osd.records import (
     decode,
 )
 from serving.pull import Activity, DraftPuller
+from serving.swap.ranks import Ranks
 from serving.vllm import names
 
 
@@ -38,14 +39,14 @@ def release(version: int, target_id: str = "target") -> DraftRelease:
 
 
 class FakeEngine:
-    """Answers as the worker extension does. Versions in `refused` fail to stage, and all to commit
-    while there is a `commit_error`; staging takes `seconds_to_stage` of the clock, asked about
-    every 100 seconds."""
+    """Answers as the worker extension of one rank does. Versions in `refused` fail to stage, and
+    all to be put in while there is a `commit_error`; staging takes `seconds_to_stage` of the clock,
+    asked about every 100 seconds."""
 
     def __init__(self, world: Pulled) -> None:
         self.live, self.staged = 1, 0
         self.refused: set[int] = set()
-        self.commit_error, self.proved = "", True
+        self.commit_error = ""
         self.calls: list[str] = []
         self.releases: list[DraftRelease] = []
         """What it was asked to stage."""
@@ -53,26 +54,32 @@ class FakeEngine:
         self.seconds_to_stage = 0.0
         self._world = world
 
-    async def rpc(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> list[str]:
         self.calls.append(method)
+        return [self._answer(method, *args)]
+
+    def _answer(self, method: str, *args: Any) -> str:
         if method == "osd_stage":
             self.releases.append(decode(args[0], DraftRelease))
             self.staged = self.releases[-1].version
             self._done_at = self._world.now + self.seconds_to_stage
-            return None
+            return "{}"
         if method == "osd_staging":
             is_done = self._world.now >= self._done_at
             self._world.now += 0.0 if is_done else 100.0
             error = "does not fit" if self.staged in self.refused else ""
             return json.dumps({"done": is_done, "error": error, "seconds": 0.5})
-        if method == "osd_commit":
-            assert args == (self.staged,) and self.staged not in self.refused
-            if not self.commit_error:
-                self.live = self.staged
-            return json.dumps({"pause_s": 0.01, "error": self.commit_error, "proved": self.proved})
+        if method == "osd_put":
+            assert args == (self.staged, True) and self.staged not in self.refused
+            return json.dumps({"version": self.live, "seconds": 0.01, "error": self.commit_error})
+        if method == "osd_put_back":
+            return json.dumps({"version": self.live})
+        if method == "osd_confirm":
+            self.live = self.live if self.commit_error else self.staged
+            return json.dumps({"version": self.live})
         assert method == "osd_report" and args == ("replica-0", "default")
         windows = [self._window() for _ in range(self.windows_at_once)]
-        return msgspec.json.encode({"windows": windows, **COUNTERS})
+        return msgspec.json.encode({"windows": windows, **COUNTERS}).decode()
 
     def _window(self) -> SpecWindow:
         self.num_windows += 1
@@ -96,7 +103,6 @@ COUNTERS = {
     "num_traces": 5,
     "dropped": {"redis": 4},
     "num_running": 2,
-    "unproved": "cannot be read back",
     "split": {"model": 0.25},
 }
 
@@ -161,10 +167,11 @@ class Pulled:
             FakeRegistry(),
             Activity(self.clock),
         )
+        self.ranks = Ranks(self.engine.call, self.clock)
         self.speculation_client = FakeSteering()
         self.puller = DraftPuller(
             self.registry,  # type: ignore[arg-type]
-            self.engine.rpc,
+            self.ranks,
             self.activity,
             name="replica-0",
             url="http://127.0.0.1:1",
@@ -220,6 +227,8 @@ async def test_the_heartbeat_says_who_serves_what_and_what_the_worker_counted(
 ) -> None:
     pulled.registry.want = release(3)
     await pulled.look()
+    pulled.ranks.unproved = "cannot be read back"
+    await pulled.look(1.0)
     status = pulled.registry.status
     assert status is not None
     assert (status.replica, status.draft, status.url) == (
@@ -237,15 +246,37 @@ async def test_the_heartbeat_says_who_serves_what_and_what_the_worker_counted(
 
 
 async def test_without_control_the_heartbeat_says_why() -> None:
-    pulled = Pulled(speculation_client=None, uncontrolled="its k is fixed")
+    pulled = Pulled(speculation_client=None, off={"control": "its k is fixed"})
     pulled.registry.want = release(3)
     await pulled.look()
     assert pulled.engine.live == 3
     assert pulled.registry.status is not None
     assert pulled.registry.status.speculation == SpeculationReport(problem="its k is fixed")
+    assert pulled.registry.status.off == {"control": "its k is fixed"}
     fixed = Pulled(speculation_client=None)
     await fixed.look()
     assert fixed.registry.status is not None and fixed.registry.status.speculation is None
+
+
+async def test_the_heartbeat_names_the_parts_that_are_off(
+    pulled: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(COUNTERS, "off", {"capture": "the hook failed"})
+    monkeypatch.setitem(COUNTERS, "awake", "the engine schedules asynchronously")
+    await pulled.look()
+    status = pulled.registry.status
+    assert status is not None and status.off == {"capture": "the hook failed"}
+    assert status.speculation is not None
+    assert status.speculation.left_out == {"sleep": "the engine schedules asynchronously"}
+
+
+async def test_without_swap_no_draft_is_staged_and_the_heartbeat_says_why() -> None:
+    pulled = Pulled(off={"swap": "a name is gone"})
+    pulled.registry.want = release(3)
+    await pulled.look()
+    assert pulled.engine.releases == [] and pulled.engine.live != 3
+    assert pulled.registry.status is not None
+    assert pulled.registry.status.off == {"swap": "a name is gone"}
 
 
 async def test_control_hears_of_a_swap_and_of_no_other(pulled: Pulled) -> None:
@@ -257,19 +288,11 @@ async def test_control_hears_of_a_swap_and_of_no_other(pulled: Pulled) -> None:
 
 
 async def test_a_commit_that_fails_leaves_what_serves_and_is_tried_again(pulled: Pulled) -> None:
-    pulled.registry.want, pulled.engine.commit_error, pulled.engine.proved = (
-        release(2),
-        "out of memory",
-        False,
-    )
+    pulled.registry.want, pulled.engine.commit_error = release(2), "out of memory"
     await pulled.look()
     (report,) = pulled.registry.of(SwapReport)
-    assert (report.ok, report.error, report.pause_s, report.proved) == (
-        False,
-        "out of memory",
-        0.01,
-        False,
-    )
+    error = "v2: loading failed, the previous draft was restored: out of memory"
+    assert (report.ok, report.error, report.pause_s, report.proved) == (False, error, 0.01, False)
     assert (report.version, report.previous) == (2, 1)
     assert pulled.registry.status is not None and pulled.registry.status.version == 1
     pulled.engine.commit_error = ""
@@ -305,7 +328,7 @@ async def test_staging_that_takes_ten_minutes_is_given_up(pulled: Pulled) -> Non
         False,
         0.0,
     )
-    assert pulled.engine.live == 1 and "osd_commit" not in pulled.engine.calls
+    assert pulled.engine.live == 1 and "osd_put" not in pulled.engine.calls
     assert pulled.now == 1600.0
 
 

@@ -14,57 +14,106 @@ import torch
 
 from osd.config.schema import CaptureConfig
 from osd.errors import SwapError
-from osd.records import DraftRelease, StagingReport, encode
+from osd.records import DraftRelease, RankReport, StagingReport, WorkerReport, decode, encode
+from serving import worker as of_worker
+from serving.swap.proof import problem
+from serving.swap.unswappable import Unswappable
+from serving.vllm import parts
 from serving.worker import WorkerExtension, trace_settings
 from tests.support.draft_releases import written
 
 
-class Swapper:
-    """Serves version 3; what is asked of it is noted. `problem` is what a commit fails with."""
+@pytest.fixture(autouse=True)
+def whole_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that has every name."""
+    monkeypatch.setattr(parts, "problem_with", lambda part: "")
+    monkeypatch.setattr(of_worker, "_OFF_AT_IMPORT", {})
 
-    def __init__(self, proof: Any = None, problem: str = "") -> None:
-        self.version, self.proof, self.problem = 3, proof, problem
-        self.staged: list[DraftRelease] = []
+
+class Swapper:
+    """Serves version 3, and version 4 once that is confirmed; what is asked of it is noted."""
+
+    def __init__(self) -> None:
+        self.version, self.is_whole = 3, True
+        self.asked: list[Any] = []
         self.staging = StagingReport(version=4, done=True, seconds=0.5)
 
     def stage(self, release: DraftRelease) -> None:
-        self.staged.append(release)
+        self.asked.append(release)
 
-    def commit(self, version: int) -> float:
-        if self.problem:
-            raise SwapError(self.problem)
-        self.version = version
-        return 0.25
+    def put(self, version: int, is_read: bool) -> RankReport:
+        self.asked.append((version, is_read))
+        self.is_whole = False
+        return RankReport(version=3, seconds=0.25, held={"rank 0": 2**64 - 1}, expected=7)
+
+    def put_back(self, is_read: bool) -> RankReport:
+        self.asked.append(is_read)
+        return RankReport(version=3)
+
+    def confirm(self) -> RankReport:
+        self.version, self.is_whole = 4, True
+        return RankReport(version=4)
 
 
-def worker(swapper: Swapper) -> Any:
+def worker(swapper: Any, rank: int = 0) -> Any:
     made: Any = WorkerExtension()
-    made.osd_swapper, made.osd_capture = swapper, SimpleNamespace(draft_version=3)
+    made.osd_off, made.osd_awake, made.osd_hook, made.osd_lazy_draft = {}, "", None, None
+    made.osd_swapper, made.rank = swapper, rank
+    if rank == 0:
+        made.osd_capture = SimpleNamespace(draft_version=3)
     return made
 
 
-PROVING, BLIND = SimpleNamespace(why_not=""), SimpleNamespace(why_not="other layers")
-
-
-@pytest.mark.parametrize(("proof", "is_proved"), [(PROVING, True), (BLIND, False), (None, False)])
-def test_a_swap_is_answered_with_its_pause_and_rows_bear_the_new_version(
-    proof: Any, is_proved: bool
-) -> None:
-    made = worker(Swapper(proof))
-    assert json.loads(made.osd_commit(4)) == {
-        "pause_s": 0.25,
-        "previous": 3,
-        "proved": is_proved,
+def test_what_a_rank_holds_is_answered_whole() -> None:
+    made = worker(Swapper())
+    assert json.loads(made.osd_put(4, True)) == {
+        "version": 3,
+        "seconds": 0.25,
+        "held": {"rank 0": 2**64 - 1},
+        "expected": 7,
         "error": "",
     }
-    assert made.osd_capture.draft_version == 4
+    assert decode(made.osd_put_back(False), RankReport) == RankReport(version=3)
+    assert made.osd_swapper.asked == [(4, True), False]
 
 
-def test_a_failed_swap_is_answered_with_its_reason_and_rows_bear_the_old_version() -> None:
-    made = worker(Swapper(PROVING, "v4: no room"))
-    expected = {"pause_s": 0.0, "previous": 3, "proved": False, "error": "v4: no room"}
-    assert json.loads(made.osd_commit(4)) == expected
-    assert made.osd_capture.draft_version == 3
+def test_rows_bear_no_version_until_all_ranks_serve_one() -> None:
+    made = worker(Swapper())
+    for act, version in (("osd_put", 0), ("osd_put_back", 0), ("osd_confirm", 4)):
+        getattr(made, act)(*{"osd_put": (4, True), "osd_put_back": (True,)}.get(act, ()))
+        assert made.osd_capture.draft_version == version
+
+
+def test_other_ranks_swap_and_count_nothing() -> None:
+    made = worker(Swapper(), rank=1)
+    made.osd_put(4, True)
+    made.osd_confirm()
+    assert made.osd_swapper.version == 4
+    assert decode(made.osd_report("replica-0", "default"), WorkerReport) == WorkerReport()
+    assert made.osd_drain() == "{}"
+
+
+def test_what_fails_on_one_rank_is_answered_and_not_raised(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM would leave the answers of the other ranks unread, and take them for those of the next
+    call."""
+    made = worker(object(), rank=1)
+    for act, arguments in {
+        "osd_stage": ("{",),
+        "osd_staging": (),
+        "osd_put": (4, True),
+        "osd_put_back": (True,),
+        "osd_confirm": (),
+    }.items():
+        answer = json.loads(getattr(made, act)(*arguments))
+        assert list(answer) == ["error"] and "Error: " in answer["error"]
+    first = worker(object())
+    for act, arguments in {"osd_report": ("a", "b"), "osd_drain": ()}.items():
+        assert "AttributeError" in json.loads(getattr(first, act)(*arguments))["error"]
+    assert [record.message for record in caplog.records][-1] == (
+        "osd_drain failed; serving is not affected"
+    )
 
 
 def test_a_release_is_staged_whole_and_its_staging_told() -> None:
@@ -72,7 +121,7 @@ def test_a_release_is_staged_whole_and_its_staging_told() -> None:
     release = DraftRelease(
         version=4, parent=3, path="/d", sha256="a", target_id="t", created_at=1.0
     )
-    assert made.osd_stage(encode(release).decode()) == "{}" and made.osd_swapper.staged == [release]
+    assert made.osd_stage(encode(release).decode()) == "{}" and made.osd_swapper.asked == [release]
     assert json.loads(made.osd_staging()) == {
         "version": 4,
         "done": True,
@@ -81,13 +130,8 @@ def test_a_release_is_staged_whole_and_its_staging_told() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("proof", "unproved"), [(PROVING, ""), (BLIND, "other layers"), (None, "")]
-)
-def test_a_report_says_what_was_counted_and_why_swaps_are_not_proved(
-    proof: Any, unproved: str
-) -> None:
-    made = worker(Swapper(proof))
+def test_a_report_says_what_was_counted() -> None:
+    made = worker(Swapper())
     asked = []
     assembler = SimpleNamespace(
         rows=Counter(plain=2), skipped=Counter(opt_out=1), num_traces=5, num_running=6
@@ -104,16 +148,18 @@ def test_a_report_says_what_was_counted_and_why_swaps_are_not_proved(
         "dropped": {"full": 7},
         "num_running": 6,
         "split": {"draft": 8},
-        "unproved": unproved,
+        "off": {},
+        "awake": "",
+        "error": "",
     }
     assert asked == [("replica-0", "default")]
 
 
-def starting(draft: torch.nn.Module, method: str = "draft_model") -> Any:
+def starting(draft: torch.nn.Module, method: str = "draft_model", rank: int = 0) -> Any:
     """A worker of vLLM with this draft, before it was hooked. Settings of the sink come to
     `settings`."""
     made: Any = WorkerExtension()
-    made.settings = []
+    made.settings, made.rank = [], rank
 
     def open_sink(settings: dict[str, Any]) -> Any:
         made.settings.append(settings)
@@ -129,6 +175,7 @@ def starting(draft: torch.nn.Module, method: str = "draft_model") -> Any:
     made.model_runner = SimpleNamespace(
         get_model=lambda: target,
         rejection_sampler=torch.nn.Identity(),
+        _sample=lambda logits, metadata: logits,
         execute_model=lambda scheduled: scheduled,
     )
     made.get_draft_model = lambda: draft
@@ -143,9 +190,10 @@ def test_a_worker_starts_with_the_name_of_the_release_it_serves(tmp_path: Path) 
     settings = trace_settings(
         release, CaptureConfig(top_k=3), k=4, sink={"url": "redis"}, target_id="t", seed=1
     )
-    assert made.osd_start(settings) == "{}"
+    first = decode(made.osd_start(settings), RankReport)
+    assert problem([first.held], first.expected) == first.error == ""
     assert made.osd_swapper.version == made.osd_capture.draft_version == 5
-    assert made.osd_swapper.proof.why_not == "" and made.osd_swapper.prove() == ""
+    assert made.osd_swapper.prove() == ""
     assert made.settings == [{"url": "redis"}] and made.osd_sink_stats() == {"full": 7}
     assert made.osd_hook.is_listening and made.osd_lazy_draft is None
     with torch.no_grad():
@@ -155,6 +203,69 @@ def test_a_worker_starts_with_the_name_of_the_release_it_serves(tmp_path: Path) 
         draft.weight[0] -= 1
         made.model_runner.get_model().bias[1] += 1
     assert "the target's weights" in made.osd_swapper.prove()
+
+
+@pytest.mark.parametrize("gone", ["swap", "capture", "split"])
+def test_a_worker_starts_without_a_part_whose_name_is_gone(
+    tmp_path: Path, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "problem_with", lambda part: "it is gone" if part == gone else "")
+    draft = torch.nn.LayerNorm(4)
+    release = written(tmp_path, {n: t.detach() for n, t in draft.named_parameters()}, version=5)
+    made = starting(draft)
+    settings = trace_settings(release, CaptureConfig(), k=4, sink={}, target_id="t")
+    first = decode(made.osd_start(settings), RankReport)
+    assert (first.error == "") is (gone != "swap")
+    off = json.loads(made.osd_parts_off())
+    assert off == {gone: parts.reason(gone, "it is gone")}  # type: ignore[arg-type]
+    assert made.osd_swapper.version == 5
+    assert isinstance(made.osd_swapper, Unswappable) is (gone == "swap")
+    assert (made.osd_hook is None) is (gone == "capture")
+    report = json.loads(made.osd_report("replica-0", "default"))
+    assert report["off"] == off
+    assert report["skipped"] == ({"hook_error": 1} if gone == "capture" else {})
+
+
+def test_a_part_that_ends_while_it_runs_is_off_from_then_on(tmp_path: Path) -> None:
+    draft = torch.nn.LayerNorm(4)
+    release = written(tmp_path, {n: t.detach() for n, t in draft.named_parameters()}, version=5)
+    made = starting(draft)
+    made.osd_start(trace_settings(release, CaptureConfig(), k=4, sink={}, target_id="t"))
+    made.model_runner.execute_model(SimpleNamespace())
+    assert "scheduled_new_reqs" in made.osd_hook.problem and not made.osd_hook.is_listening
+    made.osd_lazy_draft = SimpleNamespace(problem="KeyError: 3")
+    assert json.loads(made.osd_parts_off()) == {
+        "capture": parts.reason("capture", made.osd_hook.problem),
+        "sleep": parts.reason("sleep", "KeyError: 3"),
+    }
+
+
+def test_what_cannot_be_swapped_refuses_every_release_with_the_reason() -> None:
+    made = worker(Unswappable(3, "it is gone"))
+    release = DraftRelease(
+        version=4, parent=3, path="/d", sha256="a", target_id="t", created_at=1.0
+    )
+    made.osd_stage(encode(release).decode())
+    staging = json.loads(made.osd_staging())
+    assert (staging["done"], staging["version"]) == (True, 4)
+    assert staging["error"] == "swap is off: it is gone"
+    put = decode(made.osd_put(4, True), RankReport)
+    assert (put.error, put.version, put.held) == ("swap is off: it is gone", 3, {})
+    assert decode(made.osd_put_back(True), RankReport).error == ""
+    assert made.osd_capture.draft_version == 3
+
+
+def test_only_the_first_rank_opens_a_sink_and_hooks_the_engine(tmp_path: Path) -> None:
+    draft = torch.nn.LayerNorm(4)
+    tensors = {name: tensor.detach() for name, tensor in draft.named_parameters()}
+    made = starting(draft, rank=1)
+    settings = trace_settings(
+        written(tmp_path, tensors), CaptureConfig(), k=4, sink={}, target_id="t"
+    )
+    execute = made.model_runner.execute_model
+    assert decode(made.osd_start(settings), RankReport).held
+    assert made.settings == [] and made.osd_hook is None
+    assert made.model_runner.execute_model is execute
 
 
 def test_a_worker_whose_draft_is_no_model_of_its_own_does_not_start(tmp_path: Path) -> None:

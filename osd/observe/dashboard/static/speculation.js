@@ -83,6 +83,7 @@ export function showSpeculation(replicas) {
   fill("speculation", known.flatMap(({ replica, k, speculation_figures: shown }) => [
     element("tr", {}, element("td", {}, replica), ...planCells(shown)),
     ...(shown.problem ? [element("tr", {}, element("td", { class: "problem", colspan: 10 }, tag("bad", "problem"), `the control has ended, k stays at ${k}: ${shown.problem}`))] : []),
+    ...(Object.keys(shown.undrafted).length ? [element("tr", {}, element("td", { class: "none", colspan: 10 }, `requests that are not drafted for: ${Object.entries(shown.undrafted).map(([reason, n]) => `${count(n)} with ${reason}`).join(", ")}`))] : []),
   ]), 10, "No replica has reported what it speculates: k is fixed, or no request has come yet.");
   const probes = figures.some((f) => isNumber(f.num_probes)) ? figures.reduce((sum, f) => sum + (f.num_probes ?? 0), 0) : null;
   const place = document.getElementById("speculation-count");

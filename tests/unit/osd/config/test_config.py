@@ -60,6 +60,28 @@ def test_precedence_is_flags_overrides_environment_file_defaults(tmp_path: Path)
         (["serving.vllm.model=x"], "use serving.target"),
         (["serving.vllm.speculative-config=x"], "use serving.draft"),
         (["serving.vllm.scheduler_cls=x"], "scheduler_cls is not yours"),
+        (
+            ["serving.vllm.pipeline-parallel-size=2"],
+            "use tensor_parallel_size: the stages of a pipeline do not all draft",
+        ),
+        (["serving.vllm.data_parallel_size=2"], "use a service per engine: ranks must not"),
+        (["serving.vllm.nnodes=2"], "all ranks of an engine run on one machine"),
+        (
+            ["serving.vllm.tensor_parallel_size=0"],
+            "tensor_parallel_size=0: use a whole number from 1 on",
+        ),
+        (["serving.vllm.tensor_parallel_size=two"], "tensor_parallel_size='two': use a whole"),
+        (["serving.vllm.tensor-parallel-size=true"], "tensor_parallel_size=True: use a whole"),
+        (
+            ["serving.vllm.distributed_executor_backend=ray"],
+            "distributed_executor_backend='ray': the ranks of an engine are processes of one "
+            "machine; leave it out, or use mp",
+        ),
+        (
+            ["serving.num_gpus=0.7", "serving.vllm.tensor_parallel_size=2"],
+            "each rank has a GPU of its own, and serving.num_gpus=0.7; set serving.num_gpus=2, or "
+            "0",
+        ),
         (["serving.port.deep=1"], "serving.port"),
         (["nonsense"], "section.key=value"),
         (["trainer.trackers=[foo]"], "trainer.trackers.0='foo' (command line)"),
@@ -72,6 +94,19 @@ def test_what_is_wrong_is_named_in_one_line(overrides: list[str], says: str) -> 
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_ranks"),
+    [
+        ([], 1),
+        (["serving.vllm.tensor_parallel_size=1", "serving.num_gpus=0.7"], 1),
+        (["serving.vllm.tensor_parallel_size=2"], 2),
+        (["serving.vllm.tensor-parallel-size=4", "serving.num_gpus=4"], 4),
+    ],
+)
+def test_an_engine_may_be_split_over_ranks(overrides: list[str], num_ranks: int) -> None:
+    assert reading.load(overrides=overrides, environ={}).config.serving.num_ranks == num_ranks
 
 
 @pytest.mark.parametrize(

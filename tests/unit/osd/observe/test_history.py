@@ -62,6 +62,7 @@ REPORT = {
     "accepted_per_position": [70, 49, 30],
     "by_context": {"<64": [200, 149], ">=64": [7, 0]},
     "spread": {"0.5": 0.72},
+    "undrafted": {"min_p": 4},
     "problem": "",
     "split": {"steps": 100, "draft": 0.4, "verify": 1.2, "sample": 0.2, "other": 0.2},
 }
@@ -391,6 +392,7 @@ def test_prometheus_shows_the_control_of_speculation() -> None:
         ("osd_speculation_context_accepted_total", "context=<64", who): 149,
         ("osd_speculation_context_accepted_total", "context=>=64", who): 0,
         ("osd_speculation_probes_total", who): 2,
+        ("osd_speculation_undrafted_requests_total", "reason=min_p", who): 4,
         ("osd_speculation_k", who): 3,
         ("osd_speculation_predicted_tokens_per_second", who): 812.5,
         ("osd_speculation_net_ratio", "bound=mean", who): 1.31,

@@ -336,6 +336,35 @@ def test_the_worst_comes_first_and_the_others_follow() -> None:
     assert lines[2].startswith("also        training is paused")
 
 
+@pytest.mark.parametrize("part", ["capture", "swap", "sleep", "split", "repairs", "requests"])
+def test_a_part_that_is_off_is_a_problem_and_stands_below_its_replica(part: str) -> None:
+    skipped = {"hook_error": 1} if part == "capture" else {}
+    broken = replica(off={part: "there is no X any more; so what"}, capture_skipped=skipped)
+    text = page(status(replicas=[broken]), EVENTS)
+    assert first_line(text) == (
+        f"{part} is off on replica-0 (there is no X any more; so what): `osd doctor` says which "
+        "versions of vLLM fit"
+    )
+    assert f"\n            {part} is off: there is no X any more; so what\n" in text
+    assert "also" not in text.splitlines()[1], "one problem is told once"
+
+
+def test_a_control_that_is_off_is_told_once() -> None:
+    off = {"control": "there is no X any more; k stays"}
+    report = SpeculationReport(problem=off["control"])
+    found = problems_of(status(replicas=[replica(off=off, speculation=report)]))
+    assert len(found) == 1 and "the control of speculation has ended on replica-0" in found[0]
+
+
+def test_what_an_engine_cannot_do_stands_below_its_replica() -> None:
+    why = "the engine schedules asynchronously"
+    report = SpeculationReport(mode="auto", left_out={"ngram": why, "sleep": why})
+    text = page(status(replicas=[replica(speculation=report)]), EVENTS)
+    assert first_line(text) == "all is well"
+    assert f"\n            n-grams cannot propose: {why}\n" in text
+    assert f"\n            the draft does not sleep at k = 0: {why}\n" in text
+
+
 def test_numbers_as_people_read_them() -> None:
     assert [size(n) for n in (0, 1023, 1024, 9_752_576, 3 << 40)] == [
         "0 bytes",

@@ -156,6 +156,24 @@ def test_what_n_grams_propose_is_captured_but_no_draft_is_credited_with_it(line:
     assert window.num_tested_per_pos == (2, 2, 0, 0)
 
 
+def test_drafts_of_a_swap_that_is_not_decided_count_for_no_version(line: Line) -> None:
+    """Those proposed before it count as ever, whenever they are verified."""
+    line.begin(make_request())
+    line.verify(verification(3, [10], 0))
+    line.swap(0)
+    line.verify(verification(4, [50, 11], 4))
+    line.verify(verification(6, [50, 51, 12], 4))
+    line.swap(2)
+    line.verify(verification(9, [50, 13], 4))
+    line.verify(verification(11, [50, 51, 14], 4))
+    line.finish("r")
+    assert line.traces["r"].draft_version.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 2, 2, 2]
+    windows = line.windows()
+    counts = {v: (w.num_drafts, w.num_accepted_tokens) for (v, _), w in windows.items()}
+    assert counts == {1: (1, 1), 2: (1, 2)}
+    assert sum(window.num_output_tokens for window in windows.values()) == 11
+
+
 def test_rows_stay_with_their_request_where_those_of_others_are_thrown_away(line: Line) -> None:
     """The engine goes on with one that has ended, and its rows come first."""
     line.begin(make_request("ended", max_tokens=1), make_request("known"))

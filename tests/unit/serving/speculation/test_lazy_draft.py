@@ -1,5 +1,5 @@
-"""Which model runners' drafts can sleep. What sleeping does is tested on a real engine
-(`tests/integration/serving/test_control.py`)."""
+"""Which model runners' drafts can sleep. What sleeping does is tested on real engines
+(`tests/integration/serving/test_control.py`, `tests/integration/engines/test_sleep.py`)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,68 @@ from typing import Any
 
 import pytest
 
-from serving.speculation.lazy_draft import can_sleep, lazy_draft
+from serving.speculation.lazy_draft import can_sleep
+
+V1 = "vllm.v1.worker.gpu_model_runner"
+V2 = "vllm.v1.worker.gpu.model_runner"
 
 
-def runner_of(module: str, **members: Any) -> Any:
-    config = SimpleNamespace(uses_draft_model=lambda: True)
-    parallel = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
-    names = {"__module__": module, "speculative_config": config, "vllm_config": parallel}
-    return type("GPUModelRunner", (), {**names, **members})()
+def runner_of(module: str, *, is_subclass: bool = False, **changes: Any) -> Any:
+    """A model runner with what is asked of it; `changes` by name, wherever it stands."""
+    parallel = {
+        "data_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+    }
+    parallel = {name: changes.get(name, value) for name, value in parallel.items()}
+    group = SimpleNamespace(layer_names=["target.0", "draft.0"])
+    groups = [group] * changes.get("num_groups", 1)
+    members: dict[str, Any] = {
+        "speculative_config": SimpleNamespace(
+            uses_draft_model=lambda: changes.get("method", "draft_model") == "draft_model"
+        ),
+        "vllm_config": SimpleNamespace(parallel_config=SimpleNamespace(**parallel)),
+        "use_async_scheduling": changes.get("use_async_scheduling", False),
+        "drafter": SimpleNamespace(uses_mrope=changes.get("uses_mrope", False)),
+        "speculator": SimpleNamespace(
+            draft_attn_layer_names={"draft.0"},
+            kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
+            draft_model_config=SimpleNamespace(uses_mrope=changes.get("uses_mrope", False)),
+        ),
+        "block_tables": SimpleNamespace(cp_size=changes.get("decode_context_parallel_size", 1)),
+    }
+    for absent in ("drafter", "speculator"):
+        if changes.get("is_first_stage"):
+            del members[absent]
+    runner = type("GPUModelRunner", (), {"__module__": module, **members})
+    if is_subclass:
+        runner = type("CPUModelRunner", (runner,), {"__module__": "elsewhere"})
+    return runner()
 
 
+@pytest.mark.parametrize("module", [V1, V2])
 @pytest.mark.parametrize("is_async", [True, False])
-def test_the_draft_of_a_v1_runner_sleeps_where_steps_follow_one_another(is_async: bool) -> None:
-    runner = runner_of(
-        "vllm.v1.worker.gpu_model_runner", use_async_scheduling=is_async, drafter=object()
-    )
-    assert can_sleep(runner) is not is_async
+@pytest.mark.parametrize("is_subclass", [True, False])
+def test_the_draft_of_any_runner_sleeps(module: str, is_async: bool, is_subclass: bool) -> None:
+    assert can_sleep(runner_of(module, use_async_scheduling=is_async, is_subclass=is_subclass))
 
 
-def test_the_draft_of_a_v2_runner_is_left_to_vllm_without_a_word(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It has neither a `drafter` nor `use_async_scheduling`."""
-    assert lazy_draft(runner_of("vllm.v1.worker.gpu.model_runner")) is None
-    assert caplog.messages == []
+@pytest.mark.parametrize("module", [V1, V2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "eagle3"},
+        {"uses_mrope": True},
+        {"data_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "is_first_stage": True},
+        {"decode_context_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_a_draft_that_cannot_sleep_is_left_to_vllm(module: str, changes: dict[str, Any]) -> None:
+    assert not can_sleep(runner_of(module, **changes))
+
+
+def test_a_draft_with_several_kinds_of_caches_is_left_to_vllm() -> None:
+    assert not can_sleep(runner_of(V2, num_groups=2))

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from osd.records import encode
 from serving.speculation.control import Settings, Speculation
@@ -214,7 +215,8 @@ class Bench:
 
     def add(self, req_id: str, prompt: Sequence[int] = (7, 8, 9), **given: Any) -> Request:
         extra = given.pop("extra", None)
-        request = Request(req_id, list(prompt), SimpleNamespace(extra_args=extra), **given)
+        params = SamplingParams(extra_args=extra, **given.pop("sampling", {}))
+        request = Request(req_id, list(prompt), params, **given)
         assert self.scheduler.add_request(request) == ("added",)
         return request
 
@@ -762,7 +764,9 @@ def test_n_grams_are_left_out_where_the_scheduler_sees_no_drafts_and_a_warning_s
     assert bench.osd.settings == Settings(k_max=K, proposers=kept)
     is_left_out = f"n-grams are left out of speculation.proposers: {reason}"
     assert caplog.messages == [is_left_out] * (kept != proposers)
-    assert bench.command("report")["is_async"] is is_async
+    report = bench.command("report")
+    assert report["is_async"] is is_async
+    assert report["left_out"] == ({"ngram": reason} if kept != proposers else {})
 
 
 def test_the_settings_lie_under_a_key_of_vllms_additional_configuration() -> None:

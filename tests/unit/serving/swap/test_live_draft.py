@@ -5,6 +5,7 @@ Whatever fails, the old weights can be put back.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from osd.records import DraftRelease
 from serving.swap import proof
 from serving.swap.live_draft import LiveDraft, Weights, storage
 from serving.swap.proof import SwapProof
+from serving.swap.ranks import Ranks
 from serving.swap.swap import DraftSwapper
 from tests.support.draft_releases import written
+from tests.support.ranks import ranks_of
 from tests.support.starving import MemoryFor
 
 V, H = 8, 4
@@ -190,12 +193,12 @@ def test_what_a_checkpoint_lacks_stays() -> None:
     assert torch.equal(model.embed_tokens.weight, checkpoint(2)["embed_tokens.weight"])
 
 
-def read_back(model: Model) -> Iterator[torch.Tensor]:
+def read_back(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
     units = torch.eye(H)[proof.columns(H)]
-    yield model.embed_tokens.weight[proof.rows(V)]
-    yield units @ model.head.packed
-    yield units @ model.qk.packed
-    yield from (model.qk.bias, model.scale)
+    matrices = (units @ model.head.packed, units @ model.qk.packed)
+    rows = model.embed_tokens.weight[proof.rows(V)]
+    for part in (rows, *matrices, model.qk.bias, model.scale):
+        yield proof.EVERY_RANK, part
 
 
 def test_a_swap_that_runs_out_of_memory_anywhere_leaves_the_old_draft(tmp_path: Path) -> None:
@@ -209,13 +212,14 @@ def test_a_swap_that_runs_out_of_memory_anywhere_leaves_the_old_draft(tmp_path: 
     swapper = DraftSwapper(
         releases[0],
         live_draft(model),
-        lambda first: SwapProof(lambda: read_back(model), torch.float32, first),
+        SwapProof(lambda: read_back(model), torch.float32),
         begin=lambda work: work(),
     )
+    ranks = ranks_of(swapper)
     for release in releases[1:]:
         before = model(IDS)
         for room in range(300):
-            error = swap_with_memory_for(room, swapper, release)
+            error = swap_with_memory_for(room, ranks, release)
             if not error:
                 break
             assert torch.equal(model(IDS), before), f"room for {room}: {error}"
@@ -224,14 +228,10 @@ def test_a_swap_that_runs_out_of_memory_anywhere_leaves_the_old_draft(tmp_path: 
         assert room > 30 and torch.equal(model(IDS), started(release.version)(IDS))
 
 
-def swap_with_memory_for(room: int, swapper: DraftSwapper[Weights], release: DraftRelease) -> str:
+def swap_with_memory_for(room: int, ranks: Ranks, release: DraftRelease) -> str:
     with MemoryFor(room):
-        swapper.stage(release)
-        try:
-            swapper.commit(release.version)
-        except SwapError as error:
-            return f"{swapper.staging.error}; {error}"
-    return ""
+        _, committed = asyncio.run(ranks.swap(release))
+    return committed.error
 
 
 class Target(nn.Module):

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from serving.swap.proof import VALUES_AT_ONCE, SwapProof, columns, digest, of_release, rows
+from osd.errors import SwapError
+from serving.swap.proof import (
+    EVERY_RANK,
+    VALUES_AT_ONCE,
+    SwapProof,
+    columns,
+    digest,
+    digests,
+    of_release,
+    problem,
+    rows,
+)
 
 H, V = 24, 200
 
@@ -172,54 +183,75 @@ class Engine:
     def __init__(self, release: dict[str, torch.Tensor]) -> None:
         self.weights = release
 
-    def read_back(self) -> Iterator[torch.Tensor]:
-        return live(self.weights)
+    def read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((EVERY_RANK, part) for part in live(self.weights))
 
 
 def test_a_swap_that_did_not_land_is_a_problem(release: dict[str, torch.Tensor]) -> None:
     engine = Engine(release)
-    proof = SwapProof(engine.read_back, torch.float32, release)
-    assert proof.why_not == "" and proof.problem(proof.expected(release)) == ""
+    proof = SwapProof(engine.read_back, torch.float32)
+    assert problem([proof.held()], proof.expected(release)) == ""
     newer = {
         name: tensor * 1.5 if tensor.is_floating_point() else tensor
         for name, tensor in release.items()
     }
-    live, expected = proof.expected(release), proof.expected(newer)
-    why = f"checksum {live:016x}, not {expected:016x}"
-    assert proof.problem(expected) == f"the engine holds other weights: {why}"
+    found, expected = proof.expected(release), proof.expected(newer)
+    why = f"checksum {found:016x}, not {expected:016x}"
+    assert problem([proof.held()], expected) == f"the engine holds other weights: {why}"
     engine.weights = newer
-    assert proof.problem(proof.expected(newer)) == ""
+    assert problem([proof.held()], expected) == ""
 
 
-def test_an_engine_that_cannot_be_read_back_is_trusted(
-    release: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails() -> Iterator[torch.Tensor]:
-        raise AttributeError("no attribute 'quant_method'")
+def split(release: dict[str, torch.Tensor]) -> list[list[tuple[str, torch.Tensor]]]:
+    """What four ranks hold: columns or rows of each matrix, one of two halves of another, and a
+    copy of every vector."""
+    whole = list(of_release(release, torch.float32))
+    matrices = [part for part in whole if part.dim() == 2]
+    vectors = [(EVERY_RANK, part) for part in whole if part.dim() == 1]
+    halves, *rest = matrices
+    ranks = []
+    for rank in range(4):
+        own = [(f"rank {rank}", part.chunk(4, i % 2)[rank]) for i, part in enumerate(rest)]
+        first = rank // 2 * 2
+        half = (f"ranks {first} to {first + 1}", halves.chunk(2, 1)[rank // 2])
+        ranks.append([*own, half, *vectors])
+    return ranks
 
-    proof = SwapProof(fails, torch.float32, release)
-    assert proof.why_not == "AttributeError: no attribute 'quant_method'"
-    assert proof.problem(0) == ""
-    other = SwapProof(lambda: [torch.ones(3)], torch.float32, release)
-    assert other.why_not == "its layers hold the first draft in a form of their own"
-    assert other.problem(0) == ""
-    said = [record.message for record in caplog.records]
-    assert said == [
-        f"swaps are not proved in this engine: {each.why_not}" for each in (proof, other)
-    ]
+
+def test_what_ranks_hold_adds_up_to_the_release(release: dict[str, torch.Tensor]) -> None:
+    expected = digest(of_release(release, torch.float32))
+    held = [digests(parts) for parts in split(release)]
+    assert problem(held, expected) == "" and problem(held[::-1], expected) == ""
+    assert problem(held[:3], expected).startswith("the engine holds other weights")
+    assert problem([*held[:3], held[2]], expected).startswith("the engine holds other weights")
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_stale_part_shows_on_any_rank(release: dict[str, torch.Tensor], rank: int) -> None:
+    """Of what is copied too, although copies count once."""
+    expected = digest(of_release(release, torch.float32))
+    for i, (holder, part) in enumerate(split(release)[rank]):
+        parts = split(release)
+        parts[rank][i] = (holder, part * (1 + 1e-6))
+        found = problem([digests(each) for each in parts], expected)
+        is_own = holder.startswith("rank ")
+        assert found.startswith("the engine holds" if is_own else f"the copies on {holder} differ")
 
 
 def test_a_swap_that_reaches_the_target_is_a_problem(release: dict[str, torch.Tensor]) -> None:
     target = torch.randn(8)
-    proof = SwapProof(Engine(release).read_back, torch.float32, release, lambda: [target])
-    assert proof.problem(proof.expected(release)) == ""
+    proof = SwapProof(Engine(release).read_back, torch.float32, lambda: [target])
+    held = proof.held()
     for place in range(8):  # a checksum may become larger or smaller
         before = target.clone()
         target[place] *= 1 + 1e-6
-        said = proof.problem(proof.expected(release))
-        assert said == "the target's weights are no longer those of the start: restart this replica"
+        with pytest.raises(SwapError) as changed:
+            proof.held()
+        assert str(changed.value) == (
+            "the target's weights are no longer those of the start: restart this replica"
+        )
         target.copy_(before)
-    assert proof.problem(proof.expected(release)) == ""
+    assert proof.held() == held
 
 
 def test_a_checksum_does_not_depend_on_how_much_is_summed_at_once() -> None:

@@ -5,6 +5,7 @@ The draft here is no more than a name.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +17,10 @@ import torch
 
 from osd.errors import SwapError
 from osd.records import DraftRelease, StagingReport
-from serving.swap.proof import SwapProof, of_release
+from serving.swap.proof import EVERY_RANK, SwapProof, of_release
 from serving.swap.swap import DraftSwapper
 from tests.support.draft_releases import CONFIG, written
+from tests.support.ranks import ranks_of
 
 NORM, MATRIX, MASK, IDS = (
     "model.norm.weight",
@@ -69,9 +71,9 @@ class Draft:
         self._may_fail("put_back")
         self.live = self.kept
 
-    def read_back(self) -> Iterator[torch.Tensor]:
+    def read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._may_fail("read_back")
-        return of_release(self.live, torch.float32)
+        return ((EVERY_RANK, part) for part in of_release(self.live, torch.float32))
 
     def _may_fail(self, what: str) -> None:
         if what in self.fails:
@@ -92,10 +94,9 @@ class World:
         self.draft = Draft(tensors(1), tensors(1))
         self.target = torch.ones(3)
         self.waiting: list[Callable[[], None]] = []
-        self.swapper = DraftSwapper(self.releases[1], self.draft, self.prove, self.waiting.append)
-
-    def prove(self, first: Checkpoint) -> SwapProof:
-        return SwapProof(self.draft.read_back, torch.float32, first, lambda: [self.target])
+        proof = SwapProof(self.draft.read_back, torch.float32, lambda: [self.target])
+        self.swapper = DraftSwapper(self.releases[1], self.draft, proof, self.waiting.append)
+        self.ranks = ranks_of(self.swapper)
 
     def stage(self, release: DraftRelease) -> str:
         """Staged to its end; returns what was wrong with it."""
@@ -106,11 +107,11 @@ class World:
     def swap(self, version: int) -> str:
         """Returns what was wrong."""
         assert self.stage(self.releases[version]) == ""
-        try:
-            self.swapper.commit(version)
-        except SwapError as error:
-            return str(error)
-        return ""
+        return self.commit(version)
+
+    def commit(self, version: int) -> str:
+        """Returns what was wrong."""
+        return asyncio.run(self.ranks.commit(version)).error
 
     def serves(self, version: int) -> bool:
         """Whether this is the live draft, and is said to be."""
@@ -166,8 +167,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 
 
 def assert_not_committed(world: World) -> None:
-    with pytest.raises(SwapError, match="v2 is not staged"):
-        world.swapper.commit(2)
+    assert world.commit(2).endswith("restored: v2 is not staged")
     assert world.serves(1)
 
 
@@ -302,11 +302,9 @@ def test_a_swap_that_reached_the_target_fails(world: World) -> None:
     """What was put back is then said to be of no use: the answers themselves may have changed."""
     assert world.stage(world.releases[2]) == ""
     world.target[1] += 1
-    with pytest.raises(
-        SwapError, match=r"could not be restored: the target's weights are no longer"
-    ) as error:
-        world.swapper.commit(2)
-    assert str(error.value).startswith("v2: the target's weights") and world.swapper.version == 1
+    error = world.commit(2)
+    assert "could not be restored: the target's weights are no longer" in error
+    assert error.startswith("v2: the target's weights") and world.swapper.version == 1
 
 
 def test_a_draft_that_cannot_be_put_back_is_said_to_be_useless_and_the_next_swap_mends_it(
@@ -348,15 +346,44 @@ def test_no_room_to_build_is_said_and_nothing_is_touched(world: World) -> None:
 
 def test_only_what_is_staged_is_committed_and_once(world: World) -> None:
     for version in (1, 2):
-        with pytest.raises(SwapError, match=f"^v{version} is not staged$"):
-            world.swapper.commit(version)
+        assert world.commit(version).endswith(f": v{version} is not staged")
     assert world.stage(world.releases[2]) == ""
-    with pytest.raises(SwapError, match="^v3 is not staged$"):
-        world.swapper.commit(3)
-    world.swapper.commit(2)
-    with pytest.raises(SwapError, match="^v2 is not staged$"):
-        world.swapper.commit(2)
+    assert world.commit(3).endswith(": v3 is not staged")
+    assert world.swap(2) == ""
+    assert world.commit(2).endswith(": v2 is not staged")
     assert world.serves(2)
+
+
+def test_what_was_dropped_is_not_committed(world: World) -> None:
+    assert world.stage(world.releases[2]) == ""
+    world.swapper.put_back()
+    assert_not_committed(world)
+
+
+def test_weights_belong_to_no_version_until_they_are_confirmed(world: World) -> None:
+    assert world.stage(world.releases[2]) == ""
+    assert world.swapper.put(2).held == world.swapper.first_report().held
+    assert (world.swapper.version, world.swapper.is_whole) == (1, False)
+    assert world.swapper.confirm().version == 2
+    assert world.serves(2) and world.swapper.is_whole
+
+
+def test_weights_put_back_belong_to_no_version_until_they_are_confirmed(world: World) -> None:
+    assert world.stage(world.releases[2]) == ""
+    world.swapper.put(2)
+    assert world.swapper.put_back().version == 1
+    assert not world.swapper.is_whole
+    world.swapper.confirm()
+    assert world.serves(1) and world.swapper.is_whole
+
+
+def test_a_thread_that_cannot_be_started_is_a_failed_staging(world: World) -> None:
+    def no_thread(work: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    swapper = DraftSwapper(world.releases[1], world.draft, begin=no_thread)
+    swapper.stage(world.releases[2])
+    assert swapper.staging.error == "v2: RuntimeError: can't start new thread"
 
 
 def test_the_newest_staging_counts_whichever_ends_last(world: World) -> None:
@@ -366,10 +393,17 @@ def test_the_newest_staging_counts_whichever_ends_last(world: World) -> None:
     newer()
     older()
     assert world.swapper.staging.version == 3
-    with pytest.raises(SwapError, match="v2 is not staged"):
-        world.swapper.commit(2)
-    world.swapper.commit(3)
+    assert world.commit(3) == ""
     assert world.serves(3)
+
+
+def test_of_two_stagings_only_the_newest_is_committed(world: World) -> None:
+    world.swapper.stage(world.releases[2])
+    world.swapper.stage(world.releases[3])
+    for work in world.waiting:
+        work()
+    assert world.commit(2).endswith(": v2 is not staged")
+    assert world.serves(1)
 
 
 def test_staging_tells_how_it_goes(world: World) -> None:
@@ -377,8 +411,6 @@ def test_staging_tells_how_it_goes(world: World) -> None:
     assert world.swapper.staging == nothing
     world.swapper.stage(world.releases[2])
     assert world.swapper.staging == StagingReport(version=2, done=False, error="", seconds=0.0)
-    with pytest.raises(SwapError, match="v2 is not staged"):
-        world.swapper.commit(2)
     world.waiting.pop()()
     ended = world.swapper.staging
     assert (ended.version, ended.done, ended.error) == (2, True, "")
@@ -394,7 +426,7 @@ def test_staging_tells_how_it_goes(world: World) -> None:
 def test_a_commit_says_how_long_it_blocked(world: World) -> None:
     assert world.stage(world.releases[2]) == ""
     started = time.perf_counter()
-    pause = world.swapper.commit(2)
+    pause = asyncio.run(world.ranks.commit(2)).pause_s
     assert 0 < pause <= time.perf_counter() - started
 
 
@@ -415,24 +447,22 @@ def test_a_release_is_read_in_a_thread_of_its_own(world: World) -> None:
     while not swapper.staging.done:
         time.sleep(0.001)
     assert built_in[0] is not threading.current_thread() and built_in[0].daemon
-    swapper.commit(2)
+    assert swapper.put(2, is_read=False).error == ""
 
 
 @pytest.mark.parametrize("can_read", [True, False])
 def test_without_a_proof_a_swap_is_taken_at_its_word(world: World, can_read: bool) -> None:
     """An engine of other layers, or none asked for a proof: both serve."""
 
-    def unreadable(first: Checkpoint) -> SwapProof:
-        return SwapProof(lambda: [torch.ones(1)], torch.float32, first)
-
+    unreadable = SwapProof(lambda: [(EVERY_RANK, torch.ones(1))], torch.float32)
     swapper = DraftSwapper(
         world.releases[1], world.draft, unreadable if can_read else None, lambda work: work()
     )
     world.draft.loses = NORM
-    swapper.stage(world.releases[2])
-    swapper.commit(2)
-    assert swapper.version == 2 and swapper.prove() == ""
-    assert (swapper.proof is not None) == can_read
+    ranks = ranks_of(swapper)
+    staged, committed = asyncio.run(ranks.swap(world.releases[2]))
+    assert staged.error == committed.error == "" and swapper.version == 2
+    assert ranks.unproved and not committed.proved
 
 
 def test_the_first_draft_is_proved_to_be_the_first_release(world: World) -> None:

@@ -192,6 +192,55 @@ class Ear:
         self.failures.append(error)
 
 
+class V1Runner:
+    """Before vLLM 0.32: the rejection sampler is passed by where nothing was drafted, and the plain
+    sampler changes the logits."""
+
+    def __init__(self) -> None:
+        self.rejection_sampler = torch.nn.Identity()
+        self.input_batch = SimpleNamespace(req_ids=["a", "b", "c"], num_reqs=3)
+        self.query_start_loc = SimpleNamespace(gpu=torch.tensor([0, 1, 8, 9], dtype=torch.int32))
+        self.positions = torch.tensor([12, 1, 2, 3, 4, 5, 6, 7, 30])
+        self.discard_request_mask = SimpleNamespace(np=np.array([False, True, False, True]))
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        return scheduler_output
+
+    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        if spec_decode_metadata is None:
+            sampled = logits.argmax(-1, keepdim=True)
+            logits.zero_()
+            return SimpleNamespace(sampled_token_ids=sampled)
+        return self.rejection_sampler(logits)
+
+
+def test_steps_of_a_v1_runner_that_pass_by_the_rejection_sampler_are_heard() -> None:
+    ear, runner = Ear(), V1Runner()
+    hook = VerificationHook(runner, ear)
+    runner._sample(logits()[:3], None)
+    (step,) = ear.steps
+    assert step.req_ids == ["a", "b", "c"] and step.is_partial_B.tolist() == [False, True, False]
+    assert step.num_draft_tokens_B.tolist() == [0, 0, 0] and step.draft_ids.tolist() == []
+    assert step.first_position_B.tolist() == [13, 8, 31]
+    assert step.sampled_BG.tolist() == [[0], [1], [2]]
+    assert torch.equal(step.logits, logits()[:3]), "as they were before the sampler changed them"
+    hook.remove()
+    runner._sample(logits()[:3], None)
+    assert len(ear.steps) == 1 and ear.failures == []
+
+
+def test_a_copy_of_logits_that_fails_ends_capture_and_no_request() -> None:
+    class Full(torch.Tensor):
+        def clone(self, **_: Any) -> Any:
+            raise torch.OutOfMemoryError("no memory for a copy")
+
+    ear, runner = Ear(), V1Runner()
+    hook = VerificationHook(runner, ear)
+    output = runner._sample(logits()[:3].as_subclass(Full), None)
+    assert output.sampled_token_ids.tolist() == [[0], [1], [2]]
+    assert not hook.is_listening and hook.problem == "no memory for a copy" and ear.steps == []
+
+
 @pytest.fixture
 def runner() -> Iterator[Any]:
     """A V2 runner as far as the hook sees one: classes of those names, from modules of those

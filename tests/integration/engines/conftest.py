@@ -1,0 +1,182 @@
+"""One engine for each way in which vLLM runs, and the same tests over all of them.
+
+The fixtures have the names of those a folder above, so that tests written for one engine run over
+all ways when a module of this folder imports them. What runs on vLLM's V2 model runner runs in a
+process of its own, which this pytest starts. With `-n`, the tests of a way stay together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+from osd.config.schema import CaptureConfig
+from tests.integration.conftest import release_of
+from tests.integration.engines import matrix
+from tests.support import interpreter
+from tests.support.elsewhere import Elsewhere, run_elsewhere
+from tests.support.engines import Engine
+from tests.support.pairs import VOCABULARY, Pair, build_pair
+from tests.support.ranked_engines import RankedEngine
+from tests.support.reference import K, Reference
+from tests.support.ways import EXACT, WAYS, Way
+
+KEPT: list[Engine] = []
+"""vLLM takes down what all engines of a process share when one of them is collected."""
+OTHERS: list[Elsewhere] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    way = way_of(item)
+    if way is None or way.runner == "V1" or interpreter.is_asked_for():
+        return None
+    run_elsewhere(item, nextitem, v2_process)
+    return True
+
+
+def v2_process() -> Elsewhere:
+    if not OTHERS:
+        OTHERS.append(Elsewhere(str(Path(__file__).parent), interpreter.ENVIRONMENT))
+    return OTHERS[0]
+
+
+def pytest_sessionfinish() -> None:
+    while OTHERS:
+        OTHERS.pop().close()
+
+
+def way_of(item: pytest.Item) -> Way | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("way") if callspec is not None else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what a way does not run, as `matrix.py` says. All of this folder is slow."""
+    folder = Path(__file__).parent
+    items[:] = [item for item in items if item.path.parent != folder or is_run(item)]
+    for item in items:
+        if item.path.parent == folder:
+            item.add_marker("slow")
+
+
+def is_run(item: pytest.Item) -> bool:
+    way = way_of(item)
+    return way is None or matrix.is_run(getattr(item, "originalname", item.name), way)
+
+
+class ByWay(LoadScopeScheduling):
+    """Tests with the same first parameter go to the same process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        test, _, parameters = nodeid.partition("[")
+        named = [way.name for way in WAYS if parameters.rstrip("]").startswith(way.name)]
+        return named[0] if named else test.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByWay:
+    return ByWay(config, log)
+
+
+# ----------------------------------------------------------------------------------------- fixtures
+
+
+@pytest.fixture(scope="session", params=EXACT, ids=lambda way: way.name)
+def way(request: pytest.FixtureRequest) -> Way:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def crowd() -> list[list[int]]:
+    """8 prompts of 5 to 40 tokens, too many for the cache of `tight`."""
+    random = np.random.default_rng(7)
+    return [random.integers(2, VOCABULARY, random.integers(5, 40)).tolist() for _ in range(8)]
+
+
+@pytest.fixture(scope="session")
+def prompts(crowd: list[list[int]]) -> list[list[int]]:
+    """6 of them: interpreted kernels take a tenth of a second a request and step."""
+    return crowd[:6]
+
+
+@pytest.fixture(scope="session")
+def reference(pair: Pair) -> Reference:
+    return Reference(pair)
+
+
+@pytest.fixture(scope="session")
+def plain(reference: Reference) -> Reference:
+    """The same target without speculation, on the V1 runner, synchronous, in float32."""
+    return reference
+
+
+@pytest.fixture(scope="session")
+def speculating(pair: Pair, way: Way) -> Engine:
+    """k of at most 4, under control, capture on, at most 384 tokens a step."""
+    return started(pair, way, max_num_batched_tokens=384)
+
+
+@pytest.fixture
+def engine(engine: Engine, reference: Reference) -> Iterator[Engine]:
+    """As above, with k fixed at 4; at the end the control and the hooks must be whole."""
+    engine.command("force", ["draft", K])
+    yield engine
+    engine.traces()  # nothing is left for the engine that is asked next
+    assert engine.command("report")["problem"] == ""
+    assert engine.worker.osd_hook.is_listening
+
+
+@pytest.fixture(scope="session")
+def tied(
+    tmp_path_factory: pytest.TempPathFactory, way: Way, speculating: Engine
+) -> tuple[Engine, Pair]:
+    pair = build_pair(tmp_path_factory.mktemp("tied"), tied=True)
+    engine = started(pair, way, disable_log_stats=True)
+    engine.command("force", ["draft", K])
+    return engine, pair
+
+
+@pytest.fixture(scope="session")
+def tight(pair: Pair, way: Way, speculating: Engine) -> Engine:
+    """A KV cache of 256 tokens, so that requests are preempted."""
+    engine = started(
+        pair,
+        way,
+        disable_log_stats=True,
+        max_model_len=160,
+        block_size=32,
+        num_gpu_blocks_override=9,
+    )
+    engine.command("force", ["draft", K])
+    engine.set_capture(accepted_fraction=1.0, plain_fraction=1.0)
+    return engine
+
+
+def started(pair: Pair, way: Way, **options: Any) -> Engine:
+    with logged("serving.speculation.scheduler") as said:
+        kind = Engine if way.num_ranks == 1 else RankedEngine
+        engine = kind(pair.target, release_of(pair.draft, 1), k=K, control={}, way=way, **options)
+    engine.said = said
+    KEPT.append(engine)
+    engine.start_hooks(CaptureConfig(top_k=16))
+    return engine
+
+
+@contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """What a logger says meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(name).removeHandler(handler)

@@ -1,0 +1,70 @@
+"""Control of speculation, over all ways of running vLLM."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.integration.engines.conftest import started
+from tests.integration.serving.test_control import (
+    test_a_client_may_cap_its_own_request,
+    test_without_speculation_rows_are_still_captured,
+)
+from tests.support.engines import Engine
+from tests.support.pairs import Pair
+from tests.support.reference import Reference
+from tests.support.ways import Way
+
+__all__ = [
+    "test_a_client_may_cap_its_own_request",
+    "test_without_speculation_rows_are_still_captured",
+]
+
+LONG = {"ignore_eos": True, "max_tokens": 40}
+SHORT = {"ignore_eos": True, "max_tokens": 20}
+
+
+@pytest.fixture
+def controlled(engine: Engine) -> Engine:
+    return engine
+
+
+def test_tokens_are_the_targets_while_the_loop_decides(
+    engine: Engine, plain: Reference, prompts: list[list[int]]
+) -> None:
+    engine.command("force", None)
+    some = prompts[:4]
+    assert engine.generate(some, **LONG) == plain.generate(some, **LONG)
+    report = engine.command("report")
+    assert report["num_cells"] > 3, "at first it measures what plans cost"
+    assert report["is_async"] == engine.way.is_async
+
+
+def test_n_grams_propose_or_are_left_out_with_a_reason(engine: Engine, way: Way) -> None:
+    is_proposer = "ngram" in engine.scheduler.osd.settings.proposers
+    assert is_proposer == (not way.no_ngrams)
+    said = [line for line in engine.said if "n-grams are left out" in line]
+    assert said == ([] if is_proposer else [LEFT_OUT + way.no_ngrams])
+
+
+LEFT_OUT = "n-grams are left out of speculation.proposers: "
+
+
+def test_an_error_in_the_control_ends_the_control_and_nothing_else(
+    pair: Pair,
+    way: Way,
+    engine: Engine,
+    plain: Reference,
+    prompts: list[list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failing = started(pair, way, disable_log_stats=True)
+    failing.scheduler.osd.plan = lambda *_: 1 / 0
+    with caplog.at_level(logging.ERROR, logger="serving.speculation.scheduler"):
+        answers = failing.generate(prompts[:2], **SHORT)
+    assert answers == plain.generate(prompts[:2], **SHORT)
+    failing.traces()
+    own = [line for _, level, line in caplog.record_tuples if level == logging.ERROR]
+    assert [line.count("serving is not affected") for line in own] == [1]
+    assert "ZeroDivisionError" in failing.command("report")["problem"]

@@ -1,0 +1,37 @@
+"""The ways in which vLLM runs a model, as the tests know them. Imports neither vLLM nor torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    name: str
+    runner: str = "V1"
+    """V1 or V2: vLLM's model runner. V2 needs a process of its own (`elsewhere.py`)."""
+    is_async: bool = False
+    """Whether a step is scheduled before the one ahead of it has ended."""
+    dtype: str = "float32"
+    is_compiled: bool = False
+    """By torch.compile; without, eager."""
+    num_ranks: int = 1
+    """Processes that target and draft are split over by tensor parallelism."""
+    no_ngrams: str = ""
+    """Why the control leaves n-grams out, as it says in its log; "" where they propose."""
+
+
+ASYNC = "the engine schedules asynchronously"
+V1_SYNC = Way(name="v1-sync")
+V1_ASYNC = Way(name="v1-async", is_async=True, no_ngrams=ASYNC)
+V2_SYNC = Way(
+    name="v2-sync", runner="V2", no_ngrams="the V2 model runner keeps draft tokens on the device"
+)
+V2_ASYNC = Way(name="v2-async", runner="V2", is_async=True, no_ngrams=ASYNC)
+COMPILED = Way(name="compiled", is_compiled=True)
+TENSOR_PARALLEL = Way(name="tensor-parallel", num_ranks=2)
+BFLOAT16 = Way(name="bfloat16", dtype="bfloat16")
+
+EXACT = (V1_SYNC, V1_ASYNC, V2_SYNC, V2_ASYNC, COMPILED, TENSOR_PARALLEL)
+"""Those whose tokens at temperature 0 are the target's, one by one."""
+WAYS = (*EXACT, BFLOAT16)
