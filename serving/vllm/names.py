@@ -44,7 +44,8 @@ _RELOAD = "vllm.model_executor.model_loader.reload"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _REJECTION = "vllm.v1.sample.rejection_sampler:RejectionSampler"
-_PROCESSORS = "vllm.v1.sample.logits_processor.builtin"
+_PROCESSORS = "vllm.v1.sample.logits_processor"
+_BUILT_WITH = ("self", "device", "is_pin_memory")
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 _APP = "vllm.entrypoints.launchers"
 _ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
@@ -239,8 +240,26 @@ NAMES: dict[Part, tuple[Name, ...]] = {
                 "sampled_token_ids",
             ),
         ),
-        Name(f"{_PROCESSORS}:LogitBiasLogitsProcessor.apply", takes=("self", "logits")),
-        Name(f"{_PROCESSORS}:MinPLogitsProcessor.apply", takes=("self", "logits")),
+        Name(
+            f"{_REJECTION}.__init__",
+            takes=("self", "sampler"),
+            says=("self.sampler =", "self.is_logits_logprobs_mode ="),
+        ),
+        Name("vllm.v1.sample.sampler:Sampler.compute_logprobs", takes=("logits",)),
+        Name(
+            "vllm.v1.sample.metadata:SamplingMetadata",
+            has=("logprob_token_ids", "max_num_logprobs"),
+        ),
+        Name("vllm.utils.torch_utils:PIN_MEMORY"),
+        Name(f"{_PROCESSORS}:BUILTIN_LOGITS_PROCESSORS"),
+        Name(f"{_PROCESSORS}:LogitsProcessors.__init__", takes=("self", "logitsprocs")),
+        Name(f"{_PROCESSORS}:LogitsProcessors.all"),
+        Name(f"{_PROCESSORS}.builtin:LogitBiasLogitsProcessor.__init__", takes=_BUILT_WITH),
+        Name(f"{_PROCESSORS}.builtin:MinPLogitsProcessor.__init__", takes=_BUILT_WITH),
+        Name(
+            "vllm.v1.worker.gpu_input_batch:InputBatch.__init__",
+            says=("self.logitsprocs =", "self.sampling_metadata ="),
+        ),
         Name("vllm.v1.worker.gpu_input_batch:InputBatch._make_sampling_metadata", takes=("self",)),
     ),
     **NAMES_V2,  # type: ignore[dict-item]

@@ -8,6 +8,7 @@ ATTENTION_METADATA = "vllm.v1.worker.gpu.attn_utils:build_attn_metadata"
 SLOT_MAPPINGS = "vllm.v1.worker.gpu.attn_utils:build_slot_mappings_by_layer"
 TOP_SCORES = "vllm.v1.worker.gpu.sample.logprob:compute_topk_scores"
 SCHEDULED = "vllm.v1.core.sched.output:SchedulerOutput"
+LOGPROBS = "vllm.v1.outputs:LogprobsTensors"
 
 _V2 = "vllm.v1.worker.gpu"
 _REJECTION = f"{_V2}.spec_decode.rejection_sampler:RejectionSampler"
@@ -16,9 +17,21 @@ UNDRAFTED: tuple[Name, ...] = (
     Name("vllm.v1.core.sched.scheduler:Scheduler.schedule", takes=("self",)),
     Name("vllm.v1.core.sched.scheduler:Scheduler.add_request", takes=("self", "request")),
     Name(
+        "vllm.v1.core.sched.scheduler:Scheduler.__init__",
+        says=("self.use_v2_model_runner =", "self.running", "self.requests"),
+    ),
+    Name(
+        "vllm.v1.request:Request.__init__",
+        says=("self.request_id =", "self.sampling_params =", "self.spec_token_ids"),
+    ),
+    Name("vllm.v1.request:Request.num_output_tokens"),
+    Name(
         "vllm.sampling_params:SamplingParams",
         has=("logit_bias", "min_p", "logprob_token_ids", "thinking_token_budget", "min_tokens"),
     ),
+    Name("vllm.sampling_params:SamplingParams.all_stop_token_ids"),
+    Name("vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", takes=("self", "method")),
+    Name(LOGPROBS, has=("logprob_token_ids", "logprobs")),
 )
 """What serving requests without drafts needs with any model runner."""
 
@@ -90,9 +103,61 @@ NAMES_V2: dict[str, tuple[Name, ...]] = {
             ),
         ),
         Name(SLOT_MAPPINGS, takes=("slot_mappings", "kv_cache_config")),
+        Name(
+            f"{_V2}.spec_decode.speculator:DraftModelSpeculator.__init__",
+            says=(
+                "self.device =",
+                "self.num_speculative_steps =",
+                "self.draft_model_config =",
+                "self.max_num_tokens =",
+                "self.draft_tokens =",
+            ),
+        ),
+        Name(
+            f"{_V2}.spec_decode.speculator:DraftModelSpeculator.set_attn",
+            says=("self.kv_cache_config =", "self.attn_groups", "self.draft_attn_layer_names"),
+        ),
+        Name(
+            f"{_V2}.block_table:BlockTables.__init__",
+            says=("self.block_sizes =", "self.cp_size =", "self.input_block_tables"),
+        ),
+        Name(
+            f"{_V2}.states:RequestState.__init__",
+            says=("self.req_id_to_index", "self.all_token_ids ="),
+        ),
+        Name(
+            f"{_V2}.input_batch:InputBatch",
+            has=(
+                "req_ids",
+                "num_reqs",
+                "num_computed_tokens_np",
+                "num_scheduled_tokens",
+                "idx_mapping",
+                "idx_mapping_np",
+            ),
+        ),
+        Name(
+            f"{_V2}.model_runner:GPUModelRunner.sample_tokens",
+            says=("num_speculative_tokens=num_spec_tokens",),
+        ),
     ),
     "undrafted_v2": (
         *UNDRAFTED,
+        Name(LOGPROBS, has=("selected_token_ranks",)),
+        Name(
+            f"{_REJECTION}.__init__",
+            says=("self.sampler =", "self.enable_adaptive_verification ="),
+        ),
+        Name(
+            f"{_V2}.sample.sampler:Sampler.__init__",
+            says=("self.logprobs_mode =", "self.logprob_token_ids_state ="),
+        ),
+        Name(
+            f"{_V2}.sample.logprob:LogprobTokenIdsState.max_num_token_ids",
+            takes=("self", "idx_mapping_np"),
+        ),
+        Name(f"{_V2}.input_batch:InputBatch", has=("idx_mapping_np", "expanded_idx_mapping")),
+        Name(f"{_V2}.model_runner:GPUModelRunner.__init__", says=("self.batch_sharder",)),
         Name(f"{_REJECTION}._verify_in_chunks", takes=("self", "logits", "input_batch")),
         Name(
             f"{_REJECTION}._get_logprobs_tensors",

@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_UNDRAFTED = (
+    "requests with logit_bias, min_p or logprob_token_ids are refused; min_tokens and thinking "
+    "budgets are what vLLM makes of them beside a draft"
+)
 CONSEQUENCES: dict[Part, str] = {
     "server": "vLLM's own server cannot be started",
     "capture": "nothing is captured, so nothing is learnt from this engine",
@@ -31,9 +35,12 @@ CONSEQUENCES: dict[Part, str] = {
     "sleep_v2": "the draft runs at k = 0 too, and makes k_max passes in each step",
     "split": "the time of a step is not known by part",
     "repairs": "on a CPU nothing is speculated, since outputs at temperature > 0 would be wrong",
-    "requests": "requests with logprob_token_ids are not refused, and may end the engine",
-    "undrafted": "requests with logit_bias, min_p or logprob_token_ids are refused",
-    "undrafted_v2": "requests with logit_bias, min_p or logprob_token_ids are refused",
+    "requests": (
+        "requests with logit_bias or min_p are refused; where undrafted is off too, one with "
+        "logprob_token_ids may end the engine"
+    ),
+    "undrafted": _UNDRAFTED,
+    "undrafted_v2": _UNDRAFTED,
 }
 
 

@@ -11,7 +11,8 @@ from typing import Any
 def prepare_environment(environ: Any = os.environ) -> None:
     """Set what vLLM reads when it is imported, in every process of an engine.
 
-    The hooks are written for the V1 model runner; on CUDA vLLM would choose V2.
+    The V1 model runner unless told otherwise; on CUDA vLLM would choose V2, with which n-grams
+    cannot propose.
     """
     environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     # The routes of this mode let anybody who reaches the port change weights.

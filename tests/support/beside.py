@@ -8,18 +8,20 @@ from pathlib import Path
 
 from osd.service.note import Running
 from tests.support.processes import Identity, alive, descendants, is_listening, ray_directories
-from tests.support.services import Served, wait_for_version, wait_until
+from tests.support.services import Served, osd, wait_for_version, wait_until
 
 
 @dataclass
 class Beside:
-    """The second deployment: one `osd serve` after another on the same data directory."""
+    """The second deployment: one `osd serve` after another on the same data directory. The first
+    that serves for a test promotes version 1 by hand, and trains no more."""
 
     arguments: list[str]
     directory: Path
     served: Served | None = None
     note: Running | None = None
     processes: set[Identity] = field(default_factory=set)
+    is_promoted: bool = False
 
     def start(self) -> Served:
         if self.served is not None:
@@ -29,12 +31,27 @@ class Beside:
 
     def running(self) -> tuple[Served, Running]:
         """The process and its note; starts it unless an earlier test did."""
-        if self.served is None or self.note is None:
+        if self.served is None or self.note is None or self.served.process.poll() is not None:
             self.note = self.start().wait_ready()
-            wait_for_version(self.note.control_url, 2)
             self.look()
+            if not self.is_promoted:
+                self.promote_by_hand()
         assert self.served is not None
         return self.served, self.note
+
+    def promote_by_hand(self) -> None:
+        """From version 2, the newest, back to 1. From then on no draft of its own comes in."""
+        assert self.served is not None and self.note is not None
+        wait_for_version(self.note.control_url, 2)
+        osd("drafts", "promote", 1, "--deployment", self.served.deployment)
+        osd("pause", "--deployment", self.served.deployment)
+        wait_for_version(self.note.control_url, 1)
+        self.is_promoted = True
+
+    def has_run(self) -> None:
+        """Version 1 was promoted by hand; runs it for that unless an earlier test did."""
+        if not self.is_promoted:
+            self.running()
 
     def look(self) -> set[Identity]:
         """Notes the processes it has now. Returns all that it ever had."""
@@ -47,8 +64,9 @@ def assert_gone(beside: Beside, seconds: float) -> float:
     """All its processes and directories go within `seconds`. Returns after how many."""
     directories = ray_directories(beside.processes)
     clock = time.monotonic()
-    what = f"all processes end: {alive(beside.processes)}"
-    wait_until(lambda: not alive(beside.processes), seconds, what)
+    while (left := alive(beside.processes)) and time.monotonic() - clock < seconds:
+        time.sleep(0.05)
+    assert not left, f"still there after {seconds} s: {left}"
     took = time.monotonic() - clock
     what = f"{directories} are removed"
     wait_until(lambda: not any(path.exists() for path in directories), 2, what)

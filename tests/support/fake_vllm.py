@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from serving.vllm.names import BENCH_NAMES, NAMES, Name
 
-ALL = (*(name for group in NAMES.values() for name in group), *BENCH_NAMES)
+
+def merged(names: Iterable[Name]) -> list[Name]:
+    """One entry for each path, with all that any entry of it relies on."""
+    found: dict[str, Name] = {}
+    for name in names:
+        old = found.get(name.path, Name(name.path))
+        takes, has, says = (
+            tuple(dict.fromkeys((*getattr(old, field), *getattr(name, field))))
+            for field in ("takes", "has", "says")
+        )
+        found[name.path] = Name(name.path, takes, has, says)
+    return list(found.values())
+
+
+ALL = merged([*(name for group in NAMES.values() for name in group), *BENCH_NAMES])
 
 
 def write_vllm(folder: Path, *, without: str = "") -> Path:
@@ -30,8 +45,7 @@ def write_vllm(folder: Path, *, without: str = "") -> Path:
 
 
 def _lines(name: Name, method: str) -> list[str]:
-    says = [f"        {text} None" for text in name.says if text.endswith("=")]
-    says += [f"        {text}" for text in name.says if not text.endswith("=")]
+    says = [f"        {text!r}" for text in name.says]
     if method:
         return [f"    def {method}({', '.join(name.takes)}):", *(says or ["        pass"])]
     if name.takes:

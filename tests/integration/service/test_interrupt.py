@@ -44,8 +44,7 @@ def test_ctrl_c_during_the_start_leaves_nothing(beside: Beside) -> None:
 
 
 def test_a_restart_finds_its_version_again(beside: Beside) -> None:
-    # test_rest.py waits for training to rest.
-    beside.arguments += ["trainer.patience_rounds=2", "gate.min_gain=0.5"]
+    beside.has_run()
     beside.note = note = beside.start().wait_ready()
     assert status(note.control_url)["version"] == 1, "the one promoted by hand, not the newest"
     wait_for_version(note.control_url, 1)

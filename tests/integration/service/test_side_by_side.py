@@ -50,7 +50,5 @@ def test_two_deployments_side_by_side(
 
     mine = current(service).version
     assert "several services are running" in osd("status", ok=False)
-    osd("drafts", "promote", 1, "--deployment", "test-beside")
-    osd("pause", "--deployment", "test-beside")  # no draft of its own comes in between from here on
-    wait_for_version(note.control_url, 1)
+    beside.promote_by_hand()
     assert replica_version(service.control_url) == mine
