@@ -4,7 +4,7 @@ docs/configuration.md    the fields of osd/config
 docs/commands.md         the help texts of osd/cli
 docs/metrics.md          the tables of osd/observe/exposition.py
 docs/http.md             the OpenAPI description of the control port
-docs/engines.md          tests/integration/engines/matrix.py
+docs/engines.md          tests/integration/engines/matrix.py, also a row of the README
 """
 
 from __future__ import annotations
@@ -205,3 +205,6 @@ def _parameter(parameter: dict[str, Any]) -> str:
 if __name__ == "__main__":
     for name, text in pages().items():
         (DOCS / name).write_text(text)
+    readme = ROOT / "README.md"
+    row = rf"^.*{re.escape(matrix.IN_README)}.*$"
+    readme.write_text(re.sub(row, matrix.readme_row(), readme.read_text(), flags=re.M))

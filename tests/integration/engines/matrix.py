@@ -1,7 +1,8 @@
 """What is promised of each way in which vLLM runs, and the tests that hold it.
 
-`docs/engines.md` is made of this (`make docs`); `test_matrix.py` asserts that these are the tests
-of this folder, each run in each way that the page ticks. Imports neither vLLM nor torch.
+`docs/engines.md` and a row of the README are made of this (`make docs`); `test_matrix.py` asserts
+that these are the tests of this folder, each run in each way that the page ticks. Imports neither
+vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -109,6 +110,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "a swap is exact there and back, and proved": ("test_there_and_back_is_exact_and_proved",),
 }
 
+NUM_ROUGH = 3
+"""The last promises, asked of bfloat16 alone."""
+
 INSTEAD = {
     "test_the_engine_runs_this_way": "test_both_ranks_run_this_way",
     "test_an_error_in_the_control_ends_the_control_and_nothing_else": (
@@ -160,7 +164,7 @@ def is_run(test: str, way: Way) -> bool:
         return way.num_ranks > 1
     if way.num_ranks > 1 and (test in INSTEAD or test in NOT_OF_RANKS):
         return False
-    is_about_rounding = any(test in tests for tests in list(PROMISES.values())[-3:])
+    is_about_rounding = any(test in tests for tests in list(PROMISES.values())[-NUM_ROUGH:])
     return is_about_rounding == (way == BFLOAT16)
 
 
@@ -202,6 +206,22 @@ def page() -> str:
         for number, reason in enumerate(reasons, 1)
     ]
     return "\n".join([PAGE, *rows, "", *notes, ""])
+
+
+IN_README = "[promises](docs/engines.md) | "
+
+
+def readme_row() -> str:
+    """How many promises are kept in each way, of those asked of a way with one rank."""
+    asked = [tests for promise, tests in PROMISES.items() if promise not in OF_RANKS][:-NUM_ROUGH]
+    kept = {
+        way.name: sum(_cell(tests, way, []) == "✓" for tests in asked)
+        for way in WAYS
+        if way != BFLOAT16
+    }
+    cells = "V1 {v1-sync}, async {v1-async}; V2 {v2-sync}, async {v2-async}; compiled {compiled}, "
+    cells += "2 ranks {tensor-parallel}"
+    return f"| {len(asked)} {IN_README}{cells.format_map(kept)} | |"
 
 
 def _cell(tests: tuple[str, ...], way: Way, reasons: list[str]) -> str:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from osd.config.reading import ENVIRONMENT_ALONE, known_keys
 from osd.config.schema import Config
 from osd.observe.exposition import COUNTERS, GAUGES, SPECULATION
+from tests.integration.engines import matrix
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -25,6 +26,10 @@ GENERATED = runpy.run_path(str(ROOT / "scripts" / "make_docs.py"))["pages"]()
 @pytest.mark.parametrize("name", GENERATED)
 def test_the_generated_pages_are_up_to_date(name: str) -> None:
     assert (DOCS / name).read_text() == GENERATED[name], "run `make docs`"
+
+
+def test_the_readmes_row_of_promises_is_up_to_date() -> None:
+    assert matrix.readme_row() in (ROOT / "README.md").read_text().splitlines(), "run `make docs`"
 
 
 def test_every_key_and_variable_has_its_heading() -> None:
