@@ -22,19 +22,18 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from osd.records import clean_domain
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
-from serving.speculation.step_seen import Stamp, StepSeen
+from serving.speculation.step_seen import Scheduled, Stamp, StepClock, StepSeen
 from serving.vllm import names
 from serving.vllm.name import resolve
 from serving.vllm.undrafted import Undrafted
@@ -43,19 +42,6 @@ logger = logging.getLogger(__name__)
 
 SETTINGS_KEY = "osd"
 """Key of the settings in vLLM's `additional_config`."""
-MAX_IDLE_SECONDS = 0.002
-"""A step scheduled this soon after the end of the step before counts from that end."""
-
-
-class _Scheduled(NamedTuple):
-    """A step that was scheduled and is not over."""
-
-    at: float
-    follows: bool
-    """Whether the step before it was still running or had just ended."""
-    stamp: Stamp
-    proposed_by: Stamp
-    """The stamp of the step that proposed what this one verifies."""
 
 
 class Controlled(Undrafted):
@@ -84,11 +70,11 @@ class Controlled(Undrafted):
         largest_k: int = self.num_spec_tokens  # type: ignore[attr-defined]
         self._osd_resting_k = 0 if settings.mode == "off" else largest_k
         self._osd_lookups: dict[int, list[int]] = {}
-        self._osd_open: dict[int, _Scheduled] = {}
+        self._osd_open: dict[int, Scheduled] = {}
         """By the id of vLLM's output."""
         self._osd_proposed_by = Stamp(self.osd.present, settings.mode)
         """The stamp of the step that proposes what the next one verifies."""
-        self._osd_last_end = -math.inf
+        self._osd_steps = StepClock(is_inline=runs_inline(config))
 
     # -- vLLM's methods ---------------------------------------------------------------------------
 
@@ -99,6 +85,7 @@ class Controlled(Undrafted):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         started = self.osd_clock()
+        self._osd_steps.enter(started)
         stamp = self._osd_guard(self._osd_plan)
         k = self._osd_resting_k if stamp is None else stamp.plan.passes
         # Never None: vLLM would pad new decodes with draft tokens that nobody proposed.
@@ -108,6 +95,7 @@ class Controlled(Undrafted):
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self._osd_steps.enter(self.osd_clock())
         # Read first: vLLM trims the sampled tokens, and a request's last step would look rejected.
         seen = self._osd_guard(lambda: self._osd_read(scheduler_output, model_runner_output))
         if seen is not None:
@@ -218,8 +206,9 @@ class Controlled(Undrafted):
         return table
 
     def _osd_scheduled(self, output: Any, started: float, stamp: Stamp) -> None:
-        follows = bool(self._osd_open) or started - self._osd_last_end < MAX_IDLE_SECONDS
-        self._osd_open[id(output)] = _Scheduled(started, follows, stamp, self._osd_proposed_by)
+        step = Scheduled(started, stamp, self._osd_proposed_by)
+        self._osd_steps.begin(step, is_idle=not self._osd_open)
+        self._osd_open[id(output)] = step
         # The worker counts the tokens of n-grams apart.
         is_ngram = self._osd_proposed_by.plan.proposer == "ngram"
         output.osd_proposer = "ngram" if is_ngram else "draft"
@@ -227,17 +216,15 @@ class Controlled(Undrafted):
             self._osd_proposed_by = stamp
 
     def _osd_read(self, output: Any, result: Any) -> StepSeen | None:
-        now = self.osd_clock()
         step = self._osd_open.pop(id(output))
-        began = self._osd_last_end if step.follows else step.at
-        self._osd_last_end = now
+        self._osd_steps.end(step, self.osd_clock())
         sampled, index = result.sampled_token_ids, result.req_id_to_index
         drafts, scheduled = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
         if not scheduled:
             return None
         invalid = output.num_invalid_spec_tokens or {}
         passes = output.num_spec_tokens_to_schedule
-        seen = StepSeen([], [], [], step.stamp, step.proposed_by, passes, 0, True, now - began, [])
+        seen = StepSeen([], [], [], step.stamp, step.proposed_by, passes, 0, True, step.seconds, [])
         for req_id, num_scheduled in scheduled.items():
             request = self.requests.get(req_id)
             emitted = sampled[index[req_id]] if sampled else ()
@@ -310,6 +297,15 @@ def settings_of(additional_config: Any) -> Settings:
         key: tuple(v) if isinstance(v, list) else v for key, v in given.items()
     }
     return Settings(**values)
+
+
+def runs_inline(config: Any) -> bool:
+    """Whether a step has ended when the scheduler is called next. Under asynchronous scheduling
+    that is so where the executor runs it on the CPU, in this process: its result then comes one
+    step later than it ended."""
+    executor = config.parallel_config.distributed_executor_backend
+    is_on_cpu = config.device_config.device_type == "cpu" and executor == "uni"
+    return is_on_cpu or not config.scheduler_config.async_scheduling
 
 
 def padded_sizes(config: Any) -> list[int]:

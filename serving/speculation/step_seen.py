@@ -1,13 +1,18 @@
-"""What one engine step was scheduled with, and what it did, as the scheduler tells the control."""
+"""What one engine step was scheduled with, how long it took, and what it did, as the scheduler
+tells the control."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from serving.speculation.goodput import Plan
 from serving.speculation.net import Window
 from serving.speculation.probes import Probe
+
+MAX_IDLE_SECONDS = 0.002
+"""A step scheduled this soon after the end of the step before counts from that end."""
 
 
 class Stamp(NamedTuple):
@@ -22,6 +27,50 @@ class Stamp(NamedTuple):
     """that the step belongs to"""
     window: Window | None = None
     """of the net gain, that the step belongs to"""
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """A step whose result has not come yet."""
+
+    at: float
+    stamp: Stamp
+    proposed_by: Stamp
+    """The stamp of the step that proposed what this one verifies."""
+    follows: bool = False
+    """Whether the step before it was still running or had just ended."""
+    seconds: float | None = None
+    """It took; None until it has ended."""
+
+
+class StepClock:
+    """A step begins where the one before it ended, or where it is scheduled if the engine was idle.
+
+    It ends where its result comes. An engine that runs it within the call that submits it
+    (`is_inline`) has ended it when the scheduler is called next; under asynchronous scheduling that
+    is one step before its result comes.
+    """
+
+    def __init__(self, *, is_inline: bool) -> None:
+        self._is_inline = is_inline
+        self._newest: Scheduled | None = None
+        self._last_end = -math.inf
+
+    def enter(self, now: float) -> None:
+        """The scheduler is called."""
+        if self._is_inline and self._newest is not None:
+            self.end(self._newest, now)
+
+    def begin(self, step: Scheduled, *, is_idle: bool) -> None:
+        """A step was scheduled. `is_idle`: no result was awaited."""
+        step.follows = not is_idle or step.at - self._last_end < MAX_IDLE_SECONDS
+        self._newest = step
+
+    def end(self, step: Scheduled, now: float) -> None:
+        """The result of a step has come. Nothing changes where it has ended before."""
+        if step.seconds is None:
+            step.seconds = now - (self._last_end if step.follows else step.at)
+            self._last_end = now
 
 
 @dataclass(slots=True)

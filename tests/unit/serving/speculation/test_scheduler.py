@@ -19,7 +19,6 @@ from osd.records import encode
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import OFF, Plan
 from serving.speculation.scheduler import (
-    MAX_IDLE_SECONDS,
     Controlled,
     ControlledAsync,
     controlled_class,
@@ -28,7 +27,7 @@ from serving.speculation.scheduler import (
     settings_of,
     whole_number,
 )
-from serving.speculation.step_seen import Stamp, StepSeen
+from serving.speculation.step_seen import MAX_IDLE_SECONDS, Stamp, StepSeen
 from serving.speculation.step_times import Shape
 from serving.speculation.sweep import SWEEP_STEPS
 
@@ -189,7 +188,9 @@ class Overheard(Speculation):
         super().observe(step, tokens_of)
 
 
-def vllm_config(*, padded: Sequence[int] = (), is_async: bool = False, **settings: Any) -> Any:
+def vllm_config(
+    *, padded: Sequence[int] = (), is_async: bool = False, device: str = "cuda", **settings: Any
+) -> Any:
     mode = SimpleNamespace(name="PIECEWISE" if padded else "NONE")
     return SimpleNamespace(
         additional_config={"osd": {"k_max": K, **settings}},
@@ -197,6 +198,8 @@ def vllm_config(*, padded: Sequence[int] = (), is_async: bool = False, **setting
             cudagraph_mode=mode, cudagraph_capture_sizes=list(padded)
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=8, async_scheduling=is_async),
+        device_config=SimpleNamespace(device_type=device),
+        parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
     )
 
 
@@ -204,13 +207,22 @@ class Bench:
     """Scheduler, worker and clock: a step takes `STEP_S`, and the draft proposes 50, 51, … for
     every request."""
 
-    def __init__(self, *, is_async: bool = False, is_v2: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        is_async: bool = False,
+        is_v2: bool = False,
+        device: str = "cuda",
+        **settings: Any,
+    ) -> None:
         self.now = 0.0
         mixin, base = (
             (ControlledAsync, AheadScheduler) if is_async else (Controlled, PlainScheduler)
         )
         named = {"osd_clock": staticmethod(lambda: self.now), "use_v2_model_runner": is_v2}
-        self.scheduler: Any = type("Scheduler", (mixin, base), named)(vllm_config(**settings))
+        self.scheduler: Any = type("Scheduler", (mixin, base), named)(
+            vllm_config(is_async=is_async, device=device, **settings)
+        )
         self.osd = self.scheduler.osd = Overheard(self.scheduler.osd.settings)
 
     def add(self, req_id: str, prompt: Sequence[int] = (7, 8, 9), **given: Any) -> Request:
@@ -588,6 +600,29 @@ def test_a_step_scheduled_ahead_begins_when_the_one_before_it_ends() -> None:
     assert bench.seen.seconds == pytest.approx(STEP_S), "nothing was under way any more"
 
 
+def test_a_step_that_its_submission_waits_for_has_ended_when_the_scheduler_is_called_next() -> None:
+    """In the engine's own process on a CPU. Its result comes when the next step has ended too."""
+    bench = Bench(is_async=True, device="cpu", mode="fixed")
+    bench.add("a")
+    first = bench.scheduler.schedule()
+    bench.now += 0.010
+    second = bench.scheduler.schedule()
+    bench.now += 0.020
+    bench.give(first)
+    assert bench.seen.seconds == pytest.approx(0.010)
+    bench.now += 0.001
+    third = bench.scheduler.schedule()
+    bench.now += 0.030
+    bench.give(second)
+    assert bench.seen.seconds == pytest.approx(0.020)
+    bench.now += 0.500
+    bench.give(third)
+    assert bench.seen.seconds == pytest.approx(0.031)
+    bench.now += 1.0
+    bench.step()
+    assert bench.seen.seconds == pytest.approx(STEP_S), "nothing was under way any more"
+
+
 def test_a_step_without_a_token_is_still_the_one_before() -> None:
     bench = Bench(mode="fixed")
     bench.add("a", range(60), chunk=50)
@@ -763,7 +798,8 @@ def test_n_grams_are_left_out_where_the_scheduler_sees_no_drafts_and_a_warning_s
     kept = tuple(p for p in proposers if p != "ngram" or not reason)
     assert bench.osd.settings == Settings(k_max=K, proposers=kept)
     is_left_out = f"n-grams are left out of speculation.proposers: {reason}"
-    assert caplog.messages == [is_left_out] * (kept != proposers)
+    messages = [r.getMessage() for r in caplog.records if r.name.startswith("serving.")]
+    assert messages == [is_left_out] * (kept != proposers)
     report = bench.command("report")
     assert report["is_async"] is is_async
     assert report["left_out"] == ({"ngram": reason} if kept != proposers else {})
