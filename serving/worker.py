@@ -140,14 +140,14 @@ class WorkerExtension:
     def osd_let_sleep(self) -> None:
         """Let the draft sleep at k = 0, where it can."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        self.osd_awake = parts.start(self.osd_off, "sleep", lambda: why_awake(runner)) or ""
-        if not self.osd_awake and "sleep" not in self.osd_off:
-            self.osd_lazy_draft = parts.start(
-                self.osd_off,
-                "sleep",
-                lambda: lazy_draft(runner),
-                "sleep_v2" if hooks.is_v2(runner) else "sleep",
-            )
+
+        def let_sleep() -> LazyDraft | None:
+            self.osd_awake = why_awake(runner)
+            return None if self.osd_awake else lazy_draft(runner)
+
+        self.osd_lazy_draft = parts.start(
+            self.osd_off, "sleep", let_sleep, "sleep_v2" if hooks.is_v2(runner) else "sleep"
+        )
 
     @property
     def osd_is_first_rank(self) -> bool:

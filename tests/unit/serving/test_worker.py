@@ -292,3 +292,25 @@ def test_a_target_of_which_one_weight_moved_has_another_checksum() -> None:
         assert made.osd_target_checksum() != before
         tensor.data[1] -= 0.5
         assert made.osd_target_checksum() == before
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_the_draft_sleeps_where_the_names_of_its_own_runner_are_there(
+    runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = ("sleep_v2", "sleep") if runner == "V2" else ("sleep", "sleep_v2")
+    monkeypatch.setattr(of_worker.hooks, "is_v2", lambda model_runner: runner == "V2")
+    monkeypatch.setattr(of_worker, "why_awake", lambda model_runner: "")
+    monkeypatch.setattr(of_worker, "lazy_draft", lambda model_runner: "a sleeper")
+    for gone, sleeper in ((other, "a sleeper"), (own, None)):
+        monkeypatch.setattr(parts, "problem_with", lambda part, gone=gone: "gone" * (part == gone))
+        made = worker(Swapper())
+        made.model_runner = None
+        made.osd_let_sleep()
+        assert made.osd_lazy_draft == sleeper
+        assert ("sleep" in made.osd_off) == (sleeper is None)
+    monkeypatch.setattr(of_worker, "why_awake", lambda model_runner: "it uses M-RoPE")
+    made.osd_off = {}
+    monkeypatch.setattr(parts, "problem_with", lambda part: "")
+    made.osd_let_sleep()
+    assert (made.osd_lazy_draft, made.osd_awake, made.osd_off) == (None, "it uses M-RoPE", {})
