@@ -39,8 +39,9 @@ class Scheduled:
     """The stamp of the step that proposed what this one verifies."""
     follows: bool = False
     """Whether the step before it was still running or had just ended."""
-    seconds: float | None = None
-    """It took; None until it has ended."""
+    has_ended: bool = False
+    seconds: float = 0.0
+    """It took, once it has ended."""
 
 
 class StepClock:
@@ -68,7 +69,8 @@ class StepClock:
 
     def end(self, step: Scheduled, now: float) -> None:
         """The result of a step has come. Nothing changes where it has ended before."""
-        if step.seconds is None:
+        if not step.has_ended:
+            step.has_ended = True
             step.seconds = now - (self._last_end if step.follows else step.at)
             self._last_end = now
 
