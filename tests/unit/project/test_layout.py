@@ -174,6 +174,7 @@ STATE = {
     "serving.speculation.probes.Probe",
     "serving.capture.rows.Rows",
     "serving.capture.running.RunningRequest",
+    "serving.speculation.step_seen.Scheduled",
     "serving.speculation.step_seen.StepSeen",
     "serving.speculation.requests._Request",
     "serving.speculation.step_times._Cell",
