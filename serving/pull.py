@@ -30,6 +30,7 @@ from osd.records import (
     SwapReport,
     WorkerReport,
 )
+from serving.capture.capture import NO_VERSION
 from serving.speculation.client import SpeculationClient
 from serving.swap.ranks import Ranks
 from serving.vllm import names
@@ -132,6 +133,8 @@ class DraftPuller:
         wrong."""
         previous = self._version
         staging, committed = await self._ranks.swap(release, self._report_if_due)
+        if committed.error and (committed.is_lost or committed.previous):
+            self._version = NO_VERSION if committed.is_lost else committed.previous
         if not committed.error:
             self._version = release.version
             if self._speculation_client is not None:

@@ -220,6 +220,8 @@ class Replica:
         await ranks.start(settings)
         for off in await self._call("osd_parts_off"):
             self._off |= json.loads(off)
+        if "sleep" in self._off:
+            await self._call("osd_stay_awake")
         if problem := await permit_undrafted(self._engine):
             parts.switch_off(self._off, "undrafted", problem)
         if self._is_controlled:

@@ -149,6 +149,11 @@ class WorkerExtension:
             self.osd_off, "sleep", let_sleep, "sleep_v2" if hooks.is_v2(runner) else "sleep"
         )
 
+    def osd_stay_awake(self) -> None:
+        """The draft of some rank cannot sleep, so no rank's does: they run it together."""
+        if self.osd_lazy_draft is not None:
+            self.osd_lazy_draft.leave()
+
     @property
     def osd_is_first_rank(self) -> bool:
         return self.rank == 0
@@ -172,6 +177,12 @@ class WorkerExtension:
     def osd_staging(self) -> str:
         """How the newest staging goes: a `StagingReport`."""
         return encode(self.osd_swapper.staging).decode()
+
+    @answering
+    def osd_drop(self) -> str:
+        """What is staged is not wanted any more."""
+        self.osd_swapper.drop()
+        return "{}"
 
     @answering
     def osd_put(self, version: int, is_read: bool) -> str:

@@ -88,7 +88,12 @@ def _serving(status: ServiceStatus) -> Iterator[str]:
     if alarm := status.alarm:
         yield f"{alarm}: compare `osd drafts list` with the replicas' logs, or restart the service"
     for replica in status.replicas:
-        if replica.lagging:
+        if replica.lagging and not replica.version:
+            yield (
+                f"{replica.replica} drafts with no version since a swap failed: wanted is "
+                f"v{replica.wanted}; if it is not swapped in soon, restart the service"
+            )
+        elif replica.lagging:
             yield (
                 f"{replica.replica} is lagging: it serves v{replica.version}, wanted is "
                 f"v{replica.wanted}; "

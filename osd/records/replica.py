@@ -207,8 +207,10 @@ class CommitReport:
     pause_s: float = 0.0
     """Time the engine was blocked."""
     previous: int = 0
-    """Version that served before."""
+    """Version that served before; 0 where nothing was put in."""
     proved: bool = False
     """Whether the live draft was read back and found to be this one."""
     error: str = ""
     """Why the old draft serves on; "" when the new one does."""
+    is_lost: bool = False
+    """Whether no version is live on all ranks any more."""

@@ -105,11 +105,18 @@ class Speculation:
         those that decode; `context` counts their tokens."""
         self._trials.add_step()
         self._num_since_decision += 1
-        stamp = self._first_rule(req_ids, context)._replace(window=self.net.newest)
+        stamp = self._first_rule(req_ids, context)
         if stamp.reason != "sweep":
+            stamp = stamp._replace(window=self.net.newest)
             self._tell_change(stamp, len(req_ids))
         self._newest, self._batch = stamp, len(req_ids) or self._batch
         return stamp
+
+    def give_back(self, stamp: Stamp) -> None:
+        """The newest step ran nothing."""
+        self._probes.give_back(stamp.probe)
+        if stamp.reason == "sweep":
+            self._sweep.give_back(stamp.plan)
 
     def _first_rule(self, req_ids: Sequence[str], context: int) -> Stamp:
         """The first rule that says anything holds."""

@@ -84,6 +84,11 @@ class Probes:
         self._probe.num_to_draft -= 1
         return self._probe
 
+    def give_back(self, probe: Probe | None) -> None:
+        """The step that was taken for this probe ran nothing."""
+        if probe is not None and probe is self._probe:
+            probe.num_to_draft += 1
+
     def stop(self) -> None:
         """Give up the probe under way."""
         self._probe = None

@@ -94,7 +94,9 @@ class Controlled(Undrafted):
         self._osd_guard(lambda: self._osd_scheduled(output, started, stamp))
         return output
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         self._osd_steps.enter(self.osd_clock())
         # Read first: vLLM trims the sampled tokens, and a request's last step would look rejected.
         seen = self._osd_guard(lambda: self._osd_read(scheduler_output, model_runner_output))
@@ -103,17 +105,17 @@ class Controlled(Undrafted):
                 lambda: self.osd.observe(seen, lambda r: self.requests[r].all_token_ids)
             )
         outputs = super().update_from_output(  # type: ignore[misc]
-            scheduler_output, model_runner_output
+            scheduler_output, model_runner_output, *args, **kwargs
         )
         self._osd_guard(self._osd_close)
         return outputs
 
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+    def update_draft_token_ids(self, draft_token_ids: Any, *args: Any, **kwargs: Any) -> None:
         self._osd_guard(lambda: self._osd_redraft(draft_token_ids))
-        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+        super().update_draft_token_ids(draft_token_ids, *args, **kwargs)  # type: ignore[misc]
 
-    def _update_after_schedule(self, scheduler_output: Any) -> None:
-        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+    def _update_after_schedule(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
+        super()._update_after_schedule(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self.IS_ASYNC:
             self._osd_guard(lambda: self._osd_cut_placeholders(scheduler_output))
 
@@ -212,8 +214,10 @@ class Controlled(Undrafted):
         # The worker counts the tokens of n-grams apart.
         is_ngram = self._osd_proposed_by.plan.proposer == "ngram"
         output.osd_proposer = "ngram" if is_ngram else "draft"
-        if output.num_scheduled_tokens:  # else nothing runs, and nothing is proposed
+        if output.num_scheduled_tokens:
             self._osd_proposed_by = stamp
+        else:  # nothing runs, and nothing is proposed
+            self.osd.give_back(stamp)
 
     def _osd_read(self, output: Any, result: Any) -> StepSeen | None:
         step = self._osd_open.pop(id(output))
@@ -253,7 +257,8 @@ class Controlled(Undrafted):
                 request = self.requests.get(req_id)
                 if request is not None and not request.is_finished():
                     drafts[i] = self.osd.lookup(req_id, request.all_token_ids)
-        elif self.osd.has_caps:
+        elif self.osd.has_caps or any(len(draft) > self.osd.present.k for draft in drafts):
+            # Near the end of the draft's context vLLM hands out k_max zeros, whatever k is.
             for i, req_id in enumerate(draft_token_ids.req_ids):
                 if (cap := self.osd.cap(req_id)) < len(drafts[i]):
                     drafts[i] = drafts[i][:cap]

@@ -43,6 +43,10 @@ class Sweep:
         """The plan of the next step."""
         return self._plans.pop()
 
+    def give_back(self, plan: Plan) -> None:
+        """The step that was taken with this plan ran nothing."""
+        self._plans.append(plan)
+
 
 def _every_kind(k_max: int) -> list[Plan]:
     # In turns, steps that verify much draft little, and the other way round. Otherwise the cost of

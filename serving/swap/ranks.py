@@ -74,9 +74,12 @@ class Ranks:
                 found = StagingReport(version=release.version, error="staging took too long")
                 break
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
-            await meanwhile()
+            try:
+                await meanwhile()
+            except Exception:
+                logger.warning("what goes on during a staging failed", exc_info=True)
         if found.error:
-            await self._call("osd_put_back", False)
+            await self._call("osd_drop")
         return found
 
     async def commit(self, version: int) -> CommitReport:
@@ -85,14 +88,17 @@ class Ranks:
         put = await self._ask(RankReport, "osd_put", version, can_prove)
         error = _first_error(put) or _problem(put, can_prove)
         if error:
-            error = await self._put_back(f"v{version}", error, can_prove)
-            return CommitReport(pause_s=_pause(put), previous=put[0].version, error=error)
+            error, is_lost = await self._put_back(f"v{version}", error, can_prove)
+            return CommitReport(
+                pause_s=_pause(put), previous=put[0].version, error=error, is_lost=is_lost
+            )
         pause_s, error = await self._confirm(version)
         return CommitReport(
             pause_s=_pause(put) + pause_s,
             previous=put[0].version,
             proved=can_prove and not error,
             error=error,
+            is_lost=bool(error),
         )
 
     async def swap(
@@ -127,10 +133,10 @@ class Ranks:
             f"{error}; restart this replica"
         )
 
-    async def _put_back(self, what: str, why: str, can_prove: bool) -> str:
-        """Restore the last good weights on all ranks. Returns what to say of the failure `why`.
-        Where they could not be restored, drafts are useless until the next swap, while answers
-        stay right."""
+    async def _put_back(self, what: str, why: str, can_prove: bool) -> tuple[str, bool]:
+        """Restore the last good weights on all ranks. Returns what to say of the failure `why`, and
+        whether they could not be restored: drafts are useless then until the next swap, while
+        answers stay right."""
         reports = await self._ask(RankReport, "osd_put_back", can_prove)
         error = _first_error(reports)
         if len({report.version for report in reports}) > 1:
@@ -141,9 +147,9 @@ class Ranks:
             return (
                 f"{what}: {why}; and the previous draft could not be restored: {error}; restart "
                 "this replica"
-            )
+            ), True
         await self._ask(RankReport, "osd_confirm")
-        return f"{what}: loading failed, the previous draft was restored: {why}"
+        return f"{what}: loading failed, the previous draft was restored: {why}", False
 
     async def _ask(self, kind: type[Record], method: str, *arguments: object) -> list[Record]:
         return [decode(answer, kind) for answer in await self._call(method, *arguments)]

@@ -228,6 +228,10 @@ class DraftSwapper(Generic[Built]):
         done = s.weights is not None or bool(s.error)
         return StagingReport(version=s.release.version, done=done, error=s.error, seconds=s.seconds)
 
+    def drop(self) -> None:
+        """What is staged is not wanted any more."""
+        self._staging = None
+
     def put(self, version: int, is_read: bool = True) -> RankReport:
         """Make the staged release live until `confirm` or `put_back`. The report says what is held
         then, if `is_read`, and what failed."""

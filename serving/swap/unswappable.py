@@ -21,6 +21,9 @@ class Unswappable:
     def stage(self, release: DraftRelease) -> None:
         self.staging = StagingReport(version=release.version, done=True, error=self._reason)
 
+    def drop(self) -> None:
+        """Nothing is staged here."""
+
     def put(self, _version: int, _is_read: bool = True) -> RankReport:
         return self._refusal()
 

@@ -165,6 +165,9 @@ NAMES: dict[Part, tuple[Name, ...]] = {
         Name(
             "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", takes=("self", "method")
         ),
+        Name("vllm.config.scheduler:SchedulerConfig", has=("max_num_seqs", "async_scheduling")),
+        Name("vllm.config.parallel:ParallelConfig", has=("distributed_executor_backend",)),
+        Name("vllm.config.device:DeviceConfig", has=("device_type",)),
     ),
     "sleep": (
         Name(f"{_PROPOSER}.propose", takes=("self", "num_speculative_tokens", "target_token_ids")),
@@ -197,6 +200,16 @@ NAMES: dict[Part, tuple[Name, ...]] = {
             "vllm.v1.sample.sampler:Sampler.forward",
             takes=("self", "logits", "sampling_metadata", "predict_bonus_token"),
         ),
+        Name(
+            f"{_REJECTION}.forward",
+            takes=("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
+        ),
+        Name("vllm.v1.spec_decode.metadata:SpecDecodeMetadata", has=("bonus_logits_indices",)),
+        Name(
+            "vllm.v1.spec_decode.metadata:SpecDecodeMetadata.__post_init__",
+            says=("self.max_spec_len =",),
+        ),
+        Name("vllm.v1.sample.metadata:SamplingMetadata", has=("max_num_logprobs",)),
         Name(
             "vllm.v1.attention.backend:CommonAttentionMetadata",
             has=("query_start_loc_cpu", "seq_lens_cpu_upper_bound", "block_table_tensor"),

@@ -76,8 +76,8 @@ class Undrafted:
         return added
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        for request in self.running:
-            if request.spec_token_ids and not self.osd_undrafted_problem:
+        for request in () if self.osd_undrafted_problem else self.running:
+            if request.spec_token_ids:
                 most = self._osd_most_drafts(request)
                 if most < len(request.spec_token_ids):
                     request.spec_token_ids = request.spec_token_ids[:most]

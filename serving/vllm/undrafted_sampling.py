@@ -73,17 +73,25 @@ class _ChosenLogprobs:
         """Row of the batch -> its chosen tokens, during a call of `forward`."""
         sampler.forward, sampler._get_logprobs_tensors = self.forward, self.gather
 
-    def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling: Any) -> Any:
+    def forward(
+        self,
+        metadata: Any,
+        draft_probs: Any,
+        logits: torch.Tensor,
+        sampling: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """As vLLM's."""
         if sampling.logprob_token_ids is None:
-            return self._forward(metadata, draft_probs, logits, sampling)
+            return self._forward(metadata, draft_probs, logits, sampling, *args, **kwargs)
         self._chosen = {row: ids for row, ids in sampling.logprob_token_ids.items() if ids}
         most = sampling.max_num_logprobs
         if self._chosen and most is None:
             most = 0
         sampling = replace(sampling, logprob_token_ids=None, max_num_logprobs=most)
         try:
-            return self._forward(metadata, draft_probs, logits, sampling)
+            return self._forward(metadata, draft_probs, logits, sampling, *args, **kwargs)
         finally:
             self._chosen = {}
 
@@ -95,10 +103,17 @@ class _ChosenLogprobs:
         target_logits: torch.Tensor,
         bonus_logits: torch.Tensor,
         sampled_token_ids: torch.Tensor,
+        *args: Any,
     ) -> Any:
         """As vLLM's `_get_logprobs_tensors`."""
         found = self._gather(
-            max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids
+            max_num_logprobs,
+            metadata,
+            logits,
+            target_logits,
+            bonus_logits,
+            sampled_token_ids,
+            *args,
         )
         if not self._chosen:
             return found
@@ -173,11 +188,14 @@ class _ChosenLogprobsV2:
         cu_num_logits: torch.Tensor,
         cu_num_logits_np: np.ndarray,
         max_num_logprobs: int,
+        *args: Any,
     ) -> Any:
         """As vLLM's `_get_logprobs_tensors`, which it calls for one chunk of requests after the
         other."""
         most = max(0, max_num_logprobs) if self._most_chosen else max_num_logprobs
-        found = self._gather(sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, most)
+        found = self._gather(
+            sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, most, *args
+        )
         if not self._most_chosen:
             return found
         assert self._state_of_row is not None

@@ -16,10 +16,15 @@ Result = TypeVar("Result")
 
 
 class LazyDraft:
-    """Wraps methods of one model runner. Its first error ends it: vLLM's own way from then on."""
+    """Wraps methods of one model runner. Its first error ends it: vLLM's own way from then on.
 
-    def __init__(self) -> None:
-        self.is_off = False
+    Ranks of a tensor parallel group wait for one another in every pass of the draft. An error of
+    one among several is raised: it ends the engine, which would hang otherwise.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.is_off = self.is_left = False
         self.problem = ""
         """Why it no longer sleeps."""
         self.num_forwards_saved = 0
@@ -27,12 +32,18 @@ class LazyDraft:
         self.num_steps_without_drafts = 0
         """Steps sampled without the rejection sampler, where vLLM would use it."""
 
+    def leave(self) -> None:
+        """Leave the draft to vLLM from now on. Nothing may have slept yet."""
+        self.is_off = self.is_left = True
+
     def _guarded(self, act: Callable[[], Result]) -> Result | None:
         if self.is_off:
             return None
         try:
             return act()
         except Exception as error:
+            if self._num_ranks > 1:
+                raise
             self.is_off = True
             self.problem = f"{type(error).__name__}: {error}"
             logger.exception("the draft no longer sleeps at k = 0; serving is not affected")

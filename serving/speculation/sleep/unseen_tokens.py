@@ -13,15 +13,18 @@ import torch
 
 from serving.vllm.hooks import to_device
 
-FIRST_COLUMNS = 256
+FIRST_ROWS, FIRST_COLUMNS = 16, 256
 
 
 class UnseenTokens:
-    """One row for each request, one column for each position from its first unknown one on. Both
-    grow as needed, by copies on the device for which the host does not wait."""
+    """One row for each request that sleeps, one column for each position from its first unknown one
+    on. Both grow as needed, columns to as many as a request may have tokens, by copies on the
+    device for which the host does not wait."""
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._table = torch.zeros(num_rows, FIRST_COLUMNS, dtype=torch.int32, device=device)
+    def __init__(self, max_length: int, device: torch.device) -> None:
+        self._max_length = max_length
+        num_rows, num_columns = FIRST_ROWS, min(FIRST_COLUMNS, max_length)
+        self._table = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=device)
         self._rows: dict[str, tuple[int, int]] = {}
         """request -> its row, and the position of column 0"""
         self._free = list(range(num_rows))
@@ -61,7 +64,7 @@ class UnseenTokens:
         if not rows:
             return
         if (needed := max(columns) + 1) > self._table.shape[1]:
-            self._grow(len(self._table), 2 * needed)
+            self._grow(len(self._table), max(needed, min(2 * needed, self._max_length)))
         device = self._table.device
         index = to_device(np.array([rows, columns, taken]), device)
         self._table[index[0], index[1]] = fed[index[2]].to(torch.int32)

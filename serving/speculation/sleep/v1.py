@@ -44,7 +44,7 @@ class LazyDraftV1(LazyDraft):
     runner."""
 
     def __init__(self, runner: Any) -> None:
-        super().__init__()
+        super().__init__(runner.vllm_config.parallel_config.tensor_parallel_size)
         self._runner, self._drafter = runner, runner.drafter
         self._propose, self._propose_step = runner.drafter.propose, runner.propose_draft_token_ids
         self._verify = runner.rejection_sampler.forward
@@ -54,7 +54,7 @@ class LazyDraftV1(LazyDraft):
         self._missed = Missed(int(runner.drafter.block_size))
         self._unseen: UnseenTokens | None = None
         if runner.use_async_scheduling:
-            self._unseen = UnseenTokens(runner.max_num_reqs, runner.drafter.device)
+            self._unseen = UnseenTokens(runner.max_model_len, runner.drafter.device)
         runner.drafter.propose = self.propose
         runner.propose_draft_token_ids = self.propose_step
         runner.rejection_sampler.forward = self.verify
@@ -80,14 +80,22 @@ class LazyDraftV1(LazyDraft):
         nothing = self._guarded(lambda: self._before(k, metadata))
         return self._propose(**given) if nothing is None else nothing
 
-    def verify(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling: Any) -> Any:
+    def verify(
+        self,
+        metadata: Any,
+        draft_probs: Any,
+        logits: torch.Tensor,
+        sampling: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """As vLLM's. Without drafts each request has one row of logits. The rows are copied, since
         the sampler may change them and capture reads them afterwards."""
         wants_logprobs = sampling.max_num_logprobs is not None or getattr(
             sampling, "logprob_token_ids", None
         )
         if metadata.max_spec_len or wants_logprobs or self.is_off:
-            return self._verify(metadata, draft_probs, logits, sampling)
+            return self._verify(metadata, draft_probs, logits, sampling, *args, **kwargs)
         self.num_steps_without_drafts += 1
         return self._runner.sampler(
             logits=logits[metadata.bonus_logits_indices],
@@ -126,16 +134,18 @@ class LazyDraftV1(LazyDraft):
     ) -> None:
         for b, req_id in enumerate(req_ids):
             if req_id not in unseen:
-                unseen.begin(req_id, max(self._num_known(req_id), int(start_B[b])))
+                unseen.begin(req_id, max(self._num_known(b, req_id), int(start_B[b])))
         unseen.write(req_ids, start_B, ends, self._runner.input_ids.gpu)
 
-    def _num_known(self, req_id: str) -> int:
+    def _num_known(self, b: int, req_id: str) -> int:
         """How many of the request's first tokens the host knows: its prompt, and after preemption
-        what it had written by then."""
+        what it had written by then. `output_token_ids` may know more: where a request has
+        penalties, vLLM fills it in afterwards."""
         request = self._runner.requests[req_id]
-        outputs = request.output_token_ids
-        num_outputs = outputs.index(-1) if -1 in outputs else len(outputs)
-        return int(request.num_prompt_tokens) + num_outputs
+        prompt = int(request.num_prompt_tokens)
+        end = prompt + len(request.output_token_ids)
+        unknown = np.flatnonzero(self._runner.input_batch.token_ids_cpu[b, prompt:end] == -1)
+        return prompt + int(unknown[0]) if unknown.size else end
 
     def _forget_finished(self, num_reqs: int) -> None:
         if self._missed.num_requests > 2 * num_reqs + 64:

@@ -58,7 +58,7 @@ class LazyDraftV2(LazyDraft):
     """Wraps `speculator.propose` and `block_tables.append_block_ids` of one model runner."""
 
     def __init__(self, runner: Any) -> None:
-        super().__init__()
+        super().__init__(runner.vllm_config.parallel_config.tensor_parallel_size)
         self._runner, self._speculator = runner, runner.speculator
         self._propose = runner.speculator.propose
         self._append_block_ids = runner.block_tables.append_block_ids
@@ -84,7 +84,7 @@ class LazyDraftV2(LazyDraft):
     def propose(self, input_batch: Any, *given: Any, **named: Any) -> torch.Tensor:
         """As vLLM's, in k passes. Returns [num_reqs, k_max], of which k columns count."""
         k = named.get("num_speculative_tokens")
-        if k is None or named.get("dummy_run"):
+        if k is None or named.get("dummy_run") or self.is_left:
             return self._propose(input_batch, *given, **named)
         if not self._guarded(lambda: self._before(k, input_batch)):
             self._speculator.num_speculative_steps = max(1, k)

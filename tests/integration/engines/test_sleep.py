@@ -125,7 +125,10 @@ def proposed_by(sleeper: Engine) -> Iterator[Callable[..., list[dict[int, list[i
     kept: list[Proposals] = []
 
     def run(
-        prompts: Sequence[list[int]], plans: dict[int, tuple[str, int]], num_tokens: int
+        prompts: Sequence[list[int]],
+        plans: dict[int, tuple[str, int]],
+        num_tokens: int,
+        **sampling: float,
     ) -> list[dict[int, list[int]]]:
         proposals = Proposals(sleeper)
         kept.append(proposals)
@@ -135,7 +138,8 @@ def proposed_by(sleeper: Engine) -> Iterator[Callable[..., list[dict[int, list[i
             if step in plans:
                 sleeper.command("force", plans[step])
 
-        ids = [sleeper.add(p, ignore_eos=True, max_tokens=num_tokens) for p in prompts]
+        sampling |= {"ignore_eos": True, "max_tokens": num_tokens}
+        ids = [sleeper.add(p, **sampling) for p in prompts]
         sleeper.run(plan)
         proposals.close()
         return [{n: d for (r, n), d in proposals.found.items() if r == req} for req in ids]
@@ -154,7 +158,10 @@ SLEEPS = {
     | {9: ("draft", K), 11: ("off", 0), 12: ("draft", 1)},
     "for two steps": {0: ("draft", K), 3: ("off", 0), 5: ("draft", 1), 7: ("off", 0)}
     | {9: ("draft", K), 10: ("off", 0), 12: ("draft", 1)},
+    "with penalties": {0: ("draft", K), 4: ("off", 0), 4 + NUM_SLEPT: ("draft", 1)},
 }
+SAMPLING = {"with penalties": {"repetition_penalty": 1.1}}
+"""For penalties, vLLM tells the host afterwards what was written."""
 
 
 def common(
@@ -167,13 +174,16 @@ def common(
 
 @pytest.mark.parametrize("sleep", SLEEPS)
 def test_after_a_sleep_the_draft_proposes_what_it_would_have(
-    sleeper: Engine, prompts: list[list[int]], proposed_by: Any, sleep: str
+    sleeper: Engine,
+    prompts: list[list[int]],
+    proposed_by: Any,
+    sleep: str,
 ) -> None:
-    some = prompts[:3]
-    awake = every_position(sleeper, proposed_by, some)
+    some, sampling = prompts[:3], SAMPLING.get(sleep, {})
+    awake = every_position(sleeper, proposed_by, some, **sampling)
     sleeper.llm.reset_prefix_cache()
     before = sleeper.worker.osd_lazy_draft.num_tokens_caught_up
-    slept = proposed_by(some, SLEEPS[sleep], 36)
+    slept = proposed_by(some, SLEEPS[sleep], 36, **sampling)
     assert sleeper.worker.osd_lazy_draft.num_tokens_caught_up > before
     both = common(slept, awake)
     assert len(both) > 20
@@ -181,14 +191,18 @@ def test_after_a_sleep_the_draft_proposes_what_it_would_have(
 
 
 def every_position(
-    sleeper: Engine, proposed_by: Any, prompts: list[list[int]], num_tokens: int = 36
+    sleeper: Engine,
+    proposed_by: Any,
+    prompts: list[list[int]],
+    num_tokens: int = 36,
+    **sampling: float,
 ) -> list[dict[int, list[int]]]:
     """What an awake draft proposes after each token: clients let none of its tokens be verified, so
     that each step brings one."""
     own, cap = sleeper.add, {"extra_args": {"osd_spec_k": 0}}
     sleeper.add = lambda *given, **named: own(*given, **named, **cap)  # type: ignore[method-assign]
     try:
-        return proposed_by(prompts, AWAKE, num_tokens)
+        return proposed_by(prompts, AWAKE, num_tokens, **sampling)
     finally:
         del sleeper.add  # type: ignore[method-assign]
 

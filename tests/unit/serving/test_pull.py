@@ -46,7 +46,7 @@ class FakeEngine:
     def __init__(self, world: Pulled) -> None:
         self.live, self.staged = 1, 0
         self.refused: set[int] = set()
-        self.commit_error = ""
+        self.commit_error = self.confirm_error = ""
         self.calls: list[str] = []
         self.releases: list[DraftRelease] = []
         """What it was asked to stage."""
@@ -74,7 +74,11 @@ class FakeEngine:
             return json.dumps({"version": self.live, "seconds": 0.01, "error": self.commit_error})
         if method == "osd_put_back":
             return json.dumps({"version": self.live})
+        if method in ("osd_disown", "osd_drop"):
+            return "{}"
         if method == "osd_confirm":
+            if self.confirm_error:
+                return json.dumps({"error": self.confirm_error})
             self.live = self.live if self.commit_error else self.staged
             return json.dumps({"version": self.live})
         assert method == "osd_report" and args == ("replica-0", "default")
@@ -300,6 +304,17 @@ async def test_a_commit_that_fails_leaves_what_serves_and_is_tried_again(pulled:
     assert pulled.engine.live == 1
     await pulled.look(0.01)
     assert pulled.engine.live == 2
+
+
+async def test_a_replica_that_lost_its_version_is_brought_back_to_it(pulled: Pulled) -> None:
+    """Else it would believe that it serves what an operator rolls back to."""
+    pulled.registry.want, pulled.engine.confirm_error = release(2), "out of memory"
+    await pulled.look()
+    assert pulled.registry.status is not None and pulled.registry.status.version == 0
+    pulled.registry.want, pulled.engine.confirm_error = release(1), ""
+    await pulled.look()
+    assert pulled.engine.live == 1 and pulled.registry.status.version == 1
+    assert [r.version for r in pulled.engine.releases] == [2, 1]
 
 
 async def test_after_a_success_what_was_refused_before_need_not_wait(pulled: Pulled) -> None:

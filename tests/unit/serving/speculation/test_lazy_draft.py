@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from serving.speculation.lazy_draft import can_sleep
+from serving.speculation.sleep.lazy import LazyDraft
 
 V1 = "vllm.v1.worker.gpu_model_runner"
 V2 = "vllm.v1.worker.gpu.model_runner"
@@ -73,3 +74,16 @@ def test_a_draft_that_cannot_sleep_is_left_to_vllm(module: str, changes: dict[st
 
 def test_a_draft_with_several_kinds_of_caches_is_left_to_vllm() -> None:
     assert not can_sleep(runner_of(V2, num_groups=2))
+
+
+def test_an_error_of_one_rank_among_several_is_raised() -> None:
+    """The others would sleep on, and wait for it in the next pass of the target."""
+    alone, among = LazyDraft(1), LazyDraft(2)
+    assert alone._guarded(lambda: 1 // 0) is None
+    assert (alone.is_off, alone.problem) == (
+        True,
+        "ZeroDivisionError: integer division or modulo by zero",
+    )
+    with pytest.raises(ZeroDivisionError):
+        among._guarded(lambda: 1 // 0)
+    assert not among.is_off

@@ -68,6 +68,17 @@ def begun(probes: Probes, expected: float) -> Probe:
     return taken[0]
 
 
+def test_a_step_that_ran_nothing_is_taken_again() -> None:
+    probes = known()
+    probes.begin(TWO, 0.5)
+    probe = probes.take()
+    probes.give_back(probe)
+    assert [probes.take() for _ in range(PROBE_STEPS + 1)] == [probe] * PROBE_STEPS + [None]
+    probes.renew()
+    probes.give_back(probe)
+    assert not probes.has_steps_left
+
+
 def test_a_new_draft_ends_the_probe_of_the_one_before_it() -> None:
     probes = Probes()
     old = begun(probes, 0.05)

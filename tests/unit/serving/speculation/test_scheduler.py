@@ -18,6 +18,7 @@ from vllm import SamplingParams
 from osd.records import encode
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import OFF, Plan
+from serving.speculation.probes import PROBE_STEPS
 from serving.speculation.scheduler import (
     Controlled,
     ControlledAsync,
@@ -723,6 +724,41 @@ def test_n_grams_take_the_place_of_the_draft_request_by_request() -> None:
         "new": 1,
         "ended": 2,
     }
+
+
+def test_what_vllm_proposes_beyond_the_plan_is_not_verified() -> None:
+    """Near the end of the draft's context it proposes k_max tokens for all requests, whatever k
+    is."""
+    bench = Bench(mode="off")
+    request = bench.add("a")
+    bench.step(drafts=False)
+    assert bench.draft(K) == [[]] and request.spec_token_ids == []
+    bench.osd.force(Plan("draft", 1))
+    bench.step(drafts=False)
+    assert bench.draft(K) == [[50]]
+
+
+def test_a_step_that_runs_nothing_takes_nothing_of_a_probe_or_a_sweep() -> None:
+    """One in which vLLM only tells the worker which requests have finished."""
+    bench = Bench()
+    bench.osd.sweep(0)
+    left = bench.osd.num_sweep_steps_left
+    bench.give(bench.scheduler.schedule())
+    assert bench.osd.num_sweep_steps_left == left > 0
+    bench.add("a")
+    bench.step()
+    assert bench.osd.num_sweep_steps_left == left - 1
+    bench.osd.end_sweep()
+    bench.osd._probes.begin(Plan("draft", 2), 0.5)
+    bench.scheduler.running.clear()
+    for _ in range(5):
+        bench.give(bench.scheduler.schedule())
+    bench.scheduler.running += bench.scheduler.requests.values()
+    for _ in range(PROBE_STEPS):
+        assert bench.osd._probes._probe is not None
+        bench.step({"a": [1]})
+    bench.step({"a": [50, 51, 1]})
+    assert bench.osd._probes._probe is None, "all of it was tested"
 
 
 def test_drafts_are_cut_to_what_a_client_allows() -> None:

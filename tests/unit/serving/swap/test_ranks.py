@@ -97,6 +97,8 @@ class World:
         staged, committed = asyncio.run(self.ranks.swap(self.releases[version]))
         assert not staged.error or staged.error == committed.error
         assert committed.proved == (not committed.error and not self.ranks.unproved)
+        is_whole = all(swapper.is_whole for swapper in self.swappers)
+        assert staged.error or committed.is_lost != is_whole
         return committed.error
 
     def serves(self, version: int) -> bool:
@@ -274,7 +276,7 @@ def test_a_rank_that_stages_for_ten_minutes_is_given_up_and_all_drop_the_draft(
 ) -> None:
     slow = Slow(World(tmp_path), looks=100)
     assert slow.swap(slow.world.releases[2]) == "staging took too long"
-    assert slow.calls == ["osd_stage", *["osd_staging"] * 11, "osd_put_back"]
+    assert slow.calls == ["osd_stage", *["osd_staging"] * 11, "osd_drop"]
     assert {swapper.staging.error for swapper in slow.world.swappers} == {"nothing staged"}
     assert slow.world.serves(1)
 
@@ -283,6 +285,29 @@ def test_where_one_rank_cannot_stage_the_others_drop_what_they_built(tmp_path: P
     world = World(tmp_path, rank_1=["build"])
     assert world.swap(2) == "rank 1: v2: MemoryError: no room to build"
     assert {swapper.staging.error for swapper in world.swappers} == {"nothing staged"}
+
+
+def test_a_staging_that_fails_moves_no_rank_while_they_have_kept_different_versions(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    world.parts[1].fails = ["keep"] * 2
+    assert "could not be kept" in world.swap(2)
+    live = [part.live for part in world.parts]
+    world.parts[2].fails = ["build"]
+    assert "no room to build" in world.swap(3)
+    assert all(part.live is own for part, own in zip(world.parts, live, strict=True))
+
+
+def test_what_goes_on_meanwhile_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    slow = Slow(World(tmp_path), looks=2)
+
+    async def meanwhile() -> None:
+        raise RuntimeError("the counters cannot be read")
+
+    staged, committed = asyncio.run(slow.ranks.swap(slow.world.releases[2], meanwhile))
+    assert (staged.error, committed.error) == ("", "") and slow.world.serves(2)
+    assert caplog.messages == ["what goes on during a staging failed"] * 2
 
 
 def test_a_rank_that_answers_with_an_error_has_failed(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from serving.speculation.sleep.unseen_tokens import FIRST_COLUMNS, UnseenTokens
+from serving.speculation.sleep.unseen_tokens import FIRST_COLUMNS, FIRST_ROWS, UnseenTokens
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def read(unseen: UnseenTokens, req_id: str, positions: range) -> list[int]:
 
 
 def test_what_was_fed_is_read_and_the_host_knows_the_rest() -> None:
-    unseen = UnseenTokens(2, CPU)
+    unseen = UnseenTokens(1000, CPU)
     unseen.begin("a", 3)
     unseen.begin("b", 10)
     write(unseen, {"a": (1, [21, 22, 23]), "b": (10, [30])})
@@ -35,7 +35,7 @@ def test_what_was_fed_is_read_and_the_host_knows_the_rest() -> None:
 
 
 def test_a_rejected_token_is_replaced_by_the_one_fed_later() -> None:
-    unseen = UnseenTokens(2, CPU)
+    unseen = UnseenTokens(1000, CPU)
     unseen.begin("a", 3)
     write(unseen, {"a": (3, [23, 24, 25])})
     write(unseen, {"a": (4, [44])})
@@ -43,23 +43,24 @@ def test_a_rejected_token_is_replaced_by_the_one_fed_later() -> None:
 
 
 def test_it_grows_with_requests_and_with_their_length() -> None:
-    unseen = UnseenTokens(1, CPU)
-    names = ["a", "b", "c"]
+    unseen = UnseenTokens(1000, CPU)
+    names = [f"{i}" for i in range(3 * FIRST_ROWS)]
     for i, name in enumerate(names):
         unseen.begin(name, 0)
         write(unseen, {name: (0, [i])})
     last = 3 * FIRST_COLUMNS
-    write(unseen, {"a": (last, [77])})
-    assert [read(unseen, name, range(1)) for name in names] == [[0], [1], [2]]
-    assert read(unseen, "a", range(last, last + 1)) == [77]
+    write(unseen, {"0": (last, [77])})
+    assert [read(unseen, name, range(1)) for name in names] == [[i] for i in range(len(names))]
+    assert read(unseen, "0", range(last, last + 1)) == [77]
+    assert unseen._table.shape == (4 * FIRST_ROWS, 1000), "no request has more tokens"
 
 
 def test_rows_of_requests_that_are_gone_are_used_again() -> None:
-    unseen = UnseenTokens(2, CPU)
+    unseen = UnseenTokens(1000, CPU)
     for i in range(20):
         unseen.begin(f"{i}", i)
         unseen.begin(f"{i}'", i)
         unseen.end([f"{i}", "stranger"])
         unseen.end_all_but(set())
         assert f"{i}'" not in unseen
-    assert len(unseen._table) == 2
+    assert len(unseen._table) == FIRST_ROWS

@@ -45,6 +45,7 @@ class Runner:
     def __init__(self) -> None:
         self.speculator = Speculator()
         self.req_states = SimpleNamespace(req_id_to_index={})
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
         self.block_tables = SimpleNamespace(
             block_sizes=[16, 4], append_block_ids=lambda *given, **named: None
         )
@@ -114,6 +115,13 @@ def test_once_sleeping_has_failed_it_runs_once_at_0(
         step(lazy, k, {"a": 0})
     assert lazy.is_off
     assert lazy._speculator.passes == [1, 3]
+
+
+def test_a_draft_that_is_left_to_vllm_makes_as_many_passes_as_vllm_says(lazy: Lazy) -> None:
+    lazy.leave()
+    for k in (0, 3):
+        step(lazy, k, {"a": 0})
+    assert lazy._speculator.passes == [K_MAX, K_MAX]
 
 
 def test_it_begins_as_many_positions_early_as_the_host_may_be_ahead(lazy: Lazy) -> None:
