@@ -22,7 +22,7 @@ from tests.support.engines import Engine
 from tests.support.pairs import Pair
 
 GONE: dict[Part, str] = {
-    "capture": "vllm.v1.spec_decode.metadata:SpecDecodeMetadata",
+    "capture": "vllm.v1.core.sched.output:NewRequestData",
     "swap": "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info",
     "sleep": "vllm.forward_context:set_forward_context",
     "split": "vllm.v1.utils:record_function_or_nullcontext",
