@@ -16,6 +16,7 @@ from osd.config.schema import CaptureConfig
 from osd.errors import SwapError
 from osd.records import DraftRelease, RankReport, StagingReport, WorkerReport, decode, encode
 from serving import worker as of_worker
+from serving.speculation.sleep.lazy import LazyDraft
 from serving.swap.proof import problem
 from serving.swap.unswappable import Unswappable
 from serving.vllm import parts
@@ -314,3 +315,11 @@ def test_the_draft_sleeps_where_the_names_of_its_own_runner_are_there(
     monkeypatch.setattr(parts, "problem_with", lambda part: "")
     made.osd_let_sleep()
     assert (made.osd_lazy_draft, made.osd_awake, made.osd_off) == (None, "it uses M-RoPE", {})
+
+
+def test_a_draft_that_must_stay_awake_is_left_to_vllm() -> None:
+    made = worker(Swapper(), rank=1)
+    made.osd_stay_awake()  # nothing sleeps here
+    made.osd_lazy_draft = LazyDraft(2)
+    made.osd_stay_awake()
+    assert made.osd_lazy_draft.is_left and made.osd_lazy_draft.is_off

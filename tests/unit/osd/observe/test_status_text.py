@@ -215,6 +215,14 @@ def test_a_replica_that_lags() -> None:
     assert "replica-0   v4 (in step)" in text
 
 
+def test_a_replica_that_lost_its_version() -> None:
+    text = page(status(replicas=[replica(version=0, lagging=True)]), EVENTS)
+    assert first_line(text) == (
+        "replica-0 drafts with no version since a swap failed: wanted is v4; if it is not swapped "
+        "in soon, restart the service"
+    )
+
+
 def test_a_replica_that_swaps_is_no_problem() -> None:
     text = page(status(replicas=[replica(version=3)]), EVENTS)
     assert first_line(text) == "all is well"

@@ -722,8 +722,10 @@ def test_a_force_overrules_a_sweep_which_overrules_a_net_window() -> None:
     while not control.net.is_off():
         planned_by(clock, control, 1)
     assert next_plan(control, ["a"], 100).name == "off"
+    assert control.plan(["a"], 100).window is not None
     control.sweep(1)
-    assert next_plan(control, ["a"], 100).name == "draft 2"
+    stamp = control.plan(["a"], 100)
+    assert (stamp.plan.name, stamp.window) == ("draft 2", None), "it counts for no window"
     control.force(Plan("draft", 1))
     assert next_plan(control, ["a"], 100).name == "draft 1"
     assert control.num_sweep_steps_left == 4 * SWEEP_STEPS - 1

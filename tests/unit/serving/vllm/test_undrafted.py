@@ -131,6 +131,16 @@ def test_a_vllm_whose_requests_cannot_be_told_apart_schedules_as_it_would(
     assert scheduler.schedule() == {"a": [1]}
 
 
+def test_a_vllm_whose_requests_have_no_drafts_to_take_away_schedules_as_it_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Plain, "schedule", lambda self: list(self.requests))
+    scheduler = Scheduler()
+    scheduler.osd_undrafted_problem = "vllm.v1.request:Request.__init__ says otherwise"
+    scheduler.add_request(SimpleNamespace(request_id="a"))
+    assert scheduler.schedule() == ["a"]
+
+
 # -- worker ---------------------------------------------------------------------------------------
 
 
