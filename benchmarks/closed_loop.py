@@ -28,7 +28,7 @@ from osd.config.schema import Config
 from osd.records import ACCEPTED, PLAIN, REJECTED
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
-from serving.speculation.step_seen import Stamp, StepSeen
+from serving.speculation.step_seen import DraftWork, Stamp, StepSeen
 from serving.speculation.step_times import CELL_SIZE, Shape
 from trainer.draft import RowModel, load_draft
 
@@ -202,7 +202,7 @@ class ClosedLoop:
                 accepted=right,
                 stamp=stamp,
                 proposed_by=self._proposed_by,
-                passes=passes,
+                draft=DraftWork(self._proposed_by.plan.passes).next(passes),
                 context=sum(one.num_tokens for one in running),
                 is_pure=True,
                 seconds=seconds,

@@ -52,7 +52,8 @@ class Replica:
     """One engine behind one port.
 
     `sink` is passed to the worker extension. `draft_release` is what to start with where Redis
-    names no other; None serves the target without speculation, capture and swap.
+    names no other; None serves the target without speculation, capture and swap. `awake_note` is a
+    file (`serving/speculation/sleep/awake_note.py`); "" = none is kept.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Replica:
         registry: Registry | None,
         worker_extension: str,
         sink: dict[str, Any],
+        awake_note: str = "",
     ) -> None:
         self.name = name
         self._config = config
@@ -75,6 +77,7 @@ class Replica:
         self._registry = registry
         self._extension = worker_extension
         self._sink = sink
+        self._awake_note = awake_note
         self._puller: DraftPuller | None = None
         self._is_controlled = False
         self._speculation_client: SpeculationClient | None = None
@@ -215,6 +218,7 @@ class Replica:
             sink=self._sink,
             target_id=self._target_id,
             is_controlled=self._is_controlled,
+            awake_note=self._awake_note,
         )
         ranks = Ranks(self._call)
         await ranks.start(settings)

@@ -10,12 +10,14 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from osd.config.schema import CaptureConfig
 from osd.records import DraftRelease, RankReport, Trace, WorkerReport, decode, encode
 from serving.capture.capture import NO_VERSION, Capture
 from serving.speculation.lazy_draft import LazyDraft, lazy_draft, why_awake
+from serving.speculation.sleep.awake_note import AwakeNote
 from serving.speculation.step_split import StepSplit
 from serving.swap import weights
 from serving.swap.live_draft import Weights
@@ -84,8 +86,9 @@ class WorkerExtension:
         raise TypeError("serve with a worker extension that says where traces go")
 
     def osd_start(self, settings: str) -> str:
-        """Install the hooks. `settings`: {"capture", "release", "k", "sink", "target_id",
-        "seed"}. Answers with a `RankReport` of the draft the engine has loaded."""
+        """Install the hooks. `settings`: {"capture", "release", "k", "sink", "target_id", "seed",
+        "is_controlled", "awake_note"}. Answers with a `RankReport` of the draft the engine has
+        loaded."""
         options = json.loads(settings)
         release = decode(json.dumps(options["release"]), DraftRelease)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -100,7 +103,8 @@ class WorkerExtension:
             self.osd_start_capture(release, options)
         self.osd_lazy_draft, self.osd_awake = None, ""
         if options.get("is_controlled"):
-            self.osd_let_sleep()
+            path = options.get("awake_note")
+            self.osd_let_sleep(AwakeNote(Path(path) if path else None))
         return encode(first).decode()
 
     def osd_make_swapper(self, release: DraftRelease) -> DraftSwapper[Weights]:
@@ -137,8 +141,11 @@ class WorkerExtension:
         self.osd_split = StepSplit()
         parts.start(self.osd_off, "split", self.osd_split.start)
 
-    def osd_let_sleep(self) -> None:
-        """Let the draft sleep at k = 0, where it can."""
+    def osd_let_sleep(self, note: AwakeNote) -> None:
+        """Let the draft sleep at k = 0, where it can, and where no engine before this one ended of
+        that."""
+        if failed := note.read():
+            return parts.switch_off(self.osd_off, "sleep", failed)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
 
         def let_sleep() -> LazyDraft | None:
@@ -148,6 +155,9 @@ class WorkerExtension:
         self.osd_lazy_draft = parts.start(
             self.osd_off, "sleep", let_sleep, "sleep_v2" if hooks.is_v2(runner) else "sleep"
         )
+        if self.osd_lazy_draft is not None:
+            self.osd_lazy_draft.before_raising = note.write
+        return None
 
     def osd_stay_awake(self) -> None:
         """The draft of some rank cannot sleep, so no rank's does: they run it together."""

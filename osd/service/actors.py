@@ -63,6 +63,15 @@ def exit_when_failed(wait_ready: Any) -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
+def awake_note(config: Config, name: str, *, is_restart: bool) -> Path:
+    """Where a replica keeps its `AwakeNote` from one engine to the next. A service that is started
+    anew has none."""
+    path = config.data_path / f"{name}.awake"
+    if not is_restart:
+        path.unlink(missing_ok=True)
+    return path
+
+
 class ReplicaActor:
     """`serving.replica.Replica` in a process of its own.
 
@@ -97,6 +106,7 @@ class ReplicaActor:
             registry=Registry(redis_url, config.deployment),
             worker_extension=QUALIFIED_NAME,
             sink=buffer_settings(config, redis_url, target_id),
+            awake_note=str(awake_note(config, name, is_restart=was_restarted())),
         )
         exit_when_failed(self._replica.wait_ready)
 

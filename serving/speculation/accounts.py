@@ -63,7 +63,7 @@ class Accounts:
                 "batch": len(step.req_ids),
                 "drafted": sum(step.drafted),
                 "accepted": sum(step.accepted),
-                "passes": step.passes,
+                "passes": step.draft.passes,
                 "context": step.context,
                 "is_pure": step.is_pure,
                 "seconds": step.seconds,

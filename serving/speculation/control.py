@@ -190,9 +190,8 @@ class Speculation:
         tokens = len(step.req_ids) + sum(step.accepted)
         if step.is_pure:
             width = len(step.req_ids) + sum(step.drafted)
-            # Where the draft has slept, it first reads what it has missed.
-            if not step.passes or step.proposed_by.plan.passes:
-                shape = Shape(len(step.req_ids), width, step.context, step.passes)
+            if not step.draft.is_waking:
+                shape = Shape(len(step.req_ids), width, step.context, step.draft.passes)
                 self.times.add(shape, step.seconds)
             if step.stamp.reason != "sweep":
                 self.accounts.add_step(step.stamp.plan, step.seconds, tokens)

@@ -33,7 +33,15 @@ import msgspec
 from osd.records import clean_domain
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
-from serving.speculation.step_seen import Scheduled, Stamp, StepClock, StepSeen
+from serving.speculation.step_seen import (
+    DraftWork,
+    Scheduled,
+    Stamp,
+    StepClock,
+    StepSeen,
+    drafts_after_results,
+    runs_inline,
+)
 from serving.vllm import names
 from serving.vllm.name import resolve
 from serving.vllm.undrafted import Undrafted
@@ -74,6 +82,9 @@ class Controlled(Undrafted):
         """By the id of vLLM's output."""
         self._osd_proposed_by = Stamp(self.osd.present, settings.mode)
         """The stamp of the step that proposes what the next one verifies."""
+        self._osd_drafting = DraftWork(self.osd.present.passes)
+        """What the draft does at the end of that step."""
+        self._osd_drafts_late = drafts_after_results(config, self.use_v2_model_runner)
         self._osd_steps = StepClock(is_inline=runs_inline(config))
 
     # -- vLLM's methods ---------------------------------------------------------------------------
@@ -208,14 +219,17 @@ class Controlled(Undrafted):
         return table
 
     def _osd_scheduled(self, output: Any, started: float, stamp: Stamp) -> None:
-        step = Scheduled(started, stamp, self._osd_proposed_by)
+        before = self._osd_drafting
+        drafting = before.next(output.num_spec_tokens_to_schedule)
+        draft = before if self._osd_drafts_late else drafting
+        step = Scheduled(started, stamp, self._osd_proposed_by, draft)
         self._osd_steps.begin(step, is_idle=not self._osd_open)
         self._osd_open[id(output)] = step
         # The worker counts the tokens of n-grams apart.
         is_ngram = self._osd_proposed_by.plan.proposer == "ngram"
         output.osd_proposer = "ngram" if is_ngram else "draft"
         if output.num_scheduled_tokens:
-            self._osd_proposed_by = stamp
+            self._osd_proposed_by, self._osd_drafting = stamp, drafting
         else:  # nothing runs, and nothing is proposed
             self.osd.give_back(stamp)
 
@@ -227,8 +241,9 @@ class Controlled(Undrafted):
         if not scheduled:
             return None
         invalid = output.num_invalid_spec_tokens or {}
-        passes = output.num_spec_tokens_to_schedule
-        seen = StepSeen([], [], [], step.stamp, step.proposed_by, passes, 0, True, step.seconds, [])
+        seen = StepSeen(
+            [], [], [], step.stamp, step.proposed_by, step.draft, 0, True, step.seconds, []
+        )
         for req_id, num_scheduled in scheduled.items():
             request = self.requests.get(req_id)
             emitted = sampled[index[req_id]] if sampled else ()
@@ -302,15 +317,6 @@ def settings_of(additional_config: Any) -> Settings:
         key: tuple(v) if isinstance(v, list) else v for key, v in given.items()
     }
     return Settings(**values)
-
-
-def runs_inline(config: Any) -> bool:
-    """Whether a step has ended when the scheduler is called next. Under asynchronous scheduling
-    that is so where the executor runs it on the CPU, in this process: its result then comes one
-    step later than it ended."""
-    executor = config.parallel_config.distributed_executor_backend
-    is_on_cpu = config.device_config.device_type == "cpu" and executor == "uni"
-    return is_on_cpu or not config.scheduler_config.async_scheduling
 
 
 def padded_sizes(config: Any) -> list[int]:

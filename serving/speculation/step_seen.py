@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from serving.speculation.goodput import Plan
 from serving.speculation.net import Window
@@ -29,6 +29,18 @@ class Stamp(NamedTuple):
     """of the net gain, that the step belongs to"""
 
 
+class DraftWork(NamedTuple):
+    """What the draft model does at the end of a step."""
+
+    passes: int = 0
+    is_waking: bool = False
+    """Whether it slept in the step before, so that it first reads what it has missed."""
+
+    def next(self, passes: int) -> DraftWork:
+        """Of the step that follows."""
+        return DraftWork(passes, passes > 0 and not self.passes)
+
+
 @dataclass(slots=True)
 class Scheduled:
     """A step whose result has not come yet."""
@@ -37,6 +49,8 @@ class Scheduled:
     stamp: Stamp
     proposed_by: Stamp
     """The stamp of the step that proposed what this one verifies."""
+    draft: DraftWork
+    """What of the draft's work lies within the step's time."""
     follows: bool = False
     """Whether the step before it was still running or had just ended."""
     has_ended: bool = False
@@ -87,8 +101,8 @@ class StepSeen:
     """what the step was scheduled with"""
     proposed_by: Stamp
     """what the step was scheduled with that proposed the draft tokens"""
-    passes: int
-    """passes of the draft model at the end of the step"""
+    draft: DraftWork
+    """what of the draft's work lies within the step's time"""
     context: int
     """tokens of all requests together"""
     is_pure: bool
@@ -98,3 +112,18 @@ class StepSeen:
     """tokens of each request before this step"""
     num_outputs: list[int] = field(default_factory=list)
     """how many of them are output"""
+
+
+def runs_inline(config: Any) -> bool:
+    """Whether a step has ended when the scheduler is called next. Under asynchronous scheduling
+    that is so where the executor runs it on the CPU, in this process: its result then comes one
+    step later than it ended."""
+    executor = config.parallel_config.distributed_executor_backend
+    is_on_cpu = config.device_config.device_type == "cpu" and executor == "uni"
+    return is_on_cpu or not config.scheduler_config.async_scheduling
+
+
+def drafts_after_results(config: Any, is_v2: bool) -> bool:
+    """Whether a step's result comes before its draft has run. The V2 model runner sends the result
+    from a device first. The draft's time is then part of the next step's."""
+    return is_v2 and config.device_config.device_type != "cpu"

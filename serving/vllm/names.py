@@ -13,8 +13,6 @@ from typing import Literal
 from serving.vllm.name import Name
 from serving.vllm.names_v2 import NAMES_V2, SCHEDULED, UNDRAFTED
 
-TESTED_VERSIONS = ("0.32.0",)
-
 Part = Literal[
     "server",
     "capture",
@@ -38,6 +36,9 @@ CONTROLLED = (
     "vllm.v1.engine.core:EngineCore",
 )
 """Classes of which the control subclasses one scheduler and extends the core."""
+
+TESTED_VERSIONS: dict[str, tuple[Part, ...]] = {"0.32.0": (), "0.31.0": ("sleep_v2",)}
+"""Release -> the parts that are off there. The newest is first."""
 
 _LAYERS = "vllm.model_executor.layers"
 _RELOAD = "vllm.model_executor.model_loader.reload"

@@ -73,6 +73,11 @@ class RankWorker(WorkerExtension):
         if self.rank == rank:
             self.osd_swapper._draft = Breaking(self, steps)  # type: ignore[assignment]
 
+    def osd_break_sleep(self, rank: int) -> None:
+        """On one rank, the next step of the sleeping draft fails."""
+        if self.rank == rank and self.osd_lazy_draft is not None:
+            self.osd_lazy_draft._before = lambda *_: {}["block"]  # type: ignore[attr-defined]
+
     def osd_touch_target(self, rank: int, factor: float) -> None:
         """Change one value of the target's last norm on one rank."""
         if self.rank == rank:
@@ -176,12 +181,15 @@ class RankedEngine(Engine):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._directory = TemporaryDirectory()
+        self.awake_note = ""
+        """To be set before the hooks are started, as a replica sets it."""
         two = {"tensor_parallel_size": NUM_RANKS, "distributed_executor_backend": "mp"}
         super().__init__(*arguments, **{**two, **options})
 
     def _settings(self, capture: CaptureConfig, target_id: str) -> str:
         settings = json.loads(super()._settings(capture, target_id))
-        return json.dumps({**settings, "sink": {"path": self._directory.name}})
+        more = {"sink": {"path": self._directory.name}, "awake_note": self.awake_note}
+        return json.dumps(settings | more)
 
     @property
     def worker(self) -> Any:

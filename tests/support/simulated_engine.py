@@ -13,7 +13,7 @@ import numpy as np
 
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
-from serving.speculation.step_seen import Stamp, StepSeen
+from serving.speculation.step_seen import DraftWork, Stamp, StepSeen
 
 StepTime = Callable[[int, int, int], float]
 """(requests, verified tokens, draft passes) -> seconds"""
@@ -104,7 +104,7 @@ class SimulatedEngine:
             accepted,
             stamp,
             proposed_by,
-            plan.passes,
+            DraftWork(proposed_by.plan.passes).next(plan.passes),
             100 * len(ids),
             True,
             seconds,

@@ -19,7 +19,8 @@ class LazyDraft:
     """Wraps methods of one model runner. Its first error ends it: vLLM's own way from then on.
 
     Ranks of a tensor parallel group wait for one another in every pass of the draft. An error of
-    one among several is raised: it ends the engine, which would hang otherwise.
+    one among several is raised: it ends the engine, which would hang otherwise. It is noted first
+    (`awake_note.py`), so that the next engine leaves the draft awake.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -27,6 +28,8 @@ class LazyDraft:
         self.is_off = self.is_left = False
         self.problem = ""
         """Why it no longer sleeps."""
+        self.before_raising: Callable[[str], None] = lambda problem: None
+        """Told of an error that ends the engine."""
         self.num_forwards_saved = 0
         self.num_tokens_caught_up = 0
         self.num_steps_without_drafts = 0
@@ -42,10 +45,11 @@ class LazyDraft:
         try:
             return act()
         except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
             if self._num_ranks > 1:
+                self.before_raising(problem)
                 raise
-            self.is_off = True
-            self.problem = f"{type(error).__name__}: {error}"
+            self.is_off, self.problem = True, problem
             logger.exception("the draft no longer sleeps at k = 0; serving is not affected")
             return None
 

@@ -5,20 +5,25 @@ here."""
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from osd.config.schema import CaptureConfig
 from serving.vllm import undrafted
 from tests.integration.conftest import release_of
+from tests.integration.engines.conftest import KEPT
 from tests.integration.serving.test_capture import keep_all
 from tests.integration.serving.test_odd_requests import answers, difference
 from tests.integration.serving.test_swap import acceptance_and_outputs
 from tests.support.pairs import Pair
-from tests.support.ranked_engines import NUM_RANKS, RankedEngine
-from tests.support.reference import Reference, plain_engine
+from tests.support.ranked_engines import NUM_RANKS, RankedEngine, RankedPasses
+from tests.support.reference import K, Reference, plain_engine
+from tests.support.ways import Way
 
 LONG = {"ignore_eos": True, "max_tokens": 40}
 SHORT = {"ignore_eos": True, "max_tokens": 20}
@@ -151,6 +156,42 @@ def test_what_one_rank_could_not_build_no_rank_puts_in_later(
     committed = asyncio.run(engine.ranks.commit(2))
     assert "v2 is not staged" in committed.error
     assert versions(engine) == [1] * NUM_RANKS
+
+
+# -- a draft that fails to sleep -----------------------------------------------------------------
+
+
+def test_a_draft_that_failed_to_sleep_on_one_rank_stays_awake_in_the_next_engine(
+    way: Way, pair: Pair, plain: Reference, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    some = prompts[:2]
+    first, second = (unlike_the_others(pair, way, tmp_path / "note") for _ in range(2))
+    first.start_hooks(CaptureConfig(top_k=16))
+    assert first.llm.collective_rpc("osd_parts_off") == ["{}"] * NUM_RANKS
+    first.llm.collective_rpc("osd_break_sleep", args=(1,))
+    with pytest.raises(RuntimeError, match="block"):
+        first.generate(some, **SHORT)
+    second.start_hooks(CaptureConfig(top_k=16))
+    for off in second.llm.collective_rpc("osd_parts_off"):
+        assert "KeyError: 'block'" in json.loads(off)["sleep"]
+    second.llm.collective_rpc("osd_stay_awake")
+    second.command("force", ["off", 0])
+    passes = RankedPasses(second)
+    for prompt in some:
+        second.add(prompt, **SHORT)
+    done = second.run(passes.next_step)
+    passes.close()
+    assert [tokens for (tokens,) in done.values()] == plain.generate(some, **SHORT)
+    assert min(passes.per_step[:-1]) == 1, "vLLM's own way"
+
+
+def unlike_the_others(pair: Pair, way: Way, note: Path) -> RankedEngine:
+    """An engine of its own, without hooks so far."""
+    release = release_of(pair.draft, 1)
+    engine = RankedEngine(pair.target, release, k=K, control={}, way=way, disable_log_stats=True)
+    KEPT.append(engine)
+    engine.awake_note = str(note)
+    return engine
 
 
 # -- what other files look for in the worker -----------------------------------------------------

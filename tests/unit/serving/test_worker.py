@@ -16,6 +16,7 @@ from osd.config.schema import CaptureConfig
 from osd.errors import SwapError
 from osd.records import DraftRelease, RankReport, StagingReport, WorkerReport, decode, encode
 from serving import worker as of_worker
+from serving.speculation.sleep.awake_note import AwakeNote
 from serving.speculation.sleep.lazy import LazyDraft
 from serving.swap.proof import problem
 from serving.swap.unswappable import Unswappable
@@ -302,19 +303,49 @@ def test_the_draft_sleeps_where_the_names_of_its_own_runner_are_there(
     own, other = ("sleep_v2", "sleep") if runner == "V2" else ("sleep", "sleep_v2")
     monkeypatch.setattr(of_worker.hooks, "is_v2", lambda model_runner: runner == "V2")
     monkeypatch.setattr(of_worker, "why_awake", lambda model_runner: "")
-    monkeypatch.setattr(of_worker, "lazy_draft", lambda model_runner: "a sleeper")
-    for gone, sleeper in ((other, "a sleeper"), (own, None)):
+    lazy = LazyDraft(1)
+    monkeypatch.setattr(of_worker, "lazy_draft", lambda model_runner: lazy)
+    for gone, sleeper in ((other, lazy), (own, None)):
         monkeypatch.setattr(parts, "problem_with", lambda part, gone=gone: "gone" * (part == gone))
         made = worker(Swapper())
         made.model_runner = None
-        made.osd_let_sleep()
-        assert made.osd_lazy_draft == sleeper
+        made.osd_lazy_draft = None
+        made.osd_let_sleep(AwakeNote(None))
+        assert made.osd_lazy_draft is sleeper
         assert ("sleep" in made.osd_off) == (sleeper is None)
     monkeypatch.setattr(of_worker, "why_awake", lambda model_runner: "it uses M-RoPE")
     made.osd_off = {}
     monkeypatch.setattr(parts, "problem_with", lambda part: "")
-    made.osd_let_sleep()
+    made.osd_let_sleep(AwakeNote(None))
     assert (made.osd_lazy_draft, made.osd_awake, made.osd_off) == (None, "it uses M-RoPE", {})
+
+
+def test_an_error_that_ended_an_engine_of_several_ranks_leaves_the_next_draft_awake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank's, though only one failed."""
+    monkeypatch.setattr(of_worker.hooks, "is_v2", lambda model_runner: False)
+    monkeypatch.setattr(of_worker, "why_awake", lambda model_runner: "")
+    monkeypatch.setattr(of_worker, "lazy_draft", lambda model_runner: LazyDraft(2))
+    note = AwakeNote(tmp_path / "replica-0.awake")
+    first, after = worker(Swapper(), rank=1), [worker(Swapper(), rank) for rank in range(2)]
+    first.model_runner = None
+    first.osd_let_sleep(note)
+    assert first.osd_lazy_draft is not None and first.osd_off == {}
+    with pytest.raises(KeyError):
+        first.osd_lazy_draft._guarded(lambda: {}["block"])
+    for made in after:
+        made.osd_let_sleep(note)
+        assert made.osd_lazy_draft is None
+        assert "KeyError: 'block'" in made.osd_off["sleep"]
+        assert made.osd_off["sleep"].endswith("the draft runs at k = 0 too")
+
+
+def test_a_note_that_cannot_be_written_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    AwakeNote(tmp_path / "gone" / "note").write("KeyError: 3")
+    assert "will let its draft sleep again" in caplog.text
 
 
 def test_a_draft_that_must_stay_awake_is_left_to_vllm() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from osd.config.schema import Config
 from osd.errors import OSDError, ReplayBufferError
-from osd.service.actors import RemoteMethods, TrainerActor
+from osd.service.actors import RemoteMethods, TrainerActor, awake_note
 
 
 class Handle:
@@ -63,6 +65,17 @@ async def test_a_fault_of_ours_leaves_its_traceback_in_the_log(
 async def test_a_dead_actor_is_a_dead_actor() -> None:
     with pytest.raises(ActorDiedError):
         await RemoteMethods(Handle(ActorDiedError())).double(4)
+
+
+def test_a_draft_that_failed_to_sleep_is_remembered_until_the_service_is_started_anew(
+    tmp_path: Path,
+) -> None:
+    config = Config(data_dir=str(tmp_path))
+    note = awake_note(config, "replica-0", is_restart=False)
+    note.write_text("KeyError: 3")
+    assert awake_note(config, "replica-0", is_restart=True) == note and note.exists()
+    assert awake_note(config, "replica-1", is_restart=False) != note and note.exists()
+    assert not awake_note(config, "replica-0", is_restart=False).exists()
 
 
 class Heard:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from osd.records import PlanChange, PlanTotals, encode
 from serving.speculation.accounts import MAX_CHANGES, MAX_LOG, Accounts
 from serving.speculation.goodput import OFF, Plan
-from serving.speculation.step_seen import Stamp, StepSeen
+from serving.speculation.step_seen import DraftWork, Stamp, StepSeen
 
 TWO = Plan("draft", 2, seconds=0.25)
 
@@ -52,7 +52,16 @@ def test_the_newest_changes_are_kept() -> None:
 def test_a_log_is_bounded_and_ends_where_nobody_wants_it() -> None:
     accounts = Accounts()
     step = StepSeen(
-        ["a", "b"], [2, 1], [2, 0], Stamp(TWO, "trial"), Stamp(OFF, ""), 2, 30, True, 0.5, [10, 20]
+        ["a", "b"],
+        [2, 1],
+        [2, 0],
+        Stamp(TWO, "trial"),
+        Stamp(OFF, ""),
+        DraftWork(2),
+        30,
+        True,
+        0.5,
+        [10, 20],
     )
     accounts.write(step)
     assert accounts.keep_log(True) == [], "nobody had asked for it"

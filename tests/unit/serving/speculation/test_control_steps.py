@@ -18,7 +18,7 @@ from serving.speculation.estimates import Acceptance
 from serving.speculation.goodput import MARGIN, OFF, Plan
 from serving.speculation.ngram import MAX_INDEXED, STEPS_PER_SHADOW
 from serving.speculation.probes import PROBE_STEPS
-from serving.speculation.step_seen import Stamp, StepSeen
+from serving.speculation.step_seen import DraftWork, Stamp, StepSeen
 from serving.speculation.sweep import SWEEP_STEPS
 from tests.support.simulated_engine import StepTime, cpu
 
@@ -61,11 +61,13 @@ def seen_by(
     drafted: list[int],
     accepted: list[int],
     proposer: str,
+    passes: int,
     *rest: Any,
 ) -> StepSeen:
     """The step that was planned last. Its draft tokens are of this proposer."""
     proposed_by = Stamp(Plan(proposer, 1), "")  # type: ignore[arg-type]
-    return StepSeen(req_ids, drafted, accepted, control._newest, proposed_by, *rest)
+    draft = DraftWork(proposed_by.plan.passes).next(passes)
+    return StepSeen(req_ids, drafted, accepted, control._newest, proposed_by, draft, *rest)
 
 
 def rows(batches: Sequence[int], step_time: StepTime) -> list[dict[str, Any]]:
@@ -133,7 +135,7 @@ def followed(
             all_B,
             stamps[i],
             before,
-            stamps[i].plan.passes,
+            DraftWork(stamps[i].plan.passes),
             100,
             False,
             0.01,
@@ -159,7 +161,8 @@ def test_all_that_a_probe_drafts_is_tested_before_it_is_judged(ahead: int) -> No
     last = control.plan(["a"], 100)
     assert (last.plan.name, last.probe) == ("off", None)
     control.observe(
-        StepSeen(["a"], [2], [2], last, stamps[-1], 0, 100, False, 0.01, [100]), lambda _: [1, 2, 3]
+        StepSeen(["a"], [2], [2], last, stamps[-1], DraftWork(), 100, False, 0.01, [100]),
+        lambda _: [1, 2, 3],
     )
     assert probe.tested == probe.accepted == PROBE_STEPS
     assert control.requests.load(["a"], 100).survival["draft"][0, 0] == pytest.approx(4 / 5), (
@@ -179,7 +182,7 @@ def test_a_probe_whose_requests_ended_ends_with_the_steps_of_others() -> None:
     control.end("a")
     for before in stamps[:PROBE_STEPS]:
         control.observe(
-            StepSeen([], [], [], stamps[-1], before, 0, 0, False, 0.01, []), lambda _: []
+            StepSeen([], [], [], stamps[-1], before, DraftWork(), 0, False, 0.01, []), lambda _: []
         )
     names = planned(control, ["b"], 100)
     assert control.report().num_probes == 2, names
@@ -194,7 +197,7 @@ def test_a_step_is_booked_on_the_plan_it_was_scheduled_with() -> None:
     control.force(OFF)
     second = control.plan(["a"], 100)
     for stamp, before, passes in ((first, second, 2), (second, first, 0)):
-        taken = StepSeen(["a"], [0], [0], stamp, before, passes, 100, True, 0.25, [100])
+        taken = StepSeen(["a"], [0], [0], stamp, before, DraftWork(passes), 100, True, 0.25, [100])
         control.observe(taken, lambda _: [1, 2, 3])
     plans = control.report().plans
     assert {name: (plan.steps, plan.seconds) for name, plan in plans.items()} == {
@@ -454,7 +457,7 @@ def planned(control: Speculation, req_ids: Sequence[str], num: int) -> list[str]
             none_B,
             stamp,
             proposed_by,
-            0,
+            DraftWork(),
             100,
             False,
             0.01,

@@ -28,7 +28,7 @@ from serving.speculation.scheduler import (
     settings_of,
     whole_number,
 )
-from serving.speculation.step_seen import MAX_IDLE_SECONDS, Stamp, StepSeen
+from serving.speculation.step_seen import MAX_IDLE_SECONDS, DraftWork, Stamp, StepSeen
 from serving.speculation.step_times import Shape
 from serving.speculation.sweep import SWEEP_STEPS
 
@@ -443,7 +443,7 @@ def test_what_was_accepted_is_what_was_emitted_but_one() -> None:
         [2, 0],
     )
     assert (bench.seen.num_tokens, bench.seen.num_outputs) == ([6, 7], [1, 1]), "before this step's"
-    assert (bench.seen.context, bench.seen.passes, bench.seen.is_pure) == (13, K, True)
+    assert (bench.seen.context, bench.seen.draft.passes, bench.seen.is_pure) == (13, K, True)
     assert bench.osd.texts[-1] == [0, 1, 2, 3, 4, 1], (
         "n-grams are judged by what was known when they were looked up"
     )
@@ -665,9 +665,33 @@ def test_a_step_keeps_the_plan_it_was_scheduled_with(ahead: int) -> None:
     for step in open_steps:
         bench.give(step)
     assert [step.stamp.plan for step in bench.osd.seen] == plans
-    assert [step.passes for step in bench.osd.seen] == [plan.k for plan in plans]
+    assert [step.draft.passes for step in bench.osd.seen] == [plan.k for plan in plans]
     proposed_by = [step.proposed_by.plan for step in bench.osd.seen]
     assert proposed_by == [Plan("draft", K), *plans[:-1]]
+
+
+@pytest.mark.parametrize(
+    "device, is_v2, is_late", [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+@pytest.mark.parametrize("is_async", [True, False])
+def test_the_drafts_work_is_in_the_time_of_the_step_whose_result_comes_after_it(
+    device: str, is_v2: bool, is_late: bool, is_async: bool
+) -> None:
+    """The V2 model runner sends a result from a device before it drafts."""
+    bench = Bench(is_async=is_async, is_v2=is_v2, device=device, proposers=["draft"])
+    bench.add("a")
+    for k in (2, 0, 0, 3, 1):
+        bench.osd.force(Plan("draft", k))
+        bench.step()
+        if k == 3:  # a step in which nothing runs is none
+            running, bench.scheduler.running = bench.scheduler.running, []
+            bench.osd.force(OFF)
+            bench.give(bench.scheduler.schedule())
+            bench.scheduler.running = running
+    work = [DraftWork(2), DraftWork(), DraftWork(), DraftWork(3, True), DraftWork(1)]
+    if is_late:
+        work = [DraftWork(K), *work[:-1]]
+    assert [step.draft for step in bench.osd.seen] == work
 
 
 def test_a_step_in_which_nothing_runs_proposes_nothing() -> None:
