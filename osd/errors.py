@@ -3,6 +3,7 @@
 OSDError               one line: what is wrong, where, and the remedy
 ├── ConfigError        a configuration key, value, file or command line is wrong (exit status 2)
 ├── ReplayBufferError  the replay buffer's server cannot be reached or used
+├── AwayError          another part of the service does not answer; it is tried again
 ├── ReleaseError       a draft release is missing, incomplete or does not fit
 ├── CaptureError       an engine's verifications cannot be captured; it serves on without
 └── SwapError          an engine refused a draft; the previous one keeps serving
@@ -23,6 +24,10 @@ class ConfigError(OSDError, ValueError):
 
 class ReplayBufferError(OSDError):
     """The replay buffer's server cannot be reached or used."""
+
+
+class AwayError(OSDError):
+    """Another part of the service does not answer, or its process ended."""
 
 
 class ReleaseError(OSDError):

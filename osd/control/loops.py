@@ -104,11 +104,17 @@ class ControlLoops:
     def is_trainer_away(self) -> bool:
         return self.trainer is not None and self.trainer.is_away
 
+    @property
+    def trainer_trouble(self) -> str:
+        """Why it is away; "" where it is not, or only Redis is."""
+        return self.trainer.trouble if self.trainer is not None else ""
+
     async def run(self) -> None:
-        """Run both loops until one ends. That is an error, raised under the loop's name."""
-        loops = {"watch": self._watch_loop()} | (
-            {"train": self._train_loop(self.trainer)} if self.trainer else {}
-        )
+        """Run both loops, and the question where the trainer is, until one ends. That is an error,
+        raised under the loop's name."""
+        loops = {"watch": self._watch_loop()}
+        if self.trainer:
+            loops |= {"train": self._train_loop(self.trainer), "trainer": self.trainer.watch()}
         tasks = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,16 @@ Tell = Callable[..., Awaitable[None]]
 
 
 class Trainer(Protocol):
-    """The trainer's methods, awaited. Any exception means "try again"."""
+    """The trainer's methods, awaited. Any exception means "try again"; `AwayError`, that its
+    process or machine is gone."""
+
+    async def machine(self) -> str:
+        """Name of the machine it runs on."""
+        ...
+
+    async def why_silent(self) -> str:
+        """What is known of why it does not answer. It is not asked itself."""
+        ...
 
     async def num_new_traces(self) -> int: ...
     async def run_round(self, base: DraftRelease, line: int) -> RoundOutcome: ...

@@ -1,7 +1,15 @@
-"""Calls to a trainer that may be away."""
+"""Calls to a trainer that may fail, or may not answer at all.
+
+    rounds, replays, counts ──► error = told once, tried again with growing pauses
+    "where are you?", always ──► no answer for 10 s = told once, with what is known of the reason
+
+A round takes minutes, so that its silence says nothing: the second question is asked beside it. A
+trainer whose process is not there yet, or whose machine is cut off, answers neither.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -9,61 +17,131 @@ from typing import TypeVar
 from osd.common.backoff import Outage
 from osd.common.clock import Clock
 from osd.control.protocols import Tell, Trainer
-from osd.errors import ReplayBufferError
+from osd.errors import AwayError, OSDError, ReplayBufferError
 from osd.records import DraftRelease, Event, MetricPoint, RoundOutcome
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+SECONDS_TO_ANSWER = 10.0
+"""A trainer that takes longer to say where it is has a problem."""
+SECONDS_BETWEEN_QUESTIONS = 2.0
+PRESENCE, COUNTING, TRAINING, REPLAY = "presence", "counting", "training", "replay"
+ENDS = {
+    PRESENCE: {PRESENCE},
+    COUNTING: {PRESENCE, COUNTING},
+    TRAINING: {PRESENCE, COUNTING, TRAINING, REPLAY},
+    REPLAY: {PRESENCE, REPLAY},
+}
+"""What succeeds -> the troubles that are over then."""
+
 
 class TrainerLink:
     """The trainer's methods, which return None after any error.
 
-    An error is said once and followed by a growing pause. Redis being away is not counted as a
-    failure of the trainer.
+    An error is said once and followed by a growing pause. It is over when what failed succeeds: a
+    trainer that counts its traces, and fails each round, still fails. Redis being away is not
+    counted as a failure of the trainer.
     """
 
-    def __init__(self, trainer: Trainer, tell: Tell, clock: Clock, backoff_s: float) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        tell: Tell,
+        clock: Clock,
+        backoff_s: float,
+        seconds_to_answer: float = SECONDS_TO_ANSWER,
+    ) -> None:
         self._trainer, self._tell, self._clock = trainer, tell, clock
-        self._outage = Outage(backoff_s)
-        self._has_told_failure = False
+        self._seconds_to_answer = seconds_to_answer
+        self._outages = {what: Outage(backoff_s) for what in ENDS}
+        self._troubles: dict[str, str] = {}
+        """What fails -> why."""
 
     @property
     def is_away(self) -> bool:
-        """Whether the last call failed."""
-        return self._outage.num_failures > 0
+        """Whether anything fails."""
+        return bool(self._troubles) or self._outages[COUNTING].num_failures > 0
+
+    @property
+    def trouble(self) -> str:
+        """Why; "" where nothing fails, or only Redis is away."""
+        return self._troubles.get(PRESENCE) or next(iter(self._troubles.values()), "")
 
     async def num_new_traces(self) -> int | None:
-        return await self._answer(self._trainer.num_new_traces)
+        return await self._answer(COUNTING, self._trainer.num_new_traces)
 
     async def run_round(self, base: DraftRelease, line: int) -> RoundOutcome | None:
-        return await self._answer(lambda: self._trainer.run_round(base, line))
+        return await self._answer(TRAINING, lambda: self._trainer.run_round(base, line))
 
     async def evaluate_releases(
         self, versions: list[DraftRelease], num_traces: int
     ) -> dict[int, float] | None:
-        return await self._answer(lambda: self._trainer.evaluate_releases(versions, num_traces))
+        return await self._answer(
+            REPLAY, lambda: self._trainer.evaluate_releases(versions, num_traces)
+        )
 
-    async def _answer(self, call: Callable[[], Awaitable[T]]) -> T | None:
+    async def watch(self) -> None:
+        """Ask where the trainer is, for ever."""
+        asked: asyncio.Task[None] | None = None
+        try:
+            while True:
+                asked = asked or asyncio.create_task(self._ask(), name="presence")
+                done, _ = await asyncio.wait({asked}, timeout=self._seconds_to_answer)
+                if done:
+                    asked = None
+                    await self._clock.sleep(SECONDS_BETWEEN_QUESTIONS)
+                else:
+                    why = await self._trainer.why_silent()
+                    await self._fails(
+                        PRESENCE, f"no answer for some {self._seconds_to_answer:g} s: {why}"
+                    )
+        finally:
+            if asked is not None:
+                asked.cancel()
+                await asyncio.wait({asked})
+
+    async def _ask(self) -> None:
+        try:
+            await self._trainer.machine()
+        except Exception as error:  # noqa: BLE001  any error: Ray restarts the trainer
+            await self._fails(PRESENCE, _text(error))
+        else:
+            await self._works(PRESENCE)
+
+    async def _answer(self, what: str, call: Callable[[], Awaitable[T]]) -> T | None:
         try:
             answer = await call()
         except Exception as error:  # noqa: BLE001  any error: serving goes on, Ray restarts the trainer
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-            if not isinstance(error, ReplayBufferError):
-                await self._tell_failure(text)
-            await self._outage.pause(f"trainer: {text}", log)
+            if isinstance(error, ReplayBufferError):
+                what = COUNTING  # which is the first to succeed again
+            else:
+                what = PRESENCE if isinstance(error, AwayError) else what
+                await self._fails(what, _text(error))
+                now = self._clock.time()
+                await self._tell(MetricPoint(at=now, name="osd_trainer_failures_total", value=1))
+            await self._outages[what].pause(f"trainer: {_text(error)}", log)
             return None
-        if self._outage.over(log) and self._has_told_failure:
-            self._has_told_failure = False
-            await self._tell(
-                Event(at=self._clock.time(), kind="trainer_back", text="the trainer answers again")
-            )
+        for each in ENDS[what]:
+            self._outages[each].over(log)
+        await self._works(what)
         return answer
 
-    async def _tell_failure(self, text: str) -> None:
-        """The first of several failures in a row is an event; each one is counted."""
-        now = self._clock.time()
-        if not self._has_told_failure:
-            self._has_told_failure = True
-            await self._tell(Event(at=now, kind="trainer_failed", text=text))
-        await self._tell(MetricPoint(at=now, name="osd_trainer_failures_total", value=1))
+    async def _fails(self, what: str, why: str) -> None:
+        """The first failure is an event; others until all are over are part of it."""
+        if not self._troubles:
+            await self._tell(Event(at=self._clock.time(), kind="trainer_failed", text=why))
+        self._troubles[what] = why
+
+    async def _works(self, what: str) -> None:
+        was_failing = bool(self._troubles)
+        self._troubles = {w: why for w, why in self._troubles.items() if w not in ENDS[what]}
+        if was_failing and not self._troubles:
+            text = "the trainer answers again"
+            await self._tell(Event(at=self._clock.time(), kind="trainer_back", text=text))
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, OSDError):
+        return str(error)[:500]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

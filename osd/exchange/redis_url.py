@@ -1,8 +1,10 @@
-"""Masks the credentials in Redis URLs, and in the messages of servers and clients."""
+"""Redis URLs: masks their credentials, also in the messages of servers and clients; says which mean
+this machine alone."""
 
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 HOW_TO_WRITE_ONE = (
@@ -87,3 +89,20 @@ def _secrets(url: str) -> set[str]:
     options = parse_qs(parts.query)
     named = [value for name in _CREDENTIALS for value in options.get(name, [])]
     return {unquote(value) for value in (parts.username, parts.password, *named) if value}
+
+
+def names_its_own_machine(url: str) -> bool:
+    """Whether the server's address means another machine on each machine: a loopback address or a
+    socket file."""
+    parts = _split(url)
+    if parts is None:
+        return False
+    host = parts.hostname or ""
+    return parts.scheme == "unix" or host == "localhost" or _is_loopback(host)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -143,10 +143,10 @@ def _steps_lost(status: ServiceStatus) -> Iterator[str]:
 
 def _training(status: ServiceStatus, outcome: Event | None) -> Iterator[str]:
     if status.trainer != "ok":
+        why = f" ({status.trainer_trouble})" if status.trainer_trouble else ""
         yield (
-            "the trainer fails, so the draft does not learn: `logs/trainer.log` in the data "
-            "directory says why; it is "
-            "tried again by itself"
+            f"the trainer fails{why}, so the draft does not learn: `logs/trainer.log` in the data "
+            "directory of its machine says more; it is tried again by itself"
         )
     elif outcome is not None and outcome.kind == "publish_failed":
         text = outcome.text

@@ -148,7 +148,7 @@ def trainer_state(status: ServiceStatus) -> str:
     if not status.training:
         return "off: trainer.enabled is false"
     if status.trainer != "ok":
-        return "failing, tried again with growing pauses"
+        return "failing, tried again by itself"
     detail = status.phase_detail
     if status.phase == "training":
         return f"training {detail}"

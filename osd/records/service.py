@@ -154,6 +154,9 @@ class ServiceStatus:
     redis: str = "ok"
     """ok or away."""
     trainer: str = "ok"
+    """ok or away."""
+    trainer_trouble: str = ""
+    """Why it is away, as far as that is known."""
     last_round: RoundOutcome | None = None
     num_rounds: int = 0
     num_swaps: int = 0

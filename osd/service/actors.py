@@ -6,8 +6,10 @@ These classes only build a part inside its process. They make no decisions.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from osd.config.schema import Config, TrainerConfig
-from osd.errors import OSDError
+from osd.errors import AwayError, OSDError
 from osd.records import DraftRelease, RoundOutcome
 from serving.vllm import server
 
@@ -150,6 +152,9 @@ class TrainerActor:
             target_id,
         )
 
+    def machine(self) -> str:
+        return socket.gethostname()
+
     def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
         self._pace.begin()
         return self._trainer.run_round(base, on_step=self._pace, line=line)
@@ -190,7 +195,7 @@ class ControlActor:
             buffer_settings=buffer_settings(config, redis_url, target_id),
             target_id=target_id,
             token=token,
-            trainer=RemoteMethods(ray.get_actor(trainer)) if trainer else None,
+            trainer=RemoteTrainer(ray.get_actor(trainer), config) if trainer else None,
         )
         exit_when_failed(self._plane.wait_ready)
 
@@ -203,7 +208,7 @@ class ControlActor:
 
 class RemoteMethods:
     """An actor handle with the methods of the plain object, as coroutines. They raise what the
-    object raises."""
+    object raises, and `AwayError` when its process is gone."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -212,14 +217,45 @@ class RemoteMethods:
         return partial(self._call, getattr(self._handle, name))
 
     async def _call(self, method: Any, *arguments: Any, **named: Any) -> Any:
-        from ray.exceptions import RayTaskError
+        from ray.exceptions import RayActorError, RayTaskError
 
         try:
             return await method.remote(*arguments, **named)
+        except RayActorError:
+            raise AwayError("its process ended, and is started again") from None
         except RayTaskError as error:  # its text is the traceback in the actor's process
             if not isinstance(error.cause, OSDError):
                 logger.error("%s", error)
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
+
+
+class RemoteTrainer(RemoteMethods):
+    """An `osd.control.protocols.Trainer`: the handle of a `TrainerActor`."""
+
+    def __init__(self, handle: Any, config: Config) -> None:
+        super().__init__(handle)
+        self._resource, self._num_gpus = config.ray.trainer_resource, config.trainer.num_gpus
+
+    async def why_silent(self) -> str:
+        """What the cluster lacks; else it is cut off, or busy."""
+        import ray
+
+        try:
+            there = await asyncio.wait_for(asyncio.to_thread(ray.cluster_resources), 5)
+        except Exception as error:  # noqa: BLE001  whatever Ray raises when its head is gone
+            return f"the Ray cluster does not answer either ({type(error).__name__})"
+        return lacking(there, self._resource, self._num_gpus)
+
+
+def lacking(there: dict[str, float], resource: str, num_gpus: float) -> str:
+    """Why a trainer does not answer, from the resources of the cluster."""
+    if resource and not there.get(resource):
+        return f"no machine of the Ray cluster has the resource {resource!r} (ray.trainer_resource)"
+    if num_gpus > there.get("GPU", 0):
+        return (
+            f"trainer.num_gpus={num_gpus:g}, and the Ray cluster has {there.get('GPU', 0):g} GPUs"
+        )
+    return "its machine is cut off or overloaded, or lacks what the trainer asks of Ray"
 
 
 def buffer_settings(config: Config, redis_url: str, target_id: str) -> dict[str, Any]:

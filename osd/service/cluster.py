@@ -18,6 +18,7 @@ from typing import Any
 
 from osd.config.schema import Config
 from osd.errors import ConfigError, OSDError
+from osd.service.ray_watch import RayWatch
 from osd.service.reaper import Reaper
 
 API_KEY = "VLLM_API_KEY"
@@ -25,8 +26,9 @@ API_KEY = "VLLM_API_KEY"
 OBJECT_STORE_BYTES = 128 << 20
 
 
-def start_ray(config: Config, stack: ExitStack) -> None:
-    """Start a private Ray, or join the cluster at `ray.address`. Closing `stack` undoes it.
+def start_ray(config: Config, stack: ExitStack) -> RayWatch:
+    """Start a private Ray, or join the cluster at `ray.address`. Closing `stack` undoes it. Returns
+    what tells when that Ray has ended.
 
     Raises `ConfigError` when no cluster answers or GPUs are missing, `OSDError` when Ray fails.
     """
@@ -56,6 +58,7 @@ def start_ray(config: Config, stack: ExitStack) -> None:
         _init_ray(options)
     if is_private:
         check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
+    return RayWatch(ray.get_runtime_context().gcs_address)
 
 
 def _require_token() -> None:

@@ -28,6 +28,7 @@ from osd.exchange.registry import Registry
 from osd.records import DraftRelease
 from osd.service import cluster, note
 from osd.service.plan import plan, without_speculation
+from osd.service.ray_watch import RayWatch
 from trainer.trackers import check_installed
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Service:
         self.control: Any = None
         self._actors: list[Any] = []
         self._valkey: Any = None
+        self._ray_watch: RayWatch | None = None
 
     def start(self) -> Service:
         """Bring everything up and wait until it answers."""
@@ -99,8 +101,11 @@ class Service:
         self._stack.close()
 
     def supervise(self, stop: threading.Event) -> None:
-        """Until `stop` is set: keep the private Valkey alive."""
+        """Until `stop` is set: keep the private Valkey alive. Raises `OSDError` when Ray has
+        ended."""
         while not stop.wait(0.5):
+            if self._ray_watch is not None and self._ray_watch.is_gone():
+                raise OSDError(self._why_ended())
             if self._valkey is not None and not self._valkey.is_alive():
                 logger.warning("the private Valkey died and is started again")
                 with suppress(OSDError):
@@ -153,9 +158,20 @@ class Service:
 
     # -- Ray's parts -------------------------------------------------------------------------------
 
+    def _why_ended(self) -> str:
+        address = self.config.ray.address
+        if address == "local":
+            return (
+                "the private Ray of this service has ended, and all its parts with it; serve again"
+            )
+        return (
+            f"ray.address={address}: that Ray cluster has ended, and the service's parts with it; "
+            "start it again, then serve again"
+        )
+
     def _start_ray(self) -> None:
         address = self.config.ray.address
-        cluster.start_ray(self.config, self._stack)
+        self._ray_watch = cluster.start_ray(self.config, self._stack)
         self._stack.callback(self._stop_actors)
         self._report(f"ray: {'private' if address == 'local' else address}")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from osd.config.schema import Config
 from osd.errors import ConfigError, ReleaseError
+from osd.exchange.redis_url import mask_url, names_its_own_machine
 from osd.models import resolve
 from osd.models.compatibility import check_pair
 from osd.models.vocab_padding import write_fitting
@@ -41,6 +42,7 @@ class ServicePlan:
 def plan(config: Config) -> ServicePlan:
     """Check everything that can be checked before a start. Raises `OSDError` with key, value and
     remedy."""
+    check_remote_trainer(config)
     config = with_free_ports(config)
     target = resolve.resolve(config.serving.target, "serving.target")
     draft = resolve.resolve(config.serving.draft, "serving.draft")
@@ -48,6 +50,26 @@ def plan(config: Config) -> ServicePlan:
     target_id = resolve.fingerprint(target)
     release = first_release(config, draft, target_id, num_tokens)
     return ServicePlan(config, target, target_id, release)
+
+
+def check_remote_trainer(config: Config) -> None:
+    """A trainer on another machine needs a Redis that both machines reach."""
+    resource = config.ray.trainer_resource
+    if not resource or not config.trainer.enabled:
+        return
+    why = f"ray.trainer_resource={resource} puts the trainer on another machine"
+    if config.ray.address == "local":
+        raise ConfigError(f"{why}, and a private Ray has none; set ray.address (--address)")
+    if not config.buffer.redis_url:
+        raise ConfigError(
+            f"{why}, which cannot reach a private Valkey; set buffer.redis_url (--redis-url) to a "
+            "Redis or Valkey that both reach"
+        )
+    if names_its_own_machine(config.buffer.redis_url):
+        raise ConfigError(
+            f"buffer.redis_url={mask_url(config.buffer.redis_url)}: {why}, for which that is "
+            "another server; name it by an address that both reach"
+        )
 
 
 def max_model_len(config: Config) -> int | None:

@@ -16,7 +16,14 @@ from osd.service.launch import Service
 from osd.service.note import directory, find_all
 from tests.support.beside import Beside, assert_gone, assert_nothing_is_left
 from tests.support.pairs import Pair
-from tests.support.processes import alive, descendants, is_listening, ray_directories
+from tests.support.processes import (
+    alive,
+    descendants,
+    is_listening,
+    kill,
+    named,
+    ray_directories,
+)
 from tests.support.services import Detached, osd, wait_until
 from tests.support.traffic import PROMPTS, Traffic, ask
 
@@ -31,6 +38,22 @@ def test_nothing_outlives_a_killed_service(service: Service, beside: Beside) -> 
     print(f"kill -9 of the service: everything gone after {assert_gone(beside, 15):.1f} s")
     assert_nothing_is_left(beside, note)
     assert [r.deployment for r in find_all()] == ["test-main"]
+    assert all(answer.ok for answer in ask(service.url, PROMPTS)), "the other deployment serves on"
+
+
+@pytest.mark.slow
+def test_a_service_whose_ray_ends_ends_with_one_line(service: Service, beside: Beside) -> None:
+    served, note = beside.running()
+    (head,) = named(beside.look(), "/gcs_server ")
+    kill(head)
+    clock = time.monotonic()
+    assert served.process.wait(60) == 1
+    print(f"kill -9 of Ray's head: the service ended after {time.monotonic() - clock:.1f} s")
+    assert_gone(beside, 15)
+    assert_nothing_is_left(beside, note)
+    said = served.log.read_text()
+    assert "Traceback" not in said
+    assert said.splitlines()[-1].startswith("osd: the private Ray of this service has ended")
     assert all(answer.ok for answer in ask(service.url, PROMPTS)), "the other deployment serves on"
 
 

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from osd.config.schema import Config
 from osd.control.controller import Controller
-from osd.errors import ReleaseError, ReplayBufferError
+from osd.errors import AwayError, ReleaseError, ReplayBufferError
 from osd.exchange.registry import FeedRecord
 from osd.observe.history import History
 from osd.records import (
@@ -118,6 +118,14 @@ class FakeTrainer:
         """Traces that wait for each round."""
         self.gate_open = asyncio.Event()
         self.gate_open.set()
+
+    async def machine(self) -> str:
+        if isinstance(self.death, AwayError):
+            raise self.death
+        return "here"
+
+    async def why_silent(self) -> str:
+        return "nobody knows"
 
     async def num_new_traces(self) -> int:
         if self.death is not None:
@@ -472,7 +480,9 @@ async def test_a_trainer_that_answers_and_fails_every_round_is_counted(world: Wo
         await world.until(lambda: world.says("osd_trainer_failures_total 0.0"))
         world.trainer.rounds += [fail] * 3
         await world.until(lambda: world.says("osd_trainer_failures_total 3.0"))
-    assert world.kinds()[:4] == ["trainer_failed", "trainer_back"] * 2
+        assert (await world.controller.status()).trainer_trouble == "RuntimeError: out of memory"
+        await world.publish(2)
+    assert world.kinds() == ["trainer_failed", "trainer_back", "published"], "each told once"
 
 
 async def test_a_trainer_that_is_not_wanted_is_not_down(world: World) -> None:

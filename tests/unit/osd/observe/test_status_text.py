@@ -279,7 +279,9 @@ def test_a_trainer_that_fails() -> None:
     assert first_line(text).startswith(
         "the trainer fails, so the draft does not learn: `logs/trainer.log`"
     )
-    assert "trainer     failing, tried again with growing pauses" in text
+    assert "trainer     failing, tried again by itself" in text
+    text = page(status(trainer="away", trainer_trouble="no answer for some 10 s: why"), EVENTS)
+    assert first_line(text).startswith("the trainer fails (no answer for some 10 s: why), so")
 
 
 @pytest.mark.parametrize(

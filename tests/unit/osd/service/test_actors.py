@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from osd.config.schema import Config
-from osd.errors import OSDError, ReplayBufferError
-from osd.service.actors import RemoteMethods, TrainerActor, awake_note
+from osd.errors import AwayError, OSDError, ReplayBufferError
+from osd.service.actors import RemoteMethods, TrainerActor, awake_note, lacking
 
 
 class Handle:
@@ -62,9 +62,25 @@ async def test_a_fault_of_ours_leaves_its_traceback_in_the_log(
     assert 'File "there.py", line 7' in caplog.text
 
 
-async def test_a_dead_actor_is_a_dead_actor() -> None:
-    with pytest.raises(ActorDiedError):
-        await RemoteMethods(Handle(ActorDiedError())).double(4)
+@pytest.mark.parametrize("error", [ActorDiedError(), ActorUnavailableError("cut off", None)])
+async def test_an_actor_whose_process_is_gone_is_away(error: Exception) -> None:
+    with pytest.raises(AwayError, match="its process ended, and is started again"):
+        await RemoteMethods(Handle(error)).double(4)
+
+
+@pytest.mark.parametrize(
+    ("there", "resource", "num_gpus", "says"),
+    [
+        ({"CPU": 2.0}, "train", 0, "no machine of the Ray cluster has the resource 'train'"),
+        ({"train": 1.0}, "train", 1, "trainer.num_gpus=1, and the Ray cluster has 0 GPUs"),
+        ({"GPU": 1.0}, "", 2, "trainer.num_gpus=2, and the Ray cluster has 1 GPUs"),
+        ({"train": 1.0, "GPU": 2.0}, "train", 2, "cut off or overloaded"),
+    ],
+)
+def test_why_a_trainer_is_silent(
+    there: dict[str, float], resource: str, num_gpus: float, says: str
+) -> None:
+    assert says in lacking(there, resource, num_gpus)
 
 
 def test_a_draft_that_failed_to_sleep_is_remembered_until_the_service_is_started_anew(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,9 @@ class FakeRay:
 
     def cluster_resources(self) -> dict[str, float]:
         return {}
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="127.0.0.1:6380")
 
     def shutdown(self) -> None:
         pass

@@ -1,0 +1,185 @@
+"""A trainer that fails, is silent, or comes back: what is told, once each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from osd.control.trainer_link import SECONDS_BETWEEN_QUESTIONS, SECONDS_TO_ANSWER, TrainerLink
+from osd.errors import AwayError, ReplayBufferError
+from osd.records import DraftRelease, Event, RoundOutcome
+from tests.support.clocks import HandClock
+
+RELEASE = DraftRelease(version=1, parent=0, path="/d", sha256="a", target_id="t", created_at=1.0)
+OUTCOME: Any = "an outcome"
+PATIENCE_S = 0.05
+
+
+class FakeTrainer:
+    """`fails`: method -> what it raises. `answers` is not set while it is silent."""
+
+    def __init__(self) -> None:
+        self.fails: dict[str, Exception] = {}
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.num_asked = 0
+
+    async def machine(self) -> str:
+        self.num_asked += 1
+        await self.answers.wait()
+        return self._do("machine", "here")
+
+    async def why_silent(self) -> str:
+        return "no machine has the resource 'train'"
+
+    async def num_new_traces(self) -> int:
+        return self._do("num_new_traces", 7)
+
+    async def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
+        return self._do("run_round", OUTCOME)
+
+    async def evaluate_releases(
+        self, versions: list[DraftRelease], num_traces: int
+    ) -> dict[int, float]:
+        return self._do("evaluate_releases", {1: 0.5})
+
+    def _do(self, method: str, answer: Any) -> Any:
+        if method in self.fails:
+            raise self.fails[method]
+        return answer
+
+
+class Told:
+    """A link, and the events and failures it told."""
+
+    def __init__(self) -> None:
+        self.trainer, self.events, self.num_failures = FakeTrainer(), list[str](), 0
+        self.link = TrainerLink(self.trainer, self.tell, HandClock(), 0.0, PATIENCE_S)
+
+    async def tell(self, record: Any) -> None:
+        if isinstance(record, Event):
+            self.events.append(f"{record.kind}: {record.text}")
+        else:
+            self.num_failures += 1
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.link.watch())
+        yield
+        assert not task.done(), task.exception()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def call(self, method: str) -> Any:
+        calls: dict[str, Callable[[], Awaitable[Any]]] = {
+            "num_new_traces": self.link.num_new_traces,
+            "run_round": lambda: self.link.run_round(RELEASE, 1),
+            "evaluate_releases": lambda: self.link.evaluate_releases([RELEASE], 9),
+        }
+        return await calls[method]()
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+BACK = "trainer_back: the trainer answers again"
+
+
+async def test_a_silent_trainer_is_told_once_with_what_is_known_of_the_reason(told: Told) -> None:
+    told.trainer.answers.clear()
+    silence = "no answer for some 0.05 s: no machine has the resource 'train'"
+    async with told.watching():
+        await told.until(lambda: told.link.is_away)
+        await asyncio.sleep(3 * PATIENCE_S)
+        assert (told.link.trouble, told.trainer.num_asked) == (silence, 1), "it is asked once"
+        told.trainer.answers.set()
+        await told.until(lambda: not told.link.is_away)
+    assert told.events == [f"trainer_failed: {silence}", BACK]
+    assert told.num_failures == 0, "it was not called"
+
+
+def test_silence_is_known_within_15_seconds() -> None:
+    assert SECONDS_BETWEEN_QUESTIONS + SECONDS_TO_ANSWER <= 15
+
+
+async def test_a_trainer_whose_process_ended_is_told_once_whoever_finds_out(told: Told) -> None:
+    ended = AwayError("its process ended, and is started again")
+    told.trainer.fails = {"machine": ended, "num_new_traces": ended}
+    async with told.watching():
+        await told.until(lambda: told.link.is_away)
+        assert await told.call("num_new_traces") is None
+        told.trainer.fails = {}
+        await told.until(lambda: not told.link.is_away)
+    assert told.events == [f"trainer_failed: {ended}", BACK]
+
+
+@pytest.mark.parametrize(
+    ("failing", "healed_by", "not_by"),
+    [
+        ("run_round", "run_round", ("num_new_traces", "evaluate_releases")),
+        ("num_new_traces", "num_new_traces", ("evaluate_releases",)),
+        ("num_new_traces", "run_round", ()),
+        ("evaluate_releases", "evaluate_releases", ("num_new_traces",)),
+        ("evaluate_releases", "run_round", ("num_new_traces",)),
+    ],
+)
+async def test_a_failure_is_over_when_what_failed_succeeds(
+    told: Told, failing: str, healed_by: str, not_by: tuple[str, ...]
+) -> None:
+    told.trainer.fails[failing] = RuntimeError("out of\nmemory")
+    async with told.watching():
+        for _ in range(3):
+            assert await told.call(failing) is None
+            for other in not_by:
+                assert await told.call(other) is not None
+        await told.until(lambda: told.trainer.num_asked > 3)
+        assert told.link.trouble == "RuntimeError: out of memory"
+        del told.trainer.fails[failing]
+        assert await told.call(healed_by) is not None
+        assert not told.link.is_away
+    assert told.events == ["trainer_failed: RuntimeError: out of memory", BACK]
+    assert told.num_failures == 3
+
+
+@pytest.mark.parametrize("method", ["num_new_traces", "run_round", "evaluate_releases"])
+async def test_redis_away_is_seen_and_not_told_and_over_when_traces_can_be_counted(
+    told: Told, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    told.trainer.fails[method] = ReplayBufferError("Redis cannot be used")
+    with caplog.at_level(logging.WARNING):
+        assert await told.call(method) is None
+        assert await told.call(method) is None
+        assert (told.link.is_away, told.link.trouble) == (True, "")
+        told.trainer.fails = {}
+        assert await told.call("num_new_traces") == 7
+    assert not told.link.is_away
+    assert (told.events, told.num_failures) == ([], 0)
+    assert caplog.text.count("trying again until it works") == 1
+    assert caplog.text.count("works again: trainer: Redis cannot be used") == 1
+
+
+async def test_a_failed_round_may_be_followed_by_a_silence(told: Told) -> None:
+    """The silence is what is shown; it is one trouble until all is over."""
+    told.trainer.fails["run_round"] = RuntimeError("out of memory")
+    async with told.watching():
+        await told.call("run_round")
+        told.trainer.answers.clear()
+        await told.until(lambda: told.link.trouble.startswith("no answer"))
+        told.trainer.answers.set()
+        await told.until(lambda: told.link.trouble == "RuntimeError: out of memory")
+        told.trainer.fails = {}
+        await told.call("run_round")
+    assert told.events == ["trainer_failed: RuntimeError: out of memory", BACK]
