@@ -1,5 +1,5 @@
 """A private Valkey server: a child process with its data in a directory of its own, reachable from
-this machine only.
+this machine only unless it is told another address.
 
     directory/ (0700)   lock   valkey.conf (0600, with the password)   valkey.log   appendonlydir/
 
@@ -33,6 +33,7 @@ from osd.errors import ReplayBufferError
 
 logger = logging.getLogger(__name__)
 
+LOCALHOST = "127.0.0.1"
 START_SECONDS = 120.0
 """Time that a server gets to load its data."""
 LOCK_SECONDS = 3.0
@@ -45,8 +46,9 @@ _STOP_SECONDS = 5.0
 class EmbeddedValkey:
     """A private Valkey (or Redis) server. Thread-safe.
 
-    `max_memory` is in bytes; `program` is a server binary, by default `find_server()`. Every method
-    raises `ReplayBufferError` when the server cannot be started.
+    `max_memory` is in bytes; `program` is a server binary, by default `find_server()`. The server
+    listens on `host` and on 127.0.0.1; `port` 0 = any free one. Every method raises
+    `ReplayBufferError` when it cannot be started.
 
     Example:
         with EmbeddedValkey(Path("/data/valkey"), 512 << 20) as server:
@@ -54,13 +56,19 @@ class EmbeddedValkey:
     """
 
     def __init__(
-        self, directory: str | Path, max_memory: int = 512 << 20, *, program: Path | None = None
+        self,
+        directory: str | Path,
+        max_memory: int = 512 << 20,
+        *,
+        program: Path | None = None,
+        host: str = LOCALHOST,
+        port: int = 0,
     ) -> None:
         self._directory = Path(directory).expanduser().resolve()
         self._max_memory = max_memory
         self._program = program
         self._password = secrets.token_urlsafe(24)
-        self._port = 0
+        self._host, self._given_port, self._port = host, port, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._lock_fd: int | None = None
         self._lock = threading.RLock()
@@ -69,7 +77,8 @@ class EmbeddedValkey:
     def url(self) -> str:
         """Where it listens, for clients. It contains the password: keep it out of logs."""
         assert self._port, "not started"
-        return f"redis://:{self._password}@127.0.0.1:{self._port}/0"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"redis://:{self._password}@{host}:{self._port}/0"
 
     def is_alive(self) -> bool:
         """Whether the server process runs."""
@@ -143,7 +152,7 @@ class EmbeddedValkey:
         repair when the data is damaged."""
         remedies = [aof.cut, aof.set_aside]
         for _ in range(_NUM_TRIES):
-            port = self._port or _free_port()
+            port = self._port or self._given_port or _free_port(self._host)
             said = self._launch(program, port, has_cut=len(remedies) < 2)
             if said is None:
                 self._port = port
@@ -153,6 +162,10 @@ class EmbeddedValkey:
                     "private Valkey server: %s; repairing %s", _last_line(said), self._directory
                 )
                 remedies.pop(0)(self._directory, program)
+            elif _PORT_TAKEN in said and self._given_port:
+                raise ReplayBufferError(
+                    f"buffer.port={port}: in use on {self._host}; choose another, or 0 for any free one"
+                )
             elif _PORT_TAKEN not in said:
                 break
         raise ReplayBufferError(
@@ -222,7 +235,7 @@ class EmbeddedValkey:
 
     def _config(self, port: int) -> str:
         lines = [
-            "bind 127.0.0.1",
+            f"bind {' '.join(dict.fromkeys((LOCALHOST, self._host)))}",
             f"port {port}",
             f"requirepass {self._password}",
             "daemonize no",
@@ -246,9 +259,9 @@ def _guarded(command: list[str]) -> list[str]:
     return [sys.executable, "-I", "-S", guardian.__file__, str(os.getpid()), *command]
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.bind((host, 0))
         return int(listener.getsockname()[1])
 
 

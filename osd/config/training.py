@@ -15,6 +15,11 @@ class BufferConfig(Section):
     redis_url: str = ""
     """A Redis (7 or later) or Valkey to use. Empty = a private Valkey server, started and stopped
     with the service."""
+    host: str = "127.0.0.1"
+    """Address the private Valkey listens on, always with a password drawn at each start. A trainer
+    on another machine needs one that it reaches."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port of the private Valkey. 0 = any free one."""
     max_traces: int = Field(20_000, ge=16)
     """Traces kept per draft and domain; the oldest leave first."""
     max_age_seconds: float | None = Field(None, gt=0)

@@ -97,11 +97,13 @@ def names_its_own_machine(url: str) -> bool:
     parts = _split(url)
     if parts is None:
         return False
-    host = parts.hostname or ""
-    return parts.scheme == "unix" or host == "localhost" or _is_loopback(host)
+    return parts.scheme == "unix" or is_loopback(parts.hostname or "")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    if host == "localhost":
+        return True
     try:
         return ip_address(host).is_loopback
     except ValueError:

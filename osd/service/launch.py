@@ -133,7 +133,10 @@ class Service:
         from buffers.embedded import EmbeddedValkey
 
         self._valkey = EmbeddedValkey(
-            self.config.data_path / "valkey", max_memory=self.config.buffer.max_memory
+            self.config.data_path / "valkey",
+            max_memory=self.config.buffer.max_memory,
+            host=self.config.buffer.host,
+            port=self.config.buffer.port,
         )
         self._stack.callback(self._valkey.stop)
         self._valkey.start()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from osd.config.schema import Config
 from osd.errors import ConfigError, ReleaseError
-from osd.exchange.redis_url import mask_url, names_its_own_machine
+from osd.exchange.redis_url import is_loopback, mask_url, names_its_own_machine
 from osd.models import resolve
 from osd.models.compatibility import check_pair
 from osd.models.vocab_padding import write_fitting
@@ -60,10 +60,10 @@ def check_remote_trainer(config: Config) -> None:
     why = f"ray.trainer_resource={resource} puts the trainer on another machine"
     if config.ray.address == "local":
         raise ConfigError(f"{why}, and a private Ray has none; set ray.address (--address)")
-    if not config.buffer.redis_url:
+    if not config.buffer.redis_url and is_loopback(config.buffer.host):
         raise ConfigError(
-            f"{why}, which cannot reach a private Valkey; set buffer.redis_url (--redis-url) to a "
-            "Redis or Valkey that both reach"
+            f"{why}, which cannot reach buffer.host={config.buffer.host} of the private Valkey; "
+            "set it to an address of this machine that the other reaches, or buffer.redis_url"
         )
     if names_its_own_machine(config.buffer.redis_url):
         raise ConfigError(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from buffers.embedded import EmbeddedValkey
+from buffers.embedded import EmbeddedValkey, _free_port
 from buffers.program import find_server
 from buffers.redis_stream import RedisTraceBuffer
 from osd.errors import ReplayBufferError
@@ -58,6 +58,30 @@ def parent_of(pid: int) -> int:
 
 
 # -- starting and stopping ------------------------------------------------------------------------
+
+
+def test_it_listens_where_it_is_told_and_wants_its_password_there(tmp_path: Path) -> None:
+    port = _free_port("127.0.0.2")
+    with EmbeddedValkey(tmp_path, host="127.0.0.2", port=port) as server:
+        assert server.url.endswith(f"@127.0.0.2:{port}/0")
+        put(server, 3)
+        assert len(stored(server)) == 3
+        for host in ("127.0.0.2", "127.0.0.1"):
+            with pytest.raises(redis.AuthenticationError), redis.Redis(host, port) as client:
+                client.ping()
+        with pytest.raises(redis.ConnectionError), redis.Redis("127.0.0.3", port) as client:
+            client.ping()
+        server.restart()
+        assert server.url.endswith(f"@127.0.0.2:{port}/0") and len(stored(server)) == 3
+
+
+def test_a_port_of_its_own_that_is_taken_is_one_line(tmp_path: Path) -> None:
+    with (
+        EmbeddedValkey(tmp_path / "first") as first,
+        pytest.raises(ReplayBufferError, match=r"^buffer.port=\d+: in use on 127.0.0.1") as caught,
+    ):
+        EmbeddedValkey(tmp_path / "second", port=int(first.url.split(":")[-1][:-2])).start()
+    assert "\n" not in str(caught.value)
 
 
 def test_data_survives_a_restart_of_the_service(kind: str, tmp_path: Path):

@@ -17,6 +17,7 @@ ELSEWHERE = ["ray.trainer_resource=train", "ray.address=head:6380"]
         [],
         ["ray.trainer_resource=train", "trainer.enabled=false"],
         [*ELSEWHERE, "buffer.redis_url=redis://10.0.0.2:6379"],
+        [*ELSEWHERE, "buffer.host=10.0.0.2"],
         [*ELSEWHERE, "buffer.redis_url=redis://me:secret@localhost.example:6379/0"],
     ],
 )
@@ -28,7 +29,8 @@ def test_a_trainer_that_can_reach_its_buffer_is_fine(overrides: list[str]) -> No
     ("overrides", "says"),
     [
         (["ray.trainer_resource=train"], "a private Ray has none; set ray.address"),
-        (ELSEWHERE, "cannot reach a private Valkey; set buffer.redis_url"),
+        (ELSEWHERE, "cannot reach buffer.host=127.0.0.1 of the private Valkey; set it to an"),
+        ([*ELSEWHERE, "buffer.host=localhost"], "cannot reach buffer.host=localhost"),
         (
             [*ELSEWHERE, "buffer.redis_url=redis://me:secret@127.0.0.1:6379/0"],
             "buffer.redis_url=redis://127.0.0.1:6379/0: ray.trainer_resource=train puts",
