@@ -164,7 +164,8 @@ class EmbeddedValkey:
                 remedies.pop(0)(self._directory, program)
             elif _PORT_TAKEN in said and self._given_port:
                 raise ReplayBufferError(
-                    f"buffer.port={port}: in use on {self._host}; choose another, or 0 for any free one"
+                    f"buffer.port={port}: in use on {self._host}; choose another, or 0 for any "
+                    "free one"
                 )
             elif _PORT_TAKEN not in said:
                 break
