@@ -32,12 +32,15 @@ def protocol(options: Options) -> Protocol:
         "show?",
         arms=(WINDOWS, SPECULATING, NONE),
         order="The two engines of a pair take turns, now one first, now the other, with the same "
-        "prompts; between pairs the engine with net windows gets as many tokens.",
+        "prompts; between pairs the engine with net windows runs for longer than its windows take, "
+        "so that they begin anywhere between two prompts.",
         sizes={
             "streams": STREAMS,
             "tokens_per_turn": 320,
+            "tokens_per_turn_of_windows": 1600,
             "k_max": K_MAX,
-            "net_window_seconds": 1.0,
+            "net_window_seconds": 2.0,
+            "net_interval_seconds": 0.5,
             "num_repeats": 4 if options.quick else 24,
             "scheduling": list(SCHEDULING),
             "target": "the tiny target at the cost of a model of 77 M parameters",
@@ -60,7 +63,7 @@ def run(options: Options) -> Result:
     plan = protocol(options)
     notebook = Notebook(options, plan)
     target, draft, prompts = ensure_cost_shaped(), ensure().draft, engines.home_prompts()
-    windows = {"net_interval_seconds": 0.1, "net_window_seconds": plan.sizes["net_window_seconds"]}
+    windows = {name: plan.sizes[name] for name in ("net_interval_seconds", "net_window_seconds")}
     settings: dict[str, dict[str, Any] | None] = {
         WINDOWS: engines.settings(K_MAX) | windows,
         SPECULATING: engines.settings(K_MAX),
@@ -91,7 +94,8 @@ def _measure(
     for repeat in range(-1, sizes["num_repeats"]):  # the first warms up
         pair = (SPECULATING, NONE)[:: 1 if repeat % 2 else -1]
         for arm in (*pair, WINDOWS):
-            phases = ((STREAMS, sizes["tokens_per_turn"]),)
+            turn = "tokens_per_turn" + "_of_windows" * (arm == WINDOWS)
+            phases = ((STREAMS, sizes[turn]),)
             driven = loaded[arm].drive(phases, prompts, 1000 * (repeat + 1))
             net = loaded[arm].command("report")["net"] if arm == WINDOWS else {}
             if repeat >= 0:

@@ -118,6 +118,8 @@ class DraftPuller:
         self._started_at = time.time()
         self._unsent: deque[SpecWindow | SwapReport] = deque(maxlen=MAX_UNSENT)
         self._counted = WorkerReport()
+        self._uncounted = ""
+        """Why the engine's counters cannot be read now."""
         self._report_at = 0.0
         self._retry_at: dict[int, tuple[float, float]] = {}
         """version -> when it may be tried again, and the delay after that"""
@@ -178,7 +180,7 @@ class DraftPuller:
 
     async def _send_report(self) -> None:
         if self._activity.is_recent():
-            await self._ask_engine()
+            await self._count()
         try:
             await asyncio.to_thread(self._registry.heartbeat, self._status(), HEARTBEAT_TTL)
             batch = list(self._unsent)
@@ -188,6 +190,18 @@ class DraftPuller:
                     self._unsent.popleft()
         except OSDError:
             return  # Redis is away: unsent reports wait, and the oldest are dropped first
+
+    async def _count(self) -> None:
+        """Ask the engine for its counters. Where it cannot say, the heartbeat goes on with those
+        from before, and says so."""
+        try:
+            await self._ask_engine()
+        except Exception as error:
+            if not self._uncounted:
+                logger.exception("the engine's counters cannot be read; the heartbeat goes on")
+            self._uncounted = f"{error}; what it counts stands still"
+        else:
+            self._uncounted = ""
 
     async def _ask_engine(self) -> None:
         self._counted = await self._ranks.report(self._name, self._draft)
@@ -218,6 +232,8 @@ class DraftPuller:
             buffer_dropped=counted.dropped,
             num_running=counted.num_running,
             unproved=self._ranks.unproved,
-            off=self._off | counted.off,
+            off=self._off
+            | counted.off
+            | ({"counters": self._uncounted} if self._uncounted else {}),
             speculation=self._speculation,
         )

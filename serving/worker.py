@@ -144,17 +144,16 @@ class WorkerExtension:
     def osd_let_sleep(self, note: AwakeNote) -> None:
         """Let the draft sleep at k = 0, where it can, and where no engine before this one ended of
         that."""
-        if failed := note.read():
-            return parts.switch_off(self.osd_off, "sleep", failed)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
+        own: parts.Part = "sleep_v2" if hooks.is_v2(runner) else "sleep"
+        if failed := note.read():
+            return parts.switch_off(self.osd_off, "sleep", failed, own)
 
         def let_sleep() -> LazyDraft | None:
             self.osd_awake = why_awake(runner)
             return None if self.osd_awake else lazy_draft(runner)
 
-        self.osd_lazy_draft = parts.start(
-            self.osd_off, "sleep", let_sleep, "sleep_v2" if hooks.is_v2(runner) else "sleep"
-        )
+        self.osd_lazy_draft = parts.start(self.osd_off, "sleep", let_sleep, own)
         if self.osd_lazy_draft is not None:
             self.osd_lazy_draft.before_raising = note.write
         return None

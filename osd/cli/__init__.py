@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import osd
-from osd.cli import bench, drafts, serving, settings, training, watching
+from osd.cli import bench, cluster, drafts, serving, settings, training, watching
 from osd.errors import OSDError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ for _part in (serving, watching, drafts, training, settings):
 app.add_typer(drafts.drafts_app, name="drafts")
 app.add_typer(training.traces_app, name="traces")
 app.add_typer(settings.config_app, name="config")
+app.add_typer(cluster.cluster_app, name="cluster")
 bench.add_benches(app)
 
 

@@ -37,7 +37,7 @@ def start_ray(config: Config, stack: ExitStack) -> RayWatch:
         _require_token()
     import ray
 
-    _set_ray_defaults()
+    set_ray_defaults()
     options: dict[str, Any] = {
         "address": config.ray.address,
         "namespace": f"osd-{config.deployment}",
@@ -67,7 +67,8 @@ def _require_token() -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
 
 
-def _set_ray_defaults() -> None:
+def set_ray_defaults() -> None:
+    """How Ray's processes are to run, wherever they are started."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     # Otherwise Ray hides all GPUs from an actor that reserves none.

@@ -88,13 +88,15 @@ def start(
     except Exception as error:
         logger.exception("%s did not start", part)
         problem = f"{type(error).__name__}: {error}"
-    switch_off(off, part, problem)
+    switch_off(off, part, problem, check or part)
     return None
 
 
-def switch_off(off: dict[str, str], part: Part, problem: str) -> None:
-    """Note and log that a part is off."""
-    off[part] = reason(part, problem)
+def switch_off(
+    off: dict[str, str], part: Part, problem: str, runner_part: Part | None = None
+) -> None:
+    """Note and log that a part is off. `runner_part`: its name on this model runner."""
+    off[part] = reason(runner_part or part, problem)
     logger.warning("%s is off, serving is not affected: %s", part, off[part])
 
 

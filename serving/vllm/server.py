@@ -25,12 +25,14 @@ def graphs_for_every_k(k_max: int, environ: Mapping[str, str] = os.environ) -> d
     """Part of `speculative_config` with which the V2 model runner captures CUDA graphs for every
     number of draft tokens from 0 to k_max; {} for V1, which would give up its full graphs.
 
-    It is vLLM's table of draft tokens by number of requests: 0 for one, 1 for two, and so on up to
-    k_max. The control writes its own k over it in every step.
+    It is vLLM's table of draft tokens by number of requests: k_max for one, then 0, 1 and so on,
+    and k_max for all beyond. The control writes its own k over it in every step. vLLM cuts it at
+    `max_num_seqs`: an engine of very few requests has graphs for the first of these.
     """
     if environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
         return {}
-    table = [(1 + k, 1 + k, k) for k in range(1 + k_max)]  # the last holds for all beyond it
+    ks = (k_max, *range(1 + k_max))
+    table = [(size, size, k) for size, k in enumerate(ks, 1)]  # the last holds for all beyond it
     return {"num_speculative_tokens_per_batch_size": table}
 
 

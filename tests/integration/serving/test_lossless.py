@@ -169,6 +169,9 @@ def test_the_v2_runner_is_asked_for_graphs_of_every_k(k_max: int) -> None:
     lookup = build_dynamic_sd_schedule_lookup(table, 64, k_max)[1:]
     assert set(lookup) == set(range(1 + k_max))
     assert lookup.count(k_max) == 64 - k_max, "most sizes are for the largest"
+    few = [build_dynamic_sd_schedule_lookup(table, n, k_max)[1:] for n in (1, 2, 1 + k_max)]
+    assert few[:2] == [[k_max], [k_max, 0]], "what vLLM would run without us, then none"
+    assert set(few[2]) == set(range(1 + k_max))
 
 
 @pytest.mark.parametrize("given", ["secret", ["secret"]])

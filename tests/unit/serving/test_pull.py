@@ -226,6 +226,34 @@ async def test_the_wanted_draft_is_swapped_in_and_reported(pulled: Pulled) -> No
     )
 
 
+async def test_a_replica_whose_counters_cannot_be_read_lives_and_swaps(
+    pulled: Pulled, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its heartbeat says so, and goes on with the counters from before."""
+    await pulled.look()
+    own, is_broken = pulled.engine.call, True
+
+    async def call(method: str, *args: Any) -> list[str]:
+        if is_broken and method == "osd_report":
+            return ['{"error": "KeyError: 7"}']
+        return await own(method, *args)
+
+    pulled.ranks._call = call
+    pulled.activity._num_open = 1
+    before = pulled.registry.num_heartbeats
+    pulled.registry.want = release(3)
+    for _ in range(4):
+        await pulled.look(1.5)
+    status = pulled.registry.status
+    assert status is not None and pulled.registry.num_heartbeats - before >= 4
+    assert (status.version, status.num_traces) == (3, 5)
+    assert "KeyError: 7; what it counts stands still" in status.off["counters"]
+    assert caplog.text.count("the heartbeat goes on") == 1
+    is_broken = False
+    await pulled.look(1.5)
+    assert pulled.registry.status.off == {}
+
+
 async def test_the_heartbeat_says_who_serves_what_and_what_the_worker_counted(
     pulled: Pulled,
 ) -> None:

@@ -56,6 +56,10 @@ class Swapper:
         self.version, self.is_whole = 4, True
         return RankReport(version=4)
 
+    def disown(self) -> RankReport:
+        self.is_whole = False
+        return RankReport(version=4)
+
 
 def worker(swapper: Any, rank: int = 0) -> Any:
     made: Any = WorkerExtension()
@@ -81,7 +85,8 @@ def test_what_a_rank_holds_is_answered_whole() -> None:
 
 def test_rows_bear_no_version_until_all_ranks_serve_one() -> None:
     made = worker(Swapper())
-    for act, version in (("osd_put", 0), ("osd_put_back", 0), ("osd_confirm", 4)):
+    acts = (("osd_put", 0), ("osd_put_back", 0), ("osd_confirm", 4), ("osd_disown", 0))
+    for act, version in acts:
         getattr(made, act)(*{"osd_put": (4, True), "osd_put_back": (True,)}.get(act, ()))
         assert made.osd_capture.draft_version == version
 
@@ -329,7 +334,8 @@ def test_an_error_that_ended_an_engine_of_several_ranks_leaves_the_next_draft_aw
     monkeypatch.setattr(of_worker, "lazy_draft", lambda model_runner: LazyDraft(2))
     note = AwakeNote(tmp_path / "replica-0.awake")
     first, after = worker(Swapper(), rank=1), [worker(Swapper(), rank) for rank in range(2)]
-    first.model_runner = None
+    for made in (first, *after):
+        made.model_runner = None
     first.osd_let_sleep(note)
     assert first.osd_lazy_draft is not None and first.osd_off == {}
     with pytest.raises(KeyError):
@@ -354,3 +360,13 @@ def test_a_draft_that_must_stay_awake_is_left_to_vllm() -> None:
     made.osd_lazy_draft = LazyDraft(2)
     made.osd_stay_awake()
     assert made.osd_lazy_draft.is_left and made.osd_lazy_draft.is_off
+
+
+def test_a_worker_finds_the_note_where_it_is_told_to_look(tmp_path: Path) -> None:
+    draft, note = torch.nn.LayerNorm(4), tmp_path / "replica-0.awake"
+    note.write_text("KeyError: 3")
+    release = written(tmp_path, {n: t.detach() for n, t in draft.named_parameters()})
+    made = starting(draft, rank=1)
+    options: dict[str, Any] = {"k": 4, "sink": {}, "target_id": "t", "is_controlled": True}
+    made.osd_start(trace_settings(release, CaptureConfig(), awake_note=str(note), **options))
+    assert "KeyError: 3" in made.osd_off["sleep"] and made.osd_lazy_draft is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from osd.config.schema import Config
 from osd.errors import AwayError, OSDError, ReplayBufferError
-from osd.service.actors import RemoteMethods, TrainerActor, awake_note, lacking
+from osd.service import actors
+from osd.service.actors import (
+    RemoteMethods,
+    ReplicaActor,
+    TrainerActor,
+    awake_note,
+    lacking,
+)
 
 
 class Handle:
@@ -92,6 +100,35 @@ def test_a_draft_that_failed_to_sleep_is_remembered_until_the_service_is_started
     assert awake_note(config, "replica-0", is_restart=True) == note and note.exists()
     assert awake_note(config, "replica-1", is_restart=False) != note and note.exists()
     assert not awake_note(config, "replica-0", is_restart=False).exists()
+
+
+@pytest.mark.parametrize("is_restart", [True, False])
+def test_a_replica_that_is_restarted_finds_the_note_of_the_one_before(
+    tmp_path: Path, is_restart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def replica(config: Config, **more: Any) -> Any:
+        given.update(more)
+        return SimpleNamespace(wait_ready=None)
+
+    monkeypatch.setattr(actors, "redirect_output", lambda *_: None)
+    monkeypatch.setattr(actors.server, "prepare_environment", lambda: None)
+    monkeypatch.setattr(actors, "exit_when_failed", lambda wait_ready: None)
+    monkeypatch.setattr(actors, "was_restarted", lambda: is_restart)
+    monkeypatch.setattr("serving.replica.Replica", replica)
+    note = tmp_path / "replica-0.awake"
+    note.write_text("KeyError: 3")
+    ReplicaActor(
+        Config(data_dir=str(tmp_path)),
+        name="replica-0",
+        target_dir="/t",
+        target_id="t",
+        draft_release=None,
+        redis_url="redis://127.0.0.1:1",
+        log_dir=str(tmp_path),
+    )
+    assert given["awake_note"] == str(note) and note.exists() is is_restart
 
 
 class Heard:

@@ -704,6 +704,33 @@ def test_a_net_window_is_without_speculation_and_measures_what_it_gains() -> Non
     assert names[windows[0] + 19] == "draft 2", "decided for at once"
 
 
+def test_a_probe_waits_until_a_net_window_is_over() -> None:
+    control, clock = with_net_windows()
+    while not control.net.is_off():
+        planned_by(clock, control, 1)
+    control._probes.begin(Plan("draft", 1), 0.9)
+    assert planned_by(clock, control, 3 + 16) == ["off"] * 19
+    assert planned_by(clock, control, 4) == ["draft 1"] * 3 + ["draft 2"]
+
+
+def test_a_step_counts_in_the_net_window_that_it_was_planned_in() -> None:
+    """A step that was planned before the window began, and one of a sweep, count for none."""
+    control, clock = with_net_windows()
+    while not control.net.is_off():
+        before = control.plan(["a"], 100)
+        seen = seen_by(control, ["a"], [2], [2], "draft", 0, 100, False, 0.125, [100])
+        clock.now += 0.125
+        control.observe(seen, lambda _: [1, 2, 3])
+    window = control.net.newest
+    assert window is not None and before.window is not window
+    control.observe(seen, lambda _: [1, 2, 3])
+    control.sweep(1)
+    control.plan(["a"], 100)
+    swept = seen_by(control, ["a"], [0], [0], "draft", 0, 100, False, 0.125, [100])
+    control.observe(swept, lambda _: [1, 2, 3])
+    assert window.steps == 0
+
+
 @pytest.mark.parametrize("mode, plan", [("fixed", "draft 2"), ("off", "off")])
 def test_there_are_no_net_windows_where_nothing_is_decided(mode: str, plan: str) -> None:
     control, clock = with_net_windows(mode)

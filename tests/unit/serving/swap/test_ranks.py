@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from osd.records import DraftRelease, StagingReport, WorkerReport, encode
+from osd.records import DraftRelease, RankReport, StagingReport, WorkerReport, encode
 from serving.swap.proof import EVERY_RANK, SwapProof, columns
 from serving.swap.ranks import SECONDS_TO_STAGE, Ranks
 from serving.swap.swap import DraftSwapper
@@ -338,3 +338,18 @@ def test_counters_are_the_first_ranks(tmp_path: Path) -> None:
     assert asyncio.run(Ranks(call).report("replica-0", "default")) == counted
     with pytest.raises(RuntimeError, match="counters cannot be read: KeyError: 7"):
         asyncio.run(Ranks(failing).report("replica-0", "default"))
+
+
+@pytest.mark.parametrize("slow", range(NUM_RANKS))
+def test_a_swap_takes_as_long_as_the_slowest_rank(tmp_path: Path, slow: int) -> None:
+    took = {"osd_staging": 5.0, "osd_put": 0.25, "osd_confirm": 0.5}
+
+    async def call(method: str, *arguments: Any) -> list[str]:
+        kind = StagingReport if method == "osd_staging" else RankReport
+        done = {"done": True} if method == "osd_staging" else {}
+        seconds = [took.get(method, 0.0) * (rank == slow) for rank in range(NUM_RANKS)]
+        return [encode(kind(version=2, seconds=each, **done)).decode() for each in seconds]
+
+    release = World(tmp_path).releases[2]
+    staged, committed = asyncio.run(Ranks(call).swap(release))
+    assert (staged.seconds, committed.pause_s) == (5.0, 0.75)

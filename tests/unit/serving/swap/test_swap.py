@@ -65,6 +65,7 @@ class Draft:
         self._may_fail("put")
 
     def keep(self, weights: Checkpoint) -> None:
+        self._may_fail("keep")
         self.kept = weights
 
     def put_back(self) -> None:
@@ -366,6 +367,16 @@ def test_weights_belong_to_no_version_until_they_are_confirmed(world: World) -> 
     assert (world.swapper.version, world.swapper.is_whole) == (1, False)
     assert world.swapper.confirm().version == 2
     assert world.serves(2) and world.swapper.is_whole
+
+
+def test_weights_that_could_not_be_kept_belong_to_no_version(world: World) -> None:
+    """Until they are: the engine may step before it is asked again."""
+    assert world.stage(world.releases[2]) == ""
+    world.swapper.put(2)
+    world.draft.fails = ["keep"]
+    assert "no room to keep" in world.swapper.confirm().error
+    assert (world.swapper.version, world.swapper.is_whole) == (1, False)
+    assert world.swapper.confirm().version == 2 and world.swapper.is_whole
 
 
 def test_weights_put_back_belong_to_no_version_until_they_are_confirmed(world: World) -> None:

@@ -140,7 +140,7 @@ def test_names_are_imported_where_nothing_else_is_said() -> None:
 def test_a_part_that_fails_to_start_is_off_and_our_own_errors_are_raised(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(parts, "problem_with", lambda part: "gone" if part == "sleep" else "")
+    monkeypatch.setattr(parts, "problem_with", lambda part: "gone" if part == "sleep_v2" else "")
     off: dict[str, str] = {}
     assert parts.start(off, "swap", lambda: 3) == 3 and off == {}
 
@@ -148,12 +148,12 @@ def test_a_part_that_fails_to_start_is_off_and_our_own_errors_are_raised(
         raise KeyError("x")
 
     assert parts.start(off, "swap", fails) is None
-    assert parts.start(off, "capture", lambda: 3, check="sleep") is None
+    assert parts.start(off, "sleep", lambda: 3, check="sleep_v2") is None
     assert off == {
         "swap": f"KeyError: 'x'; {parts.CONSEQUENCES['swap']}",
-        "capture": f"gone; {parts.CONSEQUENCES['capture']}",
+        "sleep": f"gone; {parts.CONSEQUENCES['sleep_v2']}",
     }
-    assert f"capture is off, serving is not affected: {off['capture']}" in caplog.text
+    assert f"sleep is off, serving is not affected: {off['sleep']}" in caplog.text
 
     def refuses() -> None:
         raise SwapError("a head")

@@ -42,10 +42,11 @@ class Speculator:
 
 
 class Runner:
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = 1) -> None:
         self.speculator = Speculator()
         self.req_states = SimpleNamespace(req_id_to_index={})
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+        parallel = SimpleNamespace(tensor_parallel_size=num_ranks)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
         self.block_tables = SimpleNamespace(
             block_sizes=[16, 4], append_block_ids=lambda *given, **named: None
         )
@@ -117,6 +118,18 @@ def test_once_sleeping_has_failed_it_runs_once_at_0(
     assert lazy._speculator.passes == [1, 3]
 
 
+def test_among_several_ranks_sleeping_that_fails_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others would wait for this one in the next pass of the draft."""
+    lazy, said = Lazy(Runner(num_ranks=2)), list[str]()
+    lazy.before_raising = said.append
+    monkeypatch.setattr(lazy._missed, "meet", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(lazy, 0, {"a": 0})
+    assert said == ["ZeroDivisionError: division by zero"] and lazy._speculator.passes == []
+
+
 def test_a_draft_that_is_left_to_vllm_makes_as_many_passes_as_vllm_says(lazy: Lazy) -> None:
     lazy.leave()
     for k in (0, 3):
@@ -148,3 +161,18 @@ def test_a_request_that_is_announced_anew_starts_again(lazy: Lazy) -> None:
     allot(lazy, 5, [31], overwrite=True)
     step(lazy, 1, {"a": 0})
     assert lazy.spans == []
+
+
+def test_a_request_that_starts_again_near_where_it_stood_reads_what_others_slept_through(
+    lazy: Lazy,
+) -> None:
+    """The prefix cache gives it blocks of a request that slept; its own were awake."""
+    allot(lazy, 5, [30, 31], overwrite=True)
+    step(lazy, 0, {"b": 0})
+    step(lazy, 0, {"b": 5})
+    allot(lazy, 5, [40, 41], overwrite=True)
+    step(lazy, 1, {"a": 8})
+    assert lazy.spans == [], "its blocks are no other's"
+    allot(lazy, 5, [30, 31], overwrite=True)
+    step(lazy, 1, {"a": 8})
+    assert lazy.spans == [(0, 0, 8)]

@@ -1,0 +1,43 @@
+"""The machines of a Ray cluster: cluster head, cluster worker."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from osd.cli.options import ConfigOption
+
+cluster_app = typer.Typer(
+    help="The machines of a Ray cluster, as `ray up` starts them.", no_args_is_help=True
+)
+
+
+@cluster_app.command(
+    "head", epilog="Example:  osd cluster head 10.0.0.1 --config osd.yaml serving.host=0.0.0.0"
+)
+def head(
+    address: Annotated[str, typer.Argument(help="Address by which the others reach it.")],
+    config: ConfigOption = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
+) -> None:
+    """Run Ray's head and the service on this machine, unless they run like that already."""
+    from osd.service.host import start_head
+
+    start_head(address, config, overrides or [], typer.echo)
+
+
+@cluster_app.command(
+    "worker", epilog="Example:  osd cluster worker 10.0.0.1 10.0.0.2 --resource train"
+)
+def worker(
+    head: Annotated[str, typer.Argument(help="Address of the head.")],
+    address: Annotated[str, typer.Argument(help="Address by which the others reach this one.")],
+    resource: Annotated[
+        list[str] | None, typer.Option(help="Custom resource of this machine; may stand twice.")
+    ] = None,
+) -> None:
+    """Run Ray on this machine, joined to the head, unless it runs like that already."""
+    from osd.service.host import start_worker
+
+    start_worker(head, address, resource or [], typer.echo)

@@ -1,0 +1,137 @@
+"""`ray up` with the file we ship, from a third host: the head serves, the worker trains. The tests
+are one story, in this order."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import write_configuration
+from tests.cluster.hosts import Host, Hosts
+from tests.support.paths import ROOT
+from tests.support.services import wait_until
+
+pytestmark = pytest.mark.timeout(900)
+
+OSD = ".venv/bin/osd"
+SERVICE = ("osd serve", "gcs_server", "ReplicaActor", "ControlActor", "EngineCore")
+"""What runs on the head."""
+TRAINING = ("raylet/raylet", "TrainerActor")
+"""What runs on the worker."""
+
+
+def ray(hosts: Hosts, command: str, *, is_ok: bool = True) -> str:
+    """`ray COMMAND cluster.yaml` on the laptop. Returns what it said."""
+    clock = time.monotonic()
+    done = hosts["laptop"].run(
+        f"cd {ROOT} && .venv/bin/ray {command} -y ~/cluster.yaml 2>&1", timeout=600
+    )
+    print(f"ray {command}: {time.monotonic() - clock:.0f} s")
+    assert (done.returncode == 0) is is_ok, done.stdout[-4000:]
+    return done.stdout
+
+
+def ask(hosts: Hosts, rounds: int) -> list[dict[str, Any]]:
+    """Rounds of 24 requests from the laptop."""
+    return list(asking(hosts, rounds))
+
+
+def asking(hosts: Hosts, rounds: int) -> Iterator[dict[str, Any]]:
+    url = f"http://{hosts['head'].address}:8000"
+    begun = hosts["laptop"].begin(
+        f"cd {ROOT} && .venv/bin/python -W ignore -m tests.cluster.load {url} {rounds}"
+    )
+    assert begun.stdout is not None
+    for line in begun.stdout:
+        assert line.startswith("{"), line
+        yield json.loads(line)
+    assert begun.wait() == 0
+
+
+def status(head: Host) -> dict[str, Any]:
+    done = head.run(f"cd {ROOT} && {OSD} status --json")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def up(hosts: Hosts) -> Iterator[Hosts]:
+    said = ray(hosts, "up")
+    assert "serving: http://0.0.0.0:8000/v1" in said
+    yield hosts
+
+
+def test_a_draft_learns_on_the_worker_and_serves_on_the_head(up: Hosts) -> None:
+    (first,) = ask(up, 1)
+    found = first
+    deadline = time.monotonic() + 180
+    while found["alpha"] < first["alpha"] + 0.3 and time.monotonic() < deadline:
+        (found,) = ask(up, 1)
+        assert found["errors"] == []
+        assert found["tokens"] == first["tokens"], "the answers are the target's"
+    print(f"α {first['alpha']:.2f}, then {found['alpha']:.2f}")
+    assert found["alpha"] > first["alpha"] + 0.3
+    assert len(up["worker"].named("TrainerActor")) == 1 and not up["head"].named("TrainerActor")
+    assert up["head"].named("EngineCore", "ReplicaActor") and not up["worker"].named("EngineCore")
+    assert status(up["head"])["problems"] == []
+
+
+def test_ray_up_again_restarts_nothing(up: Hosts) -> None:
+    before = up["head"].named(*SERVICE), up["worker"].named(*TRAINING)
+    assert "nothing has changed: Ray and the service run on" in ray(up, "up")
+    assert (up["head"].named(*SERVICE), up["worker"].named(*TRAINING)) == before
+
+
+def test_a_worker_that_is_cut_off_is_shown_and_costs_no_request(up: Hosts) -> None:
+    traffic = asking(up, 12)
+    next(traffic)
+    trainer = up["worker"].named("TrainerActor")
+    up.cut_off("worker")
+    cut_at = time.monotonic()
+    try:
+        found = wait_until(lambda: status(up["head"])["problems"], 15, "it is shown")
+        assert "the trainer fails (no answer for some 10 s" in found[0]
+        assert status(up["head"])["trainer"] == "away"
+        print(f"shown after {time.monotonic() - cut_at:.0f} s")
+        time.sleep(max(0, 30 - (time.monotonic() - cut_at)))
+    finally:
+        up.plug_in("worker")
+    back_at = time.monotonic()
+    rounds = status(up["head"])["num_rounds"]
+    assert [error for round in traffic for error in round["errors"]] == []
+    wait_until(lambda: status(up["head"])["trainer"] == "ok", 180, "the trainer answers again")
+    print(f"back {time.monotonic() - back_at:.0f} s after it was plugged in")
+    while status(up["head"])["num_rounds"] == rounds:
+        assert time.monotonic() - back_at < 180, "training is back within 3 minutes"
+        assert [error for round in ask(up, 1) for error in round["errors"]] == []
+    print(f"trainer before and after: {trainer}, {up['worker'].named('TrainerActor')}")
+
+
+def test_an_engine_that_cannot_start_is_one_line(up: Hosts) -> None:
+    """It ends what ran: the configuration says so."""
+    write_configuration(up, k_max=0)
+    said = ray(up, "up", is_ok=False)
+    assert "osd: " in said and "speculation.k_max=0" in said
+    assert up["head"].named(*SERVICE), "a configuration that is refused ends nothing"
+
+
+def test_what_changed_is_what_serves_after_ray_up(up: Hosts) -> None:
+    write_configuration(up, k_max=3)
+    before = up["head"].named("osd serve")
+    assert "default has stopped" in ray(up, "up")
+    found = status(up["head"])
+    assert (found["k"], found["problems"]) == (3, []) and found["version"] > 1
+    assert up["head"].named("osd serve").keys().isdisjoint(before)
+    assert [error for round in ask(up, 2) for error in round["errors"]] == []
+
+
+def test_ray_down_leaves_no_process(up: Hosts) -> None:
+    ray(up, "down")
+    clock = time.monotonic()
+    wait_until(lambda: not up["head"].processes(), 20, "nothing is left on the head")
+    wait_until(lambda: not up["worker"].processes(), 90, "nothing is left on the worker")
+    print(f"the last process ended {time.monotonic() - clock:.0f} s after `ray down`")

@@ -1,0 +1,111 @@
+"""What a replica asks of vLLM, and what it tells the ranks of its engine at the start."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from osd.config.schema import Config
+from osd.records import DraftRelease, RankReport, encode
+from serving import replica as of_replica
+from serving.replica import Replica
+
+RELEASE = DraftRelease(version=1, parent=0, path="/v1", sha256="a", target_id="t", created_at=1.0)
+
+
+class Engine:
+    """An engine of several ranks, which notes what they are asked. `off`: what is off on each."""
+
+    def __init__(self, *off: dict[str, str]) -> None:
+        self.off, self.calls = off, list[tuple[str, tuple[Any, ...]]]()
+        self.vllm_config = SimpleNamespace(speculative_config=object())
+        self.engine_core = SimpleNamespace(call_utility_async=self._call_utility)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[str]:
+        self.calls.append((method, args))
+        if method == "osd_start":
+            return [encode(RankReport(version=1)).decode()] * len(self.off)
+        if method == "osd_parts_off":
+            return [json.dumps(off) for off in self.off]
+        return [""] * len(self.off)
+
+    async def _call_utility(self, method: str, *args: Any) -> str:
+        return ""
+
+    def asked(self, method: str) -> list[tuple[Any, ...]]:
+        return [args for name, args in self.calls if name == method]
+
+
+def replica(engine: Engine | None = None, **serving: Any) -> Any:
+    made: Any = Replica.__new__(Replica)
+    made._config = Config.model_validate({"serving": {"vllm": serving}})
+    made._release, made._registry, made._off, made._is_controlled = RELEASE, None, {}, False
+    made._sink, made._target_id, made._target_dir, made._extension = {}, "t", "/t", "x.Y"
+    made._awake_note, made.name, made._engine = "/data/replica-0.awake", "replica-0", engine
+    return made
+
+
+@pytest.mark.parametrize("rank", range(2))
+async def test_where_one_ranks_draft_cannot_sleep_all_are_told_to_stay_awake(rank: int) -> None:
+    off: list[dict[str, str]] = [{}, {}]
+    off[rank] = {"sleep": "it is gone"}
+    made = replica(engine := Engine(*off))
+    await made._start_extension()
+    assert engine.asked("osd_stay_awake") == [()]
+    assert made._off == {"sleep": "it is gone"}
+
+
+async def test_where_all_can_none_is_told() -> None:
+    made = replica(engine := Engine({}, {}))
+    await made._start_extension()
+    assert engine.asked("osd_stay_awake") == [] and made._off == {}
+
+
+async def test_ranks_are_told_where_the_note_is() -> None:
+    made = replica(engine := Engine({}, {}))
+    await made._start_extension()
+    (settings,) = engine.asked("osd_start")[0]
+    assert json.loads(settings)["awake_note"] == "/data/replica-0.awake"
+
+
+async def asked_of_vllm(monkeypatch: pytest.MonkeyPatch, made: Any) -> dict[str, Any]:
+    """The arguments that a replica gives its engine."""
+    found: dict[str, Any] = {}
+
+    async def build(args: Any) -> tuple[Any, Any]:
+        return None, None
+
+    monkeypatch.setattr(of_replica.parts, "problem_with", lambda part: "")
+    monkeypatch.setattr(of_replica.fixes, "problem_with_sampling", lambda: "")
+    monkeypatch.setattr(of_replica, "refuse_undrafted", lambda: None)
+    monkeypatch.setattr(of_replica, "engine_arguments", lambda model, extra: found.update(extra))
+    monkeypatch.setattr(of_replica, "build_engine_and_app", build)
+    await made._build()
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "executor"), [(1, None), (2, "mp")])
+async def test_ranks_are_processes_of_vllms_own(
+    num_ranks: int, executor: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a placement group of Ray, vLLM would ask Ray for them."""
+    found = await asked_of_vllm(monkeypatch, replica(tensor_parallel_size=num_ranks))
+    assert found.get("distributed_executor_backend") == executor
+
+
+@pytest.mark.parametrize("runner", ["0", "1"])
+@pytest.mark.parametrize("is_controlled", [True, False])
+async def test_graphs_of_every_k_are_asked_for_where_the_control_may_choose_it(
+    runner: str, is_controlled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    made = replica()
+    if not is_controlled:
+        monkeypatch.setattr(made, "_control_arguments", dict)
+    asked = (await asked_of_vllm(monkeypatch, made))["speculative_config"]
+    table = asked.get("num_speculative_tokens_per_batch_size")
+    assert (table is not None) == (runner == "1" and is_controlled)
+    assert table is None or [k for _, _, k in table] == [5, 0, 1, 2, 3, 4, 5]
