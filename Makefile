@@ -1,6 +1,6 @@
 # Each target is the only command needed on a fresh machine. It sets the project up first, which
 # takes seconds when that is done already.
-.PHONY: demo test test-slow check setup docs mutants
+.PHONY: demo test test-slow test-cluster check setup docs mutants
 
 demo: setup
 	@.venv/bin/osd demo $(DEMO)
@@ -11,6 +11,10 @@ test: setup
 test-slow: setup
 	@scripts/setup_tests.sh
 	@scripts/test_slow
+
+# Needs root, ssh, rsync and iproute2.
+test-cluster: setup
+	@.venv/bin/python -m pytest tests/cluster
 
 check: setup
 	@scripts/check

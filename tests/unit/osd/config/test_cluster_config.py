@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from osd.config import reading
 from tests.support.paths import ROOT
 
 CLUSTERS = sorted((ROOT / "configs").glob("cluster-*.yaml"))
@@ -39,27 +39,46 @@ def test_ray_would_refuse_a_misspelt_key(path: Path) -> None:
         prepared(path, setup_comands=[])
 
 
-@pytest.mark.parametrize("path", CLUSTERS, ids=lambda p: p.name)
-def test_it_starts_the_service_with_a_command_line_that_exists(path: Path) -> None:
-    from osd.cli import app
+def command_of(path: Path, kind: str) -> list[str]:
+    """The arguments of `osd cluster ...` in the commands that start one kind of machine."""
+    (line,) = yaml.safe_load(path.read_text())[f"{kind}_start_ray_commands"]
+    program, *arguments = shlex.split(line)
+    assert program == f"~/{CHECKOUT}/.venv/bin/osd"
+    return arguments
 
-    text = " ".join(yaml.safe_load(path.read_text())["head_start_ray_commands"])
-    command = re.search(r"bin/osd (serve .*?)(?:;|&&|$)", text)
-    assert command, "the head never starts the service"
-    arguments = shlex.split(command.group(1))
-    assert "--address" in arguments
-    # Parsed by the real command line; it then stops at the first thing it cannot have here: the
-    # models.
-    arguments = [a for a in arguments if a != "--detach"] + ["serving.port=0", "control.port=0"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code != 0
-    assert "no such directory" in str(result.exception), result.output
+
+CHECKOUT = "osd-checkout"
+"""Not `osd`: what Ray starts in the home would take that folder for the package."""
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda p: p.name)
+@pytest.mark.parametrize("kind", ["head", "worker"])
+def test_it_starts_machines_with_a_command_line_that_exists(
+    path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from osd.cli import app
+    from osd.service import host
+
+    started: list[Any] = []
+    for name in ("start_head", "start_worker"):
+        monkeypatch.setattr(host, name, lambda *given: started.append(given))
+    result = CliRunner().invoke(app, command_of(path, kind))
+    assert result.exit_code == 0, result.output
+    ((*given, _),) = started
+    if kind == "worker":
+        assert given == ["$RAY_HEAD_IP", "WORKER", ["train"]]
+    else:
+        address, config, overrides = given
+        assert (address, str(config)) == ("HEAD", "~/osd.yaml")
+        resolved = reading.load(overrides=overrides, environ={}).config
+        assert resolved.ray.trainer_resource == "train" and resolved.buffer.host == "HEAD"
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda p: p.name)
 def test_it_avoids_the_traps_of_local_clusters(path: Path) -> None:
-    text = path.read_text()
-    assert "--port=6380" in text  # 6379 is Redis's
-    assert text.count("RAY_AUTH_MODE=token") == 3
-    assert "~/.ray/auth_token" in text
-    assert "RAY_UP_enable_autoscaler_v2=0" in text
+    file = yaml.safe_load(path.read_text())
+    assert file["file_mounts"][f"~/{CHECKOUT}"] == "."
+    assert file["cluster_synced_files"] == ["~/.ray/auth_token"], "which the head draws"
+    assert file["auth"]["ssh_private_key"], "the head logs in on the worker"
+    setup = " ".join(file["setup_commands"])
+    assert f"PATH=~/{CHECKOUT}/.venv/bin:$PATH" in setup, "`ray down` runs `ray stop` there"

@@ -1,0 +1,203 @@
+"""A machine of a cluster: what is started, what is left alone, and what is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from osd.config.schema import Config
+from osd.errors import ConfigError, OSDError
+from osd.service import host, note
+from osd.service.note import Running
+
+RAY = """#!/bin/sh
+echo "$@" > "$FAKE_RAY/arguments"
+env | grep RAY_ > "$FAKE_RAY/environment"
+[ ! -e "$FAKE_RAY/broken" ] || { echo "ConnectionError: already running"; exit 1; }
+sleep 1000 &
+echo "Ray runtime started."
+exec sleep 1000
+"""
+"""`ray start --block`, with a process that would outlive it."""
+
+
+class Machine:
+    """A machine whose Ray is a script, and the service another."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.said, self.served = folder, list[str](), list[list[str]]()
+        self.stopped: list[str] = []
+        self.services: list[Running] = []
+        (folder / "bin").mkdir()
+        (folder / "home").mkdir()
+        (folder / "bin/ray").write_text(RAY)
+        (folder / "bin/ray").chmod(0o700)
+        monkeypatch.setenv("FAKE_RAY", str(folder))
+        monkeypatch.setenv("HOME", str(folder / "home"))
+        monkeypatch.setenv("OSD_RUNTIME_DIR", str(folder / "run"))
+        for name in ("RAY_AUTH_MODE", "RAY_enable_autoscaler_v2"):
+            monkeypatch.setenv(name, "")
+        monkeypatch.setattr(sys, "executable", str(folder / "bin/python"))
+        monkeypatch.setattr(host, "connected", lambda head: None)
+        monkeypatch.setattr(host, "serve_detached", self._serve)
+        monkeypatch.setattr(host, "stop_service", self._stop)
+        monkeypatch.setattr(note, "find_all", lambda: self.services)
+
+    def _serve(self, config: Config, argv: list[str], report: host.Report) -> None:
+        self.served.append(argv)
+        self.services = [Running(config.deployment, 1, "http://a", "http://b", "token")]
+
+    def _stop(self, deployment: str) -> str:
+        self.stopped.append(deployment)
+        self.services = []
+        return deployment
+
+    def head(self, *overrides: str) -> None:
+        host.start_head("10.0.0.1", None, overrides, self.said.append)
+
+    def worker(self, *resources: str) -> None:
+        host.start_worker("10.0.0.1", "10.0.0.2", resources, self.said.append)
+
+    @property
+    def arguments(self) -> str:
+        return (self.folder / "arguments").read_text()
+
+    @property
+    def ray(self) -> int:
+        return int(json.loads((self.folder / "run/ray.state").read_text())["pid"])
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    yield Machine(tmp_path, monkeypatch)
+    host.end_ray()
+
+
+def members(group: int) -> list[int]:
+    return [pid for pid in psutil.pids() if host._group_of(pid) == group and note.is_alive(pid)]
+
+
+def wait_until(look: Any) -> None:
+    deadline = time.monotonic() + 5
+    while not look():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_head_is_ray_and_the_service_on_it(machine: Machine) -> None:
+    machine.head("serving.port=9000")
+    for argument in ("start --block", "--head", "--port=6380", "--node-ip-address=10.0.0.1"):
+        assert argument in machine.arguments
+    assert "--autoscaling-config" not in machine.arguments
+    environment = (machine.folder / "environment").read_text()
+    for line in ("RAY_AUTH_MODE=token", "RAY_enable_autoscaler_v2=0", "RAY_worker_niceness=0"):
+        assert line in environment
+    assert machine.served == [["osd", "serve", "serving.port=9000", "ray.address=10.0.0.1:6380"]]
+    token = machine.folder / "home/.ray/auth_token"
+    assert len(token.read_text()) == 64 and stat.S_IMODE(token.stat().st_mode) == 0o600
+
+
+def test_the_autoscaler_is_told_of_the_cluster_that_ray_up_describes(machine: Machine) -> None:
+    description = machine.folder / "home/ray_bootstrap_config.yaml"
+    description.touch()
+    machine.head()
+    assert f"--autoscaling-config={description}" in machine.arguments
+
+
+def test_the_same_again_changes_nothing(machine: Machine) -> None:
+    machine.head("serving.port=9000")
+    ray, token = machine.ray, (machine.folder / "home/.ray/auth_token").read_text()
+    machine.head("serving.port=9000")
+    assert machine.said[-1] == "nothing has changed: Ray and the service run on"
+    assert machine.ray == ray and len(machine.served) == 1 and machine.stopped == []
+    machine.head("serving.port=9001")
+    assert machine.stopped == ["default"] and len(machine.served) == 2 and machine.ray != ray
+    assert members(ray) == []
+    assert (machine.folder / "home/.ray/auth_token").read_text() == token
+
+
+@pytest.mark.parametrize("gone", ["ray", "service"])
+def test_what_has_ended_is_started_again(machine: Machine, gone: str) -> None:
+    machine.head()
+    ray = machine.ray
+    if gone == "ray":
+        os.killpg(ray, 9)
+        wait_until(lambda: not members(ray))
+    else:
+        machine.services = []
+    machine.head()
+    assert len(machine.served) == 2 and machine.ray != ray and members(ray) == []
+
+
+def test_other_code_is_something_else(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = host.stamp_of("head")
+    assert host.stamp_of("head") == before != host.stamp_of("worker")
+    monkeypatch.setattr(host, "_sources", lambda: iter(["osd/cli.py print(2)"]))
+    assert host.stamp_of("head") != before
+
+
+def test_a_worker_joins_the_head_with_what_it_has(machine: Machine) -> None:
+    host.make_token()
+    machine.worker("train", "fast")
+    for argument in ("--address=10.0.0.1:6380", '{"train": 1, "fast": 1}', "=10.0.0.2"):
+        assert argument in machine.arguments
+    ray = machine.ray
+    machine.worker("train", "fast")
+    assert machine.ray == ray and machine.said[-1] == "nothing has changed: Ray runs on"
+    machine.worker("train")
+    assert machine.ray != ray and members(ray) == []
+
+
+def test_a_worker_without_the_token_says_where_it_should_come_from(machine: Machine) -> None:
+    with pytest.raises(ConfigError, match="cluster_synced_files"):
+        machine.worker("train")
+    assert not (machine.folder / "arguments").exists()
+
+
+def test_a_ray_that_does_not_start_is_one_line(machine: Machine) -> None:
+    (machine.folder / "broken").touch()
+    with pytest.raises(OSDError, match="ray does not start on 10.0.0.1: ConnectionError: already"):
+        machine.head()
+    assert machine.served == [] and not (machine.folder / "run/ray.state").exists()
+
+
+def test_what_outlives_ray_is_ended_with_it(machine: Machine) -> None:
+    """As after `ray down`, which ends the head alone."""
+    host.make_token()
+    machine.worker("train")
+    ray = machine.ray
+    wait_until(lambda: len(members(ray)) == 3)
+    (blocked,) = [pid for pid in members(ray) if psutil.Process(pid).ppid() == ray]
+    os.kill(blocked, 15)
+    wait_until(lambda: not members(ray))
+
+
+def test_a_process_with_the_id_of_a_ray_that_ended_is_left_alone(machine: Machine) -> None:
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as other:
+        try:
+            (machine.folder / "run").mkdir()
+            state = {"pid": other.pid, "started_at": 1.7e9, "stamp": "5f3c"}
+            (machine.folder / "run/ray.state").write_text(json.dumps(state))
+            assert not host.is_running("5f3c")
+            host.end_ray()
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
+def test_a_damaged_note_is_none(machine: Machine, text: str) -> None:
+    (machine.folder / "run").mkdir()
+    (machine.folder / "run/ray.state").write_text(text)
+    assert not host.is_running("5f3c")
+    host.end_ray()
