@@ -1,7 +1,9 @@
-"""The machines of a Ray cluster: cluster head, cluster worker."""
+"""The machines of a Ray cluster: cluster check, cluster head, cluster worker."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +13,23 @@ from osd.cli.options import ConfigOption
 cluster_app = typer.Typer(
     help="The machines of a Ray cluster, as `ray up` starts them.", no_args_is_help=True
 )
+
+
+@cluster_app.command(
+    "check",
+    epilog="Examples:  osd cluster check configs/cluster-local.yaml    "
+    "osd cluster check cluster.yaml --offline",
+)
+def check(
+    file: Annotated[Path, typer.Argument(help="A file for `ray up`.")],
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Look at the file alone, and ask no machine.")
+    ] = False,
+) -> None:
+    """What in FILE, or on its machines, would keep `ray up` from making a service of them."""
+    from osd.doctor.cluster import run
+
+    sys.exit(run(file, is_offline=offline, say=typer.echo))
 
 
 @cluster_app.command(

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,18 @@ class Check:
     name: str
     ok: bool | None
     text: str
+
+
+def tell(checks: Iterable[Check], say: Callable[[str], None]) -> int:
+    """Print checks, then the names of the broken ones. Returns the exit status, 1 when one is
+    broken."""
+    broken = []
+    for check in checks:
+        mark = {True: "ok ", False: "NO ", None: " · "}[check.ok]
+        say(f"{mark} {check.name:<16} {check.text}")
+        broken += [check.name] if check.ok is False else []
+    say(f"broken: {', '.join(broken)}" if broken else "nothing is broken")
+    return 1 if broken else 0
 
 
 def check_python() -> Check:

@@ -11,7 +11,7 @@ from typing import Any
 
 from osd.common.wording import size
 from osd.config.schema import Config
-from osd.doctor.checks import Check, Lookup, check_our_packages, check_packages, check_python
+from osd.doctor.checks import Check, Lookup, check_our_packages, check_packages, check_python, tell
 from osd.doctor.engine_parts import V2_VARIABLE, check_left_out, check_parts
 from osd.doctor.pair_checks import check_models
 from osd.errors import OSDError
@@ -25,13 +25,7 @@ def run(
 ) -> int:
     """Print every check, then the names of the broken ones. The exit status is 1 when one is
     broken."""
-    broken = []
-    for check in checks(config, lookup):
-        mark = {True: "ok ", False: "NO ", None: " · "}[check.ok]
-        say(f"{mark} {check.name:<16} {check.text}")
-        broken += [check.name] if check.ok is False else []
-    say(f"broken: {', '.join(broken)}" if broken else "nothing is broken")
-    return 1 if broken else 0
+    return tell(checks(config, lookup), say)
 
 
 def checks(config: Config, lookup: Lookup = importlib.metadata.version) -> Iterator[Check]:
@@ -61,7 +55,7 @@ def check_engine(config: Config, lookup: Lookup) -> Iterator[Check]:
             f"{distribution} {version}, but torch cannot be imported ({reason}); `make setup`",
         )
         return
-    tested = ", ".join(names.TESTED_VERSIONS)
+    tested = " or ".join(names.TESTED_VERSIONS)
     ok = version.split("+")[0] in names.TESTED_VERSIONS
     yield Check(
         "engine",

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,17 @@ def start_ray(config: Config, stack: ExitStack) -> RayWatch:
     if is_private:
         check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
     return RayWatch(ray.get_runtime_context().gcs_address)
+
+
+def schema_problem(content: dict[str, Any]) -> str:
+    """Why Ray's own schema refuses a file for `ray up`; "" when it does not."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    try:
+        validate_config(prepare_config(deepcopy(content)))
+    except Exception as error:  # noqa: BLE001  Ray raises what its schema library raises
+        return str(getattr(error, "message", error)).splitlines()[0]
+    return ""
 
 
 def _require_token() -> None:

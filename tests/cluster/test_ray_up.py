@@ -65,6 +65,14 @@ def up(hosts: Hosts) -> Iterator[Hosts]:
     yield hosts
 
 
+def test_what_is_running_passes_its_own_check(up: Hosts) -> None:
+    done = up["laptop"].run(f"cd {ROOT} && {OSD} cluster check ~/cluster.yaml")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    for line in ("versions equal on all machines", "target /mnt/shared/pair/target equal on all"):
+        assert line in done.stdout
+    print(done.stdout)
+
+
 def test_a_draft_learns_on_the_worker_and_serves_on_the_head(up: Hosts) -> None:
     (first,) = ask(up, 1)
     found = first

