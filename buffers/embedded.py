@@ -262,7 +262,13 @@ def _guarded(command: list[str]) -> list[str]:
 
 def _free_port(host: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.bind((host, 0))
+        try:
+            listener.bind((host, 0))
+        except OSError as error:
+            raise ReplayBufferError(
+                f"buffer.host={host}: no address of this machine ({error.strerror}); name one, or "
+                "leave the key out"
+            ) from None
         return int(listener.getsockname()[1])
 
 

@@ -75,6 +75,12 @@ def test_it_listens_where_it_is_told_and_wants_its_password_there(tmp_path: Path
         assert server.url.endswith(f"@127.0.0.2:{port}/0") and len(stored(server)) == 3
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_that_is_another_machines_is_one_line(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ReplayBufferError, match=f"^buffer.host={host}: no address of this machine"):
+        EmbeddedValkey(tmp_path, host=host).start()
+
+
 def test_a_port_of_its_own_that_is_taken_is_one_line(tmp_path: Path) -> None:
     with (
         EmbeddedValkey(tmp_path / "first") as first,
