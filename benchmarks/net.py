@@ -32,16 +32,15 @@ def protocol(options: Options) -> Protocol:
         "show?",
         arms=(WINDOWS, SPECULATING, NONE),
         order="The two engines of a pair take turns, now one first, now the other, with the same "
-        "prompts; between pairs the engine with net windows runs for longer than its windows take, "
-        "so that they begin anywhere between two prompts.",
+        "prompts; between pairs the engine with net windows gets as many tokens. A turn is long "
+        "against an answer, whose prompt takes as long as many tokens, and against the windows.",
         sizes={
             "streams": STREAMS,
-            "tokens_per_turn": 320,
-            "tokens_per_turn_of_windows": 1600,
+            "tokens_per_turn": 1280,
             "k_max": K_MAX,
             "net_window_seconds": 2.0,
             "net_interval_seconds": 0.5,
-            "num_repeats": 4 if options.quick else 24,
+            "num_repeats": 2 if options.quick else 16,
             "scheduling": list(SCHEDULING),
             "target": "the tiny target at the cost of a model of 77 M parameters",
         },
@@ -94,8 +93,7 @@ def _measure(
     for repeat in range(-1, sizes["num_repeats"]):  # the first warms up
         pair = (SPECULATING, NONE)[:: 1 if repeat % 2 else -1]
         for arm in (*pair, WINDOWS):
-            turn = "tokens_per_turn" + "_of_windows" * (arm == WINDOWS)
-            phases = ((STREAMS, sizes[turn]),)
+            phases = ((STREAMS, sizes["tokens_per_turn"]),)
             driven = loaded[arm].drive(phases, prompts, 1000 * (repeat + 1))
             net = loaded[arm].command("report")["net"] if arm == WINDOWS else {}
             if repeat >= 0:
