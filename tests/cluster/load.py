@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 
@@ -16,8 +17,9 @@ def main(url: str, rounds: int) -> None:
         answers = ask(url, PROMPTS * 2, streams=4, max_tokens=MAX_TOKENS)
         errors = [answer.error for answer in answers if not answer.ok]
         alpha = acceptance.alpha(acceptance.counts([a for a in answers if a.ok]))
-        tokens = [list(answer.token_ids) for answer in answers]
-        print(json.dumps({"errors": errors, "alpha": alpha, "tokens": tokens}), flush=True)
+        tokens = json.dumps([list(answer.token_ids) for answer in answers])
+        digest = hashlib.sha256(tokens.encode()).hexdigest()
+        print(json.dumps({"errors": errors, "alpha": alpha, "digest": digest}), flush=True)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def test_a_draft_learns_on_the_worker_and_serves_on_the_head(up: Hosts) -> None:
     while found["alpha"] < first["alpha"] + 0.3 and time.monotonic() < deadline:
         (found,) = ask(up, 1)
         assert found["errors"] == []
-        assert found["tokens"] == first["tokens"], "the answers are the target's"
+        assert found["digest"] == first["digest"], "whatever draft serves"
     print(f"α {first['alpha']:.2f}, then {found['alpha']:.2f}")
     assert found["alpha"] > first["alpha"] + 0.3
     assert len(up["worker"].named("TrainerActor")) == 1 and not up["head"].named("TrainerActor")
@@ -95,7 +95,7 @@ def test_ray_up_again_restarts_nothing(up: Hosts) -> None:
 
 
 def test_a_worker_that_is_cut_off_is_shown_and_costs_no_request(up: Hosts) -> None:
-    traffic = asking(up, 12)
+    traffic = asking(up, 20)
     next(traffic)
     trainer = up["worker"].named("TrainerActor")
     up.cut_off("worker")
