@@ -32,15 +32,16 @@ def protocol(options: Options) -> Protocol:
         "show?",
         arms=(WINDOWS, SPECULATING, NONE),
         order="The two engines of a pair take turns, now one first, now the other, with the same "
-        "prompts; between pairs the engine with net windows gets as many tokens. A turn is long "
-        "against an answer, whose prompt takes as long as many tokens, and against the windows.",
+        "prompts. Then the engine with net windows runs without a break: where traffic began anew, "
+        "windows would begin with it, and all prompts be read in the same ones.",
         sizes={
             "streams": STREAMS,
             "tokens_per_turn": 1280,
+            "tokens_of_windows": 4_000 if options.quick else 20_000,
             "k_max": K_MAX,
             "net_window_seconds": 2.0,
             "net_interval_seconds": 0.5,
-            "num_repeats": 2 if options.quick else 16,
+            "num_repeats": 2 if options.quick else 10,
             "scheduling": list(SCHEDULING),
             "target": "the tiny target at the cost of a model of 77 M parameters",
         },
@@ -91,21 +92,18 @@ def _measure(
 ) -> None:
     sizes = protocol(options).sizes
     for repeat in range(-1, sizes["num_repeats"]):  # the first warms up
-        pair = (SPECULATING, NONE)[:: 1 if repeat % 2 else -1]
-        for arm in (*pair, WINDOWS):
+        for arm in (SPECULATING, NONE)[:: 1 if repeat % 2 else -1]:
             phases = ((STREAMS, sizes["tokens_per_turn"]),)
             driven = loaded[arm].drive(phases, prompts, 1000 * (repeat + 1))
-            net = loaded[arm].command("report")["net"] if arm == WINDOWS else {}
             if repeat >= 0:
-                notebook.add(
-                    group=scheduling,
-                    arm=arm,
-                    repeat=repeat,
-                    seconds=driven.seconds,
-                    num_tokens=driven.num_tokens,
-                    **net,
-                )
+                row = {"seconds": driven.seconds, "num_tokens": driven.num_tokens}
+                notebook.add(group=scheduling, arm=arm, repeat=repeat, **row)
         options.say(f"{scheduling}: repeat {repeat + 1} of {sizes['num_repeats']}")
+    driven = loaded[WINDOWS].drive(((STREAMS, sizes["tokens_of_windows"]),), prompts, 0)
+    row = {"seconds": driven.seconds, "num_tokens": driven.num_tokens}
+    net = loaded[WINDOWS].command("report")["net"]
+    notebook.add(group=scheduling, arm=WINDOWS, repeat=0, **row, **net)
+    options.say(f"{scheduling}: {net['windows']} windows")
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
