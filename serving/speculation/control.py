@@ -187,7 +187,7 @@ class Speculation:
             return
         if self._may_look_up and step.proposed_by.plan.proposer != "ngram":
             self.requests.look_up_in_shadow(step.req_ids, tokens_of)
-        tokens = len(step.req_ids) + sum(step.accepted)
+        tokens = step.num_delivered
         if step.is_pure:
             width = len(step.req_ids) + sum(step.drafted)
             if not step.draft.is_waking:

@@ -40,6 +40,7 @@ from serving.speculation.step_seen import (
     StepClock,
     StepSeen,
     drafts_after_results,
+    num_surplus,
     runs_inline,
 )
 from serving.vllm import names
@@ -61,6 +62,7 @@ class Controlled(Undrafted):
     use_v2_model_runner: bool
     running: list[Any]
     requests: dict[str, Any]
+    max_model_len: int
     dynamic_sd_lookup: list[int] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -258,6 +260,7 @@ class Controlled(Undrafted):
             seen.num_tokens.append(request.num_tokens)
             seen.num_outputs.append(request.num_output_tokens)
             seen.context += request.num_tokens
+            seen.num_surplus += num_surplus(request, emitted, self.max_model_len)
         return seen
 
     def _osd_close(self) -> None:

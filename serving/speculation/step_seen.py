@@ -4,6 +4,7 @@ tells the control."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -112,6 +113,12 @@ class StepSeen:
     """tokens of each request before this step"""
     num_outputs: list[int] = field(default_factory=list)
     """how many of them are output"""
+    num_surplus: int = 0
+    """tokens that lie behind the ends of answers, and reach nobody"""
+
+    @property
+    def num_delivered(self) -> int:
+        return len(self.req_ids) + sum(self.accepted) - self.num_surplus
 
 
 def runs_inline(config: Any) -> bool:
@@ -127,3 +134,15 @@ def drafts_after_results(config: Any, is_v2: bool) -> bool:
     """Whether a step's result comes before its draft has run. The V2 model runner sends the result
     from a device first. The draft's time is then part of the next step's."""
     return is_v2 and config.device_config.device_type != "cpu"
+
+
+def num_surplus(request: Any, emitted: Sequence[int], max_model_len: int) -> int:
+    """How many of these tokens vLLM drops, since they lie behind the end of the answer. A step with
+    draft tokens may reach beyond it (`check_stop` in vLLM's `v1/core/sched/utils.py`)."""
+    if len(emitted) == 1:
+        return 0
+    params = request.sampling_params
+    left = min(request.max_tokens - request.num_output_tokens, max_model_len - request.num_tokens)
+    ends = {params.eos_token_id, *(params.stop_token_ids or ())}
+    num_kept = next((i for i, token in enumerate(emitted, 1) if token in ends), len(emitted))
+    return len(emitted) - max(1, min(num_kept, left))

@@ -986,6 +986,18 @@ def test_what_plans_brought_is_counted_in_tokens_seconds_and_what_was_predicted(
     assert plan.seconds == pytest.approx(0.016, rel=0.05)
 
 
+def test_what_reaches_nobody_is_in_no_speed() -> None:
+    control = Speculation(AUTO)
+    control.begin("a")
+    next_plan(control, ["a"], 100)
+    seen = seen_by(control, ["a"], [5], [5], "draft", 2, 100, True, 0.5, [100])
+    seen.num_surplus = 4
+    control.observe(seen, lambda _: [1, 2, 3])
+    (totals,) = control.report().plans.values()
+    assert totals.tokens == 2
+    assert control.report().accepted_per_position[:5] == (1, 1, 1, 1, 1), "the draft was right"
+
+
 def test_a_log_has_every_step_as_it_was() -> None:
     control = profiled(Settings(k_max=2, proposers=("draft",)), flat)
     for req_id in ("a", "b"):

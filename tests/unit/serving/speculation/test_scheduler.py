@@ -62,6 +62,7 @@ class Request:
     num_computed: int = 0
     spec_token_ids: list[int] = field(default_factory=list)
     has_finished: bool = False
+    max_tokens: int = 1000
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +82,7 @@ class PlainScheduler:
 
     num_spec_tokens = K
     use_v2_model_runner = False
+    max_model_len = 10_000
 
     def __init__(self, vllm_config: Any, *given: Any, **named: Any) -> None:
         self.vllm_config, self.given = vllm_config, (given, named)
@@ -463,6 +465,44 @@ def test_a_request_that_stops_had_all_accepted_that_was_verified() -> None:
     bench.scheduler.ending = {"a"}
     bench.step({"a": [50, 51, 52, 1]})
     assert bench.seen.accepted == [3]
+
+
+@pytest.mark.parametrize(
+    ("given", "emitted", "delivered"),
+    [
+        ({}, [5, 6, 7], 3),
+        ({"max_tokens": 4}, [5, 6, 7], 3),
+        ({"max_tokens": 3}, [5, 6, 7], 2),
+        ({"max_tokens": 2}, [5, 6, 7], 1),
+        ({"sampling": {"stop_token_ids": [6]}}, [5, 6, 7], 2),
+        ({"sampling": {"stop_token_ids": [6]}}, [6, 5, 6], 1),
+        ({"sampling": {"stop_token_ids": [7]}}, [5, 6, 7], 3),
+        ({"sampling": {"stop_token_ids": [7]}, "max_tokens": 3}, [5, 6, 7], 2),
+        ({"sampling": {"stop_token_ids": [9]}, "max_tokens": 2}, [5], 1),
+    ],
+)
+def test_what_lies_behind_the_end_of_an_answer_is_accepted_but_not_delivered(
+    given: dict[str, Any], emitted: list[int], delivered: int
+) -> None:
+    """The draft was right, yet the client gets nothing of it: no speculation gains it."""
+    bench = Bench(mode="fixed")
+    bench.add("a", **given)
+    bench.step({"a": [4]})
+    bench.step({"a": emitted})
+    assert bench.seen.accepted == [len(emitted) - 1]
+    assert bench.seen.num_delivered == delivered
+
+
+def test_the_end_of_the_text_is_an_end() -> None:
+    bench = Bench(mode="fixed")
+    request = bench.add("a")
+    request.sampling_params._eos_token_id = 6
+    bench.step({"a": [4]})
+    bench.step({"a": [5, 6, 7]})
+    assert bench.seen.num_delivered == 2
+    bench.scheduler.max_model_len = request.num_tokens + 1
+    bench.step({"a": [7, 8, 9]})
+    assert bench.seen.num_delivered == 1, "nor does it grow beyond the context"
 
 
 def test_draft_tokens_that_a_grammar_forbids_were_not_drafted() -> None:
