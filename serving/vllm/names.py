@@ -140,7 +140,7 @@ NAMES: dict[Part, tuple[Name, ...]] = {
         Name(
             f"{_SCHEDULER}.__init__",
             # n-grams cannot propose with the V2 model runner
-            says=("self.use_v2_model_runner =", "self.num_spec_tokens ="),
+            says=("self.use_v2_model_runner =", "self.num_spec_tokens =", "self.max_model_len ="),
         ),
         Name(f"{_SCHEDULER}.schedule", takes=("self",), says=("dynamic_sd_lookup",)),
         Name(f"{_SCHEDULER}.add_request", takes=("self", "request")),
@@ -162,6 +162,8 @@ NAMES: dict[Part, tuple[Name, ...]] = {
                 "num_scheduled_tokens",
             ),
         ),
+        Name("vllm.v1.request:Request.__init__", says=("self.max_tokens =",)),
+        Name("vllm.sampling_params:SamplingParams.eos_token_id"),
         Name("vllm.v1.engine.core:EngineCore.post_step", takes=("self", "model_executed")),
         Name(
             "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", takes=("self", "method")
