@@ -26,7 +26,7 @@ from pathlib import Path
 from tests.support.paths import ROOT
 
 NAMES = ("head", "worker", "laptop")
-SHARED = Path("/mnt/shared")
+SHARED = Path("/srv/shared")
 CHECKOUT = "osd-checkout"
 """Where the cluster's file puts the project, in a host's home."""
 PROGRAMS = ("ip", "unshare", "sshd", "ssh", "ssh-keygen", "rsync")
@@ -162,16 +162,18 @@ class Hosts:
         yield f"hostname {host.name}"
         yield "mount --make-rprivate /"
         yield "mount -t tmpfs -o size=2g tmpfs /dev/shm"
-        for path in (Path(sys.base_prefix).resolve(), ROOT):
-            if path.is_relative_to(home):  # it would be hidden by the host's own home
-                inside = host.home / path.relative_to(home)
-                yield f"mkdir -p {inside} && mount --bind {path} {inside}"
+        hidden = {home: host.home, Path("/tmp"): host.folder / "tmp"}
+        for path in (Path(sys.base_prefix).resolve(), ROOT.resolve()):
+            for folder, instead in hidden.items():
+                if path.is_relative_to(folder):
+                    inside = instead / path.relative_to(folder)
+                    yield f"mkdir -p {inside} && mount --bind {path} {inside}"
         venv = host.home / CHECKOUT / ".venv"
         yield f"mkdir -p {venv} && mount --bind {ROOT / '.venv'} {venv}"
         yield f"mount -t tmpfs tmpfs {SHARED.parent} && mkdir {SHARED}"
         yield f"mount --bind {self.shared} {SHARED}"
         yield f"mount --rbind {host.home} {home}"
-        yield f"mkdir -p /run/sshd && mount --bind {host.folder / 'tmp'} /tmp"
+        yield f"mkdir -p /run/sshd && mount --rbind {host.folder / 'tmp'} /tmp"
         yield (
             f"exec /usr/sbin/sshd -D -e -f /dev/null -h {SHARED}/host-key -o PermitRootLogin=yes "
             "-o StrictModes=no -o UsePAM=no -o PidFile=none"

@@ -68,7 +68,7 @@ def up(hosts: Hosts) -> Iterator[Hosts]:
 def test_what_is_running_passes_its_own_check(up: Hosts) -> None:
     done = up["laptop"].run(f"cd {ROOT} && {OSD} cluster check ~/cluster.yaml")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    for line in ("versions equal on all machines", "target /mnt/shared/pair/target equal on all"):
+    for line in ("versions equal on all machines", "target /srv/shared/pair/target equal on all"):
         assert line in done.stdout
     print(done.stdout)
 
