@@ -1,7 +1,7 @@
 """Calls to a trainer that may fail, or may not answer at all.
 
     rounds, replays, counts ──► error = told once, tried again with growing pauses
-    "where are you?", always ──► no answer for 10 s = told once, with what is known of the reason
+    "where are you?", always ──► no answer for 8 s = told once, with what is known of the reason
 
 A round takes minutes, so that its silence says nothing: the second question is asked beside it. A
 trainer whose process is not there yet, or whose machine is cut off, answers neither.
@@ -23,8 +23,10 @@ from osd.records import DraftRelease, Event, MetricPoint, RoundOutcome
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SECONDS_TO_ANSWER = 10.0
+SECONDS_TO_ANSWER = 8.0
 """A trainer that takes longer to say where it is has a problem."""
+SECONDS_TO_START = 60.0
+"""One that has never answered may still be starting, where nothing else is known of it."""
 SECONDS_BETWEEN_QUESTIONS = 2.0
 PRESENCE, COUNTING, TRAINING, REPLAY = "presence", "counting", "training", "replay"
 ENDS = {
@@ -51,9 +53,11 @@ class TrainerLink:
         clock: Clock,
         backoff_s: float,
         seconds_to_answer: float = SECONDS_TO_ANSWER,
+        seconds_to_start: float = SECONDS_TO_START,
     ) -> None:
         self._trainer, self._tell, self._clock = trainer, tell, clock
-        self._seconds_to_answer = seconds_to_answer
+        self._seconds_to_answer, self._seconds_to_start = seconds_to_answer, seconds_to_start
+        self._has_answered = False
         self._outages = {what: Outage(backoff_s) for what in ENDS}
         self._troubles: dict[str, str] = {}
         """What fails -> why."""
@@ -86,20 +90,25 @@ class TrainerLink:
         asked: asyncio.Task[None] | None = None
         try:
             while True:
-                asked = asked or asyncio.create_task(self._ask(), name="presence")
+                if asked is None:
+                    asked, silence_s = asyncio.create_task(self._ask(), name="presence"), 0.0
                 done, _ = await asyncio.wait({asked}, timeout=self._seconds_to_answer)
                 if done:
                     asked = None
                     await self._clock.sleep(SECONDS_BETWEEN_QUESTIONS)
                 else:
-                    why = await self._trainer.why_silent()
-                    await self._fails(
-                        PRESENCE, f"no answer for some {self._seconds_to_answer:g} s: {why}"
-                    )
+                    silence_s += self._seconds_to_answer
+                    await self._note_silence(silence_s)
         finally:
             if asked is not None:
                 asked.cancel()
                 await asyncio.wait({asked})
+
+    async def _note_silence(self, seconds: float) -> None:
+        why = await self._trainer.why_silent()
+        if why or self._has_answered or seconds >= self._seconds_to_start:
+            why = why or "its machine is cut off or overloaded, or lacks what the trainer needs"
+            await self._fails(PRESENCE, f"no answer for some {self._seconds_to_answer:g} s: {why}")
 
     async def _ask(self) -> None:
         try:
@@ -107,6 +116,7 @@ class TrainerLink:
         except Exception as error:  # noqa: BLE001  any error: Ray restarts the trainer
             await self._fails(PRESENCE, _text(error))
         else:
+            self._has_answered = True
             await self._works(PRESENCE)
 
     async def _answer(self, what: str, call: Callable[[], Awaitable[T]]) -> T | None:

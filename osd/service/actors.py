@@ -237,7 +237,7 @@ class RemoteTrainer(RemoteMethods):
         self._resource, self._num_gpus = config.ray.trainer_resource, config.trainer.num_gpus
 
     async def why_silent(self) -> str:
-        """What the cluster lacks; else it is cut off, or busy."""
+        """What the cluster lacks; "" where nothing is known to be missing."""
         import ray
 
         try:
@@ -248,14 +248,14 @@ class RemoteTrainer(RemoteMethods):
 
 
 def lacking(there: dict[str, float], resource: str, num_gpus: float) -> str:
-    """Why a trainer does not answer, from the resources of the cluster."""
+    """Why a trainer does not answer, from the resources of the cluster; "" where they suffice."""
     if resource and not there.get(resource):
         return f"no machine of the Ray cluster has the resource {resource!r} (ray.trainer_resource)"
     if num_gpus > there.get("GPU", 0):
         return (
             f"trainer.num_gpus={num_gpus:g}, and the Ray cluster has {there.get('GPU', 0):g} GPUs"
         )
-    return "its machine is cut off or overloaded, or lacks what the trainer asks of Ray"
+    return ""
 
 
 def buffer_settings(config: Config, redis_url: str, target_id: str) -> dict[str, Any]:
