@@ -74,7 +74,12 @@ def _serving(status: ServiceStatus) -> Iterator[str]:
         )
     for replica in status.replicas:
         for part, reason in sorted(replica.off.items()):
-            if part != "control":  # the control says so itself
+            if part == "counters":
+                yield (
+                    f"the counters of {replica.replica} cannot be read ({reason}): restart the "
+                    "service if that lasts; the replica's log says why"
+                )
+            elif part != "control":  # the control says so itself
                 yield (
                     f"{part} is off on {replica.replica} ({reason}): `osd doctor` says which "
                     "versions of vLLM fit"

@@ -19,12 +19,17 @@ class AwakeNote:
         self._path = path
 
     def read(self) -> str:
-        """Why the draft is to stay awake; "" when it may sleep."""
-        if self._path is None or not self._path.exists():
+        """Why the draft is to stay awake; "" when it may sleep. A note that cannot be read is
+        none."""
+        if self._path is None:
+            return ""
+        try:
+            problem = self._path.read_text(errors="replace").strip()
+        except OSError:
             return ""
         return (
-            f"an engine of this service ended when its draft failed to sleep "
-            f"({self._path.read_text(errors='replace').strip()}); restart the service to try again"
+            f"an engine of this service ended when its draft failed to sleep ({problem}); restart "
+            "the service to try again"
         )
 
     def write(self, problem: str) -> None:

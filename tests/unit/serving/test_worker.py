@@ -347,6 +347,10 @@ def test_an_error_that_ended_an_engine_of_several_ranks_leaves_the_next_draft_aw
         assert made.osd_off["sleep"].endswith("the draft runs at k = 0 too")
 
 
+def test_a_note_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    assert AwakeNote(tmp_path / "gone").read() == AwakeNote(tmp_path).read() == ""
+
+
 def test_a_note_that_cannot_be_written_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

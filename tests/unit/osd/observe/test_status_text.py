@@ -466,6 +466,12 @@ def test_drafts_as_a_table_say_which_serves_and_which_never_will() -> None:
     ]
 
 
+def test_counters_that_cannot_be_read_are_no_question_of_versions() -> None:
+    (line,) = problems_of(status(replicas=[replica(off={"counters": "KeyError: 7; so what"})]))
+    assert line.startswith("the counters of replica-0 cannot be read (KeyError: 7; so what)")
+    assert "doctor" not in line
+
+
 @pytest.mark.parametrize(
     ("mode", "proposers", "says"),
     [
