@@ -155,7 +155,7 @@ class WorkerExtension:
 
         self.osd_lazy_draft = parts.start(self.osd_off, "sleep", let_sleep, own)
         if self.osd_lazy_draft is not None:
-            self.osd_lazy_draft.before_raising = note.write
+            self.osd_lazy_draft.before_ending = note.write
         return None
 
     def osd_stay_awake(self) -> None:

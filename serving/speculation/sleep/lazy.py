@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,12 +16,19 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+def end_process() -> None:
+    """At once: what would close first waits for the other ranks too."""
+    logging.shutdown()
+    os._exit(1)
+
+
 class LazyDraft:
     """Wraps methods of one model runner. Its first error ends it: vLLM's own way from then on.
 
-    Ranks of a tensor parallel group wait for one another in every pass of the draft. An error of
-    one among several is raised: it ends the engine, which would hang otherwise. It is noted first
-    (`awake_note.py`), so that the next engine leaves the draft awake.
+    Ranks of a tensor parallel group wait for one another in every pass of the draft, and vLLM only
+    logs what a rank other than the first raises: the others would wait for minutes. So an error of
+    one among several ends its process, which vLLM notices at once and ends the engine. It is noted
+    first (`awake_note.py`), so that the next engine leaves the draft awake.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -28,8 +36,9 @@ class LazyDraft:
         self.is_off = self.is_left = False
         self.problem = ""
         """Why it no longer sleeps."""
-        self.before_raising: Callable[[str], None] = lambda problem: None
+        self.before_ending: Callable[[str], None] = lambda problem: None
         """Told of an error that ends the engine."""
+        self.end_process: Callable[[], None] = end_process
         self.num_forwards_saved = 0
         self.num_tokens_caught_up = 0
         self.num_steps_without_drafts = 0
@@ -47,7 +56,14 @@ class LazyDraft:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             if self._num_ranks > 1:
-                self.before_raising(problem)
+                logger.exception(
+                    "the draft failed to sleep on one of %d ranks, for which the others would wait:"
+                    " this process ends, and the engine with it; the one started in its place "
+                    "leaves the draft awake",
+                    self._num_ranks,
+                )
+                self.before_ending(problem)
+                self.end_process()
                 raise
             self.is_off, self.problem = True, problem
             logger.exception("the draft no longer sleeps at k = 0; serving is not affected")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -169,8 +170,10 @@ def test_a_draft_that_failed_to_sleep_on_one_rank_stays_awake_in_the_next_engine
     first.start_hooks(CaptureConfig(top_k=16))
     assert first.llm.collective_rpc("osd_parts_off") == ["{}"] * NUM_RANKS
     first.llm.collective_rpc("osd_break_sleep", args=(1,))
-    with pytest.raises(RuntimeError, match="block"):
+    before = time.monotonic()
+    with pytest.raises(RuntimeError):
         first.generate(some, **SHORT)
+    assert time.monotonic() - before < 60, "vLLM itself would wait for five minutes"
     second.start_hooks(CaptureConfig(top_k=16))
     for off in second.llm.collective_rpc("osd_parts_off"):
         assert "KeyError: 'block'" in json.loads(off)["sleep"]

@@ -118,16 +118,18 @@ def test_once_sleeping_has_failed_it_runs_once_at_0(
     assert lazy._speculator.passes == [1, 3]
 
 
-def test_among_several_ranks_sleeping_that_fails_ends_the_engine(
+def test_among_several_ranks_sleeping_that_fails_ends_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others would wait for this one in the next pass of the draft."""
     lazy, said = Lazy(Runner(num_ranks=2)), list[str]()
-    lazy.before_raising = said.append
+    lazy.before_ending = said.append
+    lazy.end_process = lambda: said.append("ended")
     monkeypatch.setattr(lazy._missed, "meet", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         step(lazy, 0, {"a": 0})
-    assert said == ["ZeroDivisionError: division by zero"] and lazy._speculator.passes == []
+    assert said == ["ZeroDivisionError: division by zero", "ended"]
+    assert lazy._speculator.passes == []
 
 
 def test_a_draft_that_is_left_to_vllm_makes_as_many_passes_as_vllm_says(lazy: Lazy) -> None:
