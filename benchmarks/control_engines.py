@@ -73,6 +73,8 @@ class Loaded:
             self._engine = engine.Engine(
                 target, models.release(draft, 1), k=k, batch=MAX_STREAMS, **options
             )
+        self._running: dict[str, int] = {}
+        """Requests in flight, and the tokens that they still want."""
         self._core = self._engine.llm.llm_engine.engine_core.engine_core
         if settings is not None:
             runner = self._core.model_executor.driver_worker.worker.model_runner
@@ -100,30 +102,35 @@ class Loaded:
         prompts: Sequence[list[int]],
         first: int,
         is_over: Callable[[], bool] = lambda: False,
+        *,
+        goes_on: bool = False,
     ) -> Driven:
         """Keep the streams of each phase busy with the prompts from `first` on, until its tokens
-        are there or, asked before every step, it is over."""
+        are there or, asked before every step, it is over. Requests that are not finished then are
+        aborted or, where it goes on, left for the next drive."""
         from benchmarks import vllm_engine as vllm
 
-        llm, found, running, index = self._engine.llm, Driven(), set[str](), first
+        llm, found, running, index = self._engine.llm, Driven(), self._running, first
         started, cpu_before = time.perf_counter(), time.process_time()
         for streams, num_tokens in phases:
             goal = found.num_tokens + num_tokens
             while found.num_tokens < goal and not is_over():
                 while len(running) < streams:
                     vllm.add_greedy(llm, str(index), prompts[index % len(prompts)], OUTPUT_TOKENS)
-                    running.add(str(index))
-                    found.outputs[index] = []
+                    running[str(index)] = OUTPUT_TOKENS
                     index += 1
                 for req_id, tokens in vllm.step(llm).items():
-                    found.outputs[int(req_id)] += tokens
+                    found.outputs.setdefault(int(req_id), []).extend(tokens)
                     found.num_tokens += len(tokens)
-                    if len(found.outputs[int(req_id)]) >= OUTPUT_TOKENS:
-                        running.discard(req_id)
+                    running[req_id] -= len(tokens)
+                    if running[req_id] <= 0:
+                        del running[req_id]
         found.seconds = time.perf_counter() - started
         found.cpu_seconds = time.process_time() - cpu_before
-        vllm.abort(llm, list(running))
-        vllm.step(llm)
+        if not goes_on:
+            vllm.abort(llm, list(running))
+            vllm.step(llm)
+            running.clear()
         return found
 
 

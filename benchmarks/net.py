@@ -32,8 +32,9 @@ def protocol(options: Options) -> Protocol:
         "show?",
         arms=(WINDOWS, SPECULATING, NONE),
         order="The two engines of a pair take turns, now one first, now the other, with the same "
-        "prompts. Then the engine with net windows runs without a break: where traffic began anew, "
-        "windows would begin with it, and all prompts be read in the same ones.",
+        "prompts; between turns its requests wait, so that none begins or ends with a turn. Then "
+        "the engine with net windows runs without a break: where traffic began anew, windows would "
+        "begin with it, and all prompts be read in the same ones.",
         sizes={
             "streams": STREAMS,
             "tokens_per_turn": 1280,
@@ -94,7 +95,7 @@ def _measure(
     for repeat in range(-1, sizes["num_repeats"]):  # the first warms up
         for arm in (SPECULATING, NONE)[:: 1 if repeat % 2 else -1]:
             phases = ((STREAMS, sizes["tokens_per_turn"]),)
-            driven = loaded[arm].drive(phases, prompts, 1000 * (repeat + 1))
+            driven = loaded[arm].drive(phases, prompts, 1000 * (repeat + 1), goes_on=True)
             if repeat >= 0:
                 row = {"seconds": driven.seconds, "num_tokens": driven.num_tokens}
                 notebook.add(group=scheduling, arm=arm, repeat=repeat, **row)

@@ -1,8 +1,9 @@
 """A replica's loop beside serving: it pulls the wanted draft into its engine, and reports.
 
-    Redis ──wanted release──► stage beside every worker ──► commit between two steps ─┐
-      ▲                                                                               │
-      └── heartbeat, windows, swap reports ◄── counters of the worker, SwapReport ◄───┘
+    Redis ──wanted release──► fetch it where it is not on this machine ──► stage beside every worker
+      ▲                                                                      │
+      │                                        commit between two steps ◄────┘
+      └── heartbeat, windows, swap reports ◄── counters of the worker, SwapReport
 
 While Redis is away, the engine serves on with the draft it has. Reports wait, up to a limit.
 """
@@ -20,13 +21,15 @@ from typing import Any
 
 import msgspec
 
-from osd.errors import OSDError
+from osd.errors import OSDError, ReleaseError
 from osd.exchange.registry import Registry
 from osd.records import (
+    CommitReport,
     DraftRelease,
     ReplicaStatus,
     SpeculationReport,
     SpecWindow,
+    StagingReport,
     SwapReport,
     WorkerReport,
 )
@@ -45,6 +48,10 @@ HEARTBEAT_TTL = 10.0
 MAX_UNSENT = 2000
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
 """Seconds before a refused draft is tried again; the delay doubles each time."""
+
+
+Here = Callable[[DraftRelease], DraftRelease]
+"""The release with its path on this machine. Blocking. Raises `ReleaseError`."""
 
 
 class Activity:
@@ -74,16 +81,25 @@ class Activity:
         return watched
 
 
-def release_to_start(registry: Registry, known: DraftRelease) -> DraftRelease:
+def as_it_lies(release: DraftRelease) -> DraftRelease:
+    """A release that this machine sees where the store keeps it. Raises `ReleaseError`."""
+    if not Path(release.path).is_dir():
+        raise ReleaseError(f"draft v{release.version}: {release.path} is not there")
+    return release
+
+
+def release_to_start(
+    registry: Registry, known: DraftRelease, here: Here = as_it_lies
+) -> DraftRelease:
     """The release that an engine starts with: the wanted one, or `known` where Redis is away, no
-    release is wanted, or the wanted one belongs to another target or is not on disk."""
+    release is wanted, or the wanted one belongs to another target or cannot be had."""
     try:
         wanted = registry.wanted(known.draft)
-    except OSDError:
-        return known
-    if wanted is None or wanted.target_id != known.target_id or not Path(wanted.path).is_dir():
-        return known
-    return wanted
+        if wanted is not None and wanted.target_id == known.target_id:
+            return here(wanted)
+    except OSDError as error:
+        logger.warning("starting with v%d, for %s", known.version, error)
+    return here(known)
 
 
 class DraftPuller:
@@ -104,6 +120,7 @@ class DraftPuller:
         release: DraftRelease,
         speculation_client: SpeculationClient | None = None,
         off: Mapping[str, str] | None = None,
+        here: Here = lambda release: release,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._speculation_client = speculation_client
@@ -111,6 +128,7 @@ class DraftPuller:
         uncontrolled = self._off.get("control", "")
         self._speculation = SpeculationReport(problem=uncontrolled) if uncontrolled else None
         self._registry, self._ranks, self._activity = registry, ranks, activity
+        self._here = here
         self._clock = clock
         self._name, self._url, self._k = name, url, k
         self._draft, self._target_id = release.draft, release.target_id
@@ -131,10 +149,15 @@ class DraftPuller:
         await self._report_if_due()
 
     async def swap(self, release: DraftRelease) -> SwapReport:
-        """Stage, validate and commit a release. A bad one does not raise: the report says what is
-        wrong."""
+        """Fetch, stage, validate and commit a release. A bad one does not raise: the report says
+        what is wrong."""
         previous = self._version
-        staging, committed = await self._ranks.swap(release, self._report_if_due)
+        try:
+            release = await self._fetch(release)
+        except OSDError as error:
+            staging, committed = StagingReport(), CommitReport(error=str(error))
+        else:
+            staging, committed = await self._ranks.swap(release, self._report_if_due)
         if committed.error and (committed.is_lost or committed.previous):
             self._version = NO_VERSION if committed.is_lost else committed.previous
         if not committed.error:
@@ -153,6 +176,13 @@ class DraftPuller:
             proved=committed.proved,
             error=committed.error,
         )
+
+    async def _fetch(self, release: DraftRelease) -> DraftRelease:
+        """The release on this machine. Heartbeats go on meanwhile."""
+        fetching = asyncio.create_task(asyncio.to_thread(self._here, release))
+        while not (await asyncio.wait({fetching}, timeout=SECONDS_BETWEEN_REPORTS))[0]:
+            await self._report_if_due()
+        return fetching.result()
 
     async def _swap_if_wanted(self) -> None:
         try:

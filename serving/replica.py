@@ -26,7 +26,7 @@ from osd.errors import ConfigError
 from osd.exchange.registry import Registry
 from osd.records import DraftRelease
 from serving.headers import HeadersToXargs
-from serving.pull import Activity, DraftPuller, release_to_start
+from serving.pull import Activity, DraftPuller, Here, as_it_lies, release_to_start
 from serving.speculation.client import SpeculationClient, settings_for
 from serving.speculation.profile import profile_path
 from serving.swap.ranks import Ranks
@@ -53,7 +53,8 @@ class Replica:
 
     `sink` is passed to the worker extension. `draft_release` is what to start with where Redis
     names no other; None serves the target without speculation, capture and swap. `awake_note` is a
-    file (`serving/speculation/sleep/awake_note.py`); "" = none is kept.
+    file (`serving/speculation/sleep/awake_note.py`); "" = none is kept. `here` gives a release its
+    path on this machine.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Replica:
         worker_extension: str,
         sink: dict[str, Any],
         awake_note: str = "",
+        here: Here = as_it_lies,
     ) -> None:
         self.name = name
         self._config = config
@@ -78,6 +80,7 @@ class Replica:
         self._extension = worker_extension
         self._sink = sink
         self._awake_note = awake_note
+        self._here = here
         self._puller: DraftPuller | None = None
         self._is_controlled = False
         self._speculation_client: SpeculationClient | None = None
@@ -157,7 +160,9 @@ class Replica:
     async def _build(self) -> tuple[Any, Any]:
         serving = self._config.serving
         if self._release is not None and self._registry is not None:
-            self._release = release_to_start(self._registry, self._release)
+            self._release = await asyncio.to_thread(
+                release_to_start, self._registry, self._release, self._here
+            )
         extra: dict[str, Any] = {**serving.vllm, "host": serving.host, "port": serving.port}
         if serving.num_ranks > 1:
             # vLLM would ask Ray for its ranks if it found itself in one of Ray's placement groups.
@@ -246,6 +251,7 @@ class Replica:
                 release=self._release,
                 speculation_client=self._speculation_client,
                 off=self._off,
+                here=self._here,
             )
 
     async def _serve(self, app: Any, sock: socket.socket) -> None:

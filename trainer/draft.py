@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from osd.common.files import sha256
+from osd.common.model_directory import digests
 from osd.errors import ReleaseError
 from trainer import adapter
 from trainer.files import write_aside
@@ -99,9 +99,9 @@ def load_draft(path: str | Path) -> RowModel:
     return RowModel(hf.eval())
 
 
-def export_draft(model: RowModel, base: str | Path, out: Path) -> str:
+def export_draft(model: RowModel, base: str | Path, out: Path) -> dict[str, str]:
     """Write the draft to `out` with the files, tensor names, shapes and dtypes of its base. Return
-    the sha256 of its weights.
+    the sha256 of each file by its name.
 
     A sharded base becomes one `model.safetensors`. Tensors of the base that the model does not know
     are copied.
@@ -127,8 +127,8 @@ def export_draft(model: RowModel, base: str | Path, out: Path) -> str:
                 and path.name != "release.json"
             ):
                 shutil.copyfile(path, aside / path.name)
-        digest = sha256(aside / WEIGHTS_NAME)
-    return digest
+        written = digests(aside)
+    return written
 
 
 def _checkpoint_tensors(directory: Path) -> dict[str, tuple[Path, torch.dtype]]:

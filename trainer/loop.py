@@ -13,16 +13,20 @@ of a round depend only on the seed and the round's number.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from osd.common.model_directory import WEIGHTS
 from osd.config.schema import GateConfig, TrainerConfig
+from osd.errors import ReleaseError
+from osd.exchange.transfer import read_part
 from osd.records import NO_TRACES, DraftRelease, EvalReport, RoundOutcome, Trace
 from trainer.batch import TrainBatch, trainable
 from trainer.distiller import Distiller
@@ -93,6 +97,7 @@ class _Result(NamedTuple):
     path: str = ""
     report: EvalReport | None = None
     discarded: str = ""
+    files: Mapping[str, str] = MappingProxyType({})
 
 
 class Trainer:
@@ -163,6 +168,14 @@ class Trainer:
         """Version -> α of each release on the same newest held-out traces; {} when there are too
         few."""
         return self._evaluator.alphas(versions, num_traces)
+
+    def read_candidate(
+        self, path: str, files: Mapping[str, str], name: str, offset: int, size: int
+    ) -> bytes:
+        """A part of a file of one of the candidates. Raises `ReleaseError`."""
+        if Path(path).parent != self._candidates or not Path(path).name.isdigit():
+            raise ReleaseError(f"{path}: no candidate of this trainer")
+        return read_part(Path(path), files, name, offset, size)
 
     # Reading and training
 
@@ -235,6 +248,7 @@ class Trainer:
             base_version=base.version,
             target_id=self._working.state.target_id,
             path=result.path,
+            files=dict(result.files),
             kind=self._config.method,
             num_steps=len(progress.losses),
             num_tokens=progress.num_rows,
@@ -273,14 +287,14 @@ class Trainer:
     def _export_and_evaluate(self, base: DraftRelease) -> _Result:
         number = self._working.state.round
         candidate = self._candidates / str(number)
-        sha256 = export_draft(self._working.distiller.model, base.path, candidate)
+        files = export_draft(self._working.distiller.model, base.path, candidate)
         prune(self._candidates, number, KEEP_CANDIDATES)
         report = self._evaluator.compare(candidate, base)
         if report is not None and report.diff_high < 0:
             self._working.start_from(base)
         else:
-            self._working.note_candidate(sha256)
-        return _Result(str(candidate), report)
+            self._working.note_candidate(files[WEIGHTS])
+        return _Result(str(candidate), report, files=files)
 
     def _finish(self, new: _NewTraces) -> None:
         """Draw anchors among the new traces, then save the round."""

@@ -1,4 +1,4 @@
-"""Look at a running service: status, top."""
+"""Look at a running service: status, top, logs."""
 
 from __future__ import annotations
 
@@ -44,3 +44,23 @@ def top(
     from osd.observe.top.run import run
 
     run(lambda: client_of(url, deployment), window, once=once)
+
+
+@app.command(epilog="Examples:  osd logs    osd logs trainer --lines 50")
+def logs(
+    part: Annotated[
+        str | None, typer.Argument(help="A part of the service; without it, all are listed.")
+    ] = None,
+    lines: Annotated[
+        int, typer.Option(min=1, max=10_000, help="How many of the last lines.")
+    ] = 200,
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+) -> None:
+    """What a part of the service logged, on whichever machine it runs."""
+    client = client_of(url, deployment)
+    if part is not None:
+        typer.echo(client.log(part, lines))
+        return
+    for place in client.places():
+        typer.echo(f"{place['part']:12} {place['host']}:{place['log']}")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
@@ -16,6 +16,7 @@ from osd.records import Event, ServiceStatus
 from osd.service import note
 
 SECONDS_TO_ANSWER = 10
+SECONDS_TO_READ_LOG = 40
 SECONDS_BETWEEN_CHUNKS = 60
 
 
@@ -54,6 +55,18 @@ class Client:
     def admin(self, action: str, **body: Any) -> Any:
         return self._request("POST", f"/osd/admin/{action}", json=body, headers=self._credentials())
 
+    def places(self) -> Any:
+        """The parts of the service, with their machines and logs."""
+        return self._request("GET", "/osd/logs", headers=self._credentials())
+
+    def log(self, part: str, num_lines: int) -> str:
+        """The last lines that a part logged."""
+        path, params = f"/osd/logs/{quote(part, safe='')}", {"lines": num_lines}
+        answer = self._request(
+            "GET", path, params=params, headers=self._credentials(), timeout=SECONDS_TO_READ_LOG
+        )
+        return str(answer["text"])
+
     def purge(self, domain: str | None, before: float | None) -> Any:
         """Delete stored traces; both None = all."""
         params: dict[str, Any] = {"domain": domain, "before": before}
@@ -85,9 +98,11 @@ class Client:
             raise ConfigError(f"{self.url}: this wants the admin token; set OSD_TOKEN ({where})")
         return {"Authorization": f"Bearer {self._token}"}
 
-    def _request(self, method: str, path: str, **kwargs: Any) -> Any:
+    def _request(
+        self, method: str, path: str, *, timeout: float = SECONDS_TO_ANSWER, **kwargs: Any
+    ) -> Any:
         try:
-            response = httpx.request(method, self.url + path, timeout=SECONDS_TO_ANSWER, **kwargs)
+            response = httpx.request(method, self.url + path, timeout=timeout, **kwargs)
         except httpx.HTTPError as error:
             raise OSDError(f"{self.url}: no answer ({error}); is the service running?") from None
         if response.status_code >= 400:

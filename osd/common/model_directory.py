@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from osd.common.files import fsync
+from osd.common.files import fsync, sha256
 from osd.errors import ReleaseError
 
 WEIGHTS = "model.safetensors"
@@ -23,6 +23,13 @@ def model_files(directory: Path) -> Iterator[Path]:
         is_ours = path.name.startswith(".") or path.name == RELEASE_RECORD
         if path.is_file() and not is_ours and path.suffix not in FOREIGN_WEIGHTS:
             yield path
+
+
+def digests(directory: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Name -> sha256 of the model's files; of those in `known`, what is said there."""
+    known = known or {}
+    names = sorted(path.name for path in model_files(directory))
+    return {name: known.get(name) or sha256(directory / name) for name in names}
 
 
 def copy_model(source: Path, aside: Path) -> None:

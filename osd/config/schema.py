@@ -48,8 +48,8 @@ class RayConfig(Section):
     existing cluster."""
     trainer_resource: str = ""
     """Custom Ray resource of the machine the trainer runs on; empty = the machine the service was
-    started on. Another machine needs the data directory on a shared file system and a
-    `buffer.redis_url` both reach."""
+    started on. Another machine has a data directory of its own at the same path, gets releases over
+    the network, and needs a Redis that both reach (`buffer.host` or `buffer.redis_url`)."""
 
 
 class Config(Section):

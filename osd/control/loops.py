@@ -28,7 +28,7 @@ from osd.control import policy
 from osd.control.drift import DriftDetector
 from osd.control.feed_client import FeedClient
 from osd.control.protocols import Buffer, Feed, Trainer
-from osd.control.release_manager import ReleaseManager
+from osd.control.release_manager import ReleaseManager, as_it_lies
 from osd.control.replica_watch import ReplicaWatch
 from osd.control.rollback import RollbackMonitor
 from osd.control.trace_expiry import TraceExpiry
@@ -67,7 +67,8 @@ class ControlLoops:
         self.feed = FeedClient(registry, history, self._detector)
         tell = self.feed.tell
         self.replicas = ReplicaWatch(registry, tell, clock)
-        self.releases = ReleaseManager(config, registry, releases, target_id, tell, clock)
+        collect = trainer.candidate if trainer else as_it_lies
+        self.releases = ReleaseManager(config, registry, releases, target_id, tell, clock, collect)
         self.trainer = TrainerLink(trainer, tell, clock, backoff_s) if trainer else None
         self._monitor = self._make_monitor(self.trainer, 10 * backoff_s) if self.trainer else None
         self._expiry = TraceExpiry(buffer, config.buffer.max_age_seconds, clock)

@@ -22,6 +22,7 @@ from osd.config.schema import Config
 from osd.control.controller import Controller
 from osd.exchange.registry import Registry
 from osd.observe.dashboard import ControlServer, build_app
+from osd.observe.dashboard.logs import Logs
 from osd.observe.history import History
 from osd.observe.history_file import HistoryFile
 from osd.releases.store import ReleaseStore
@@ -69,9 +70,10 @@ class ControlPlane:
         target_id: str,
         token: str,
         trainer: Any,
+        logs: Logs | None = None,
     ) -> None:
         self._config = config
-        self._token = token
+        self._token, self._logs = token, logs
         self._history = History(
             config.control.history_seconds, open_history_file(config.history_path)
         )
@@ -125,7 +127,12 @@ class ControlPlane:
     async def _main(self) -> None:
         control = self._config.control
         app = build_app(
-            self._controller, self._history, self._token, host=control.host, traces=self._traces
+            self._controller,
+            self._history,
+            self._token,
+            host=control.host,
+            traces=self._traces,
+            logs=self._logs,
         )
         self._server = ControlServer.of(app, host=control.host, port=control.port)
         http = asyncio.create_task(self._server.serve(), name="http")

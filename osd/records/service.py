@@ -63,6 +63,21 @@ class MetricPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a part of the service runs, and logs.
+
+    Example:
+        Place(part="trainer", host="gpu-2", node="5f3c...", log="/data/osd/logs/trainer.log")
+    """
+
+    part: str
+    host: str
+    node: str
+    """The machine in Ray's words."""
+    log: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
     """Something that happened to the service: a release, a refusal, a rollback, a failed swap.
 

@@ -70,7 +70,10 @@ class RoundOutcome:
     kind: Literal["full", "lora"] = "full"
     """What was trained. The candidate is a whole, plain model either way."""
     path: str
-    """Directory with the candidate in Hugging Face format; "" when the round was discarded."""
+    """Directory with the candidate in Hugging Face format, on the trainer's machine; "" when the
+    round was discarded."""
+    files: dict[str, str] = field(default_factory=dict)
+    """The candidate's files: name -> sha256."""
     num_steps: int
     num_tokens: int
     """Rows trained on, replayed ones included."""
@@ -112,8 +115,11 @@ class DraftRelease:
     """Version it was trained from; 0 for the first."""
     kind: Literal["full", "lora"] = "full"
     path: str
+    """Where the store's machine keeps it."""
     sha256: str
     """Of `model.safetensors`."""
+    files: dict[str, str] = field(default_factory=dict)
+    """All of its files: name -> sha256."""
     target_id: str
     created_at: float
     outcome: RoundOutcome | None = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
 from osd.common.files import explain, replace_file, sha256
-from osd.common.model_directory import RELEASE_RECORD, REQUIRED, WEIGHTS
+from osd.common.model_directory import RELEASE_RECORD, REQUIRED, WEIGHTS, digests
 from osd.errors import ReleaseError
 from osd.records import DraftRelease, decode, encode
 
@@ -75,7 +76,14 @@ def read_release(directory: Path) -> DraftRelease:
         raise ValueError(f"{missing[0]} is missing")
     if directory_name(release.version) != directory.name:
         raise ValueError(f"{RELEASE_RECORD} is of v{release.version}")
-    return replace(release, path=str(directory.absolute()))
+    files = release.files or _files_of(directory, release.sha256)
+    return replace(release, path=str(directory.absolute()), files=files)
+
+
+@lru_cache(1024)
+def _files_of(directory: Path, sha256: str) -> dict[str, str]:
+    """Of a release whose record does not name them, as earlier versions wrote it."""
+    return digests(directory, {WEIGHTS: sha256})
 
 
 def verify(release: DraftRelease) -> None:

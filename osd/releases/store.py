@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from osd.common.files import sha256
-from osd.common.model_directory import WEIGHTS, copy_model
+from osd.common.model_directory import WEIGHTS, copy_model, digests
 from osd.errors import ReleaseError
 from osd.records import DraftRelease, RoundOutcome
 from osd.releases.directory import ReleaseDirectory
@@ -140,16 +139,18 @@ class ReleaseStore:
             with self._directory.new_aside() as aside:
                 copy(Path(source_dir), aside)
                 version = self._directory.next_version()
+                files = digests(aside)
                 release = DraftRelease(
                     draft=self.draft,
                     version=version,
                     parent=parent,
                     path=str(self._directory.path_of(version)),
-                    sha256=sha256(aside / WEIGHTS),
+                    sha256=files[WEIGHTS],
+                    files=files,
                     target_id=target_id,
                     created_at=time.time(),
                     kind=outcome.kind if outcome else "full",
-                    outcome=outcome,
+                    outcome=outcome and replace(outcome, files={}),
                     origin=origin,
                 )
                 self._directory.add(aside, release)

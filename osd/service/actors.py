@@ -18,29 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from osd.config.schema import Config, TrainerConfig
-from osd.errors import AwayError, OSDError
+from osd.errors import AwayError, ConfigError, OSDError
+from osd.exchange.registry import Registry
+from osd.exchange.transfer import DraftsHere, FetchedDrafts, are_files, read_part
 from osd.records import DraftRelease, RoundOutcome
+from osd.service import cluster
+from osd.service.logs import PartLogs, begin_log
 from serving.vllm import server
 
 logger = logging.getLogger(__name__)
 
+CONTROL_NAME, TRAINER_NAME = "control", "trainer"
+"""Actors that find each other by name, also after one was restarted."""
 SECONDS_BEFORE_RESTART = 3.0
-OURS = ("osd", "serving", "buffers", "trainer")
-"""Packages whose messages of level INFO go to the log, too."""
-
-
-def redirect_output(directory: Path, name: str) -> None:
-    """Send what this process and its children print or log to `directory/name.log`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for package in OURS:
-        logging.getLogger(package).setLevel(logging.INFO)
 
 
 def was_restarted() -> bool:
@@ -74,11 +64,34 @@ def awake_note(config: Config, name: str, *, is_restart: bool) -> Path:
     return path
 
 
+def drafts_here(config: Config) -> DraftsHere:
+    """For a part that may run on another machine than the store."""
+    return DraftsHere(
+        FetchedDrafts(config.data_path / "fetched"),
+        partial(cluster.call, CONTROL_NAME, "read_release"),
+    )
+
+
+def target_here(config: Config, target_id: str) -> Path:
+    """The target on this machine. Raises `ConfigError` when it is not the one that the service was
+    started with."""
+    from osd.models import resolve
+
+    found = resolve.resolve(config.serving.target, "serving.target")
+    if (is_here := resolve.fingerprint(found)) != target_id:
+        raise ConfigError(
+            f"serving.target={config.serving.target}: another model on {socket.gethostname()} "
+            f"(fingerprint {is_here}) than where the service was started ({target_id}); copy that "
+            "one here"
+        )
+    return found
+
+
 class ReplicaActor:
     """`serving.replica.Replica` in a process of its own.
 
     Ray restarts it with the first arguments. Their `draft_release` may have been pruned since, so
-    the store on disk says which release serves now.
+    the store on disk says which release serves now. `home` is the machine that holds the store.
     """
 
     def __init__(
@@ -91,24 +104,30 @@ class ReplicaActor:
         draft_release: DraftRelease | None,
         redis_url: str,
         log_dir: str,
+        home: str,
     ) -> None:
-        redirect_output(Path(log_dir), name)
+        registry = Registry(redis_url, config.deployment)
+        begin_log(Path(log_dir), name, registry)
         server.prepare_environment()
-        from osd.exchange.registry import Registry
         from osd.releases.store import what_serves
         from osd.service.worker import QUALIFIED_NAME
+        from serving.pull import as_it_lies
         from serving.replica import Replica
 
+        is_home = cluster.node_id() == home
+        if is_home and draft_release is not None:
+            draft_release = what_serves(config.releases_path, draft_release)
         self._replica = Replica(
             config,
             name=name,
-            target_dir=target_dir,
+            target_dir=target_dir if is_home else str(target_here(config, target_id)),
             target_id=target_id,
-            draft_release=draft_release and what_serves(config.releases_path, draft_release),
-            registry=Registry(redis_url, config.deployment),
+            draft_release=draft_release,
+            registry=registry,
             worker_extension=QUALIFIED_NAME,
             sink=buffer_settings(config, redis_url, target_id),
             awake_note=str(awake_note(config, name, is_restart=was_restarted())),
+            here=as_it_lies if is_home else drafts_here(config),
         )
         exit_when_failed(self._replica.wait_ready)
 
@@ -128,21 +147,21 @@ def limit_gpu_memory(config: TrainerConfig) -> None:
 
 
 class TrainerActor:
-    """`trainer.loop.Trainer` in a process of its own, at low priority when it runs on a CPU."""
+    """`trainer.loop.Trainer` in a process of its own, at low priority when it runs on a CPU.
+    Releases come to its machine, and candidates are read from it."""
 
     def __init__(self, config: Config, *, redis_url: str, target_id: str, log_dir: str) -> None:
-        redirect_output(Path(log_dir), "trainer")
+        registry = Registry(redis_url, config.deployment)
+        begin_log(Path(log_dir), TRAINER_NAME, registry)
         if not config.trainer.num_gpus:
             os.nice(10)
         from buffers.redis_stream import RedisTraceBuffer
-        from osd.exchange.registry import Registry
         from osd.service.pace import Pace, busy_replicas
         from trainer.loop import Trainer
 
         limit_gpu_memory(config.trainer)
-        self._pace = Pace(
-            config.trainer.duty_cycle, busy_replicas(Registry(redis_url, config.deployment))
-        )
+        self._here = drafts_here(config)
+        self._pace = Pace(config.trainer.duty_cycle, busy_replicas(registry))
         self._trainer = Trainer(
             config.trainer,
             config.gate,
@@ -156,6 +175,7 @@ class TrainerActor:
         return socket.gethostname()
 
     def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
+        base = self._here(base)
         self._pace.begin()
         return self._trainer.run_round(base, on_step=self._pace, line=line)
 
@@ -163,7 +183,12 @@ class TrainerActor:
         return self._trainer.num_new_traces()
 
     def evaluate_releases(self, versions: list[DraftRelease], num_traces: int) -> dict[int, float]:
-        return self._trainer.evaluate_releases(versions, num_traces)
+        return self._trainer.evaluate_releases([self._here(v) for v in versions], num_traces)
+
+    def read_candidate(
+        self, path: str, files: dict[str, str], name: str, offset: int, size: int
+    ) -> bytes:
+        return self._trainer.read_candidate(path, files, name, offset, size)
 
     def stop(self) -> None:
         """Write the training curves to their end."""
@@ -184,11 +209,14 @@ class ControlActor:
         trainer: str,
         log_dir: str,
     ) -> None:
-        redirect_output(Path(log_dir), "control")
+        registry = Registry(redis_url, config.deployment)
+        begin_log(Path(log_dir), CONTROL_NAME, registry)
         import ray
 
         from osd.control.plane import ControlPlane
+        from osd.releases.store import ReleaseStore
 
+        self._releases = ReleaseStore(config.releases_path)
         self._plane = ControlPlane(
             config,
             redis_url=redis_url,
@@ -196,11 +224,17 @@ class ControlActor:
             target_id=target_id,
             token=token,
             trainer=RemoteTrainer(ray.get_actor(trainer), config) if trainer else None,
+            logs=PartLogs(registry),
         )
         exit_when_failed(self._plane.wait_ready)
 
     def wait_ready(self) -> str:
         return self._plane.wait_ready()
+
+    def read_release(self, version: int, name: str, offset: int, size: int) -> bytes:
+        """A part of a file of a release, for other machines. Raises `ReleaseError`."""
+        release = self._releases.get(version)
+        return read_part(Path(release.path), release.files, name, offset, size)
 
     def stop(self) -> None:
         self._plane.stop()
@@ -235,6 +269,17 @@ class RemoteTrainer(RemoteMethods):
     def __init__(self, handle: Any, config: Config) -> None:
         super().__init__(handle)
         self._resource, self._num_gpus = config.ray.trainer_resource, config.trainer.num_gpus
+        self._fetched = FetchedDrafts(config.data_path / "fetched-candidates", keep=1)
+
+    async def candidate(self, outcome: RoundOutcome) -> str:
+        """Its directory on this machine."""
+        return await asyncio.to_thread(self._candidate, outcome)
+
+    def _candidate(self, outcome: RoundOutcome) -> str:
+        if are_files(Path(outcome.path), outcome.files):
+            return outcome.path
+        read = partial(cluster.call, TRAINER_NAME, "read_candidate", outcome.path, outcome.files)
+        return str(self._fetched.fetch(outcome.files, read))
 
     async def why_silent(self) -> str:
         """What the cluster lacks; "" where nothing is known to be missing."""

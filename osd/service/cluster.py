@@ -11,20 +11,23 @@ import secrets
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from osd.config.schema import Config
-from osd.errors import ConfigError, OSDError
+from osd.errors import AwayError, ConfigError, OSDError
+from osd.records import Place
 from osd.service.ray_watch import RayWatch
 from osd.service.reaper import Reaper
 
 API_KEY = "VLLM_API_KEY"
 """Environment variable from which vLLM takes the key that clients must show."""
 OBJECT_STORE_BYTES = 128 << 20
+SECONDS_TO_ANSWER = 30.0
+T = TypeVar("T")
 
 
 def start_ray(config: Config, stack: ExitStack) -> RayWatch:
@@ -154,6 +157,47 @@ def start_actor(
         env = {API_KEY: os.environ[API_KEY], **env}
     options["runtime_env"] = {"env_vars": env}
     return ray.remote(cls).options(**options).remote(config, **arguments)
+
+
+def node_id() -> str:
+    """Of the machine that this process runs on, in Ray's words."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def call(name: str, method: str, *arguments: Any) -> Any:
+    """Call a named actor and wait. Raises `OSDError`: `AwayError` when it does not answer, else
+    what it raised."""
+    import ray
+
+    try:
+        answer = getattr(ray.get_actor(name), method).remote(*arguments)
+        return ray.get(answer, timeout=SECONDS_TO_ANSWER)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, OSDError):
+            raise error.cause from None
+        raise OSDError(f"the service's part {name!r} failed: {error.cause!r}") from None
+    except (ray.exceptions.RayError, ValueError) as error:  # of what was never started
+        reason = str(error).strip().splitlines()[0]
+        raise AwayError(f"the service's part {name!r} does not answer ({reason})") from None
+
+
+def run_on(place: Place, function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function on the machine where a part runs. Raises `OSDError`."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    task = ray.remote(function).options(
+        num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(place.node, soft=False)
+    )
+    try:
+        return cast(T, ray.get(task.remote(*arguments), timeout=SECONDS_TO_ANSWER))
+    except ray.exceptions.RayTaskError as error:
+        raise OSDError(f"{place.part} on {place.host}: {error.cause}") from None
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise AwayError(f"{place.part}: {place.host} does not answer ({reason})") from None
 
 
 def wait_ready(handle: Any, name: str, what: str, log: Path) -> str:

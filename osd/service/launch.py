@@ -34,8 +34,6 @@ from trainer.trackers import check_installed
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_STOP = 5.0
-TRAINER_NAME = "trainer"
-"""The control actor finds the trainer by this name, also after either was restarted."""
 Report = Callable[[str], None]
 
 
@@ -193,6 +191,7 @@ class Service:
                 "name": name,
                 "target_dir": str(self.plan.target_dir),
                 "draft_release": release,
+                "home": cluster.node_id(),
             },
             num_gpus=config.serving.num_gpus,
             env=config.serving.env,
@@ -201,7 +200,7 @@ class Service:
         return handle
 
     def _start_trainer(self) -> Any:
-        from osd.service.actors import TrainerActor
+        from osd.service.actors import TRAINER_NAME, TrainerActor
 
         return cluster.start_actor(
             TrainerActor,
@@ -214,7 +213,7 @@ class Service:
         )
 
     def _start_control(self) -> Any:
-        from osd.service.actors import ControlActor
+        from osd.service.actors import CONTROL_NAME, TRAINER_NAME, ControlActor
 
         handle = cluster.start_actor(
             ControlActor,
@@ -225,6 +224,7 @@ class Service:
                 "trainer": TRAINER_NAME if self.trainer is not None else "",
             },
             num_gpus=0,
+            name=CONTROL_NAME,
             env={"OMP_NUM_THREADS": "1"},
         )
         self._actors.append(handle)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.cluster.hosts import CHECKOUT, SHARED, Hosts, hosts_in, missing
+from tests.cluster.hosts import CHECKOUT, Hosts, hosts_in, missing
 from tests.support.pairs import build_pair
 from tests.support.paths import ROOT
 from tests.support.traffic import MODEL
 
 SERVICE = {
-    "data_dir": str(SHARED / "osd"),
+    "data_dir": "~/osd-data",
     "serving": {
-        "target": str(SHARED / "pair/target"),
-        "draft": str(SHARED / "pair/stranger"),
+        "target": "~/pair/target",
+        "draft": "~/pair/stranger",
         "served_model_name": MODEL,
         "vllm": {
             "dtype": "float32",
@@ -43,7 +44,8 @@ SERVICE = {
     },
     "gate": {"min_holdout_traces": 4, "rollback_min_tested": 1_000_000},
 }
-"""A first draft that knows nothing of its target; the service begins to learn at once."""
+"""A first draft that knows nothing of its target; the service begins to learn at once. The
+worker has no draft."""
 
 
 @pytest.fixture(scope="session")
@@ -51,8 +53,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     if why := missing():
         pytest.fail(why)
     with hosts_in(tmp_path_factory.mktemp("hosts") / "all") as found:
-        (found.shared / "pair").mkdir()
-        build_pair(found.shared / "pair")
+        (found["head"].home / "pair").mkdir()
+        pair = build_pair(found["head"].home / "pair")
+        shutil.copytree(pair.target, found["worker"].home / "pair/target")
         write_configuration(found)
         write_cluster_file(found)
         yield found

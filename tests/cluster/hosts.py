@@ -4,9 +4,9 @@
     head ────┼── a bridge          10.77.0.0/24, which exists nowhere else
     worker ──┘
 
-They see the machine's file system, but for their homes and what they keep in memory. `SHARED` is
-the one folder in which all can write. Python and the project's environment are mounted into each
-home, so that `make setup` has nothing left to do there.
+They see the machine's file system, but for their homes and what they keep in memory, and share no
+folder in which they write. Python and the project's environment are mounted into each home, so that
+`make setup` has nothing left to do there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from pathlib import Path
 from tests.support.paths import ROOT
 
 NAMES = ("head", "worker", "laptop")
-SHARED = Path("/srv/shared")
 CHECKOUT = "osd-checkout"
 """Where the cluster's file puts the project, in a host's home."""
 PROGRAMS = ("ip", "unshare", "sshd", "ssh", "ssh-keygen", "rsync")
@@ -91,11 +90,6 @@ class Hosts:
     run: str = field(default_factory=lambda: f"osd{secrets.token_hex(2)}")
     hosts: dict[str, Host] = field(default_factory=dict)
 
-    @property
-    def shared(self) -> Path:
-        """`SHARED` as this machine sees it."""
-        return self.folder / "shared"
-
     def __getitem__(self, name: str) -> Host:
         return self.hosts[name]
 
@@ -107,11 +101,9 @@ class Hosts:
         self._ip("netns", "exec", self._net("bridge"), "ip", "link", "set", f"b-{name}", "up")
 
     def start(self, stack: ExitStack) -> None:
-        self.shared.mkdir(parents=True)
-        key, host_key = self.folder / "key", self.shared / "host-key"
-        for path in (key, host_key):
-            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
-            subprocess.run(command, check=True)
+        self.folder.mkdir(parents=True)
+        key = self.folder / "key"
+        make_key(key)
         self._add_network("bridge", stack)
         bridge = self._net("bridge")
         self._ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
@@ -142,6 +134,7 @@ class Hosts:
             path.chmod(0o700)
         shutil.copy(f"{host.key}.pub", ssh / "authorized_keys")
         shutil.copy(host.key, ssh / "key")
+        make_key(ssh / "host-key")
         (host.home / ".bashrc").touch()
         with open(self.folder / f"{host.name}.log", "wb") as log:
             host.process = subprocess.Popen(
@@ -170,13 +163,11 @@ class Hosts:
                     yield f"mkdir -p {inside} && mount --bind {path} {inside}"
         venv = host.home / CHECKOUT / ".venv"
         yield f"mkdir -p {venv} && mount --bind {ROOT / '.venv'} {venv}"
-        yield f"mount -t tmpfs tmpfs {SHARED.parent} && mkdir {SHARED}"
-        yield f"mount --bind {self.shared} {SHARED}"
         yield f"mount --rbind {host.home} {home}"
         yield f"mkdir -p /run/sshd && mount --rbind {host.folder / 'tmp'} /tmp"
         yield (
-            f"exec /usr/sbin/sshd -D -e -f /dev/null -h {SHARED}/host-key -o PermitRootLogin=yes "
-            "-o StrictModes=no -o UsePAM=no -o PidFile=none"
+            f"exec /usr/sbin/sshd -D -e -f /dev/null -h {home}/.ssh/host-key "
+            "-o PermitRootLogin=yes -o StrictModes=no -o UsePAM=no -o PidFile=none"
         )
 
     def _add_network(self, name: str, stack: ExitStack) -> None:
@@ -188,6 +179,11 @@ class Hosts:
 
     def _ip(self, *arguments: str) -> None:
         subprocess.run(["ip", *arguments], check=True)
+
+
+def make_key(path: Path) -> None:
+    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
+    subprocess.run(command, check=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

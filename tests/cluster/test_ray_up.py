@@ -68,7 +68,7 @@ def up(hosts: Hosts) -> Iterator[Hosts]:
 def test_what_is_running_passes_its_own_check(up: Hosts) -> None:
     done = up["laptop"].run(f"cd {ROOT} && {OSD} cluster check ~/cluster.yaml")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    for line in ("versions equal on all machines", "target /srv/shared/pair/target equal on all"):
+    for line in ("versions equal on all machines", "target ~/pair/target equal on all"):
         assert line in done.stdout
     print(done.stdout)
 
@@ -85,6 +85,9 @@ def test_a_draft_learns_on_the_worker_and_serves_on_the_head(up: Hosts) -> None:
     assert found["alpha"] > first["alpha"] + 0.3
     assert len(up["worker"].named("TrainerActor")) == 1 and not up["head"].named("TrainerActor")
     assert up["head"].named("EngineCore", "ReplicaActor") and not up["worker"].named("EngineCore")
+    for name in ("head", "worker"):
+        assert (up[name].home / "osd-data/releases").exists() is (name == "head")
+        assert (up[name].home / "osd-data/trainer").exists() is (name == "worker")
     wait_until(lambda: not status(up["head"])["problems"], 150, "the worker has joined")
 
 

@@ -24,6 +24,7 @@ from osd.records import (
     DraftRelease,
     Event,
     MetricPoint,
+    Place,
     ReplicaStatus,
     RoundOutcome,
     SpecWindow,
@@ -354,3 +355,12 @@ def test_user_and_password_never_show() -> None:
         ) as refused:
             Registry(url, "d")
         assert "s3cret" not in str(refused.value) and "me:12" not in str(refused.value)
+
+
+def test_each_part_has_the_place_where_it_was_started_last(registry: Registry) -> None:
+    assert registry.places() == []
+    first = Place(part="trainer", host="a", node="1", log="/a.log")
+    control = Place(part="control", host="b", node="2", log="/b.log")
+    for place in (first, control, replace(first, host="c")):
+        registry.set_place(place)
+    assert registry.places() == [control, replace(first, host="c")]

@@ -1,9 +1,9 @@
 """The control port's FastAPI application: the live page and the JSON, SSE and Prometheus twins of
 what it shows.
 
-Reading is open to whoever reaches the port; changing (`/osd/admin/...`) and taking traces out
-(`/osd/traces`) need the admin token. It runs in a process of its own: nobody watching costs the
-engine anything.
+Reading is open to whoever reaches the port; changing (`/osd/admin/...`), taking traces out
+(`/osd/traces`) and logs (`/osd/logs`) need the admin token. It runs in a process of its own: nobody
+watching costs the engine anything.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import osd
 from osd.observe.dashboard.admin import admin_routes
 from osd.observe.dashboard.answers import add_error_answers, as_json, maybe, to_builtins
 from osd.observe.dashboard.guard import Guard
+from osd.observe.dashboard.logs import Logs, log_routes
 from osd.observe.dashboard.stream import event_stream
 from osd.observe.dashboard.traces import TracesOf, trace_routes
 from osd.observe.problems import last_outcome, problems_of
@@ -54,13 +55,14 @@ def build_app(
     *,
     host: str = "127.0.0.1",
     traces: TracesOf | None = None,
+    logs: Logs | None = None,
 ) -> FastAPI:
     """The control port over `osd.control.controller` and `osd.observe.history`' history (their
     methods may be async or not).
 
     `host` is the address the port is bound to (`control.host`): on a loopback address, requests
     that name another host are refused. `traces` begins a stream of all stored traces; without it
-    there is no route for them. Raises `ValueError` for an empty token.
+    there is no route for them, as without `logs`. Raises `ValueError` for an empty token.
     """
     app = FastAPI(
         title="Online speculative distillation",
@@ -76,6 +78,8 @@ def build_app(
     app.include_router(admin_routes(controller, token))
     if traces is not None:
         app.include_router(trace_routes(traces, token))
+    if logs is not None:
+        app.include_router(log_routes(logs, token))
     app.add_middleware(Guard, host=host)
     return app
 

@@ -296,7 +296,15 @@ def test_a_python_too_old(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [("status",), ("top",), ("stop",), ("pause",), ("drafts", "list"), ("drafts", "promote", "2")],
+    [
+        ("status",),
+        ("top",),
+        ("stop",),
+        ("logs",),
+        ("pause",),
+        ("drafts", "list"),
+        ("drafts", "promote", "2"),
+    ],
     ids=" ".join,
 )
 def test_no_service_is_running(osd: Osd, tmp_path: Path, command: tuple[str, ...]) -> None:

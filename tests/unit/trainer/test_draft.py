@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from osd.common.files import sha256
+from osd.common.model_directory import digests
 from osd.errors import OSDError, ReleaseError
 from tests.support.tiny_drafts import files_of_at_most, save_draft, tiny_llama
 from trainer.draft import RowModel, export_draft, load_draft
@@ -45,9 +46,9 @@ def test_an_export_has_the_tensors_of_its_base(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.01
-    digest = export_draft(model, base, tmp_path / "out")
+    written = export_draft(model, base, tmp_path / "out")
     assert layout(tmp_path / "out") == layout(base)
-    assert digest == sha256(tmp_path / "out" / "model.safetensors")
+    assert written == digests(tmp_path / "out")
     before, now = (
         load_file(base / "model.safetensors"),
         load_file(tmp_path / "out" / "model.safetensors"),
@@ -60,9 +61,8 @@ def test_an_export_has_the_tensors_of_its_base(
 
 def test_untrained_weights_survive_the_round_trip_bit_by_bit(tmp_path: Path) -> None:
     base = save_draft(tmp_path / "base", dtype=torch.bfloat16)
-    assert export_draft(load_draft(base), base, tmp_path / "out") == sha256(
-        base / "model.safetensors"
-    )
+    written = export_draft(load_draft(base), base, tmp_path / "out")
+    assert written["model.safetensors"] == sha256(base / "model.safetensors")
 
 
 def test_a_tied_head_that_is_stored_twice_stays_stored_twice(tmp_path: Path) -> None:

@@ -140,6 +140,9 @@ class FakeTrainer:
         step = self.rounds.pop(0)
         return step(base) if callable(step) else step
 
+    async def candidate(self, outcome: RoundOutcome) -> str:
+        return outcome.path
+
     async def evaluate_releases(
         self, versions: list[DraftRelease], num_traces: int
     ) -> dict[int, float]:

@@ -14,7 +14,7 @@ import pytest
 
 from osd.config.schema import Config
 from osd.control.release_manager import ReleaseManager
-from osd.errors import ReleaseError
+from osd.errors import AwayError, ReleaseError
 from osd.exchange.registry import FeedRecord
 from osd.observe.status import presentable
 from osd.records import Event, MetricPoint, RoundOutcome
@@ -22,6 +22,9 @@ from osd.releases.store import ReleaseStore
 from tests.support.clocks import HandClock
 from tests.unit.osd.control.test_controller import TARGET, MemoryRegistry, make_outcome, no_gain
 from tests.unit.osd.releases.test_store import make_model, publish_line, versions
+
+ELSEWHERE = "/of/the/trainer"
+"""A candidate's path on another machine."""
 
 
 class Desk:
@@ -34,9 +37,20 @@ class Desk:
         self.registry, self.clock = MemoryRegistry(), HandClock()
         self.said: list[FeedRecord] = []
         config = Config.model_validate({"data_dir": str(directory), "releases": {"keep": 2}})
+        self.collected: list[str] = []
+        self.collecting = asyncio.Event()
+        self.collecting.set()
+        self.is_cut_off = False
         self.drafts = ReleaseManager(
-            config, self.registry, self.store, TARGET, self.tell, self.clock
+            config, self.registry, self.store, TARGET, self.tell, self.clock, self.collect
         )
+
+    async def collect(self, outcome: RoundOutcome) -> str:
+        self.collected.append(outcome.path)
+        await self.collecting.wait()
+        if self.is_cut_off:
+            raise AwayError("the service's part 'trainer' does not answer")
+        return str(self.model) if outcome.path == ELSEWHERE else outcome.path
 
     async def tell(self, *records: FeedRecord) -> None:
         self.said += records
@@ -250,7 +264,8 @@ async def test_a_pause_while_a_candidate_waits_for_its_turn_refuses_it(desk: Des
 async def test_a_pause_is_answered_when_what_was_being_published_is(desk: Desk) -> None:
     """From then on nothing is."""
     published = asyncio.create_task(desk.drafts.conclude(make_outcome(str(desk.model), 3), set()))
-    await asyncio.sleep(0)
+    while not desk.drafts._lock.locked():
+        await asyncio.sleep(0)
     await desk.drafts.set_paused(True)
     assert desk.wanted() == 4 and desk.store.paused()
     await published
@@ -283,6 +298,40 @@ async def test_what_cannot_be_pruned_keeps_nothing_from_serving(
     assert desk.wanted() == 5
     assert "old releases were not removed: releases cannot be stored" in caplog.text
     assert [record.kind for record in desk.said if isinstance(record, Event)] == ["published"] * 2
+
+
+# From another machine
+
+
+async def test_a_candidate_comes_to_this_machine_once_the_gate_let_it_through(desk: Desk) -> None:
+    await desk.conclude(no_gain(desk.v3))
+    await desk.conclude(make_outcome(ELSEWHERE, 3), is_paused=True)
+    assert desk.collected == []
+    await desk.conclude(make_outcome(ELSEWHERE, 3))
+    assert desk.collected == [ELSEWHERE] and desk.wanted() == 4
+
+
+async def test_a_candidate_that_does_not_come_is_not_published(desk: Desk) -> None:
+    desk.is_cut_off = True
+    await desk.conclude(make_outcome(ELSEWHERE, 3))
+    text = "the service's part 'trainer' does not answer"
+    assert desk.event("publish_failed", text, 3) in desk.said
+    assert desk.store.current(TARGET) == desk.v3
+
+
+async def test_drafts_are_changed_by_hand_while_a_candidate_is_on_its_way(desk: Desk) -> None:
+    desk.collecting.clear()
+    concluding = asyncio.create_task(desk.conclude(make_outcome(ELSEWHERE, 3)))
+    while not desk.collected:
+        await asyncio.sleep(0.01)
+    await asyncio.wait_for(desk.drafts.pin(2), 5)
+    desk.collecting.set()
+    await concluding
+    assert desk.wanted() == 2
+    assert [record.kind for record in desk.said if isinstance(record, Event)] == [
+        "pinned",
+        "refused",
+    ]
 
 
 # Taken back

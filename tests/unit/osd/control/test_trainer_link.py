@@ -44,6 +44,9 @@ class FakeTrainer:
     async def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
         return self._do("run_round", OUTCOME)
 
+    async def candidate(self, outcome: RoundOutcome) -> str:
+        return outcome.path
+
     async def evaluate_releases(
         self, versions: list[DraftRelease], num_traces: int
     ) -> dict[int, float]:

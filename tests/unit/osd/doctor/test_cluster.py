@@ -202,7 +202,6 @@ def test_all_machines_are_asked_and_the_head_for_its_ports(machines: Machines) -
         ({"taken": [6380]}, "port 6380 is in use; end what uses it"),
         ({"versions": {"ray": "2.61.0"}}, "versions differ: 10.0.0.1: ray 2.6"),
         ({"fingerprint": "77aa"}, "target /models/target differ: 10.0.0.1: "),
-        ({"fingerprint": ""}, "/models/target is no directory on {}"),
     ],
 )
 def test_a_machine_that_lacks_something_is_named(
@@ -212,8 +211,16 @@ def test_a_machine_that_lacks_something_is_named(
     (found,) = machines.broken()
     assert says.format(host) in found
     key = "provider.head_ip" if host == "10.0.0.1" else "provider.worker_ips"
-    is_of_one = not any(word in found for word in ("differ", "is no directory"))
-    assert (machines.file.at(key) in found) == is_of_one
+    assert (machines.file.at(key) in found) == ("differ" not in found)
+
+
+def test_the_head_needs_the_target_and_others_may_train_without(machines: Machines) -> None:
+    machines.answers["10.0.0.2"] = WELL | {"fingerprint": ""}
+    assert machines.broken() == []
+    said = [check.text for check in cluster.checks(machines.file, False, machines.ask)]
+    assert "target /models/target equal on 10.0.0.1" in said
+    machines.answers["10.0.0.1"] = WELL | {"fingerprint": ""}
+    assert machines.broken() == ["target: /models/target is no directory on 10.0.0.1"]
 
 
 def test_ports_of_our_own_service_are_not_in_the_way(machines: Machines) -> None:

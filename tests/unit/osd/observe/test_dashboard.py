@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import osd.observe.dashboard
-from osd.errors import ConfigError, ReleaseError, ReplayBufferError
+from osd.errors import ConfigError, OSDError, ReleaseError, ReplayBufferError
 from osd.observe.dashboard import ControlServer, build_app
 from osd.observe.dashboard.app import MAX_POINTS, MAX_SPAN, resolve_span
 from osd.observe.dashboard.guard import Guard, is_loopback
@@ -28,6 +28,7 @@ from osd.observe.status import describe_replica
 from osd.records import (
     BufferStats,
     Event,
+    Place,
     ReplicaStatus,
     ReplicaView,
     ServiceStatus,
@@ -43,6 +44,23 @@ RIGHT = {"Authorization": f"Bearer {TOKEN}"}
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 STATIC = Path(osd.observe.dashboard.__file__).parent / "static"
 ACTIONS = ["pause", "resume", "promote", "rollback", "pin", "unpin", "keep", "purge"]
+
+
+class Logs:
+    """Of one part."""
+
+    def __init__(self, taken: list[str]) -> None:
+        self._taken = taken
+
+    def places(self) -> list[Place]:
+        self._taken.append("places")
+        return [Place(part="trainer", host="gpu-2", node="5f", log="/t.log")]
+
+    def tail(self, part: str, num_lines: int) -> str:
+        self._taken.append(part)
+        if part != "trainer":
+            raise OSDError(f"{part}: no part of this service")
+        return f"{num_lines} lines of {part}"
 
 
 class FakeController:
@@ -574,12 +592,19 @@ async def test_nothing_that_needs_the_token_is_done_without_the_whole_of_it(
     controller: FakeController, history: FakeHistory, given: str | None
 ) -> None:
     taken: list[str] = []
-    app = build_app(controller, history, TOKEN, traces=lambda: iter([taken.append("trace") or b""]))
+    app = build_app(
+        controller,
+        history,
+        TOKEN,
+        traces=lambda: iter([taken.append("trace") or b""]),
+        logs=Logs(taken),
+    )
     headers = {} if given is None else {"Authorization": given.encode()}
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         routes = [("POST", f"/osd/admin/{action}?version=3&token={TOKEN}") for action in ACTIONS]
-        for method, path in [*routes, ("GET", "/osd/traces")]:
+        routes += [("GET", path) for path in ("/osd/traces", "/osd/logs", "/osd/logs/trainer")]
+        for method, path in routes:
             response = await client.request(method, path, headers=headers, content=b"{not json")
             assert response.status_code == 401
             assert response.headers["www-authenticate"] == "Bearer"
@@ -594,15 +619,30 @@ async def test_nothing_that_needs_the_token_is_done_without_the_whole_of_it(
 def test_all_that_changes_anything_is_behind_the_token(
     controller: FakeController, history: FakeHistory
 ) -> None:
-    app = build_app(controller, history, TOKEN, traces=lambda: iter([b""]))
+    app = build_app(controller, history, TOKEN, traces=lambda: iter([b""]), logs=Logs([]))
     guarded, open_to_all = set[str](), set[str]()
     for path, methods in app.openapi()["paths"].items():
         for method, route in methods.items():
             (guarded if route.get("security") == [{"HTTPBearer": []}] else open_to_all).add(
                 f"{method} {path}"
             )
-    assert guarded == {"get /osd/traces", *(f"post /osd/admin/{action}" for action in ACTIONS)}
+    reading = {"get /osd/traces", "get /osd/logs", "get /osd/logs/{part}"}
+    assert guarded == {*reading, *(f"post /osd/admin/{action}" for action in ACTIONS)}
     assert open_to_all and all(route.startswith("get ") for route in open_to_all)
+
+
+async def test_logs_are_read_part_by_part(controller: FakeController, history: FakeHistory) -> None:
+    app = build_app(controller, history, TOKEN, logs=Logs([]))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        (place,) = (await client.get("/osd/logs", headers=RIGHT)).json()
+        assert place == {"part": "trainer", "host": "gpu-2", "node": "5f", "log": "/t.log"}
+        answer = await client.get("/osd/logs/trainer?lines=7", headers=RIGHT)
+        assert answer.json() == {"part": "trainer", "text": "7 lines of trainer"}
+        answer = await client.get("/osd/logs/cook", headers=RIGHT)
+        assert (answer.status_code, error_of(answer)) == (409, "cook: no part of this service")
+        answer = await client.get("/osd/logs/trainer?lines=0", headers=RIGHT)
+        assert (answer.status_code, error_of(answer)[:8]) == (400, "lines='0")
 
 
 async def test_the_scheme_is_written_in_any_case(client: httpx.AsyncClient) -> None:

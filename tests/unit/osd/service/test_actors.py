@@ -112,7 +112,8 @@ def test_a_replica_that_is_restarted_finds_the_note_of_the_one_before(
         given.update(more)
         return SimpleNamespace(wait_ready=None)
 
-    monkeypatch.setattr(actors, "redirect_output", lambda *_: None)
+    monkeypatch.setattr(actors, "begin_log", lambda *_: None)
+    monkeypatch.setattr(actors.cluster, "node_id", lambda: "head")
     monkeypatch.setattr(actors.server, "prepare_environment", lambda: None)
     monkeypatch.setattr(actors, "exit_when_failed", lambda wait_ready: None)
     monkeypatch.setattr(actors, "was_restarted", lambda: is_restart)
@@ -127,6 +128,7 @@ def test_a_replica_that_is_restarted_finds_the_note_of_the_one_before(
         draft_release=None,
         redis_url="redis://127.0.0.1:1",
         log_dir=str(tmp_path),
+        home="head",
     )
     assert given["awake_note"] == str(note) and note.exists() is is_restart
 
@@ -144,9 +146,26 @@ class Heard:
         self.heard.append((base, on_step, line))
         return "outcome"
 
+    def evaluate_releases(self, versions: list[str], num_traces: int) -> None:
+        self.heard.append((versions, num_traces))
 
-def test_a_round_over_there_is_paced_and_knows_its_line() -> None:
+
+@pytest.fixture
+def actor() -> TrainerActor:
+    """On another machine than the store."""
     actor = TrainerActor.__new__(TrainerActor)
-    actor._trainer = actor._pace = heard = Heard()  # type: ignore[assignment]
+    actor._trainer = actor._pace = Heard()  # type: ignore[assignment]
+    actor._here = lambda release: f"{release} here"  # type: ignore[assignment, return-value]
+    return actor
+
+
+def test_a_round_over_there_is_paced_and_knows_its_line(actor: TrainerActor) -> None:
+    heard: Any = actor._trainer
     assert actor.run_round("base", 7) == "outcome"  # type: ignore[arg-type, comparison-overlap]
-    assert heard.heard == ["begin", ("base", heard, 7)]
+    assert heard.heard == ["begin", ("base here", heard, 7)]
+
+
+def test_what_is_replayed_over_there_is_fetched_first(actor: TrainerActor) -> None:
+    heard: Any = actor._trainer
+    actor.evaluate_releases(["v1", "v2"], 9)  # type: ignore[list-item]
+    assert heard.heard == [(["v1 here", "v2 here"], 9)]
