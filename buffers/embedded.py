@@ -2,6 +2,7 @@
 this machine only unless it is told another address.
 
     directory/ (0700)   lock   valkey.conf (0600, with the password)   valkey.log   appendonlydir/
+                        password (0600), where it is kept
 
 The server ends with this process, also after kill -9 (`guardian.py`). Its data stays for the next
 start.
@@ -47,7 +48,8 @@ class EmbeddedValkey:
     """A private Valkey (or Redis) server. Thread-safe.
 
     `max_memory` is in bytes; `program` is a server binary, by default `find_server()`. The server
-    listens on `host` and on 127.0.0.1; `port` 0 = any free one. Every method raises
+    listens on `host` and on 127.0.0.1; `port` 0 = any free one. The password is drawn at each
+    start, or with `keeps_password` once, for clients that outlive this server. Every method raises
     `ReplayBufferError` when it cannot be started.
 
     Example:
@@ -63,7 +65,9 @@ class EmbeddedValkey:
         program: Path | None = None,
         host: str = LOCALHOST,
         port: int = 0,
+        keeps_password: bool = False,
     ) -> None:
+        self._keeps_password = keeps_password
         self._directory = Path(directory).expanduser().resolve()
         self._max_memory = max_memory
         self._program = program
@@ -93,6 +97,8 @@ class EmbeddedValkey:
             program = self._program or find_server()
             self._make_directory()
             self._take_directory()
+            if self._keeps_password:
+                self._password = self._kept_password()
             try:
                 self._run(program)
             except BaseException:
@@ -130,6 +136,12 @@ class EmbeddedValkey:
                 f"{self._directory}: cannot hold the private Valkey server ({error.strerror}); "
                 "choose another data_dir"
             ) from None
+
+    def _kept_password(self) -> str:
+        path = self._directory / "password"
+        if not path.exists():
+            _write_private(path, self._password)
+        return path.read_text()
 
     def _take_directory(self) -> None:
         """Lock the directory. The server inherits the lock and holds it until it ends."""

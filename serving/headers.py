@@ -14,7 +14,7 @@ import json
 from typing import Any
 
 from serving.capture.skips import wants_out
-from serving.speculation.scheduler import whole_number
+from serving.speculation.requests import whole_number
 
 CAPTURE_HEADER = b"x-osd-capture"
 DOMAIN_HEADER = b"x-osd-domain"

@@ -127,6 +127,8 @@ class DraftPuller:
         self._off = dict(off or {})
         uncontrolled = self._off.get("control", "")
         self._speculation = SpeculationReport(problem=uncontrolled) if uncontrolled else None
+        self.steps: tuple[str, ...] | None = None
+        """What is switched on; None = everything."""
         self._registry, self._ranks, self._activity = registry, ranks, activity
         self._here = here
         self._clock = clock
@@ -144,7 +146,7 @@ class DraftPuller:
 
     async def look(self) -> None:
         """Swap if another draft is wanted, and report if a report is due."""
-        if "swap" not in self._off:
+        if "swap" not in self._off and self._is_on("swap"):
             await self._swap_if_wanted()
         await self._report_if_due()
 
@@ -194,14 +196,19 @@ class DraftPuller:
         retry_at, delay = self._retry_at.get(wanted.version, (0.0, FIRST_DELAY))
         if self._clock() < retry_at:
             return
-        report = await self.swap(wanted)
-        self._unsent.append(report)
-        if report.ok:
+        if await self.turn_to(wanted):
             self._retry_at.clear()
         else:
-            logger.warning("swap to v%d failed: %s", wanted.version, report.error)
             self._retry_at[wanted.version] = (self._clock() + delay, min(delay * 2, LONGEST_DELAY))
         await self._send_report()
+
+    async def turn_to(self, release: DraftRelease) -> bool:
+        """Swap, and note the report. Whether it went well."""
+        report = await self.swap(release)
+        self._unsent.append(report)
+        if not report.ok:
+            logger.warning("swap to v%d failed: %s", release.version, report.error)
+        return report.ok
 
     async def _report_if_due(self) -> None:
         if self._clock() >= self._report_at:
@@ -209,7 +216,7 @@ class DraftPuller:
             await self._send_report()
 
     async def _send_report(self) -> None:
-        if self._activity.is_recent():
+        if self._activity.is_recent() and self._is_on("observe"):
             await self._count()
         try:
             await asyncio.to_thread(self._registry.heartbeat, self._status(), HEARTBEAT_TTL)
@@ -232,6 +239,9 @@ class DraftPuller:
             self._uncounted = f"{error}; what it counts stands still"
         else:
             self._uncounted = ""
+
+    def _is_on(self, step: str) -> bool:
+        return self.steps is None or step in self.steps
 
     async def _ask_engine(self) -> None:
         self._counted = await self._ranks.report(self._name, self._draft)
@@ -265,5 +275,6 @@ class DraftPuller:
             off=self._off
             | counted.off
             | ({"counters": self._uncounted} if self._uncounted else {}),
+            steps=self.steps,
             speculation=self._speculation,
         )

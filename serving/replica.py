@@ -4,46 +4,40 @@
                                         ▲
     Redis ──wanted release──► pull loop ┘ ──heartbeat, windows, swap reports──► Redis
 
-The path of a request is vLLM's. The loop beside it (`serving/pull.py`) never touches a request, and
-tries again later what fails. Everything runs in one thread with its own event loop, started by the
-constructor. When a supervisor restarts the process, the constructor runs again and the replica
-starts with the newest draft.
+The path of a request is vLLM's. The loop beside it (`serving/engine_loop.py`) never touches a
+request, and tries again later what fails. Everything runs in one thread with its own event loop,
+started by the constructor. When a supervisor restarts the process, the constructor runs again and
+the replica starts with the newest draft.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
 import threading
-from functools import partial
 from typing import Any
 
 from osd.config.schema import Config
 from osd.errors import ConfigError
 from osd.exchange.registry import Registry
 from osd.records import DraftRelease
+from serving.engine_loop import EngineLoop, look_after
 from serving.headers import HeadersToXargs
-from serving.pull import Activity, DraftPuller, Here, as_it_lies, release_to_start
-from serving.speculation.client import SpeculationClient, settings_for
-from serving.speculation.profile import profile_path
-from serving.swap.ranks import Ranks
+from serving.pull import Activity, Here, as_it_lies, release_to_start
+from serving.speculation.client import settings_for
 from serving.vllm import fixes, names, parts
 from serving.vllm.server import (
     build_engine_and_app,
-    call_core,
     engine_arguments,
     graphs_for_every_k,
     http_server,
 )
-from serving.vllm.undrafted import permit_undrafted, refuse_undrafted
-from serving.worker import trace_settings
+from serving.vllm.undrafted import refuse_undrafted
 
 logger = logging.getLogger(__name__)
 
-MAX_PAUSE = 30.0
 SECONDS_TO_ANSWER = 60.0
 GRACEFUL_SHUTDOWN_SECONDS = 2
 
@@ -81,9 +75,8 @@ class Replica:
         self._sink = sink
         self._awake_note = awake_note
         self._here = here
-        self._puller: DraftPuller | None = None
+        self._beside: EngineLoop | None = None
         self._is_controlled = False
-        self._speculation_client: SpeculationClient | None = None
         self._off: dict[str, str] = {}
         """Part that does not work with this vLLM -> why"""
         self._activity = Activity()
@@ -115,9 +108,10 @@ class Replica:
     def step_times(self) -> list[dict[str, Any]]:
         """Cells of measured step times; [] where speculation is not controlled."""
         assert self._loop is not None
-        if self._speculation_client is None:
+        client = None if self._beside is None else self._beside.speculation_client
+        if client is None:
             return []
-        rows = asyncio.run_coroutine_threadsafe(self._speculation_client.rows(), self._loop)
+        rows = asyncio.run_coroutine_threadsafe(client.rows(), self._loop)
         return rows.result(SECONDS_TO_ANSWER)
 
     def close(self) -> None:
@@ -152,7 +146,8 @@ class Replica:
         engine, app = await self._build()
         self._engine = engine
         try:
-            await self._start_extension()
+            if self._release is not None:
+                await self._begin_loop(self._release)
             await self._serve(app, sock)
         finally:
             engine.shutdown()
@@ -213,46 +208,23 @@ class Replica:
             "additional_config": given,
         }
 
-    async def _start_extension(self) -> None:
-        if self._release is None:
-            return
-        settings = trace_settings(
-            self._release,
-            self._config.capture,
-            k=self._config.speculation.k_max,
-            sink=self._sink,
+    async def _begin_loop(self, release: DraftRelease) -> None:
+        self._beside = EngineLoop(
+            self._engine,
+            self._config,
+            name=self.name,
+            url=self.url,
+            release=release,
             target_id=self._target_id,
+            registry=self._registry,
+            sink=self._sink,
             is_controlled=self._is_controlled,
+            activity=self._activity,
+            here=self._here,
+            off=self._off,
             awake_note=self._awake_note,
         )
-        ranks = Ranks(self._call)
-        await ranks.start(settings)
-        for off in await self._call("osd_parts_off"):
-            self._off |= json.loads(off)
-        if "sleep" in self._off:
-            await self._call("osd_stay_awake")
-        if problem := await permit_undrafted(self._engine):
-            parts.switch_off(self._off, "undrafted", problem)
-        if self._is_controlled:
-            utility = partial(call_core, self._engine)
-            self._speculation_client = SpeculationClient(utility, self._config)
-            path = profile_path(self._config, self._target_id, self._release.path)
-            await self._speculation_client.prepare(self._engine, path)
-            # Take the counters of the measurement out of the first report.
-            await ranks.report(self.name, self._release.draft)
-        if self._registry is not None:
-            self._puller = DraftPuller(
-                self._registry,
-                ranks,
-                self._activity,
-                name=self.name,
-                url=self.url,
-                k=self._config.speculation.k_max,
-                release=self._release,
-                speculation_client=self._speculation_client,
-                off=self._off,
-                here=self._here,
-            )
+        await self._beside.start()
 
     async def _serve(self, app: Any, sock: socket.socket) -> None:
         assert self._stop is not None
@@ -260,7 +232,7 @@ class Replica:
         server = http_server(watched, self._args, seconds_to_finish=GRACEFUL_SHUTDOWN_SECONDS)
         app.state.server = server
         http = asyncio.create_task(server.serve(sockets=[sock]), name="http")
-        pull = asyncio.create_task(self._look_after(), name="pull")
+        pull = asyncio.create_task(look_after(self._engine, self._beside), name="pull")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         while not server.started and not http.done():
             await asyncio.sleep(0.02)
@@ -273,28 +245,6 @@ class Replica:
             task.cancel()
         if stop not in done:
             raise next(iter(done)).exception() or RuntimeError("the HTTP server ended by itself")
-
-    async def _look_after(self) -> None:
-        """Ends only when the engine is dead. Whatever else goes wrong here, requests are still
-        answered."""
-        pause = self._config.serving.seconds_between_polls
-        while not self._engine.errored:
-            try:
-                if self._puller is not None:
-                    await self._puller.look()
-                pause = self._config.serving.seconds_between_polls
-            except Exception:
-                pause = min(2 * pause, MAX_PAUSE)
-                logger.exception(
-                    "pulling drafts failed; serving goes on, the next try is in %.1f s", pause
-                )
-            await asyncio.sleep(pause)
-        raise RuntimeError("the engine died")
-
-    async def _call(self, method: str, *args: Any) -> list[str]:
-        """Call the worker extension on all ranks. Returns their answers in order."""
-        answers: list[str] = await self._engine.collective_rpc(method, args=args)
-        return answers
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -163,6 +163,16 @@ class WorkerExtension:
         if self.osd_lazy_draft is not None:
             self.osd_lazy_draft.leave()
 
+    @answering
+    def osd_switch(self, is_observed: bool, is_captured: bool) -> str:
+        """What is heard of the engine's steps from now on: nothing, counters, or traces too."""
+        if self.osd_is_first_rank and self.osd_hook is not None:
+            self.osd_capture.set_enabled(is_captured)
+            if self.osd_hook.is_listening and not is_observed:
+                self.osd_capture.let_go()
+            self.osd_hook.listen(is_observed)
+        return "{}"
+
     @property
     def osd_is_first_rank(self) -> bool:
         return self.rank == 0

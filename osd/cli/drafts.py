@@ -1,8 +1,9 @@
-"""Choose what a running service serves: pause, resume, drafts."""
+"""Choose what a running service does: pause, resume, steps, drafts."""
 
 from __future__ import annotations
 
 import time
+from typing import Annotated
 
 import typer
 
@@ -68,3 +69,16 @@ def unpin(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
 def keep(version: int, url: UrlOption = None, deployment: DeploymentOption = None) -> None:
     """Never prune VERSION."""
     show(client_of(url, deployment).admin("keep", version=version))
+
+
+@app.command(epilog="Examples:  osd steps observe capture    osd steps none")
+def steps(
+    names: Annotated[
+        list[str], typer.Argument(help="Of observe, capture, swap, control; or none.")
+    ],
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+) -> None:
+    """Switch on these steps, and no others, in attached engines. Without a restart of theirs."""
+    wanted = [] if names == ["none"] else names
+    show(client_of(url, deployment).set_steps(wanted))

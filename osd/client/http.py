@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -54,6 +54,11 @@ class Client:
 
     def admin(self, action: str, **body: Any) -> Any:
         return self._request("POST", f"/osd/admin/{action}", json=body, headers=self._credentials())
+
+    def set_steps(self, steps: Sequence[str]) -> Any:
+        """Switch on these steps and no others in attached engines."""
+        params = {"steps": ",".join(steps)}
+        return self._request("POST", "/osd/admin/steps", params=params, headers=self._credentials())
 
     def places(self) -> Any:
         """The parts of the service, with their machines and logs."""

@@ -41,6 +41,18 @@ machine."""
 class ServingConfig(Section):
     """The target, its draft, and the OpenAI API they are served on."""
 
+    engines: Literal["own", "attached"] = "own"
+    """"own" = the service starts its engine. "attached" = engines that others start (`vllm serve`
+    with `OSD_ATTACH` in its environment) are the replicas; the service is trainer and control port
+    alone."""
+    steps: tuple[Literal["observe", "capture", "swap", "control"], ...] = (
+        "observe",
+        "capture",
+        "swap",
+        "control",
+    )
+    """What is switched on in attached engines: counting, capture, new drafts, k decided step by
+    step. `osd steps` changes it while they run."""
     target: str = ""
     """Directory or hub name of the target model. "tiny" = the small model the project builds
     itself."""

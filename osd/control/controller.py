@@ -10,6 +10,7 @@ from typing import Any
 from osd.common.clock import Clock
 from osd.config.schema import Config
 from osd.control import policy
+from osd.control.engine_terms import TermsKeeper
 from osd.control.loops import ControlLoops
 from osd.control.protocols import Buffer, Feed, Trainer
 from osd.observe.history import History
@@ -42,6 +43,8 @@ class Controller:
         target_id: str,
         backoff_s: float = 0.5,
         clock: Clock | None = None,
+        drafts_url: str = "",
+        drafts_token: str = "",
     ) -> None:
         self._config, self._history, self._target_id = config, history, target_id
         self._buffer, self._clock = buffer, clock or Clock()
@@ -56,6 +59,7 @@ class Controller:
             target_id,
             backoff_s,
             self._clock,
+            TermsKeeper(config, registry, releases, target_id, drafts_url, drafts_token),
         )
         self._releases, self._tell = self._loops.releases, self._loops.feed.tell
 
@@ -148,6 +152,12 @@ class Controller:
     async def keep(self, version: int) -> DraftRelease:
         """Never prune this version."""
         return await self._releases.keep(version)
+
+    async def set_steps(self, steps: tuple[str, ...]) -> None:
+        """Switch on these steps and no others in attached engines."""
+        await self._loops.terms.set_steps(steps)
+        text = ", ".join(steps) or "all is off"
+        await self._tell(Event(at=self._clock.time(), kind="steps", text=f"engines: {text}"))
 
     async def purge(self, domain: str | None = None, before: float | None = None) -> dict[str, Any]:
         """Delete stored traces of all targets: all, those of a domain, or those that ended before a

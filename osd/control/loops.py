@@ -26,6 +26,7 @@ from osd.common.clock import Clock
 from osd.config.schema import Config
 from osd.control import policy
 from osd.control.drift import DriftDetector
+from osd.control.engine_terms import TermsKeeper
 from osd.control.feed_client import FeedClient
 from osd.control.protocols import Buffer, Feed, Trainer
 from osd.control.release_manager import ReleaseManager, as_it_lies
@@ -59,7 +60,9 @@ class ControlLoops:
         target_id: str,
         backoff_s: float,
         clock: Clock,
+        terms: TermsKeeper,
     ) -> None:
+        self.terms = terms
         self._config, self._history, self._buffer, self._clock = config, history, buffer, clock
         self._detector = DriftDetector(
             config.trainer, target_id, since=releases.began_at(target_id)
@@ -153,6 +156,7 @@ class ControlLoops:
         await self._tell_resting()
         await self._observe()
         await self.releases.restore_wanted()
+        await self.terms.restore()
         await self._expiry.delete_old()
         if (current := await self.releases.current()) is not None:
             await self.replicas.note_lagging(current)

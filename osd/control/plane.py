@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
+import socket
 import sqlite3
 import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from buffers import trace_stream
 from buffers.redis_stream import RedisTraceBuffer
 from osd.common.backoff import Outage
-from osd.config.schema import Config
+from osd.config.schema import Config, ControlConfig
 from osd.control.controller import Controller
+from osd.exchange.redis_url import is_loopback
 from osd.exchange.registry import Registry
 from osd.observe.dashboard import ControlServer, build_app
 from osd.observe.dashboard.logs import Logs
@@ -55,6 +59,18 @@ async def keep(history: History, seconds: float = SECONDS_BETWEEN_SAVES) -> None
             trouble.over(logger)
 
 
+def url_for_others(control: ControlConfig, redis_url: str) -> str:
+    """The control port as other machines reach it; "" where they do not. One that listens on all
+    addresses is on the machine of Redis, if that is not this one by name."""
+    if is_loopback(control.host):
+        return ""
+    host = control.host
+    if host in ("0.0.0.0", "::"):
+        named = urlsplit(redis_url).hostname or ""
+        host = socket.gethostname() if is_loopback(named) else named
+    return f"http://{f'[{host}]' if ':' in host else host}:{control.port}"
+
+
 class ControlPlane:
     """Controller and control port in one thread.
 
@@ -79,14 +95,18 @@ class ControlPlane:
         )
         buffer = RedisTraceBuffer(**buffer_settings)
         self._traces = partial(trace_stream.stream, buffer, target_id)
+        releases, drafts_token = ReleaseStore(config.releases_path), secrets.token_urlsafe(24)
+        self._drafts = (releases.read_part, drafts_token)
         self._controller = Controller(
             config,
             Registry(redis_url, config.deployment),
-            ReleaseStore(config.releases_path),
+            releases,
             self._history,
             trainer,
             buffer,
             target_id=target_id,
+            drafts_url=url_for_others(config.control, redis_url),
+            drafts_token=drafts_token,
         )
         self._ready = threading.Event()
         self._error: BaseException | None = None
@@ -133,6 +153,7 @@ class ControlPlane:
             host=control.host,
             traces=self._traces,
             logs=self._logs,
+            releases=self._drafts,
         )
         self._server = ControlServer.of(app, host=control.host, port=control.port)
         http = asyncio.create_task(self._server.serve(), name="http")

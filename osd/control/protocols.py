@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from osd.exchange.registry import FeedRecord
-from osd.records import BufferStats, DraftRelease, ReplicaStatus, RoundOutcome
+from osd.records import BufferStats, DraftRelease, EngineTerms, ReplicaStatus, RoundOutcome
 
 Tell = Callable[..., Awaitable[None]]
 """Appends records to the feed; never fails."""
@@ -42,7 +42,14 @@ class Wishes(Protocol):
     def set_wanted(self, release: DraftRelease) -> None: ...
 
 
-class Feed(Wishes, Protocol):
+class Terms(Protocol):
+    """What attached engines are told, in `osd.exchange.registry.Registry`."""
+
+    def terms(self) -> EngineTerms | None: ...
+    def set_terms(self, terms: EngineTerms) -> None: ...
+
+
+class Feed(Wishes, Terms, Protocol):
     """All that is used of `osd.exchange.registry.Registry`."""
 
     def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]: ...

@@ -6,7 +6,7 @@ writes the wanted release again from disk, and the feed is only history.
 
 Keys: `osd:DEPLOYMENT:replicas` (set of names), `osd:DEPLOYMENT:replica:NAME` (a heartbeat that
 expires), `osd:DEPLOYMENT:wanted:DRAFT` (a `DraftRelease`), `osd:DEPLOYMENT:feed` (the stream),
-`osd:DEPLOYMENT:places` (part -> `Place`).
+`osd:DEPLOYMENT:places` (part -> `Place`), `osd:DEPLOYMENT:terms` (`EngineTerms`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from osd.errors import ConfigError, ReplayBufferError
 from osd.exchange.redis_url import HOW_TO_WRITE_ONE, is_clear, mask_text, mask_url
 from osd.records import (
     DraftRelease,
+    EngineTerms,
     Event,
     MetricPoint,
     Place,
@@ -113,6 +114,17 @@ class Registry:
         with self._errors():
             text = self._redis.get(self._wanted_key(draft))
         return None if text is None else _decode_or_none(text, DraftRelease)
+
+    def set_terms(self, terms: EngineTerms) -> None:
+        """Tell attached engines what is switched on."""
+        with self._errors():
+            self._redis.set(f"{self._prefix}:terms", encode(terms))
+
+    def terms(self) -> EngineTerms | None:
+        """What attached engines are told; None when nothing is, or it cannot be decoded."""
+        with self._errors():
+            text = self._redis.get(f"{self._prefix}:terms")
+        return None if text is None else _decode_or_none(text, EngineTerms)
 
     def set_place(self, place: Place) -> None:
         """Note where a part of the service runs."""

@@ -130,6 +130,8 @@ class ReplicaStatus:
     """Why its swaps cannot be proved by reading the draft back; "" when they are."""
     off: dict[str, str] = field(default_factory=dict)
     """Part that does not work with its vLLM -> why, and what that means"""
+    steps: tuple[str, ...] | None = None
+    """What is switched on in an attached engine; None = it is the service's own."""
     speculation: SpeculationReport | None = None
     """What the control of speculation last said of itself; None = k is fixed, or none came yet."""
 

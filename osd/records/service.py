@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from osd.records.replica import ReplicaStatus
 from osd.records.speculation import SpeculationFigures
-from osd.records.training import RoundOutcome
+from osd.records.training import DraftRelease, RoundOutcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +76,34 @@ class Place:
     node: str
     """The machine in Ray's words."""
     log: str
+
+
+STEPS = ("observe", "capture", "swap", "control")
+"""What can be switched on in an attached engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTerms:
+    """What a deployment tells engines that somebody else started.
+
+    Example:
+        EngineTerms(target_id="9f2c", steps=("observe", "capture"), capture={"top_k": 64},
+                    buffer={"max_traces": 20000, "max_domains": 64}, drafts_url="http://10.0.0.1:8001", drafts_token="...")
+    """
+
+    target_id: str
+    """Of the target that the deployment's drafts are for."""
+    steps: tuple[str, ...]
+    """What is switched on, of `STEPS`."""
+    capture: dict[str, Any] = field(default_factory=dict)
+    """The section `capture`."""
+    buffer: dict[str, int] = field(default_factory=dict)
+    """Limits of the replay buffer."""
+    first: DraftRelease | None = None
+    """The first release, which the engine's own draft may be."""
+    drafts_url: str = ""
+    """Where releases are fetched; "" = they are seen where the store keeps them."""
+    drafts_token: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,6 +35,8 @@ class State:
     """Versions that are never pruned."""
     paused: bool = False
     """Whether training and publishing are paused."""
+    steps: tuple[str, ...] | None = None
+    """What is switched on in attached engines; None = what the configuration says."""
 
 
 F = TypeVar("F", Pointer, State)

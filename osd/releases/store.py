@@ -14,6 +14,7 @@ from pathlib import Path
 
 from osd.common.model_directory import WEIGHTS, copy_model, digests
 from osd.errors import ReleaseError
+from osd.exchange.transfer import read_part
 from osd.records import DraftRelease, RoundOutcome
 from osd.releases.directory import ReleaseDirectory
 from osd.releases.files import Pointer, verify
@@ -116,6 +117,11 @@ class ReleaseStore:
     def paused(self) -> bool:
         return self._directory.state().paused
 
+    def read_part(self, version: int, name: str, offset: int, size: int) -> bytes:
+        """A part of a file of a release, for another machine."""
+        release = self.get(version)
+        return read_part(Path(release.path), release.files, name, offset, size)
+
     def verify(self, release: DraftRelease) -> None:
         """Read the weights again. Raises `ReleaseError` when they are not the published ones."""
         verify(release)
@@ -207,6 +213,14 @@ class ReleaseStore:
         """Remember over restarts whether training and publishing are paused."""
         with self._directory.changing():
             self._directory.write_state(replace(self._directory.state(), paused=paused))
+
+    def steps(self) -> tuple[str, ...] | None:
+        return self._directory.state().steps
+
+    def set_steps(self, steps: tuple[str, ...]) -> None:
+        """Remember over restarts what is switched on in attached engines."""
+        with self._directory.changing():
+            self._directory.write_state(replace(self._directory.state(), steps=steps))
 
     def prune(self, keep: int, serving: set[int]) -> Sequence[int]:
         """Remove all but the newest `keep` releases and those that may still be needed. Returns the

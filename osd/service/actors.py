@@ -20,7 +20,7 @@ from typing import Any
 from osd.config.schema import Config, TrainerConfig
 from osd.errors import AwayError, ConfigError, OSDError
 from osd.exchange.registry import Registry
-from osd.exchange.transfer import DraftsHere, FetchedDrafts, are_files, read_part
+from osd.exchange.transfer import DraftsHere, FetchedDrafts, are_files
 from osd.records import DraftRelease, RoundOutcome
 from osd.service import cluster
 from osd.service.logs import PartLogs, begin_log
@@ -233,8 +233,7 @@ class ControlActor:
 
     def read_release(self, version: int, name: str, offset: int, size: int) -> bytes:
         """A part of a file of a release, for other machines. Raises `ReleaseError`."""
-        release = self._releases.get(version)
-        return read_part(Path(release.path), release.files, name, offset, size)
+        return self._releases.read_part(version, name, offset, size)
 
     def stop(self) -> None:
         self._plane.stop()

@@ -41,10 +41,7 @@ def serve_detached(config: Config, argv: Sequence[str], report: Callable[[str], 
             raise (ConfigError if child.returncode == ConfigError.exit_status else OSDError)(said)
         for running in note.find_all():
             if running.pid == child.pid:
-                report(
-                    f"serving: {running.service_url}/v1    dashboard: "
-                    f"{running.control_url}/dashboard"
-                )
+                report(note.addresses(running.service_url, running.control_url))
                 report(f"log: {log}    end it with `osd stop --deployment {config.deployment}`")
                 return
         time.sleep(0.2)

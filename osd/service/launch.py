@@ -5,6 +5,7 @@
        │                   ├─ replica actor   vLLM's OpenAI server on the service port
        │                   ├─ trainer actor   distils the draft
        │                   └─ control actor   controller, dashboard on the control port
+       │                  (serving.engines=attached: no replica; engines of others come to it)
        └─ supervises the Valkey child, leaves a note for other commands, ends all of it on Ctrl-C
 
 `osd/service/plan.py` checks the configuration before anything is started.
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from osd.common.files import replace_file
 from osd.config.schema import Config
 from osd.errors import ConfigError, OSDError, ReplayBufferError
 from osd.exchange.registry import Registry
@@ -74,7 +76,8 @@ class Service:
         self.redis_url = self._start_redis()
         self._start_ray()
         self._set_wanted()
-        self.replica = self.start_replica("replica-0", self.plan.release)
+        if self.has_engine:
+            self.replica = self.start_replica("replica-0", self.plan.release)
 
     def wait(self) -> None:
         """Start the trainer and the control port as well, and block until everything answers.
@@ -84,9 +87,17 @@ class Service:
         """
         self.trainer = self._start_trainer() if self.config.trainer.enabled else None
         self.control = self._start_control()
-        self.url = self.wait_for(self.replica, "replica-0", "engine")
+        if self.has_engine:
+            self.url = self.wait_for(self.replica, "replica-0", "engine")
         self.control_url = self.wait_for(self.control, "control", "control port")
+        if not self.has_engine:
+            self._tell_engines()
         self._leave_note()
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether the service starts an engine; else engines of others are attached to it."""
+        return self.config.serving.engines == "own"
 
     def wait_for(self, handle: Any, name: str, what: str) -> str:
         """Block until an actor answers; returns its URL."""
@@ -135,6 +146,7 @@ class Service:
             max_memory=self.config.buffer.max_memory,
             host=self.config.buffer.host,
             port=self.config.buffer.port,
+            keeps_password=not self.has_engine,
         )
         self._stack.callback(self._valkey.stop)
         self._valkey.start()
@@ -246,6 +258,18 @@ class Service:
         seconds = SECONDS_TO_STOP if self.url else 0  # without a URL there were no requests
         cluster.stop_actors(asked, [*self._actors, *trainer], seconds)
 
+    def _tell_engines(self) -> None:
+        """Leave a file with the environment of engines that are to be attached. It holds the
+        password of Redis."""
+        path = self.config.data_path / "engines.env"
+        lines = (
+            f"OSD_ATTACH={self.redis_url}",
+            f"OSD_DEPLOYMENT={self.config.deployment}",
+            "VLLM_PLUGINS=osd",
+        )
+        replace_file(path, "".join(f"{line}\n" for line in lines).encode())
+        self._report(f"engines: attach them with the environment in {path}")
+
     def _leave_note(self) -> None:
         running = note.Running(
             self.config.deployment, os.getpid(), self.url, self.control_url, self.token
@@ -269,7 +293,7 @@ def serve(config: Config, report: Report) -> None:
     service = None
     try:
         service = Service(config, report).start()
-        report(f"serving: {service.url}/v1    dashboard: {service.control_url}/dashboard")
+        report(note.addresses(service.url, service.control_url))
         service.supervise(stop)
     except KeyboardInterrupt:
         pass

@@ -29,8 +29,15 @@ class Running:
     deployment: str
     pid: int
     service_url: str
+    """"" where engines of others serve."""
     control_url: str
     token: str
+
+
+def addresses(service_url: str, control_url: str) -> str:
+    """Where a service answers, in a line. Without a URL, engines of others serve."""
+    serving = f"serving: {service_url}/v1    " if service_url else ""
+    return f"{serving}dashboard: {control_url}/dashboard"
 
 
 def directory() -> Path:

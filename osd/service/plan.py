@@ -43,6 +43,7 @@ def plan(config: Config) -> ServicePlan:
     """Check everything that can be checked before a start. Raises `OSDError` with key, value and
     remedy."""
     check_remote_trainer(config)
+    check_attached(config)
     config = with_free_ports(config)
     target = resolve.resolve(config.serving.target, "serving.target")
     draft = resolve.resolve(config.serving.draft, "serving.draft")
@@ -72,6 +73,17 @@ def check_remote_trainer(config: Config) -> None:
         )
 
 
+def check_attached(config: Config) -> None:
+    """Engines of others outlive a service, so it has to be found again at the same place."""
+    if config.serving.engines != "attached" or config.buffer.redis_url:
+        return
+    if not config.buffer.port:
+        raise ConfigError(
+            "serving.engines=attached: engines would not find a private Valkey again after a "
+            "restart; give it a port with buffer.port=N, or set buffer.redis_url"
+        )
+
+
 def max_model_len(config: Config) -> int | None:
     """The context length that the configuration asks for; None = the target's own."""
     vllm = {key.replace("-", "_"): value for key, value in config.serving.vllm.items()}
@@ -82,7 +94,8 @@ def max_model_len(config: Config) -> int | None:
 def with_free_ports(config: Config) -> Config:
     """Replace ports 0 by free ones. Raises `ConfigError` for a port that is in use."""
     taken: list[int] = []
-    for section in ("serving", "control"):
+    sections = ("serving", "control") if config.serving.engines == "own" else ("control",)
+    for section in sections:
         part = getattr(config, section)
         port = part.port or free_port(part.host, taken)
         try:

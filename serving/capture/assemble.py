@@ -63,6 +63,8 @@ class Schedule:
     """Unix time"""
     new: list[NewRequest]
     finished: set[str]
+    is_on: bool = True
+    """Whether the new ones may be captured."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -118,7 +120,7 @@ class TraceAssembler:
             for req_id in item.finished:
                 self._finish(req_id, item.at)
             for request in item.new:
-                self._begin(request)
+                self._begin(request, item.is_on)
         else:
             landed = item.picked.land()
             owners = [self._requests.get(req_id) for req_id in item.req_ids]
@@ -157,7 +159,7 @@ class TraceAssembler:
             for request in (owner for one in waiting for owner in one.owners if owner is not None):
                 request.has_gap = True
 
-    def _begin(self, request: NewRequest) -> None:
+    def _begin(self, request: NewRequest, is_on: bool) -> None:
         known = self._requests.get(request.req_id)
         if known is not None and len(known.request.prompt_ids) == len(request.prompt_ids):
             return  # announced again after preemption, as vLLM does to its V2 model runner
@@ -165,7 +167,7 @@ class TraceAssembler:
             # Its prompt has grown by what its client sent meanwhile; the earlier part is left out.
             self.skipped["gap"] += 1
         reason = skip_reason(request, self._config.request_fraction)
-        captured = self._config.enabled and not reason
+        captured = is_on and self._config.enabled and not reason
         if reason and known is None:
             self.skipped[reason] += 1
         self._requests[request.req_id] = RunningRequest(request, domain_of(request), captured)

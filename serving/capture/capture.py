@@ -80,7 +80,7 @@ class Capture:
         self.assembler = TraceAssembler(
             config, draft=draft, target_id=target_id, put=put, windows=self.windows
         )
-        self._config = config
+        self._config, self._is_on = config, True
         self._live: dict[str, _Live] = {}
         self._random = np.random.default_rng(seed)
         self._pick = partial(pick, pool=RowPool())
@@ -103,11 +103,13 @@ class Capture:
         for req_id in finished:
             self._live.pop(req_id, None)
         for request in new:
-            captured = self._config.enabled and not skip_reason(
-                request, self._config.request_fraction
+            captured = (
+                self._is_on
+                and self._config.enabled
+                and not skip_reason(request, self._config.request_fraction)
             )
             self._live[request.req_id] = _Live(captured, self.draft_version)
-        self._queue.put(Schedule(time.time(), new, finished))
+        self._queue.put(Schedule(time.time(), new, finished, self._is_on))
 
     def on_verify(self, step: Verification) -> None:
         """Pick the rows of one step, and queue them."""
@@ -196,6 +198,16 @@ class Capture:
                 len(error.exceptions) if isinstance(error, ExceptionGroup) else 1
             )
             logger.exception("a step could not be captured")
+
+    # -- switched while the engine runs; between its steps ----------------------------------------
+
+    def set_enabled(self, is_enabled: bool) -> None:
+        """Whether requests that come from now on are captured. Those that run end as they began."""
+        self._is_on = is_enabled
+
+    def let_go(self) -> None:
+        """Nothing more is heard of the requests that run: for capture, they end here."""
+        self.on_schedule([], set(self._live))
 
     def drain(self, timeout: float = 5.0) -> None:
         """Wait until everything queued so far has been handled."""

@@ -51,6 +51,8 @@ class Settings:
     net_interval_seconds: float = 0.0
     net_window_seconds: float = 2.0
     seed: int = 0
+    is_held: bool = False
+    """Whether the engine begins as without this control (`Controlled.osd_command("hold")`)."""
 
 
 class Speculation:

@@ -8,6 +8,7 @@ Legend: B requests of a step, G positions in a draft.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -181,3 +182,12 @@ class Requests:
 
     def _known(self, req_ids: Sequence[str]) -> list[_Request]:
         return [self._requests[r] for r in req_ids if r in self._requests]
+
+
+def whole_number(value: Any) -> int | None:
+    """A client's limit of draft tokens: 3, 3.0 or "3". None for anything else (2.9, "2.9", true,
+    -1, NaN, a list)."""
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
+        return int(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number and 0 <= value < 1e9 and value % 1 == 0 else None

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +32,7 @@ import msgspec
 from osd.records import clean_domain
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
+from serving.speculation.requests import whole_number
 from serving.speculation.step_seen import (
     DraftWork,
     Scheduled,
@@ -43,6 +43,7 @@ from serving.speculation.step_seen import (
     num_surplus,
     runs_inline,
 )
+from serving.speculation.step_times import padded_sizes
 from serving.vllm import names
 from serving.vllm.name import resolve
 from serving.vllm.undrafted import Undrafted
@@ -88,6 +89,7 @@ class Controlled(Undrafted):
         """What the draft does at the end of that step."""
         self._osd_drafts_late = drafts_after_results(config, self.use_v2_model_runner)
         self._osd_steps = StepClock(is_inline=runs_inline(config))
+        self._osd_is_held = settings.is_held
 
     # -- vLLM's methods ---------------------------------------------------------------------------
 
@@ -97,6 +99,9 @@ class Controlled(Undrafted):
         return added
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._osd_is_held:
+            self.dynamic_sd_lookup = self._osd_lookup_table(self._osd_resting_k)
+            return super().schedule(*args, **kwargs)
         started = self.osd_clock()
         self._osd_steps.enter(started)
         stamp = self._osd_guard(self._osd_plan)
@@ -110,9 +115,11 @@ class Controlled(Undrafted):
     def update_from_output(
         self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._osd_steps.enter(self.osd_clock())
-        # Read first: vLLM trims the sampled tokens, and a request's last step would look rejected.
-        seen = self._osd_guard(lambda: self._osd_read(scheduler_output, model_runner_output))
+        seen = None
+        if id(scheduler_output) in self._osd_open:  # else scheduled while it was held
+            self._osd_steps.enter(self.osd_clock())
+            # Before vLLM trims the sampled tokens, and a request's last step looks rejected.
+            seen = self._osd_guard(lambda: self._osd_read(scheduler_output, model_runner_output))
         if seen is not None:
             self._osd_guard(
                 lambda: self.osd.observe(seen, lambda r: self.requests[r].all_token_ids)
@@ -124,19 +131,20 @@ class Controlled(Undrafted):
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any, *args: Any, **kwargs: Any) -> None:
-        self._osd_guard(lambda: self._osd_redraft(draft_token_ids))
+        if not self._osd_is_held:
+            self._osd_guard(lambda: self._osd_redraft(draft_token_ids))
         super().update_draft_token_ids(draft_token_ids, *args, **kwargs)  # type: ignore[misc]
 
     def _update_after_schedule(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
         super()._update_after_schedule(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        if self.IS_ASYNC:
+        if self.IS_ASYNC and not self._osd_is_held:
             self._osd_guard(lambda: self._osd_cut_placeholders(scheduler_output))
 
     # -- from the replica -------------------------------------------------------------------------
 
     def osd_command(self, name: str, argument: str) -> str:
         """`report`, `sweep`, `end_sweep`, `sweep_steps_left`, `rows`, `load_rows`, `restart`,
-        `force` or `log`.
+        `force`, `hold` or `log`.
 
         Arguments and results are JSON text.
         """
@@ -167,6 +175,8 @@ class Controlled(Undrafted):
                 self.osd.restart(given)
             case "force":
                 self.osd.force(Plan(*given) if given else None)
+            case "hold":
+                self._osd_hold(bool(given))
             case "log":
                 result = self.osd.accounts.keep_log(bool(given))
             case _:
@@ -212,6 +222,16 @@ class Controlled(Undrafted):
     def _osd_plan(self) -> Stamp:
         decoding = [r for r in self.running if r.num_output_tokens > 0]
         return self.osd.plan([r.request_id for r in decoding], sum(r.num_tokens for r in decoding))
+
+    def _osd_hold(self, is_held: bool) -> None:
+        """Held, the engine speculates as vLLM would by itself: with its largest k, and nothing is
+        decided or learnt. Requests are still known, so that it can be let go at any time."""
+        if self._osd_is_held and not is_held:
+            plan = Plan("draft", self._osd_resting_k)
+            self._osd_proposed_by = Stamp(plan, "held")
+            self._osd_drafting = DraftWork(plan.passes)
+            self._osd_steps = StepClock(is_inline=runs_inline(self.vllm_config))  # type: ignore[attr-defined]
+        self._osd_is_held = is_held
 
     def _osd_lookup_table(self, k: int) -> list[int]:
         table = self._osd_lookups.get(k)
@@ -320,23 +340,6 @@ def settings_of(additional_config: Any) -> Settings:
         key: tuple(v) if isinstance(v, list) else v for key, v in given.items()
     }
     return Settings(**values)
-
-
-def padded_sizes(config: Any) -> list[int]:
-    """Numbers of tokens to which CUDA graphs round up a step; empty without graphs."""
-    compilation = config.compilation_config
-    mode = compilation.cudagraph_mode
-    has_graphs = mode is not None and getattr(mode, "name", str(mode)) != "NONE"
-    return list(compilation.cudagraph_capture_sizes or ()) if has_graphs else []
-
-
-def whole_number(value: Any) -> int | None:
-    """A client's limit of draft tokens: 3, 3.0 or "3". None for anything else (2.9, "2.9", true,
-    -1, NaN, a list)."""
-    if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
-        return int(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return int(value) if is_number and 0 <= value < 1e9 and value % 1 == 0 else None
 
 
 def _command(core: Any, name: str, argument: str = "null") -> str:

@@ -264,3 +264,11 @@ class StepTimes:
         rest[:, 0], rest[:, 1] = context / 1000, drafted > 0
         rest[:, 2], rest[:, 3], rest[:, 4] = rest[:, 1] * tokens, drafted, drafted * batch
         return found
+
+
+def padded_sizes(config: Any) -> list[int]:
+    """Numbers of tokens to which CUDA graphs round up a step; empty without graphs."""
+    compilation = config.compilation_config
+    mode = compilation.cudagraph_mode
+    has_graphs = mode is not None and getattr(mode, "name", str(mode)) != "NONE"
+    return list(compilation.cudagraph_capture_sizes or ()) if has_graphs else []

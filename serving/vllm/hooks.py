@@ -96,6 +96,10 @@ class VerificationHook:
         vars(self._runner).pop("execute_model", None)
         self._detach()
 
+    def listen(self, wanted: bool) -> None:
+        """Go on or stop telling. An error that ended it stands."""
+        self.is_listening = wanted and not self.problem
+
     def _execute_and_listen(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         with self._guard():
             self.is_model_draft = getattr(scheduler_output, "osd_proposer", "draft") == "draft"

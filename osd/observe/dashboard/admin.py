@@ -34,6 +34,12 @@ PURGE = (
 )
 
 
+STEPS = (
+    "Switch on these steps and no others in attached engines: any of observe, capture, swap and "
+    "control, with commas between them; none of them leaves the engines to vLLM."
+)
+
+
 class VersionBody(BaseModel):
     """The body of what chooses a version."""
 
@@ -58,6 +64,7 @@ def admin_routes(controller: Any, token: str) -> APIRouter:
             _versioned(controller, action)
         )
     router.post("/purge", summary=PURGE, name="purge")(_purge(controller))
+    router.post("/steps", summary=STEPS, name="steps")(_steps(controller))
     return router
 
 
@@ -98,6 +105,15 @@ def _versioned(controller: Any, action: str) -> Any:
         except ValueError as error:
             raise HTTPException(400, f"{action}: {error}") from None
         return await _perform(controller, action, chosen) | {"version": chosen}
+
+    return act
+
+
+def _steps(controller: Any) -> Any:
+    async def act(steps: str = Query(description="observe,capture")) -> dict[str, Any]:
+        named = tuple(step for step in steps.split(",") if step)
+        await maybe(controller.set_steps(named))
+        return {"ok": True, "action": "steps", "steps": named}
 
     return act
 

@@ -24,6 +24,7 @@ from osd.observe.dashboard.admin import admin_routes
 from osd.observe.dashboard.answers import add_error_answers, as_json, maybe, to_builtins
 from osd.observe.dashboard.guard import Guard
 from osd.observe.dashboard.logs import Logs, log_routes
+from osd.observe.dashboard.releases import ReadRelease, release_routes
 from osd.observe.dashboard.stream import event_stream
 from osd.observe.dashboard.traces import TracesOf, trace_routes
 from osd.observe.problems import last_outcome, problems_of
@@ -56,13 +57,15 @@ def build_app(
     host: str = "127.0.0.1",
     traces: TracesOf | None = None,
     logs: Logs | None = None,
+    releases: tuple[ReadRelease, str] | None = None,
 ) -> FastAPI:
     """The control port over `osd.control.controller` and `osd.observe.history`' history (their
     methods may be async or not).
 
     `host` is the address the port is bound to (`control.host`): on a loopback address, requests
     that name another host are refused. `traces` begins a stream of all stored traces; without it
-    there is no route for them, as without `logs`. Raises `ValueError` for an empty token.
+    there is no route for them, as without `logs`, and without `releases`: how a part of a release
+    is read, and the token for that. Raises `ValueError` for an empty token.
     """
     app = FastAPI(
         title="Online speculative distillation",
@@ -80,6 +83,8 @@ def build_app(
         app.include_router(trace_routes(traces, token))
     if logs is not None:
         app.include_router(log_routes(logs, token))
+    if releases is not None:
+        app.include_router(release_routes(*releases))
     app.add_middleware(Guard, host=host)
     return app
 

@@ -500,3 +500,23 @@ async def test_of_two_requests_the_later_counts_and_one_that_fails_too(pulled: P
     await ask(activity, app)
     pulled.now += 3
     assert (seen, activity.is_recent()) == ([True], False)
+
+
+# Attached
+
+
+async def test_what_is_switched_off_in_an_attached_engine_is_not_done(pulled: Pulled) -> None:
+    pulled.registry.want = release(2)
+    pulled.puller.steps = ()
+    await pulled.look(5)
+    assert pulled.engine.releases == [] and "osd_report" not in pulled.engine.calls
+    assert pulled.registry.status is not None and pulled.registry.status.steps == ()
+    pulled.puller.steps = ("observe",)
+    pulled.activity._last_at = pulled.now + 5
+    await pulled.look(5)
+    assert pulled.engine.releases == [] and "osd_report" in pulled.engine.calls
+    pulled.puller.steps = ("observe", "swap")
+    await pulled.look(5)
+    assert pulled.engine.live == 2
+    assert await pulled.puller.turn_to(release(1))
+    assert pulled.engine.live == 1

@@ -11,6 +11,7 @@ import pytest
 from osd.config.schema import Config
 from osd.records import DraftRelease, RankReport, encode
 from serving import replica as of_replica
+from serving.pull import Activity, as_it_lies
 from serving.replica import Replica
 
 RELEASE = DraftRelease(version=1, parent=0, path="/v1", sha256="a", target_id="t", created_at=1.0)
@@ -45,6 +46,7 @@ def replica(engine: Engine | None = None, **serving: Any) -> Any:
     made._release, made._registry, made._off, made._is_controlled = RELEASE, None, {}, False
     made._sink, made._target_id, made._target_dir, made._extension = {}, "t", "/t", "x.Y"
     made._awake_note, made.name, made._engine = "/data/replica-0.awake", "replica-0", engine
+    made._activity, made._here, made._beside = Activity(), as_it_lies, None
     return made
 
 
@@ -53,20 +55,20 @@ async def test_where_one_ranks_draft_cannot_sleep_all_are_told_to_stay_awake(ran
     off: list[dict[str, str]] = [{}, {}]
     off[rank] = {"sleep": "it is gone"}
     made = replica(engine := Engine(*off))
-    await made._start_extension()
+    await made._begin_loop(RELEASE)
     assert engine.asked("osd_stay_awake") == [()]
     assert made._off == {"sleep": "it is gone"}
 
 
 async def test_where_all_can_none_is_told() -> None:
     made = replica(engine := Engine({}, {}))
-    await made._start_extension()
+    await made._begin_loop(RELEASE)
     assert engine.asked("osd_stay_awake") == [] and made._off == {}
 
 
 async def test_ranks_are_told_where_the_note_is() -> None:
     made = replica(engine := Engine({}, {}))
-    await made._start_extension()
+    await made._begin_loop(RELEASE)
     (settings,) = engine.asked("osd_start")[0]
     assert json.loads(settings)["awake_note"] == "/data/replica-0.awake"
 

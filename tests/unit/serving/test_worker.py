@@ -338,6 +338,7 @@ def test_an_error_that_ended_an_engine_of_several_ranks_leaves_the_next_draft_aw
         made.model_runner = None
     first.osd_let_sleep(note)
     assert first.osd_lazy_draft is not None and first.osd_off == {}
+    first.osd_lazy_draft.end_process = lambda: None
     with pytest.raises(KeyError):
         first.osd_lazy_draft._guarded(lambda: {}["block"])
     for made in after:
@@ -374,3 +375,38 @@ def test_a_worker_finds_the_note_where_it_is_told_to_look(tmp_path: Path) -> Non
     options: dict[str, Any] = {"k": 4, "sink": {}, "target_id": "t", "is_controlled": True}
     made.osd_start(trace_settings(release, CaptureConfig(), awake_note=str(note), **options))
     assert "KeyError: 3" in made.osd_off["sleep"] and made.osd_lazy_draft is None
+
+
+class Listening:
+    """A hook and its capture, as far as they are switched."""
+
+    def __init__(self) -> None:
+        self.is_listening, self.problem = True, ""
+        self.did: list[Any] = []
+
+    def set_enabled(self, is_enabled: bool) -> None:
+        self.did.append(is_enabled)
+
+    def let_go(self) -> None:
+        self.did.append("let go")
+
+    def listen(self, wanted: bool) -> None:
+        self.is_listening = wanted
+
+
+def test_the_first_rank_is_switched_and_requests_are_let_go_once() -> None:
+    made = worker(Swapper())
+    made.osd_hook = made.osd_capture = heard = Listening()
+    for observed, captured in ((True, False), (False, False), (False, False), (True, True)):
+        assert made.osd_switch(observed, captured) == "{}"
+        assert heard.is_listening is observed
+    assert heard.did == [False, False, "let go", False, True]
+
+
+def test_other_ranks_and_engines_without_a_hook_have_nothing_to_switch() -> None:
+    other = worker(Swapper(), rank=1)
+    other.osd_hook = other.osd_capture = heard = Listening()
+    without = worker(Swapper())
+    for made in (other, without):
+        assert made.osd_switch(False, False) == "{}"
+    assert heard.did == []

@@ -28,6 +28,7 @@ from osd.observe.history import History
 from osd.records import (
     BufferStats,
     DraftRelease,
+    EngineTerms,
     EvalReport,
     Event,
     MetricPoint,
@@ -52,6 +53,7 @@ class MemoryRegistry:
         self.feed: list[FeedRecord] = []
         self.wishes: dict[str, DraftRelease] = {}
         self.living: list[ReplicaStatus] = []
+        self.told: EngineTerms | None = None
         self.is_away = False
 
     def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]:
@@ -73,6 +75,14 @@ class MemoryRegistry:
     def wanted(self, draft: str = "default") -> DraftRelease | None:
         self._check()
         return self.wishes.get(draft)
+
+    def terms(self) -> EngineTerms | None:
+        self._check()
+        return self.told
+
+    def set_terms(self, terms: EngineTerms) -> None:
+        self._check()
+        self.told = terms
 
     def set_wanted(self, release: DraftRelease) -> None:
         self._check()

@@ -43,7 +43,7 @@ TOKEN = "correct-horse"
 RIGHT = {"Authorization": f"Bearer {TOKEN}"}
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 STATIC = Path(osd.observe.dashboard.__file__).parent / "static"
-ACTIONS = ["pause", "resume", "promote", "rollback", "pin", "unpin", "keep", "purge"]
+ACTIONS = ["pause", "resume", "promote", "rollback", "pin", "unpin", "keep", "purge", "steps"]
 
 
 class Logs:
@@ -117,6 +117,9 @@ class FakeController:
     async def purge(self, domain: str | None = None, before: float | None = None) -> dict[str, Any]:
         self._note("purge", domain, before)
         return {"purged": 17, "trained_on": [2, 3]}
+
+    async def set_steps(self, steps: tuple[str, ...]) -> None:
+        self._note("steps", steps)
 
 
 class FakeHistory:
@@ -657,6 +660,43 @@ async def test_plain_actions(
     response = await client.post(f"/osd/admin/{action}", headers=RIGHT)
     assert response.json() == {"ok": True, "action": action}
     assert controller.calls == [(action,)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps"), [("observe,capture", ("observe", "capture")), ("", ()), (",", ())]
+)
+async def test_steps_of_attached_engines(
+    client: httpx.AsyncClient, controller: FakeController, asked: str, steps: tuple[str, ...]
+) -> None:
+    response = await client.post(f"/osd/admin/steps?steps={asked}", headers=RIGHT)
+    assert response.json() == {"ok": True, "action": "steps", "steps": list(steps)}
+    assert controller.calls == [("steps", steps)]
+    controller.error = ConfigError("sing: no step")
+    response = await client.post("/osd/admin/steps?steps=sing", headers=RIGHT)
+    assert (response.status_code, error_of(response)) == (400, "sing: no step")
+
+
+async def test_a_part_of_a_release_is_behind_a_token_of_its_own(
+    controller: FakeController, history: FakeHistory
+) -> None:
+    def read(version: int, name: str, offset: int, size: int) -> bytes:
+        if version != 3:
+            raise ReleaseError(f"draft v{version}: no such release")
+        return f"{name} {offset} {size}".encode()
+
+    app = build_app(controller, history, TOKEN, releases=(read, "engines"))
+    transport = httpx.ASGITransport(app)
+    theirs = {"Authorization": "Bearer engines"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        where = "/osd/releases/3/config.json?offset=5&size=7"
+        answer = await client.get(where, headers=theirs)
+        assert (answer.status_code, answer.content) == (200, b"config.json 5 7")
+        assert (await client.get(where, headers=RIGHT)).status_code == 401
+        assert (await client.post("/osd/admin/pause", headers=theirs)).status_code == 401
+        answer = await client.get("/osd/releases/4/x?offset=0&size=1", headers=theirs)
+        assert (answer.status_code, error_of(answer)) == (409, "draft v4: no such release")
+        answer = await client.get("/osd/releases/3/x?offset=-1&size=1", headers=theirs)
+        assert answer.status_code == 400
 
 
 async def test_purge_says_how_many_traces_went_and_who_learnt_from_them(

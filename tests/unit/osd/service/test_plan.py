@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from osd.config import reading
 from osd.errors import ConfigError
-from osd.service.plan import check_remote_trainer
+from osd.service.plan import check_attached, check_remote_trainer, with_free_ports
 
 ELSEWHERE = ["ray.trainer_resource=train", "ray.address=head:6380"]
 
@@ -46,3 +48,29 @@ def test_a_trainer_on_another_machine_needs_a_redis_that_both_reach(
     with pytest.raises(ConfigError) as caught:
         check_remote_trainer(reading.load(overrides=overrides, environ={}).config)
     assert says in str(caught.value) and "secret" not in str(caught.value)
+
+
+ATTACHED = ["serving.engines=attached"]
+
+
+@pytest.mark.parametrize("more", [["buffer.port=6400"], ["buffer.redis_url=redis://10.0.0.2"]])
+def test_engines_of_others_find_redis_again(more: list[str]) -> None:
+    check_attached(reading.load(overrides=[*ATTACHED, *more], environ={}).config)
+    check_attached(reading.load(overrides=[], environ={}).config)
+
+
+def test_engines_of_others_would_lose_a_redis_at_any_free_port() -> None:
+    with pytest.raises(ConfigError, match=r"^serving\.engines=attached: .* with buffer\.port=N"):
+        check_attached(reading.load(overrides=ATTACHED, environ={}).config)
+
+
+def test_without_an_engine_no_service_port_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        given = [f"serving.port={port}", "control.port=0"]
+        config = with_free_ports(reading.load(overrides=[*ATTACHED, *given], environ={}).config)
+        assert config.control.port > 0
+        with pytest.raises(ConfigError, match=r"^serving\.port="):
+            with_free_ports(reading.load(overrides=given, environ={}).config)

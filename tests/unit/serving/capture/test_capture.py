@@ -549,3 +549,35 @@ def test_a_class_has_one_name_in_traces_buffer_and_counters(label: object) -> No
     assert window.domain == stored.domain == bench.only_trace().domain
     assert bool(stored.domain) == bool(str(label).strip())
     assert buffer.purge(domain=str(label)) == 1, "it is found by the name its client gave it"
+
+
+# ------------------------------------------------------------------- switched while the engine runs
+
+
+def test_requests_that_come_after_it_was_switched_off_are_counted_and_not_kept(line: Line) -> None:
+    line.begin(make_request("before"))
+    line.verify(verification(3, [10], 0, "before"))
+    line.capture.set_enabled(False)
+    line.begin(make_request("after"))
+    line.verify(verification(4, [50, 11], 4, "before"), verification(3, [10], 0, "after"))
+    line.finish("before", "after")
+    assert set(line.traces) == {"before"}, "what had begun ends as it began"
+    assert line.traces["before"].output_ids.tolist() == [10, 50, 11]
+    assert line.windows()[1, ""].num_output_tokens == 4
+    line.capture.set_enabled(True)
+    line.begin(make_request("again"))
+    line.verify(verification(3, [10], 0, "again"))
+    line.finish("again")
+    assert set(line.traces) == {"before", "again"}
+
+
+def test_what_runs_when_nothing_more_is_heard_ends_there(line: Line) -> None:
+    line.begin(make_request("one"), make_request("two"))
+    line.verify(verification(3, [10], 0, "one"), verification(3, [10], 0, "two"))
+    line.capture.let_go()
+    line.capture.drain()
+    assert set(line.traces) == {"one", "two"}
+    assert line.capture._live == {} and line.capture.assembler.num_running == 0
+    line.verify(verification(4, [50, 11], 4, "one"))  # heard again
+    line.finish("one")
+    assert line.traces["one"].output_ids.tolist() == [10]

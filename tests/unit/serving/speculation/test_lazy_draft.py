@@ -76,9 +76,11 @@ def test_a_draft_with_several_kinds_of_caches_is_left_to_vllm() -> None:
     assert not can_sleep(runner_of(V2, num_groups=2))
 
 
-def test_an_error_of_one_rank_among_several_is_raised() -> None:
+def test_an_error_of_one_rank_among_several_ends_its_process() -> None:
     """The others would sleep on, and wait for it in the next pass of the target."""
-    alone, among = LazyDraft(1), LazyDraft(2)
+    alone, among, ended = LazyDraft(1), LazyDraft(2), list[str]()
+    among.before_ending = ended.append
+    among.end_process = lambda: ended.append("process")
     assert alone._guarded(lambda: 1 // 0) is None
     assert (alone.is_off, alone.problem) == (
         True,
@@ -86,4 +88,5 @@ def test_an_error_of_one_rank_among_several_is_raised() -> None:
     )
     with pytest.raises(ZeroDivisionError):
         among._guarded(lambda: 1 // 0)
+    assert ended == ["ZeroDivisionError: integer division or modulo by zero", "process"]
     assert not among.is_off

@@ -19,17 +19,16 @@ from osd.records import encode
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import OFF, Plan
 from serving.speculation.probes import PROBE_STEPS
+from serving.speculation.requests import whole_number
 from serving.speculation.scheduler import (
     Controlled,
     ControlledAsync,
     controlled_class,
     controlled_scheduler,
-    padded_sizes,
     settings_of,
-    whole_number,
 )
 from serving.speculation.step_seen import MAX_IDLE_SECONDS, DraftWork, Stamp, StepSeen
-from serving.speculation.step_times import Shape
+from serving.speculation.step_times import Shape, padded_sizes
 from serving.speculation.sweep import SWEEP_STEPS
 
 K = 4
@@ -1050,3 +1049,63 @@ def test_vllms_own_scheduler_is_what_is_controlled(is_async: bool, base: str) ->
         controlled_scheduler(config, *range(99))  # with self and the configuration
     with pytest.raises(TypeError, match="unexpected keyword argument 'surprise'"):
         controlled_scheduler(config, surprise=1)
+
+
+# Held: vLLM's own way
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_held_every_step_has_the_largest_k_and_nothing_is_decided_or_learnt(
+    is_async: bool,
+) -> None:
+    bench = Bench(is_async=is_async, is_held=True, net_interval_seconds=0.001)
+    bench.command("load_rows", ROWS)
+    bench.add("a", extra={"osd_spec_k": 1})
+    for _ in range(40):
+        output = bench.step({"a": [1, 2]})
+        assert output.num_spec_tokens_to_schedule == K
+        assert not hasattr(output, "osd_proposer")
+    assert bench.osd.asked == bench.osd.seen == []
+    assert bench.scheduler.placeholders == ([-1] * K if is_async else [])
+    bench.scheduler.ending = {"a"}
+    bench.step()
+    assert bench.osd.ended == ["a"], "requests are known all the same, and forgotten"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_engine_is_let_go_and_held_again_while_it_runs(is_async: bool) -> None:
+    bench = Bench(is_async=is_async, is_held=True)
+    bench.add("a")
+    for _ in range(3):
+        bench.step()
+    ahead = bench.scheduler.schedule()
+    bench.command("hold", False)
+    bench.command("force", ["draft", 2])
+    bench.now += STEP_S
+    bench.give(ahead, None)
+    assert bench.osd.seen == [], "a step that was scheduled before"
+    bench.draft(K)
+    assert bench.step().num_spec_tokens_to_schedule == 2
+    assert (bench.seen.stamp.plan.k, bench.seen.proposed_by.plan.k) == (2, K)
+    assert bench.step().num_spec_tokens_to_schedule == 2
+    assert bench.seen.proposed_by.plan.k == 2
+    assert bench.seen.seconds == pytest.approx(STEP_S)
+    ahead = bench.scheduler.schedule()
+    num_seen = len(bench.osd.seen)
+    bench.command("hold", True)
+    bench.give(ahead, None)
+    assert len(bench.osd.seen) == num_seen + 1, "a step that was scheduled before"
+    assert bench.step().num_spec_tokens_to_schedule == K
+    assert len(bench.osd.seen) == num_seen + 1
+    assert bench.command("report")["problem"] == ""
+
+
+def test_n_grams_do_not_go_on_when_it_is_held() -> None:
+    bench = Bench()
+    bench.add("a", prompt=[1, 2, 3] * 8)
+    bench.command("force", ["ngram", 3])
+    for _ in range(4):
+        bench.step({"a": [1]})
+    bench.command("hold", True)
+    bench.scheduler.schedule()
+    assert bench.draft(K) == [[50, 51, 52, 53]]

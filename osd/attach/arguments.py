@@ -1,0 +1,74 @@
+"""What an engine must be built with so that it can be attached: our scheduler and worker extension.
+
+They are vLLM's own arguments (`scheduler_cls`, `worker_extension_cls`, `additional_config`). Built
+in, they do nothing by themselves: the scheduler is held at vLLM's own way, and no hook is installed
+before the deployment says so (`osd/attach/loop.py`). Where an engine cannot be attached, it is
+built as without us, and the log says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from osd.attach.plugin import VARIABLE
+from serving.speculation.scheduler import SETTINGS_KEY
+from serving.vllm import parts, server
+from serving.vllm.attached import on_engine_config
+
+logger = logging.getLogger(__name__)
+
+PLUGIN = "osd"
+"""Name of both entry points, in `VLLM_PLUGINS`."""
+EXTENSION = "osd.service.worker.Worker"
+SCHEDULER = "serving.speculation.scheduler.controlled_scheduler"
+ATTACHED_KEY = "osd_attached"
+"""Key within vLLM's `additional_config` that says that an engine was built to be attached."""
+
+
+def install() -> None:
+    """From now on, engines of this process are built so."""
+    on_engine_config(prepare)
+
+
+def prepare(args: Any, environ: Mapping[str, str] = os.environ) -> None:
+    """Change vLLM's `EngineArgs` in place, before a configuration is made of them."""
+    if ATTACHED_KEY in (args.additional_config or {}):
+        return  # by another process, or before
+    if problem := why_not(args, environ):
+        logger.warning("%s is set, but this engine is not attached: %s", VARIABLE, problem)
+        return
+    speculative = dict(args.speculative_config)
+    k = int(speculative["num_speculative_tokens"])
+    given = dict(args.additional_config or {})
+    given[ATTACHED_KEY] = {"k": k, "off": {}}
+    args.worker_extension_cls = EXTENSION
+    if problem := parts.problem_with("control"):
+        parts.switch_off(given[ATTACHED_KEY]["off"], "control", problem)
+    else:
+        args.scheduler_cls = SCHEDULER
+        given[SETTINGS_KEY] = {"mode": "auto", "k_max": k, "is_held": True}
+        args.speculative_config = speculative | server.graphs_for_every_k(k, environ)
+    args.additional_config = given
+
+
+def why_not(args: Any, environ: Mapping[str, str] = os.environ) -> str:
+    """Why an engine with these arguments cannot be attached; "" when it can."""
+    if PLUGIN not in environ.get("VLLM_PLUGINS", "").split(","):
+        return f"VLLM_PLUGINS must name {PLUGIN!r}, as in VLLM_PLUGINS={PLUGIN}"
+    speculative = args.speculative_config
+    if not isinstance(speculative, dict) or not speculative.get("model"):
+        return "it has no draft model; give one with --speculative-config"
+    if speculative.get("method") not in (None, "draft_model"):
+        return f"it drafts by {speculative['method']!r}, and only draft models can learn"
+    if not speculative.get("num_speculative_tokens"):
+        return "--speculative-config lacks num_speculative_tokens"
+    for name in ("worker_extension_cls", "scheduler_cls"):
+        if getattr(args, name, None):
+            return f"--{name.replace('_', '-')} is taken by {getattr(args, name)}"
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if (getattr(args, name, None) or 1) > 1:
+            return f"--{name.replace('_', '-')} above 1 is not known to work"
+    return ""

@@ -1,0 +1,31 @@
+"""Reads a release's files from the control port, for engines that are no part of a Ray cluster."""
+
+from __future__ import annotations
+
+import httpx
+
+from osd.errors import AwayError, ReleaseError
+
+SECONDS_TO_ANSWER = 30.0
+
+
+def read_over_http(url: str, token: str, version: int, name: str, offset: int, size: int) -> bytes:
+    """A part of a file. Raises `OSDError`."""
+    if not url:
+        raise ReleaseError(
+            "it is not on this machine, and the control port cannot be reached from others; set "
+            "control.host where the service runs"
+        )
+    where = f"{url}/osd/releases/{version}/{name}"
+    try:
+        answer = httpx.get(
+            where,
+            params={"offset": offset, "size": size},
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=SECONDS_TO_ANSWER,
+        )
+    except httpx.HTTPError as error:
+        raise AwayError(f"{where}: no answer ({error})") from None
+    if answer.status_code != 200:
+        raise ReleaseError(f"{where}: answered {answer.status_code}")
+    return answer.content

@@ -1,0 +1,168 @@
+"""What an engine is built with so that it can be attached, and when it is left as it is."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from osd.attach import arguments
+from osd.attach.arguments import ATTACHED_KEY, install, prepare
+from serving.speculation.scheduler import settings_of
+from serving.vllm import parts
+
+WITH_PLUGIN = {"VLLM_PLUGINS": "mine,osd"}
+SPECULATIVE = {"model": "/draft", "num_speculative_tokens": 4}
+
+
+@pytest.fixture(autouse=True)
+def whole_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "problem_with", lambda part: "")
+
+
+def engine_args(**changes: Any) -> Any:
+    """As vLLM's, of an engine with a draft model."""
+    given = {
+        "speculative_config": dict(SPECULATIVE),
+        "worker_extension_cls": "",
+        "scheduler_cls": None,
+        "additional_config": {"theirs": 1},
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+    }
+    return SimpleNamespace(**given | changes)
+
+
+def test_an_engine_is_built_so_that_it_can_be_attached_and_is_held() -> None:
+    args = engine_args()
+    prepare(args, WITH_PLUGIN)
+    assert args.worker_extension_cls == "osd.service.worker.Worker"
+    assert args.scheduler_cls == "serving.speculation.scheduler.controlled_scheduler"
+    assert args.additional_config["theirs"] == 1
+    assert args.additional_config[ATTACHED_KEY] == {"k": 4, "off": {}}
+    settings = settings_of(args.additional_config)
+    assert (settings.mode, settings.k_max, settings.is_held) == ("auto", 4, True)
+    assert args.speculative_config == SPECULATIVE, "nothing else about speculation is changed"
+
+
+def test_what_was_prepared_stays_as_it_is() -> None:
+    args = engine_args()
+    prepare(args, WITH_PLUGIN)
+    before = copy.deepcopy(args)
+    prepare(args, WITH_PLUGIN)
+    assert args == before
+
+
+def test_without_the_control_the_engine_keeps_its_own_scheduler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parts, "problem_with", lambda part: "gone" if part == "control" else "")
+    args = engine_args()
+    prepare(args, WITH_PLUGIN)
+    assert args.scheduler_cls is None and args.worker_extension_cls
+    assert args.additional_config[ATTACHED_KEY]["off"]["control"].startswith("gone")
+    assert "osd" not in args.additional_config
+
+
+@pytest.mark.parametrize(
+    ("changes", "environ", "says"),
+    [
+        ({}, {}, "VLLM_PLUGINS must name 'osd'"),
+        ({}, {"VLLM_PLUGINS": "osdx"}, "VLLM_PLUGINS must name 'osd'"),
+        ({"speculative_config": None}, WITH_PLUGIN, "it has no draft model"),
+        ({"speculative_config": {"method": "ngram"}}, WITH_PLUGIN, "it has no draft model"),
+        (
+            {"speculative_config": {**SPECULATIVE, "method": "eagle3"}},
+            WITH_PLUGIN,
+            "it drafts by 'eagle3', and only draft models can learn",
+        ),
+        (
+            {"speculative_config": {"model": "/draft"}},
+            WITH_PLUGIN,
+            "--speculative-config lacks num_speculative_tokens",
+        ),
+        ({"worker_extension_cls": "a.B"}, WITH_PLUGIN, "--worker-extension-cls is taken by a.B"),
+        ({"scheduler_cls": "a.S"}, WITH_PLUGIN, "--scheduler-cls is taken by a.S"),
+        ({"pipeline_parallel_size": 2}, WITH_PLUGIN, "--pipeline-parallel-size above 1"),
+        ({"data_parallel_size": 2}, WITH_PLUGIN, "--data-parallel-size above 1"),
+    ],
+)
+def test_an_engine_that_cannot_be_attached_is_left_as_it_is_and_told_so(
+    changes: dict[str, Any],
+    environ: dict[str, str],
+    says: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    args = engine_args(**changes)
+    before = copy.deepcopy(args)
+    with caplog.at_level(logging.WARNING):
+        prepare(args, environ)
+    assert args == before
+    (record,) = caplog.records
+    assert "OSD_ATTACH is set, but this engine is not attached: " + says in record.getMessage()
+
+
+# -- in vLLM's own class --------------------------------------------------------------------------
+
+
+class EngineArgs:
+    """Stands where vLLM's does."""
+
+    def create_engine_config(self, context: str, headless: bool = False) -> Any:
+        return ("config", context, headless)
+
+
+@pytest.fixture
+def of_vllm(monkeypatch: pytest.MonkeyPatch) -> type:
+    from vllm.engine import arg_utils
+
+    own = type(
+        "EngineArgs", (EngineArgs,), {"create_engine_config": EngineArgs.create_engine_config}
+    )
+    monkeypatch.setattr(arg_utils, "EngineArgs", own)
+    return own
+
+
+def test_arguments_are_prepared_once_before_the_configuration_is_made(
+    of_vllm: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[Any] = []
+    monkeypatch.setattr(arguments, "prepare", prepared.append)
+    install()
+    install()
+    args = of_vllm()
+    assert args.create_engine_config("usage", headless=True) == ("config", "usage", True)
+    assert prepared == [args]
+
+
+def test_what_fails_leaves_the_engine_to_vllm(
+    of_vllm: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "prepare", lambda args: 1 / 0)
+    install()
+    assert of_vllm().create_engine_config("usage") == ("config", "usage", False)
+
+
+LOADING = """
+import os, sys
+from osd.attach.plugin import register
+register()
+from osd.attach.endpoint import AttachedEndpoint
+import asyncio
+endpoint = AttachedEndpoint()
+endpoint.attach_router(None)
+asyncio.run(endpoint.init_state(object(), None, None))
+print([name for name in ("serving", "vllm", "torch", "redis", "msgspec") if name in sys.modules])
+"""
+
+
+def test_without_the_variable_nothing_is_done_and_nothing_is_loaded() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING], capture_output=True, text=True, check=True, env={}
+    )
+    assert done.stdout == "[]\n"

@@ -1,0 +1,231 @@
+"""An attached engine follows the terms of its deployment."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from osd.attach import loop as of_loop
+from osd.attach.loop import AttachedLoop
+from osd.errors import ReplayBufferError
+from osd.models.resolve import fingerprint
+from osd.records import STEPS, DraftRelease, EngineTerms
+from osd.releases.store import ReleaseStore
+from serving.pull import Activity
+from tests.unit.osd.releases.test_store import make_model
+
+OBSERVED, CAPTURED = [True, False], [True, True]
+
+
+class Engine:
+    """Notes what workers and core are asked."""
+
+    def __init__(self) -> None:
+        self.switched: list[list[bool]] = []
+        self.held: list[str] = []
+        self.engine_core = SimpleNamespace(call_utility_async=self._utility)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str]:
+        assert method == "osd_switch"
+        self.switched.append(list(args))
+        return ["{}"]
+
+    async def _utility(self, method: str, name: str, argument: str) -> str:
+        assert (method, name) == ("osd_speculation", "hold")
+        self.held.append(argument)
+        return "{}"
+
+
+class Beside:
+    """Stands where the engine's own loop does."""
+
+    made: list[Beside]
+
+    def __init__(self, engine: Any, config: Any, **given: Any) -> None:
+        self.config, self.given = config, given
+        self.steps: tuple[str, ...] = ()
+        self.started: bool | None = None
+        self.num_looks = 0
+        self.went_back_to: list[DraftRelease] = []
+        Beside.made.append(self)
+
+    async def start(self, *, may_measure: bool) -> None:
+        self.started = may_measure
+
+    async def look(self) -> None:
+        self.num_looks += 1
+
+    def set_steps(self, steps: tuple[str, ...]) -> None:
+        self.steps = steps
+
+    async def go_back(self, release: DraftRelease) -> None:
+        self.went_back_to.append(release)
+
+
+class Attached:
+    """A loop, its engine, and the deployment's Redis."""
+
+    def __init__(self, directory: Path, **built: Any) -> None:
+        self.target, self.draft = make_model(directory / "target", b"t"), directory / "draft"
+        make_model(self.draft, b"d")
+        self.store = ReleaseStore(directory / "releases")
+        self.first = self.store.publish(self.draft, parent=0, target_id=fingerprint(self.target))
+        self.engine, self.now, self.is_away = Engine(), 100.0, False
+        self.told: EngineTerms | None = None
+        self.loop = AttachedLoop(
+            self.engine,
+            self,  # type: ignore[arg-type]
+            redis_url="redis://there",
+            deployment="here",
+            name="gpu-2-8000",
+            url="http://gpu-2:8000",
+            models=(str(self.target), str(self.draft)),
+            built={"k": 4, "off": {}, **built},
+            activity=Activity(),
+            clock=lambda: self.now,
+        )
+
+    def terms(self) -> EngineTerms | None:
+        if self.is_away:
+            raise ReplayBufferError("Redis is away")
+        return self.told
+
+    async def tell(self, *steps: str, **changes: Any) -> None:
+        given: dict[str, Any] = {
+            "target_id": fingerprint(self.target),
+            "capture": {"top_k": 16},
+            "buffer": {"max_traces": 9, "max_domains": 2},
+            "first": self.first,
+        }
+        self.told = EngineTerms(steps=steps, **given | changes)
+        await self.look()
+
+    async def look(self) -> None:
+        self.now += 1
+        await self.loop.look()
+
+    @property
+    def beside(self) -> Beside:
+        (made,) = Beside.made
+        return made
+
+
+@pytest.fixture(autouse=True)
+def no_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Beside.made = []
+    monkeypatch.setattr(of_loop, "EngineLoop", Beside)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+@pytest.fixture
+def attached(tmp_path: Path) -> Attached:
+    return Attached(tmp_path)
+
+
+async def test_nothing_is_installed_until_something_is_switched_on(attached: Attached) -> None:
+    await attached.look()
+    attached.is_away = True
+    await attached.look()
+    attached.is_away = False
+    await attached.tell()
+    assert Beside.made == []
+    assert attached.engine.switched == [] and attached.engine.held == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "heard", "held"),
+    [
+        (("observe",), OBSERVED, ["true"]),
+        (("capture",), CAPTURED, ["true"]),
+        (("observe", "capture", "swap"), CAPTURED, ["true"]),
+        (("control",), OBSERVED, ["false", "false"]),
+        (STEPS, CAPTURED, ["false", "false"]),
+    ],
+)
+async def test_what_is_switched_on_is_what_the_engine_does(
+    attached: Attached, steps: tuple[str, ...], heard: list[bool], held: list[str]
+) -> None:
+    await attached.tell(*steps)
+    assert attached.engine.switched == [heard]
+    assert attached.engine.held == held
+    assert attached.beside.steps == steps
+    assert attached.beside.started is ("control" in steps), "only then its steps are measured"
+    await attached.look()
+    assert attached.beside.num_looks == 2
+    assert len(attached.engine.switched) == 1, "the same terms change nothing"
+
+
+async def test_the_engines_own_loop_knows_what_the_deployment_said(attached: Attached) -> None:
+    await attached.tell("capture")
+    given, config = attached.beside.given, attached.beside.config
+    assert (config.deployment, config.speculation.k_max, config.capture.top_k) == ("here", 4, 16)
+    assert given["sink"] == {
+        "url": "redis://there",
+        "deployment": "here",
+        "target_id": fingerprint(attached.target),
+        "max_traces": 9,
+        "max_domains": 2,
+    }
+    own = given["release"]
+    assert (own.version, own.sha256) == (1, attached.first.sha256), "it is the first release"
+    assert (given["name"], given["url"]) == ("gpu-2-8000", "http://gpu-2:8000")
+
+
+async def test_a_draft_that_is_no_release_has_no_version(attached: Attached) -> None:
+    make_model(attached.draft, b"another")
+    await attached.tell("swap")
+    own = attached.beside.given["release"]
+    assert own.version == 0
+    assert attached.beside.given["here"](own) == own, "it lies where it is"
+
+
+async def test_everything_can_be_switched_off_again(attached: Attached) -> None:
+    await attached.tell(*STEPS)
+    await attached.tell()
+    assert attached.engine.switched[-1] == [False, False]
+    assert attached.engine.held[-1] == "true"
+    assert attached.beside.went_back_to == [attached.beside.given["release"]]
+    assert attached.beside.steps == ()
+    await attached.tell("observe")
+    assert attached.engine.switched[-1] == OBSERVED
+    assert len(attached.beside.went_back_to) == 1
+
+
+async def test_while_redis_is_away_the_last_terms_hold(attached: Attached) -> None:
+    await attached.tell(*STEPS)
+    attached.is_away = True
+    for _ in range(3):
+        await attached.look()
+    assert attached.beside.steps == STEPS and len(attached.engine.switched) == 1
+    assert attached.beside.num_looks == 4
+
+
+async def test_an_engine_of_another_target_is_left_alone_and_told_so(
+    attached: Attached, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        await attached.tell(*STEPS, target_id="0123")
+    assert Beside.made == [] and attached.engine.switched == []
+    assert "not attached to here: its target is 0123, and this engine serves another" in caplog.text
+
+
+async def test_a_control_that_is_off_is_not_asked(tmp_path: Path) -> None:
+    attached = Attached(tmp_path, off={"control": "gone"})
+    await attached.tell(*STEPS)
+    assert attached.engine.held == []
+    assert attached.beside.given["is_controlled"] is False
+
+
+async def test_terms_are_asked_for_once_a_second(attached: Attached) -> None:
+    await attached.loop.look()
+    attached.told = EngineTerms(target_id="x", steps=())
+    attached.now += 0.5
+    await attached.loop.look()
+    assert attached.loop._terms is None
+    attached.now += 0.5
+    await attached.loop.look()
+    assert attached.loop._terms == attached.told
