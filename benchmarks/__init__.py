@@ -19,6 +19,7 @@ BENCHES = {
     "control": "The closed loop of speculation against every fixed choice, by draft and load.",
     "control_async": "As `control`, with engines that schedule asynchronously.",
     "net": "The net speed-up a service reports beside that over an engine without a draft.",
+    "attach": "What a stock engine pays for being attached: CPU and speed with each step on.",
     "changes": "How soon the closed loop finds the best choice again when load or draft change.",
     "ablation": "Which part of the trainer's recipe matters: one change at a time, over a "
     "recording.",

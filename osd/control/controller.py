@@ -80,6 +80,7 @@ class Controller:
             target=config.serving.target,
             draft=config.serving.draft,
             served_model_name=config.serving.served_model_name or config.serving.target,
+            engines=config.serving.engines,
             target_id=self._target_id,
             version=version,
             predicted_alpha=policy.predicted_alpha(current) if current is not None else None,

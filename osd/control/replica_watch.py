@@ -35,7 +35,9 @@ class ReplicaWatch:
         """Update `lagging`, and tell of each replica that is new in it."""
         now = self._clock.monotonic()
         behind = {
-            status.replica: status for status in self.statuses if status.version != current.version
+            status.replica: status
+            for status in self.statuses
+            if status.is_swapped and status.version != current.version
         }
         self._behind_since = {name: self._behind_since.get(name, now) for name in behind}
         lagging = {

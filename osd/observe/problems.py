@@ -66,6 +66,11 @@ def _serving(status: ServiceStatus) -> Iterator[str]:
             "repair buffer.redis_url; "
             "answers go on"
         )
+    elif not status.replicas and status.engines == "attached":
+        yield (
+            "no engine is attached, so nothing is learnt: start one with the environment in "
+            "`engines.env` of the data directory; its own log says why it is not attached"
+        )
     elif not status.replicas:
         yield (
             "no replica is alive, so no request can be answered: its log in `logs` of the data "

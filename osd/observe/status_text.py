@@ -178,13 +178,17 @@ def _buffer(status: ServiceStatus) -> Iterator[str]:
 def _replicas(status: ServiceStatus) -> Iterator[str]:
     for replica in status.replicas:
         state = "in step"
-        if replica.version != replica.wanted:
+        if not replica.is_swapped:
+            state = "no swaps"
+        elif replica.version != replica.wanted:
             state = f"{'lagging' if replica.lagging else 'swapping'}, wanted is v{replica.wanted}"
         running = counted(replica.num_running, "request")
         yield _row(
             replica.replica,
             f"v{replica.version} ({state}), {running} running, {replica.engine}",
         )
+        if replica.steps is not None:
+            yield _row("", f"attached: {', '.join(replica.steps) or 'all is off'}")
         if unproved := replica.unproved:
             yield _row("", f"its swaps are not proved by reading the draft back: {unproved}")
         for part, reason in sorted(replica.off.items()):

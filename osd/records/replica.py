@@ -135,6 +135,11 @@ class ReplicaStatus:
     speculation: SpeculationReport | None = None
     """What the control of speculation last said of itself; None = k is fixed, or none came yet."""
 
+    @property
+    def is_swapped(self) -> bool:
+        """Whether it is to serve the wanted draft."""
+        return self.steps is None or "swap" in self.steps
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerReport:

@@ -172,6 +172,8 @@ class ServiceStatus:
     draft: str
     """As configured: what the first release was made of."""
     served_model_name: str = ""
+    engines: str = "own"
+    """"attached" = others start them."""
     target_id: str = ""
     version: int
     """The draft release that should serve; 0 = none yet."""

@@ -36,8 +36,9 @@ ORDER = (
     "test_interrupt.py",
     "test_rollback.py",
     "test_rest.py",
-    # It has a service of its own, of two ranks.
+    # They have services of their own: of two ranks, and without an engine.
     "test_tensor_parallel.py",
+    "test_attached.py",
     "test_stopping.py",
 )
 

@@ -796,6 +796,19 @@ async def test_lagging_replica_is_shown_and_said_once(world: World) -> None:
     assert world.events() == ["lagging: replica-1 still serves v0, wanted is v1"]
 
 
+async def test_an_engine_in_which_no_draft_is_swapped_never_lags(world: World) -> None:
+    async with world.running():
+        world.registry.living = [
+            replace(replica(0, "one"), steps=("observe",)),
+            replace(replica(0, "two"), steps=("observe", "swap")),
+        ]
+        await world.a_few_looks()
+        world.clock.move(15)
+        await world.until(lambda: "lagging" in world.kinds())
+        shown = (await world.controller.status()).replicas
+        assert {r.replica: r.lagging for r in shown} == {"one": False, "two": True}
+
+
 async def test_a_replica_lags_with_a_newer_draft_too_and_only_while_it_does(world: World) -> None:
     """A rollback that a replica does not follow leaves it ahead."""
     async with world.running():

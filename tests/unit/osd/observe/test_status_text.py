@@ -487,3 +487,26 @@ def test_counters_that_cannot_be_read_are_no_question_of_versions() -> None:
 )
 def test_who_proposes_how_much(mode: str, proposers: list[str], says: str) -> None:
     assert f"; {says}" in page(status(mode=mode, proposers=proposers, k=4), [])
+
+
+@pytest.mark.parametrize(
+    ("steps", "says", "state"),
+    [
+        (None, None, "swapping, wanted is v4"),
+        (("observe", "swap"), "attached: observe, swap", "swapping, wanted is v4"),
+        (("observe",), "attached: observe", "no swaps"),
+        ((), "attached: all is off", "no swaps"),
+    ],
+)
+def test_an_attached_engine_says_what_is_switched_on(
+    steps: tuple[str, ...] | None, says: str | None, state: str
+) -> None:
+    text = page(status(replicas=[replica(version=3, steps=steps)]), EVENTS)
+    assert f"v3 ({state})" in text
+    assert ("attached:" in text) == (says is not None) and (says or "") in text
+
+
+def test_a_deployment_of_attached_engines_asks_for_one() -> None:
+    given = status(replicas=[], engines="attached")
+    (problem,) = [p for p in problems_of(given, None) if "engine" in p]
+    assert problem.startswith("no engine is attached, so nothing is learnt: start one with the env")

@@ -1,0 +1,228 @@
+"""A `vllm serve` that somebody else started, attached to a deployment without an engine of its own.
+
+The tests are one story, in this order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from osd.client.load import Answer
+from osd.service.plan import free_port
+from tests.support import acceptance, services
+from tests.support.pairs import Pair
+from tests.support.services import Served, osd, status, wait_until
+from tests.support.traffic import MODEL, PROMPTS, Traffic, ask
+
+pytestmark = pytest.mark.slow
+
+K = 4
+VLLM = Path(sys.executable).parent / "vllm"
+ENGINE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class StockEngine:
+    """`vllm serve` with a draft, as its own documentation says; ours are only variables."""
+
+    def __init__(self, target: Path, draft: Path, directory: Path, **variables: str) -> None:
+        self.port = free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = directory / "vllm.log"
+        speculative = (
+            f'{{"method": "draft_model", "model": "{draft}", "num_speculative_tokens": {K}}}'
+        )
+        command = [str(VLLM), "serve", str(target), "--speculative-config", speculative]
+        command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
+        command += ["--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "16"]
+        command += ["--per-request-spec-decode-metrics", "summary"]
+        environ = {**os.environ, **ENGINE_ENV, "XDG_DATA_HOME": str(directory), **variables}
+        with self.log.open("w") as output:
+            self.process = subprocess.Popen(
+                command, cwd=directory, env=environ, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def wait_ready(self) -> None:
+        wait_until(self._answers, 180, "the engine answers")
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()[-4000:]
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def end(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Fleet:
+    """A deployment without an engine, and one that is attached to it."""
+
+    def __init__(self, pair: Pair, directory: Path) -> None:
+        arguments = services.settings(
+            "test-attached", directory / "data", pair.target, pair.stranger
+        )
+        self.arguments = [
+            *arguments,
+            "serving.engines=attached",
+            f"buffer.port={free_port('127.0.0.1')}",
+            "serving.steps=[observe, capture, swap]",  # acceptance is measured at the largest k
+        ]
+        self.directory = directory
+        self.start()
+        environment = (directory / "data/engines.env").read_text().split()
+        variables = dict(line.split("=", 1) for line in environment)
+        (directory / "engine").mkdir()
+        self.engine = StockEngine(pair.target, pair.stranger, directory / "engine", **variables)
+
+    def start(self) -> None:
+        self.served = Served(self.arguments, self.directory / f"serve-{time.time():.0f}.log")
+        self.note = self.served.wait_ready()
+
+    def kill(self) -> None:
+        """Every process of ours, at once."""
+        os.killpg(self.served.process.pid, signal.SIGKILL)
+        self.served.process.wait()
+
+    def steps(self, *names: str) -> None:
+        osd("steps", *(names or ("none",)), "--deployment", self.served.deployment)
+        wait_until(
+            lambda: self.replica().get("steps") == list(names), 20, f"the engine does {names}"
+        )
+
+    def replica(self) -> dict[str, Any]:
+        """As the status shows it; {} where there is none."""
+        (found,) = status(self.note.control_url).get("replicas") or [{}]
+        return dict(found)
+
+    def num_stored(self) -> int:
+        return int(status(self.note.control_url)["buffer"]["num_put"])
+
+    def ask(self, prompts: Sequence[str] = PROMPTS, **more: Any) -> list[Answer]:
+        answers = ask(self.engine.url, prompts, **more)
+        assert [answer.error for answer in answers if not answer.ok] == []
+        return answers
+
+    def alpha(self) -> float:
+        found = acceptance.alpha(acceptance.counts(self.ask(PROMPTS * 2)))
+        assert found is not None
+        return found
+
+
+@pytest.fixture(scope="module")
+def fleet(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(pair, tmp_path_factory.mktemp("attached"))
+    try:
+        fleet.engine.wait_ready()
+        yield fleet
+    finally:
+        fleet.engine.end()
+        fleet.served.end()
+
+
+@pytest.fixture(scope="module")
+def answers(fleet: Fleet) -> list[tuple[int, ...]]:
+    """What the engine answers, whatever happens to it later."""
+    return texts(fleet.ask())
+
+
+def texts(answers: Sequence[Answer]) -> list[tuple[int, ...]]:
+    return [tuple(answer.token_ids) for answer in answers]
+
+
+def test_an_engine_that_was_started_by_hand_is_a_replica(fleet: Fleet) -> None:
+    replica = wait_until(fleet.replica, 20, "the engine is known")
+    assert replica["url"] == fleet.engine.url
+    assert replica["replica"].endswith(f"-{fleet.engine.port}")
+    assert (replica["version"], replica["k"]) == (1, K), "its draft is the deployment's first"
+    assert replica["steps"] == ["observe", "capture", "swap"]
+    assert replica["off"] == {}
+
+
+def test_its_draft_learns(fleet: Fleet, answers: list[tuple[int, ...]]) -> None:
+    first = alpha = fleet.alpha()
+    deadline = time.monotonic() + 240
+    while alpha < first + 0.3:
+        assert time.monotonic() < deadline, f"α is {alpha:.2f}, it was {first:.2f}"
+        alpha = fleet.alpha()
+    print(f"α {first:.2f}, then {alpha:.2f}")
+    assert fleet.replica()["version"] > 1
+    assert texts(fleet.ask()) == answers
+
+
+def test_what_a_request_wishes_is_heard(fleet: Fleet) -> None:
+    osd("pause", "--deployment", fleet.served.deployment)
+    fleet.steps("observe", "capture", "swap")
+    time.sleep(3)
+    before = fleet.num_stored()
+    body = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 20}
+    for headers, num in (({"X-OSD-Capture": "off"}, 0), ({}, 1)):
+        url = f"{fleet.engine.url}/v1/completions"
+        assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
+        time.sleep(3)
+        assert fleet.num_stored() == before + num
+    osd("resume", "--deployment", fleet.served.deployment)
+
+
+def test_with_everything_switched_off_it_is_as_it_was_started(
+    fleet: Fleet, answers: list[tuple[int, ...]]
+) -> None:
+    learnt = fleet.alpha()
+    fleet.steps()
+    wait_until(lambda: fleet.replica()["version"] == 1, 20, "its own draft serves")
+    time.sleep(3)
+    before = fleet.num_stored()
+    assert fleet.alpha() < learnt - 0.2
+    assert texts(fleet.ask()) == answers
+    time.sleep(3)
+    assert fleet.num_stored() == before
+    fleet.steps("observe", "capture", "swap")
+    wait_until(lambda: fleet.replica()["version"] > 1, 20, "the wanted draft serves again")
+    assert fleet.alpha() > learnt - 0.2
+
+
+def test_k_is_decided_where_control_is_switched_on(
+    fleet: Fleet, answers: list[tuple[int, ...]]
+) -> None:
+    fleet.steps("observe", "capture", "swap", "control")
+    deadline = time.monotonic() + 60
+    while not (fleet.replica()["speculation"] or {}).get("changes"):
+        assert texts(fleet.ask()) == answers
+        assert time.monotonic() < deadline, fleet.replica()["speculation"]
+    fleet.steps("observe", "capture", "swap")
+    assert texts(fleet.ask()) == answers
+
+
+def test_every_process_of_ours_killed_costs_no_request_and_it_is_found_again(
+    fleet: Fleet, answers: list[tuple[int, ...]]
+) -> None:
+    version = fleet.replica()["version"]
+    with Traffic(fleet.engine.url, PROMPTS, streams=4, max_tokens=40) as traffic:
+        time.sleep(2)
+        fleet.kill()
+        time.sleep(15)
+        fleet.start()
+        replica = wait_until(fleet.replica, 30, "the engine is known again")
+    assert traffic.failed() == [] and len(traffic.answers) > 3 * len(PROMPTS)
+    assert replica["version"] >= version
+    assert texts(fleet.ask()) == answers
+    before = fleet.num_stored()
+    fleet.ask()
+    wait_until(lambda: fleet.num_stored() > before, 20, "it is captured again")
