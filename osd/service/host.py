@@ -31,7 +31,7 @@ import osd
 from osd.common.files import replace_file
 from osd.config import reading
 from osd.errors import ConfigError, OSDError
-from osd.service import note
+from osd.service import note, plan
 from osd.service.cluster import OBJECT_STORE_BYTES, set_ray_defaults
 from osd.service.detach import serve_detached, stop_service
 from osd.service.ray_watch import connected
@@ -80,6 +80,7 @@ def start_head(address: str, config: Path | None, overrides: Sequence[str], repo
     if runs and is_running(stamp):
         report("nothing has changed: Ray and the service run on")
         return
+    plan.check(resolved)  # before what serves is ended
     if runs:
         report(f"{stop_service(resolved.deployment)} has stopped")
     make_token()

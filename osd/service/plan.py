@@ -42,15 +42,22 @@ class ServicePlan:
 def plan(config: Config) -> ServicePlan:
     """Check everything that can be checked before a start. Raises `OSDError` with key, value and
     remedy."""
-    check_remote_trainer(config)
-    check_attached(config)
+    target, draft, num_tokens = check(config)
     config = with_free_ports(config)
-    target = resolve.resolve(config.serving.target, "serving.target")
-    draft = resolve.resolve(config.serving.draft, "serving.draft")
-    num_tokens = check_pair(target, draft, max_model_len(config))
     target_id = resolve.fingerprint(target)
     release = first_release(config, draft, target_id, num_tokens)
     return ServicePlan(config, target, target_id, release)
+
+
+def check(config: Config) -> tuple[Path, Path, int]:
+    """What can be checked while another service runs here: whether the parts would reach each
+    other, and whether the models are there and fit. Returns target, draft, and how many tokens they
+    have."""
+    check_remote_trainer(config)
+    check_attached(config)
+    target = resolve.resolve(config.serving.target, "serving.target")
+    draft = resolve.resolve(config.serving.draft, "serving.draft")
+    return target, draft, check_pair(target, draft, max_model_len(config))
 
 
 def check_remote_trainer(config: Config) -> None:

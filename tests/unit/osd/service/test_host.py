@@ -48,7 +48,9 @@ class Machine:
         for name in ("RAY_AUTH_MODE", "RAY_enable_autoscaler_v2"):
             monkeypatch.setenv(name, "")
         monkeypatch.setattr(sys, "executable", str(folder / "bin/python"))
+        self.missing = ""
         monkeypatch.setattr(host, "connected", lambda head: None)
+        monkeypatch.setattr(host.plan, "check", self._check)
         monkeypatch.setattr(host, "serve_detached", self._serve)
         monkeypatch.setattr(host, "stop_service", self._stop)
         monkeypatch.setattr(note, "find_all", lambda: self.services)
@@ -56,6 +58,10 @@ class Machine:
     def _serve(self, config: Config, argv: list[str], report: host.Report) -> None:
         self.served.append(argv)
         self.services = [Running(config.deployment, 1, "http://a", "http://b", "token")]
+
+    def _check(self, config: Config) -> None:
+        if self.missing:
+            raise ConfigError(self.missing)
 
     def _stop(self, deployment: str) -> str:
         self.stopped.append(deployment)
@@ -124,6 +130,14 @@ def test_the_same_again_changes_nothing(machine: Machine) -> None:
     assert machine.stopped == ["default"] and len(machine.served) == 2 and machine.ray != ray
     assert members(ray) == []
     assert (machine.folder / "home/.ray/auth_token").read_text() == token
+
+
+def test_models_that_are_missing_end_nothing_that_serves(machine: Machine) -> None:
+    machine.head()
+    ray, machine.missing = machine.ray, "serving.target=/gone: no such directory"
+    with pytest.raises(ConfigError, match="^serving.target=/gone: no such directory$"):
+        machine.head("serving.target=/gone")
+    assert machine.stopped == [] and machine.services and machine.ray == ray and members(ray)
 
 
 @pytest.mark.parametrize("gone", ["ray", "service"])
