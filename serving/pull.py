@@ -89,12 +89,12 @@ def as_it_lies(release: DraftRelease) -> DraftRelease:
 
 
 def release_to_start(
-    registry: Registry, known: DraftRelease, here: Here = as_it_lies
+    registry: Registry, known: DraftRelease, here: Here = as_it_lies, replica: str = ""
 ) -> DraftRelease:
     """The release that an engine starts with: the wanted one, or `known` where Redis is away, no
     release is wanted, or the wanted one belongs to another target or cannot be had."""
     try:
-        wanted = registry.wanted(known.draft)
+        wanted = registry.wanted(known.draft, replica)
         if wanted is not None and wanted.target_id == known.target_id:
             return here(wanted)
     except OSDError as error:
@@ -188,7 +188,7 @@ class DraftPuller:
 
     async def _swap_if_wanted(self) -> None:
         try:
-            wanted = await asyncio.to_thread(self._registry.wanted, self._draft)
+            wanted = await asyncio.to_thread(self._registry.wanted, self._draft, self._name)
         except OSDError:
             return  # Redis is away: serve on with what we have
         if wanted is None or wanted.version == self._version or wanted.target_id != self._target_id:

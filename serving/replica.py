@@ -156,7 +156,7 @@ class Replica:
         serving = self._config.serving
         if self._release is not None and self._registry is not None:
             self._release = await asyncio.to_thread(
-                release_to_start, self._registry, self._release, self._here
+                release_to_start, self._registry, self._release, self._here, self.name
             )
         extra: dict[str, Any] = {**serving.vllm, "host": serving.host, "port": serving.port}
         if serving.num_ranks > 1:

@@ -142,6 +142,10 @@ class GateConfig(Section):
     enough, because a replay of both drafts follows. A draft that disappoints is soon hardly used,
     so more may never come."""
 
+    canary_seconds: float = Field(60.0, ge=0)
+    """Of several replicas, one serves a new draft first. The others follow when it serves as the
+    gate measured, or when nothing was found against it for so long. 0 = all at once."""
+
     @field_validator("max_holdout_traces")
     @classmethod
     def _some_can_be_judged(cls, value: int, info: ValidationInfo) -> int:

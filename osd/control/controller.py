@@ -94,7 +94,11 @@ class Controller:
             mode=config.speculation.mode,
             proposers=tuple(config.speculation.proposers),
             replicas=tuple(
-                describe_replica(status, version, status.replica in loops.replicas.lagging)
+                describe_replica(
+                    status,
+                    self._releases.wanted_of(status.replica, version),
+                    status.replica in loops.replicas.lagging,
+                )
                 for status in loops.replicas.statuses
             ),
             buffer=loops.buffer_stats,

@@ -25,6 +25,7 @@ from osd.common.backoff import Outage
 from osd.common.clock import Clock
 from osd.config.schema import Config
 from osd.control import policy
+from osd.control.canary import CanaryWatch
 from osd.control.drift import DriftDetector
 from osd.control.engine_terms import TermsKeeper
 from osd.control.feed_client import FeedClient
@@ -74,6 +75,7 @@ class ControlLoops:
         self.releases = ReleaseManager(config, registry, releases, target_id, tell, clock, collect)
         self.trainer = TrainerLink(trainer, tell, clock, backoff_s) if trainer else None
         self._monitor = self._make_monitor(self.trainer, 10 * backoff_s) if self.trainer else None
+        self._canary = CanaryWatch(config.gate, history, self.releases, clock)
         self._expiry = TraceExpiry(buffer, config.buffer.max_age_seconds, clock)
         self._redis_outage, self._disk_outage = Outage(backoff_s), Outage(backoff_s)
         self._told_resting: bool | None = None
@@ -159,9 +161,11 @@ class ControlLoops:
         await self.terms.restore()
         await self._expiry.delete_old()
         if (current := await self.releases.current()) is not None:
-            await self.replicas.note_lagging(current)
+            await self.replicas.note_lagging(current, self.releases.wanted_of)
+            names = [status.replica for status in self.replicas.statuses]
             if self._monitor is not None:
-                await self._monitor.look(current)
+                await self._monitor.look(current, names)
+            await self._canary.look(self.replicas.statuses, self._monitor)
 
     async def _tell_resting(self) -> None:
         """Say when training begins to rest, and why it goes on."""
@@ -230,4 +234,5 @@ class ControlLoops:
         outcome = await trainer.run_round(base, line)
         self.phase, self.phase_detail = "waiting", ""
         if outcome is not None:
-            await self.releases.conclude(outcome, self.replicas.versions)
+            first_on = self._canary.choose(self.replicas.statuses)
+            await self.releases.conclude(outcome, self.replicas.versions, first_on)

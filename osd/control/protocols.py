@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from osd.exchange.registry import FeedRecord
-from osd.records import BufferStats, DraftRelease, EngineTerms, ReplicaStatus, RoundOutcome
+from osd.records import BufferStats, Canary, DraftRelease, EngineTerms, ReplicaStatus, RoundOutcome
 
 Tell = Callable[..., Awaitable[None]]
 """Appends records to the feed; never fails."""
@@ -40,6 +40,8 @@ class Wishes(Protocol):
 
     def wanted(self, draft: str = "default") -> DraftRelease | None: ...
     def set_wanted(self, release: DraftRelease) -> None: ...
+    def canary(self, draft: str = "default") -> Canary | None: ...
+    def set_canary(self, canary: Canary | None, draft: str = "default") -> None: ...
 
 
 class Terms(Protocol):

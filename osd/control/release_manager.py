@@ -22,7 +22,7 @@ from osd.control import policy
 from osd.control.protocols import Tell, Wishes
 from osd.errors import OSDError, ReleaseError, ReplayBufferError
 from osd.observe.status import describe_drafts, presentable
-from osd.records import DraftRelease, Event, MetricPoint, RoundOutcome
+from osd.records import Canary, DraftRelease, Event, MetricPoint, RoundOutcome
 from osd.releases.store import ReleaseStore
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,9 @@ class ReleaseManager:
         self._lock = asyncio.Lock()
         self.is_paused = releases.paused()
         """While True, no candidate is published."""
+        self.canary: Canary | None = None
+        """What one replica serves before all others."""
+        self._knows_canary = False
         self.changed_at = -math.inf
         """Monotonic time of the last change of the serving draft; -inf when there was none in this
         process."""
@@ -88,20 +91,63 @@ class ReleaseManager:
         if self._lock.locked():
             return
         async with self._lock:
-            wanted = await asyncio.to_thread(self._registry.wanted, self._releases.draft)
             current = await self.current()
-            if current is not None and wanted != current:
-                log.info("wanted draft is v%d", current.version)
-                await asyncio.to_thread(self._registry.set_wanted, current)
+            if current is None:
+                return
+            await self._restore_canary(current)
+            of_all = self.canary.before if self.canary is not None else current
+            wanted = await asyncio.to_thread(self._registry.wanted, self._releases.draft)
+            if wanted != of_all:
+                log.info("wanted draft is v%d", of_all.version)
+                await asyncio.to_thread(self._registry.set_wanted, of_all)
+
+    async def _restore_canary(self, current: DraftRelease) -> None:
+        """A canary of before this process goes on; one of another draft than the current is
+        over."""
+        told = await asyncio.to_thread(self._registry.canary, self._releases.draft)
+        if not self._knows_canary:
+            self._knows_canary, self.canary = True, told
+        if self.canary is not None and self.canary.release.version != current.version:
+            self.canary = None
+        if told != self.canary:
+            await asyncio.to_thread(self._registry.set_canary, self.canary, self._releases.draft)
+
+    def wanted_of(self, replica: str, current: int) -> int:
+        """The version that this replica is to serve, while `current` is the deployment's."""
+        if self.canary is None or self.canary.replica == replica:
+            return current
+        return self.canary.before.version
 
     # Automatic changes
 
-    async def conclude(self, outcome: RoundOutcome, serving: set[int]) -> None:
-        """Publish the candidate of a round, or tell why not."""
+    async def roll_out(self, reason: str) -> None:
+        """Let all replicas serve what the canary serves."""
+        async with self._lock:
+            if self.canary is None or (current := await self.current()) is None:
+                return
+            if current.version != self.canary.release.version:
+                return
+            replica = self.canary.replica
+            await self._serve(current)
+        text = f"v{current.version} on all replicas: on {replica}, {reason}"
+        await self._tell(
+            Event(at=self._clock.time(), kind="rolled_out", text=text, version=current.version)
+        )
+
+    async def move_canary(self, replica: str) -> None:
+        """Let another replica serve the new draft first."""
+        async with self._lock:
+            if self.canary is not None:
+                self.canary = replace(self.canary, replica=replica)
+                await self._tell_replicas(self.canary.release)
+
+    async def conclude(self, outcome: RoundOutcome, serving: set[int], first_on: str = "") -> None:
+        """Publish the candidate of a round, or tell why not. `first_on` names the replica that is
+        to serve it first; "" = all at once."""
         try:
             outcome = await self._bring(outcome)
             async with self._lock:
-                kind, text, version = await self._publish_or_refuse(outcome, serving)
+                kind, text, version = await self._publish_or_refuse(outcome, serving, first_on)
         except OSDError as error:
             kind, text, version = "publish_failed", str(error), outcome.base_version
         label = {"published": "published", "publish_failed": "failed"}.get(kind, kind)
@@ -138,7 +184,7 @@ class ReleaseManager:
         return policy.should_publish(outcome, current, self._config.gate, is_pinned)
 
     async def _publish_or_refuse(
-        self, outcome: RoundOutcome, serving: set[int]
+        self, outcome: RoundOutcome, serving: set[int], first_on: str
     ) -> tuple[str, str, int]:
         current = await self.current()
         if current is None:
@@ -157,9 +203,12 @@ class ReleaseManager:
             outcome=outcome,
             origin=current.origin,
         )
-        await self._serve(release)
-        await self._prune(serving)
-        return "published", f"v{release.version}: {decision.reason}", release.version
+        before = current if self.canary is None else self.canary.before
+        canary = Canary(replica=first_on, release=release, before=before) if first_on else None
+        await self._serve(release, canary)
+        await self._prune(serving | {before.version})
+        where = f", first on {first_on}" if first_on else ""
+        return "published", f"v{release.version}: {decision.reason}{where}", release.version
 
     async def take_back(self, current: DraftRelease, reason: str) -> bool:
         """Roll back a bad draft and never offer it again. False when that is not possible."""
@@ -245,10 +294,17 @@ class ReleaseManager:
 
     # Inside
 
-    async def _serve(self, release: DraftRelease) -> None:
-        self.changed_at = self._clock.monotonic()
+    async def _serve(self, release: DraftRelease, canary: Canary | None = None) -> None:
+        self.changed_at, self.canary = self._clock.monotonic(), canary
+        self._knows_canary = True
+        await self._tell_replicas(release)
+
+    async def _tell_replicas(self, release: DraftRelease) -> None:
         try:
-            await asyncio.to_thread(self._registry.set_wanted, release)
+            # In this order: a canary whose draft is the wanted one now keeps it throughout.
+            if self.canary is None:
+                await asyncio.to_thread(self._registry.set_wanted, release)
+            await asyncio.to_thread(self._registry.set_canary, self.canary, self._releases.draft)
         except ReplayBufferError as error:
             log.warning("replicas will hear of v%d later: %s", release.version, error)
 

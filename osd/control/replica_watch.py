@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from osd.common.clock import Clock
 from osd.control.protocols import Feed, Tell
@@ -31,20 +32,24 @@ class ReplicaWatch:
         """Read the heartbeats. Raises `ReplayBufferError` when Redis is away."""
         self.statuses = await asyncio.to_thread(self._registry.replicas)
 
-    async def note_lagging(self, current: DraftRelease) -> None:
-        """Update `lagging`, and tell of each replica that is new in it."""
+    async def note_lagging(
+        self, current: DraftRelease, wanted_of: Callable[[str, int], int] = lambda _, newest: newest
+    ) -> None:
+        """Update `lagging`, and tell of each replica that is new in it. `wanted_of` says which
+        version a replica is to serve."""
         now = self._clock.monotonic()
         behind = {
             status.replica: status
             for status in self.statuses
-            if status.is_swapped and status.version != current.version
+            if status.is_swapped and status.version != wanted_of(status.replica, current.version)
         }
         self._behind_since = {name: self._behind_since.get(name, now) for name in behind}
         lagging = {
             name for name, since in self._behind_since.items() if now - since >= LAGGING_AFTER_S
         }
         for name in sorted(lagging - self.lagging):
-            text = f"{name} still serves v{behind[name].version}, wanted is v{current.version}"
+            wanted = wanted_of(name, current.version)
+            text = f"{name} still serves v{behind[name].version}, wanted is v{wanted}"
             await self._tell(
                 Event(at=self._clock.time(), kind="lagging", text=text, version=current.version)
             )

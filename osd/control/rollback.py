@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Protocol
 
 from osd.common.clock import Clock
@@ -65,30 +65,52 @@ class RollbackMonitor:
         self.alarm = ""
         """Why the engine seems to run something else than the serving draft; "" when it does
         not."""
+        self._alarmed = ""
+        """The replica that the alarm is about; "" = all together."""
         self._start_over(version=0)
 
-    async def look(self, current: DraftRelease) -> None:
-        """Start a check if there is reason for one. Raises the error of the check before."""
+    @property
+    def is_checking(self) -> bool:
+        """Whether a replay runs."""
+        return self._task is not None and not self._task.done()
+
+    async def look(self, current: DraftRelease, replicas: Sequence[str] = ()) -> None:
+        """Start a check if there is reason for one: all replicas together, or one of several, serve
+        too badly. Raises the error of the check before."""
         if self._task is not None:
-            if not self._task.done():
+            if self.is_checking:
                 return
             self._task.result()
-        live = self._history.window(
-            current.version, self._since(current), until=self._clock.time() + MOST_AHEAD_S
-        )
-        if live is not None and policy.is_as_predicted(live, current, self._gate):
-            self.alarm = ""
-        if (
-            live is None
-            or not policy.should_replay(live, current, self._gate).ok
-            or self._is_too_early()
+        scopes = ("", *(replicas if len(replicas) > 1 else ()))
+        lives = {scope: self._live(current, scope) for scope in scopes}
+        of_alarm = lives.get(self._alarmed)
+        if self._alarmed not in lives or (
+            of_alarm is not None and policy.is_as_predicted(of_alarm, current, self._gate)
         ):
+            self.alarm = self._alarmed = ""
+        if self._is_too_early():
             return
+        scope, live = self._suspect(current, lives)
         if (
-            await self._releases.pinned() is None
+            live is not None
+            and await self._releases.pinned() is None
             and (parent := await self._releases.previous()) is not None
         ):
-            self._task = asyncio.create_task(self._check(current, parent, live), name="rollback")
+            check = self._check(current, parent, live, scope)
+            self._task = asyncio.create_task(check, name="rollback")
+
+    def _live(self, current: DraftRelease, replica: str) -> SpecWindow | None:
+        until = self._clock.time() + MOST_AHEAD_S
+        return self._history.window(current.version, self._since(current), until, replica or None)
+
+    def _suspect(
+        self, current: DraftRelease, lives: Mapping[str, SpecWindow | None]
+    ) -> tuple[str, SpecWindow | None]:
+        """The first that serves too badly; all replicas together come first."""
+        for scope, live in lives.items():
+            if policy.should_replay(live, current, self._gate).ok:
+                return scope, live
+        return "", None
 
     async def close(self) -> None:
         """Cancel a running check."""
@@ -98,7 +120,8 @@ class RollbackMonitor:
 
     def _start_over(self, version: int) -> None:
         """Forget what was known of another draft."""
-        self._version, self._num_stays, self._checked_at, self.alarm = version, 0, -math.inf, ""
+        self._version, self._num_stays, self._checked_at = version, 0, -math.inf
+        self.alarm = self._alarmed = ""
 
     def _since(self, current: DraftRelease) -> float:
         """Time from which windows count: the last change or check, or `OVER_S` ago."""
@@ -112,7 +135,10 @@ class RollbackMonitor:
         patience = min(MAX_PATIENCE_S, self._patience_s * 2**self._num_stays)
         return self._num_stays > 0 and self._clock.monotonic() < self._checked_at + patience
 
-    async def _check(self, current: DraftRelease, parent: DraftRelease, live: SpecWindow) -> None:
+    async def _check(
+        self, current: DraftRelease, parent: DraftRelease, live: SpecWindow, replica: str
+    ) -> None:
+        """`replica`: the one that is judged; "" = all together."""
         alphas = await self._replay([current, parent], policy.num_to_replay(live, self._gate))
         if not alphas:  # the trainer is away, or the newest traces are not stored yet
             self._num_empty += 1
@@ -124,16 +150,16 @@ class RollbackMonitor:
             max(live.at - self._clock.time(), 0.0), MOST_AHEAD_S
         )
         decision = policy.should_rollback(live, current, parent.version, alphas, self._gate)
+        reason = f"on {replica}, {decision.reason}" if replica else decision.reason
         if decision.ok:
-            await self._releases.take_back(current, decision.reason)
+            await self._releases.take_back(current, reason)
             return
         self._num_stays += 1
         is_unexplained = policy.is_unexplained(live, current, alphas, self._gate)
         if self._num_stays == 1 or is_unexplained != bool(self.alarm):
             kind = "alarm" if is_unexplained else "stays"
             await self._tell(
-                Event(
-                    at=self._clock.time(), kind=kind, text=decision.reason, version=current.version
-                )
+                Event(at=self._clock.time(), kind=kind, text=reason, version=current.version)
             )
-        self.alarm = decision.reason if is_unexplained else ""
+        self.alarm = reason if is_unexplained else ""
+        self._alarmed = replica if is_unexplained else ""

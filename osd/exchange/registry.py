@@ -6,15 +6,18 @@ writes the wanted release again from disk, and the feed is only history.
 
 Keys: `osd:DEPLOYMENT:replicas` (set of names), `osd:DEPLOYMENT:replica:NAME` (a heartbeat that
 expires), `osd:DEPLOYMENT:wanted:DRAFT` (a `DraftRelease`), `osd:DEPLOYMENT:feed` (the stream),
-`osd:DEPLOYMENT:places` (part -> `Place`), `osd:DEPLOYMENT:terms` (`EngineTerms`).
+`osd:DEPLOYMENT:canary:DRAFT` (a `Canary`), `osd:DEPLOYMENT:places` (part -> `Place`),
+`osd:DEPLOYMENT:terms` (`EngineTerms`).
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import redis
 from redis.backoff import NoBackoff
@@ -23,6 +26,7 @@ from redis.retry import Retry
 from osd.errors import ConfigError, ReplayBufferError
 from osd.exchange.redis_url import HOW_TO_WRITE_ONE, is_clear, mask_text, mask_url
 from osd.records import (
+    Canary,
     DraftRelease,
     EngineTerms,
     Event,
@@ -44,6 +48,8 @@ FEED_TYPES: dict[str, type[FeedRecord]] = {
     for record_type in (SpecWindow, SwapReport, Event, RoundOutcome, MetricPoint)
 }
 
+OF_REPLICAS = (SpecWindow, SwapReport)
+"""Records that replicas write, whose clocks may be wrong."""
 FEED_LENGTH = 50_000
 """Records kept in the feed (about 25 MB); the oldest leave first."""
 
@@ -108,12 +114,29 @@ class Registry:
         with self._errors():
             self._redis.set(self._wanted_key(release.draft), encode(release))
 
-    def wanted(self, draft: str = "default") -> DraftRelease | None:
-        """The release that every replica is to serve; None when none is set or it cannot be
-        decoded."""
+    def wanted(self, draft: str = "default", replica: str = "") -> DraftRelease | None:
+        """The release that every replica is to serve, or that this one is to serve first; None when
+        none is set or it cannot be decoded."""
         with self._errors():
-            text = self._redis.get(self._wanted_key(draft))
+            text, canary_text = self._redis.mget(self._wanted_key(draft), self._canary_key(draft))
+        canary = None if canary_text is None else _decode_or_none(canary_text, Canary)
+        if canary is not None and canary.replica == replica:
+            return cast(DraftRelease, canary.release)
         return None if text is None else _decode_or_none(text, DraftRelease)
+
+    def set_canary(self, canary: Canary | None, draft: str = "default") -> None:
+        """Set what one replica serves before all others; None = nothing."""
+        with self._errors():
+            if canary is None:
+                self._redis.delete(self._canary_key(draft))
+            else:
+                self._redis.set(self._canary_key(draft), encode(canary))
+
+    def canary(self, draft: str = "default") -> Canary | None:
+        """What one replica serves before all others."""
+        with self._errors():
+            text = self._redis.get(self._canary_key(draft))
+        return None if text is None else _decode_or_none(text, Canary)
 
     def set_terms(self, terms: EngineTerms) -> None:
         """Tell attached engines what is switched on."""
@@ -142,23 +165,29 @@ class Registry:
         """Append all records to the feed, or none, in order."""
         with self._errors(), self._redis.pipeline() as pipe:
             for record in records:
+                if isinstance(record, OF_REPLICAS):
+                    record = replace(record, sent_at=time.time())
                 entry = {"type": type(record).__name__, "json": encode(record)}
                 pipe.xadd(f"{self._prefix}:feed", entry, maxlen=self._feed_length)
             pipe.execute()
 
     def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]:
         """Up to `count` records behind the id `after`, oldest first. Undecodable records are
-        skipped.
+        skipped. What replicas sent has its times by this process's clock, whatever theirs is: the
+        server's clock saw it come.
 
         Example:
             for last, record in registry.read(after=last):
                 history.add(record)
         """
         while True:
-            with self._errors():
-                entries = self._redis.xrange(f"{self._prefix}:feed", min=f"({after}", count=count)
+            with self._errors(), self._redis.pipeline() as pipe:
+                pipe.xrange(f"{self._prefix}:feed", min=f"({after}", count=count)
+                pipe.time()
+                entries, (seconds, microseconds) = pipe.execute()
+            behind_s = round(time.time() - seconds - microseconds / 1e6)
             decoded = map(_decode_entry, entries)
-            found = [(entry_id, record) for entry_id, record in decoded if record is not None]
+            found = [(i, _by_our_clock(i, r, behind_s)) for i, r in decoded if r is not None]
             if found or len(entries) < count:
                 return found
             after = entries[-1][0].decode()
@@ -174,6 +203,9 @@ class Registry:
     def _wanted_key(self, draft: str) -> str:
         return f"{self._prefix}:wanted:{draft}"
 
+    def _canary_key(self, draft: str) -> str:
+        return f"{self._prefix}:canary:{draft}"
+
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
@@ -188,6 +220,15 @@ def _decode_entry(entry: tuple[bytes, dict[bytes, bytes]]) -> tuple[str, FeedRec
     record_type = FEED_TYPES.get(fields.get(b"type", b"").decode(errors="replace"))
     record = None if record_type is None else _decode_or_none(fields.get(b"json", b""), record_type)
     return entry_id.decode(), record
+
+
+def _by_our_clock(entry_id: str, record: FeedRecord, behind_s: int) -> FeedRecord:
+    """`behind_s`: how far the server's clock is behind this process's. Whole seconds, so that a
+    record read again is the same, and one of a right clock is unchanged."""
+    if not isinstance(record, OF_REPLICAS) or not record.sent_at:
+        return record
+    came_at = int(entry_id.partition("-")[0]) / 1000 + behind_s
+    return replace(record, at=record.at + round(came_at - record.sent_at), sent_at=0.0)
 
 
 def _decode_heartbeat(text: bytes) -> ReplicaStatus | None:

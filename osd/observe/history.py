@@ -146,21 +146,26 @@ class History:
         return columns
 
     def window(
-        self, version: int | None = None, since: float = 0.0, until: float = math.inf
+        self,
+        version: int | None = None,
+        since: float = 0.0,
+        until: float = math.inf,
+        replica: str | None = None,
     ) -> SpecWindow | None:
-        """The sum of all windows of a version (None = of all versions) in a span; None without
-        any."""
+        """The sum of all windows of a version (None = of all versions) and of a replica (the same)
+        in a span; None without any."""
         with self._lock:
             counts = self._counts.since(since)
-            found = [(k, c) for k, c in counts if version in (None, k[2]) and k[0] <= until]
+            wanted = [(k, c) for k, c in counts if version in (None, k[2]) and k[0] <= until]
+            found = [(k, c) for k, c in wanted if replica in (None, k[1])]
         if not found:
             return None
         total = Counters()
         for _, counted in found:
             total.add(counted)
-        start, replica, newest_version, k = max(found, key=lambda item: item[0])[0]
-        at = max(self._ends.get(replica, start), start)
-        return SpecWindow.of(total, at=at, replica=replica, version=newest_version, k=k)
+        start, name, newest_version, k = max(found, key=lambda item: item[0])[0]
+        at = max(self._ends.get(name, start), start)
+        return SpecWindow.of(total, at=at, replica=name, version=newest_version, k=k)
 
     def served(self, version: int) -> tuple[int, int]:
         """(tested, accepted) draft tokens of a version, in the feed and in the file."""

@@ -55,7 +55,14 @@ from osd.records.trace import (
     Trace,
     clean_domain,
 )
-from osd.records.training import NO_TRACES, ClassReport, DraftRelease, EvalReport, RoundOutcome
+from osd.records.training import (
+    NO_TRACES,
+    Canary,
+    ClassReport,
+    DraftRelease,
+    EvalReport,
+    RoundOutcome,
+)
 from osd.records.wire import decode, encode
 
 __all__ = [
@@ -68,6 +75,7 @@ __all__ = [
     "STEPS",
     "TRACE_ARRAYS",
     "BufferStats",
+    "Canary",
     "ClassReport",
     "CommitReport",
     "Counters",

@@ -34,6 +34,8 @@ class SwapReport:
     """Whether the live draft was read back and found to be this one; False where an engine cannot
     be read back."""
     error: str = ""
+    sent_at: float = 0.0
+    """When it was sent, by the clock of `at`; 0 = not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,8 @@ class SpecWindow:
     num_captured: int = 0
     decode_seconds: float = 0.0
     num_decode_tokens: int = 0
+    sent_at: float = 0.0
+    """When it was sent, by the clock of `at`; 0 = not known."""
 
     @classmethod
     def of(cls, counters: Counters, **labels: Any) -> SpecWindow:

@@ -88,7 +88,8 @@ class EngineTerms:
 
     Example:
         EngineTerms(target_id="9f2c", steps=("observe", "capture"), capture={"top_k": 64},
-                    buffer={"max_traces": 20000, "max_domains": 64}, drafts_url="http://10.0.0.1:8001", drafts_token="...")
+                    buffer={"max_traces": 20000, "max_domains": 64},
+                    drafts_url="http://10.0.0.1:8001", drafts_token="...")
     """
 
     target_id: str

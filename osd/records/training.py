@@ -126,3 +126,17 @@ class DraftRelease:
     """How it came to be; None for the draft the service started with."""
     origin: str = ""
     """Fingerprint of the draft its line of releases began with; "" = not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Canary:
+    """A new release that one of several replicas serves first.
+
+    Example:
+        Canary(replica="gpu-2-8000", release=DraftRelease(...), before=DraftRelease(...))
+    """
+
+    replica: str
+    release: DraftRelease
+    before: DraftRelease
+    """What all others serve meanwhile."""

@@ -21,6 +21,7 @@ from buffers.embedded import EmbeddedValkey
 from osd.errors import ConfigError, ReplayBufferError
 from osd.exchange.registry import FeedRecord, Registry
 from osd.records import (
+    Canary,
     DraftRelease,
     Event,
     MetricPoint,
@@ -306,20 +307,20 @@ class Deaf:
                 if b"CLIENT\r\n" in data:
                     connection.sendall(b"+OK\r\n" * data.count(b"CLIENT\r\n"))
                     continue
-                self.heard += [name for name in (b"XADD", b"GET") if name in data]
+                self.heard += [name for name in (b"XADD", b"MGET") if name in data]
                 if len(self.heard) <= self._num_closed:
                     return
                 connection.sendall(self._answer)
 
 
 def test_a_connection_that_breaks_is_tried_once_more() -> None:
-    with Deaf(num_closed=1, answer=b"$-1\r\n") as server:
+    with Deaf(num_closed=1, answer=b"*2\r\n$-1\r\n$-1\r\n") as server:
         assert Registry(server.url, "d").wanted() is None
-        assert server.heard == [b"GET", b"GET"]
-    with Deaf(num_closed=2, answer=b"$-1\r\n") as server:
+        assert server.heard == [b"MGET", b"MGET"]
+    with Deaf(num_closed=2, answer=b"*2\r\n$-1\r\n$-1\r\n") as server:
         with pytest.raises(ReplayBufferError):
             assert Registry(server.url, "d").wanted() is None
-        assert server.heard == [b"GET", b"GET"]
+        assert server.heard == [b"MGET", b"MGET"]
 
 
 def test_what_was_not_answered_in_time_is_not_said_again() -> None:
@@ -364,3 +365,70 @@ def test_each_part_has_the_place_where_it_was_started_last(registry: Registry) -
     for place in (first, control, replace(first, host="c")):
         registry.set_place(place)
     assert registry.places() == [control, replace(first, host="c")]
+
+
+WINDOW = SpecWindow(
+    at=1.0,
+    replica="r",
+    version=2,
+    seconds=1.0,
+    k=2,
+    num_drafts=1,
+    num_draft_tokens=2,
+    num_accepted_tokens=1,
+    num_accepted_tokens_per_pos=(1, 0),
+    num_tested_per_pos=(1, 1),
+)
+SWAP = SwapReport(at=2.0, replica="r", version=2, previous=1, ok=True, stage_s=0.1, pause_s=0.01)
+
+
+@pytest.mark.parametrize("wrong_by", [-3600.0, -30.0, 0.0, 30.0, 3600.0])
+def test_a_replica_whose_clock_is_wrong_hides_nothing(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, wrong_by: float
+) -> None:
+    """What it says ended so many seconds before it was sent, which is now."""
+    now = time.time()
+    at = {"window": now + wrong_by - 4, "swap": now + wrong_by - 2}
+    window, swap = replace(WINDOW, at=at["window"]), replace(SWAP, at=at["swap"])
+    monkeypatch.setattr("osd.exchange.registry.time.time", lambda: now + wrong_by)
+    registry.publish(window, swap)
+    monkeypatch.undo()
+    (read_window, read_swap) = [record for _, record in registry.read()]
+    assert read_window.at == pytest.approx(now - 4, abs=1.5)
+    assert read_swap.at == pytest.approx(now - 2, abs=1.5)
+    assert [record for _, record in registry.read()] == [read_window, read_swap]
+    if not wrong_by:
+        assert [read_window, read_swap] == [window, swap]
+
+
+def test_events_keep_the_time_they_were_given(registry: Registry) -> None:
+    event = Event(at=5.0, kind="note", text="long ago")
+    registry.publish(event)
+    assert [record for _, record in registry.read()] == [event]
+
+
+def test_a_server_whose_clock_is_wrong_changes_no_time(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here: all others are an hour ahead of it."""
+    later = time.time() + 3600
+    monkeypatch.setattr("osd.exchange.registry.time.time", lambda: later)
+    window = replace(WINDOW, at=later - 4)
+    registry.publish(window)
+    assert [record for _, record in registry.read()] == [window]
+
+
+def test_one_replica_is_told_first(registry: Registry, raw: Any) -> None:
+    newer = replace(RELEASE, version=5)
+    assert registry.canary() is None
+    registry.set_wanted(RELEASE)
+    canary = Canary(replica="one", release=newer, before=RELEASE)
+    registry.set_canary(canary)
+    assert registry.canary() == canary
+    assert registry.wanted("default", "one") == newer
+    assert registry.wanted("default", "other") == registry.wanted() == RELEASE
+    assert registry.wanted("other", "one") is None, "of another draft"
+    raw.set("osd:here:canary:default", '{"replica": "one"}')
+    assert registry.wanted("default", "one") == RELEASE and registry.canary() is None
+    registry.set_canary(None)
+    assert registry.wanted("default", "one") == RELEASE

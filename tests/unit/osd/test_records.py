@@ -35,8 +35,11 @@ def test_the_example_of_each_record_is_one(cls: type) -> None:
         if cls is not EvalReport
         else call.group(1)
     )
-    text = text.replace("RoundOutcome(...)", "None")
-    example = eval(text, {**names, "report": report})
+    text = text.replace("RoundOutcome(...)", "None").replace("DraftRelease(...)", "release")
+    release = records.DraftRelease(
+        version=1, parent=0, path="/v1", sha256="ab", target_id="9f2c", created_at=1.0
+    )
+    example = eval(text, {**names, "report": report, "release": release})
     assert isinstance(example, cls)
     if cls is not Trace:
         assert records.decode(records.encode(example), cls) == example

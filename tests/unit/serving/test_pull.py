@@ -136,8 +136,8 @@ class FakeRegistry:
         self.status: ReplicaStatus | None = None
         self.is_away = False
 
-    def wanted(self, draft: str) -> DraftRelease | None:
-        assert draft == "default"
+    def wanted(self, draft: str, replica: str) -> DraftRelease | None:
+        assert (draft, replica) == ("default", "replica-0")
         self._answer()
         return self.want
 

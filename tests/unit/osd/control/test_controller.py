@@ -27,6 +27,7 @@ from osd.exchange.registry import FeedRecord
 from osd.observe.history import History
 from osd.records import (
     BufferStats,
+    Canary,
     DraftRelease,
     EngineTerms,
     EvalReport,
@@ -54,6 +55,7 @@ class MemoryRegistry:
         self.wishes: dict[str, DraftRelease] = {}
         self.living: list[ReplicaStatus] = []
         self.told: EngineTerms | None = None
+        self.told_canary: Canary | None = None
         self.is_away = False
 
     def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]:
@@ -72,8 +74,10 @@ class MemoryRegistry:
         self._check()
         return list(self.living)
 
-    def wanted(self, draft: str = "default") -> DraftRelease | None:
+    def wanted(self, draft: str = "default", replica: str = "") -> DraftRelease | None:
         self._check()
+        if self.told_canary is not None and self.told_canary.replica == replica:
+            return self.told_canary.release
         return self.wishes.get(draft)
 
     def terms(self) -> EngineTerms | None:
@@ -83,6 +87,14 @@ class MemoryRegistry:
     def set_terms(self, terms: EngineTerms) -> None:
         self._check()
         self.told = terms
+
+    def canary(self, draft: str = "default") -> Canary | None:
+        self._check()
+        return self.told_canary
+
+    def set_canary(self, canary: Canary | None, draft: str = "default") -> None:
+        self._check()
+        self.told_canary = canary
 
     def set_wanted(self, release: DraftRelease) -> None:
         self._check()
