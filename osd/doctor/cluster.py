@@ -27,6 +27,4 @@ def checks(
     yield cluster_hosts.check_here()
     config = cluster_file.head_configuration(file)
     ports = {file.hosts[0]: [PORT, config.serving.port, config.control.port]}
-    yield from cluster_hosts.check_hosts(
-        file, ports, config.serving.target, ask or cluster_hosts.ssh(file)
-    )
+    yield from cluster_hosts.check_hosts(file, ports, config, ask or cluster_hosts.ssh(file))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from osd.common.wording import size
+from osd.config.schema import Config
 from osd.doctor.checks import Check
 from osd.doctor.cluster_file import ClusterFile
 
@@ -32,6 +33,7 @@ found = {
     "python": list(sys.version_info[:2]),
     "programs": [name for name in ("rsync", "make", "sh") if shutil.which(name)],
     "disk": shutil.disk_usage(home).free,
+    "gpus": len(glob.glob("/proc/driver/nvidia/gpus/*")),
     "taken": [port for port in ports if taken(port)],
     "runs": bool(glob.glob("/tmp/osd-%d/ray.state" % os.getuid())),
     "versions": {},
@@ -91,9 +93,10 @@ def check_here() -> Check:
 
 
 def check_hosts(
-    file: ClusterFile, ports: Mapping[str, Sequence[int]], target: str, ask: Ask
+    file: ClusterFile, ports: Mapping[str, Sequence[int]], config: Config, ask: Ask
 ) -> Iterator[Check]:
-    """`ports`: address -> those that its processes will listen on; `target`: its directory."""
+    """`ports`: address -> those that its processes will listen on; `config`: the head's."""
+    target = config.serving.target
     found: dict[str, dict[str, Any]] = {}
     for host in file.hosts:
         where = file.at("provider.head_ip" if host == file.hosts[0] else "provider.worker_ips")
@@ -110,7 +113,32 @@ def check_hosts(
         else:
             last = said.splitlines()[-1] if said else "ssh lets nobody in, or it has no python3"
             yield Check(host, False, f"{where}: cannot be asked by ssh ({last})")
+    yield from _gpus(file, found, config)
     yield from _equal(found, target)
+
+
+def _gpus(
+    file: ClusterFile, found: Mapping[str, Mapping[str, Any]], config: Config
+) -> Iterator[Check]:
+    """Whether the head has the engine's GPUs, and the trainer's machine its own: Ray would wait for
+    them for ever."""
+    head, *workers = file.hosts
+    is_elsewhere = bool(config.ray.trainer_resource)
+    of_trainer = config.trainer.num_gpus if config.trainer.enabled else 0.0
+    wanted = {"serving.num_gpus": (config.serving.num_gpus, [head])}
+    if is_elsewhere:
+        wanted["trainer.num_gpus"] = (of_trainer, workers)
+    else:
+        wanted["serving.num_gpus + trainer.num_gpus"] = (
+            config.serving.num_gpus + of_trainer,
+            [head],
+        )
+    for key, (num, hosts) in wanted.items():
+        asked = [host for host in hosts if host in found]
+        most = max((found[host]["gpus"] for host in asked), default=num)
+        if num > most:
+            where = " or ".join(asked)
+            yield Check("GPUs", False, f"{key}={num:g}, and {where} has {most}; ask for no more")
 
 
 def _problems(found: Mapping[str, Any]) -> Iterator[str]:

@@ -16,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from osd.cli import app
+from osd.config import reading
 from osd.doctor import cluster, cluster_file, cluster_hosts
 from osd.doctor.checks import Check
 from tests.support.paths import ROOT
@@ -148,6 +149,7 @@ WELL = {
     "python": [3, 11],
     "programs": ["rsync", "make", "sh"],
     "disk": 50 << 30,
+    "gpus": 1,
     "taken": [],
     "runs": False,
     "versions": {"ray": "2.60.0"},
@@ -221,6 +223,36 @@ def test_the_head_needs_the_target_and_others_may_train_without(machines: Machin
     assert "target /models/target equal on 10.0.0.1" in said
     machines.answers["10.0.0.1"] = WELL | {"fingerprint": ""}
     assert machines.broken() == ["target: /models/target is no directory on 10.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("serving.num_gpus=1", ""),
+        ("serving.num_gpus=2", "serving.num_gpus=2, and 10.0.0.1 has 1; ask for no more"),
+        ("serving.num_gpus=1 trainer.num_gpus=1", ""),
+        ("trainer.num_gpus=2", "trainer.num_gpus=2, and 10.0.0.2 has 1; ask for no more"),
+        ("trainer.num_gpus=2 trainer.enabled=false", ""),
+    ],
+)
+def test_gpus_that_no_machine_has_are_named(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, overrides: str, says: str
+) -> None:
+    given = ["ray.trainer_resource=train", "ray.address=10.0.0.1:6380", "buffer.host=10.0.0.1"]
+    given += overrides.split()
+    config = reading.load(overrides=given, environ={}).config
+    monkeypatch.setattr(cluster_file, "head_configuration", lambda file: config)
+    assert machines.broken() == ([f"GPUs: {says}"] if says else [])
+
+
+def test_without_a_machine_of_its_own_the_trainer_needs_gpus_of_the_head(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["serving.num_gpus=0.7", "trainer.num_gpus=0.5"]
+    config = reading.load(overrides=given, environ={}).config
+    monkeypatch.setattr(cluster_file, "head_configuration", lambda file: config)
+    (found,) = machines.broken()
+    assert found.startswith("GPUs: serving.num_gpus + trainer.num_gpus=1.2, and 10.0.0.1 has 1")
 
 
 def test_ports_of_our_own_service_are_not_in_the_way(machines: Machines) -> None:
