@@ -30,6 +30,7 @@ from redis.retry import Retry
 
 from buffers import aof, guardian
 from buffers.program import find_server
+from osd.common.files import replace_file
 from osd.errors import ReplayBufferError
 
 logger = logging.getLogger(__name__)
@@ -139,9 +140,10 @@ class EmbeddedValkey:
 
     def _kept_password(self) -> str:
         path = self._directory / "password"
-        if not path.exists():
-            _write_private(path, self._password)
-        return path.read_text()
+        kept = path.read_text() if path.exists() else ""
+        if not kept:
+            replace_file(path, self._password.encode())
+        return kept or self._password
 
     def _take_directory(self) -> None:
         """Lock the directory. The server inherits the lock and holds it until it ends."""

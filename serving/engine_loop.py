@@ -34,8 +34,9 @@ MAX_PAUSE = 30.0
 class EngineLoop:
     """Of an `AsyncLLM` whose workers have the extension, started with `release`.
 
-    `registry` None: nothing is pulled and reported. `off`, part that does not work -> why, is
-    written to; the other arguments are those of `serving.replica.Replica`.
+    `registry` None: nothing is pulled and reported. `heard`: whether steps are counted and
+    captured from the start (`WorkerExtension.osd_switch`). `off`, part that does not work -> why,
+    is written to; the other arguments are those of `serving.replica.Replica`.
     """
 
     def __init__(
@@ -54,20 +55,24 @@ class EngineLoop:
         here: Here = as_it_lies,
         off: dict[str, str] | None = None,
         awake_note: str = "",
+        heard: tuple[bool, bool] = (True, True),
     ) -> None:
         self._engine, self._config = engine, config
         self._name, self._url = name, url
         self._release, self._target_id = release, target_id
         self._registry, self._sink = registry, sink
         self._is_controlled, self._awake_note = is_controlled, awake_note
-        self._activity, self._here = activity, here
+        self._activity, self._here, self._heard = activity, here, heard
         self._off = {} if off is None else off
         self._puller: DraftPuller | None = None
         self.speculation_client: SpeculationClient | None = None
 
-    async def start(self, *, may_measure: bool = True) -> None:
+    async def start(self, *, may_measure: bool = True, permits: bool = True) -> None:
         """Install the hooks. `may_measure`: take the engine's time to measure its steps, which is
-        best done before its first request."""
+        best done before its first request. `permits`: let requests pass that are not drafted for.
+
+        Raises `SwapError` where the hooks are refused.
+        """
         k = self._config.speculation.k_max
         settings = trace_settings(
             self._release,
@@ -77,6 +82,8 @@ class EngineLoop:
             target_id=self._target_id,
             is_controlled=self._is_controlled,
             awake_note=self._awake_note,
+            is_observed=self._heard[0],
+            is_captured=self._heard[1],
         )
         ranks = Ranks(self._call)
         await ranks.start(settings)
@@ -84,7 +91,7 @@ class EngineLoop:
             self._off |= json.loads(off)
         if "sleep" in self._off:
             await self._call("osd_stay_awake")
-        if problem := await permit_undrafted(self._engine):
+        if permits and (problem := await permit_undrafted(self._engine)):
             parts.switch_off(self._off, "undrafted", problem)
         if self._is_controlled:
             utility = partial(call_core, self._engine)
@@ -122,10 +129,9 @@ class EngineLoop:
         if self._puller is not None:
             self._puller.steps = steps
 
-    async def go_back(self, release: DraftRelease) -> None:
-        """Serve a draft that is not the wanted one."""
-        if self._puller is not None:
-            await self._puller.turn_to(release)
+    async def go_back(self, release: DraftRelease) -> bool:
+        """Serve a draft that is not the wanted one. Whether it went well."""
+        return self._puller is not None and await self._puller.turn_to(release)
 
     async def _call(self, method: str, *args: Any) -> list[str]:
         """Call the worker extension on all ranks. Returns their answers in order."""

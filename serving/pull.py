@@ -61,9 +61,13 @@ class Activity:
         self._clock = clock
         self._num_open = 0
         self._last_at = clock()
+        self.is_always = False
+        """Whether it is used in ways that are not seen here."""
 
     def is_recent(self) -> bool:
-        return self._num_open > 0 or self._clock() - self._last_at < SECONDS_ACTIVE
+        return (
+            self.is_always or self._num_open > 0 or self._clock() - self._last_at < SECONDS_ACTIVE
+        )
 
     def watching(self, app: Any) -> Any:
         """The ASGI application, with its POST requests noted."""

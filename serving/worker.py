@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from osd.config.schema import CaptureConfig
+from osd.errors import OSDError
 from osd.records import DraftRelease, RankReport, Trace, WorkerReport, decode, encode
 from serving.capture.capture import NO_VERSION, Capture
 from serving.speculation.lazy_draft import LazyDraft, lazy_draft, why_awake
@@ -86,10 +87,22 @@ class WorkerExtension:
         raise TypeError("serve with a worker extension that says where traces go")
 
     def osd_start(self, settings: str) -> str:
-        """Install the hooks. `settings`: {"capture", "release", "k", "sink", "target_id", "seed",
-        "is_controlled", "awake_note"}. Answers with a `RankReport` of the draft the engine has
-        loaded."""
-        options = json.loads(settings)
+        """Install the hooks, once. `settings`: {"capture", "release", "k", "sink", "target_id",
+        "seed", "is_controlled", "awake_note", "is_observed", "is_captured"}. Answers with a
+        `RankReport` of the draft the engine has loaded, or with why they are not installed."""
+        if (started := getattr(self, "osd_started", "")) != "":
+            return str(started)
+        try:
+            self.osd_started = self.osd_install(json.loads(settings))
+        except Exception as error:
+            if not isinstance(error, OSDError):
+                logger.exception("the hooks are not installed")
+            why = str(error) if isinstance(error, OSDError) else f"{type(error).__name__}: {error}"
+            return encode(RankReport(refused=why)).decode()
+        return self.osd_started
+
+    def osd_install(self, options: dict[str, Any]) -> str:
+        """Install the hooks."""
         release = decode(json.dumps(options["release"]), DraftRelease)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         self.osd_off = dict(_OFF_AT_IMPORT)
@@ -138,6 +151,7 @@ class WorkerExtension:
         )
         if self.osd_hook is None:
             self.osd_capture.assembler.skipped["hook_error"] += 1
+        self.osd_switch(options.get("is_observed", True), options.get("is_captured", True))
         self.osd_split = StepSplit()
         parts.start(self.osd_off, "split", self.osd_split.start)
 
@@ -164,10 +178,12 @@ class WorkerExtension:
             self.osd_lazy_draft.leave()
 
     @answering
-    def osd_switch(self, is_observed: bool, is_captured: bool) -> str:
-        """What is heard of the engine's steps from now on: nothing, counters, or traces too."""
+    def osd_switch(self, is_observed: bool, is_captured: bool, capture: str = "") -> str:
+        """What is heard of the engine's steps from now on: nothing, counters, or traces too.
+        `capture`: the section as it is now; "" = unchanged."""
         if self.osd_is_first_rank and self.osd_hook is not None:
-            self.osd_capture.set_enabled(is_captured)
+            config = CaptureConfig.model_validate_json(capture) if capture else None
+            self.osd_capture.set_enabled(is_captured, config)
             if self.osd_hook.is_listening and not is_observed:
                 self.osd_capture.let_go()
             self.osd_hook.listen(is_observed)
@@ -216,7 +232,11 @@ class WorkerExtension:
     @answering
     def osd_confirm(self) -> str:
         """What is live is whole on all ranks, and counts for its version: a `RankReport`."""
-        return self.osd_answer(self.osd_swapper.confirm())
+        answer = self.osd_answer(self.osd_swapper.confirm())
+        if self.osd_is_first_rank and self.osd_swapper.version == NO_VERSION:
+            # A draft that is no release: what it serves counts for none.
+            self.osd_capture.windows.last_version = NO_VERSION
+        return answer
 
     @answering
     def osd_disown(self) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from osd.attach.plugin import VARIABLE
@@ -24,6 +25,8 @@ PLUGIN = "osd"
 """Name of both entry points, in `VLLM_PLUGINS`."""
 EXTENSION = "osd.service.worker.Worker"
 SCHEDULER = "serving.speculation.scheduler.controlled_scheduler"
+HEADS = ("eagle3", "eagle-", "dflash", "dspark")
+"""Parts of a draft's name by which vLLM goes where no method is given."""
 ATTACHED_KEY = "osd_attached"
 """Key within vLLM's `additional_config` that says that an engine was built to be attached."""
 
@@ -40,6 +43,8 @@ def prepare(args: Any, environ: Mapping[str, str] = os.environ) -> None:
     if problem := why_not(args, environ):
         logger.warning("%s is set, but this engine is not attached: %s", VARIABLE, problem)
         return
+    # The workers will import it. Where it lacks a library, nothing may be changed yet.
+    import_module(EXTENSION.rpartition(".")[0])
     speculative = dict(args.speculative_config)
     k = int(speculative["num_speculative_tokens"])
     given = dict(args.additional_config or {})
@@ -63,6 +68,11 @@ def why_not(args: Any, environ: Mapping[str, str] = os.environ) -> str:
         return "it has no draft model; give one with --speculative-config"
     if speculative.get("method") not in (None, "draft_model"):
         return f"it drafts by {speculative['method']!r}, and only draft models can learn"
+    name = str(speculative["model"]).lower()
+    if head := next((word for word in HEADS if word in name), ""):
+        return f"vLLM takes its draft for a head, since its name contains {head!r}"
+    if "num_speculative_tokens_per_batch_size" in speculative:
+        return "it has a table of draft tokens by batch size, which would be lost"
     if not speculative.get("num_speculative_tokens"):
         return "--speculative-config lacks num_speculative_tokens"
     for name in ("worker_extension_cls", "scheduler_cls"):

@@ -1,7 +1,9 @@
 """Entry point of `vllm.endpoint_plugins`, which vLLM loads in its API process if `VLLM_PLUGINS`
 names it: heartbeat and pull loop beside the server, and our headers in front of it.
 
-Without `OSD_ATTACH` in the environment it does nothing.
+Without `OSD_ATTACH` in the environment it does nothing. vLLM does not guard these calls, so nothing
+may be raised here, and nothing may be waited for long: an engine's start depends on no service of
+ours.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Coroutine
-from contextlib import suppress
 from typing import Any
 
 from osd.attach.plugin import VARIABLE
 
 logger = logging.getLogger(__name__)
+
+SECONDS_TO_BEGIN = 40.0
+"""How long vLLM's start waits for what is installed, and measured, before the first request."""
+NOT_ATTACHED = "this engine is not attached; it serves as without"
 
 
 class AttachedEndpoint:
@@ -25,37 +29,47 @@ class AttachedEndpoint:
     name = "osd"
     required_tasks = ("generate",)
 
+    def __init__(self) -> None:
+        self._activity: Any = None
+
     def attach_router(self, app: Any) -> None:
         """Put our middleware around vLLM's application."""
         if os.environ.get(VARIABLE):
-            from serving.headers import HeadersToXargs
-            from serving.pull import Activity
+            try:
+                from serving.headers import HeadersToXargs
+                from serving.pull import Activity
 
-            self._activity = Activity()
-            app.add_middleware(HeadersToXargs)
-            app.add_middleware(Watched, activity=self._activity)
+                self._activity = Activity()
+                app.add_middleware(HeadersToXargs)
+                app.add_middleware(Watched, activity=self._activity)
+            except Exception:
+                logger.exception(NOT_ATTACHED)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Begin the loop beside the engine. Whatever fails, the engine serves."""
         url = os.environ.get(VARIABLE)
-        if not url or engine_client is None:
+        if not url or engine_client is None or self._activity is None:
             return
         try:
             loop = attached_loop(engine_client, args, url, self._activity)
-            if loop is not None:
-                from serving.engine_loop import look_after
-
-                await loop.look()
-                beside = until_the_engine_ends(look_after(engine_client, loop))
-                state.osd_task = asyncio.create_task(beside, name="osd")
         except Exception:
-            logger.exception("this engine is not attached; it serves as without")
+            logger.exception(NOT_ATTACHED)
+            return
+        if loop is not None:
+            state.osd_task = asyncio.create_task(run(engine_client, loop), name="osd")
+            await asyncio.wait({state.osd_task, loop.begun_task()}, timeout=SECONDS_TO_BEGIN,
+                               return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+            loop.is_serving = True
 
 
-async def until_the_engine_ends(looking: Coroutine[Any, Any, None]) -> None:
-    """vLLM says itself when its engine has died."""
-    with suppress(RuntimeError):
-        await looking
+async def run(engine: Any, loop: Any) -> None:
+    """Until the engine dies, which vLLM says itself."""
+    from serving.engine_loop import look_after
+
+    try:
+        await look_after(engine, loop)
+    except RuntimeError as error:
+        logger.info("%s", error)
 
 
 class Watched:
@@ -72,7 +86,7 @@ def attached_loop(engine: Any, args: Any, url: str, activity: Any) -> Any:
     """The loop of this engine; None in one that was not built to be attached, and in all API
     processes but its first."""
     from osd.attach.arguments import ATTACHED_KEY
-    from osd.attach.loop import AttachedLoop
+    from osd.attach.loop import AttachedLoop, Models
     from osd.exchange.registry import Registry
     from serving.vllm import attached, parts
     from serving.vllm.undrafted import refuse_undrafted
@@ -82,8 +96,11 @@ def attached_loop(engine: Any, args: Any, url: str, activity: Any) -> Any:
     if built is None:
         return None
     parts.start(built["off"], "requests", refuse_undrafted)
-    if attached.api_process_rank(engine) > 0:
+    rank, num_processes = attached.api_process(engine)
+    if rank > 0:
         return None
+    if num_processes > 1:
+        activity.is_always = True  # requests of the other processes are not seen
     deployment = os.environ.get("OSD_DEPLOYMENT", "default")
     host = args.host if args.host not in (None, "", "0.0.0.0", "::") else socket.gethostname()
     scheme = "https" if args.ssl_certfile else "http"
@@ -94,7 +111,8 @@ def attached_loop(engine: Any, args: Any, url: str, activity: Any) -> Any:
         deployment=deployment,
         name=os.environ.get("OSD_REPLICA") or f"{socket.gethostname()}-{args.port}",
         url=f"{scheme}://{host}:{args.port}",
-        models=(config.model_config.model, config.speculative_config.model),
+        models=Models(*attached.models(engine)),
         built=built,
         activity=activity,
+        permits=num_processes == 1,
     )

@@ -6,21 +6,22 @@
                        control   k is decided step by step; off: vLLM's own way
 
 Until terms come, and with everything switched off, the engine is as vLLM started it. While Redis is
-away, the last terms hold.
+away, the last terms hold. What fails is tried again with the next look.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from osd.attach.fetch import read_over_http
 from osd.common.model_directory import WEIGHTS, digests
-from osd.config.schema import Config
+from osd.config.schema import CaptureConfig, Config
 from osd.errors import OSDError
 from osd.exchange.registry import Registry
 from osd.exchange.transfer import DraftsHere, FetchedDrafts
@@ -29,17 +30,26 @@ from osd.records import DraftRelease, EngineTerms
 from serving.capture.capture import NO_VERSION
 from serving.engine_loop import EngineLoop
 from serving.pull import Activity, Here
+from serving.vllm.server import call_core
 
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
-class AttachedLoop:
-    """Beside one engine. `built` is what `osd/attach/arguments.py` left in its configuration.
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Target and draft as vLLM was given them."""
 
-    `models` names target and draft as the engine was given them.
-    """
+    target: str
+    draft: str
+    target_revision: str | None = None
+    draft_revision: str | None = None
+    cache_dir: str | None = None
+
+
+class AttachedLoop:
+    """Beside one engine. `built` is what `osd/attach/arguments.py` left in its configuration."""
 
     def __init__(
         self,
@@ -50,32 +60,47 @@ class AttachedLoop:
         deployment: str,
         name: str,
         url: str,
-        models: tuple[str, str],
+        models: Models,
         built: dict[str, Any],
         activity: Activity,
+        permits: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._registry, self._activity = engine, registry, activity
         self._redis_url, self._deployment = redis_url, deployment
         self._name, self._url, self._models = name, url, models
-        self._k, self._off = int(built["k"]), dict(built["off"])
+        self._k, self._off, self._permits = int(built["k"]), dict(built["off"]), permits
         self._clock = clock
+        self.is_serving = False
+        """Whether requests come, so that the engine's time is theirs."""
         self._terms: EngineTerms | None = None
+        """Those that are followed."""
+        self._newest: EngineTerms | None = None
         self._look_at = 0.0
+        self._has_begun = asyncio.Event()
         self._own: DraftRelease | None = None
         """The draft that the engine was started with."""
+        self._target_id = ""
         self._beside: EngineLoop | None = None
-        self._steps: tuple[str, ...] = ()
+        self._is_swapped = False
+        """Whether the engine may serve another draft than its own."""
 
     @property
     def seconds_between_looks(self) -> float:
         return 0.25
 
+    def begun_task(self) -> asyncio.Task[bool]:
+        """Ends when the deployment was asked for the first time, and what it wants is installed."""
+        return asyncio.create_task(self._has_begun.wait(), name="osd-begun")
+
     async def look(self) -> None:
         """Follow the terms, then do what is switched on."""
-        if self._clock() >= self._look_at:
-            self._look_at = self._clock() + SECONDS_BETWEEN_LOOKS
-            await self._ask()
+        try:
+            if self._clock() >= self._look_at:
+                self._look_at = self._clock() + SECONDS_BETWEEN_LOOKS
+                await self._ask()
+        finally:
+            self._has_begun.set()
         if self._beside is not None:
             await self._beside.look()
 
@@ -86,23 +111,28 @@ class AttachedLoop:
             return  # Redis is away: the last terms hold
         if terms is None or terms == self._terms:
             return
-        self._terms = terms
-        if self._beside is None and terms.steps:
-            await self._begin(terms)
-        if self._beside is not None:
-            await self._follow(terms.steps)
-
-    async def _begin(self, terms: EngineTerms) -> None:
-        """Install the hooks. An engine of another target is left alone, and the log says so."""
-        target, own = await asyncio.to_thread(self._look_at_models, terms)
-        if target != terms.target_id:
-            return logger.error(
+        self._newest = terms
+        if self._own is None:
+            found = await asyncio.to_thread(self._look_at_models, terms)
+            self._target_id, self._own = found
+        own: DraftRelease = self._own
+        steps = terms.steps if self._target_id == terms.target_id else ()
+        if self._target_id != terms.target_id:
+            logger.error(
                 "not attached to %s: its target is %s, and this engine serves another (%s, %s)",
                 self._deployment,
                 terms.target_id,
-                self._models[0],
-                target,
+                self._models.target,
+                self._target_id,
             )
+        if self._beside is None and steps:
+            self._beside = await self._begin(terms, own)
+        if self._beside is not None:
+            await self._follow(terms, steps, self._beside, own)
+        self._terms = terms
+
+    async def _begin(self, terms: EngineTerms, own: DraftRelease) -> EngineLoop:
+        """Install the hooks, deaf to what is switched off."""
         config = self._config(terms)
         is_controlled = "control" not in self._off
         beside = EngineLoop(
@@ -111,59 +141,69 @@ class AttachedLoop:
             name=self._name,
             url=self._url,
             release=own,
-            target_id=target,
+            target_id=self._target_id,
             registry=self._registry,
             sink={
                 "url": self._redis_url,
                 "deployment": self._deployment,
-                "target_id": target,
+                "target_id": self._target_id,
                 **terms.buffer,
             },
             is_controlled=is_controlled,
             activity=self._activity,
-            here=self._here(config, terms, own),
+            here=self._here(config, own),
             off=self._off,
             awake_note=str(config.data_path / f"{self._name}.awake"),
+            heard=heard(terms.steps),
         )
-        if is_controlled and "control" in terms.steps:
+        measures = is_controlled and "control" in terms.steps and not self.is_serving
+        if measures:
             await self._hold(False)
-        await beside.start(may_measure="control" in terms.steps)
-        self._own, self._beside = own, beside
-        return None
+        try:
+            await beside.start(may_measure=measures, permits=self._permits)
+        except BaseException:
+            if measures:
+                await self._hold(True)
+            raise
+        return beside
 
-    async def _follow(self, steps: tuple[str, ...]) -> None:
-        """Switch on and off. What is off already stays so."""
-        assert self._beside is not None and self._own is not None
-        is_captured = "capture" in steps
-        is_observed = is_captured or "observe" in steps or "control" in steps
-        await self._engine.collective_rpc("osd_switch", args=(is_observed, is_captured))
+    async def _follow(
+        self, terms: EngineTerms, steps: tuple[str, ...], beside: EngineLoop, own: DraftRelease
+    ) -> None:
+        """Switch on and off. Raises where the engine does not obey."""
+        capture = CaptureConfig.model_validate(terms.capture).model_dump_json()
+        answers = await self._engine.collective_rpc("osd_switch", args=(*heard(steps), capture))
+        if error := next(filter(None, (json.loads(a).get("error") for a in answers)), ""):
+            raise RuntimeError(f"what is heard of the engine could not be switched: {error}")
         if "control" not in self._off:
             await self._hold("control" not in steps)
-        if "swap" in self._steps and "swap" not in steps:
-            await self._beside.go_back(self._own)
-        self._beside.set_steps(steps)
-        self._steps = steps
+        beside.set_steps(steps)
+        if "swap" in steps:
+            self._is_swapped = True
+        elif self._is_swapped:
+            if not await beside.go_back(own):
+                raise RuntimeError("the engine's own draft could not be put back")
+            self._is_swapped = False
         logger.info("attached to %s: %s", self._deployment, ", ".join(steps) or "all is off")
 
     async def _hold(self, is_held: bool) -> None:
-        from serving.vllm.server import call_core
-
-        await call_core(self._engine, "osd_speculation", "hold", "true" if is_held else "false")
+        await call_core(self._engine, "osd_speculation", "hold", json.dumps(is_held))
 
     def _look_at_models(self, terms: EngineTerms) -> tuple[str, DraftRelease]:
         """The target's fingerprint, and the engine's own draft as a release."""
-        target = resolve.fingerprint(resolve.resolve(self._models[0], "the engine's target"))
-        draft = resolve.resolve(self._models[1], "the engine's draft")
-        files = digests(draft)
+        given = self._models
+        target = resolve.cached(given.target, given.target_revision, given.cache_dir)
+        draft = resolve.cached(given.draft, given.draft_revision, given.cache_dir)
+        files, target_id = digests(draft), resolve.fingerprint(target)
         first = terms.first
         is_first = first is not None and first.sha256 == files.get(WEIGHTS)
-        return target, DraftRelease(
+        return target_id, DraftRelease(
             version=first.version if first is not None and is_first else NO_VERSION,
             parent=0,
             path=str(draft),
             sha256=files.get(WEIGHTS, ""),
             files=files,
-            target_id=target,
+            target_id=target_id,
             created_at=time.time(),
         )
 
@@ -171,13 +211,25 @@ class AttachedLoop:
         return Config.model_validate(
             {
                 "deployment": self._deployment,
-                "serving": {"target": self._models[0], "draft": self._models[1]},
+                "serving": {"target": self._models.target, "draft": self._models.draft},
                 "speculation": {"k_max": self._k},
                 "capture": terms.capture,
             }
         )
 
-    def _here(self, config: Config, terms: EngineTerms, own: DraftRelease) -> Here:
-        read = partial(read_over_http, terms.drafts_url, terms.drafts_token)
+    def _here(self, config: Config, own: DraftRelease) -> Here:
+        """Where the control port is, and its token, are those of the newest terms."""
+
+        def read(version: int, name: str, offset: int, size: int) -> bytes:
+            assert self._newest is not None
+            where, token = self._newest.drafts_url, self._newest.drafts_token
+            return read_over_http(where, token, version, name, offset, size)
+
         fetched = DraftsHere(FetchedDrafts(config.data_path / "fetched"), read)
         return lambda release: release if release.path == own.path else fetched(release)
+
+
+def heard(steps: tuple[str, ...]) -> tuple[bool, bool]:
+    """Whether the engine's steps are counted, and captured."""
+    is_captured = "capture" in steps
+    return is_captured or "observe" in steps or "control" in steps, is_captured

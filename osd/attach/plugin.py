@@ -5,6 +5,7 @@ Without `OSD_ATTACH` in the environment it does nothing, and loads nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 
 VARIABLE = "OSD_ATTACH"
@@ -14,6 +15,9 @@ VARIABLE = "OSD_ATTACH"
 def register() -> None:
     """Let engines of this process be built so that they can be attached. May be called again."""
     if os.environ.get(VARIABLE):
-        from osd.attach.arguments import install
+        try:
+            from osd.attach.arguments import install
 
-        install()
+            install()
+        except Exception:  # vLLM would not start
+            logging.getLogger(__name__).exception("not attached; vLLM serves as without")

@@ -34,6 +34,7 @@ from osd.releases.store import ReleaseStore
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_SAVES = 30.0
+EVERYWHERE = ("0.0.0.0", "::")
 
 
 def open_history_file(path: Path) -> HistoryFile | None:
@@ -59,15 +60,14 @@ async def keep(history: History, seconds: float = SECONDS_BETWEEN_SAVES) -> None
             trouble.over(logger)
 
 
-def url_for_others(control: ControlConfig, redis_url: str) -> str:
-    """The control port as other machines reach it; "" where they do not. One that listens on all
-    addresses is on the machine of Redis, if that is not this one by name."""
-    if is_loopback(control.host):
-        return ""
+def url_for_others(control: ControlConfig, private_url: str) -> str:
+    """The control port as engines reach it. One that listens on all addresses is reached as the
+    private Valkey is (`private_url`, "" without), or by this machine's name."""
     host = control.host
-    if host in ("0.0.0.0", "::"):
-        named = urlsplit(redis_url).hostname or ""
-        host = socket.gethostname() if is_loopback(named) else named
+    if host in EVERYWHERE:
+        named = urlsplit(private_url).hostname or ""
+        is_reached = named and named not in EVERYWHERE and not is_loopback(named)
+        host = named if is_reached else socket.gethostname()
     return f"http://{f'[{host}]' if ':' in host else host}:{control.port}"
 
 
@@ -105,7 +105,7 @@ class ControlPlane:
             trainer,
             buffer,
             target_id=target_id,
-            drafts_url=url_for_others(config.control, redis_url),
+            drafts_url=url_for_others(config.control, "" if config.buffer.redis_url else redis_url),
             drafts_token=drafts_token,
         )
         self._ready = threading.Event()

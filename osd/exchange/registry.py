@@ -161,6 +161,11 @@ class Registry:
         found = [_decode_or_none(text, Place) for text in texts]
         return sorted((place for place in found if place is not None), key=lambda p: p.part)
 
+    def clear_places(self) -> None:
+        """Forget where parts ran."""
+        with self._errors():
+            self._redis.delete(f"{self._prefix}:places")
+
     def publish(self, *records: FeedRecord) -> None:
         """Append all records to the feed, or none, in order."""
         with self._errors(), self._redis.pipeline() as pipe:

@@ -53,7 +53,7 @@ class FetchedDrafts:
                 if not self._is_whole(self._root / name, files):
                     self._fetch(self._root / name, files, read)
                 os.utime(self._root / name)
-                self._prune()
+                self._prune(self._root / name)
         except OSError as error:
             raise ReleaseError(f"a draft is not fetched: {explain(error, self._root)}") from None
         return self._root / name
@@ -78,10 +78,12 @@ class FetchedDrafts:
             self._verified.add(seen)
         return True
 
-    def _prune(self) -> None:
-        """Remove what was not asked for longest: drafts, and transfers that nobody goes on with."""
-        found = [p for p in self._root.iterdir() if p.is_dir()]
-        for path in sorted(found, key=lambda p: p.stat().st_mtime)[: -self._keep]:
+    def _prune(self, newest: Path) -> None:
+        """Remove what was not asked for longest, beside the newest: drafts, and transfers that
+        nobody goes on with. Times may be those of a clock that was set since."""
+        others = [p for p in self._root.iterdir() if p.is_dir() and p != newest]
+        others.sort(key=lambda p: p.stat().st_mtime, reverse=True)
+        for path in others[self._keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
 
 

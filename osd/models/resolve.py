@@ -51,6 +51,24 @@ def resolve(name: str, key: str) -> Path:
     return _download(name, key)
 
 
+def cached(name: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
+    """The directory of a model that was loaded on this machine before. Nothing is downloaded.
+    Raises `ConfigError`."""
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser().resolve()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True)
+        )
+    except Exception as error:  # noqa: BLE001  the hub's client raises many types
+        raise ConfigError(
+            f"{name}: no directory, and not in the hub's cache ({type(error).__name__}); give "
+            "models by their directories"
+        ) from None
+
+
 def _built_in(name: str, key: str) -> Path:
     from osd.tiny import models as tiny
 

@@ -205,6 +205,8 @@ class RankReport:
     expected: int = 0
     """Digest of the whole draft."""
     error: str = ""
+    refused: str = ""
+    """Why the hooks are not installed on this rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

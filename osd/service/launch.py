@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shlex
 import signal
 import threading
 import time
@@ -163,10 +164,11 @@ class Service:
             buffer.close()
 
     def _set_wanted(self) -> None:
-        """Redis may remember the draft of an earlier run. The release store on disk overrides
-        it."""
+        """Redis may remember the draft and the parts of an earlier run. The release store on disk
+        overrides it."""
         registry = Registry(self.redis_url, self.config.deployment)
         registry.set_wanted(self.plan.release)
+        registry.clear_places()
         registry.close()
 
     # -- Ray's parts -------------------------------------------------------------------------------
@@ -263,9 +265,9 @@ class Service:
         password of Redis."""
         path = self.config.data_path / "engines.env"
         lines = (
-            f"OSD_ATTACH={self.redis_url}",
-            f"OSD_DEPLOYMENT={self.config.deployment}",
-            "VLLM_PLUGINS=osd",
+            f"export OSD_ATTACH={shlex.quote(self.redis_url)}",
+            f"export OSD_DEPLOYMENT={self.config.deployment}",
+            'export VLLM_PLUGINS="${VLLM_PLUGINS:+$VLLM_PLUGINS,}osd"',
         )
         replace_file(path, "".join(f"{line}\n" for line in lines).encode())
         self._report(f"engines: attach them with the environment in {path}")

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from osd.config.schema import Config
+from osd.config.serving import SpeculationConfig
 from osd.errors import ConfigError, ReleaseError
 from osd.exchange.redis_url import is_loopback, mask_url, names_its_own_machine
 from osd.models import resolve
@@ -82,9 +83,16 @@ def check_remote_trainer(config: Config) -> None:
 
 def check_attached(config: Config) -> None:
     """Engines of others outlive a service, so it has to be found again at the same place."""
-    if config.serving.engines != "attached" or config.buffer.redis_url:
+    if config.serving.engines != "attached":
         return
-    if not config.buffer.port:
+    usual = SpeculationConfig()
+    for key in ("mode", "proposers", "calibration_seconds", "net_interval_seconds"):
+        if (value := getattr(config.speculation, key)) != getattr(usual, key):
+            raise ConfigError(
+                f"speculation.{key}={value}: engines that are attached are not told; leave it out, "
+                "and switch their control on or off with serving.steps"
+            )
+    if not config.buffer.redis_url and not config.buffer.port:
         raise ConfigError(
             "serving.engines=attached: engines would not find a private Valkey again after a "
             "restart; give it a port with buffer.port=N, or set buffer.redis_url"

@@ -170,7 +170,12 @@ class TraceAssembler:
         captured = is_on and self._config.enabled and not reason
         if reason and known is None:
             self.skipped[reason] += 1
-        self._requests[request.req_id] = RunningRequest(request, domain_of(request), captured)
+        # Drafts are judged by replaying held-out traces: what leaves no trace must not count, where
+        # others do.
+        is_judged = captured or not (is_on and self._config.enabled)
+        self._requests[request.req_id] = RunningRequest(
+            request, domain_of(request), captured, is_judged
+        )
 
     def _add_tokens(
         self, step: Step, landed: Landed, owners: Sequence[RunningRequest | None]
@@ -197,11 +202,9 @@ class TraceAssembler:
             request.last_at = step.at
             num_drafts = num_drafts_B[b] if version_B[b] else 0
             request.count_draft(num_drafts, num_emitted - 1)
-            # Drafts are judged by replaying held-out traces: what leaves no trace must not count.
-            is_judged = request.captured or not self._config.enabled
             version = version_B[b] or self._windows.last_version
             self._windows.add_step(
-                version, request.domain, num_drafts, num_emitted - 1, served, is_judged
+                version, request.domain, num_drafts, num_emitted - 1, served, request.is_judged
             )
         return served_B
 

@@ -201,9 +201,12 @@ class Capture:
 
     # -- switched while the engine runs; between its steps ----------------------------------------
 
-    def set_enabled(self, is_enabled: bool) -> None:
-        """Whether requests that come from now on are captured. Those that run end as they began."""
-        self._is_on = is_enabled
+    def set_enabled(self, is_enabled: bool, config: CaptureConfig | None = None) -> None:
+        """Whether requests that come from now on are captured, and how. Those that run end as they
+        began."""
+        self._is_on = is_enabled and (config or self._config).enabled
+        if config is not None:
+            self._config = config
 
     def let_go(self) -> None:
         """Nothing more is heard of the requests that run: for capture, they end here."""

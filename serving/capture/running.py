@@ -45,6 +45,8 @@ class RunningRequest:
     request: NewRequest
     domain: str
     captured: bool
+    is_judged: bool = True
+    """Whether its draft tokens count for the draft."""
     output_ids: list[int] = field(default_factory=list)
     has_gap: bool = False
     first_at: float = 0.0

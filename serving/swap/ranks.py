@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from osd.errors import SwapError
 from osd.records import (
     CommitReport,
     DraftRelease,
@@ -54,8 +55,11 @@ class Ranks:
         self.unproved = ""
 
     async def start(self, settings: str) -> None:
-        """Install the hooks on all ranks, and find out whether they can be read back."""
+        """Install the hooks on all ranks, and find out whether they can be read back. Raises
+        `SwapError` where one refuses."""
         reports = await self._ask(RankReport, "osd_start", settings)
+        if refused := next((report.refused for report in reports if report.refused), ""):
+            raise SwapError(refused)
         self.unproved = _first_error(reports)
         if not self.unproved and proof.problem([r.held for r in reports], reports[0].expected):
             self.unproved = "its layers hold the first draft in a form of their own"

@@ -31,6 +31,20 @@ def on_engine_config(prepare: Callable[[Any], None]) -> None:
     EngineArgs.create_engine_config = prepared  # type: ignore[method-assign]
 
 
-def api_process_rank(engine: Any) -> int:
-    """Which of several API processes of one engine this is."""
-    return int(engine.vllm_config.parallel_config._api_process_rank)
+def api_process(engine: Any) -> tuple[int, int]:
+    """Which of how many API processes of one engine this is."""
+    parallel = engine.vllm_config.parallel_config
+    return int(parallel._api_process_rank), int(parallel._api_process_count)
+
+
+def models(engine: Any) -> tuple[str, str, str | None, str | None, str | None]:
+    """Target and draft as vLLM was given them, their revisions, and where the hub's files lie."""
+    config = engine.vllm_config
+    draft = config.speculative_config.draft_model_config
+    return (
+        str(config.model_config.model),
+        str(draft.model),
+        config.model_config.revision,
+        draft.revision,
+        config.load_config.download_dir,
+    )

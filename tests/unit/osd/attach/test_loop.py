@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from osd.attach import loop as of_loop
-from osd.attach.loop import AttachedLoop
+from osd.attach.loop import AttachedLoop, Models
 from osd.errors import ReplayBufferError
 from osd.models.resolve import fingerprint
 from osd.records import STEPS, DraftRelease, EngineTerms
@@ -18,20 +20,25 @@ from osd.releases.store import ReleaseStore
 from serving.pull import Activity
 from tests.unit.osd.releases.test_store import make_model
 
-OBSERVED, CAPTURED = [True, False], [True, True]
+OBSERVED, CAPTURED, DEAF = (True, False), (True, True), (False, False)
 
 
 class Engine:
-    """Notes what workers and core are asked."""
+    """Notes what workers and core are asked. `error`: what workers answer instead of obeying."""
 
     def __init__(self) -> None:
-        self.switched: list[list[bool]] = []
+        self.switched: list[tuple[bool, bool]] = []
+        self.capture: list[dict[str, Any]] = []
         self.held: list[str] = []
+        self.error = ""
         self.engine_core = SimpleNamespace(call_utility_async=self._utility)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str]:
         assert method == "osd_switch"
-        self.switched.append(list(args))
+        if self.error:
+            return [json.dumps({"error": self.error})]
+        self.switched.append(args[:2])
+        self.capture.append(json.loads(args[2]))
         return ["{}"]
 
     async def _utility(self, method: str, name: str, argument: str) -> str:
@@ -44,17 +51,23 @@ class Beside:
     """Stands where the engine's own loop does."""
 
     made: list[Beside]
+    num_failing = 0
+    """Of the next starts."""
 
     def __init__(self, engine: Any, config: Any, **given: Any) -> None:
         self.config, self.given = config, given
         self.steps: tuple[str, ...] = ()
-        self.started: bool | None = None
+        self.started: dict[str, bool] = {}
         self.num_looks = 0
         self.went_back_to: list[DraftRelease] = []
+        self.goes_back = True
         Beside.made.append(self)
 
-    async def start(self, *, may_measure: bool) -> None:
-        self.started = may_measure
+    async def start(self, **how: bool) -> None:
+        if Beside.num_failing:
+            Beside.num_failing -= 1
+            raise RuntimeError("the engine is busy")
+        self.started = how
 
     async def look(self) -> None:
         self.num_looks += 1
@@ -62,8 +75,9 @@ class Beside:
     def set_steps(self, steps: tuple[str, ...]) -> None:
         self.steps = steps
 
-    async def go_back(self, release: DraftRelease) -> None:
+    async def go_back(self, release: DraftRelease) -> bool:
         self.went_back_to.append(release)
+        return self.goes_back
 
 
 class Attached:
@@ -83,7 +97,7 @@ class Attached:
             deployment="here",
             name="gpu-2-8000",
             url="http://gpu-2:8000",
-            models=(str(self.target), str(self.draft)),
+            models=Models(str(self.target), str(self.draft)),
             built={"k": 4, "off": {}, **built},
             activity=Activity(),
             clock=lambda: self.now,
@@ -110,13 +124,12 @@ class Attached:
 
     @property
     def beside(self) -> Beside:
-        (made,) = Beside.made
-        return made
+        return Beside.made[-1]
 
 
 @pytest.fixture(autouse=True)
 def no_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    Beside.made = []
+    Beside.made, Beside.num_failing = [], 0
     monkeypatch.setattr(of_loop, "EngineLoop", Beside)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
 
@@ -141,22 +154,31 @@ async def test_nothing_is_installed_until_something_is_switched_on(attached: Att
     [
         (("observe",), OBSERVED, ["true"]),
         (("capture",), CAPTURED, ["true"]),
+        (("swap",), DEAF, ["true"]),
         (("observe", "capture", "swap"), CAPTURED, ["true"]),
         (("control",), OBSERVED, ["false", "false"]),
         (STEPS, CAPTURED, ["false", "false"]),
     ],
 )
 async def test_what_is_switched_on_is_what_the_engine_does(
-    attached: Attached, steps: tuple[str, ...], heard: list[bool], held: list[str]
+    attached: Attached, steps: tuple[str, ...], heard: tuple[bool, bool], held: list[str]
 ) -> None:
     await attached.tell(*steps)
+    assert attached.beside.given["heard"] == heard, "from its first step"
     assert attached.engine.switched == [heard]
     assert attached.engine.held == held
     assert attached.beside.steps == steps
-    assert attached.beside.started is ("control" in steps), "only then its steps are measured"
+    assert attached.beside.started["may_measure"] is ("control" in steps)
     await attached.look()
     assert attached.beside.num_looks == 2
     assert len(attached.engine.switched) == 1, "the same terms change nothing"
+
+
+async def test_an_engine_that_serves_is_not_measured(attached: Attached) -> None:
+    attached.loop.is_serving = True
+    await attached.tell(*STEPS)
+    assert attached.beside.started["may_measure"] is False
+    assert attached.engine.held == ["false"]
 
 
 async def test_the_engines_own_loop_knows_what_the_deployment_said(attached: Attached) -> None:
@@ -186,7 +208,7 @@ async def test_a_draft_that_is_no_release_has_no_version(attached: Attached) -> 
 async def test_everything_can_be_switched_off_again(attached: Attached) -> None:
     await attached.tell(*STEPS)
     await attached.tell()
-    assert attached.engine.switched[-1] == [False, False]
+    assert attached.engine.switched[-1] == DEAF
     assert attached.engine.held[-1] == "true"
     assert attached.beside.went_back_to == [attached.beside.given["release"]]
     assert attached.beside.steps == ()
@@ -213,6 +235,15 @@ async def test_an_engine_of_another_target_is_left_alone_and_told_so(
     assert "not attached to here: its target is 0123, and this engine serves another" in caplog.text
 
 
+async def test_a_deployment_that_goes_over_to_another_target_lets_its_engines_go(
+    attached: Attached,
+) -> None:
+    await attached.tell(*STEPS)
+    await attached.tell(*STEPS, target_id="0123")
+    assert attached.engine.switched[-1] == DEAF and attached.beside.steps == ()
+    assert len(attached.beside.went_back_to) == 1
+
+
 async def test_a_control_that_is_off_is_not_asked(tmp_path: Path) -> None:
     attached = Attached(tmp_path, off={"control": "gone"})
     await attached.tell(*STEPS)
@@ -222,10 +253,77 @@ async def test_a_control_that_is_off_is_not_asked(tmp_path: Path) -> None:
 
 async def test_terms_are_asked_for_once_a_second(attached: Attached) -> None:
     await attached.loop.look()
-    attached.told = EngineTerms(target_id="x", steps=())
+    attached.told = EngineTerms(target_id=fingerprint(attached.target), steps=())
     attached.now += 0.5
     await attached.loop.look()
     assert attached.loop._terms is None
     attached.now += 0.5
     await attached.loop.look()
     assert attached.loop._terms == attached.told
+
+
+async def test_how_requests_are_captured_follows_the_terms(attached: Attached) -> None:
+    await attached.tell("capture")
+    await attached.tell("capture", capture={"request_fraction": 0.5})
+    assert [found["top_k"] for found in attached.engine.capture] == [16, 64]
+    assert attached.engine.capture[-1]["request_fraction"] == 0.5
+
+
+async def test_a_draft_is_fetched_with_the_newest_token(
+    attached: Attached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control port that is started again draws another one."""
+    asked: list[tuple[str, str]] = []
+
+    def read(url: str, token: str, version: int, name: str, offset: int, size: int) -> bytes:
+        asked.append((url, token))
+        return attached.store.read_part(version, name, offset, size)
+
+    monkeypatch.setattr(of_loop, "read_over_http", read)
+    here = attached.beside.given["here"] if Beside.made else None
+    for number in (1, 2):
+        model = make_model(attached.draft.parent / "model", b"%d" % number)
+        newer = attached.store.publish(model, parent=1, target_id=fingerprint(attached.target))
+        await attached.tell("swap", drafts_url=f"http://{number}", drafts_token=f"t{number}")
+        here = attached.beside.given["here"]
+        found = here(replace(newer, path="/of/another/machine"))
+        assert (Path(found.path) / "model.safetensors").read_bytes() == b"%d" % number
+        assert set(asked) == {(f"http://{number}", f"t{number}")}
+        asked.clear()
+    assert len(Beside.made) == 1
+
+
+# -- what fails is tried again --------------------------------------------------------------------
+
+
+async def test_a_start_that_fails_is_tried_again_and_leaves_the_engine_held(
+    attached: Attached,
+) -> None:
+    Beside.num_failing = 1
+    with pytest.raises(RuntimeError, match="the engine is busy"):
+        await attached.tell(*STEPS)
+    assert attached.engine.held == ["false", "true"]
+    assert await attached.loop.begun_task(), "the engine's start waits no longer"
+    await attached.look()
+    assert attached.beside.steps == STEPS and attached.engine.held[-1] == "false"
+
+
+async def test_an_engine_that_does_not_obey_is_told_again(attached: Attached) -> None:
+    await attached.tell(*STEPS)
+    attached.engine.error = "KeyError: 3"
+    with pytest.raises(RuntimeError, match="could not be switched: KeyError: 3"):
+        await attached.tell()
+    attached.engine.error = ""
+    await attached.look()
+    assert attached.engine.switched[-1] == DEAF and attached.beside.steps == ()
+
+
+async def test_a_draft_that_cannot_be_put_back_is_tried_again(attached: Attached) -> None:
+    await attached.tell(*STEPS)
+    attached.beside.goes_back = False
+    with pytest.raises(RuntimeError, match="own draft could not be put back"):
+        await attached.tell()
+    attached.beside.goes_back = True
+    await attached.look()
+    await attached.look()
+    assert len(attached.beside.went_back_to) == 2 and attached.beside.steps == ()

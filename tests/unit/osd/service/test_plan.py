@@ -74,3 +74,15 @@ def test_without_an_engine_no_service_port_is_taken() -> None:
         assert config.control.port > 0
         with pytest.raises(ConfigError, match=r"^serving\.port="):
             with_free_ports(reading.load(overrides=given, environ={}).config)
+
+
+@pytest.mark.parametrize(
+    "given", ["speculation.mode=off", "speculation.proposers=[draft]", "speculation.mode=fixed"]
+)
+def test_what_attached_engines_are_not_told_is_refused(given: str) -> None:
+    overrides = [*ATTACHED, "buffer.port=6400", given]
+    with pytest.raises(ConfigError, match=rf"^{given.split('=')[0]}=.*: engines that are attached"):
+        check_attached(reading.load(overrides=overrides, environ={}).config)
+    check_attached(reading.load(overrides=[given], environ={}).config)
+    given = "speculation.k_max=3"
+    check_attached(reading.load(overrides=[*overrides[:2], given], environ={}).config)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from buffers.memory import MemoryTraceBuffer
+from osd.config.schema import CaptureConfig
 from osd.errors import CaptureError
 from osd.records import ACCEPTED, MAX_DOMAIN_LENGTH, PLAIN, REJECTED, SpecWindow, Trace
 from serving.capture.assemble import MAX_WAITING_BYTES, STORED_OVERHEAD, Schedule
@@ -581,3 +582,22 @@ def test_what_runs_when_nothing_more_is_heard_ends_there(line: Line) -> None:
     line.verify(verification(4, [50, 11], 4, "one"))  # heard again
     line.finish("one")
     assert line.traces["one"].output_ids.tolist() == [10]
+
+
+def test_without_capture_every_step_is_judged(line: Line) -> None:
+    """As in an engine that captures nothing: what is shown of a draft is all there is."""
+    line.capture.set_enabled(False)
+    line.begin(make_request("r"))
+    line.verify(verification(3, [10], 0, "r"))
+    line.verify(verification(4, [50, 11], 4, "r"))
+    line.finish("r")
+    assert line.windows()[1, ""].num_tested_per_pos[0] == 1
+
+
+def test_how_requests_are_captured_may_change(line: Line) -> None:
+    config = CaptureConfig.model_validate(line.capture._config.model_dump() | {"enabled": False})
+    line.capture.set_enabled(True, config)
+    line.begin(make_request("r"))
+    line.verify(verification(3, [10], 0, "r"))
+    line.finish("r")
+    assert line.traces == {}
