@@ -51,6 +51,7 @@ def unhooked(bare: Engine) -> Iterator[Engine]:
             (runner.rejection_sampler, "forward"),
         ):
             vars(owner).pop(name)
+    bare.worker.osd_started = ""
     bare.command("force", None)
     bare.llm.reset_prefix_cache()
 
