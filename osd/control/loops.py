@@ -234,5 +234,5 @@ class ControlLoops:
         outcome = await trainer.run_round(base, line)
         self.phase, self.phase_detail = "waiting", ""
         if outcome is not None:
-            first_on = self._canary.choose(self.replicas.statuses)
+            first_on = self._canary.choose(self.replicas.statuses, base.target_id)
             await self.releases.conclude(outcome, self.replicas.versions, first_on)

@@ -199,6 +199,22 @@ def is_as_predicted(live: SpecWindow, release: DraftRelease, gate: GateConfig) -
     return measured - live.alpha <= gate.rollback_margin
 
 
+def is_proved(live: SpecWindow, release: DraftRelease, gate: GateConfig) -> bool:
+    """Whether a draft serves as the gate measured beyond chance, so that others may serve it."""
+    measured = predicted_alpha(release)
+    if measured is None or live.alpha is None or not is_as_predicted(live, release, gate):
+        return False
+    return measured - live.alpha + CHANCE * _standard_error(live) <= gate.rollback_margin
+
+
+def is_plainly_low(live: SpecWindow | None, release: DraftRelease, gate: GateConfig) -> bool:
+    """Whether a draft serves worse than the gate measured, beyond chance, whatever the cause."""
+    measured = predicted_alpha(release)
+    if measured is None or live is None or live.alpha is None:
+        return False
+    return measured - live.alpha > gate.rollback_margin + CHANCE * _standard_error(live)
+
+
 def is_unexplained(
     live: SpecWindow, release: DraftRelease, alphas: Mapping[int, float], gate: GateConfig
 ) -> bool:

@@ -71,6 +71,8 @@ class ReleaseManager:
 
     async def previous(self) -> DraftRelease | None:
         """The release that a rollback would serve; None when there is none."""
+        if self.canary is not None:
+            return self.canary.before
         try:
             return await asyncio.to_thread(self._releases.previous, self._target_id)
         except ReleaseError:
@@ -94,23 +96,29 @@ class ReleaseManager:
             current = await self.current()
             if current is None:
                 return
-            await self._restore_canary(current)
+            await self._know_canary(current)
             of_all = self.canary.before if self.canary is not None else current
             wanted = await asyncio.to_thread(self._registry.wanted, self._releases.draft)
             if wanted != of_all:
                 log.info("wanted draft is v%d", of_all.version)
                 await asyncio.to_thread(self._registry.set_wanted, of_all)
+            # Afterwards: a canary whose draft is the wanted one now keeps it throughout.
+            if await asyncio.to_thread(self._registry.canary, self._releases.draft) != self.canary:
+                await asyncio.to_thread(
+                    self._registry.set_canary, self.canary, self._releases.draft
+                )
 
-    async def _restore_canary(self, current: DraftRelease) -> None:
-        """A canary of before this process goes on; one of another draft than the current is
-        over."""
-        told = await asyncio.to_thread(self._registry.canary, self._releases.draft)
+    async def _know_canary(self, current: DraftRelease) -> None:
+        """A canary of before this process goes on, if the disk has both drafts; one of another
+        draft than the current is over."""
         if not self._knows_canary:
-            self._knows_canary, self.canary = True, told
-        if self.canary is not None and self.canary.release.version != current.version:
+            told = await asyncio.to_thread(self._registry.canary, self._releases.draft)
+            self.canary = told and await asyncio.to_thread(
+                self._releases.on_disk, told, self._target_id
+            )
+            self._knows_canary = True
+        if self.canary is not None and self.canary.release != current:
             self.canary = None
-        if told != self.canary:
-            await asyncio.to_thread(self._registry.set_canary, self.canary, self._releases.draft)
 
     def wanted_of(self, replica: str, current: int) -> int:
         """The version that this replica is to serve, while `current` is the deployment's."""
@@ -120,12 +128,13 @@ class ReleaseManager:
 
     # Automatic changes
 
-    async def roll_out(self, reason: str) -> None:
-        """Let all replicas serve what the canary serves."""
+    async def roll_out(self, version: int, reason: str) -> None:
+        """Let all replicas serve what the canary serves, if that is still this version."""
         async with self._lock:
-            if self.canary is None or (current := await self.current()) is None:
+            current = await self.current()
+            if self.canary is None or current is None:
                 return
-            if current.version != self.canary.release.version:
+            if not current.version == self.canary.release.version == version:
                 return
             replica = self.canary.replica
             await self._serve(current)
@@ -134,12 +143,17 @@ class ReleaseManager:
             Event(at=self._clock.time(), kind="rolled_out", text=text, version=current.version)
         )
 
-    async def move_canary(self, replica: str) -> None:
-        """Let another replica serve the new draft first."""
+    async def move_canary(self, version: int, replica: str, reason: str) -> None:
+        """Let another replica serve this version first."""
         async with self._lock:
-            if self.canary is not None:
-                self.canary = replace(self.canary, replica=replica)
-                await self._tell_replicas(self.canary.release)
+            if self.canary is None or self.canary.release.version != version:
+                return
+            self.canary = replace(self.canary, replica=replica)
+            await self._tell_replicas(self.canary.release)
+        text = f"v{version} first on {replica} now: {reason}"
+        await self._tell(
+            Event(at=self._clock.time(), kind="canary_moved", text=text, version=version)
+        )
 
     async def conclude(self, outcome: RoundOutcome, serving: set[int], first_on: str = "") -> None:
         """Publish the candidate of a round, or tell why not. `first_on` names the replica that is
@@ -192,6 +206,9 @@ class ReleaseManager:
         decision = await self._decide(outcome, current)
         if outcome.discarded:
             return "discarded", decision.reason, outcome.base_version
+        if self.canary is not None and decision.ok:
+            trial = f"v{current.version} is on trial on {self.canary.replica}"
+            return "refused", f"{trial}; the next candidate has learnt the same", current.version
         if self.is_paused or not decision.ok:
             reason = decision.reason if not decision.ok else "paused while it was trained"
             return "refused", reason, outcome.base_version
@@ -203,10 +220,9 @@ class ReleaseManager:
             outcome=outcome,
             origin=current.origin,
         )
-        before = current if self.canary is None else self.canary.before
-        canary = Canary(replica=first_on, release=release, before=before) if first_on else None
+        canary = Canary(replica=first_on, release=release, before=current) if first_on else None
         await self._serve(release, canary)
-        await self._prune(serving | {before.version})
+        await self._prune(serving | {current.version})
         where = f", first on {first_on}" if first_on else ""
         return "published", f"v{release.version}: {decision.reason}{where}", release.version
 
@@ -216,7 +232,7 @@ class ReleaseManager:
             if await self.current() != current or await self.pinned():
                 return False
             try:
-                parent = await asyncio.to_thread(self._releases.previous, self._target_id)
+                parent = await self._before_current()
                 await asyncio.to_thread(self._releases.mark_bad, current.version, reason)
                 await self._serve(
                     await asyncio.to_thread(self._releases.set_current, parent.version)
@@ -258,7 +274,8 @@ class ReleaseManager:
         """Go back to the parent. The draft is not marked bad: `promote` can bring it back."""
         async with self._lock:
             current = await self.current()
-            release = await asyncio.to_thread(self._releases.rollback, self._target_id)
+            parent = await self._before_current()
+            release = await asyncio.to_thread(self._releases.set_current, parent.version)
             await self._serve(release)
         left = current.version if current is not None else 0
         await self._tell_rollback(left, release.version, "by hand", "by_hand")
@@ -293,6 +310,12 @@ class ReleaseManager:
         return release
 
     # Inside
+
+    async def _before_current(self) -> DraftRelease:
+        """What a rollback serves: in a trial, what all other replicas do. Raises `ReleaseError`."""
+        if self.canary is not None:
+            return self.canary.before
+        return await asyncio.to_thread(self._releases.previous, self._target_id)
 
     async def _serve(self, release: DraftRelease, canary: Canary | None = None) -> None:
         self.changed_at, self.canary = self._clock.monotonic(), canary

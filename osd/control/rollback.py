@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from osd.common.clock import Clock
@@ -30,6 +31,10 @@ MOST_AHEAD_S = 10.0
 was set back."""
 
 
+SECONDS_TO_FORGET = 60.0
+"""What is known of a replica without a heartbeat for so long is forgotten."""
+
+
 class Replay(Protocol):
     """Measures releases on the newest held-out traces: version -> α. {} or None when that is not
     possible now."""
@@ -39,11 +44,26 @@ class Replay(Protocol):
     ) -> Awaitable[dict[int, float] | None]: ...
 
 
+@dataclass(slots=True)
+class _Judged:
+    """What is known of one replica, or of all together, with the draft that serves now."""
+
+    checked_at: float = -math.inf
+    """Monotonic time; windows of before are no evidence any more."""
+    num_stays: int = 0
+    """Checks after which the draft stayed."""
+    alarm: str = ""
+    """Why its engine seems to run something else; "" when it does not."""
+    seen_at: float = -math.inf
+
+
 class RollbackMonitor:
     """Looks in every turn of the watch loop. At most one replay runs, beside the loop.
 
-    A draft may stay although its live α is low (the traffic changed). It is then checked again at
-    growing intervals, on what it served since, and told of once.
+    All replicas are judged together and, of several, each by itself: one engine among many that
+    runs something else would hardly lower their mean. A draft may stay although its live α is low
+    (the traffic changed). It is then checked again at growing intervals, on what it served since,
+    and told of once.
     """
 
     def __init__(
@@ -62,55 +82,50 @@ class RollbackMonitor:
         self._task: asyncio.Task[None] | None = None
         self._num_empty = 0
         """Replays in a row that could not be made."""
-        self.alarm = ""
-        """Why the engine seems to run something else than the serving draft; "" when it does
-        not."""
-        self._alarmed = ""
-        """The replica that the alarm is about; "" = all together."""
-        self._start_over(version=0)
+        self._version = 0
+        self._judged: dict[str, _Judged] = {}
+        """Replica -> what is known; "" = all together."""
+
+    @property
+    def alarm(self) -> str:
+        """Why an engine seems to run something else than the serving draft; "" when none does."""
+        return next((each.alarm for each in self._judged.values() if each.alarm), "")
 
     @property
     def is_checking(self) -> bool:
         """Whether a replay runs."""
         return self._task is not None and not self._task.done()
 
+    def has_judged(self, replica: str) -> bool:
+        """Whether a replay has shown that the draft is not what makes this replica slow."""
+        return any(self._judged[s].num_stays for s in ("", replica) if s in self._judged)
+
     async def look(self, current: DraftRelease, replicas: Sequence[str] = ()) -> None:
-        """Start a check if there is reason for one: all replicas together, or one of several, serve
-        too badly. Raises the error of the check before."""
+        """Start a check if there is reason for one. Raises the error of the check before."""
         if self._task is not None:
             if self.is_checking:
                 return
             self._task.result()
-        scopes = ("", *(replicas if len(replicas) > 1 else ()))
-        lives = {scope: self._live(current, scope) for scope in scopes}
-        of_alarm = lives.get(self._alarmed)
-        if self._alarmed not in lives or (
-            of_alarm is not None and policy.is_as_predicted(of_alarm, current, self._gate)
-        ):
-            self.alarm = self._alarmed = ""
-        if self._is_too_early():
-            return
-        scope, live = self._suspect(current, lives)
+        if current.version != self._version:
+            self._version, self._judged = current.version, {}
+        lives = self._lives(current, ["", *(replicas if len(replicas) > 1 else ())])
+        self._end_alarms(current, lives)
+        suspects = [
+            scope
+            for scope, live in lives.items()
+            if policy.should_replay(live, current, self._gate).ok and not self._is_too_early(scope)
+        ]
+        # The one that was checked longest ago, so that none hides the others.
+        scope = min(suspects, key=lambda s: self._judged[s].checked_at, default=None)
+        live = None if scope is None else lives[scope]
         if (
-            live is not None
+            scope is not None
+            and live is not None
             and await self._releases.pinned() is None
             and (parent := await self._releases.previous()) is not None
         ):
             check = self._check(current, parent, live, scope)
             self._task = asyncio.create_task(check, name="rollback")
-
-    def _live(self, current: DraftRelease, replica: str) -> SpecWindow | None:
-        until = self._clock.time() + MOST_AHEAD_S
-        return self._history.window(current.version, self._since(current), until, replica or None)
-
-    def _suspect(
-        self, current: DraftRelease, lives: Mapping[str, SpecWindow | None]
-    ) -> tuple[str, SpecWindow | None]:
-        """The first that serves too badly; all replicas together come first."""
-        for scope, live in lives.items():
-            if policy.should_replay(live, current, self._gate).ok:
-                return scope, live
-        return "", None
 
     async def close(self) -> None:
         """Cancel a running check."""
@@ -118,27 +133,45 @@ class RollbackMonitor:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def _start_over(self, version: int) -> None:
-        """Forget what was known of another draft."""
-        self._version, self._num_stays, self._checked_at = version, 0, -math.inf
-        self.alarm = self._alarmed = ""
+    def _lives(self, current: DraftRelease, scopes: Sequence[str]) -> dict[str, SpecWindow | None]:
+        """What each has served since the last change, or since it was checked."""
+        now, until = self._clock.monotonic(), self._clock.time() + MOST_AHEAD_S
+        for scope in scopes:
+            self._judged.setdefault(scope, _Judged()).seen_at = now
+        since = self._since(-math.inf)
+        together, each = self._history.windows(current.version, since, until)
+        found: dict[str, SpecWindow | None] = {"": together, **each}
+        for scope in scopes:
+            if (checked_at := self._judged[scope].checked_at) > -math.inf:
+                found[scope] = self._history.window(
+                    current.version, self._since(checked_at), until, scope or None
+                )
+        return {scope: found.get(scope) for scope in scopes}
 
-    def _since(self, current: DraftRelease) -> float:
-        """Time from which windows count: the last change or check, or `OVER_S` ago."""
-        if current.version != self._version:
-            self._start_over(current.version)
+    def _since(self, checked_at: float) -> float:
+        """Unix time from which windows count: the last change or check, or `OVER_S` ago."""
         # Computed from the present time, because the clock may have been set since.
-        seconds_ago = self._clock.monotonic() - max(self._releases.changed_at, self._checked_at)
+        seconds_ago = self._clock.monotonic() - max(self._releases.changed_at, checked_at)
         return self._clock.time() - min(seconds_ago, OVER_S)
 
-    def _is_too_early(self) -> bool:
-        patience = min(MAX_PATIENCE_S, self._patience_s * 2**self._num_stays)
-        return self._num_stays > 0 and self._clock.monotonic() < self._checked_at + patience
+    def _end_alarms(self, current: DraftRelease, lives: Mapping[str, SpecWindow | None]) -> None:
+        """Of those that serve as they should again, and of replicas that are gone."""
+        for scope, known in list(self._judged.items()):
+            live = lives.get(scope)
+            if live is not None and policy.is_as_predicted(live, current, self._gate):
+                known.alarm = ""
+            if self._clock.monotonic() - known.seen_at > SECONDS_TO_FORGET:
+                del self._judged[scope]
+
+    def _is_too_early(self, scope: str) -> bool:
+        known = self._judged[scope]
+        patience = min(MAX_PATIENCE_S, self._patience_s * 2**known.num_stays)
+        return known.num_stays > 0 and self._clock.monotonic() < known.checked_at + patience
 
     async def _check(
-        self, current: DraftRelease, parent: DraftRelease, live: SpecWindow, replica: str
+        self, current: DraftRelease, parent: DraftRelease, live: SpecWindow, scope: str
     ) -> None:
-        """`replica`: the one that is judged; "" = all together."""
+        known = self._judged[scope]
         alphas = await self._replay([current, parent], policy.num_to_replay(live, self._gate))
         if not alphas:  # the trainer is away, or the newest traces are not stored yet
             self._num_empty += 1
@@ -146,20 +179,20 @@ class RollbackMonitor:
                 min(MAX_PATIENCE_S, SECONDS_TO_STORE * 2 ** (self._num_empty - 1))
             )
         self._num_empty = 0
-        self._checked_at = self._clock.monotonic() + min(
+        known.checked_at = self._clock.monotonic() + min(
             max(live.at - self._clock.time(), 0.0), MOST_AHEAD_S
         )
         decision = policy.should_rollback(live, current, parent.version, alphas, self._gate)
-        reason = f"on {replica}, {decision.reason}" if replica else decision.reason
+        reason = f"on {scope}, {decision.reason}" if scope else decision.reason
         if decision.ok:
             await self._releases.take_back(current, reason)
-            return
-        self._num_stays += 1
+            return None
+        known.num_stays += 1
         is_unexplained = policy.is_unexplained(live, current, alphas, self._gate)
-        if self._num_stays == 1 or is_unexplained != bool(self.alarm):
+        if known.num_stays == 1 or is_unexplained != bool(known.alarm):
             kind = "alarm" if is_unexplained else "stays"
             await self._tell(
                 Event(at=self._clock.time(), kind=kind, text=reason, version=current.version)
             )
-        self.alarm = reason if is_unexplained else ""
-        self._alarmed = replica if is_unexplained else ""
+        known.alarm = reason if is_unexplained else ""
+        return None

@@ -168,10 +168,11 @@ class Registry:
 
     def publish(self, *records: FeedRecord) -> None:
         """Append all records to the feed, or none, in order."""
+        sent_at = time.time()
         with self._errors(), self._redis.pipeline() as pipe:
             for record in records:
                 if isinstance(record, OF_REPLICAS):
-                    record = replace(record, sent_at=time.time())
+                    record = replace(record, sent_at=sent_at)
                 entry = {"type": type(record).__name__, "json": encode(record)}
                 pipe.xadd(f"{self._prefix}:feed", entry, maxlen=self._feed_length)
             pipe.execute()
@@ -232,7 +233,8 @@ def _by_our_clock(entry_id: str, record: FeedRecord, behind_s: int) -> FeedRecor
     record read again is the same, and one of a right clock is unchanged."""
     if not isinstance(record, OF_REPLICAS) or not record.sent_at:
         return record
-    came_at = int(entry_id.partition("-")[0]) / 1000 + behind_s
+    # Ids of a server whose clock was set back since lie in the future.
+    came_at = min(int(entry_id.partition("-")[0]) / 1000 + behind_s, time.time())
     return replace(record, at=record.at + round(came_at - record.sent_at), sent_at=0.0)
 
 

@@ -27,7 +27,7 @@ from osd.observe import series
 from osd.observe.exposition import Totals
 from osd.observe.history_file import HistoryFile
 from osd.observe.slots import MINUTE_S, SlotTable, SpeculationTimes, floor
-from osd.observe.status import plan_changes, seconds_per_part
+from osd.observe.status import plan_changes, seconds_per_part, swap_event
 from osd.records import (
     BufferStats,
     Counters,
@@ -157,7 +157,21 @@ class History:
         with self._lock:
             counts = self._counts.since(since)
             wanted = [(k, c) for k, c in counts if version in (None, k[2]) and k[0] <= until]
-            found = [(k, c) for k, c in wanted if replica in (None, k[1])]
+            return self._sum([(k, c) for k, c in wanted if replica in (None, k[1])])
+
+    def windows(
+        self, version: int, since: float, until: float
+    ) -> tuple[SpecWindow | None, dict[str, SpecWindow | None]]:
+        """As `window`, of all replicas together and of each, in one pass."""
+        with self._lock:
+            counts = self._counts.since(since)
+            found = [(k, c) for k, c in counts if k[2] == version and k[0] <= until]
+            of_each: dict[str, list[Any]] = {}
+            for key, counted in found:
+                of_each.setdefault(str(key[1]), []).append((key, counted))
+            return self._sum(found), {name: self._sum(own) for name, own in of_each.items()}
+
+    def _sum(self, found: list[Any]) -> SpecWindow | None:
         if not found:
             return None
         total = Counters()
@@ -309,7 +323,7 @@ class History:
     def _list_event(self, record: Event | SwapReport) -> None:
         if isinstance(record, SwapReport):
             self._swaps.append(record)
-            record = _swap_event(record)
+            record = swap_event(record)
         self._events.append(record)
 
     def _add_changes(self, status: ReplicaStatus) -> None:
@@ -334,17 +348,3 @@ class History:
             measured = None if net.ratio is None else (net.ratio, net.low, net.high)
             times = SpeculationTimes(net=measured, seconds_per_part=grown)
             self._steps.add(status.at, (status.replica,), times)
-
-
-def _swap_event(report: SwapReport) -> Event:
-    if report.ok:
-        text = (
-            f"{report.replica}: v{report.previous} -> v{report.version}, engine paused "
-            f"{1000 * report.pause_s:.1f} ms"
-            + (", weights read back and equal" if report.proved else "")
-        )
-        return Event(at=report.at, kind="swapped", text=text, version=report.version)
-    text = (
-        f"{report.replica} keeps v{report.previous}, v{report.version} was refused: {report.error}"
-    )
-    return Event(at=report.at, kind="swap_failed", text=text, version=report.version)

@@ -10,12 +10,14 @@ import msgspec
 
 from osd.records import (
     DraftRelease,
+    Event,
     PlanTotals,
     ReplicaStatus,
     ReplicaView,
     RoundOutcome,
     SpeculationFigures,
     SpeculationReport,
+    SwapReport,
 )
 from osd.releases.store import ReleaseStore
 
@@ -126,3 +128,18 @@ def _describe_draft(release: DraftRelease) -> dict[str, Any]:
 
 def _speed(totals: PlanTotals | None) -> float | None:
     return totals.tokens / totals.seconds if totals and totals.seconds > 0 else None
+
+
+def swap_event(report: SwapReport) -> Event:
+    """A swap as it is listed among the events."""
+    if report.ok:
+        text = (
+            f"{report.replica}: v{report.previous} -> v{report.version}, engine paused "
+            f"{1000 * report.pause_s:.1f} ms"
+            + (", weights read back and equal" if report.proved else "")
+        )
+        return Event(at=report.at, kind="swapped", text=text, version=report.version)
+    text = (
+        f"{report.replica} keeps v{report.previous}, v{report.version} was refused: {report.error}"
+    )
+    return Event(at=report.at, kind="swap_failed", text=text, version=report.version)

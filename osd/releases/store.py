@@ -15,7 +15,7 @@ from pathlib import Path
 from osd.common.model_directory import WEIGHTS, copy_model, digests
 from osd.errors import ReleaseError
 from osd.exchange.transfer import read_part
-from osd.records import DraftRelease, RoundOutcome
+from osd.records import Canary, DraftRelease, RoundOutcome
 from osd.releases.directory import ReleaseDirectory
 from osd.releases.files import Pointer, verify
 
@@ -121,6 +121,19 @@ class ReleaseStore:
         """A part of a file of a release, for another machine."""
         release = self.get(version)
         return read_part(Path(release.path), release.files, name, offset, size)
+
+    def on_disk(self, canary: Canary, target_id: str) -> Canary | None:
+        """A canary with both releases as they are here; None where one is gone or bad, or another
+        is pinned."""
+        try:
+            release, before = self.get(canary.release.version), self.get(canary.before.version)
+        except ReleaseError:
+            return None
+        is_fit = release.target_id == before.target_id == target_id
+        is_bad = self.is_bad(release.version) or self.is_bad(before.version)
+        if not is_fit or is_bad or self.pinned(target_id):
+            return None
+        return replace(canary, release=release, before=before)
 
     def verify(self, release: DraftRelease) -> None:
         """Read the weights again. Raises `ReleaseError` when they are not the published ones."""

@@ -432,3 +432,24 @@ def test_one_replica_is_told_first(registry: Registry, raw: Any) -> None:
     assert registry.wanted("default", "one") == RELEASE and registry.canary() is None
     registry.set_canary(None)
     assert registry.wanted("default", "one") == RELEASE
+
+
+def test_windows_of_replicas_that_do_not_say_when_they_sent_them_keep_their_times(
+    registry: Registry, raw: Any
+) -> None:
+    """Of an earlier version."""
+    window = replace(WINDOW, at=5.0)
+    raw.xadd("osd:here:feed", {"type": "SpecWindow", "json": encode(window)})
+    assert [record for _, record in registry.read()] == [window]
+
+
+def test_a_server_whose_clock_was_set_back_puts_nothing_into_the_future(
+    registry: Registry, raw: Any
+) -> None:
+    """Its ids go on from where they were."""
+    now = time.time()
+    ahead = f"{round(1000 * (now + 3600))}-0"
+    window = replace(WINDOW, at=now, sent_at=now)
+    raw.xadd("osd:here:feed", {"type": "SpecWindow", "json": encode(window)}, id=ahead)
+    ((_, found),) = registry.read()
+    assert found.at == pytest.approx(now, abs=2)

@@ -183,6 +183,8 @@ STATE = {
     "buffers.memory._Domain",
     "buffers.redis_writer._Tally",
     "trainer.loop._Progress",
+    "osd.control.canary._Trial",
+    "osd.control.rollback._Judged",
 }
 """Dataclasses that change, or are made so often that freezing them would be felt; all others are
 values."""

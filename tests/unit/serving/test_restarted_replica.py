@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from osd.records import DraftRelease
+from osd.records import Canary, DraftRelease
 from osd.releases.store import ReleaseStore, what_serves
 from serving.pull import release_to_start
 from tests.unit.osd.control.test_controller import MemoryRegistry
@@ -68,3 +68,14 @@ def test_without_a_store_it_begins_with_what_it_was_given(
     assert what_serves(tmp_path / "releases", line[0]) == line[0]
     (tmp_path / "file").write_text("")
     assert what_serves(tmp_path / "file" / "releases", line[0]) == line[0]
+
+
+def test_it_begins_with_what_it_is_to_serve_first(line: list[DraftRelease]) -> None:
+    registry = MemoryRegistry()
+    registry.set_wanted(line[4])
+    registry.set_canary(Canary(replica="one", release=line[5], before=line[4]))
+    found = {
+        name: release_to_start(registry, line[0], replica=name)  # type: ignore[arg-type]
+        for name in ("one", "other")
+    }
+    assert found == {"one": line[5], "other": line[4]}

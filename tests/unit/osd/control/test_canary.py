@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from osd.records import DraftRelease, ReplicaStatus
-from tests.unit.osd.control.test_controller import World, live_window, replica, world
+from tests.unit.osd.control.test_controller import TARGET, World, live_window, replica, world
 
 __all__ = ["world"]
 
@@ -23,6 +26,8 @@ class Fleet:
         self.deaf: set[str] = set()
         """Those that take no other draft."""
         self.busy = "other"
+        self.changes: dict[str, dict[str, Any]] = {}
+        """Name -> what its heartbeat says otherwise."""
         self.served: dict[str, list[int]] = {name: [] for name in names}
 
     def look(self) -> None:
@@ -36,7 +41,8 @@ class Fleet:
             if known:
                 status = replica(known[-1], name)
                 num_running = 5 if name == self.busy else 1
-                living.append(replace(status, num_running=num_running, steps=self.steps))
+                more = {"num_running": num_running, "steps": self.steps}
+                living.append(replace(status, **more | self.changes.get(name, {})))
         registry.living = living
 
     async def looks(self) -> None:
@@ -45,14 +51,20 @@ class Fleet:
             self.look()
             await self.world.a_few_looks()
 
+    async def after(self, seconds: float) -> None:
+        self.world.clock.move(seconds)
+        await self.looks()
+
     async def publish(self) -> None:
         num_before = self.world.kinds().count("published")
         self.world.trainer.rounds.append(self.world.trainer.better)
         await self.world.until(lambda: self.world.kinds().count("published") > num_before)
         await self.looks()
 
-    def serve(self, name: str, version: int, alpha: float, ahead: float = 2.0) -> None:
-        window = live_window(version, alpha, self.world.clock.now + ahead)
+    def serve(
+        self, name: str, version: int, alpha: float, ahead: float = 2.0, **sizes: int
+    ) -> None:
+        window = live_window(version, alpha, self.world.clock.now + ahead, **sizes)
         self.world.registry.publish(replace(window, replica=name))
 
     @property
@@ -101,11 +113,9 @@ async def test_without_traffic_it_is_rolled_out_when_nothing_was_found_against_i
     async with fleet.world.running():
         await fleet.looks()
         await fleet.publish()
-        fleet.world.clock.move(59)
-        await fleet.looks()
+        await fleet.after(59)
         assert fleet.versions["one"] == 1
-        fleet.world.clock.move(1)
-        await fleet.looks()
+        await fleet.after(1)
         assert set(fleet.versions.values()) == {2}
     assert "nothing was found against it in 60 s" in fleet.world.events()[-1]
 
@@ -116,21 +126,99 @@ async def test_a_replica_that_does_not_take_it_is_no_proof(fleet: Fleet) -> None
         await fleet.looks()
         await fleet.publish()
         assert set(fleet.versions.values()) == {1}
-        fleet.world.clock.move(61)
-        await fleet.looks()
-        assert fleet.versions == {"one": 1, "other": 1, "third": 2}, "another one serves it first"
-        fleet.world.clock.move(60)
-        await fleet.looks()
+        await fleet.after(61)
+        assert fleet.versions == {"one": 2, "other": 1, "third": 1}, "another one serves it first"
+        assert (
+            fleet.world.events()[-1] == "canary_moved: v2 first on one now: other did not take it"
+        )
+        await fleet.after(61)
         assert fleet.versions == {"one": 2, "other": 1, "third": 2}
 
 
-async def test_where_the_first_replica_is_gone_another_is_the_first(fleet: Fleet) -> None:
+async def test_where_no_replica_takes_it_first_it_is_wanted_of_all(fleet: Fleet) -> None:
+    fleet.deaf = set(NAMES)
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+        for _ in NAMES:
+            await fleet.after(61)
+        assert fleet.world.wanted() == 2
+    assert "no other replica is left to try it first" in fleet.world.events()[-1]
+
+
+@pytest.mark.parametrize("how", ["gone", "switched off", "off", "target"])
+async def test_one_that_cannot_take_it_is_not_waited_for(fleet: Fleet, how: str) -> None:
+    async with fleet.world.running():
+        await fleet.looks()
+        fleet.deaf = {"other"}
+        await fleet.publish()
+        if how == "gone":
+            fleet.names = ("one", "third")
+        else:
+            fleet.changes["other"] = {
+                "switched off": {"steps": ("observe",)},
+                "off": {"off": {"swap": "gone"}},
+                "target": {"target_id": "another"},
+            }[how]
+        await fleet.looks()
+        assert fleet.versions["one"] == 2 and fleet.versions["third"] == 1
+
+
+@pytest.mark.parametrize("by", ["steps", "off", "target_id"])
+def test_one_that_cannot_take_it_is_not_chosen(fleet: Fleet, by: str) -> None:
+    watch = fleet.world.controller._loops._canary
+    living = [replace(replica(1, name), num_running=i) for i, name in enumerate(NAMES)]
+    assert watch.choose(living, TARGET) == "third"
+    value: Any = {"steps": (), "off": {"swap": "gone"}, "target_id": "another"}[by]
+    living[2] = replace(living[2], **{by: value})
+    assert watch.choose(living, TARGET) == "other"
+
+
+# -- it took the draft, and is lost ---------------------------------------------------------------
+
+
+async def test_a_replica_that_is_away_for_a_moment_stays_the_first(fleet: Fleet) -> None:
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+        fleet.names = ("one", "third")
+        await fleet.after(30)
+        fleet.names = NAMES
+        await fleet.looks()
+        assert fleet.versions == {"one": 1, "other": 2, "third": 1}
+        fleet.serve("other", 2, alpha=0.7)
+        await fleet.looks()
+        assert set(fleet.versions.values()) == {2}
+
+
+async def test_a_draft_that_ends_its_engine_twice_is_taken_back(fleet: Fleet) -> None:
+    """It is started again by its supervisor, and takes the draft again."""
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+        for started_at in (2.0, 3.0):
+            assert fleet.versions["one"] == 1
+            fleet.changes["other"] = {"started_at": started_at}
+            await fleet.looks()
+        await fleet.looks()
+        assert set(fleet.versions.values()) == {1} and fleet.world.releases.is_bad(2)
+    assert fleet.served["one"] == fleet.served["third"] == [1]
+    text = "other had to be started again after it took v2, as another time before"
+    assert text in fleet.world.events()[-1]
+
+
+async def test_two_machines_lost_with_a_draft_take_it_back(fleet: Fleet) -> None:
     async with fleet.world.running():
         await fleet.looks()
         await fleet.publish()
         fleet.names = ("one", "third")
         await fleet.looks()
-        assert fleet.versions == {"one": 1, "third": 2}
+        await fleet.after(61)
+        assert fleet.versions == {"one": 2, "third": 1}, "one loss may be chance"
+        fleet.names = ("third",)
+        await fleet.looks()
+        await fleet.after(61)
+        assert fleet.versions == {"third": 1} and fleet.world.releases.is_bad(2)
 
 
 async def test_other_replicas_do_not_lag_meanwhile(fleet: Fleet) -> None:
@@ -178,16 +266,173 @@ async def test_a_change_by_hand_is_for_all_at_once(fleet: Fleet, act: str) -> No
         assert set(fleet.versions.values()) == {1 if act == "rollback" else 2}
 
 
-async def test_a_newer_draft_takes_the_place_of_one_that_is_on_trial(fleet: Fleet) -> None:
+async def test_while_a_draft_is_on_trial_no_other_is_published(fleet: Fleet) -> None:
+    """Otherwise rounds that follow close would keep every draft from being proved."""
     async with fleet.world.running():
         await fleet.looks()
         await fleet.publish()
-        await fleet.publish()
-        assert fleet.versions == {"one": 1, "other": 3, "third": 1}
-        fleet.serve("other", 3, alpha=0.7)
+        fleet.world.trainer.rounds.append(fleet.world.trainer.better)
+        await fleet.world.until(lambda: fleet.world.kinds()[-1] == "refused")
+        assert "v2 is on trial on other; the next" in fleet.world.events()[-1]
+        fleet.serve("other", 2, alpha=0.7)
         await fleet.looks()
-        assert set(fleet.versions.values()) == {3}
-    assert fleet.served["one"] == [1, 3]
+        await fleet.publish()
+        assert fleet.versions == {"one": 2, "other": 3, "third": 2}
+
+
+async def test_a_decision_about_a_draft_rolls_out_no_other(fleet: Fleet) -> None:
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+        releases = fleet.world.controller._releases
+        await releases.roll_out(1, "an older one served well")
+        await releases.move_canary(1, "third", "so it was decided of an older one")
+        assert releases.canary is not None and releases.canary.replica == "other"
+        await fleet.looks()
+        assert fleet.versions["one"] == 1
+
+
+# -- what proves it -------------------------------------------------------------------------------
+
+
+async def test_few_tokens_or_those_of_others_prove_nothing(fleet: Fleet) -> None:
+    async with fleet.world.running():
+        await fleet.looks()
+        fleet.serve("other", 1, alpha=0.7)
+        await fleet.publish()
+        fleet.serve("one", 2, alpha=0.7)
+        fleet.serve("other", 2, alpha=0.6, tested=24)
+        await fleet.looks()
+        assert fleet.versions == {"one": 1, "other": 2, "third": 1}
+        fleet.serve("other", 2, alpha=0.7)
+        await fleet.looks()
+        assert set(fleet.versions.values()) == {2}
+
+
+async def test_what_serves_plainly_worse_is_not_rolled_out_before_it_is_judged(
+    fleet: Fleet,
+) -> None:
+    """So few requests have ended that no replay is asked for."""
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+        fleet.serve("other", 2, alpha=0.1, tested=5000, finished=3)
+        await fleet.after(100)
+        assert fleet.versions == {"one": 1, "other": 2, "third": 1}
+        fleet.world.trainer.alphas = {2: 0.1, 1: 0.1}
+        fleet.serve("other", 2, alpha=0.1, tested=5000, ahead=5)
+        await fleet.world.until(lambda: "stays" in fleet.world.kinds())
+        await fleet.looks()
+        assert set(fleet.versions.values()) == {2}, "the traffic changed, for all drafts alike"
+
+
+async def test_time_counts_from_when_it_serves(fleet: Fleet) -> None:
+    fleet.deaf = {"other"}
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+        await fleet.after(50)
+        fleet.deaf = set()
+        await fleet.looks()
+        await fleet.after(59)
+        assert fleet.versions == {"one": 1, "other": 2, "third": 1}
+        await fleet.after(1)
+        assert set(fleet.versions.values()) == {2}
+
+
+async def test_while_a_replay_runs_nothing_is_rolled_out(fleet: Fleet) -> None:
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+        goes_on, own = asyncio.Event(), fleet.world.trainer.evaluate_releases
+
+        async def slow(versions: list[DraftRelease], num: int) -> dict[int, float]:
+            await goes_on.wait()
+            return await own(versions, num)
+
+        fleet.world.trainer.evaluate_releases = slow  # type: ignore[method-assign]
+        fleet.world.trainer.alphas = {2: 0.3, 1: 0.5}
+        fleet.serve("other", 2, alpha=0.3)
+        await fleet.looks()
+        await fleet.after(100)
+        assert fleet.versions == {"one": 1, "other": 2, "third": 1}
+        goes_on.set()
+        await fleet.world.until(lambda: fleet.world.kinds()[-1] == "rolled_back")
+
+
+# -- what is remembered ---------------------------------------------------------------------------
+
+
+async def test_a_trial_that_redis_lost_goes_on(fleet: Fleet) -> None:
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+        fleet.world.registry.told_canary = None
+        fleet.world.registry.wishes.clear()
+        await fleet.looks()
+        assert fleet.versions["one"] == 1 and fleet.world.registry.told_canary is not None
+
+
+@pytest.mark.parametrize("what", ["gone", "bad", "pinned"])
+async def test_after_a_restart_the_disk_decides_whether_it_goes_on(fleet: Fleet, what: str) -> None:
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+    if what == "gone":
+        shutil.rmtree(fleet.world.releases.get(1).path)
+    elif what == "bad":
+        fleet.world.releases.mark_bad(1, "damaged")
+    else:
+        fleet.world.releases.pin(2)
+    fleet.world.restart()
+    async with fleet.world.running():
+        await fleet.looks()
+        assert set(fleet.versions.values()) == {2}
+        assert fleet.world.registry.told_canary is None
+
+
+async def test_no_trials_are_wanted_any_more(fleet: Fleet) -> None:
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+    fleet.world.configure("gate", canary_seconds=0)
+    async with fleet.world.running():
+        await fleet.looks()
+        assert set(fleet.versions.values()) == {2}
+
+
+async def test_what_the_others_serve_is_never_pruned(fleet: Fleet) -> None:
+    fleet.world.configure("releases", keep=2)
+    async with fleet.world.running():
+        await fleet.looks()
+        for version in (2, 3, 4):
+            await fleet.publish()
+            fleet.world.registry.living = []
+            fleet.serve("other", version, alpha=0.7)
+            assert fleet.world.releases.get(version - 1)
+            await fleet.looks()
+            await fleet.looks()
+
+
+@pytest.mark.parametrize("act", ["rollback", "disappoint"])
+async def test_a_rollback_within_a_trial_is_to_what_the_others_serve(
+    fleet: Fleet, act: str
+) -> None:
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+        fleet.serve("other", 2, alpha=0.7)
+        await fleet.looks()
+        await fleet.publish()
+        if act == "rollback":
+            await fleet.world.controller.rollback()
+        else:
+            fleet.world.trainer.alphas = {3: 0.3, 2: 0.5}
+            fleet.serve("other", 3, alpha=0.3)
+            await fleet.world.until(lambda: fleet.world.kinds()[-1] == "rolled_back")
+        await fleet.looks()
+        assert set(fleet.versions.values()) == {2}
+    assert fleet.served["one"] == [1, 2]
 
 
 @pytest.mark.parametrize("why", ["one replica", "seconds", "steps"])
@@ -218,28 +463,68 @@ async def test_one_replica_that_runs_something_else_raises_the_alarm_by_its_name
         fleet.serve("other", 2, alpha=0.7)
         await fleet.looks()
         fleet.world.trainer.alphas = {2: 0.7, 1: 0.4}
-        for _ in range(20):
-            fleet.serve("one", 2, alpha=0.7)
-        fleet.serve("third", 2, alpha=0.1)
+        for name in ("one", "third"):
+            for _ in range(10):
+                fleet.serve(name, 2, alpha=0.7)
+        fleet.serve("other", 2, alpha=0.1)
+        fleet.serve("other", 2, alpha=0.1)
         await fleet.world.until(lambda: "alarm" in fleet.world.kinds())
         alarm = (await fleet.world.controller.status()).alarm
-        assert alarm.startswith("on third, v2 serves with α 0.10, 0.70 was measured")
+        assert alarm.startswith("on other, v2 serves with α 0.")
         fleet.serve("one", 2, alpha=0.7, ahead=5)
         await fleet.looks()
         assert (await fleet.world.controller.status()).alarm == alarm, "others do not end it"
-        fleet.serve("third", 2, alpha=0.7, ahead=5)
+        fleet.serve("other", 2, alpha=0.7, ahead=5)
         await fleet.looks()
         assert (await fleet.world.controller.status()).alarm == ""
     assert fleet.world.wanted() == 2
 
 
-async def test_while_there_is_an_alarm_nothing_is_rolled_out(fleet: Fleet) -> None:
+async def test_two_that_serve_too_badly_are_judged_in_turn(fleet: Fleet) -> None:
+    """One with harder traffic hides no other."""
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+        fleet.serve("other", 2, alpha=0.7)
+        await fleet.looks()
+        fleet.world.trainer.alphas = {2: 0.7, 1: 0.4}
+        for _ in range(20):
+            fleet.serve("other", 2, alpha=0.7)
+        for _ in range(6):
+            for name in ("one", "third"):
+                fleet.serve(name, 2, alpha=0.1, ahead=5)
+            await fleet.after(20)
+        told = [text for text in fleet.world.events() if text.startswith("alarm: ")]
+        assert any("on one, " in text for text in told)
+        assert any("on third, " in text for text in told)
+
+
+async def test_the_alarm_of_a_replica_that_is_gone_ends(fleet: Fleet) -> None:
+    async with fleet.world.running():
+        await fleet.looks()
+        await fleet.publish()
+        fleet.serve("other", 2, alpha=0.7)
+        await fleet.looks()
+        fleet.world.trainer.alphas = {2: 0.7, 1: 0.4}
+        for _ in range(20):
+            fleet.serve("one", 2, alpha=0.7)
+        fleet.serve("third", 2, alpha=0.1)
+        await fleet.world.until(lambda: "alarm" in fleet.world.kinds())
+        fleet.names = ("one", "other")
+        await fleet.after(30)
+        assert (await fleet.world.controller.status()).alarm, "it may come back"
+        await fleet.after(31)
+        assert (await fleet.world.controller.status()).alarm == ""
+
+
+async def test_an_engine_at_fault_is_not_the_first_for_long(fleet: Fleet) -> None:
     async with fleet.world.running():
         await fleet.looks()
         await fleet.publish()
         fleet.world.trainer.alphas = {2: 0.7, 1: 0.4}
         fleet.serve("other", 2, alpha=0.1)
         await fleet.world.until(lambda: "alarm" in fleet.world.kinds())
-        fleet.world.clock.move(100)
-        await fleet.looks()
-        assert fleet.versions == {"one": 1, "other": 2, "third": 1}
+        await fleet.after(30)
+        assert fleet.versions == {"one": 1, "other": 2, "third": 1}, "nothing is rolled out"
+        await fleet.after(61)
+        assert fleet.versions["one"] == 2 and fleet.versions["third"] == 1

@@ -317,10 +317,12 @@ class World:
     async def running(self) -> AsyncIterator[None]:
         task = asyncio.create_task(self.controller.run())
         await self.until(lambda: self.wanted() is not None)
-        yield
-        assert not task.done(), task.exception()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        try:
+            yield
+            assert not task.done(), task.exception()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing of it goes on"
 
     def serve(self, version: int, alpha: float, ahead: float = 2.0, num: int = 1) -> None:
