@@ -33,7 +33,7 @@ def protocol(options: Options) -> Protocol:
         "order.",
         sizes={
             "num_pairs": 3 if options.quick else 30,
-            "streams": [4] if options.quick else [1, 4, 16],
+            "streams": [4] if options.quick else [1, 4],
             "num_tokens": NUM_TOKENS,
             "k": K,
             "target": "the tiny target at the cost of a model of 77 M parameters",
