@@ -125,7 +125,9 @@ class Fleet:
         return dict(found)
 
     def num_stored(self) -> int:
-        return int(status(self.note.control_url)["buffer"]["num_put"])
+        """Those held out too: one in eight."""
+        stored = status(self.note.control_url)["buffer"]
+        return int(stored["num_put"]) + int(stored["num_holdout"])
 
     def ask(self, prompts: Sequence[str] = PROMPTS, **more: Any) -> list[Answer]:
         answers = ask(self.engine.url, prompts, **more)
@@ -145,8 +147,10 @@ def fleet(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flee
         fleet.engine.wait_ready()
         yield fleet
     finally:
-        fleet.engine.end()
-        fleet.served.end()
+        try:
+            fleet.engine.end()
+        finally:
+            fleet.served.end()
 
 
 @pytest.fixture(scope="module")
