@@ -178,12 +178,13 @@ class WorkerExtension:
             self.osd_lazy_draft.leave()
 
     @answering
-    def osd_switch(self, is_observed: bool, is_captured: bool, capture: str = "") -> str:
-        """What is heard of the engine's steps from now on: nothing, counters, or traces too.
-        `capture`: the section as it is now; "" = unchanged."""
+    def osd_switch(
+        self, is_observed: bool, is_captured: bool, request_fraction: float | None = None
+    ) -> str:
+        """What is heard of the engine's steps from now on: nothing, counters, or traces too, of so
+        many requests (None = unchanged)."""
         if self.osd_is_first_rank and self.osd_hook is not None:
-            config = CaptureConfig.model_validate_json(capture) if capture else None
-            self.osd_capture.set_enabled(is_captured, config)
+            self.osd_capture.set_enabled(is_captured, request_fraction)
             if self.osd_hook.is_listening and not is_observed:
                 self.osd_capture.let_go()
             self.osd_hook.listen(is_observed)

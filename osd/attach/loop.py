@@ -154,7 +154,7 @@ class AttachedLoop:
             here=self._here(config, own),
             off=self._off,
             awake_note=str(config.data_path / f"{self._name}.awake"),
-            heard=heard(terms.steps),
+            heard=heard(terms.steps, CaptureConfig.model_validate(terms.capture)),
         )
         measures = is_controlled and "control" in terms.steps and not self.is_serving
         if measures:
@@ -171,8 +171,9 @@ class AttachedLoop:
         self, terms: EngineTerms, steps: tuple[str, ...], beside: EngineLoop, own: DraftRelease
     ) -> None:
         """Switch on and off. Raises where the engine does not obey."""
-        capture = CaptureConfig.model_validate(terms.capture).model_dump_json()
-        answers = await self._engine.collective_rpc("osd_switch", args=(*heard(steps), capture))
+        capture = CaptureConfig.model_validate(terms.capture)
+        switches = (*heard(steps, capture), capture.request_fraction)
+        answers = await self._engine.collective_rpc("osd_switch", args=switches)
         if error := next(filter(None, (json.loads(a).get("error") for a in answers)), ""):
             raise RuntimeError(f"what is heard of the engine could not be switched: {error}")
         if "control" not in self._off:
@@ -213,7 +214,7 @@ class AttachedLoop:
                 "deployment": self._deployment,
                 "serving": {"target": self._models.target, "draft": self._models.draft},
                 "speculation": {"k_max": self._k},
-                "capture": terms.capture,
+                "capture": terms.capture | {"enabled": True},  # which `heard` decides
             }
         )
 
@@ -229,7 +230,7 @@ class AttachedLoop:
         return lambda release: release if release.path == own.path else fetched(release)
 
 
-def heard(steps: tuple[str, ...]) -> tuple[bool, bool]:
+def heard(steps: tuple[str, ...], capture: CaptureConfig) -> tuple[bool, bool]:
     """Whether the engine's steps are counted, and captured."""
-    is_captured = "capture" in steps
+    is_captured = "capture" in steps and capture.enabled
     return is_captured or "observe" in steps or "control" in steps, is_captured

@@ -65,6 +65,8 @@ class Schedule:
     finished: set[str]
     is_on: bool = True
     """Whether the new ones may be captured."""
+    request_fraction: float | None = None
+    """How many of them are; None = as configured."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,7 +122,7 @@ class TraceAssembler:
             for req_id in item.finished:
                 self._finish(req_id, item.at)
             for request in item.new:
-                self._begin(request, item.is_on)
+                self._begin(request, item)
         else:
             landed = item.picked.land()
             owners = [self._requests.get(req_id) for req_id in item.req_ids]
@@ -159,20 +161,24 @@ class TraceAssembler:
             for request in (owner for one in waiting for owner in one.owners if owner is not None):
                 request.has_gap = True
 
-    def _begin(self, request: NewRequest, is_on: bool) -> None:
+    def _begin(self, request: NewRequest, item: Schedule) -> None:
         known = self._requests.get(request.req_id)
         if known is not None and len(known.request.prompt_ids) == len(request.prompt_ids):
             return  # announced again after preemption, as vLLM does to its V2 model runner
         if known is not None and known.captured:
             # Its prompt has grown by what its client sent meanwhile; the earlier part is left out.
             self.skipped["gap"] += 1
-        reason = skip_reason(request, self._config.request_fraction)
-        captured = is_on and self._config.enabled and not reason
+        # The same choice as the hot path's, whatever was switched since.
+        fraction = item.request_fraction
+        reason = skip_reason(
+            request, self._config.request_fraction if fraction is None else fraction
+        )
+        captured = item.is_on and self._config.enabled and not reason
         if reason and known is None:
             self.skipped[reason] += 1
         # Drafts are judged by replaying held-out traces: what leaves no trace must not count, where
         # others do.
-        is_judged = captured or not (is_on and self._config.enabled)
+        is_judged = captured or not (item.is_on and self._config.enabled)
         self._requests[request.req_id] = RunningRequest(
             request, domain_of(request), captured, is_judged
         )

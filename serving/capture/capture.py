@@ -109,7 +109,9 @@ class Capture:
                 and not skip_reason(request, self._config.request_fraction)
             )
             self._live[request.req_id] = _Live(captured, self.draft_version)
-        self._queue.put(Schedule(time.time(), new, finished, self._is_on))
+        self._queue.put(
+            Schedule(time.time(), new, finished, self._is_on, self._config.request_fraction)
+        )
 
     def on_verify(self, step: Verification) -> None:
         """Pick the rows of one step, and queue them."""
@@ -201,12 +203,13 @@ class Capture:
 
     # -- switched while the engine runs; between its steps ----------------------------------------
 
-    def set_enabled(self, is_enabled: bool, config: CaptureConfig | None = None) -> None:
-        """Whether requests that come from now on are captured, and how. Those that run end as they
-        began."""
-        self._is_on = is_enabled and (config or self._config).enabled
-        if config is not None:
-            self._config = config
+    def set_enabled(self, is_enabled: bool, request_fraction: float | None = None) -> None:
+        """Whether requests that come from now on are captured, and how many of them (None =
+        unchanged). Those that run end as they began."""
+        self._is_on = is_enabled
+        if request_fraction is not None:
+            update = {"request_fraction": request_fraction}
+            self._config = self._config.model_copy(update=update)
 
     def let_go(self) -> None:
         """Nothing more is heard of the requests that run: for capture, they end here."""

@@ -398,7 +398,7 @@ class Listening:
         self.is_listening, self.problem = True, ""
         self.did: list[Any] = []
 
-    def set_enabled(self, is_enabled: bool, config: Any) -> None:
+    def set_enabled(self, is_enabled: bool, request_fraction: float | None) -> None:
         self.did.append(is_enabled)
 
     def let_go(self) -> None:

@@ -28,7 +28,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.switched: list[tuple[bool, bool]] = []
-        self.capture: list[dict[str, Any]] = []
+        self.fractions: list[float] = []
         self.held: list[str] = []
         self.error = ""
         self.engine_core = SimpleNamespace(call_utility_async=self._utility)
@@ -38,7 +38,7 @@ class Engine:
         if self.error:
             return [json.dumps({"error": self.error})]
         self.switched.append(args[:2])
-        self.capture.append(json.loads(args[2]))
+        self.fractions.append(args[2])
         return ["{}"]
 
     async def _utility(self, method: str, name: str, argument: str) -> str:
@@ -265,8 +265,19 @@ async def test_terms_are_asked_for_once_a_second(attached: Attached) -> None:
 async def test_how_requests_are_captured_follows_the_terms(attached: Attached) -> None:
     await attached.tell("capture")
     await attached.tell("capture", capture={"request_fraction": 0.5})
-    assert [found["top_k"] for found in attached.engine.capture] == [16, 64]
-    assert attached.engine.capture[-1]["request_fraction"] == 0.5
+    assert attached.engine.fractions == [1.0, 0.5]
+    await attached.tell("capture", capture={"enabled": False})
+    assert attached.engine.switched[-1] == DEAF
+    await attached.tell("capture", capture={"enabled": True})
+    assert attached.engine.switched[-1] == CAPTURED
+
+
+async def test_capture_that_is_not_enabled_at_first_may_be_later(attached: Attached) -> None:
+    await attached.tell("observe", "capture", capture={"enabled": False})
+    assert attached.beside.given["heard"] == OBSERVED
+    assert attached.beside.config.capture.enabled, "what is heard decides"
+    await attached.tell("observe", "capture")
+    assert attached.engine.switched[-1] == CAPTURED
 
 
 async def test_a_draft_is_fetched_with_the_newest_token(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +53,14 @@ class Fleet:
             self.look()
             await self.world.a_few_looks()
 
+    @asynccontextmanager
+    async def on_trial(self) -> AsyncIterator[None]:
+        """All serve v1, and v2 was just published."""
+        async with self.world.running():
+            await self.looks()
+            await self.publish()
+            yield
+
     async def after(self, seconds: float) -> None:
         self.world.clock.move(seconds)
         await self.looks()
@@ -78,9 +88,7 @@ def fleet(world: World) -> Fleet:
 
 
 async def test_a_new_draft_serves_on_the_busiest_replica_and_then_on_all(fleet: Fleet) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         assert fleet.versions == {"one": 1, "other": 2, "third": 1}
         assert fleet.world.events()[-1].endswith(", first on other")
         fleet.serve("other", 2, alpha=0.7)
@@ -92,9 +100,7 @@ async def test_a_new_draft_serves_on_the_busiest_replica_and_then_on_all(fleet: 
 
 
 async def test_a_harmful_draft_reaches_one_replica_only(fleet: Fleet) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         fleet.world.trainer.alphas = {2: 0.3, 1: 0.5}
         fleet.serve("one", 1, alpha=0.5)
         fleet.serve("other", 2, alpha=0.3)
@@ -110,9 +116,7 @@ async def test_a_harmful_draft_reaches_one_replica_only(fleet: Fleet) -> None:
 async def test_without_traffic_it_is_rolled_out_when_nothing_was_found_against_it(
     fleet: Fleet,
 ) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         await fleet.after(59)
         assert fleet.versions["one"] == 1
         await fleet.after(1)
@@ -122,9 +126,7 @@ async def test_without_traffic_it_is_rolled_out_when_nothing_was_found_against_i
 
 async def test_a_replica_that_does_not_take_it_is_no_proof(fleet: Fleet) -> None:
     fleet.deaf = {"other"}
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         assert set(fleet.versions.values()) == {1}
         await fleet.after(61)
         assert fleet.versions == {"one": 2, "other": 1, "third": 1}, "another one serves it first"
@@ -137,9 +139,7 @@ async def test_a_replica_that_does_not_take_it_is_no_proof(fleet: Fleet) -> None
 
 async def test_where_no_replica_takes_it_first_it_is_wanted_of_all(fleet: Fleet) -> None:
     fleet.deaf = set(NAMES)
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         for _ in NAMES:
             await fleet.after(61)
         assert fleet.world.wanted() == 2
@@ -178,9 +178,7 @@ def test_one_that_cannot_take_it_is_not_chosen(fleet: Fleet, by: str) -> None:
 
 
 async def test_a_replica_that_is_away_for_a_moment_stays_the_first(fleet: Fleet) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         fleet.names = ("one", "third")
         await fleet.after(30)
         fleet.names = NAMES
@@ -193,9 +191,7 @@ async def test_a_replica_that_is_away_for_a_moment_stays_the_first(fleet: Fleet)
 
 async def test_a_draft_that_ends_its_engine_twice_is_taken_back(fleet: Fleet) -> None:
     """It is started again by its supervisor, and takes the draft again."""
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         for started_at in (2.0, 3.0):
             assert fleet.versions["one"] == 1
             fleet.changes["other"] = {"started_at": started_at}
@@ -208,9 +204,7 @@ async def test_a_draft_that_ends_its_engine_twice_is_taken_back(fleet: Fleet) ->
 
 
 async def test_two_machines_lost_with_a_draft_take_it_back(fleet: Fleet) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         fleet.names = ("one", "third")
         await fleet.looks()
         await fleet.after(61)
@@ -222,9 +216,7 @@ async def test_two_machines_lost_with_a_draft_take_it_back(fleet: Fleet) -> None
 
 
 async def test_other_replicas_do_not_lag_meanwhile(fleet: Fleet) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         fleet.world.clock.move(30)
         await fleet.looks()
         shown = (await fleet.world.controller.status()).replicas
@@ -240,9 +232,8 @@ async def test_other_replicas_do_not_lag_meanwhile(fleet: Fleet) -> None:
 async def test_it_goes_on_after_the_controller_was_started_again(
     fleet: Fleet, has_redis_lost_it: bool
 ) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
+        pass
     if has_redis_lost_it:
         fleet.world.registry.told_canary = None
     fleet.world.restart()
@@ -257,9 +248,7 @@ async def test_it_goes_on_after_the_controller_was_started_again(
 
 @pytest.mark.parametrize("act", ["promote", "pin", "rollback"])
 async def test_a_change_by_hand_is_for_all_at_once(fleet: Fleet, act: str) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         controller = fleet.world.controller
         await (controller.rollback() if act == "rollback" else getattr(controller, act)(2))
         await fleet.looks()
@@ -268,9 +257,7 @@ async def test_a_change_by_hand_is_for_all_at_once(fleet: Fleet, act: str) -> No
 
 async def test_while_a_draft_is_on_trial_no_other_is_published(fleet: Fleet) -> None:
     """Otherwise rounds that follow close would keep every draft from being proved."""
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         fleet.world.trainer.rounds.append(fleet.world.trainer.better)
         await fleet.world.until(lambda: fleet.world.kinds()[-1] == "refused")
         assert "v2 is on trial on other; the next" in fleet.world.events()[-1]
@@ -281,9 +268,7 @@ async def test_while_a_draft_is_on_trial_no_other_is_published(fleet: Fleet) -> 
 
 
 async def test_a_decision_about_a_draft_rolls_out_no_other(fleet: Fleet) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         releases = fleet.world.controller._releases
         await releases.roll_out(1, "an older one served well")
         await releases.move_canary(1, "third", "so it was decided of an older one")
@@ -313,9 +298,7 @@ async def test_what_serves_plainly_worse_is_not_rolled_out_before_it_is_judged(
     fleet: Fleet,
 ) -> None:
     """So few requests have ended that no replay is asked for."""
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         fleet.serve("other", 2, alpha=0.1, tested=5000, finished=3)
         await fleet.after(100)
         assert fleet.versions == {"one": 1, "other": 2, "third": 1}
@@ -328,9 +311,7 @@ async def test_what_serves_plainly_worse_is_not_rolled_out_before_it_is_judged(
 
 async def test_time_counts_from_when_it_serves(fleet: Fleet) -> None:
     fleet.deaf = {"other"}
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         await fleet.after(50)
         fleet.deaf = set()
         await fleet.looks()
@@ -341,9 +322,7 @@ async def test_time_counts_from_when_it_serves(fleet: Fleet) -> None:
 
 
 async def test_while_a_replay_runs_nothing_is_rolled_out(fleet: Fleet) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         goes_on, own = asyncio.Event(), fleet.world.trainer.evaluate_releases
 
         async def slow(versions: list[DraftRelease], num: int) -> dict[int, float]:
@@ -364,9 +343,7 @@ async def test_while_a_replay_runs_nothing_is_rolled_out(fleet: Fleet) -> None:
 
 
 async def test_a_trial_that_redis_lost_goes_on(fleet: Fleet) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         fleet.world.registry.told_canary = None
         fleet.world.registry.wishes.clear()
         await fleet.looks()
@@ -375,9 +352,8 @@ async def test_a_trial_that_redis_lost_goes_on(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("what", ["gone", "bad", "pinned"])
 async def test_after_a_restart_the_disk_decides_whether_it_goes_on(fleet: Fleet, what: str) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
+        pass
     if what == "gone":
         shutil.rmtree(fleet.world.releases.get(1).path)
     elif what == "bad":
@@ -392,9 +368,8 @@ async def test_after_a_restart_the_disk_decides_whether_it_goes_on(fleet: Fleet,
 
 
 async def test_no_trials_are_wanted_any_more(fleet: Fleet) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
+        pass
     fleet.world.configure("gate", canary_seconds=0)
     async with fleet.world.running():
         await fleet.looks()
@@ -418,9 +393,7 @@ async def test_what_the_others_serve_is_never_pruned(fleet: Fleet) -> None:
 async def test_a_rollback_within_a_trial_is_to_what_the_others_serve(
     fleet: Fleet, act: str
 ) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         fleet.serve("other", 2, alpha=0.7)
         await fleet.looks()
         await fleet.publish()
@@ -457,9 +430,7 @@ async def test_one_replica_that_runs_something_else_raises_the_alarm_by_its_name
     fleet: Fleet,
 ) -> None:
     """Among many, it would hardly lower what they serve together."""
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         fleet.serve("other", 2, alpha=0.7)
         await fleet.looks()
         fleet.world.trainer.alphas = {2: 0.7, 1: 0.4}
@@ -482,9 +453,7 @@ async def test_one_replica_that_runs_something_else_raises_the_alarm_by_its_name
 
 async def test_two_that_serve_too_badly_are_judged_in_turn(fleet: Fleet) -> None:
     """One with harder traffic hides no other."""
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         fleet.serve("other", 2, alpha=0.7)
         await fleet.looks()
         fleet.world.trainer.alphas = {2: 0.7, 1: 0.4}
@@ -500,9 +469,7 @@ async def test_two_that_serve_too_badly_are_judged_in_turn(fleet: Fleet) -> None
 
 
 async def test_the_alarm_of_a_replica_that_is_gone_ends(fleet: Fleet) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         fleet.serve("other", 2, alpha=0.7)
         await fleet.looks()
         fleet.world.trainer.alphas = {2: 0.7, 1: 0.4}
@@ -518,9 +485,7 @@ async def test_the_alarm_of_a_replica_that_is_gone_ends(fleet: Fleet) -> None:
 
 
 async def test_an_engine_at_fault_is_not_the_first_for_long(fleet: Fleet) -> None:
-    async with fleet.world.running():
-        await fleet.looks()
-        await fleet.publish()
+    async with fleet.on_trial():
         fleet.world.trainer.alphas = {2: 0.7, 1: 0.4}
         fleet.serve("other", 2, alpha=0.1)
         await fleet.world.until(lambda: "alarm" in fleet.world.kinds())

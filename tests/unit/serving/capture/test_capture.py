@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from buffers.memory import MemoryTraceBuffer
-from osd.config.schema import CaptureConfig
 from osd.errors import CaptureError
 from osd.records import ACCEPTED, MAX_DOMAIN_LENGTH, PLAIN, REJECTED, SpecWindow, Trace
 from serving.capture.assemble import MAX_WAITING_BYTES, STORED_OVERHEAD, Schedule
@@ -594,10 +593,13 @@ def test_without_capture_every_step_is_judged(line: Line) -> None:
     assert line.windows()[1, ""].num_tested_per_pos[0] == 1
 
 
-def test_how_requests_are_captured_may_change(line: Line) -> None:
-    config = CaptureConfig.model_validate(line.capture._config.model_dump() | {"enabled": False})
-    line.capture.set_enabled(True, config)
-    line.begin(make_request("r"))
-    line.verify(verification(3, [10], 0, "r"))
-    line.finish("r")
-    assert line.traces == {}
+def test_how_many_requests_are_captured_may_change(line: Line) -> None:
+    """Both sides of the queue choose the same ones: of the others, no text is kept either."""
+    line.capture.set_enabled(True, 0.5)
+    names = [f"r{i}" for i in range(20)]
+    line.begin(*(make_request(name) for name in names))
+    line.verify(*(verification(3, [10], 0, name) for name in names))
+    line.finish(*names)
+    expected = {name for name in names if not skip_reason(make_request(name), 0.5)}
+    assert set(line.traces) == expected and 0 < len(expected) < len(names)
+    assert all(trace.num_rows for trace in line.traces.values())
