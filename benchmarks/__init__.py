@@ -20,6 +20,7 @@ BENCHES = {
     "control_async": "As `control`, with engines that schedule asynchronously.",
     "net": "The net speed-up a service reports beside that over an engine without a draft.",
     "attach": "What a stock engine pays for being attached: CPU and speed with each step on.",
+    "front_door": "What HAProxy before the engines costs: first token, tokens/s, CPU.",
     "changes": "How soon the closed loop finds the best choice again when load or draft change.",
     "ablation": "Which part of the trainer's recipe matters: one change at a time, over a "
     "recording.",

@@ -27,8 +27,9 @@ def _add(name: str, summary: str) -> None:
             typer.Option(help="Directory for its files (default: one in bench-results/)."),
         ] = None,
     ) -> None:
-        from benchmarks.runner import run
+        from benchmarks.runner import begin_in_huge_pages, run
 
+        begin_in_huge_pages()
         run(name, quick=quick, out=out, say=typer.echo)
 
 

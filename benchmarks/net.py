@@ -19,6 +19,8 @@ from benchmarks.stats import Estimate, median_ratio
 
 K_MAX = 5
 STREAMS = 4
+NUM_PAIRS = 3
+"""Of engines: two alike differ by a little for as long as they live."""
 WINDOWS, SPECULATING, NONE = "net windows", "speculating", "no draft"
 REPORTED, PAIRED, OFF = "reported net speed-up", "speculating / no draft", "reported / paired"
 SCHEDULING = {"synchronous": False, "asynchronous": True}
@@ -32,9 +34,9 @@ def protocol(options: Options) -> Protocol:
         "show?",
         arms=(WINDOWS, SPECULATING, NONE),
         order="The two engines of a pair take turns, now one first, now the other, with the same "
-        "prompts; between turns its requests wait, so that none begins or ends with a turn. Then "
-        "the engine with net windows runs without a break: where traffic began anew, windows would "
-        "begin with it, and all prompts be read in the same ones.",
+        "prompts, one pair after the other; between turns its requests wait, so that none begins "
+        "or ends with a turn. Then the engine with net windows runs without a break: where traffic "
+        "began anew, windows would begin with it, and all prompts be read in the same ones.",
         sizes={
             "streams": STREAMS,
             "tokens_per_turn": 1280,
@@ -42,7 +44,8 @@ def protocol(options: Options) -> Protocol:
             "k_max": K_MAX,
             "net_window_seconds": 2.0,
             "net_interval_seconds": 0.5,
-            "num_repeats": 2 if options.quick else 10,
+            "pairs_of_engines": NUM_PAIRS,
+            "num_repeats": 3 if options.quick else 12,
             "scheduling": list(SCHEDULING),
             "target": "the tiny target at the cost of a model of 77 M parameters",
         },
@@ -72,37 +75,43 @@ def run(options: Options) -> Result:
     }
     kept = []  # the end of one engine in a process is the end of all
     for scheduling, is_async in SCHEDULING.items():
-        loaded = {
-            arm: engines.Loaded(
-                target,
-                draft,
-                k=K_MAX,
-                settings=given,
-                speculates=given is not None,
-                is_async=is_async,
+
+        def load(arm: str, is_async: bool = is_async) -> engines.Loaded:
+            given, speculates = settings[arm], settings[arm] is not None
+            return engines.Loaded(
+                target, draft, k=K_MAX, settings=given, speculates=speculates, is_async=is_async
             )
-            for arm, given in settings.items()
-        }
-        kept.append(loaded)
-        _measure(notebook, options, scheduling, loaded, prompts)
+
+        pairs = [{arm: load(arm) for arm in (SPECULATING, NONE)} for _ in range(NUM_PAIRS)]
+        with_windows = load(WINDOWS)
+        kept.append((pairs, with_windows))
+        _measure_pairs(notebook, options, scheduling, pairs, prompts)
+        _measure_windows(notebook, options, scheduling, with_windows, prompts)
     return summarise(plan, notebook.rows)
 
 
-def _measure(
-    notebook: Notebook, options: Options, scheduling: str, loaded: dict[str, Any], prompts: Any
+def _measure_pairs(
+    notebook: Notebook, options: Options, scheduling: str, pairs: Sequence[Any], prompts: Any
 ) -> None:
     sizes = protocol(options).sizes
-    for repeat in range(-1, sizes["num_repeats"]):  # the first warms up
+    phases = ((STREAMS, sizes["tokens_per_turn"]),)
+    for repeat in range(-NUM_PAIRS, sizes["num_repeats"]):  # the first of each pair warm up
+        pair, first = repeat % NUM_PAIRS, 1000 * (repeat + NUM_PAIRS)
         for arm in (SPECULATING, NONE)[:: 1 if repeat % 2 else -1]:
-            phases = ((STREAMS, sizes["tokens_per_turn"]),)
-            driven = loaded[arm].drive(phases, prompts, 1000 * (repeat + 1), goes_on=True)
+            driven = pairs[pair][arm].drive(phases, prompts, first, goes_on=True)
             if repeat >= 0:
-                row = {"seconds": driven.seconds, "num_tokens": driven.num_tokens}
+                row = {"seconds": driven.seconds, "num_tokens": driven.num_tokens, "pair": pair}
                 notebook.add(group=scheduling, arm=arm, repeat=repeat, **row)
         options.say(f"{scheduling}: repeat {repeat + 1} of {sizes['num_repeats']}")
-    driven = loaded[WINDOWS].drive(((STREAMS, sizes["tokens_of_windows"]),), prompts, 0)
+
+
+def _measure_windows(
+    notebook: Notebook, options: Options, scheduling: str, loaded: Any, prompts: Any
+) -> None:
+    tokens = protocol(options).sizes["tokens_of_windows"]
+    driven = loaded.drive(((STREAMS, tokens),), prompts, 0)
     row = {"seconds": driven.seconds, "num_tokens": driven.num_tokens}
-    net = loaded[WINDOWS].command("report")["net"]
+    net = loaded.command("report")["net"]
     notebook.add(group=scheduling, arm=WINDOWS, repeat=0, **row, **net)
     options.say(f"{scheduling}: {net['windows']} windows")
 

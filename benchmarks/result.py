@@ -125,14 +125,18 @@ def number(value: float) -> str:
 
 def table(result: Result) -> str:
     """The figures as text, a line each, under the name of their group."""
-    verdicts = {(f.group, f.name): (goal, is_met) for goal, f, is_met in result.verdicts()}
+    verdicts: dict[tuple[str, str], list[str]] = {}
+    for goal, figure, is_met in result.verdicts():
+        said = f"{goal}: {'met' if is_met else 'MISSED'}"
+        verdicts.setdefault((figure.group, figure.name), []).append(said)
     lines: list[Sequence[str]] = [("", "value", "95 % interval", "n", "goal")]
     group = None
     for figure in result.figures:
         if figure.group != group:
             group = figure.group
             lines.append((group, "", "", "", ""))
-        lines.append(_line(figure, verdicts.get((figure.group, figure.name))))
+        goals = "; ".join(verdicts.get((figure.group, figure.name), ()))
+        lines.append(_line(figure, goals))
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
     unjudged = [
         f"not judged: {group + ', ' if group else ''}{g.figure} {g}"
@@ -141,17 +145,16 @@ def table(result: Result) -> str:
     return "\n".join([_aligned(line, widths).rstrip() for line in lines] + unjudged)
 
 
-def _line(figure: Figure, verdict: tuple[Goal, bool] | None) -> tuple[str, ...]:
+def _line(figure: Figure, goals: str) -> tuple[str, ...]:
     interval = ""
     if figure.low is not None and figure.high is not None:
         interval = f"{number(figure.low)} to {number(figure.high)}"
-    goal = f"{verdict[0]}: {'met' if verdict[1] else 'MISSED'}" if verdict else ""
     return (
         f"  {figure.name}",
         f"{number(figure.value)} {figure.unit}".rstrip(),
         interval,
         str(figure.n),
-        goal,
+        goals,
     )
 
 

@@ -17,7 +17,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -197,7 +196,7 @@ class EmbeddedValkey:
             "wb",
         ) as log:
             self._process = subprocess.Popen(
-                _guarded([str(program), str(self._directory / "valkey.conf")]),
+                guardian.guarded([str(program), str(self._directory / "valkey.conf")]),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -268,10 +267,6 @@ class EmbeddedValkey:
             "maxmemory-policy noeviction",
         ]
         return "\n".join(lines) + "\n"
-
-
-def _guarded(command: list[str]) -> list[str]:
-    return [sys.executable, "-I", "-S", guardian.__file__, str(os.getpid()), *command]
 
 
 def _free_port(host: str) -> int:

@@ -26,6 +26,12 @@ GRACE_SECONDS = 1.5
 _LOOK_SECONDS = 0.5
 
 
+def guarded(command: list[str]) -> list[str]:
+    """The command that runs another one under a guardian of the calling process. It needs a pipe
+    as its standard input."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
 def main(argv: list[str]) -> int:
     parent_pid, command = int(argv[1]), argv[2:]
     wakeup_read, wakeup_write = os.pipe()

@@ -23,6 +23,7 @@ from osd.config.schema import Config
 from osd.errors import ConfigError
 from osd.exchange.registry import Registry
 from osd.records import DraftRelease
+from serving.begun import HeadWithFirstWord
 from serving.engine_loop import EngineLoop, look_after
 from serving.headers import HeadersToXargs
 from serving.pull import Activity, Here, as_it_lies, release_to_start
@@ -228,8 +229,10 @@ class Replica:
 
     async def _serve(self, app: Any, sock: socket.socket) -> None:
         assert self._stop is not None
-        watched = self._activity.watching(HeadersToXargs(app))
-        server = http_server(watched, self._args, seconds_to_finish=GRACEFUL_SHUTDOWN_SECONDS)
+        outermost = self._activity.watching(HeadersToXargs(app))
+        if self._config.serving.replicas > 1:
+            outermost = HeadWithFirstWord(outermost, lambda: self._engine.errored)
+        server = http_server(outermost, self._args, seconds_to_finish=GRACEFUL_SHUTDOWN_SECONDS)
         app.state.server = server
         http = asyncio.create_task(server.serve(sockets=[sock]), name="http")
         pull = asyncio.create_task(look_after(self._engine, self._beside), name="pull")

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from osd.attach.plugin import VARIABLE
-from serving.speculation.scheduler import SETTINGS_KEY
+from serving.speculation.control import SETTINGS_KEY
 from serving.vllm import names, parts, server
 from serving.vllm.attached import on_engine_config
 

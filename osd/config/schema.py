@@ -46,6 +46,10 @@ class RayConfig(Section):
     address: str = "local"
     """"local" = a private one, started and stopped with the service; "auto" or an address = an
     existing cluster."""
+    replica_resource: str = ""
+    """Custom Ray resource of the machines the engines run on, one for each unit of it; empty = the
+    machine the service was started on. Such a machine has the target at the same name or path, and
+    needs a Redis that it reaches."""
     trainer_resource: str = ""
     """Custom Ray resource of the machine the trainer runs on; empty = the machine the service was
     started on. Another machine has a data directory of its own at the same path, gets releases over

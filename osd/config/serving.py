@@ -65,10 +65,15 @@ class ServingConfig(Section):
     """Address of the service port. 0.0.0.0 opens it to the network."""
     port: int = Field(8000, ge=0, le=65535)
     """Service port: vLLM's OpenAI API. 0 = any free one."""
+    replicas: int = Field(1, ge=1, le=64)
+    """Engines that serve. One has the service port for itself. Several have ports of their own, and
+    HAProxy stands before them on the service port: a request goes to the one that has fewest, or,
+    with a header `X-Session-ID`, always to the same; one that was not begun when its engine died
+    goes to another."""
     seconds_between_polls: float = Field(0.25, gt=0)
     """How often a replica looks for a newer draft and reports its counters."""
     num_gpus: float = Field(0, ge=0)
-    """GPUs reserved for the engine with Ray (0.7 of one leaves room for the trainer). 0 = none is
+    """GPUs reserved for each engine with Ray (0.7 of one leaves room for the trainer). 0 = none is
     reserved; a vLLM built for GPUs still uses those it sees. With
     `serving.vllm.tensor_parallel_size`, as many as there are ranks."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -109,6 +114,20 @@ class ServingConfig(Section):
         return {
             key: SWITCHES.get(v.lower(), v) if isinstance(v, str) else v for key, v in value.items()
         }
+
+    @field_validator("vllm")
+    @classmethod
+    def _refuse_tls_behind_the_front_door(
+        cls, value: dict[str, Any], info: ValidationInfo
+    ) -> dict[str, Any]:
+        if info.data.get("replicas", 1) > 1:
+            for name in ("ssl_certfile", "ssl_keyfile"):
+                if argument(value, name) is not None:
+                    raise ValueError(
+                        f"{name}: the replicas behind the front door speak plain HTTP; leave it "
+                        "out and end TLS before the service port, or set serving.replicas=1"
+                    )
+        return value
 
     @field_validator("vllm")
     @classmethod

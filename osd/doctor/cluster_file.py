@@ -22,7 +22,7 @@ from osd.config.schema import Config
 from osd.doctor.checks import Check
 from osd.errors import ConfigError, OSDError
 from osd.service.cluster import schema_problem
-from osd.service.plan import check_remote_trainer
+from osd.service.plan import check_remote_parts
 
 PLACEHOLDERS = ("HEAD", "WORKER", "USER", "KEY", "CONFIG")
 TOKEN = "~/.ray/auth_token"
@@ -106,16 +106,17 @@ def check_commands(file: ClusterFile) -> Iterator[Check]:
         return
     try:
         config = head_configuration(file)
-        check_remote_trainer(config)
+        check_remote_parts(config)
     except OSDError as error:
         yield Check("configuration", False, f"{file.at(COMMANDS['head'])}: {error}")
         return
-    wanted = config.ray.trainer_resource
-    if wanted and wanted not in resources:
-        text = f"no worker is started with --resource {wanted}, which ray.trainer_resource asks for"
-        yield Check("configuration", False, f"{file.at(COMMANDS['worker'])}: {text}")
-    else:
-        yield Check("configuration", True, f"target {config.serving.target}, every key is known")
+    for key in ("trainer_resource", "replica_resource"):
+        wanted = getattr(config.ray, key)
+        if wanted and wanted not in resources:
+            text = f"no worker is started with --resource {wanted}, which ray.{key} asks for"
+            yield Check("configuration", False, f"{file.at(COMMANDS['worker'])}: {text}")
+            return
+    yield Check("configuration", True, f"target {config.serving.target}, every key is known")
 
 
 def head_configuration(file: ClusterFile) -> Config:

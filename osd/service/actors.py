@@ -24,6 +24,7 @@ from osd.exchange.transfer import DraftsHere, FetchedDrafts, are_files
 from osd.records import DraftRelease, RoundOutcome
 from osd.service import cluster
 from osd.service.logs import PartLogs, begin_log
+from osd.service.plan import free_port
 from serving.vllm import server
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,13 @@ def target_here(config: Config, target_id: str) -> Path:
     return found
 
 
+def behind_front_door(config: Config) -> Config:
+    """The configuration of one of several replicas: a port of its own on this machine."""
+    host = cluster.address_here(config)
+    own = {"host": host, "port": free_port(host)}
+    return config.model_copy(update={"serving": config.serving.model_copy(update=own)})
+
+
 class ReplicaActor:
     """`serving.replica.Replica` in a process of its own.
 
@@ -114,6 +122,8 @@ class ReplicaActor:
         from serving.pull import as_it_lies
         from serving.replica import Replica
 
+        if config.serving.replicas > 1:
+            config = behind_front_door(config)
         is_home = cluster.node_id() == home
         if is_home and draft_release is not None:
             draft_release = what_serves(config.releases_path, draft_release)

@@ -112,11 +112,16 @@ def _init_ray(options: dict[str, Any]) -> None:
 def check_gpus(config: Config, num: int) -> None:
     """Raise `ConfigError` when the configuration reserves more than `num` GPUs. Ray would wait for
     them for ever."""
-    wanted = {"serving.num_gpus": config.serving.num_gpus}
+    serving = config.serving
+    wanted = {"serving.num_gpus": (serving.num_gpus, serving.replicas)}
     if config.trainer.enabled:
-        wanted["trainer.num_gpus"] = config.trainer.num_gpus
-    if sum(wanted.values()) > num:
-        asked = ", ".join(f"{key}={value:g}" for key, value in wanted.items() if value)
+        wanted["trainer.num_gpus"] = (config.trainer.num_gpus, 1)
+    if sum(each * times for each, times in wanted.values()) > num:
+        asked = ", ".join(
+            f"{key}={each:g}" + (f" for each of {times} replicas" if times > 1 else "")
+            for key, (each, times) in wanted.items()
+            if each
+        )
         raise ConfigError(
             f"{asked}: Ray finds {num} GPUs on this machine; ask for no more, or for 0, which "
             "reserves none"
@@ -157,6 +162,13 @@ def start_actor(
         env = {API_KEY: os.environ[API_KEY], **env}
     options["runtime_env"] = {"env_vars": env}
     return ray.remote(cls).options(**options).remote(config, **arguments)
+
+
+def address_here(config: Config) -> str:
+    """Where other parts of the service reach this machine."""
+    import ray
+
+    return "127.0.0.1" if config.ray.address == "local" else str(ray.util.get_node_ip_address())
 
 
 def node_id() -> str:

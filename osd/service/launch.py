@@ -2,10 +2,11 @@
 
     osd serve ──starts──► private Valkey (or --redis-url)
        │                  Ray (private, or an existing cluster)
-       │                   ├─ replica actor   vLLM's OpenAI server on the service port
+       │                   ├─ replica actors  vLLM's OpenAI server; one has the service port
        │                   ├─ trainer actor   distils the draft
        │                   └─ control actor   controller, dashboard on the control port
        │                  (serving.engines=attached: no replica; engines of others come to it)
+       │                  HAProxy on the service port, before several replicas
        └─ supervises the Valkey child, leaves a note for other commands, ends all of it on Ctrl-C
 
 `osd/service/plan.py` checks the configuration before anything is started.
@@ -30,6 +31,8 @@ from osd.errors import ConfigError, OSDError, ReplayBufferError
 from osd.exchange.registry import Registry
 from osd.records import DraftRelease
 from osd.service import cluster, note
+from osd.service.front_door import PART, FrontDoor
+from osd.service.logs import note_log
 from osd.service.plan import plan, without_speculation
 from osd.service.ray_watch import RayWatch
 from trainer.trackers import check_installed
@@ -55,7 +58,8 @@ class Service:
         self.redis_url = ""
         self.url = ""
         self.control_url = ""
-        self.replica: Any = None
+        self.replicas: dict[str, Any] = {}
+        """name -> actor"""
         self.trainer: Any = None
         self.control: Any = None
         self._actors: list[Any] = []
@@ -78,7 +82,9 @@ class Service:
         self._start_ray()
         self._set_wanted()
         if self.has_engine:
-            self.replica = self.start_replica("replica-0", self.plan.release)
+            for number in range(self.config.serving.replicas):
+                name = f"replica-{number}"
+                self.replicas[name] = self.start_replica(name, self.plan.release)
 
     def wait(self) -> None:
         """Start the trainer and the control port as well, and block until everything answers.
@@ -88,8 +94,10 @@ class Service:
         """
         self.trainer = self._start_trainer() if self.config.trainer.enabled else None
         self.control = self._start_control()
-        if self.has_engine:
-            self.url = self.wait_for(self.replica, "replica-0", "engine")
+        for name, replica in self.replicas.items():
+            self.url = self.wait_for(replica, name, "engine")
+        if len(self.replicas) > 1:
+            self.url = self._open_front_door()
         self.control_url = self.wait_for(self.control, "control", "control port")
         if not self.has_engine:
             self._tell_engines()
@@ -208,10 +216,27 @@ class Service:
                 "home": cluster.node_id(),
             },
             num_gpus=config.serving.num_gpus,
+            resource=config.ray.replica_resource,
             env=config.serving.env,
         )
         self._actors.append(handle)
         return handle
+
+    def _open_front_door(self) -> str:
+        """Put HAProxy before the replicas; returns its URL."""
+        serving, log = self.config.serving, self.log_dir / f"{PART}.log"
+        registry = Registry(self.redis_url, self.config.deployment)
+
+        def where_they_are() -> dict[str, str]:
+            statuses = registry.replicas()
+            return {s.replica: s.url for s in statuses if s.replica in self.replicas}
+
+        door = FrontDoor(serving.host, serving.port, where_they_are, log=log)
+        self._stack.callback(door.stop)
+        door.start()
+        note_log(PART, log, registry)
+        self._report(f"{PART}: ready at {door.url}")
+        return door.url
 
     def _start_trainer(self) -> Any:
         from osd.service.actors import TRAINER_NAME, TrainerActor

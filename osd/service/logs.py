@@ -39,6 +39,11 @@ def begin_log(directory: Path, part: str, registry: Registry) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for package in OURS:
         logging.getLogger(package).setLevel(logging.INFO)
+    note_log(part, path, registry)
+
+
+def note_log(part: str, path: Path, registry: Registry) -> None:
+    """Note for `osd logs` that a part logs to `path` on this machine."""
     place = Place(part=part, host=socket.gethostname(), node=cluster.node_id(), log=str(path))
     try:
         registry.set_place(place)

@@ -23,6 +23,7 @@ from osd.models.compatibility import check_pair
 from osd.models.vocab_padding import write_fitting
 from osd.records import DraftRelease
 from osd.releases.store import ReleaseStore
+from osd.service.haproxy import find_program
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +55,27 @@ def check(config: Config) -> tuple[Path, Path, int]:
     """What can be checked while another service runs here: whether the parts would reach each
     other, and whether the models are there and fit. Returns target, draft, and how many tokens they
     have."""
-    check_remote_trainer(config)
+    check_remote_parts(config)
+    check_front_door(config)
     check_attached(config)
     target = resolve.resolve(config.serving.target, "serving.target")
     draft = resolve.resolve(config.serving.draft, "serving.draft")
     return target, draft, check_pair(target, draft, max_model_len(config))
 
 
-def check_remote_trainer(config: Config) -> None:
-    """A trainer on another machine needs a Redis that both machines reach."""
-    resource = config.ray.trainer_resource
-    if not resource or not config.trainer.enabled:
+def check_remote_parts(config: Config) -> None:
+    """A part on another machine needs a Redis that both machines reach."""
+    if config.trainer.enabled:
+        _check_remote(config, "trainer_resource", "the trainer")
+    if config.serving.engines == "own":
+        _check_remote(config, "replica_resource", "the engines")
+
+
+def _check_remote(config: Config, key: str, who: str) -> None:
+    resource = getattr(config.ray, key)
+    if not resource:
         return
-    why = f"ray.trainer_resource={resource} puts the trainer on another machine"
+    why = f"ray.{key}={resource} puts {who} on another machine"
     if config.ray.address == "local":
         raise ConfigError(f"{why}, and a private Ray has none; set ray.address (--address)")
     if not config.buffer.redis_url and is_loopback(config.buffer.host):
@@ -79,6 +88,17 @@ def check_remote_trainer(config: Config) -> None:
             f"buffer.redis_url={mask_url(config.buffer.redis_url)}: {why}, for which that is "
             "another server; name it by an address that both reach"
         )
+
+
+def check_front_door(config: Config) -> None:
+    """Several replicas need one."""
+    if config.serving.replicas > 1:
+        if config.serving.engines != "own":
+            raise ConfigError(
+                f"serving.replicas={config.serving.replicas}: engines that are attached are "
+                "started by others; leave it out"
+            )
+        find_program()
 
 
 def check_attached(config: Config) -> None:
@@ -202,5 +222,7 @@ def without_speculation(config: Config) -> Config:
     vllm = {k: v for k, v in config.serving.vllm.items() if k != "per_request_spec_decode_metrics"}
     port = free_port(config.serving.host, [config.serving.port, config.control.port])
     return config.model_copy(
-        update={"serving": config.serving.model_copy(update={"port": port, "vllm": vllm})}
+        update={
+            "serving": config.serving.model_copy(update={"port": port, "vllm": vllm, "replicas": 1})
+        }
     )

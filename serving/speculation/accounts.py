@@ -63,6 +63,7 @@ class Accounts:
                 "batch": len(step.req_ids),
                 "drafted": sum(step.drafted),
                 "accepted": sum(step.accepted),
+                "tokens": step.num_delivered,
                 "passes": step.draft.passes,
                 "context": step.context,
                 "is_pure": step.is_pure,

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from osd.records import SpeculationReport
 from serving.speculation.accounts import Accounts
@@ -34,6 +35,8 @@ from serving.speculation.sweep import Sweep
 from serving.speculation.trials import Trials
 
 STEPS_PER_DECISION = 4
+SETTINGS_KEY = "osd"
+"""Key of the settings in vLLM's `additional_config`."""
 DECISIONS_PER_OPENING = 16
 """At every 16th decision all drafts are verified whole: a request that is never verified could
 never show that it has changed."""
@@ -53,6 +56,15 @@ class Settings:
     seed: int = 0
     is_held: bool = False
     """Whether the engine begins as without this control (`Controlled.osd_command("hold")`)."""
+
+
+def settings_of(additional_config: Any) -> Settings:
+    """The settings within vLLM's `additional_config`."""
+    given = additional_config.get(SETTINGS_KEY, {}) if isinstance(additional_config, dict) else {}
+    values: dict[str, Any] = {
+        key: tuple(v) if isinstance(v, list) else v for key, v in given.items()
+    }
+    return Settings(**values)
 
 
 class Speculation:
@@ -187,7 +199,7 @@ class Speculation:
         self._learn_of_draft(step)
         if not step.req_ids:
             return
-        if self._may_look_up and step.proposed_by.plan.proposer != "ngram":
+        if self._may_look_up_beside(step):
             self.requests.look_up_in_shadow(step.req_ids, tokens_of)
         tokens = step.num_delivered
         if step.is_pure:
@@ -197,7 +209,9 @@ class Speculation:
                 self.times.add(shape, step.seconds)
             if step.stamp.reason != "sweep":
                 self.accounts.add_step(step.stamp.plan, step.seconds, tokens)
-        self.net.add_step(step.stamp.window, step.seconds, tokens, len(step.req_ids))
+        is_without = step.stamp.reason == "net window"  # as in an engine that has no control
+        seconds = step.seconds - step.own_seconds if is_without else step.seconds
+        self.net.add_step(step.stamp.window, max(seconds, 0.0), tokens, len(step.req_ids))
         self.accounts.write(step)
 
     def _learn_of_draft(self, step: StepSeen) -> None:
@@ -254,9 +268,12 @@ class Speculation:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    @property
-    def _may_look_up(self) -> bool:
-        return self.settings.mode == "auto" and "ngram" in self.settings.proposers
+    def _may_look_up_beside(self, step: StepSeen) -> bool:
+        """Whether n-grams are judged in shadow. A net window without speculation has nothing to do
+        with them: it costs what an engine without speculation costs."""
+        may_propose = self.settings.mode == "auto" and "ngram" in self.settings.proposers
+        is_in_use = step.proposed_by.plan.proposer == "ngram"
+        return may_propose and not is_in_use and step.stamp.reason != "net window"
 
     def _resting_plan(self) -> Plan:
         """The plan while nothing is known, and in the modes that decide nothing."""

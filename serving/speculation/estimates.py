@@ -109,9 +109,7 @@ class Acceptance:
     def add(self, slot_B: np.ndarray, drafted_B: np.ndarray, accepted_B: np.ndarray) -> None:
         """Add one verification step. The evidence of requests without drafts only fades."""
         if not drafted_B.any():
-            self._tested_SG[slot_B] *= FADING
-            self._accepted_SG[slot_B] *= FADING
-            return
+            return self.fade(slot_B)
         tested_BG = self._position_G < np.minimum(drafted_B, accepted_B + 1)[:, None]
         accepted_BG = self._position_G < accepted_B[:, None]
         fade_BG = np.where(tested_BG, MEMORY, FADING)
@@ -119,6 +117,11 @@ class Acceptance:
         self._accepted_SG[slot_B] = self._accepted_SG[slot_B] * fade_BG + accepted_BG
         self._all_tested_SG[slot_B] += tested_BG
         self._all_accepted_SG[slot_B] += accepted_BG
+
+    def fade(self, slot_B: np.ndarray) -> None:
+        """Add a step in which nothing of these requests was drafted."""
+        self._tested_SG[slot_B] *= FADING
+        self._accepted_SG[slot_B] *= FADING
 
     def restart(self, slots: Sequence[int], predicted: float | None) -> None:
         """Forget all evidence: another draft serves, or the draft has changed. `predicted`: its

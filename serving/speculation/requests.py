@@ -136,6 +136,9 @@ class Requests:
         if not known:
             return 0, 0
         requests = [self._requests[step.req_ids[i]] for i in known]
+        if step.proposed_by.plan.proposer != "ngram" and not any(step.drafted):
+            self._draft.fade(np.array([r.slot for r in requests if r.is_counted], np.int64))
+            return 0, 0
         drafted_B = np.array([step.drafted[i] for i in known], np.int64)
         accepted_B = np.array([step.accepted[i] for i in known], np.int64)
         if step.proposed_by.plan.proposer == "ngram":

@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from osd.records import clean_domain
-from serving.speculation.control import Settings, Speculation
+from serving.speculation.control import Speculation, settings_of
 from serving.speculation.goodput import Plan
 from serving.speculation.requests import whole_number
 from serving.speculation.step_seen import (
@@ -49,9 +49,6 @@ from serving.vllm.name import resolve
 from serving.vllm.undrafted import Undrafted
 
 logger = logging.getLogger(__name__)
-
-SETTINGS_KEY = "osd"
-"""Key of the settings in vLLM's `additional_config`."""
 
 
 class Controlled(Undrafted):
@@ -90,6 +87,8 @@ class Controlled(Undrafted):
         self._osd_drafts_late = drafts_after_results(config, self.use_v2_model_runner)
         self._osd_steps = StepClock(is_inline=runs_inline(config))
         self._osd_is_held = settings.is_held
+        self._osd_own_s = 0.0
+        """Time that the control itself has taken since the last step was read."""
 
     # -- vLLM's methods ---------------------------------------------------------------------------
 
@@ -196,6 +195,7 @@ class Controlled(Undrafted):
     def _osd_guard(self, act: Callable[[], Any]) -> Any:
         if self._osd_problem:
             return None
+        started = self.osd_clock()
         try:
             return act()
         except Exception as error:
@@ -206,6 +206,8 @@ class Controlled(Undrafted):
                 self._osd_resting_k,
             )
             return None
+        finally:
+            self._osd_own_s += self.osd_clock() - started
 
     def _osd_begin(self, request: Any) -> None:
         params = request.sampling_params
@@ -266,6 +268,8 @@ class Controlled(Undrafted):
         seen = StepSeen(
             [], [], [], step.stamp, step.proposed_by, step.draft, 0, True, step.seconds, []
         )
+        own_s, self._osd_own_s = self._osd_own_s, 0.0
+        seen.own_seconds = own_s if self._osd_steps.is_inline else 0.0
         for req_id, num_scheduled in scheduled.items():
             request = self.requests.get(req_id)
             emitted = sampled[index[req_id]] if sampled else ()
@@ -331,15 +335,6 @@ def controlled_class(vllm_config: Any) -> type[Controlled]:
     is_async = vllm_config.scheduler_config.async_scheduling
     bases = (ControlledAsync, AsyncScheduler) if is_async else (Controlled, Scheduler)
     return type("ControlledScheduler", bases, {})
-
-
-def settings_of(additional_config: Any) -> Settings:
-    """The settings within vLLM's `additional_config`."""
-    given = additional_config.get(SETTINGS_KEY, {}) if isinstance(additional_config, dict) else {}
-    values: dict[str, Any] = {
-        key: tuple(v) if isinstance(v, list) else v for key, v in given.items()
-    }
-    return Settings(**values)
 
 
 def _command(core: Any, name: str, argument: str = "null") -> str:

@@ -68,13 +68,13 @@ class StepClock:
     """
 
     def __init__(self, *, is_inline: bool) -> None:
-        self._is_inline = is_inline
+        self.is_inline = is_inline
         self._newest: Scheduled | None = None
         self._last_end = -math.inf
 
     def enter(self, now: float) -> None:
         """The scheduler is called."""
-        if self._is_inline and self._newest is not None:
+        if self.is_inline and self._newest is not None:
             self.end(self._newest, now)
 
     def begin(self, step: Scheduled, *, is_idle: bool) -> None:
@@ -115,6 +115,8 @@ class StepSeen:
     """how many of them are output"""
     num_surplus: int = 0
     """tokens that lie behind the ends of answers, and reach nobody"""
+    own_seconds: float = 0.0
+    """how much of `seconds` the control took for itself"""
 
     @property
     def num_delivered(self) -> int:

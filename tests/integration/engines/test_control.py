@@ -41,6 +41,25 @@ def test_tokens_are_the_targets_while_the_loop_decides(
     assert report["is_async"] == engine.way.is_async
 
 
+def test_the_tokens_it_counts_are_those_that_are_delivered(
+    engine: Engine, plain: Reference, prompts: list[list[int]]
+) -> None:
+    """A step with drafts may reach beyond the end of an answer."""
+    some = prompts[:4]
+    (_, *stops), *_ = plain.generate(some[:1], **LONG)
+    for plan in (["draft", 4], ["off", 0]):
+        engine.command("force", plan)
+        for given in (
+            *({"ignore_eos": True, "max_tokens": n} for n in (1, 2, 3, 5, 8, 13)),
+            {"max_tokens": 40, "stop_token_ids": [stops[6]]},
+        ):
+            engine.command("log", True)
+            answers = engine.generate(some, **given)
+            counted = sum(step["tokens"] for step in engine.command("log", False))
+            assert counted == sum(map(len, answers)), (plan, given)
+    engine.command("force", None)
+
+
 def test_n_grams_propose_or_are_left_out_with_a_reason(engine: Engine, way: Way) -> None:
     is_proposer = "ngram" in engine.scheduler.osd.settings.proposers
     assert is_proposer == (not way.no_ngrams)

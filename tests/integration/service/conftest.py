@@ -36,9 +36,10 @@ ORDER = (
     "test_interrupt.py",
     "test_rollback.py",
     "test_rest.py",
-    # They have services of their own: of two ranks, and without an engine.
+    # They have services of their own: of two ranks, without an engine, of two engines.
     "test_tensor_parallel.py",
     "test_attached.py",
+    "test_replicas.py",
     "test_stopping.py",
 )
 

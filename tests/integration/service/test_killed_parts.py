@@ -80,7 +80,7 @@ def test_a_killed_engine_comes_back_with_the_newest_draft(
 ) -> None:
     version = pause_training(service)
     assert version > 1
-    replica = pid_of(service.replica)
+    replica = pid_of(service.replicas["replica-0"])
     process = named(descendants(replica), "VLLM::EngineCore")
     assert len(process) == 1
     endings: list[str] = []
@@ -104,7 +104,7 @@ def test_a_killed_engine_comes_back_with_the_newest_draft(
     assert len(endings) == 4 and all("error" in ending for ending in endings)
 
     def is_back() -> bool:
-        return is_healthy(service.url) and pid_of(service.replica) not in (0, replica)
+        return is_healthy(service.url) and pid_of(service.replicas["replica-0"]) not in (0, replica)
 
     wait_until(is_back, 600, "it is back")
     print(f"engine killed, serving again after {time.monotonic() - clock:.1f} s")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 def test_an_idle_engine_rests(service: Service) -> None:
     """Its supervision does not keep it awake."""
-    workers = named(descendants(pid_of(service.replica)), "VLLM::EngineCore")
+    workers = named(descendants(pid_of(service.replicas["replica-0"])), "VLLM::EngineCore")
     assert len(workers) == 1
     time.sleep(6)
     before = cpu_seconds(workers[0])

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import net
 from benchmarks.record import Options
+from benchmarks.result import table
 from benchmarks.stats import Estimate
 
 PLAN = net.protocol(Options(directory=Path("unused"), quick=True))
@@ -39,6 +40,8 @@ def test_what_is_reported_is_held_against_what_engines_side_by_side_show(
     off = figures["synchronous", net.OFF]
     assert off.value == pytest.approx(middle / 1.4)
     assert all(is_right for _, _, is_right in result.verdicts()) == is_met
+    line = next(line for line in table(result).splitlines() if net.OFF in line)
+    assert f"lower bound <= 1: {'met' if is_met else 'MISSED'}; upper bound >= 1: met" in line
     assert ("asynchronous", net.OFF) not in figures, "too few windows for an interval"
 
 

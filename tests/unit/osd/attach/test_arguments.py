@@ -13,7 +13,7 @@ import pytest
 
 from osd.attach import arguments
 from osd.attach.arguments import ATTACHED_KEY, install, prepare
-from serving.speculation.scheduler import settings_of
+from serving.speculation.control import settings_of
 from serving.vllm import parts
 
 WITH_PLUGIN = {"VLLM_PLUGINS": "mine,osd"}

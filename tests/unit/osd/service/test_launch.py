@@ -29,6 +29,12 @@ from osd.service.launch import Service
             1,
             "serving.num_gpus=1, trainer.num_gpus=1: Ray finds 1 GPUs",
         ),
+        (["serving.num_gpus=1", "serving.replicas=3"], 3, ""),
+        (
+            ["serving.num_gpus=1", "serving.replicas=3"],
+            2,
+            "serving.num_gpus=1 for each of 3 replicas: Ray finds 2 GPUs",
+        ),
         (["trainer.num_gpus=1"], 0, "trainer.num_gpus=1: Ray finds 0 GPUs"),
         (["trainer.num_gpus=1", "trainer.enabled=false"], 0, ""),
     ],

@@ -8,7 +8,14 @@ import pytest
 
 from osd.config import reading
 from osd.errors import ConfigError
-from osd.service.plan import check_attached, check_remote_trainer, with_free_ports
+from osd.service import haproxy, plan
+from osd.service.plan import (
+    check_attached,
+    check_front_door,
+    check_remote_parts,
+    with_free_ports,
+    without_speculation,
+)
 
 ELSEWHERE = ["ray.trainer_resource=train", "ray.address=head:6380"]
 
@@ -24,7 +31,7 @@ ELSEWHERE = ["ray.trainer_resource=train", "ray.address=head:6380"]
     ],
 )
 def test_a_trainer_that_can_reach_its_buffer_is_fine(overrides: list[str]) -> None:
-    check_remote_trainer(reading.load(overrides=overrides, environ={}).config)
+    check_remote_parts(reading.load(overrides=overrides, environ={}).config)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +44,8 @@ def test_a_trainer_that_can_reach_its_buffer_is_fine(overrides: list[str]) -> No
             [*ELSEWHERE, "buffer.redis_url=redis://me:secret@127.0.0.1:6379/0"],
             "buffer.redis_url=redis://127.0.0.1:6379/0: ray.trainer_resource=train puts",
         ),
+        (["ray.replica_resource=gpu"], "puts the engines on another machine, and a private Ray"),
+        (["ray.replica_resource=gpu", "ray.address=head:6380"], "cannot reach buffer.host=127"),
         ([*ELSEWHERE, "buffer.redis_url=redis://localhost"], "name it by an address that both"),
         ([*ELSEWHERE, "buffer.redis_url=redis://[::1]:6379"], "name it by an address that both"),
         ([*ELSEWHERE, "buffer.redis_url=unix:///run/redis.sock"], "by an address that both reach"),
@@ -46,8 +55,47 @@ def test_a_trainer_on_another_machine_needs_a_redis_that_both_reach(
     overrides: list[str], says: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_remote_trainer(reading.load(overrides=overrides, environ={}).config)
+        check_remote_parts(reading.load(overrides=overrides, environ={}).config)
     assert says in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_engines_of_others_are_not_placed_by_us() -> None:
+    overrides = ["serving.engines=attached", "ray.replica_resource=gpu"]
+    check_remote_parts(reading.load(overrides=overrides, environ={}).config)
+
+
+def test_several_replicas_need_haproxy_and_engines_of_our_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    several = reading.load(overrides=["serving.replicas=2"], environ={}).config
+    check_front_door(several)
+    attached = reading.load(
+        overrides=["serving.replicas=2", "serving.engines=attached"], environ={}
+    ).config
+    with pytest.raises(ConfigError, match="serving.replicas=2: engines that are attached"):
+        check_front_door(attached)
+
+    def missing() -> None:
+        raise ConfigError("not found")
+
+    monkeypatch.setattr(plan, "find_program", missing)
+    with pytest.raises(ConfigError, match="not found"):
+        check_front_door(several)
+    check_front_door(reading.load(overrides=[], environ={}).config)
+    assert haproxy.find_program().is_file()
+
+
+def test_an_engine_for_comparison_stands_alone() -> None:
+    several = reading.load(overrides=["serving.replicas=2"], environ={}).config
+    assert without_speculation(several).serving.replicas == 1
+
+
+@pytest.mark.parametrize("key", ["ssl_certfile", "ssl-keyfile"])
+def test_behind_a_front_door_there_is_no_tls(key: str) -> None:
+    given = [f"serving.vllm.{key}=/some/file"]
+    assert reading.load(overrides=given, environ={}).config.serving.replicas == 1
+    with pytest.raises(ConfigError, match=r"plain HTTP.*set serving.replicas=1"):
+        reading.load(overrides=["serving.replicas=2", *given], environ={})
 
 
 ATTACHED = ["serving.engines=attached"]

@@ -76,6 +76,7 @@ def test_a_log_is_bounded_and_ends_where_nobody_wants_it() -> None:
         "batch": 2,
         "drafted": 3,
         "accepted": 2,
+        "tokens": 4,
         "passes": 2,
         "context": 1,
         "is_pure": True,

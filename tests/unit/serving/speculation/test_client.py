@@ -21,9 +21,8 @@ from osd.service.profile import table
 from serving.pull import HEARTBEAT_TTL
 from serving.speculation import client, profile
 from serving.speculation.client import SpeculationClient, predicted_acceptance, settings_for
-from serving.speculation.control import Settings
+from serving.speculation.control import Settings, settings_of
 from serving.speculation.profile import profile_path, read_profile, write_profile
-from serving.speculation.scheduler import settings_of
 from serving.speculation.step_times import Shape, StepTimes
 from serving.vllm import names, server
 from tests.unit.osd.control.test_policy import OUTCOME

@@ -670,7 +670,9 @@ def with_net_windows(mode: str = "auto", **given: Any) -> tuple[Speculation, Clo
     return control, clock
 
 
-def planned_by(clock: Clock, control: Speculation, num: int, accepted: int = 2) -> list[str]:
+def planned_by(
+    clock: Clock, control: Speculation, num: int, accepted: int = 2, own_seconds: float = 0.0
+) -> list[str]:
     """As `planned`, in steps of an eighth of a second that bring one token, and `accepted` more of
     a draft."""
     names = []
@@ -682,6 +684,7 @@ def planned_by(clock: Clock, control: Speculation, num: int, accepted: int = 2) 
         seen = seen_by(
             control, ["a"], [plan.k], [num_accepted], "draft", 0, 100, False, 0.125, [100]
         )
+        seen.own_seconds = own_seconds
         control.observe(seen, lambda _: [1, 2, 3])
     return names
 
@@ -702,6 +705,28 @@ def test_a_net_window_is_without_speculation_and_measures_what_it_gains() -> Non
         "goodput",
     ] * len(windows)
     assert names[windows[0] + 19] == "draft 2", "decided for at once"
+
+
+def test_an_engine_without_speculation_would_have_no_control() -> None:
+    """What the control takes is a cost of speculation: it counts where there is some."""
+    control, clock = with_net_windows()
+    planned_by(clock, control, 400, own_seconds=0.025)
+    assert control.report().net.ratio == pytest.approx(3.0 * 0.8)
+
+
+def test_in_a_net_window_no_text_is_read() -> None:
+    control = profiled(Settings(net_interval_seconds=5.0))
+    control.begin("a")
+    control.force(OFF)
+    control.plan(["a"], 100)
+    control._newest = control._newest._replace(reason="net window")
+
+    def unread(_: str) -> Sequence[int]:
+        raise AssertionError("nobody needs the text")
+
+    for _ in range(2 * STEPS_PER_SHADOW):
+        seen = seen_by(control, ["a"], [0], [0], "draft", 0, 100, False, 0.01, [100])
+        control.observe(seen, unread)
 
 
 def test_a_probe_waits_until_a_net_window_is_over() -> None:
@@ -1014,6 +1039,7 @@ def test_a_log_has_every_step_as_it_was() -> None:
             "batch": 2,
             "drafted": 3,
             "accepted": 2,
+            "tokens": 4,
             "passes": 2,
             "context": 230,
             "is_pure": False,

@@ -16,7 +16,7 @@ import pytest
 from vllm import SamplingParams
 
 from osd.records import encode
-from serving.speculation.control import Settings, Speculation
+from serving.speculation.control import Settings, Speculation, settings_of
 from serving.speculation.goodput import OFF, Plan
 from serving.speculation.probes import PROBE_STEPS
 from serving.speculation.requests import whole_number
@@ -25,7 +25,6 @@ from serving.speculation.scheduler import (
     ControlledAsync,
     controlled_class,
     controlled_scheduler,
-    settings_of,
 )
 from serving.speculation.step_seen import MAX_IDLE_SECONDS, DraftWork, Stamp, StepSeen
 from serving.speculation.step_times import Shape, padded_sizes
@@ -276,6 +275,34 @@ class Bench:
     def proposer(self) -> str:
         """Who proposed what the newest step verified."""
         return self.seen.proposed_by.plan.proposer
+
+
+# -- what the control takes for itself ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "is_async, device, is_told", [(False, "cuda", True), (True, "cpu", True), (True, "cuda", False)]
+)
+def test_a_step_tells_what_of_it_the_control_took(
+    is_async: bool, device: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that schedules ahead of a device does not wait for its scheduler."""
+    bench = Bench(is_async=is_async, device=device)
+    bench.add("r")
+
+    def slow(act: Any, seconds: float) -> Any:
+        def taking_time(*given: Any) -> Any:
+            bench.now += seconds
+            return act(*given)
+
+        return taking_time
+
+    monkeypatch.setattr(bench.osd, "plan", slow(bench.osd.plan, 0.001))
+    monkeypatch.setattr(bench.osd, "observe", slow(bench.osd.observe, 0.0015))
+    for _ in range(4):
+        bench.step()
+    assert bench.seen.own_seconds == pytest.approx(0.0025 if is_told else 0.0)
+    assert bench.seen.seconds == pytest.approx(STEP_S + 0.0025)
 
 
 # -- what a client may say ------------------------------------------------------------------------

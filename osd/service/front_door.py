@@ -1,0 +1,187 @@
+"""The front door of several replicas: HAProxy as a child process, which follows where they are.
+
+    replicas ──heartbeats──► look, twice a second ──► a changed address: new file, reload
+                                                 └──► the process has died: started again
+
+A reload closes nothing: requests under way go on in the process that has them. While it is not
+known where the replicas are, HAProxy goes on with those it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from buffers import guardian
+from osd.common.files import replace_file
+from osd.errors import ConfigError, OSDError
+from osd.service.haproxy import configuration, find_program
+
+logger = logging.getLogger(__name__)
+
+PART = "front-door"
+"""Its name among the parts of a service."""
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_TO_START = 10.0
+SECONDS_TO_RELOAD = 5.0
+SECONDS_TO_STOP = 5.0
+
+Replicas = Mapping[str, str]
+"""name -> URL"""
+
+
+class FrontDoor:
+    """HAProxy on `host:port`. `replicas` tells where they are now, and raises `OSDError` while that
+    is not known. Messages of HAProxy go to `log`."""
+
+    def __init__(
+        self, host: str, port: int, replicas: Callable[[], Replicas], *, log: Path
+    ) -> None:
+        self._host, self._port, self._replicas, self._log = host, port, replicas, log
+        self._program = find_program()
+        self._known: dict[str, str] = {}
+        self._told: dict[str, str] = {}
+        """The replicas that HAProxy knows."""
+        self._trouble = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="osd-front-door", daemon=True)
+        # The path of a socket has a length limit.
+        self._directory = Path(tempfile.mkdtemp(prefix="osd-front-"))
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the guardian; HAProxy is its child."""
+        return 0 if self._process is None else self._process.pid
+
+    def start(self) -> FrontDoor:
+        """Open the port. Raises `ConfigError` when HAProxy does not start."""
+        try:
+            self._known = dict(self._replicas())
+            self._begin()
+        except BaseException:
+            self.stop()
+            raise
+        self._thread.start()
+        return self
+
+    def look(self) -> None:
+        """Follow the replicas, and start HAProxy again if it has died."""
+        try:
+            found = dict(self._replicas())
+        except OSDError:
+            found = {}
+        self._known = found or self._known
+        if self._process is None or self._process.poll() is not None:
+            logger.warning("the front door died and is started again")
+            self._begin()
+        elif self._known != self._told:
+            self._write()
+            self._reload()
+            self._told = dict(self._known)
+
+    def stop(self) -> None:
+        """Close the port and end HAProxy. May be called twice."""
+        self._has_ended.set()
+        if self._thread.is_alive():
+            self._thread.join(SECONDS_TO_RELOAD)
+        self._end_process()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        while not self._has_ended.wait(SECONDS_BETWEEN_LOOKS):
+            try:
+                self.look()
+            except Exception as error:  # whatever it is, HAProxy goes on as it is
+                if str(error) != self._trouble:
+                    self._trouble = str(error)
+                    logger.exception("the front door could not be changed; it is tried again")
+            else:
+                self._trouble = ""
+
+    def _begin(self) -> None:
+        self._end_process()
+        self._write()
+        file, control = self._directory / "haproxy.cfg", self._directory / "control"
+        control.unlink(missing_ok=True)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        command = [str(self._program), "-W", "-db", "-f", str(file)]
+        command += ["-S", f"{control},mode,600"]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                guardian.guarded(command),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + SECONDS_TO_START
+        while time.monotonic() < deadline and self._process.poll() is None:
+            if control.exists() and self._answers():
+                self._told = dict(self._known)
+                return
+            time.sleep(0.05)
+        self._end_process()
+        raise ConfigError(
+            f"serving.port={self._port}: the front door does not start on {self._host} "
+            f"({_last_words(self._log)}); see {self._log}"
+        )
+
+    def _write(self) -> None:
+        text = configuration(self._host, self._port, self._known)
+        replace_file(self._directory / "haproxy.cfg", text.encode())
+
+    def _reload(self) -> None:
+        """Raises `OSError` or `RuntimeError` where HAProxy refuses."""
+        with socket.socket(socket.AF_UNIX) as control:
+            control.settimeout(SECONDS_TO_RELOAD)
+            control.connect(str(self._directory / "control"))
+            control.sendall(b"reload\n")
+            answer = b"".join(iter(lambda: control.recv(4096), b"")).decode(errors="replace")
+        if "Success=1" not in answer:
+            raise RuntimeError(f"HAProxy does not reload: {answer.strip()}")
+
+    def _answers(self) -> bool:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        try:
+            with socket.create_connection((host, self._port), timeout=1):
+                return True
+        except OSError:
+            return False
+
+    def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(SECONDS_TO_STOP)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _last_words(log: Path) -> str:
+    try:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        lines = []
+    named = [line for line in lines[-20:] if "[ALERT]" in line]
+    return (named or lines or ["it ended without a word"])[-1].strip()[:300]

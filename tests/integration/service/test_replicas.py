@@ -1,0 +1,154 @@
+"""Two engines behind one service port: whichever answers, and whichever dies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from transformers import AutoModelForCausalLM
+
+from osd.client.load import Answer
+from osd.service.launch import Service
+from tests.integration.service.test_killed_parts import long_stream
+from tests.support import acceptance, services
+from tests.support.greedy import greedy_answers
+from tests.support.pairs import Pair
+from tests.support.processes import descendants, kill, named, pid_of
+from tests.support.services import pause_training, status, wait_until
+from tests.support.traffic import MODEL, PROMPTS, Traffic, ask, ids_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+MAX_TOKENS = 40
+NAMES = ["replica-0", "replica-1"]
+TRIAL_SECONDS = 15
+PADDING = "x" * 40_000
+"""Makes a request of a short prompt a long one."""
+
+
+@pytest.fixture(scope="module")
+def fleet(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Its first draft knows nothing of its target."""
+    data = tmp_path_factory.mktemp("fleet")
+    settings = services.settings("test-fleet", data, pair.target, pair.stranger)
+    settings += ["serving.replicas=2", f"gate.canary_seconds={TRIAL_SECONDS}"]
+    with services.supervised(settings) as service:
+        wait_until(lambda: len(replicas(service)) == 2, 60, "both are known")
+        yield service
+
+
+@pytest.fixture(scope="module")
+def wanted(pair: Pair) -> list[list[int]]:
+    """The target's own answers, token by token."""
+    target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
+    answers = greedy_answers(target, [ids_of(prompt) for prompt in PROMPTS])
+    return [answer.answer_ids[:MAX_TOKENS] for answer in answers]
+
+
+def replicas(service: Service) -> dict[str, dict[str, object]]:
+    return {r["replica"]: r for r in status(service.control_url)["replicas"]}
+
+
+def versions_of(service: Service) -> set[object]:
+    return {replica["version"] for replica in replicas(service).values()}
+
+
+def is_on_both(seen: list[tuple[float, set[object]]]) -> bool:
+    """Whether one draft after the first served on both."""
+    return any(len(versions) == 1 and versions != {1} for _, versions in seen)
+
+
+def test_both_answer_as_the_target_and_learn(fleet: Service, wanted: list[list[int]]) -> None:
+    urls = {name: str(replica["url"]) for name, replica in replicas(fleet).items()}
+    assert sorted(urls) == NAMES and len({*urls.values(), fleet.url}) == 3
+    first = ask(fleet.url, PROMPTS, max_tokens=MAX_TOKENS)
+    answers, newest = list(first), first
+    seen: list[tuple[float, set[object]]] = []
+    deadline = time.monotonic() + 180
+    while not (acceptance.alpha(acceptance.counts(newest)) > 0.6 and is_on_both(seen)):
+        assert time.monotonic() < deadline, "it is not learnt, or not passed on"
+        newest = ask(fleet.url, PROMPTS * 2, streams=6, max_tokens=MAX_TOKENS)
+        answers += newest
+        seen.append((time.monotonic(), versions_of(fleet)))
+    before, now = (acceptance.alpha(acceptance.counts(some)) for some in (first, newest))
+    print(f"live α of two replicas: {before:.3f}, then {now:.3f} after {len(answers)} requests")
+    assert now > before + 0.3
+    assert_are_the_targets(answers, wanted)
+    version = pause_training(fleet)
+    on_trial = [at for at, versions in seen if len(versions) > 1]
+    print(f"drafts served on one alone for {on_trial[-1] - on_trial[0]:.1f} s in all")
+    assert on_trial[-1] - on_trial[0] > TRIAL_SECONDS / 2, "a new draft serves on one first"
+    wait_until(lambda: versions_of(fleet) == {version}, 60, "the newest serves on both")
+    counted = {name: httpx.get(f"{url}/metrics").text for name, url in urls.items()}
+    assert all("vllm:request_success_total" in text for text in counted.values())
+    for url in urls.values():
+        answers = ask(url, PROMPTS, max_tokens=MAX_TOKENS)
+        assert_are_the_targets(answers, wanted)
+        assert acceptance.alpha(acceptance.counts(answers)) > 0.5, "each has the new draft"
+
+
+@pytest.mark.parametrize("what", ["the whole replica", "its engine"])
+def test_a_replica_killed_under_load_fails_no_request(
+    what: str, fleet: Service, wanted: list[list[int]]
+) -> None:
+    """None of which a word was answered; long ones, too. It comes back with the newest draft."""
+    version = pause_training(fleet)
+    replica = pid_of(fleet.replicas["replica-0"])
+    engine = named(descendants(replica), "VLLM::EngineCore")
+    with Traffic(fleet.url, PROMPTS, streams=8, max_tokens=MAX_TOKENS) as traffic:
+        long_ones: list[httpx.Response] = []
+        streams: list[str] = []
+        threads = [threading.Thread(target=send_long, args=(fleet, long_ones)) for _ in range(6)]
+        threads += [threading.Thread(target=stream, args=(fleet, streams, i)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: num_running(fleet, "replica-0") > 4, 20, "it has work")
+        kill(replica if what == "the whole replica" else engine[0])
+        clock = time.monotonic()
+        for thread in threads:
+            thread.join(60)
+
+        def is_back() -> bool:
+            started = replicas(fleet).get("replica-0", {}).get("pid")
+            return started not in (None, replica) and is_asked(fleet, "replica-0")
+
+        wait_until(is_back, 300, "it is back, and is asked")
+        print(f"{what} killed, asked again after {time.monotonic() - clock:.1f} s")
+    assert [answer for answer in long_ones if answer.status_code != 200] == []
+    assert len(long_ones) == 6
+    failed = {answer.error for answer in traffic.failed()}
+    print(f"streams that were under way ended with {failed}, {sorted(streams)}")
+    cut_off = [ending for ending in streams if "error" in ending]
+    assert cut_off and streams.count("data: [DONE]") == 4 - len(cut_off), "none looks whole"
+    assert all("incomplete chunked read" in e or "EngineCore" in e for e in failed), failed
+    for answer in traffic.answers:
+        assert not answer.ok or list(answer.token_ids) == wanted[answer.index]
+    assert replicas(fleet)["replica-0"]["version"] == version
+    assert len(traffic.answers) > 20
+
+
+def send_long(fleet: Service, answers: list[httpx.Response]) -> None:
+    body = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 200, "ignore_eos": True}
+    answers.append(
+        httpx.post(f"{fleet.url}/v1/completions", json=body | {"user": PADDING}, timeout=120)
+    )
+
+
+def stream(fleet: Service, endings: list[str], seed: int) -> None:
+    endings.append(long_stream(fleet, seed))
+
+
+def num_running(fleet: Service, name: str) -> int:
+    return int(str(replicas(fleet).get(name, {}).get("num_running", 0)))
+
+
+def is_asked(fleet: Service, name: str) -> bool:
+    return num_running(fleet, name) > 0
+
+
+def assert_are_the_targets(answers: list[Answer], wanted: list[list[int]]) -> None:
+    for i, answer in enumerate(answers):
+        assert list(answer.token_ids) == wanted[i % len(PROMPTS)], answer

