@@ -14,7 +14,6 @@ import fcntl
 import logging
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import threading
@@ -235,17 +234,8 @@ class EmbeddedValkey:
 
     def _end_process(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None:
+            guardian.end(process, _STOP_SECONDS)
 
     def _config(self, port: int) -> str:
         lines = [

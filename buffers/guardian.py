@@ -32,6 +32,19 @@ def guarded(command: list[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
+def end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """End a guarded process, and what it guards; kill it when that takes longer than `seconds`."""
+    assert process.stdin is not None
+    process.stdin.close()
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def main(argv: list[str]) -> int:
     parent_pid, command = int(argv[1]), argv[2:]
     wakeup_read, wakeup_write = os.pipe()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -166,16 +165,8 @@ class FrontDoor:
 
     def _end_process(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(SECONDS_TO_STOP)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None:
+            guardian.end(process, SECONDS_TO_STOP)
 
 
 def _last_words(log: Path) -> str:
