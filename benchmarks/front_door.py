@@ -62,11 +62,11 @@ def run(options: Options) -> Result:
         door = FrontDoor(
             "127.0.0.1",
             free_port("127.0.0.1"),
-            lambda: {"replica-0": url},
+            dict,
             log=options.directory / "front-door.log",
         )
         stack.callback(door.stop)
-        door.start()
+        door.start().follow({"replica-0": url})
         urls = {BARE: url, DOOR: door.url}
         for pair in range(-1, plan.sizes["num_pairs"]):  # the first warms up
             options.say(f"pair {pair + 1} of {plan.sizes['num_pairs']}")

@@ -230,7 +230,7 @@ class Replica:
     async def _serve(self, app: Any, sock: socket.socket) -> None:
         assert self._stop is not None
         outermost = self._activity.watching(HeadersToXargs(app))
-        if self._config.serving.replicas > 1:
+        if self._config.has_front_door:
             outermost = HeadWithFirstWord(outermost, lambda: self._engine.errored)
         server = http_server(outermost, self._args, seconds_to_finish=GRACEFUL_SHUTDOWN_SECONDS)
         app.state.server = server

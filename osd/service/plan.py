@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from osd.config.schema import Config
-from osd.config.serving import SpeculationConfig
+from osd.config.serving import SpeculationConfig, argument
 from osd.errors import ConfigError, ReleaseError
 from osd.exchange.redis_url import is_loopback, mask_url, names_its_own_machine
 from osd.models import resolve
@@ -91,13 +91,20 @@ def _check_remote(config: Config, key: str, who: str) -> None:
 
 
 def check_front_door(config: Config) -> None:
-    """Several replicas need one."""
-    if config.serving.replicas > 1:
-        if config.serving.engines != "own":
+    """Several replicas need one, and replicas on other machines."""
+    if config.serving.engines != "own":
+        if config.serving.replicas > 1:
             raise ConfigError(
                 f"serving.replicas={config.serving.replicas}: engines that are attached are "
                 "started by others; leave it out"
             )
+    elif config.has_front_door:
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            if argument(config.serving.vllm, name) is not None:
+                raise ConfigError(
+                    f"serving.vllm.{name}: the replicas behind the front door speak plain HTTP; "
+                    "leave it out and end TLS before the service port"
+                )
         find_program()
 
 

