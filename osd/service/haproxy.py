@@ -102,6 +102,7 @@ def _defaults() -> Sequence[str]:
         "  srvtcpka-intvl 5s",
         "  srvtcpka-cnt 3",
         "  option redispatch 1",
+        "  option http-no-delay",  # else the words of a stream are gathered
         "  option http-buffer-request",  # what is sent on before it is whole is not retried
         "  retries 3",
         "  retry-on conn-failure empty-response 503",

@@ -282,6 +282,37 @@ def test_a_client_that_leaves_is_told_to_the_replica(door: Door) -> None:
     listener.close()
 
 
+def test_the_words_of_a_stream_come_one_by_one(door: Door) -> None:
+    """HAProxy would gather them otherwise, for up to 0.2 s each."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    door.told = dict.fromkeys(door.told, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    sent_at: list[float] = []
+
+    def answer() -> None:
+        while True:
+            connection, _ = listener.accept()
+            if b"GET /health" in connection.recv(4096):
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                connection.close()
+                continue
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for _ in range(5):
+                sent_at.append(time.monotonic())
+                connection.sendall(b"5\r\nword\n\r\n")
+                time.sleep(0.05)
+            connection.sendall(b"0\r\n\r\n")
+            return connection.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    wait_until(lambda: door.door._told == door.told, 5, "it is known")
+    with httpx.stream("POST", door.door.url, content=b"{}", timeout=20) as response:
+        came_at = [time.monotonic() for _ in response.iter_raw()]
+    assert len(came_at) == 5, "one by one"
+    assert max(came - sent for came, sent in zip(came_at, sent_at, strict=True)) < 0.04
+    listener.close()
+
+
 def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
