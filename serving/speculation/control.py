@@ -164,10 +164,10 @@ class Speculation:
         if load.batch != self._decided_for:
             decided = decided._replace(reason="load")
         elif not is_probe and (trial := self._trials.next(plans, load, self.times)):
-            decided = Stamp(whole(trial), "trial")
+            decided = Stamp(trial, "trial")
         self._num_decisions += 1
         if self._num_decisions % DECISIONS_PER_OPENING == 0:
-            decided = decided._replace(plan=whole(decided.plan))
+            decided = decided._replace(plan=whole(decided.plan, load, self.times))
         self._trials.note_use(load.batch, decided.plan)
         self.requests.set_caps(decided.plan, req_ids, load)
         self._decided, self._decided_for, self._num_since_decision = decided, load.batch, 0
@@ -301,7 +301,8 @@ class Speculation:
         if "draft" not in load.survival or not self.requests.can_show_acceptance(req_ids):
             return False
         k = min(PROBE_K, self.settings.k_max)
-        plan = whole(next(plan for plan in plans if plan.passes == k))
+        promised = next(plan for plan in plans if plan.passes == k)
+        plan = whole(promised, load, self.times)
         if not self._probes.is_due(plans[0].seconds, plan.seconds):
             return False
         self._probes.begin(plan, expected=float(load.survival["draft"][:, 0].mean()))

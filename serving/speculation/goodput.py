@@ -133,20 +133,28 @@ def choose(plans: Sequence[Plan], present: Plan) -> Plan:
     return best
 
 
-def whole(plan: Plan) -> Plan:
-    """The plan, with all of its drafts verified."""
-    return plan._replace(min_survival=0.0)
+def whole(plan: Plan, load: Load, times: StepTimes) -> Plan:
+    """The plan, with all of its drafts verified, and what that promises."""
+    if not plan.min_survival:
+        return plan
+    shapes = shape_of(load, OFF), shape_of(load, plan)
+    off_s, seconds = times.predict(shapes, load.context).tolist()
+    gain = float(load.survival["draft"][:, : plan.k].sum())
+    return _predicted(load.batch, plan, gain, seconds, off_s)
 
 
 def unmeasured(
     plans: Sequence[Plan], load: Load, times: StepTimes, is_due: Callable[[Plan, int], bool]
 ) -> Plan | None:
-    """The best of the plans that may beat the others and are due for a trial; None without any.
-    `is_due` gets a plan and the number of its steps that are known."""
+    """The best of the plans that may beat the others and are due for a trial, with all of their
+    drafts verified; None without any. `is_due` gets a plan and the number of its steps that are
+    known."""
     least = NEARLY * max(plan.goodput for plan in plans)
-    near = [plan for plan in plans if plan.goodput >= least]
+    # A trial of less than the whole would show no more of what its step takes.
+    near = [p for p in plans if p.goodput >= least and whole(p, load, times).goodput >= least]
     due = [plan for plan in near if is_due(plan, times.num_steps(shape_of(load, plan)))]
-    return max(due, key=_goodput, default=None)
+    best = max(due, key=_goodput, default=None)
+    return None if best is None else whole(best, load, times)
 
 
 def caps(survival_BG: np.ndarray, plan: Plan) -> np.ndarray:

@@ -7,6 +7,9 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+KEEP_ALIVE_SECONDS = 75
+"""An idle connection of a client stays open for so long."""
+
 
 def prepare_environment(environ: Any = os.environ) -> None:
     """Set what vLLM reads when it is imported, in every process of an engine.
@@ -19,6 +22,9 @@ def prepare_environment(environ: Any = os.environ) -> None:
     environ["VLLM_SERVER_DEV_MODE"] = "0"
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # A server that was held up for longer than this, say by its machine, may close a connection on
+    # which a request has just come, unread. vLLM's own 5 s are what many clients keep theirs for.
+    environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", str(KEEP_ALIVE_SECONDS))
 
 
 def graphs_for_every_k(k_max: int, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -101,11 +107,13 @@ def http_server(app: Any, args: Any, *, seconds_to_finish: int) -> Any:
     """The uvicorn server that vLLM would run, with its TLS, log level and header limits, but
     without an access log. Requests in flight get `seconds_to_finish` when it stops."""
     import uvicorn
+    from vllm import envs
 
     config = uvicorn.Config(
         app,
         log_level="warning" if args.uvicorn_log_level == "info" else args.uvicorn_log_level,
         access_log=False,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
         timeout_graceful_shutdown=seconds_to_finish,
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,

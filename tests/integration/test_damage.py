@@ -183,7 +183,7 @@ def test_an_engine_that_runs_something_else_raises_the_alarm(damaged: Damaged) -
         alarm = wait_until(lambda: damaged.status()["alarm"], 120, "the alarm")
         print(f"after {len(traffic.answers)} requests, {time.monotonic() - clock:.1f} s: {alarm}")
     assert "the engine is not running what we think" in alarm
-    assert "\nosd_alarm 1.0" in httpx.get(f"{url}/metrics").text
+    wait_until(lambda: "\nosd_alarm 1.0" in httpx.get(f"{url}/metrics").text, 5, "the gauge")
     assert texts(traffic.answers) == damaged.answers, "a draft of garbage changes no answer"
     assert (damaged.status()["version"], damaged.status()["num_rollbacks"]) == (2, rolled_back)
     settle(damaged)

@@ -200,11 +200,11 @@ def num_stored(control_url: str) -> int:
     return num
 
 
-def admin(service: Service) -> Client:
+def admin(service: Service | Running) -> Client:
     return Client(service.control_url, token=service.token)
 
 
-def pause_training(service: Service) -> int:
+def pause_training(service: Service | Running) -> int:
     """Pauses, lets a round end, and waits until the current version serves. Returns it."""
     admin(service).admin("pause")
     wait_until(

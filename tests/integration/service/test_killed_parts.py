@@ -86,7 +86,7 @@ def test_a_killed_engine_comes_back_with_the_newest_draft(
     endings: list[str] = []
 
     def stream(seed: int) -> None:
-        endings.append(long_stream(service, seed))
+        endings.append(long_stream(service.url, seed))
 
     def num_running() -> int:
         return int(status(service.control_url)["replicas"][0]["num_running"])
@@ -118,11 +118,11 @@ def test_a_killed_engine_comes_back_with_the_newest_draft(
     assert served == pytest.approx(acceptance.alpha(replayed), abs=0.003)
 
 
-def long_stream(service: Service, seed: int) -> str:
+def long_stream(service_url: str, seed: int) -> str:
     """Reads a stream to its end and says how it ended."""
     body = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 240, "ignore_eos": True}
     body |= {"stream": True, "temperature": 1.0, "seed": seed, "n": 4}
-    url = f"{service.url}/v1/completions"
+    url = f"{service_url}/v1/completions"
     lines = ["none"]
     try:
         with httpx.stream("POST", url, json=body, timeout=60) as response:

@@ -11,13 +11,13 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from osd.client.load import Answer
-from osd.service.launch import Service
+from osd.service.note import Running
 from tests.integration.service.test_killed_parts import long_stream
 from tests.support import acceptance, services
 from tests.support.greedy import greedy_answers
 from tests.support.pairs import Pair
-from tests.support.processes import descendants, kill, named, pid_of
-from tests.support.services import pause_training, status, wait_until
+from tests.support.processes import descendants, kill, named
+from tests.support.services import Served, pause_training, status, wait_until
 from tests.support.traffic import MODEL, PROMPTS, Traffic, ask, ids_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -30,14 +30,18 @@ PADDING = "x" * 40_000
 
 
 @pytest.fixture(scope="module")
-def fleet(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def fleet(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Its first draft knows nothing of its target."""
-    data = tmp_path_factory.mktemp("fleet")
-    settings = services.settings("test-fleet", data, pair.target, pair.stranger)
+    directory = tmp_path_factory.mktemp("fleet")
+    settings = services.settings("test-fleet", directory / "data", pair.target, pair.stranger)
     settings += ["serving.replicas=2", f"gate.canary_seconds={TRIAL_SECONDS}"]
-    with services.supervised(settings) as service:
-        wait_until(lambda: len(replicas(service)) == 2, 60, "both are known")
-        yield service
+    served = Served(settings, directory / "serve.log")
+    try:
+        note = served.wait_ready()
+        wait_until(lambda: len(replicas(note)) == 2, 60, "both are known")
+        yield note
+    finally:
+        served.end()
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +52,12 @@ def wanted(pair: Pair) -> list[list[int]]:
     return [answer.answer_ids[:MAX_TOKENS] for answer in answers]
 
 
-def replicas(service: Service) -> dict[str, dict[str, object]]:
-    return {r["replica"]: r for r in status(service.control_url)["replicas"]}
+def replicas(note: Running) -> dict[str, dict[str, object]]:
+    return {r["replica"]: r for r in status(note.control_url)["replicas"]}
 
 
-def versions_of(service: Service) -> set[object]:
-    return {replica["version"] for replica in replicas(service).values()}
+def versions_of(note: Running) -> set[object]:
+    return {replica["version"] for replica in replicas(note).values()}
 
 
 def is_on_both(seen: list[tuple[float, set[object]]]) -> bool:
@@ -61,16 +65,16 @@ def is_on_both(seen: list[tuple[float, set[object]]]) -> bool:
     return any(len(versions) == 1 and versions != {1} for _, versions in seen)
 
 
-def test_both_answer_as_the_target_and_learn(fleet: Service, wanted: list[list[int]]) -> None:
+def test_both_answer_as_the_target_and_learn(fleet: Running, wanted: list[list[int]]) -> None:
     urls = {name: str(replica["url"]) for name, replica in replicas(fleet).items()}
-    assert sorted(urls) == NAMES and len({*urls.values(), fleet.url}) == 3
-    first = ask(fleet.url, PROMPTS, max_tokens=MAX_TOKENS)
+    assert sorted(urls) == NAMES and len({*urls.values(), fleet.service_url}) == 3
+    first = ask(fleet.service_url, PROMPTS, max_tokens=MAX_TOKENS)
     answers, newest = list(first), first
     seen: list[tuple[float, set[object]]] = []
     deadline = time.monotonic() + 180
     while not (acceptance.alpha(acceptance.counts(newest)) > 0.6 and is_on_both(seen)):
         assert time.monotonic() < deadline, "it is not learnt, or not passed on"
-        newest = ask(fleet.url, PROMPTS * 2, streams=6, max_tokens=MAX_TOKENS)
+        newest = ask(fleet.service_url, PROMPTS * 2, streams=6, max_tokens=MAX_TOKENS)
         answers += newest
         seen.append((time.monotonic(), versions_of(fleet)))
     before, now = (acceptance.alpha(acceptance.counts(some)) for some in (first, newest))
@@ -92,13 +96,13 @@ def test_both_answer_as_the_target_and_learn(fleet: Service, wanted: list[list[i
 
 @pytest.mark.parametrize("what", ["the whole replica", "its engine"])
 def test_a_replica_killed_under_load_fails_no_request(
-    what: str, fleet: Service, wanted: list[list[int]]
+    what: str, fleet: Running, wanted: list[list[int]]
 ) -> None:
     """None of which a word was answered; long ones, too. It comes back with the newest draft."""
     version = pause_training(fleet)
-    replica = pid_of(fleet.replicas["replica-0"])
+    replica = int(str(replicas(fleet)["replica-0"]["pid"]))
     engine = named(descendants(replica), "VLLM::EngineCore")
-    with Traffic(fleet.url, PROMPTS, streams=8, max_tokens=MAX_TOKENS) as traffic:
+    with Traffic(fleet.service_url, PROMPTS, streams=8, max_tokens=MAX_TOKENS) as traffic:
         long_ones: list[httpx.Response] = []
         streams: list[str] = []
         threads = [threading.Thread(target=send_long, args=(fleet, long_ones)) for _ in range(6)]
@@ -130,22 +134,21 @@ def test_a_replica_killed_under_load_fails_no_request(
     assert len(traffic.answers) > 20
 
 
-def send_long(fleet: Service, answers: list[httpx.Response]) -> None:
+def send_long(fleet: Running, answers: list[httpx.Response]) -> None:
     body = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 200, "ignore_eos": True}
-    answers.append(
-        httpx.post(f"{fleet.url}/v1/completions", json=body | {"user": PADDING}, timeout=120)
-    )
+    body["user"] = PADDING
+    answers.append(httpx.post(f"{fleet.service_url}/v1/completions", json=body, timeout=120))
 
 
-def stream(fleet: Service, endings: list[str], seed: int) -> None:
-    endings.append(long_stream(fleet, seed))
+def stream(fleet: Running, endings: list[str], seed: int) -> None:
+    endings.append(long_stream(fleet.service_url, seed))
 
 
-def num_running(fleet: Service, name: str) -> int:
+def num_running(fleet: Running, name: str) -> int:
     return int(str(replicas(fleet).get(name, {}).get("num_running", 0)))
 
 
-def is_asked(fleet: Service, name: str) -> bool:
+def is_asked(fleet: Running, name: str) -> bool:
     return num_running(fleet, name) > 0
 
 

@@ -266,7 +266,8 @@ class Linear(Table):
 
 def test_a_draft_token_must_be_worth_the_time_of_its_verification() -> None:
     """0.6 of the tokens that would else come in that time: with all verified 5.25 in 130 ms."""
-    plan = candidates(DRAFT_ONLY, Linear(0.01))[3]
+    times = Linear(0.01)
+    plan = candidates(DRAFT_ONLY, times)[3]
     least = 0.6 * 5.25 / 0.13 * 0.01
     assert plan == (
         "draft",
@@ -276,7 +277,26 @@ def test_a_draft_token_must_be_worth_the_time_of_its_verification() -> None:
         pytest.approx(least),
     )
     assert caps(SURVIVAL_BG, plan).tolist() == [2, 3], "0.242 is less than 0.25 and more than 0.1"
-    assert whole(plan).min_survival == 0 and whole(plan).k == 3
+    assert whole(plan, DRAFT_ONLY, times) == (
+        "draft", 3, pytest.approx(5.25 / 0.13), pytest.approx(0.13), 0.0
+    )  # fmt: skip
+    assert whole(OFF, DRAFT_ONLY, times) == OFF
+
+
+@pytest.mark.parametrize("per_token, tried", [(0.01, False), (0.001, True)])
+def test_what_promises_anything_only_unverified_is_never_tried(
+    per_token: float, tried: bool
+) -> None:
+    """A trial verifies everything, so it would cost what that takes."""
+    useless = Load(2, 200, {"draft": np.full((2, 3), 0.01)}, ALL_B)
+    times = Linear(per_token)
+    plans = candidates(useless, times)
+    assert plans[3].min_survival > 0 and plans[3].goodput == pytest.approx(plans[0].goodput)
+    times.known = {(2, 0): 99}
+    trial = unmeasured(plans, useless, times, is_new)
+    assert (trial is not None) is tried
+    if trial is not None:
+        assert trial == whole(trial, useless, times) and trial.goodput < plans[3].goodput
 
 
 def test_what_is_not_verified_costs_nothing_and_brings_nothing() -> None:
