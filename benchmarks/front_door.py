@@ -55,7 +55,7 @@ def protocol(options: Options) -> Protocol:
 
 def run(options: Options) -> Result:
     """Start an engine and a front door, and drive both ports in turns."""
-    from osd.service.front_door import FrontDoor
+    from osd.service.fleet.front_door import FrontDoor
     from osd.service.plan import free_port
 
     plan = protocol(options)

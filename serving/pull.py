@@ -60,9 +60,20 @@ class Activity:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._num_open = 0
-        self._last_at = clock()
+        self._last_at = self._counted_at = clock()
+        self._open_s = 0.0
         self.is_always = False
         """Whether it is used in ways that are not seen here."""
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are being answered, or wait for it."""
+        return self._num_open
+
+    def open_seconds(self) -> float:
+        """Seconds that clients have waited for answers so far, all together."""
+        self._count()
+        return self._open_s
 
     def is_recent(self) -> bool:
         return (
@@ -75,14 +86,21 @@ class Activity:
         async def watched(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] != "http" or scope["method"] != "POST":
                 return await app(scope, receive, send)
+            self._count()
             self._num_open += 1
             try:
                 await app(scope, receive, send)
             finally:
+                self._count()
                 self._num_open -= 1
                 self._last_at = self._clock()
 
         return watched
+
+    def _count(self) -> None:
+        now = self._clock()
+        self._open_s += self._num_open * (now - self._counted_at)
+        self._counted_at = now
 
 
 def as_it_lies(release: DraftRelease) -> DraftRelease:
@@ -275,6 +293,8 @@ class DraftPuller:
             num_traces=counted.num_traces,
             buffer_dropped=counted.dropped,
             num_running=counted.num_running,
+            num_open=self._activity.num_open,
+            open_seconds=self._activity.open_seconds(),
             unproved=self._ranks.unproved,
             off=self._off
             | counted.off

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -51,7 +52,9 @@ def render() -> str:
             parts.append(_field(name, info))
     for name, section in sections:
         parts.append(f"## {name}\n\n{(section.__doc__ or '').strip()}\n")
-        parts += [_field(f"{name}.{key}", info) for key, info in section.model_fields.items()]
+        parts += [
+            part for key, info in section.model_fields.items() for part in _key(name, key, info)
+        ]
     parts.append(
         "## vLLM arguments that are ours\n\n`serving.vllm` passes everything to vLLM but these:\n"
     )
@@ -64,6 +67,17 @@ def render() -> str:
         + "\n"
     )
     return "\n".join(parts)
+
+
+def _key(section: str, key: str, info: FieldInfo) -> Iterator[str]:
+    """A key, or a section within a section."""
+    inner = info.annotation
+    if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        yield _field(f"{section}.{key}", info)
+        return
+    yield f"### `{section}.{key}`\n\n{' '.join((inner.__doc__ or '').split())}\n"
+    for name, field in inner.model_fields.items():
+        yield _field(f"{section}.{key}.{name}", field)
 
 
 def _field(key: str, info: FieldInfo) -> str:

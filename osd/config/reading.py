@@ -33,6 +33,8 @@ ENVIRONMENT_ALONE = {
 """Variables with our prefix that are not configuration keys."""
 
 
+NUMBERS = ("serving.replicas",)
+"""Sections that may be given as a number."""
 MAPPINGS = ("serving.vllm", "serving.env")
 """Keys whose values are free mappings. The keys below them are not checked here."""
 
@@ -192,7 +194,7 @@ def _variable_name(key: str) -> str:
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    by_name = {_variable_name(key): key for key in known_keys()}
+    by_name = {_variable_name(key): key for key in (*known_keys(), *NUMBERS)}
     out: dict[str, Any] = {}
     for name, text in environ.items():
         if not name.startswith("OSD_") or name in ENVIRONMENT_ALONE:

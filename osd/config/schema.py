@@ -77,7 +77,7 @@ class Config(Section):
     @property
     def has_front_door(self) -> bool:
         """Whether HAProxy has the service port, and engines have ports of their own."""
-        return self.serving.replicas > 1 or bool(self.ray.replica_resource)
+        return self.serving.replicas.max > 1 or bool(self.ray.replica_resource)
 
     @property
     def data_path(self) -> Path:

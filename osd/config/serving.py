@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from osd.config.section import Section
 
@@ -38,6 +38,41 @@ EXECUTORS = ("mp", "uni")
 machine."""
 
 
+class ReplicasConfig(Section):
+    """How many engines serve. A plain number (`serving.replicas=2`) is both `min` and `max`."""
+
+    min: int = Field(1, ge=1, le=64)
+    """Engines that are started with the service, and that serve whatever comes."""
+    max: int = Field(1, ge=1, le=64)
+    """Engines that serve when most is asked. One has the service port for itself. Where there may
+    be several, each has a port of its own, and HAProxy stands before them on the service port: a
+    request goes to the one that has fewest, or, with a header `X-Session-ID`, always to the same;
+    one that was not begun when its engine died goes to another."""
+    requests_each: float = Field(32, gt=0)
+    """Requests in flight, waiting ones too, that an engine is to have: beyond that another is
+    started, up to `max`."""
+    up_seconds: float = Field(30, ge=0)
+    """How long there are more requests before another engine is started."""
+    down_seconds: float = Field(300, ge=0)
+    """How long fewer engines would do before one is drained: it gets no new requests, and ends when
+    it has answered those it has, or after an hour."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_number(cls, value: Any) -> Any:
+        if isinstance(value, dict | cls):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError("must be a whole number, or have min and max")
+        return {"min": value, "max": value}
+
+    @model_validator(mode="after")
+    def _refuse_min_above_max(self) -> ReplicasConfig:
+        if self.min > self.max:
+            raise ValueError(f"min={self.min} is above max={self.max}; raise max or lower min")
+        return self
+
+
 class ServingConfig(Section):
     """The target, its draft, and the OpenAI API they are served on."""
 
@@ -65,11 +100,7 @@ class ServingConfig(Section):
     """Address of the service port. 0.0.0.0 opens it to the network."""
     port: int = Field(8000, ge=0, le=65535)
     """Service port: vLLM's OpenAI API. 0 = any free one."""
-    replicas: int = Field(1, ge=1, le=64)
-    """Engines that serve. One has the service port for itself. Several have ports of their own, and
-    HAProxy stands before them on the service port: a request goes to the one that has fewest, or,
-    with a header `X-Session-ID`, always to the same; one that was not begun when its engine died
-    goes to another."""
+    replicas: ReplicasConfig = ReplicasConfig()
     seconds_between_polls: float = Field(0.25, gt=0)
     """How often a replica looks for a newer draft and reports its counters."""
     num_gpus: float = Field(0, ge=0)

@@ -101,6 +101,7 @@ class Controller:
                 )
                 for status in loops.replicas.statuses
             ),
+            members=tuple(loops.replicas.members),
             buffer=loops.buffer_stats,
             alarm=loops.alarm,
             redis="away" if loops.is_redis_away else "ok",

@@ -190,6 +190,7 @@ class ControlLoops:
                 is_trainer_up=not (is_training_wanted and self.is_trainer_away),
                 is_alarmed=bool(self.alarm),
                 lagging=tuple(sorted(self.replicas.lagging)),
+                num_wanted=self.replicas.num_wanted,
             )
         )
 

@@ -6,7 +6,15 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from osd.exchange.registry import FeedRecord
-from osd.records import BufferStats, Canary, DraftRelease, EngineTerms, ReplicaStatus, RoundOutcome
+from osd.records import (
+    BufferStats,
+    Canary,
+    DraftRelease,
+    EngineTerms,
+    Member,
+    ReplicaStatus,
+    RoundOutcome,
+)
 
 Tell = Callable[..., Awaitable[None]]
 """Appends records to the feed; never fails."""
@@ -57,6 +65,7 @@ class Feed(Wishes, Terms, Protocol):
     def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]: ...
     def publish(self, *records: FeedRecord) -> None: ...
     def replicas(self) -> list[ReplicaStatus]: ...
+    def members(self) -> list[Member]: ...
 
 
 class Buffer(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from osd.common.clock import Clock
 from osd.control.protocols import Feed, Tell
-from osd.records import DraftRelease, Event, ReplicaStatus
+from osd.records import DraftRelease, Event, Member, ReplicaStatus
 
 LAGGING_AFTER_S = 15.0
 """A replica lags after serving another version than the wanted one for this long."""
@@ -19,6 +19,7 @@ class ReplicaWatch:
     def __init__(self, registry: Feed, tell: Tell, clock: Clock) -> None:
         self._registry, self._tell, self._clock = registry, tell, clock
         self.statuses: list[ReplicaStatus] = []
+        self.members: list[Member] = []
         self.lagging: set[str] = set()
         """Names of lagging replicas."""
         self._behind_since: dict[str, float] = {}
@@ -28,9 +29,17 @@ class ReplicaWatch:
         """Versions that serve somewhere."""
         return {status.version for status in self.statuses}
 
+    @property
+    def num_wanted(self) -> int | None:
+        """How many are to serve; None where others start them."""
+        return sum(member.is_wanted for member in self.members) if self.members else None
+
     async def refresh(self) -> None:
         """Read the heartbeats. Raises `ReplayBufferError` when Redis is away."""
-        self.statuses = await asyncio.to_thread(self._registry.replicas)
+        self.statuses, self.members = await asyncio.to_thread(self._read)
+
+    def _read(self) -> tuple[list[ReplicaStatus], list[Member]]:
+        return self._registry.replicas(), self._registry.members()
 
     async def note_lagging(
         self, current: DraftRelease, wanted_of: Callable[[str, int], int] = lambda _, newest: newest

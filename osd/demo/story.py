@@ -74,9 +74,10 @@ async def play(service: Service, screen: Screen) -> Story:
     """Start the service and an engine without speculation, then send both their traffic."""
     story = Story()
     service.launch()
-    plain = service.start_replica("plain", None)
+    assert service.engines is not None
+    plain = service.engines.start_plain("plain")
     service.wait()
-    plain_url = service.wait_for(plain, "plain", "engine without speculation")
+    plain_url = service.engines.wait(plain)
     screen.say(f"dashboard: {service.control_url}/dashboard (while this runs)")
     await _live_traffic(service, screen, story)
     await _controls(service, plain_url, screen, story)

@@ -7,14 +7,14 @@ writes the wanted release again from disk, and the feed is only history.
 Keys: `osd:DEPLOYMENT:replicas` (set of names), `osd:DEPLOYMENT:replica:NAME` (a heartbeat that
 expires), `osd:DEPLOYMENT:wanted:DRAFT` (a `DraftRelease`), `osd:DEPLOYMENT:feed` (the stream),
 `osd:DEPLOYMENT:canary:DRAFT` (a `Canary`), `osd:DEPLOYMENT:places` (part -> `Place`),
-`osd:DEPLOYMENT:terms` (`EngineTerms`).
+`osd:DEPLOYMENT:terms` (`EngineTerms`), `osd:DEPLOYMENT:members` (of `Member`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -30,6 +30,7 @@ from osd.records import (
     DraftRelease,
     EngineTerms,
     Event,
+    Member,
     MetricPoint,
     Place,
     ReplicaStatus,
@@ -108,6 +109,25 @@ class Registry:
                 self._redis.srem(f"{self._prefix}:replicas", *gone)
         found = [_decode_heartbeat(text) for text in texts if text is not None]
         return [status for status in found if status is not None]
+
+    def forget(self, replica: str) -> None:
+        """Remove what is known of a replica that has ended."""
+        with self._errors(), self._redis.pipeline() as pipe:
+            pipe.delete(self._replica_key(replica))
+            pipe.srem(f"{self._prefix}:replicas", replica)
+            pipe.hdel(f"{self._prefix}:places", replica)
+            pipe.execute()
+
+    def set_members(self, members: Sequence[Member]) -> None:
+        """Set which replicas the service has, and what they do."""
+        with self._errors():
+            self._redis.set(f"{self._prefix}:members", encode(list(members)))
+
+    def members(self) -> list[Member]:
+        """Which replicas the service has; [] when that is not known."""
+        with self._errors():
+            text = self._redis.get(f"{self._prefix}:members")
+        return [] if text is None else _decode_or_none(text, list[Member]) or []
 
     def set_wanted(self, release: DraftRelease) -> None:
         """Set the release that every replica is to serve."""

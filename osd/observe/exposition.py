@@ -66,6 +66,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "osd_buffer_traces": ("Traces in the replay buffer, held-out ones included.", ()),
     "osd_buffer_bytes": ("Bytes in the replay buffer.", ()),
     "osd_replicas": ("Replicas that are alive.", ()),
+    "osd_replicas_wanted": ("Replicas that are to serve, as the load asks.", ()),
     "osd_replica_lagging": (
         "1 while a replica has served another version than the wanted one for long.",
         ("replica",),
@@ -237,6 +238,9 @@ class Totals(Collector):
             return {}
         return {
             "osd_replicas": {(): float(len(self._living))},
+            "osd_replicas_wanted": {(): float(health.num_wanted)}
+            if health.num_wanted is not None
+            else {},
             "osd_replica_lagging": {
                 (s.replica,): float(s.replica in health.lagging) for s in self._living
             },

@@ -77,6 +77,12 @@ def _serving(status: ServiceStatus) -> Iterator[str]:
             "directory says why; "
             "end it with `osd stop` and serve again"
         )
+    for member in status.members:
+        if member.why:
+            yield (
+                f"{member.replica} waits for a machine ({member.why}): add one to the Ray cluster, "
+                "or lower serving.replicas"
+            )
     for replica in status.replicas:
         for part, reason in sorted(replica.off.items()):
             if part == "counters":

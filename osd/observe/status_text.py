@@ -176,12 +176,20 @@ def _buffer(status: ServiceStatus) -> Iterator[str]:
 
 
 def _replicas(status: ServiceStatus) -> Iterator[str]:
+    alive = {replica.replica for replica in status.replicas}
+    draining = {member.replica for member in status.members if not member.is_wanted}
+    for member in status.members:
+        if member.replica not in alive:
+            why = f": {member.why}" if member.why else ""
+            yield _row(member.replica, f"{member.state} for {span(status.now - member.since)}{why}")
     for replica in status.replicas:
         state = "in step"
         if not replica.is_swapped:
             state = "no swaps"
         elif replica.version != replica.wanted:
             state = f"{'lagging' if replica.lagging else 'swapping'}, wanted is v{replica.wanted}"
+        if replica.replica in draining:
+            state += ", draining"
         running = counted(replica.num_running, "request")
         yield _row(
             replica.replica,

@@ -130,6 +130,10 @@ class ReplicaStatus:
     """reason -> traces the buffer could not take since it started"""
     num_running: int = 0
     """Requests in the engine."""
+    num_open: int = 0
+    """Requests that clients wait for here, those included that the engine has not begun."""
+    open_seconds: float = 0.0
+    """Seconds that clients have waited here since it started, all together."""
     unproved: str = ""
     """Why its swaps cannot be proved by reading the draft back; "" when they are."""
     off: dict[str, str] = field(default_factory=dict)

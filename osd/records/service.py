@@ -47,6 +47,8 @@ class Health:
     """An engine seems to run something else than the serving draft."""
     lagging: tuple[str, ...] = ()
     """Replicas that have served another version than the wanted one for long."""
+    num_wanted: int | None = None
+    """Replicas that are to serve; None where others start them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +78,29 @@ class Place:
     node: str
     """The machine in Ray's words."""
     log: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A replica of the service's own, as the service that started it sees it.
+
+    Example:
+        Member(replica="replica-1", state="starting", since=1.7e9,
+               why="no machine of the Ray cluster has the resource 'gpu'")
+    """
+
+    replica: str
+    state: str
+    """starting, serving or draining."""
+    since: float
+    """Unix time."""
+    why: str = ""
+    """What it waits for; "" where that is not known."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is to get requests."""
+        return self.state != "draining"
 
 
 STEPS = ("observe", "capture", "swap", "control")
@@ -194,6 +219,8 @@ class ServiceStatus:
     mode: str = "auto"
     proposers: tuple[str, ...] = ()
     replicas: tuple[ReplicaView, ...] = ()
+    members: tuple[Member, ...] = ()
+    """The service's own replicas, those without a heartbeat, too."""
     buffer: BufferStats | None = None
     """None before it was read."""
     alarm: str = ""

@@ -298,18 +298,8 @@ class RemoteTrainer(RemoteMethods):
             there = await asyncio.wait_for(asyncio.to_thread(ray.cluster_resources), 5)
         except Exception as error:  # noqa: BLE001  whatever Ray raises when its head is gone
             return f"the Ray cluster does not answer either ({type(error).__name__})"
-        return lacking(there, self._resource, self._num_gpus)
-
-
-def lacking(there: dict[str, float], resource: str, num_gpus: float) -> str:
-    """Why a trainer does not answer, from the resources of the cluster; "" where they suffice."""
-    if resource and not there.get(resource):
-        return f"no machine of the Ray cluster has the resource {resource!r} (ray.trainer_resource)"
-    if num_gpus > there.get("GPU", 0):
-        return (
-            f"trainer.num_gpus={num_gpus:g}, and the Ray cluster has {there.get('GPU', 0):g} GPUs"
-        )
-    return ""
+        asked = self._resource, self._num_gpus, "trainer_resource", "trainer.num_gpus"
+        return cluster.lacking(there, *asked)
 
 
 def buffer_settings(config: Config, redis_url: str, target_id: str) -> dict[str, Any]:

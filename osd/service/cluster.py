@@ -113,7 +113,7 @@ def check_gpus(config: Config, num: int) -> None:
     """Raise `ConfigError` when the configuration reserves more than `num` GPUs. Ray would wait for
     them for ever."""
     serving = config.serving
-    wanted = {"serving.num_gpus": (serving.num_gpus, serving.replicas)}
+    wanted = {"serving.num_gpus": (serving.num_gpus, serving.replicas.max)}
     if config.trainer.enabled:
         wanted["trainer.num_gpus"] = (config.trainer.num_gpus, 1)
     if sum(each * times for each, times in wanted.values()) > num:
@@ -216,10 +216,29 @@ def run_on(place: Place, function: Callable[..., T], *arguments: Any) -> T:
 def wait_ready(handle: Any, name: str, what: str, log: Path) -> str:
     """Block until the actor answers; returns its URL. Raises `OSDError` with the reason from `log`
     when it does not start."""
+    return url_of(handle.wait_ready.remote(), name, what, log)
+
+
+def failure(ready: Any, name: str, what: str, log: Path) -> str:
+    """Why an actor did not start, whose `wait_ready` was called; "" while it goes on, or where it
+    has."""
+    import ray
+
+    if not ray.wait([ready], timeout=0)[0]:
+        return ""
+    try:
+        url_of(ready, name, what, log)
+    except OSDError as error:
+        return str(error)
+    return ""
+
+
+def url_of(ready: Any, name: str, what: str, log: Path) -> str:
+    """As `wait_ready`, of an actor whose `wait_ready` was called."""
     import ray
 
     try:
-        url: str = ray.get(handle.wait_ready.remote())
+        url: str = ray.get(ready)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, OSDError):
@@ -232,6 +251,37 @@ def wait_ready(handle: Any, name: str, what: str, log: Path) -> str:
             f"{name}: the process of the {what} ended: {reason_from_log(log)}; see {log}"
         ) from None
     return url
+
+
+def why_pending(place: Place | None, resource: str, num_gpus: float) -> str:
+    """Why no machine runs a replica yet that was last at `place`; "" where one does, or nothing is
+    known."""
+    import ray
+
+    try:
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
+        there, free = ray.cluster_resources(), ray.available_resources()
+    except Exception as error:  # noqa: BLE001  whatever Ray raises when its head is gone
+        return f"the Ray cluster does not answer ({type(error).__name__})"
+    if place is not None and nodes.get(place.node, {}).get("Alive"):
+        return ""
+    if reason := lacking(there, resource, num_gpus, "replica_resource", "serving.num_gpus"):
+        return reason
+    if resource and free.get(resource, 0) < 1:
+        return f"no machine has {resource!r} (ray.replica_resource) left"
+    if num_gpus > free.get("GPU", 0):
+        return f"serving.num_gpus={num_gpus:g}, and {free.get('GPU', 0):g} GPUs are free"
+    return "" if place is None else f"{place.host} has left the Ray cluster"
+
+
+def lacking(there: dict[str, float], resource: str, num_gpus: float, key: str, gpu_key: str) -> str:
+    """Why no machine can run a part, from the resources of the cluster; "" where they suffice. The
+    keys are those that ask for them."""
+    if resource and not there.get(resource):
+        return f"no machine of the Ray cluster has the resource {resource!r} (ray.{key})"
+    if num_gpus > there.get("GPU", 0):
+        return f"{gpu_key}={num_gpus:g}, and the Ray cluster has {there.get('GPU', 0):g} GPUs"
+    return ""
 
 
 def stop_actors(asked: Sequence[Any], actors: Sequence[Any], seconds: float) -> None:

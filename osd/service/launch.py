@@ -29,17 +29,20 @@ from osd.common.files import replace_file
 from osd.config.schema import Config
 from osd.errors import ConfigError, OSDError, ReplayBufferError
 from osd.exchange.registry import Registry
-from osd.records import DraftRelease
 from osd.service import cluster, note
-from osd.service.front_door import PART, FrontDoor
+from osd.service.fleet.engines import RayEngines
+from osd.service.fleet.fleet import Fleet
+from osd.service.fleet.front_door import PART, FrontDoor
 from osd.service.logs import note_log
-from osd.service.plan import plan, without_speculation
+from osd.service.plan import plan
 from osd.service.ray_watch import RayWatch
 from trainer.trackers import check_installed
 
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_STOP = 5.0
+SECONDS_BETWEEN_LOOKS = 1.0
+"""At the engines. The private Valkey is looked at twice as often."""
 Report = Callable[[str], None]
 
 
@@ -58,8 +61,11 @@ class Service:
         self.redis_url = ""
         self.url = ""
         self.control_url = ""
-        self.replicas: dict[str, Any] = {}
-        """name -> actor"""
+        self.engines: RayEngines | None = None
+        """What starts them; None where others do."""
+        self._fleet: Fleet | None = None
+        self._trouble = ""
+        """Why the fleet could not be looked after."""
         self._door: FrontDoor | None = None
         self.trainer: Any = None
         self.control: Any = None
@@ -85,9 +91,7 @@ class Service:
         self._start_ray()
         self._set_wanted()
         if self.has_engine:
-            for number in range(self.config.serving.replicas):
-                name = f"replica-{number}"
-                self.replicas[name] = self.start_replica(name, self.plan.release)
+            self._fleet = self._start_fleet()
 
     def wait(self) -> None:
         """Start the trainer and the control port as well, and block until everything answers.
@@ -97,13 +101,15 @@ class Service:
         """
         self.trainer = self._start_trainer() if self.config.trainer.enabled else None
         self.control = self._start_control()
-        urls = {name: self.wait_for(r, name, "engine") for name, r in self.replicas.items()}
+        urls = self._wait_for_engines()
         if self._door is not None:
             self._door.follow(urls)
             note_log(PART, self._door.log, Registry(self.redis_url, self.config.deployment))
         if urls:
             self.url = next(iter(urls.values())) if self._door is None else self._door.url
-        self.control_url = self.wait_for(self.control, "control", "control port")
+        log = self.log_dir / "control.log"
+        self.control_url = cluster.wait_ready(self.control, "control", "control port", log)
+        self._report(f"control: ready at {self.control_url}")
         if not self.has_engine:
             self._tell_engines()
         self._leave_note()
@@ -113,12 +119,6 @@ class Service:
         """Whether the service starts an engine; else engines of others are attached to it."""
         return self.config.serving.engines == "own"
 
-    def wait_for(self, handle: Any, name: str, what: str) -> str:
-        """Block until an actor answers; returns its URL."""
-        url = cluster.wait_ready(handle, name, what, self.log_dir / f"{name}.log")
-        self._report(f"{name}: ready at {url}")
-        return url
-
     def stop(self) -> None:
         """End everything that `start` started; safe to call twice."""
         self._stack.close()
@@ -126,6 +126,7 @@ class Service:
     def supervise(self, stop: threading.Event) -> None:
         """Until `stop` is set: keep the private Valkey alive. Raises `OSDError` when Ray has
         ended."""
+        looked_at = time.monotonic()
         while not stop.wait(0.5):
             if self._ray_watch is not None and self._ray_watch.is_gone():
                 raise OSDError(self._why_ended())
@@ -133,6 +134,9 @@ class Service:
                 logger.warning("the private Valkey died and is started again")
                 with suppress(OSDError):
                     self._valkey.restart()
+            if time.monotonic() - looked_at >= SECONDS_BETWEEN_LOOKS:
+                self._look_after_fleet()
+                looked_at = time.monotonic()
 
     # -- replay buffer -----------------------------------------------------------------------------
 
@@ -203,29 +207,35 @@ class Service:
         self._stack.callback(self._stop_actors)
         self._report(f"ray: {'private' if address == 'local' else address}")
 
-    def start_replica(self, name: str, release: DraftRelease | None) -> Any:
-        """Start one engine in an actor of its own. With `release` None it serves without
-        speculation, on another port."""
-        from osd.service.actors import ReplicaActor
+    @property
+    def replicas(self) -> dict[str, Any]:
+        """name -> actor"""
+        started = {} if self._fleet is None else self._fleet.handles
+        return {name: each.actor for name, each in started.items()}
 
-        config = self.config if release is not None else without_speculation(self.config)
-        self._report(f"{name}: starting the engine")
-        handle = cluster.start_actor(
-            ReplicaActor,
-            config,
-            {
-                **self._arguments(),
-                "name": name,
-                "target_dir": str(self.plan.target_dir),
-                "draft_release": release,
-                "home": cluster.node_id(),
-            },
-            num_gpus=config.serving.num_gpus,
-            resource=config.ray.replica_resource,
-            env=config.serving.env,
-        )
-        self._actors.append(handle)
-        return handle
+    def _start_fleet(self) -> Fleet:
+        registry = Registry(self.redis_url, self.config.deployment)
+        self.engines = RayEngines(self.plan, registry, self._arguments(), self._report)
+        fleet = Fleet(self.config.serving.replicas, registry, self.engines, self._door)
+        fleet.start()
+        return fleet
+
+    def _wait_for_engines(self) -> dict[str, str]:
+        """The URL of each. The first that fails is told."""
+        if self._fleet is None or self.engines is None:
+            return {}
+        return {name: self.engines.wait(each) for name, each in self._fleet.handles.items()}
+
+    def _look_after_fleet(self) -> None:
+        if self._fleet is None:
+            return
+        try:
+            self._fleet.look()
+            self._trouble = ""
+        except Exception as error:  # noqa: BLE001  whatever it is, the engines serve on
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                logger.warning("the engines are not looked after: %s", error)
 
     def _open_front_door(self) -> FrontDoor:
         """Put HAProxy before the replicas. Stopped after them, so that it passes on what they still
@@ -234,7 +244,8 @@ class Service:
         registry = Registry(self.redis_url, self.config.deployment)
 
         def where_they_are() -> dict[str, str]:
-            return {s.replica: s.url for s in registry.replicas() if s.replica in self.replicas}
+            asked = self._fleet.asked if self._fleet is not None else ()
+            return {s.replica: s.url for s in registry.replicas() if s.replica in asked}
 
         log = self.log_dir / f"{PART}.log"
         door = FrontDoor(serving.host, serving.port, where_they_are, log=log)
@@ -282,11 +293,13 @@ class Service:
 
     def _stop_actors(self) -> None:
         """Close the ports first, so that requests in flight can end, then end the processes."""
-        asked, trainer = [*self._actors], [] if self.trainer is None else [self.trainer]
+        engines = [] if self.engines is None else self.engines.actors
+        asked, trainer = [*engines, *self._actors], [] if self.trainer is None else [self.trainer]
+        ended = [*asked, *trainer]
         if trainer and self.config.trainer.trackers:
             asked += trainer  # it writes its curves to the end
         seconds = SECONDS_TO_STOP if self.url else 0  # without a URL there were no requests
-        cluster.stop_actors(asked, [*self._actors, *trainer], seconds)
+        cluster.stop_actors(asked, ended, seconds)
 
     def _tell_engines(self) -> None:
         """Leave a file with the environment of engines that are to be attached. It holds the

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from osd.config.schema import Config
-from osd.config.serving import SpeculationConfig, argument
+from osd.config.serving import ReplicasConfig, SpeculationConfig, argument
 from osd.errors import ConfigError, ReleaseError
 from osd.exchange.redis_url import is_loopback, mask_url, names_its_own_machine
 from osd.models import resolve
@@ -23,7 +23,7 @@ from osd.models.compatibility import check_pair
 from osd.models.vocab_padding import write_fitting
 from osd.records import DraftRelease
 from osd.releases.store import ReleaseStore
-from osd.service.haproxy import find_program
+from osd.service.fleet.haproxy import find_program
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +93,10 @@ def _check_remote(config: Config, key: str, who: str) -> None:
 def check_front_door(config: Config) -> None:
     """Several replicas need one, and replicas on other machines."""
     if config.serving.engines != "own":
-        if config.serving.replicas > 1:
+        if config.serving.replicas.max > 1:
             raise ConfigError(
-                f"serving.replicas={config.serving.replicas}: engines that are attached are "
-                "started by others; leave it out"
+                f"serving.replicas.max={config.serving.replicas.max}: attached engines are started "
+                "by others; leave it out"
             )
     elif config.has_front_door:
         for name in ("ssl_certfile", "ssl_keyfile"):
@@ -230,6 +230,8 @@ def without_speculation(config: Config) -> Config:
     port = free_port(config.serving.host, [config.serving.port, config.control.port])
     return config.model_copy(
         update={
-            "serving": config.serving.model_copy(update={"port": port, "vllm": vllm, "replicas": 1})
+            "serving": config.serving.model_copy(
+                update={"port": port, "vllm": vllm, "replicas": ReplicasConfig()}
+            )
         }
     )

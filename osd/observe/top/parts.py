@@ -205,7 +205,13 @@ def _replicas(status: ServiceStatus) -> list[Phrase]:
     """A phrase for each replica. Those that lag come first, so that a narrow terminal shows
     them."""
     found = sorted(status.replicas, key=lambda r: (not r.lagging, r.version == r.wanted))
-    return [_replica(replica) for replica in found] or [("none alive", BAD)]
+    alive = {replica.replica for replica in found}
+    away = [
+        (f"{m.replica} {m.state}", WARN if m.why else QUIET)
+        for m in status.members
+        if m.replica not in alive or not m.is_wanted
+    ]
+    return [*away, *(_replica(replica) for replica in found)] or [("none alive", BAD)]
 
 
 def _replica(replica: ReplicaView) -> Phrase:

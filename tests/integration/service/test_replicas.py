@@ -1,17 +1,21 @@
-"""Two engines behind one service port: whichever answers, and whichever dies."""
+"""Two engines behind one service port: whichever answers, comes, goes, and dies."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 from transformers import AutoModelForCausalLM
 
+from osd.client.http import Client
 from osd.client.load import Answer
 from osd.service.note import Running
+from osd.service.reaper import running as running_processes
 from tests.integration.service.test_killed_parts import long_stream
 from tests.support import acceptance, services
 from tests.support.greedy import greedy_answers
@@ -25,6 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 MAX_TOKENS = 40
 NAMES = ["replica-0", "replica-1"]
 TRIAL_SECONDS = 15
+NUM_STREAMS = 8
+"""Of four answers each: twice as many as the engines answer at a time, so that they last."""
 PADDING = "x" * 40_000
 """Makes a request of a short prompt a long one."""
 
@@ -35,11 +41,16 @@ def fleet(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runn
     directory = tmp_path_factory.mktemp("fleet")
     settings = services.settings("test-fleet", directory / "data", pair.target, pair.stranger)
     settings += ["serving.replicas=2", f"gate.canary_seconds={TRIAL_SECONDS}"]
-    served = Served(settings, directory / "serve.log")
-    try:
-        note = served.wait_ready()
+    with running(settings, directory) as note:
         wait_until(lambda: len(replicas(note)) == 2, 60, "both are known")
         yield note
+
+
+@contextmanager
+def running(settings: list[str], directory: Path) -> Iterator[Running]:
+    served = Served(settings, directory / "serve.log")
+    try:
+        yield served.wait_ready()
     finally:
         served.end()
 
@@ -106,7 +117,9 @@ def test_a_replica_killed_under_load_fails_no_request(
         long_ones: list[httpx.Response] = []
         streams: list[str] = []
         threads = [threading.Thread(target=send_long, args=(fleet, long_ones)) for _ in range(6)]
-        threads += [threading.Thread(target=stream, args=(fleet, streams, i)) for i in range(4)]
+        threads += [
+            threading.Thread(target=stream, args=(fleet, streams, i)) for i in range(NUM_STREAMS)
+        ]
         for thread in threads:
             thread.start()
         wait_until(lambda: num_running(fleet, "replica-0") > 4, 20, "it has work")
@@ -126,7 +139,9 @@ def test_a_replica_killed_under_load_fails_no_request(
     failed = {answer.error for answer in traffic.failed()}
     print(f"streams that were under way ended with {failed}, {sorted(streams)}")
     cut_off = [ending for ending in streams if "error" in ending]
-    assert cut_off and streams.count("data: [DONE]") == 4 - len(cut_off), "none looks whole"
+    assert cut_off and streams.count("data: [DONE]") == NUM_STREAMS - len(cut_off), (
+        "none looks whole"
+    )
     assert all("incomplete chunked read" in e or "EngineCore" in e for e in failed), failed
     for answer in traffic.answers:
         assert not answer.ok or list(answer.token_ids) == wanted[answer.index]
@@ -155,3 +170,40 @@ def is_asked(fleet: Running, name: str) -> bool:
 def assert_are_the_targets(answers: list[Answer], wanted: list[list[int]]) -> None:
     for i, answer in enumerate(answers):
         assert list(answer.token_ids) == wanted[i % len(PROMPTS)], answer
+
+
+def test_engines_come_and_go_with_the_load_and_no_request_fails(
+    pair: Pair, tmp_path: Path, wanted: list[list[int]]
+) -> None:
+    """From one to two and back, under load throughout."""
+    settings = services.settings("test-scaled", tmp_path / "data", pair.target, pair.draft)
+    limits = "min: 1, max: 2, requests_each: 2.5, up_seconds: 2, down_seconds: 6"
+    settings += [f"serving.replicas={{{limits}}}", "trainer.enabled=false"]
+    with running(settings, tmp_path) as note:
+        wait_until(lambda: members(note) == {NAMES[0]: "serving"}, 30, "one serves")
+        with Traffic(note.service_url, PROMPTS, streams=2, max_tokens=MAX_TOKENS) as little:
+            with Traffic(note.service_url, PROMPTS, streams=6, max_tokens=MAX_TOKENS) as much:
+                clock = time.monotonic()
+                wait_until(lambda: members(note).get(NAMES[1]), 30, "another is started")
+                assert members(note)[NAMES[1]] == "starting"
+                wait_until(lambda: is_asked(note, NAMES[1]), 120, "it answers, too")
+                print(f"1 -> 2: asked {time.monotonic() - clock:.1f} s after the load came")
+                pid = int(str(replicas(note)[NAMES[1]]["pid"]))
+                num_before = len(little.answers)
+            clock = time.monotonic()
+            wait_until(lambda: members(note) == {NAMES[0]: "serving"}, 60, "one is left")
+            print(f"2 -> 1: {time.monotonic() - clock:.1f} s after the load went")
+            wait_until(lambda: len(little.answers) > num_before + 12, 30, "it goes on")
+        assert list(replicas(note)) == NAMES[:1]
+        wait_until(lambda: pid not in running_processes(), 10, "its process has ended")
+        assert [*little.failed(), *much.failed()] == []
+        for answer in (*little.answers, *much.answers):
+            assert list(answer.token_ids) == wanted[answer.index]
+        told = [e["text"] for e in Client(note.control_url).get("/osd/events")]
+        for what in ("is started: ", "is drained: ", "is drained, and ended"):
+            assert any(f"{NAMES[1]} {what}" in text for text in told), told
+
+
+def members(note: Running) -> dict[str, str]:
+    """What each replica does, as the service that started it sees it."""
+    return {m["replica"]: m["state"] for m in status(note.control_url).get("members", ())}

@@ -484,6 +484,30 @@ async def test_an_engine_is_active_while_it_answers_and_three_seconds_longer(
     assert not activity.is_recent()
 
 
+async def test_what_clients_wait_for_is_counted_with_the_time_it_takes(pulled: Pulled) -> None:
+    activity = pulled.activity
+    open_now: list[int] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        pulled.now += 2
+        open_now.append(activity.num_open)
+
+    async def outer(scope: Any, receive: Any, send: Any) -> None:
+        pulled.now += 10
+        await ask(activity, inner)
+        assert activity.open_seconds() == 10 + 2 * 2
+        pulled.now += 1
+
+    pulled.now += 50
+    await ask(activity, outer)
+    pulled.now += 50
+    assert open_now == [2]
+    assert (activity.num_open, activity.open_seconds()) == (0, 15)
+    await pulled.look(1)
+    assert pulled.registry.status is not None
+    assert (pulled.registry.status.num_open, pulled.registry.status.open_seconds) == (0, 15)
+
+
 async def test_of_two_requests_the_later_counts_and_one_that_fails_too(pulled: Pulled) -> None:
     activity = pulled.activity
     seen: list[bool] = []

@@ -49,7 +49,7 @@ async function refresh() {
   view.showSubtitle(status);
   view.showHealth(status.problems ?? []);
   view.showFigures(status);
-  view.showReplicas(status.replicas ?? [], status.version);
+  view.showReplicas(status);
   showLoop(status, drafts, events);
   showSpeculation(status.replicas ?? []);
   showDrafts(drafts);

@@ -56,15 +56,26 @@ export function showFigures(status) {
 
 // ---- replicas ----
 
-export function showReplicas(replicas, serving) {
+export function showReplicas({ replicas = [], members = [], version: serving }) {
+  const draining = new Set(members.filter((m) => m.state === "draining").map((m) => m.replica));
+  const alive = new Set(replicas.map((r) => r.replica));
+  const away = members.filter((m) => !alive.has(m.replica));
   const lagging = replicas.filter((r) => r.lagging).length;
   const state = (r) => {
     if (r.lagging) return tag("warn", `lagging, wanted v${r.wanted}`);
+    if (draining.has(r.replica)) return tag("info", "draining");
     return r.version === serving ? tag("good", "up to date") : tag("info", `changing to v${r.wanted}`);
   };
-  document.getElementById("replicas-count").textContent = `${replicas.length}` + (lagging ? `, ${lagging} lagging` : "");
-  if (!changed("replicas", [replicas, serving])) return;
-  fill("replicas", replicas.map((r) => element("tr", {},
+  document.getElementById("replicas-count").textContent = `${replicas.length}` + (lagging ? `, ${lagging} lagging` : "") + (away.length ? `, ${away.length} not there` : "");
+  if (!changed("replicas", [replicas, members, serving])) return;
+  const rows = away.map((m) => element("tr", {},
+    element("td", {}, m.replica),
+    element("td", {}, "–"),
+    element("td", {}, tag(m.why ? "warn" : "info", m.state)),
+    element("td", { class: "wrap", colspan: "4" }, m.why),
+    element("td", {}, since(m.since)),
+  ));
+  fill("replicas", rows.concat(replicas.map((r) => element("tr", {},
     element("td", {}, r.replica),
     element("td", {}, version(r.version)),
     element("td", {}, state(r)),
@@ -73,7 +84,7 @@ export function showReplicas(replicas, serving) {
     element("td", { class: "mono" }, r.url),
     element("td", { class: "wrap" }, r.engine),
     element("td", {}, since(r.at)),
-  )), 8, "No replica has reported yet. One appears here as soon as its engine is up.");
+  ))), 8, "No replica has reported yet. One appears here as soon as its engine is up.");
 }
 
 // ---- states of the page ----

@@ -32,6 +32,7 @@ from osd.records import (
     EngineTerms,
     EvalReport,
     Event,
+    Member,
     MetricPoint,
     ReplicaStatus,
     RoundOutcome,
@@ -54,6 +55,7 @@ class MemoryRegistry:
         self.feed: list[FeedRecord] = []
         self.wishes: dict[str, DraftRelease] = {}
         self.living: list[ReplicaStatus] = []
+        self.started: list[Member] = []
         self.told: EngineTerms | None = None
         self.told_canary: Canary | None = None
         self.is_away = False
@@ -73,6 +75,10 @@ class MemoryRegistry:
     def replicas(self) -> list[ReplicaStatus]:
         self._check()
         return list(self.living)
+
+    def members(self) -> list[Member]:
+        self._check()
+        return list(self.started)
 
     def wanted(self, draft: str = "default", replica: str = "") -> DraftRelease | None:
         self._check()

@@ -185,6 +185,11 @@ CAUSES = [
         {41: set(), 43: {"OsdNoReplica"}, 70: set()},
     ),
     Case(
+        "one of two replicas is missing",
+        {"osd_replicas": level(2, (TROUBLE, 1), (70, 2)), "osd_replicas_wanted": level(2)},
+        {49: set(), 51: {"OsdReplicasMissing"}, 70: set()},
+    ),
+    Case(
         "no replica ever comes up",
         {"osd_replicas": level(0), **{name: ["_"] * (MINUTES + 1) for name in BY_REPLICAS}},
         {30: set(), 35: {"OsdNoReplica"}},
@@ -293,7 +298,9 @@ def full_history() -> History:
     }
     stats = BufferStats(num_traces=9, num_holdout=2, num_bytes=80, num_put=11, oldest_at=START)
     history.observe([status(speculation=REPORT, num_traces=30, **counts)], stats)
-    history.observe_health(Health(is_redis_up=True, is_trainer_up=True, is_alarmed=False))
+    history.observe_health(
+        Health(is_redis_up=True, is_trainer_up=True, is_alarmed=False, num_wanted=1)
+    )
     return history
 
 

@@ -443,7 +443,14 @@ def test_prometheus_shows_an_acceptance_of_nothing() -> None:
 
 def test_prometheus_says_which_parts_work_once_the_controller_looked() -> None:
     history = History()
-    names = ("osd_replicas", "osd_replica_lagging", "osd_redis_up", "osd_trainer_up", "osd_alarm")
+    names = (
+        "osd_replicas",
+        "osd_replicas_wanted",
+        "osd_replica_lagging",
+        "osd_redis_up",
+        "osd_trainer_up",
+        "osd_alarm",
+    )
 
     def said() -> dict[tuple[str, ...], float]:
         return {name: value for name, value in samples(history).items() if name[0] in names}
@@ -465,6 +472,8 @@ def test_prometheus_says_which_parts_work_once_the_controller_looked() -> None:
     history.observe([], None)
     history.observe_health(replace(health, is_redis_up=False))
     assert (said()["osd_replicas",], said()["osd_redis_up",], len(said())) == (0, 0, 4)
+    history.observe_health(replace(health, num_wanted=3))
+    assert said()["osd_replicas_wanted",] == 3
 
 
 def test_prometheus_histogram_of_pauses() -> None:

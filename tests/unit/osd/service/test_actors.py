@@ -12,13 +12,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from osd.config.schema import Config
 from osd.errors import AwayError, OSDError, ReplayBufferError
-from osd.service import actors
+from osd.service import actors, cluster
 from osd.service.actors import (
     RemoteMethods,
     ReplicaActor,
     TrainerActor,
     awake_note,
-    lacking,
 )
 
 
@@ -87,8 +86,9 @@ async def test_an_actor_whose_process_is_gone_is_away(error: Exception) -> None:
 def test_why_a_trainer_is_silent(
     there: dict[str, float], resource: str, num_gpus: float, says: str
 ) -> None:
-    assert says in lacking(there, resource, num_gpus)
-    assert lacking({"train": 1.0, "GPU": 2.0}, resource, num_gpus) == ""
+    keys = "trainer_resource", "trainer.num_gpus"
+    assert says in cluster.lacking(there, resource, num_gpus, *keys)
+    assert cluster.lacking({"train": 1.0, "GPU": 2.0}, resource, num_gpus, *keys) == ""
 
 
 def test_a_draft_that_failed_to_sleep_is_remembered_until_the_service_is_started_anew(

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from osd.errors import ConfigError, ReplayBufferError
-from osd.service.front_door import FrontDoor
-from osd.service.haproxy import BUFFER_BYTES, SESSION_HEADER, configuration, find_program
+from osd.service.fleet.front_door import FrontDoor
+from osd.service.fleet.haproxy import BUFFER_BYTES, SESSION_HEADER, configuration, find_program
 from osd.service.plan import free_port
 from tests.support.services import wait_until
 

@@ -68,7 +68,7 @@ class Begun(Service):
 
     def __init__(self, config: Config) -> None:
         self.config, self._stack, self._report = config, ExitStack(), lambda text: None
-        self.url, self._actors, self.trainer = "", [], None
+        self.url, self._actors, self.trainer, self.engines = "", [], None, None
 
 
 RAY_VARIABLES = (

@@ -8,7 +8,8 @@ import pytest
 
 from osd.config import reading
 from osd.errors import ConfigError
-from osd.service import haproxy, plan
+from osd.service import plan
+from osd.service.fleet import haproxy
 from osd.service.plan import (
     check_attached,
     check_front_door,
@@ -72,7 +73,7 @@ def test_several_replicas_need_haproxy_and_engines_of_our_own(
     attached = reading.load(
         overrides=["serving.replicas=2", "serving.engines=attached"], environ={}
     ).config
-    with pytest.raises(ConfigError, match="serving.replicas=2: engines that are attached"):
+    with pytest.raises(ConfigError, match="serving.replicas.max=2: attached engines"):
         check_front_door(attached)
 
     def missing() -> None:
@@ -87,7 +88,7 @@ def test_several_replicas_need_haproxy_and_engines_of_our_own(
 
 def test_an_engine_for_comparison_stands_alone() -> None:
     several = reading.load(overrides=["serving.replicas=2"], environ={}).config
-    assert without_speculation(several).serving.replicas == 1
+    assert without_speculation(several).serving.replicas.max == 1
 
 
 @pytest.mark.parametrize("key", ["ssl_certfile", "ssl-keyfile"])

@@ -23,7 +23,7 @@ from pathlib import Path
 from buffers import guardian
 from osd.common.files import replace_file
 from osd.errors import ConfigError, OSDError
-from osd.service.haproxy import configuration, find_program
+from osd.service.fleet.haproxy import configuration, find_program
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,11 @@ class FrontDoor:
                 self._write()
                 self._reload()
                 self._told = dict(self._known)
+
+    def drop(self, name: str) -> None:
+        """Send this one no new requests, until it is followed again. What it answers goes on."""
+        with self._lock:
+            self._known.pop(name, None)
 
     def stop(self) -> None:
         """Close the port and end HAProxy. May be called twice."""

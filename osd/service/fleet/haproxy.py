@@ -102,6 +102,8 @@ def _defaults() -> Sequence[str]:
         "  srvtcpka-intvl 5s",
         "  srvtcpka-cnt 3",
         "  option redispatch 1",
+        # A reload ends no connection on which a request may just be coming.
+        "  option idle-close-on-response",
         "  option http-no-delay",  # else the words of a stream are gathered
         "  option http-buffer-request",  # what is sent on before it is whole is not retried
         "  retries 3",
