@@ -143,6 +143,7 @@ class Fleet:
     def _end_if_drained(
         self, name: str, replica: _Replica, heartbeat: ReplicaStatus | None, is_new: bool
     ) -> None:
+        self._drop(name)  # again: the front door may have been told of it meanwhile
         if heartbeat is not None and is_new:
             replica.num_idle = 0 if heartbeat.num_open else replica.num_idle + 1
         is_over = self._clock() - replica.since > SECONDS_TO_DRAIN
@@ -167,8 +168,7 @@ class Fleet:
                 self._say("scaled", f"{self._start_one()} is started: {load}")
         for name in sorted(self.asked, key=_number)[wanted:]:
             self._change(self._replicas[name], "draining")
-            if self.door is not None:
-                self.door.drop(name)
+            self._drop(name)
             self._say("scaled", f"{name} is drained: {load}")
 
     def _start_one(self) -> str:
@@ -187,10 +187,13 @@ class Fleet:
 
     def _end(self, name: str, replica: _Replica) -> None:
         del self._replicas[name]
-        if self.door is not None:
-            self.door.drop(name)
+        self._drop(name)
         self._engines.end(replica.handle)
         self._registry.forget(name)
+
+    def _drop(self, name: str) -> None:
+        if self.door is not None:
+            self.door.drop(name)
 
     def _change(self, replica: _Replica, state: str) -> None:
         replica.state, replica.since = state, self._clock()

@@ -170,7 +170,15 @@ class FrontDoor:
 
     def _reload(self) -> None:
         """Raises `OSError` or `RuntimeError` where HAProxy refuses."""
-        answer = self._command("reload")
+        deadline = time.monotonic() + SECONDS_TO_RELOAD
+        while True:
+            try:
+                answer = self._command("reload")
+                break
+            except (ConnectionRefusedError, FileNotFoundError):  # its master is just beginning
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
         if "Success=1" not in answer:
             raise RuntimeError(f"HAProxy does not reload: {answer.strip()}")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,75 @@ def test_it_follows_a_replica_that_comes_back_elsewhere(door: Door) -> None:
     for thread in with_it:
         thread.join()
     assert len(found) == len(with_it) and first.name in found, "what was under way has gone on"
+    back.end()
+
+
+def test_one_that_is_dropped_answers_what_it_has_and_gets_nothing_new(door: Door) -> None:
+    """Connections that clients keep go on through the reload."""
+    dropped, other = door.behind
+    door.behind[dropped].gate.clear()
+    found: list[str] = []
+    with_it: list[threading.Thread] = []
+    while not door.behind[dropped].num_asked:
+        with_it.append(threading.Thread(target=lambda: found.append(door.ask().text)))
+        with_it[-1].start()
+        num = len(with_it)
+        wait_until(lambda: sum(b.num_asked for b in door.behind.values()) == num, 5, "asked")  # noqa: B023
+    clients = [httpx.Client(base_url=door.door.url, timeout=20) for _ in range(4)]
+    for client in clients:
+        assert client.post("/", content=b"x").text == other
+    door.told = {other: door.told[other]}
+    door.door.drop(dropped)
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        for client in clients:
+            assert client.post("/", content=b"x").text == other
+    assert {door.ask().text for _ in range(8)} == {other}
+    assert found.count(dropped) == 0, "it still answers"
+    door.behind[dropped].gate.set()
+    for thread in with_it:
+        thread.join()
+    assert found.count(dropped) == 1
+    for client in clients:
+        client.close()
+
+
+def test_a_reload_ends_no_connection_on_which_a_request_may_be_coming(door: Door) -> None:
+    kept = HTTPConnection("127.0.0.1", int(door.door.url.rpartition(":")[2]), timeout=20)
+
+    def ask() -> str:
+        kept.request("POST", "/", b"x")
+        return kept.getresponse().read().decode()
+
+    dropped, other = door.behind
+    assert ask() in door.behind
+    first = door.program().children()
+    door.told = {other: door.told[other]}
+    door.door.drop(dropped)
+    wait_until(lambda: set(door.program().children()) - set(first), 5, "it is reloaded")
+    time.sleep(1)
+    assert kept.sock is not None and select.select([kept.sock], [], [], 0)[0] == [], "it is open"
+    assert ask() in door.behind
+    kept.close()
+
+
+def test_a_master_that_is_just_beginning_is_asked_again(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [ConnectionRefusedError(), FileNotFoundError()]
+    command = door.door._command
+
+    def refusing(text: str) -> str:
+        if refusals:
+            raise refusals.pop()
+        return command(text)
+
+    monkeypatch.setattr(door.door, "_command", refusing)
+    back = Behind("back")
+    door.told = door.told | {"replica-0": back.url}
+    door.door.follow(door.told)
+    wait_until(lambda: "back" in {door.ask().text for _ in range(4)}, 5, "followed")
+    assert refusals == []
     back.end()
 
 
