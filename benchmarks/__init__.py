@@ -21,6 +21,8 @@ BENCHES = {
     "net": "The net speed-up a service reports beside that over an engine without a draft.",
     "attach": "What a stock engine pays for being attached: CPU and speed with each step on.",
     "front_door": "What HAProxy before the engines costs: first token, tokens/s, CPU.",
+    "fleet": "What many replicas cost their Redis and their controller, and how soon all "
+    "hear of a draft.",
     "changes": "How soon the closed loop finds the best choice again when load or draft change.",
     "ablation": "Which part of the trainer's recipe matters: one change at a time, over a "
     "recording.",

@@ -63,3 +63,20 @@ def test_buffer(tmp_path: Path) -> None:
         for where in ("encoded", "in the server")
     )
     assert encoded < stored < 1.2 * encoded
+
+
+def test_fleet(tmp_path: Path) -> None:
+    result, figures = bench("fleet", tmp_path)
+    for group, num in (("8 replicas", 8), ("16 replicas", 16)):
+        found = {name: f["value"] for (of, name), f in figures.items() if of == group}
+        assert 0.0005 < found["Redis without traces"] < 0.5
+        assert 0.001 < found["controller"] < 0.5
+        assert 0.001 < found["controller, with history"] < 0.5
+        assert 1 < found["polls a second and replica"] <= 4.5
+        assert 0.3 < found["heartbeats a second and replica"] <= 1.5
+        assert 0.3 * num < found["records of the feed a second"] <= 1.5 * num
+        assert found["fan-out, median replica"] < found["fan-out, last replica of the slowest"] < 5
+        assert 33_000 < found["bytes per trace on the wire"] < 45_000
+        assert 33_000 < found["bytes per trace in memory"] < 40_000
+        assert found["its main thread's CPU per trace"] > 5
+    assert {goal["met"] for goal in result["goals"]} <= {True, False}
