@@ -26,7 +26,7 @@ from osd.exchange.registry import FeedRecord
 from osd.observe import series
 from osd.observe.exposition import Totals
 from osd.observe.history_file import HistoryFile
-from osd.observe.slots import MINUTE_S, SlotTable, SpeculationTimes, floor
+from osd.observe.slots import MINUTE_S, Key, SlotTable, SpeculationTimes, added, floor
 from osd.observe.status import plan_changes, seconds_per_part, swap_event
 from osd.records import (
     BufferStats,
@@ -65,7 +65,7 @@ class History:
 
     def __init__(self, history_seconds: float = 7 * 86400, file: HistoryFile | None = None) -> None:
         self._history_seconds, self._file = history_seconds, file
-        self._counts = SlotTable(Counters, narrow_s=1.0)
+        self._counts = SlotTable(Counters, narrow_s=1.0, is_summed=True)
         """(start, replica, version, k)"""
         self._classes = SlotTable(Counters, narrow_s=5.0)
         """(start, class of traffic)"""
@@ -155,8 +155,8 @@ class History:
         """The sum of all windows of a version (None = of all versions) and of a replica (the same)
         in a span; None without any."""
         with self._lock:
-            counts = self._counts.since(since)
-            wanted = [(k, c) for k, c in counts if version in (None, k[2]) and k[0] <= until]
+            found = self._counts.between(since, until)
+            wanted = [(k, c) for k, c in found if version in (None, k[2])]
             return self._sum([(k, c) for k, c in wanted if replica in (None, k[1])])
 
     def windows(
@@ -164,20 +164,18 @@ class History:
     ) -> tuple[SpecWindow | None, dict[str, SpecWindow | None]]:
         """As `window`, of all replicas together and of each, in one pass."""
         with self._lock:
-            counts = self._counts.since(since)
-            found = [(k, c) for k, c in counts if k[2] == version and k[0] <= until]
-            of_each: dict[str, list[Any]] = {}
-            for key, counted in found:
-                of_each.setdefault(str(key[1]), []).append((key, counted))
-            return self._sum(found), {name: self._sum(own) for name, own in of_each.items()}
+            of_each: dict[str, list[tuple[Key, Counters]]] = {}
+            for key, counted in self._counts.between(since, until):
+                if key[2] == version:
+                    of_each.setdefault(str(key[1]), []).append((key, counted))
+            sums = {name: added(own, Counters()) for name, own in of_each.items()}
+            each = {name: self._sum([one]) for name, one in sums.items()}
+            return self._sum(list(sums.values())), each
 
-    def _sum(self, found: list[Any]) -> SpecWindow | None:
+    def _sum(self, found: list[tuple[Key, Counters]]) -> SpecWindow | None:
         if not found:
             return None
-        total = Counters()
-        for _, counted in found:
-            total.add(counted)
-        start, name, newest_version, k = max(found, key=lambda item: item[0])[0]
+        (start, name, newest_version, k), total = added(found, Counters())
         at = max(self._ends.get(name, start), start)
         return SpecWindow.of(total, at=at, replica=name, version=newest_version, k=k)
 

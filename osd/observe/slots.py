@@ -4,13 +4,14 @@ windows of the feed ─► Counters ┐
 heartbeats ─► SpeculationTimes  ┴─► SlotTable
 
 narrow slots ─ after 2 h ─► minutes ─ after `history_seconds` ─► gone
+     └─ summed as well ─► slots of 10 s, of a minute, of 10 minutes (while they are narrow)
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
@@ -18,6 +19,9 @@ import msgspec
 MINUTE_S, LONG_S = 60.0, 600.0
 NARROW_FOR_S = 7200.0
 """Seconds for which slots stay narrow."""
+SUMMED_S = (LONG_S, MINUTE_S, 10.0)
+"""Widths in which narrow slots are summed as well, so that an hour of many replicas is soon added
+up."""
 DISORDER_S = 120.0
 """Seconds by which the clocks of replicas may differ."""
 
@@ -54,11 +58,58 @@ class SpeculationTimes(msgspec.Struct, array_like=True):
         )
 
 
+class Slots(Generic[Value]):
+    """Sums in slots of one width, in the order in which the slots came up. Not thread-safe."""
+
+    def __init__(self, make: Callable[[], Value], width: float) -> None:
+        self._make, self.width = make, width
+        self._by_start: dict[float, dict[Key, Value]] = {}
+
+    def add(self, at: float, labels: Key, value: Value) -> None:
+        """Add to the slot of this moment."""
+        sums = self._by_start.setdefault(floor(at, self.width), {})
+        found = sums.get(labels)
+        if found is None:
+            found = sums[labels] = self._make()
+        found.add(value)
+
+    def within(self, start: float, end: float = math.inf) -> Iterator[tuple[Key, Value]]:
+        """The slots that begin in [start, end)."""
+        for at in [at for at in self._by_start if start <= at < end]:
+            yield from self._items(at)
+
+    def newest(self, since: float) -> Iterator[tuple[Key, Value]]:
+        """The slots that begin at `since` or later. Slots came up nearly in order, so the search
+        ends at the first that is clearly older."""
+        found = []
+        for at in reversed(self._by_start):
+            if at >= since:
+                found.append(at)
+            elif at < since - DISORDER_S:
+                break
+        for at in reversed(found):
+            yield from self._items(at)
+
+    def take_before(self, start: float) -> Iterator[tuple[Key, Value]]:
+        """Take out the slots that begin before, up to the first that does not."""
+        while self._by_start and (at := next(iter(self._by_start))) < start:
+            yield from self._items(at)
+            del self._by_start[at]
+
+    def drop_before(self, start: float) -> None:
+        """As `take_before`."""
+        while self._by_start and (at := next(iter(self._by_start))) < start:
+            del self._by_start[at]
+
+    def _items(self, at: float) -> Iterator[tuple[Key, Value]]:
+        return (((at, *labels), value) for labels, value in self._by_start[at].items())
+
+
 class SlotTable(Generic[Value]):
     """(start, labels ...) -> sum. Not thread-safe.
 
     All of it is kept a second time in long slots, so that a week is drawn from a thousand sums and
-    not from ten thousand.
+    not from ten thousand. With `is_summed`, narrow slots are kept in wider ones too: see `between`.
 
     Example:
         table = SlotTable(Counters, narrow_s=1.0)
@@ -66,75 +117,101 @@ class SlotTable(Generic[Value]):
         table.forget(now=window.at, oldest=window.at - 7 * 86400)
     """
 
-    def __init__(self, make: Callable[[], Value], narrow_s: float) -> None:
-        self._make, self._narrow_s = make, narrow_s
-        self._narrow: dict[Key, Value] = {}
-        self._minutes: dict[Key, Value] = {}
-        self._long: dict[Key, Value] = {}
+    def __init__(
+        self, make: Callable[[], Value], narrow_s: float, *, is_summed: bool = False
+    ) -> None:
+        self._make = make
+        self._narrow = Slots(make, narrow_s)
+        self._minutes, self._long = Slots(make, MINUTE_S), Slots(make, LONG_S)
+        self._summed = [Slots(make, width) for width in SUMMED_S if is_summed]
+        self._whole_from = -math.inf
+        """Start of the first of the widest sums of which no part is gone."""
 
     def add(self, at: float, labels: tuple[Any, ...], value: Value) -> None:
         """Add to the slot of this moment."""
-        self._add(self._narrow, self._narrow_s, (at, *labels), value)
-        self._add(self._long, LONG_S, (at, *labels), value)
+        for slots in (self._narrow, self._long, *self._summed):
+            slots.add(at, labels, value)
 
     def put_minute(self, key: Key, value: Value) -> None:
         """Put back a whole minute, as the file has it."""
-        self._minutes[key] = value
-        self._add(self._long, LONG_S, key, value)
+        for slots in (self._minutes, self._long):
+            slots.add(key[0], key[1:], value)
 
     def drop_minutes(self, after: float) -> None:
         """Drop the minutes that begin after this time. To be called before anything else is
         added."""
-        kept = {key: value for key, value in self._minutes.items() if key[0] <= after}
-        self._minutes, self._long = {}, {}
-        for key, value in kept.items():
+        kept = [(key, value) for key, value in self._minutes.within(-math.inf) if key[0] <= after]
+        self._minutes, self._long = Slots(self._make, MINUTE_S), Slots(self._make, LONG_S)
+        for key, value in kept:
             self.put_minute(key, value)
 
     def forget(self, now: float, oldest: float) -> None:
         """Merge narrow slots older than `NARROW_FOR_S` into minutes; drop what is older than
         `oldest`."""
-        while self._narrow and (key := next(iter(self._narrow)))[0] < now - NARROW_FOR_S:
-            self._add(self._minutes, MINUTE_S, key, self._narrow.pop(key))
+        for key, value in self._narrow.take_before(now - NARROW_FOR_S):
+            self._minutes.add(key[0], key[1:], value)
         for slots in (self._long, self._minutes, self._narrow):
-            while slots and (key := next(iter(slots)))[0] < oldest:
-                del slots[key]
+            slots.drop_before(oldest)
+        gone = -floor(-max(now - NARROW_FOR_S, oldest), LONG_S)
+        self._whole_from = max(self._whole_from, gone)
+        for slots in self._summed:
+            slots.drop_before(self._whole_from)
 
     def since(self, since: float, bucket_s: float = 0.0) -> Iterator[tuple[Key, Value]]:
         """The slots that begin at `since` or later (or in its minute, where only minutes are left);
         minutes first. Long slots are used where buckets of `bucket_s` consist of them."""
         if bucket_s and bucket_s % LONG_S == 0:
-            yield from _newest(self._long, floor(since, LONG_S))
+            yield from self._long.newest(floor(since, LONG_S))
             return
-        yield from _newest(self._minutes, floor(since, MINUTE_S))
-        yield from _newest(self._narrow, since)
+        yield from self._minutes.newest(floor(since, MINUTE_S))
+        yield from self._narrow.newest(since)
+
+    def between(self, since: float, until: float) -> Iterator[tuple[Key, Value]]:
+        """What adds up to the slots that `since` gives and that begin at `until` at the latest: of
+        many narrow slots, wider ones that consist of them."""
+        if not self._summed or since < self._whole_from:
+            found = self.since(since)
+        else:
+            minutes = self._minutes.newest(floor(since, MINUTE_S))
+            end = floor(until, self._narrow.width) + self._narrow.width
+            yield from self._cover(since, end, [*self._summed, self._narrow])
+            found = minutes
+        yield from ((key, value) for key, value in found if key[0] <= until)
+
+    def _cover(
+        self, start: float, end: float, slots: list[Slots[Value]]
+    ) -> Iterator[tuple[Key, Value]]:
+        """[start, end) in the widest slots that fit; `slots`: widest first."""
+        widest, *others = slots
+        if not others:
+            yield from widest.within(start, end)
+            return
+        first, last = -floor(-start, widest.width), floor(end, widest.width)
+        if first >= last:
+            yield from self._cover(start, end, others)
+            return
+        yield from widest.within(first, last)
+        for a, b in ((start, first), (last, end)):
+            if a < b:
+                yield from self._cover(a, b, others)
 
     def minutes(self, start: float, end: float) -> dict[Key, Value]:
         """Whole minutes of [start, end), which begin on a minute, as copies."""
-        found: dict[Key, Value] = {}
+        found = Slots(self._make, MINUTE_S)
         for key, value in self.since(start):
             if key[0] < end:
-                self._add(found, MINUTE_S, key, value)
-        return found
-
-    def _add(self, slots: dict[Key, Value], width: float, key: Key, value: Value) -> None:
-        key = (floor(key[0], width), *key[1:])
-        found = slots.get(key)
-        if found is None:
-            found = slots[key] = self._make()
-        found.add(value)
-
-
-def _newest(slots: dict[Key, Value], since: float) -> list[tuple[Key, Value]]:
-    """The slots that begin at `since` or later. Slots were added nearly in order, so the search
-    ends at the first that is clearly older."""
-    found = []
-    for key, value in reversed(slots.items()):
-        if key[0] >= since:
-            found.append((key, value))
-        elif key[0] < since - DISORDER_S:
-            break
-    return found[::-1]
+                found.add(key[0], key[1:], value)
+        return dict(found.within(-math.inf))
 
 
 def floor(at: float, width: float) -> float:
-    return math.floor(at / width) * width
+    return at if math.isinf(at) else math.floor(at / width) * width
+
+
+def added(found: Iterable[tuple[Key, Value]], total: Value) -> tuple[Key, Value]:
+    """The newest key, and `total` with all values added."""
+    newest: Key = ()
+    for key, value in found:
+        newest = max(newest, key)
+        total.add(value)
+    return newest, total

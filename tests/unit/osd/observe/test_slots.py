@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Iterable
+
 import msgspec
 import pytest
 
-from osd.observe.slots import SlotTable, SpeculationTimes, floor
+from osd.observe.slots import Key, SlotTable, SpeculationTimes, floor
 from osd.records import Counters, SpecWindow
 
 DAY = 86400.0
@@ -91,8 +95,8 @@ def test_what_shares_a_slot_and_its_labels_is_summed() -> None:
     slots.add(DAY + 1, ("other",), drafts(8))
     assert [(key[0] - DAY, key[1], counts.num_drafts) for key, counts in slots.since(DAY)] == [
         (0.0, "r", 3),
-        (5.0, "r", 4),
         (0.0, "other", 8),
+        (5.0, "r", 4),
     ]
 
 
@@ -167,6 +171,45 @@ def test_long_slots_are_for_buckets_they_make_up(bucket_s: float, is_long: bool)
     fine = [(10.0, 1), (599.0, 2), (600.0, 4)]
     assert since(slots, 5.0, bucket_s) == ([(0.0, 3), (600.0, 4)] if is_long else fine)
     assert since(slots, 700.0, bucket_s) == ([(600.0, 4)] if is_long else [])
+
+
+def total(found: Iterable[tuple[Key, Counters]]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for key, counts in found:
+        sums[key[1]] = sums.get(key[1], 0) + counts.num_drafts
+    return sums
+
+
+def busy(seconds: int, num_replicas: int = 3) -> SlotTable[Counters]:
+    """Each replica in each second, some of them a little late; each adds another number."""
+    slots, late = SlotTable(Counters, narrow_s=1.0, is_summed=True), random.Random(1)
+    for second in range(seconds):
+        for replica in range(num_replicas):
+            at = DAY + second - (late.randrange(100) if late.random() < 0.1 else 0)
+            slots.add(at, (f"r{replica}",), drafts(1 + second % 7))
+    return slots
+
+
+@pytest.mark.parametrize("forgotten_at", [None, 7200.0, 9000.0, 10_800.5])
+def test_what_lies_between_two_times_adds_up(forgotten_at: float | None) -> None:
+    """Also of a time of which a part is minutes by now, those of a file among them."""
+    slots, times = busy(10_000), random.Random(2)
+    slots.put_minute((DAY - 60, "r1"), drafts(1000))
+    slots.put_minute((DAY + 9_900, "r1"), drafts(1000))
+    if forgotten_at is not None:
+        slots.forget(DAY + forgotten_at, DAY - 100)
+    spans = [(times.uniform(-200, 10_100), times.uniform(0, 4000)) for _ in range(60)]
+    spans += [(600.0, 600.0), (1200.0, 59.0), (3600.0, math.inf), (-math.inf, math.inf)]
+    for start, seconds in spans:
+        since, until = DAY + start, DAY + start + seconds if start > -math.inf else math.inf
+        expected = total((k, c) for k, c in slots.since(since) if k[0] <= until)
+        assert total(slots.between(since, until)) == expected, (start, seconds)
+
+
+def test_an_hour_is_added_up_from_few_slots() -> None:
+    slots = busy(7200)
+    assert len(list(slots.since(DAY + 3333))) > 10_000
+    assert len(list(slots.between(DAY + 3333, DAY + 7210))) < 3 * 60
 
 
 def test_minutes_are_whole_and_end_before_their_end() -> None:
