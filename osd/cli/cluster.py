@@ -14,29 +14,47 @@ cluster_app = typer.Typer(
     help="The machines of a Ray cluster, as `ray up` starts them.", no_args_is_help=True
 )
 
+AddressArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Address by which the others reach this machine; here = the one by which it reaches "
+        "the network."
+    ),
+]
+
 
 @cluster_app.command(
     "check",
     epilog="Examples:  osd cluster check configs/cluster-local.yaml    "
-    "osd cluster check cluster.yaml --offline",
+    "osd cluster check cluster.yaml --offline    "
+    "osd cluster check configs/kuberay.yaml --crds ./crds",
 )
 def check(
-    file: Annotated[Path, typer.Argument(help="A file for `ray up`.")],
+    file: Annotated[Path, typer.Argument(help="A file for `ray up`, or a manifest for KubeRay.")],
     offline: Annotated[
         bool, typer.Option("--offline", help="Look at the file alone, and ask no machine.")
     ] = False,
+    crds: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with KubeRay's CRDs: the fields of a manifest are checked against them."
+        ),
+    ] = None,
 ) -> None:
-    """What in FILE, or on its machines, would keep `ray up` from making a service of them."""
+    """What in FILE, or on its machines, would keep `ray up` or KubeRay from making a service of
+    them."""
     from osd.doctor.cluster import run
 
-    sys.exit(run(file, is_offline=offline, say=typer.echo))
+    sys.exit(run(file, is_offline=offline, crds=crds, say=typer.echo))
 
 
 @cluster_app.command(
-    "head", epilog="Example:  osd cluster head 10.0.0.1 --config osd.yaml serving.host=0.0.0.0"
+    "head",
+    epilog="Examples:  osd cluster head 10.0.0.1 --config osd.yaml serving.host=0.0.0.0    "
+    "osd cluster head here --config osd.yaml ray.trainer_resource=train",
 )
 def head(
-    address: Annotated[str, typer.Argument(help="Address by which the others reach it.")],
+    address: AddressArgument,
     config: ConfigOption = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
 ) -> None:
@@ -47,11 +65,13 @@ def head(
 
 
 @cluster_app.command(
-    "worker", epilog="Example:  osd cluster worker 10.0.0.1 10.0.0.2 --resource train"
+    "worker",
+    epilog="Examples:  osd cluster worker 10.0.0.1 10.0.0.2 --resource train    "
+    "osd cluster worker 10.0.0.1 here --resource train",
 )
 def worker(
     head: Annotated[str, typer.Argument(help="Address of the head.")],
-    address: Annotated[str, typer.Argument(help="Address by which the others reach this one.")],
+    address: AddressArgument,
     resource: Annotated[
         list[str] | None, typer.Option(help="Custom resource of this machine; may stand twice.")
     ] = None,

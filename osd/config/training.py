@@ -17,7 +17,7 @@ class BufferConfig(Section):
     with the service."""
     host: str = "127.0.0.1"
     """Address the private Valkey listens on, always with a password drawn at each start. A trainer
-    on another machine needs one that it reaches."""
+    on another machine needs one that it reaches: `osd cluster head` takes the head's."""
     port: int = Field(0, ge=0, le=65535)
     """Port of the private Valkey. 0 = any free one."""
     max_traces: int = Field(20_000, ge=16)

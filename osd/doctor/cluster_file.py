@@ -1,7 +1,7 @@
 """The file for `ray up`: what in it would keep the cluster from starting, by line.
 
 YAML ──► Ray's own schema ──► words not filled in ──► key, token, folders ──► our commands and the
-configuration they carry
+configuration they carry ──► machines of a cloud that have what it asks for
 """
 
 from __future__ import annotations
@@ -10,82 +10,60 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from osd.config import reading
 from osd.config.schema import Config
 from osd.doctor.checks import Check
+from osd.doctor.documents import BEGIN_WITH, Document, check_filled_in, documents_of
 from osd.errors import ConfigError, OSDError
 from osd.service.cluster import schema_problem
-from osd.service.plan import check_remote_parts
+from osd.service.host import head_overrides
+from osd.service.plan import asked_of_machines, check_remote_parts, remote_parts
 
-PLACEHOLDERS = ("HEAD", "WORKER", "USER", "KEY", "CONFIG")
 TOKEN = "~/.ray/auth_token"
 COMMANDS = {"head": "head_start_ray_commands", "worker": "worker_start_ray_commands"}
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterFile:
-    """A file that is YAML, with the line of each key."""
+class ClusterFile(Document):
+    """A file for `ray up`."""
 
     path: Path
-    text: str
-    content: dict[str, Any]
-    lines: dict[str, int]
-    """"auth.ssh_user" -> its line, from 1"""
 
-    def at(self, key: str) -> str:
-        """Where a key stands, or should stand."""
-        while key and key not in self.lines:
-            key = key.rpartition(".")[0]
-        return f"line {self.lines[key]}" if key else "the file"
-
-    def get(self, key: str) -> Any:
-        found: Any = self.content
-        for name in key.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        return found
+    @property
+    def is_local(self) -> bool:
+        """Whether the machines are named in the file; else a cloud starts them."""
+        return self.get("provider.type") == "local"
 
     @property
     def hosts(self) -> list[str]:
-        """Addresses, the head's first."""
-        head, workers = self.get("provider.head_ip"), self.get("provider.worker_ips")
-        return [str(each) for each in (head, *(workers or [])) if each]
+        """Addresses that are named, the head's first."""
+        head = self.get("provider.head_ip")
+        return [*([str(head)] if head else []), *self.texts("provider.worker_ips")]
 
 
 def read(path: Path) -> ClusterFile:
     """Raises `ConfigError` with the line where the file is no YAML mapping."""
-    try:
-        text = path.read_text()
-        content, root = yaml.safe_load(text), yaml.compose(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}" if mark is not None else "the file"
-        raise ConfigError(
-            f"{path}, {where}: no YAML ({getattr(error, 'problem', error)})"
-        ) from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: no YAML mapping; begin with configs/cluster-local.yaml")
-    return ClusterFile(path, text, content, dict(_lines(root, "")))
+    documents = documents_of(path)
+    if len(documents) != 1:
+        raise ConfigError(f"{path}: not one YAML document; {BEGIN_WITH}")
+    (one,) = documents
+    lines = {key: line for key, line in one.lines.items() if key}
+    return ClusterFile(one.text, one.content, lines, path)
 
 
 def check_file(file: ClusterFile) -> Iterator[Check]:
     """What the file says by itself. A broken check may explain those after it."""
     problem = schema_problem(file.content)
-    named = next((word for word in re.findall(r"'([\w.]+)'", problem) if word in file.lines), "")
-    where = f"{file.at(named)}: " if named else ""
+    where = f"{file.at(_named(file, problem))}: " if _named(file, problem) else ""
     yield Check("schema", not problem, f"{where}{problem}" if problem else "Ray's own accepts it")
-    left = [(number, word) for number, word in _placeholders(file.text)]
-    text = "; ".join(f"line {number}: fill in {word}" for number, word in left)
-    yield Check("filled in", not left, text or "no word in capitals is left")
-    if file.get("provider.type") == "local" and not left:
+    filled_in = check_filled_in(file.text)
+    yield filled_in
+    if filled_in.ok and (file.is_local or file.get("auth.ssh_private_key")):
         yield _key(file)
     yield _token(file)
     yield from _mounts(file)
@@ -110,13 +88,43 @@ def check_commands(file: ClusterFile) -> Iterator[Check]:
     except OSDError as error:
         yield Check("configuration", False, f"{file.at(COMMANDS['head'])}: {error}")
         return
-    for key in ("trainer_resource", "replica_resource"):
+    for key in remote_parts(config):
         wanted = getattr(config.ray, key)
-        if wanted and wanted not in resources:
+        if wanted not in resources:
             text = f"no worker is started with --resource {wanted}, which ray.{key} asks for"
             yield Check("configuration", False, f"{file.at(COMMANDS['worker'])}: {text}")
             return
     yield Check("configuration", True, f"target {config.serving.target}, every key is known")
+    if not file.is_local:
+        yield from _node_types(file, config)
+
+
+def _node_types(file: ClusterFile, config: Config) -> Iterator[Check]:
+    """Whether some type of machine has what is asked for. Ray would wait for it for ever."""
+    types, head = file.mapping("available_node_types"), file.get("head_node_type")
+    broken = False
+    for resource, num_gpus in asked_of_machines(config).items():
+        asked = ({resource: 1} if resource else {}) | ({"GPU": num_gpus} if num_gpus else {})
+        among = [name for name in types if (name != head) == bool(resource)]
+        if any(_offers(types[name], asked) for name in among):
+            continue
+        broken = True
+        where = file.at(f"available_node_types.{(among or [''])[0]}.resources")
+        needed = ", ".join(f"{name}: {num:g}" for name, num in asked.items())
+        who = f"type {' or '.join(map(str, among))} has not" if among else "no type has"
+        text = (
+            f"{where}: the configuration asks for {{{needed}}}, which {who}; offer it or ask less"
+        )
+        yield Check("node types", False, text)
+    if not broken:
+        yield Check("node types", True, ", ".join(map(str, types)))
+
+
+def _offers(machine: Any, asked: Mapping[str, float]) -> bool:
+    """Whether a type of machine has all that is asked for. GPUs that it does not mention are
+    counted by Ray itself, where the cloud says how many there are."""
+    has = machine.get("resources") or {} if isinstance(machine, dict) else {}
+    return all(has.get(name, num if name == "GPU" else 0) >= num for name, num in asked.items())
 
 
 def head_configuration(file: ClusterFile) -> Config:
@@ -128,30 +136,36 @@ def head_configuration(file: ClusterFile) -> Config:
             at = arguments.index(option)
             config = arguments[at + 1]
             del arguments[at : at + 2]
-    carried = (file.get("file_mounts") or {}).get(config) if config else None
+    carried = file.mapping("file_mounts").get(config) if config else None
+    if len(arguments) < 3 or "=" in arguments[2]:
+        raise ConfigError("osd cluster head: no address; give one, or `here`")
     address, overrides = arguments[2], arguments[3:]
     if config and not carried:
         raise ConfigError(f"{config} is not carried to the head; name it under file_mounts")
-    path = Path(carried).expanduser() if carried else None
-    return reading.load(path, [*overrides, f"ray.address={address}:6380"], environ={}).config
+    path = Path(str(carried)).expanduser() if carried else None
+    return reading.load(path, head_overrides(address, path, overrides, {}), environ={}).config
 
 
 def _command(file: ClusterFile, key: str, kind: str) -> list[str] | None:
     """The arguments of `osd cluster KIND` among the commands of a key; None where it is missing."""
-    for line in file.get(key) or []:
-        words = shlex.split(str(line))
+    for line in file.texts(key):
+        try:
+            words = shlex.split(line)
+        except ValueError:  # a quotation that does not end
+            continue
         for at, word in enumerate(words):
             if Path(word).name == "osd" and words[at + 1 : at + 3] == ["cluster", kind]:
                 return words[at + 1 :]
     return None
 
 
-def _placeholders(text: str) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(text.splitlines(), 1):
-        code = line.partition("#")[0]
-        for word in re.findall(r"(?<![\w$])[A-Z]{3,}(?!\w)", code):
-            if word in PLACEHOLDERS:
-                yield number, word
+def _named(file: ClusterFile, problem: str) -> str:
+    """The key that a message of Ray's schema quotes, as far as the file has it."""
+    for word in re.findall(r"['`]([\w.]+)['`]", problem):
+        for key in file.lines:
+            if key == word or key.endswith(f".{word}"):
+                return key
+    return ""
 
 
 def _key(file: ClusterFile) -> Check:
@@ -169,9 +183,7 @@ def _key(file: ClusterFile) -> Check:
 
 
 def _token(file: ClusterFile) -> Check:
-    synced = [str(each) for each in file.get("cluster_synced_files") or []]
-    mounted = file.get("file_mounts") or {}
-    if TOKEN in synced or TOKEN in mounted:
+    if TOKEN in (*file.texts("cluster_synced_files"), *file.mapping("file_mounts")):
         return Check("token", True, f"{TOKEN} reaches the workers")
     where = file.at("cluster_synced_files")
     text = f"{where}: the head would not let the workers in; add {TOKEN} to cluster_synced_files"
@@ -179,18 +191,10 @@ def _token(file: ClusterFile) -> Check:
 
 
 def _mounts(file: ClusterFile) -> Iterator[Check]:
-    for target, source in (file.get("file_mounts") or {}).items():
+    for target, source in file.mapping("file_mounts").items():
         where = file.at("file_mounts")
         if target.rstrip("/") == "~/osd":
             text = f"{where}: processes in the home would take ~/osd for the package; rename it"
             yield Check("file_mounts", False, text)
         elif not Path(os.path.expanduser(str(source))).exists():
             yield Check("file_mounts", False, f"{where}: {source}: no such file or folder")
-
-
-def _lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            name = f"{prefix}{key.value}"
-            yield name, key.start_mark.line + 1
-            yield from _lines(value, f"{name}.")

@@ -172,6 +172,14 @@ def address_here(config: Config) -> str:
     return "127.0.0.1" if is_here else str(ray.util.get_node_ip_address())
 
 
+def network_address() -> str:
+    """The address by which this machine reaches the network; a loopback address where it reaches
+    none."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
 def node_id() -> str:
     """Of the machine that this process runs on, in Ray's words."""
     import ray

@@ -3,6 +3,9 @@
     osd cluster head ADDRESS           Ray's head ──► `osd serve --detach` on it
     osd cluster worker HEAD ADDRESS    Ray, joined to that head
 
+ADDRESS is the one by which the others reach the machine. `here` stands for the one by which the
+machine reaches the network: in a cloud nobody knows it beforehand.
+
 `ray up` runs these commands each time. They do nothing where what they would start runs already:
 the same arguments, configuration and code. Otherwise they end it first. Only processes that they
 started are ended: `ray start --block` leads a process group, and whatever of that group outlives it
@@ -20,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,11 +34,14 @@ import osd
 from osd.common.files import replace_file
 from osd.config import reading
 from osd.errors import ConfigError, OSDError
+from osd.exchange.redis_url import is_loopback
 from osd.service import note, plan
-from osd.service.cluster import OBJECT_STORE_BYTES, set_ray_defaults
+from osd.service.cluster import OBJECT_STORE_BYTES, network_address, set_ray_defaults
 from osd.service.detach import serve_detached, stop_service
 from osd.service.ray_watch import connected
 
+HERE = "here"
+"""Instead of an address: the one by which this machine reaches the network."""
 PORT = 6380
 """Of Ray's head. Ray's own default is Redis's."""
 SECONDS_TO_START = 120.0
@@ -73,7 +79,8 @@ class RayState:
 def start_head(address: str, config: Path | None, overrides: Sequence[str], report: Report) -> None:
     """Run Ray's head and the service on this machine. Raises `OSDError` with the reason why one of
     them does not start."""
-    given = [*overrides, f"ray.address={address}:{PORT}"]
+    address = address_of(address)
+    given = head_overrides(address, config, overrides)
     resolved = reading.load(config, given).config
     stamp = stamp_of("head", address, resolved.model_dump_json())
     runs = any(r.deployment == resolved.deployment for r in note.find_all())
@@ -95,6 +102,7 @@ def start_head(address: str, config: Path | None, overrides: Sequence[str], repo
 
 def start_worker(head: str, address: str, resources: Sequence[str], report: Report) -> None:
     """Run Ray on this machine, joined to the head. Raises `OSDError` when it does not join."""
+    address = address_of(address)
     stamp = stamp_of("worker", head, address, *resources)
     if is_running(stamp):
         report("nothing has changed: Ray runs on")
@@ -108,6 +116,34 @@ def start_worker(head: str, address: str, resources: Sequence[str], report: Repo
     arguments = [f"--address={head}:{PORT}", f"--resources={with_resources}"]
     start_ray(stamp, address, arguments, f"{head}:{PORT}")
     report(f"ray: joined {head}:{PORT}")
+
+
+def address_of(address: str) -> str:
+    """What `here` stands for; another address as it is. Raises `ConfigError` where this machine
+    reaches no network."""
+    if address != HERE:
+        return address
+    found = network_address()
+    if is_loopback(found):
+        raise ConfigError(f"{HERE}: this machine has no address but {found}; name one that it has")
+    return found
+
+
+def head_overrides(
+    address: str,
+    config: Path | None,
+    overrides: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+) -> list[str]:
+    """The overrides by which a head at `address` serves: those given, where its Ray is, and where
+    a part runs on another machine, an address of the private Valkey that it reaches, unless one is
+    given, or another Redis. Raises `ConfigError`."""
+    given = [*overrides, f"ray.address={address}:{PORT}"]
+    found = reading.load(config, given, environ=environ)
+    is_given = found.origins.keys() & {"buffer.redis_url", "buffer.host"}
+    if plan.remote_parts(found.config) and not is_given:
+        given.append(f"buffer.host={address}")
+    return given
 
 
 def stamp_of(*what: str) -> str:

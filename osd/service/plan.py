@@ -65,16 +65,38 @@ def check(config: Config) -> tuple[Path, Path, int]:
 
 def check_remote_parts(config: Config) -> None:
     """A part on another machine needs a Redis that both machines reach."""
-    if config.trainer.enabled:
-        _check_remote(config, "trainer_resource", "the trainer")
-    if config.serving.engines == "own":
-        _check_remote(config, "replica_resource", "the engines")
+    for key, who in remote_parts(config).items():
+        _check_remote(config, key, who)
+
+
+def remote_parts(config: Config) -> dict[str, str]:
+    """What runs on a machine with a custom resource: the key of `ray` that names it -> who."""
+    parts = {"trainer_resource": "the trainer"} if config.trainer.enabled else {}
+    parts |= {"replica_resource": "the engines"} if config.serving.engines == "own" else {}
+    return {key: who for key, who in parts.items() if getattr(config.ray, key)}
+
+
+def asked_of_machines(config: Config) -> dict[str, float]:
+    """Custom resource of a machine -> GPUs that a part reserves there, the most of all that ask
+    for the resource; "" -> those of all parts together on the machine of the service.
+
+    Example:
+        asked_of_machines(config) == {"": 1.0, "train": 0.5}
+    """
+    asked = {"": 0.0}
+    engine = config.serving.num_gpus if config.serving.engines == "own" else None
+    trainer = config.trainer.num_gpus if config.trainer.enabled else None
+    where = (config.ray.replica_resource, engine), (config.ray.trainer_resource, trainer)
+    for resource, num_gpus in where:
+        if num_gpus is not None and resource:
+            asked[resource] = max(asked.get(resource, 0.0), num_gpus)
+        elif num_gpus is not None:
+            asked[""] += num_gpus
+    return asked
 
 
 def _check_remote(config: Config, key: str, who: str) -> None:
     resource = getattr(config.ray, key)
-    if not resource:
-        return
     why = f"ray.{key}={resource} puts {who} on another machine"
     if config.ray.address == "local":
         raise ConfigError(f"{why}, and a private Ray has none; set ray.address (--address)")

@@ -75,7 +75,6 @@ def write_cluster_file(hosts: Hosts) -> None:
         ": HEAD": f": {hosts['head'].address}",
         "[WORKER]": f"[{hosts['worker'].address}]",
         " HEAD ": f" {hosts['head'].address} ",
-        "=HEAD ": f"={hosts['head'].address} ",
         " WORKER ": f" {hosts['worker'].address} ",
         ": USER": ": root",
         ": KEY": f": {home}/.ssh/key",

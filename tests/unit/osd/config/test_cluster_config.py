@@ -66,19 +66,46 @@ def test_it_starts_machines_with_a_command_line_that_exists(
     assert result.exit_code == 0, result.output
     ((*given, _),) = started
     if kind == "worker":
-        assert given == ["$RAY_HEAD_IP", "WORKER", ["train"]]
+        assert given == ["$RAY_HEAD_IP", "WORKER" if is_local(path) else "here", ["train"]]
     else:
         address, config, overrides = given
-        assert (address, str(config)) == ("HEAD", "~/osd.yaml")
+        assert (address, str(config)) == ("HEAD" if is_local(path) else "here", "~/osd.yaml")
         resolved = reading.load(overrides=overrides, environ={}).config
-        assert resolved.ray.trainer_resource == "train" and resolved.buffer.host == "HEAD"
+        assert resolved.ray.trainer_resource == "train" and resolved.serving.host == "0.0.0.0"
+        given = host.head_overrides("10.0.0.1", None, overrides, {})
+        assert reading.load(overrides=given, environ={}).config.buffer.host == "10.0.0.1"
+
+
+def is_local(path: Path) -> bool:
+    return bool(yaml.safe_load(path.read_text())["provider"]["type"] == "local")
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda p: p.name)
-def test_it_avoids_the_traps_of_local_clusters(path: Path) -> None:
+def test_it_avoids_the_traps_of_clusters(path: Path) -> None:
     file = yaml.safe_load(path.read_text())
     assert file["file_mounts"][f"~/{CHECKOUT}"] == "."
     assert file["cluster_synced_files"] == ["~/.ray/auth_token"], "which the head draws"
-    assert file["auth"]["ssh_private_key"], "the head logs in on the worker"
+    if is_local(path):
+        assert file["auth"]["ssh_private_key"], "the head logs in on the worker"
     setup = " ".join(file["setup_commands"])
     assert f"PATH=~/{CHECKOUT}/.venv/bin:$PATH" in setup, "`ray down` runs `ray stop` there"
+
+
+CLOUDS = [path for path in CLUSTERS if not is_local(path)]
+
+
+@pytest.mark.parametrize("path", CLOUDS, ids=lambda p: p.name)
+def test_a_cloud_starts_what_the_commands_ask_for(path: Path) -> None:
+    config = prepared(path)
+    assert config["head_node_type"] == "head" and config["max_workers"] == 1
+    assert config["available_node_types"]["head"]["resources"] == {"GPU": 1}
+    trainer = config["available_node_types"]["trainer"]
+    assert trainer["resources"] == {"GPU": 1, "train": 1}
+    assert (trainer["min_workers"], trainer["max_workers"]) == (1, 1)
+    file = yaml.safe_load(path.read_text())
+    setup = " ".join(file["setup_commands"])
+    for needed in ("OSD_EXTRA=gpu make setup", "python3-venv", "python3-dev", "gcc", "make"):
+        assert needed in setup
+    (library,) = file["head_setup_commands"]
+    assert {"aws": "boto3", "gcp": "google-api-python-client"}[file["provider"]["type"]] in library
+    assert "This file is validated" in path.read_text() and "it was not run" in path.read_text()

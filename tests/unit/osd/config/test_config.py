@@ -253,8 +253,11 @@ def test_vllm_arguments_pass_through_and_merge() -> None:
     assert serving.env == {"OMP_NUM_THREADS": "1"}
 
 
+OF_CLUSTERS = ("cluster-", "kuberay")
+
+
 @pytest.mark.parametrize(
-    "path", sorted(p for p in CONFIGS.glob("*.yaml") if not p.name.startswith("cluster-"))
+    "path", sorted(p for p in CONFIGS.glob("*.yaml") if not p.name.startswith(OF_CLUSTERS))
 )
 def test_every_preset_loads(path: Path) -> None:
     resolved = reading.load(path, environ={})

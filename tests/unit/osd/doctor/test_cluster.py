@@ -19,16 +19,23 @@ from osd.cli import app
 from osd.config import reading
 from osd.doctor import cluster, cluster_file, cluster_hosts
 from osd.doctor.checks import Check
+from tests.support.filled_in import filled_in
 from tests.support.paths import ROOT
 
 CONFIGURATION = "serving: {target: /models/target, draft: /models/draft}\n"
-WORDS = {"HEAD": "10.0.0.1", "WORKER": "10.0.0.2", "USER": "me"}
+LOCAL, AWS, GCP = (ROOT / f"configs/cluster-{name}.yaml" for name in ("local", "aws", "gcp"))
+FILES = [LOCAL, AWS, GCP]
+WORDS = {
+    LOCAL: {"HEAD": "10.0.0.1", "WORKER": "10.0.0.2", "USER": "me"},
+    AWS: {"REGION": "us-west-2", "IMAGE": "ami-0a1b2c3d"},
+    GCP: {"PROJECT": "mine", "REGION": "us-central1", "ZONE": "us-central1-a", "IMAGE": "ubuntu"},
+}
 
 
 class Shipped:
-    """The file that is shipped, filled in, with a key and a configuration that are there."""
+    """A file that is shipped, filled in, with a key and a configuration that are there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: Path = LOCAL) -> None:
         self.key, self.configuration, self.path = (
             folder / "key",
             folder / "osd.yaml",
@@ -36,10 +43,8 @@ class Shipped:
         )
         self.key.touch(0o600)
         self.configuration.write_text(CONFIGURATION)
-        text = (ROOT / "configs/cluster-local.yaml").read_text()
-        for word, value in (WORDS | {"KEY": self.key, "CONFIG": self.configuration}).items():
-            for before in (" ", "[", "=", '"'):
-                text = text.replace(f"{before}{word}", f"{before}{value}")
+        words = WORDS[file] | {"KEY": self.key, "CONFIG": self.configuration}
+        text = filled_in(file.read_text(), words)
         self.text = text.replace('"~/osd-checkout": "."', f'"~/osd-checkout": "{ROOT}"')
 
     def checked(self, **options: Any) -> list[Check]:
@@ -49,36 +54,45 @@ class Shipped:
     def broken(self) -> list[str]:
         return [f"{c.name}: {c.text}" for c in self.checked() if c.ok is False]
 
-    def line(self, text: str) -> int:
-        return next(i for i, line in enumerate(self.text.splitlines(), 1) if text in line)
-
 
 @pytest.fixture
 def shipped(tmp_path: Path) -> Shipped:
     return Shipped(tmp_path)
 
 
-def test_what_is_shipped_is_right_when_it_is_filled_in(shipped: Shipped) -> None:
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_what_is_shipped_is_right_when_it_is_filled_in(tmp_path: Path, file: Path) -> None:
+    shipped = Shipped(tmp_path, file)
     assert shipped.broken() == []
     found = {check.name: check.text for check in shipped.checked()}
     assert found["configuration"] == "target /models/target, every key is known"
-    assert found["head"].startswith("osd cluster head 10.0.0.1 --config")
+    head = "10.0.0.1" if file == LOCAL else "here"
+    assert found["head"].startswith(f"osd cluster head {head} --config")
+    assert found.get("node types") == (None if file == LOCAL else "head, trainer")
 
 
-def test_each_word_that_is_not_filled_in_is_named_with_its_line() -> None:
-    result = CliRunner().invoke(app, ["cluster", "check", "--offline", str(SHIPPED)])
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_each_word_that_is_not_filled_in_is_named_with_its_line(file: Path) -> None:
+    result = CliRunner().invoke(app, ["cluster", "check", "--offline", str(file)])
     assert result.exit_code == 1
     (said,) = [line for line in result.output.splitlines() if line.startswith("NO  filled in")]
     wanted = {
         f"line {number}: fill in {word}"
-        for number, line in enumerate(SHIPPED.read_text().splitlines(), 1)
-        for word in ("HEAD", "WORKER", "USER", "KEY", "CONFIG")
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        for word in (*WORDS[file], "CONFIG", *(["KEY"] if file == LOCAL else []))
         if re.search(rf"(^|[^\w]){word}([^\w]|$)", line.partition("#")[0])
     }
-    assert len(wanted) == 8 and set(said.split("filled in", 1)[1].strip().split("; ")) == wanted
+    assert len(wanted) == {LOCAL: 7, AWS: 4, GCP: 6}[file]
+    assert set(said.split("filled in", 1)[1].strip().split("; ")) == wanted
 
 
-SHIPPED = ROOT / "configs/cluster-local.yaml"
+def test_the_machines_of_a_cloud_are_not_asked(tmp_path: Path) -> None:
+    said = {check.name: check for check in Shipped(tmp_path, AWS).checked(is_offline=False)}
+    assert (
+        said["machines"].ok is None and said["machines"].text == "not asked: the cloud starts them"
+    )
+
+
 Change = Callable[[Shipped], None]
 
 
@@ -94,42 +108,131 @@ def configured(text: str) -> Change:
     return lambda shipped: shipped.configuration.write_text(text) and None
 
 
+EVERYWHERE = [
+    (replacing("\nsetup_commands:", "\nsetup_comands:"), "setup_comands:", "schema: line {}: Addi"),
+    (replacing("\nmax_workers: 1", "\nmax_workers: 0"), "max_workers: 0", "schema: line {}: "),
+    (
+        replacing("cluster_synced_files: [", "initialization_commands: [] #"),
+        "",
+        "token: the file: ",
+    ),
+    (replacing('["~/.ray/auth_token"]', "[]"), "cluster_synced", "token: line {}: the head wo"),
+    (replacing('~/osd-checkout"', '~/osd"'), "file_mounts:", "file_mounts: line {}: process"),
+    (lambda s: s.configuration.unlink(), "file_mounts:", "file_mounts: line {}: {config}: no"),
+    (replacing("osd cluster worker", "ray start"), "worker_start_ray", "worker: line {}: no"),
+    (
+        replacing("osd cluster head", "ray start --head"),
+        "head_start_ray",
+        "head: line {}: no `osd cl",
+    ),
+    (replacing("--resource train", "--resource fast"), "worker_start", "--resource train, whi"),
+    (configured("serving: {targt: x}"), "head_start_ray", "configuration: line {}: serving.targt"),
+    (configured("serving: {"), "head_start_ray", "configuration: line {}: "),
+    (configured("buffer: {host: 127.0.0.1}"), "head_start_ray", "reach buffer.host=127.0.0.1"),
+    (configured("buffer: {redis_url: redis://localhost}"), "head_start_ray", "by an address that"),
+    (replacing("serving.host=0.0.0.0", "serving.hots=0.0.0.0"), "head_start", "serving.hots"),
+    (
+        replacing("--resource train", "--resource 'train"),
+        "worker_start",
+        "worker: line {}: no `osd",
+    ),
+    (replacing("--config ~/osd.yaml", "--config ~/else.yaml"), "head_start", "is not carried"),
+]
+OF_LOCAL = [
+    (replacing("ssh_private_key: ", "ssh_public_key: "), "auth:", "ssh_private_key is missing"),
+    (lambda s: s.key.unlink(), "ssh_private_key", "ssh key: line {}: {key}: no such file"),
+    (lambda s: s.key.chmod(0o644), "ssh_private_key", "line {}: {key} is open to others"),
+]
+OF_CLOUDS = [
+    (
+        replacing("    min_workers: 1", "    min_workers: 2"),
+        "\nmax_workers: 1",
+        "schema: line {}: T",
+    ),
+    (replacing("head_node_type: head", "head_node_type: haed"), "", "schema: "),
+    (
+        replacing("    resources: {GPU: 1, train", "    resorces: {GPU: 1, train"),
+        "resorces",
+        "schema: l",
+    ),
+    (replacing("{GPU: 1, train: 1}", "{GPU: 1}"), "resources: {GPU: 1}", "node types: line "),
+    (
+        replacing("{GPU: 1, train: 1}", "{GPU: 1}"),
+        "",
+        "asks for {{train: 1, GPU: 1}}, which type tra",
+    ),
+    (
+        replacing("trainer.num_gpus=1", "trainer.num_gpus=2"),
+        "train: 1",
+        "node types: line {}: the con",
+    ),
+    (
+        replacing("serving.num_gpus=1", "serving.num_gpus=2"),
+        "{GPU: 1}",
+        "{{GPU: 2}}, which type head",
+    ),
+    (
+        replacing("ssh_user: ubuntu", "ssh_private_key: /nowhere/key"),
+        "/nowhere",
+        "line {}: /nowhere/key",
+    ),
+    (
+        replacing("osd cluster head here", "osd cluster head"),
+        "head_start",
+        "configuration: line {}: ",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "at", "says"),
+    ("file", "change", "at", "says"),
     [
-        (replacing("setup_commands:", "setup_comands:"), "setup_comands:", "schema: line {}: "),
-        (replacing("max_workers: 1", "max_workers: 0"), "", "schema: "),
-        (replacing("ssh_private_key: ", "ssh_public_key: "), "auth:", "ssh_private_key is missing"),
-        (lambda s: s.key.unlink(), "ssh_private_key", "ssh key: line {}: {key}: no such file"),
-        (lambda s: s.key.chmod(0o644), "ssh_private_key", "line {}: {key} is open to others"),
-        (replacing("cluster_synced_files: [", "initialization_commands: [] #"), "", "token: the f"),
-        (replacing("~/osd-checkout\"", "~/osd\""), "file_mounts:", "file_mounts: line {}: process"),
-        (lambda s: s.configuration.unlink(), "file_mounts:", "file_mounts: line {}: {config}: no"),
-        (replacing("osd cluster worker", "ray start"), "worker_start_ray", "worker: line {}: no"),
-        (replacing("--resource train", "--resource fast"), "worker_start", "--resource train, whi"),
-        (replacing(" buffer.host=10.0.0.1", ""), "head_start_ray", "cannot reach buffer.host=127"),
-        (configured("serving: {targt: x}"), "head_start_ray", "configuration: line {}: "),
-        (configured("serving: {"), "head_start_ray", "configuration: line {}: "),
-        (replacing("serving.host=0.0.0.0", "serving.hots=0.0.0.0"), "head_start", "serving.hots"),
-        (replacing("--config ~/osd.yaml", "--config ~/else.yaml"), "head_start", "is not carried"),
+        *((file, *case) for file in FILES for case in EVERYWHERE),
+        *((LOCAL, *case) for case in OF_LOCAL),
+        *((file, *case) for file in (AWS, GCP) for case in OF_CLOUDS),
     ],
-)  # fmt: skip
+)
 def test_what_is_broken_is_named_with_its_line_and_remedy(
-    shipped: Shipped, change: Change, at: str, says: str
+    tmp_path: Path, file: Path, change: Change, at: str, says: str
 ) -> None:
+    shipped = Shipped(tmp_path, file)
     change(shipped)
     found = shipped.broken()
-    line = shipped.line(at) if at else ""
+    line = shipped.text[: shipped.text.index(at)].count("\n") + 1 + at.count("\n") if at else ""
     wanted = says.format(line, key=shipped.key, config=shipped.configuration)
     assert any(wanted in text for text in found), found
     assert all("\n" not in text for text in found)
+
+
+def test_gpus_that_a_type_does_not_mention_are_counted_by_ray(tmp_path: Path) -> None:
+    shipped = Shipped(tmp_path, AWS)
+    for old, new in (
+        ("resources: {GPU: 1}", "resources: {}"),
+        ("{GPU: 1, train: 1}", "{train: 1}"),
+    ):
+        replacing(old, new)(shipped)
+    replacing("  head:\n", "  ray.head.default:\n")(shipped)
+    replacing("head_node_type: head", "head_node_type: ray.head.default")(shipped)
+    assert shipped.broken() == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_the_head_is_reached_by_others_wherever_it_is(tmp_path: Path, file: Path) -> None:
+    """Nobody has to say `buffer.host`."""
+    shipped = Shipped(tmp_path, file)
+    shipped.path.write_text(shipped.text)
+    config = cluster_file.head_configuration(cluster_file.read(shipped.path))
+    assert config.buffer.host == ("10.0.0.1" if file == LOCAL else "here")
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("a: [1\nb: 2", "line 2: no YAML"),
-        ("- 1", "no YAML mapping; begin with configs/cluster-local.yaml"),
+        ("- 1", "line 1: no YAML mapping; begin with configs/cluster-local.yaml"),
+        ("", "not one YAML document; begin with configs/cluster-local.yaml"),
+        ("a: 1\n---\nb: 1", "not one YAML document; begin with"),
+        ("\0", "no YAML"),
         (None, "No such file or directory"),
     ],
 )

@@ -68,11 +68,11 @@ class Machine:
         self.services = []
         return deployment
 
-    def head(self, *overrides: str) -> None:
-        host.start_head("10.0.0.1", None, overrides, self.said.append)
+    def head(self, *overrides: str, address: str = "10.0.0.1") -> None:
+        host.start_head(address, None, overrides, self.said.append)
 
-    def worker(self, *resources: str) -> None:
-        host.start_worker("10.0.0.1", "10.0.0.2", resources, self.said.append)
+    def worker(self, *resources: str, address: str = "10.0.0.2") -> None:
+        host.start_worker("10.0.0.1", address, resources, self.said.append)
 
     @property
     def arguments(self) -> str:
@@ -111,6 +111,65 @@ def test_a_head_is_ray_and_the_service_on_it(machine: Machine) -> None:
     assert machine.served == [["osd", "serve", "serving.port=9000", "ray.address=10.0.0.1:6380"]]
     token = machine.folder / "home/.ray/auth_token"
     assert len(token.read_text()) == 64 and stat.S_IMODE(token.stat().st_mode) == 0o600
+
+
+def test_here_is_the_address_by_which_a_machine_reaches_the_network(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "network_address", lambda: "172.31.0.7")
+    machine.head("ray.trainer_resource=train", address="here")
+    assert "--node-ip-address=172.31.0.7" in machine.arguments
+    given = ["ray.address=172.31.0.7:6380", "buffer.host=172.31.0.7"]
+    assert machine.served == [["osd", "serve", "ray.trainer_resource=train", *given]]
+    machine.head("ray.trainer_resource=train", address="172.31.0.7")
+    assert machine.said[-1] == "nothing has changed: Ray and the service run on"
+    machine.worker("train", address="here")
+    assert "--address=10.0.0.1:6380" in machine.arguments
+    assert "--node-ip-address=172.31.0.7" in machine.arguments
+
+
+def test_a_machine_without_a_network_has_to_be_told_its_address(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "network_address", lambda: "127.0.0.1")
+    for start in (machine.head, machine.worker):
+        with pytest.raises(ConfigError, match="^here: this machine has no address but 127.0.0.1"):
+            start(address="here")
+    assert not (machine.folder / "arguments").exists()
+
+
+@pytest.mark.parametrize("key", ["ray.trainer_resource", "ray.replica_resource"])
+def test_parts_on_other_machines_reach_the_private_valkey(key: str, tmp_path: Path) -> None:
+    """By the head's address, unless something else was said, wherever it was."""
+    given = [f"{key}=there"]
+    assert host.head_overrides("10.0.0.1", None, given, {})[1:] == [
+        "ray.address=10.0.0.1:6380",
+        "buffer.host=10.0.0.1",
+    ]
+    for said in ("buffer.host=10.0.0.9", "buffer.redis_url=redis://10.0.0.9", "buffer.host=::1"):
+        name, _, value = said.partition("=")
+        variable = "OSD_" + name.replace(".", "__").upper()
+        path = tmp_path / "osd.yaml"
+        path.write_text(f"{name.replace('.', ': {')}: '{value}'}}")
+        for resolved in (
+            host.head_overrides("10.0.0.1", None, [*given, said], {}),
+            host.head_overrides("10.0.0.1", None, given, {variable: value}),
+            host.head_overrides("10.0.0.1", path, given, {}),
+        ):
+            assert "buffer.host=10.0.0.1" not in resolved
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["ray.trainer_resource=there", "trainer.enabled=false"],
+        ["ray.replica_resource=there", "serving.engines=attached", "buffer.port=6400"],
+    ],
+)
+def test_a_service_of_one_machine_keeps_its_valkey_to_itself(given: list[str]) -> None:
+    expected = [*given, "ray.address=10.0.0.1:6380"]
+    assert host.head_overrides("10.0.0.1", None, given, {}) == expected
 
 
 def test_the_autoscaler_is_told_of_the_cluster_that_ray_up_describes(machine: Machine) -> None:

@@ -60,6 +60,27 @@ def test_a_trainer_on_another_machine_needs_a_redis_that_both_reach(
     assert says in str(caught.value) and "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        ("serving.num_gpus=1 trainer.num_gpus=0.5", {"": 1.5}),
+        ("serving.num_gpus=1 trainer.num_gpus=0.5 trainer.enabled=false", {"": 1.0}),
+        ("serving.num_gpus=1 trainer.num_gpus=2 ray.trainer_resource=t", {"": 1.0, "t": 2.0}),
+        ("serving.num_gpus=1 ray.replica_resource=s", {"": 0.0, "s": 1.0}),
+        (
+            "serving.num_gpus=2 trainer.num_gpus=1 ray.replica_resource=s ray.trainer_resource=s",
+            {"": 0.0, "s": 2.0},
+        ),
+        ("serving.engines=attached serving.num_gpus=1 trainer.num_gpus=1", {"": 1.0}),
+    ],
+)
+def test_gpus_are_asked_of_the_machines_that_parts_run_on(
+    overrides: str, asked: dict[str, float]
+) -> None:
+    config = reading.load(overrides=overrides.split(), environ={}).config
+    assert plan.asked_of_machines(config) == asked
+
+
 def test_engines_of_others_are_not_placed_by_us() -> None:
     overrides = ["serving.engines=attached", "ray.replica_resource=gpu"]
     check_remote_parts(reading.load(overrides=overrides, environ={}).config)
