@@ -84,14 +84,16 @@ def asked_of_machines(config: Config) -> dict[str, float]:
         asked_of_machines(config) == {"": 1.0, "train": 0.5}
     """
     asked = {"": 0.0}
-    engine = config.serving.num_gpus if config.serving.engines == "own" else None
-    trainer = config.trainer.num_gpus if config.trainer.enabled else None
-    where = (config.ray.replica_resource, engine), (config.ray.trainer_resource, trainer)
-    for resource, num_gpus in where:
-        if num_gpus is not None and resource:
+    engines, trainers = config.serving.replicas.max, int(config.trainer.enabled)
+    engines *= config.serving.engines == "own"
+    for resource, num_gpus, num in (
+        (config.ray.replica_resource, config.serving.num_gpus, engines),
+        (config.ray.trainer_resource, config.trainer.num_gpus, trainers),
+    ):
+        if resource and num:
             asked[resource] = max(asked.get(resource, 0.0), num_gpus)
-        elif num_gpus is not None:
-            asked[""] += num_gpus
+        elif num:
+            asked[""] += num * num_gpus
     return asked
 
 

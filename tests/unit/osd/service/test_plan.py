@@ -67,6 +67,8 @@ def test_a_trainer_on_another_machine_needs_a_redis_that_both_reach(
         ("serving.num_gpus=1 trainer.num_gpus=0.5 trainer.enabled=false", {"": 1.0}),
         ("serving.num_gpus=1 trainer.num_gpus=2 ray.trainer_resource=t", {"": 1.0, "t": 2.0}),
         ("serving.num_gpus=1 ray.replica_resource=s", {"": 0.0, "s": 1.0}),
+        ("serving.num_gpus=1 ray.replica_resource=s serving.replicas=3", {"": 0.0, "s": 1.0}),
+        ("serving.num_gpus=1 serving.replicas=3 trainer.num_gpus=1", {"": 4.0}),
         (
             "serving.num_gpus=2 trainer.num_gpus=1 ray.replica_resource=s ray.trainer_resource=s",
             {"": 0.0, "s": 2.0},
