@@ -34,6 +34,7 @@ from osd.records import (
     WorkerReport,
 )
 from serving.capture.capture import NO_VERSION
+from serving.folding import Folding
 from serving.speculation.client import SpeculationClient
 from serving.swap.ranks import Ranks
 from serving.vllm import names
@@ -159,6 +160,7 @@ class DraftPuller:
         self._version = release.version
         self._started_at = time.time()
         self._unsent: deque[SpecWindow | SwapReport] = deque(maxlen=MAX_UNSENT)
+        self._folding, self._num_replicas = Folding(), 1
         self._counted = WorkerReport()
         self._uncounted = ""
         """Why the engine's counters cannot be read now."""
@@ -227,6 +229,7 @@ class DraftPuller:
     async def turn_to(self, release: DraftRelease) -> bool:
         """Swap, and note the report. Whether it went well."""
         report = await self.swap(release)
+        self._unsent.extend(self._folding.take())
         self._unsent.append(report)
         if not report.ok:
             logger.warning("swap to v%d failed: %s", release.version, report.error)
@@ -240,8 +243,11 @@ class DraftPuller:
     async def _send_report(self) -> None:
         if self._activity.is_recent() and self._is_on("observe"):
             await self._count()
+        self._unsent.extend(self._folding.take_if_due(time.time(), self._num_replicas))
         try:
-            await asyncio.to_thread(self._registry.heartbeat, self._status(), HEARTBEAT_TTL)
+            self._num_replicas = await asyncio.to_thread(
+                self._registry.heartbeat, self._status(), HEARTBEAT_TTL
+            )
             batch = list(self._unsent)
             if batch:
                 await asyncio.to_thread(self._registry.publish, *batch)
@@ -267,7 +273,7 @@ class DraftPuller:
 
     async def _ask_engine(self) -> None:
         self._counted = await self._ranks.report(self._name, self._draft)
-        self._unsent.extend(self._counted.windows)
+        self._folding.add(self._counted.windows)
         if self._speculation_client is not None:
             report = await self._speculation_client.report()
             awake = {"sleep": self._counted.awake} if self._counted.awake else {}

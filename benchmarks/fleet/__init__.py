@@ -34,8 +34,8 @@ def protocol(options: Options) -> Protocol:
         "last another controller takes over, which knows what an older one would.",
         sizes={
             "replicas": [8, 16] if quick else [16, 64, 256],
-            "spans": 2 if quick else 6,
-            "span_seconds": 1.5 if quick else 10,
+            "spans": 2 if quick else 3,
+            "span_seconds": 1.5 if quick else 20,
             "fan_outs": 3 if quick else 20,
             "seconds_between_polls": poll_s,
             "seconds_between_looks": config.control.seconds_between_looks,

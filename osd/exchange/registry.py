@@ -88,12 +88,14 @@ class Registry:
         except ValueError:
             raise ConfigError(f"buffer.redis_url={self._where}: {HOW_TO_WRITE_ONE}") from None
 
-    def heartbeat(self, status: ReplicaStatus, ttl_s: float) -> None:
-        """Write a replica's heartbeat, which expires after `ttl_s` seconds."""
+    def heartbeat(self, status: ReplicaStatus, ttl_s: float) -> int:
+        """Write a replica's heartbeat, which expires after `ttl_s` seconds. Returns how many
+        replicas the deployment has."""
         with self._errors(), self._redis.pipeline() as pipe:
             pipe.set(self._replica_key(status.replica), encode(status), px=math.ceil(ttl_s * 1000))
             pipe.sadd(f"{self._prefix}:replicas", status.replica)
-            pipe.execute()
+            pipe.scard(f"{self._prefix}:replicas")
+            return int(pipe.execute()[-1])
 
     def replicas(self) -> list[ReplicaStatus]:
         """The newest heartbeats, sorted by name."""

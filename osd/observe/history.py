@@ -26,7 +26,7 @@ from osd.exchange.registry import FeedRecord
 from osd.observe import series
 from osd.observe.exposition import Totals
 from osd.observe.history_file import HistoryFile
-from osd.observe.slots import MINUTE_S, Key, SlotTable, SpeculationTimes, added, floor
+from osd.observe.slots import MINUTE_S, Key, SlotTable, SpeculationTimes, added, floor, spread
 from osd.observe.status import plan_changes, seconds_per_part, swap_event
 from osd.records import (
     BufferStats,
@@ -48,7 +48,7 @@ MAX_CHANGES = 200
 MAX_CLASSES = 8
 """Classes of traffic counted apart, besides the unlabelled; the first to come."""
 OTHER_CLASSES, UNLABELLED = "(other classes)", "(unlabelled)"
-LATE_S = 15.0
+LATE_S = 45.0
 """Seconds after which nothing more is expected of a minute."""
 LINES = ("class", "replica", "position")
 """What `series` can draw a line for each of."""
@@ -277,11 +277,13 @@ class History:
         is_same_look = self._ends.get(window.replica) == window.at
         self._ends[window.replica] = window.at
         timed = window.counters
-        untimed = replace(timed, seconds=0.0)
-        counts = untimed if is_same_look else timed
-        self._counts.add(window.at, (window.replica, window.version, window.k), counts)
+        counts = replace(timed, seconds=0.0) if is_same_look else timed
         self._count_served(window.version, counts)
-        self._classes.add(window.at, (self._class_of(window.domain),), untimed)
+        labels, name = (window.replica, window.version, window.k), self._class_of(window.domain)
+        for at, part in spread(window.at, window.seconds, counts):
+            if at >= self._feed_from:
+                self._counts.add(at, labels, part)
+                self._classes.add(at, (name,), replace(part, seconds=0.0))
         for table in self._tables().values():
             table.forget(window.at, window.at - self._history_seconds)
 

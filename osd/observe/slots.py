@@ -16,6 +16,8 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
+from osd.records import Counters
+
 MINUTE_S, LONG_S = 60.0, 600.0
 NARROW_FOR_S = 7200.0
 """Seconds for which slots stay narrow."""
@@ -56,6 +58,13 @@ class SpeculationTimes(msgspec.Struct, array_like=True):
         self.seconds_per_part = dict(
             Counter(self.seconds_per_part) + Counter(other.seconds_per_part)
         )
+
+
+def spread(at: float, seconds: float, counts: Counters) -> Iterator[tuple[float, Counters]]:
+    """What was counted in the `seconds` until `at`, second by second: a replica among many adds up
+    its windows before it sends one."""
+    num = max(1, round(seconds))
+    return ((at - i * seconds / num, part) for i, part in enumerate(counts.parts(num)))
 
 
 class Slots(Generic[Value]):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import zip_longest
+from typing import Any
 
 import msgspec
 
@@ -83,6 +84,14 @@ class Counters(msgspec.Struct, array_like=True):
         )
         self.num_tested_per_pos = _sum(self.num_tested_per_pos, other.num_tested_per_pos)
 
+    def parts(self, num: int) -> list[Counters]:
+        """As many counters, as even as whole numbers can be, whose sum is this."""
+        if num == 1:
+            return [self]
+        fields = self.__struct_fields__
+        split = {name: _split(getattr(self, name), num) for name in fields}
+        return [Counters(**{name: split[name][i] for name in fields}) for i in range(num)]
+
     def acceptance(self) -> dict[str, float | None]:
         """The three acceptances by their names; None where nothing was tested or drafted."""
         return {
@@ -92,6 +101,15 @@ class Counters(msgspec.Struct, array_like=True):
             "acceptance_rate": acceptance_rate(self.num_accepted_tokens, self.num_draft_tokens),
             "acceptance_length": acceptance_length(self.num_accepted_tokens, self.num_drafts),
         }
+
+
+def _split(value: Any, num: int) -> list[Any]:
+    if isinstance(value, list):
+        columns = [_split(each, num) for each in value]
+        return [[column[i] for column in columns] for i in range(num)]
+    if isinstance(value, float):
+        return [value / num] * num
+    return [value * (i + 1) // num - value * i // num for i in range(num)]
 
 
 def _sum(first: Iterable[int], second: Iterable[int]) -> list[int]:

@@ -135,17 +135,19 @@ class FakeRegistry:
         self.said: list[Any] = []
         self.status: ReplicaStatus | None = None
         self.is_away = False
+        self.num_replicas = 1
 
     def wanted(self, draft: str, replica: str) -> DraftRelease | None:
         assert (draft, replica) == ("default", "replica-0")
         self._answer()
         return self.want
 
-    def heartbeat(self, status: ReplicaStatus, ttl_s: float) -> None:
+    def heartbeat(self, status: ReplicaStatus, ttl_s: float) -> int:
         self._answer()
         self.status = status
         self.num_heartbeats += 1
         self.ttls.add(ttl_s)
+        return self.num_replicas
 
     def publish(self, *records: Any) -> None:
         self._answer()
