@@ -124,6 +124,11 @@ class EngineLoop:
         if self._puller is not None:
             await self._puller.look()
 
+    async def finish(self) -> None:
+        """Send what has been counted. Nothing is served any more."""
+        if self._puller is not None:
+            await self._puller.finish()
+
     def set_steps(self, steps: tuple[str, ...]) -> None:
         """What is switched on from now on."""
         if self._puller is not None:

@@ -36,14 +36,18 @@ class Folding:
         """Add what was counted since the last look."""
         self._windows.extend(windows)
 
-    def take_if_due(self, now: float, num_replicas: int) -> list[SpecWindow]:
-        """What is to be sent now. `num_replicas`: of the deployment."""
+    def take_if_due(
+        self, now: float, num_replicas: int, most: float = MAX_SECONDS
+    ) -> list[SpecWindow]:
+        """What is to be sent now, by when nothing is held back for longer than `most` seconds.
+        `num_replicas`: of the deployment."""
         if not self._windows:
             return []
         seconds = seconds_to_fold(num_replicas, len({_kind(w) for w in self._windows}))
         if not seconds:
             found, self._windows = self._windows, []
             return found
+        seconds = min(seconds, most)
         since = self._windows[0].at - self._windows[0].seconds
         # A clock that was set back must not hold windows up.
         return self.take() if now - since >= seconds or now < since else []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -34,7 +35,7 @@ from osd.records import (
     WorkerReport,
 )
 from serving.capture.capture import NO_VERSION
-from serving.folding import Folding
+from serving.folding import MAX_SECONDS, Folding
 from serving.speculation.client import SpeculationClient
 from serving.swap.ranks import Ranks
 from serving.vllm import names
@@ -46,6 +47,8 @@ SECONDS_ACTIVE = 3.0
 """How long after its last request an engine is asked for its counters. A call keeps a vLLM worker
 spinning for a second, so calling an idle one every second would burn a core."""
 HEARTBEAT_TTL = 10.0
+SECONDS_FRESH, MAX_SECONDS_FRESH = 60.0, 10.0
+"""How long a draft is new, and how long its windows are held back at most until then."""
 MAX_UNSENT = 2000
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
 """Seconds before a refused draft is tried again; the delay doubles each time."""
@@ -82,10 +85,10 @@ class Activity:
         )
 
     def watching(self, app: Any) -> Any:
-        """The ASGI application, with its POST requests noted."""
+        """The ASGI application, with its work noted."""
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] != "http" or scope["method"] != "POST":
+            if not _is_work(scope):
                 return await app(scope, receive, send)
             self._count()
             self._num_open += 1
@@ -102,6 +105,15 @@ class Activity:
         now = self._clock()
         self._open_s += self._num_open * (now - self._counted_at)
         self._counted_at = now
+
+
+def _is_work(scope: Any) -> bool:
+    """Whether somebody waits for an answer of the engine, or may."""
+    if scope["type"] != "http":
+        return scope["type"] == "websocket"
+    path = scope.get("path", "")
+    is_read = scope["method"] == "GET" and path.startswith("/v1/") and path != "/v1/models"
+    return scope["method"] == "POST" or is_read
 
 
 def as_it_lies(release: DraftRelease) -> DraftRelease:
@@ -161,6 +173,7 @@ class DraftPuller:
         self._started_at = time.time()
         self._unsent: deque[SpecWindow | SwapReport] = deque(maxlen=MAX_UNSENT)
         self._folding, self._num_replicas = Folding(), 1
+        self._swapped_at = -math.inf
         self._counted = WorkerReport()
         self._uncounted = ""
         """Why the engine's counters cannot be read now."""
@@ -173,6 +186,13 @@ class DraftPuller:
         if "swap" not in self._off and self._is_on("swap"):
             await self._swap_if_wanted()
         await self._report_if_due()
+
+    async def finish(self) -> None:
+        """Send what has been counted. Nothing is served any more."""
+        self._activity.is_always = True
+        await self._send_report()
+        self._unsent.extend(self._folding.take())
+        await self._send_report()
 
     async def swap(self, release: DraftRelease) -> SwapReport:
         """Fetch, stage, validate and commit a release. A bad one does not raise: the report says
@@ -229,6 +249,7 @@ class DraftPuller:
     async def turn_to(self, release: DraftRelease) -> bool:
         """Swap, and note the report. Whether it went well."""
         report = await self.swap(release)
+        self._swapped_at = self._clock()
         self._unsent.extend(self._folding.take())
         self._unsent.append(report)
         if not report.ok:
@@ -243,7 +264,10 @@ class DraftPuller:
     async def _send_report(self) -> None:
         if self._activity.is_recent() and self._is_on("observe"):
             await self._count()
-        self._unsent.extend(self._folding.take_if_due(time.time(), self._num_replicas))
+        is_fresh = self._clock() - self._swapped_at < SECONDS_FRESH
+        most = MAX_SECONDS_FRESH if is_fresh else MAX_SECONDS
+        now, num_replicas = time.time(), self._num_replicas
+        self._unsent.extend(self._folding.take_if_due(now, num_replicas, most))
         try:
             self._num_replicas = await asyncio.to_thread(
                 self._registry.heartbeat, self._status(), HEARTBEAT_TTL

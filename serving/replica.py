@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import threading
+from contextlib import suppress
 from typing import Any
 
 from osd.config.schema import Config
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 SECONDS_TO_ANSWER = 60.0
 GRACEFUL_SHUTDOWN_SECONDS = 2
+SECONDS_TO_FINISH = 1.0
+"""To send the last counters."""
 
 
 class Replica:
@@ -243,9 +246,12 @@ class Replica:
         done, _ = await asyncio.wait({http, pull, stop}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await asyncio.wait({http}, timeout=GRACEFUL_SHUTDOWN_SECONDS + 2)
+        pull.cancel()
+        if stop in done and self._beside is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._beside.finish(), SECONDS_TO_FINISH)
         self._closed.set()
-        for task in (pull, stop):
-            task.cancel()
+        stop.cancel()
         if stop not in done:
             raise next(iter(done)).exception() or RuntimeError("the HTTP server ended by itself")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,12 +71,23 @@ def load(
     values |= {
         key: (value, "command line") for key, value in (flags or {}).items() if value is not None
     }
+    values = dict(_with_limits(values))
     origins = {key: origin for key, (_, origin) in values.items()}
     try:
         config = Config.model_validate(_nest({key: value for key, (value, _) in values.items()}))
     except ValidationError as error:
         raise _first_problem(error, origins) from None
     return Resolved(config, origins)
+
+
+def _with_limits(values: dict[str, tuple[Any, str]]) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """A number for a section that has `min` and `max` is both, where a later source says no
+    other."""
+    for key, (value, origin) in values.items():
+        if key in NUMBERS and type(value) is int:
+            yield from ((f"{key}.{name}", (value, origin)) for name in ("min", "max"))
+        else:
+            yield key, (value, origin)
 
 
 def leaves(config: BaseModel, prefix: str = "") -> dict[str, Any]:
@@ -263,7 +274,9 @@ def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> Config
     origin = origins.get(key) or next(near, "defaults")
     if problem["type"] == "extra_forbidden":
         given = next((k for k in origins if k.startswith(key)), key)
-        return ConfigError(f"{given} ({origin}): no such key{_suggest(given, known_keys())}")
+        return ConfigError(
+            f"{given} ({origin}): no such key{_suggest(given, (*known_keys(), *NUMBERS))}"
+        )
     message = PLAIN_WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
     return ConfigError(f"{key}={problem['input']!r} ({origin}): {message}")
 

@@ -10,6 +10,7 @@ published ─► on one replica ─► as the gate measured, or nothing against 
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from osd.common.clock import Clock
@@ -59,8 +60,14 @@ class CanaryWatch:
         busiest = max(able.values(), key=lambda status: (status.num_running, status.replica))
         return busiest.replica
 
-    async def look(self, replicas: list[ReplicaStatus], monitor: RollbackMonitor | None) -> None:
-        """Roll out, choose another replica, take back, or wait."""
+    async def look(
+        self,
+        replicas: list[ReplicaStatus],
+        monitor: RollbackMonitor | None,
+        draining: Set[str] = frozenset(),
+    ) -> None:
+        """Roll out, choose another replica, take back, or wait. A replica that is drained shows
+        nothing more of its draft, and its end is nobody's fault."""
         canary = self._releases.canary
         if canary is None:
             self._trial = None
@@ -70,6 +77,8 @@ class CanaryWatch:
             return await self._releases.roll_out(trial.version, "no trials are wanted any more")
         able = able_to_swap(replicas, canary.release.target_id)
         mine = able.get(canary.replica)
+        if canary.replica in draining:
+            return await self._choose_another(canary, trial, able, f"{canary.replica} is drained")
         if trial.serves_since == math.inf:
             await self._wait_for_it(canary, trial, mine, able)
         elif not await self._note_losses(canary, trial, mine, able):

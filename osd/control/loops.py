@@ -165,7 +165,8 @@ class ControlLoops:
             names = [status.replica for status in self.replicas.statuses]
             if self._monitor is not None:
                 await self._monitor.look(current, names)
-            await self._canary.look(self.replicas.statuses, self._monitor)
+            replicas = self.replicas
+            await self._canary.look(replicas.lasting, self._monitor, replicas.draining)
 
     async def _tell_resting(self) -> None:
         """Say when training begins to rest, and why it goes on."""
@@ -235,5 +236,5 @@ class ControlLoops:
         outcome = await trainer.run_round(base, line)
         self.phase, self.phase_detail = "waiting", ""
         if outcome is not None:
-            first_on = self._canary.choose(self.replicas.statuses, base.target_id)
+            first_on = self._canary.choose(self.replicas.lasting, base.target_id)
             await self.releases.conclude(outcome, self.replicas.versions, first_on)

@@ -30,6 +30,17 @@ class ReplicaWatch:
         return {status.version for status in self.statuses}
 
     @property
+    def draining(self) -> set[str]:
+        """Replicas that get no new requests."""
+        return {member.replica for member in self.members if not member.is_wanted}
+
+    @property
+    def lasting(self) -> list[ReplicaStatus]:
+        """Those that are not about to end."""
+        draining = self.draining
+        return [status for status in self.statuses if status.replica not in draining]
+
+    @property
     def num_wanted(self) -> int | None:
         """How many are to serve; None where others start them."""
         return sum(member.is_wanted for member in self.members) if self.members else None

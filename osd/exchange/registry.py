@@ -117,7 +117,6 @@ class Registry:
         with self._errors(), self._redis.pipeline() as pipe:
             pipe.delete(self._replica_key(replica))
             pipe.srem(f"{self._prefix}:replicas", replica)
-            pipe.hdel(f"{self._prefix}:places", replica)
             pipe.execute()
 
     def set_members(self, members: Sequence[Member]) -> None:
@@ -182,6 +181,11 @@ class Registry:
             texts = self._redis.hvals(f"{self._prefix}:places")
         found = [_decode_or_none(text, Place) for text in texts]
         return sorted((place for place in found if place is not None), key=lambda p: p.part)
+
+    def clear_place(self, part: str) -> None:
+        """Forget where a part ran."""
+        with self._errors():
+            self._redis.hdel(f"{self._prefix}:places", part)
 
     def clear_places(self) -> None:
         """Forget where parts ran."""

@@ -278,11 +278,11 @@ class History:
         self._ends[window.replica] = window.at
         timed = window.counters
         counts = replace(timed, seconds=0.0) if is_same_look else timed
-        self._count_served(window.version, counts)
         labels, name = (window.replica, window.version, window.k), self._class_of(window.domain)
         for at, part in spread(window.at, window.seconds, counts):
             if at >= self._feed_from:
                 self._counts.add(at, labels, part)
+                self._count_served(window.version, part)
                 self._classes.add(at, (name,), replace(part, seconds=0.0))
         for table in self._tables().values():
             table.forget(window.at, window.at - self._history_seconds)
@@ -297,7 +297,7 @@ class History:
         self._served.clear()
         for key, counts in self._counts.since(0.0):
             self._count_served(key[2], counts)
-        return minute + MINUTE_S if minute < self._loaded_until else at
+        return minute + MINUTE_S if minute < self._loaded_until else self._loaded_until
 
     def _count_served(self, version: int, counters: Counters) -> None:
         tested, accepted = self._served.get(version, (0, 0))

@@ -80,7 +80,7 @@ def _serving(status: ServiceStatus) -> Iterator[str]:
     for member in status.members:
         if member.why:
             yield (
-                f"{member.replica} waits for a machine ({member.why}): add one to the Ray cluster, "
+                f"{member.replica} waits for a machine ({member.why}): see that there is one, "
                 "or lower serving.replicas"
             )
     for replica in status.replicas:

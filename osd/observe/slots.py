@@ -24,6 +24,8 @@ NARROW_FOR_S = 7200.0
 SUMMED_S = (LONG_S, MINUTE_S, 10.0)
 """Widths in which narrow slots are summed as well, so that an hour of many replicas is soon added
 up."""
+MOST_PARTS = 60
+"""Of a window of many seconds."""
 DISORDER_S = 120.0
 """Seconds by which the clocks of replicas may differ."""
 
@@ -63,7 +65,8 @@ class SpeculationTimes(msgspec.Struct, array_like=True):
 def spread(at: float, seconds: float, counts: Counters) -> Iterator[tuple[float, Counters]]:
     """What was counted in the `seconds` until `at`, second by second: a replica among many adds up
     its windows before it sends one."""
-    num = max(1, round(seconds))
+    seconds = seconds if math.isfinite(seconds) else 0.0
+    num = min(max(1, round(seconds)), MOST_PARTS)
     return ((at - i * seconds / num, part) for i, part in enumerate(counts.parts(num)))
 
 

@@ -23,6 +23,7 @@ from osd.exchange.registry import Registry
 from osd.exchange.transfer import DraftsHere, FetchedDrafts, are_files
 from osd.records import DraftRelease, RoundOutcome
 from osd.service import cluster
+from osd.service.fleet import room
 from osd.service.logs import PartLogs, begin_log
 from osd.service.plan import free_port
 from serving.vllm import server
@@ -299,7 +300,7 @@ class RemoteTrainer(RemoteMethods):
         except Exception as error:  # noqa: BLE001  whatever Ray raises when its head is gone
             return f"the Ray cluster does not answer either ({type(error).__name__})"
         asked = self._resource, self._num_gpus, "trainer_resource", "trainer.num_gpus"
-        return cluster.lacking(there, *asked)
+        return room.lacking(there, *asked)
 
 
 def buffer_settings(config: Config, redis_url: str, target_id: str) -> dict[str, Any]:

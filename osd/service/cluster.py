@@ -227,18 +227,31 @@ def wait_ready(handle: Any, name: str, what: str, log: Path) -> str:
     return url_of(handle.wait_ready.remote(), name, what, log)
 
 
-def failure(ready: Any, name: str, what: str, log: Path) -> str:
-    """Why an actor did not start, whose `wait_ready` was called; "" while it goes on, or where it
-    has."""
+def first_ready(refs: Sequence[Any], seconds: float) -> int | None:
+    """The place of the first answer that has come, good or bad, within so long."""
     import ray
 
-    if not ray.wait([ready], timeout=0)[0]:
-        return ""
+    done, _ = ray.wait(list(refs), num_returns=1, timeout=seconds)
+    return refs.index(done[0]) if done else None
+
+
+def failure(ready: Any, name: str, what: str, log: Path) -> tuple[str, bool]:
+    """Why an actor did not start, whose `wait_ready` was called, and whether Ray starts it again by
+    itself; "" while it goes on, or where it has."""
+    import ray
+
+    if first_ready([ready], 0) is None:
+        return "", False
     try:
         url_of(ready, name, what, log)
     except OSDError as error:
-        return str(error)
-    return ""
+        try:
+            ray.get(ready)
+        except ray.exceptions.ActorUnavailableError:
+            return str(error), True
+        except Exception:  # noqa: BLE001  it was told above
+            return str(error), False
+    return "", False
 
 
 def url_of(ready: Any, name: str, what: str, log: Path) -> str:
@@ -254,42 +267,15 @@ def url_of(ready: Any, name: str, what: str, log: Path) -> str:
         raise OSDError(
             f"{name}: the {what} did not start: {reason_from_log(log) or cause}; see {log}"
         ) from None
-    except ray.exceptions.RayError:
-        raise OSDError(
-            f"{name}: the process of the {what} ended: {reason_from_log(log)}; see {log}"
-        ) from None
+    except ray.exceptions.RayError as error:
+        reason = reason_from_log(log) or _last_line(error)
+        raise OSDError(f"{name}: the process of the {what} ended: {reason}; see {log}") from None
     return url
 
 
-def why_pending(place: Place | None, resource: str, num_gpus: float) -> str:
-    """Why no machine runs a replica yet that was last at `place`; "" where one does, or nothing is
-    known."""
-    import ray
-
-    try:
-        nodes = {node["NodeID"]: node for node in ray.nodes()}
-        there, free = ray.cluster_resources(), ray.available_resources()
-    except Exception as error:  # noqa: BLE001  whatever Ray raises when its head is gone
-        return f"the Ray cluster does not answer ({type(error).__name__})"
-    if place is not None and nodes.get(place.node, {}).get("Alive"):
-        return ""
-    if reason := lacking(there, resource, num_gpus, "replica_resource", "serving.num_gpus"):
-        return reason
-    if resource and free.get(resource, 0) < 1:
-        return f"no machine has {resource!r} (ray.replica_resource) left"
-    if num_gpus > free.get("GPU", 0):
-        return f"serving.num_gpus={num_gpus:g}, and {free.get('GPU', 0):g} GPUs are free"
-    return "" if place is None else f"{place.host} has left the Ray cluster"
-
-
-def lacking(there: dict[str, float], resource: str, num_gpus: float, key: str, gpu_key: str) -> str:
-    """Why no machine can run a part, from the resources of the cluster; "" where they suffice. The
-    keys are those that ask for them."""
-    if resource and not there.get(resource):
-        return f"no machine of the Ray cluster has the resource {resource!r} (ray.{key})"
-    if num_gpus > there.get("GPU", 0):
-        return f"{gpu_key}={num_gpus:g}, and the Ray cluster has {there.get('GPU', 0):g} GPUs"
-    return ""
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
 
 
 def stop_actors(asked: Sequence[Any], actors: Sequence[Any], seconds: float) -> None:

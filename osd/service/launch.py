@@ -41,8 +41,7 @@ from trainer.trackers import check_installed
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_STOP = 5.0
-SECONDS_BETWEEN_LOOKS = 1.0
-"""At the engines. The private Valkey is looked at twice as often."""
+SECONDS_BETWEEN_LOOKS = 1.0  # at the engines
 Report = Callable[[str], None]
 
 
@@ -64,8 +63,7 @@ class Service:
         self.engines: RayEngines | None = None
         """What starts them; None where others do."""
         self._fleet: Fleet | None = None
-        self._trouble = ""
-        """Why the fleet could not be looked after."""
+        self._trouble = ""  # why the fleet could not be looked after
         self._door: FrontDoor | None = None
         self.trainer: Any = None
         self.control: Any = None
@@ -186,6 +184,7 @@ class Service:
         registry = Registry(self.redis_url, self.config.deployment)
         registry.set_wanted(self.plan.release)
         registry.clear_places()
+        registry.set_members([])
         registry.close()
 
     # -- Ray's parts -------------------------------------------------------------------------------
@@ -210,8 +209,8 @@ class Service:
     @property
     def replicas(self) -> dict[str, Any]:
         """name -> actor"""
-        started = {} if self._fleet is None else self._fleet.handles
-        return {name: each.actor for name, each in started.items()}
+        handles = {} if self._fleet is None else self._fleet.handles
+        return {name: started.actor for name, started in handles.items()}
 
     def _start_fleet(self) -> Fleet:
         registry = Registry(self.redis_url, self.config.deployment)
@@ -221,10 +220,11 @@ class Service:
         return fleet
 
     def _wait_for_engines(self) -> dict[str, str]:
-        """The URL of each. The first that fails is told."""
+        """The URL of the first that answers; {} where others start them."""
         if self._fleet is None or self.engines is None:
             return {}
-        return {name: self.engines.wait(each) for name, each in self._fleet.handles.items()}
+        name, url = self.engines.wait_for_first([*self._fleet.handles.values()])
+        return {name: url}
 
     def _look_after_fleet(self) -> None:
         if self._fleet is None:
@@ -244,8 +244,9 @@ class Service:
         registry = Registry(self.redis_url, self.config.deployment)
 
         def where_they_are() -> dict[str, str]:
+            found = registry.replicas()
             asked = self._fleet.asked if self._fleet is not None else ()
-            return {s.replica: s.url for s in registry.replicas() if s.replica in asked}
+            return {status.replica: status.url for status in found if status.replica in asked}
 
         log = self.log_dir / f"{PART}.log"
         door = FrontDoor(serving.host, serving.port, where_they_are, log=log)

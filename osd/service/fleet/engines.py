@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from osd.config.schema import Config
+from osd.errors import OSDError
 from osd.exchange.registry import Registry
 from osd.records import DraftRelease
 from osd.service import cluster
+from osd.service.fleet import room
 from osd.service.plan import ServicePlan, without_speculation
 
 SECONDS_TO_STOP = 5.0
+SECONDS_BETWEEN_QUESTIONS = 5.0
+MOST_LOSSES = 5
+"""Times in a row that the process of a replica may be lost before it answers."""
 
 
-class Started(NamedTuple):
+@dataclass(slots=True)
+class Started:
     """A replica that was started."""
 
     name: str
     actor: Any
     ready: Any
     """Ray's reference to its URL, which comes when it answers."""
+    num_losses: int = 0
+
+    def ask(self) -> None:
+        """Ask anew when it answers."""
+        self.ready = self.actor.wait_ready.remote()
 
 
 class RayEngines:
@@ -38,8 +52,13 @@ class RayEngines:
         self._arguments, self._report = arguments, report
         self.actors: list[Any] = []
         """All that run."""
+        self._reasons: dict[str, str] = {}
+        self._asked_at = -SECONDS_BETWEEN_QUESTIONS
+        self._asking: threading.Thread | None = None
 
     def start(self, name: str) -> Started:
+        self._registry.clear_place(name)  # of an earlier life
+        self._reasons.pop(name, None)
         return self.start_with(name, self._plan.config, self._plan.release)
 
     def start_plain(self, name: str) -> Started:
@@ -74,17 +93,56 @@ class RayEngines:
         self._report(f"{started.name}: ready at {url}")
         return url
 
+    def wait_for_first(self, started: Sequence[Started]) -> tuple[str, str]:
+        """Block until one of them answers; returns its name and URL. What they wait for is told.
+        Raises `OSDError` where the first that is decided does not start."""
+        told = ""
+        while (first := cluster.first_ready([each.ready for each in started], 2.0)) is None:
+            reason = next((r for each in started if (r := self.why_pending(each.name))), "")
+            if reason and reason != told:
+                self._report(f"waiting for a machine: {reason}")
+            told = reason
+        return started[first].name, self.wait(started[first])
+
     def end(self, handle: Started) -> None:
         self.actors.remove(handle.actor)
-        cluster.stop_actors([handle.actor], [handle.actor], SECONDS_TO_STOP)
+        actors = [handle.actor]
+        stop = threading.Thread(
+            target=cluster.stop_actors, args=(actors, actors, SECONDS_TO_STOP), daemon=True
+        )
+        stop.start()
+
+    def expect(self, handle: Started) -> None:
+        handle.num_losses = 0
+        handle.ask()
 
     def failure(self, handle: Started) -> str:
-        return cluster.failure(handle.ready, handle.name, "engine", self._log(handle))
+        reason, is_lost = cluster.failure(handle.ready, handle.name, "engine", self._log(handle))
+        if reason and is_lost and handle.num_losses < MOST_LOSSES:
+            handle.num_losses += 1
+            handle.ask()
+            return ""
+        return reason
 
     def why_pending(self, name: str) -> str:
-        place = next((p for p in self._registry.places() if p.part == name), None)
+        is_asking = self._asking is not None and self._asking.is_alive()
+        now = time.monotonic()
+        if not is_asking and now - self._asked_at >= SECONDS_BETWEEN_QUESTIONS:
+            # Ray's head may be gone, and its answer never come.
+            self._asked_at = now
+            self._asking = threading.Thread(target=self._ask_why, args=(name,), daemon=True)
+            self._asking.start()
+        return self._reasons.get(name, "")
+
+    def _ask_why(self, name: str) -> None:
         config = self._plan.config
-        return cluster.why_pending(place, config.ray.replica_resource, config.serving.num_gpus)
+        try:
+            place = next((p for p in self._registry.places() if p.part == name), None)
+        except OSDError:
+            return
+        self._reasons[name] = room.why_pending(
+            place, config.ray.replica_resource, config.serving.num_gpus
+        )
 
     def _log(self, started: Started) -> Path:
         return Path(self._arguments["log_dir"]) / f"{started.name}.log"

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from buffers import guardian
@@ -110,7 +111,10 @@ class FrontDoor:
     def drop(self, name: str) -> None:
         """Send this one no new requests, until it is followed again. What it answers goes on."""
         with self._lock:
-            self._known.pop(name, None)
+            if self._known.pop(name, None) is None:
+                return
+            with suppress(OSError):  # the reload that follows says the same to new connections
+                self._command(f"@1 set server least_busy/{name} state drain")
 
     def stop(self) -> None:
         """Close the port and end HAProxy. May be called twice."""

@@ -25,12 +25,15 @@ class Scaler:
         self._needed = 0
         """Of the numbers needed since then, the one nearest to the present."""
 
+    def needed(self, num_requests: float) -> int:
+        """How many replicas this load needs, within min and max."""
+        needed = math.ceil(num_requests / self._config.requests_each)
+        return min(max(needed, self._config.min), self._config.max)
+
     def wanted(self, num: int, num_requests: float) -> int:
         """How many replicas there should be, where there are `num`, which have `num_requests` in
         flight together."""
-        limits, now = self._config, self._clock()
-        needed = math.ceil(num_requests / limits.requests_each)
-        needed = min(max(needed, limits.min), limits.max)
+        limits, now, needed = self._config, self._clock(), self.needed(num_requests)
         is_up = needed > num
         if needed == num:
             self._since = None

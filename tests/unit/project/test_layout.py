@@ -185,6 +185,7 @@ STATE = {
     "trainer.loop._Progress",
     "osd.control.canary._Trial",
     "osd.control.rollback._Judged",
+    "osd.service.fleet.engines.Started",
     "osd.service.fleet.fleet._Replica",
 }
 """Dataclasses that change, or are made so often that freezing them would be felt; all others are

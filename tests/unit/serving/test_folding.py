@@ -47,6 +47,15 @@ def test_a_replica_among_many_sends_sums_by_version_and_class() -> None:
     assert (plain.replica, plain.k, plain.version) == ("replica-0", 2, 1)
 
 
+def test_of_a_new_draft_less_is_held_back() -> None:
+    folding = Folding()
+    for at in range(100, 109):
+        folding.add([window(at)])
+        assert folding.take_if_due(at, num_replicas=256, most=10.0) == []
+    folding.add([window(109.0)])
+    assert [w.num_steps for w in folding.take_if_due(109.0, 256, most=10.0)] == [100]
+
+
 def test_versions_are_not_mixed() -> None:
     folding = Folding()
     folding.add([window(100.0)])

@@ -475,11 +475,17 @@ async def test_an_engine_is_active_while_it_answers_and_three_seconds_longer(
         during.append(activity.is_recent())
 
     assert activity.is_recent(), "it has just been started"
-    await ask(activity, app, method="GET")
-    await ask(activity, app, type="websocket")
+    await ask(activity, app, method="GET", path="/health")
+    await ask(activity, app, method="GET", path="/v1/models")
+    await ask(activity, app, type="lifespan")
     assert not activity.is_recent(), "a health check is no work"
     await ask(activity, app)
-    assert during == [False, False, True]
+    assert during == [False, False, False, True]
+    pulled.now += 3
+    await ask(activity, app, type="websocket")
+    pulled.now += 3
+    await ask(activity, app, method="GET", path="/v1/responses/7")
+    assert during[4:] == [True, True]
     pulled.now += 2.99
     assert activity.is_recent()
     pulled.now += 0.01
@@ -508,6 +514,24 @@ async def test_what_clients_wait_for_is_counted_with_the_time_it_takes(pulled: P
     await pulled.look(1)
     assert pulled.registry.status is not None
     assert (pulled.registry.status.num_open, pulled.registry.status.open_seconds) == (0, 15)
+
+
+async def test_among_many_windows_wait_and_none_is_lost_at_the_end(
+    pulled: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.pull.time.time", lambda: 12.0)  # soon after those of the fake
+    pulled.registry.num_replicas = 256
+    await pulled.look()
+    pulled.registry.said.clear()
+    for _ in range(3):
+        await pulled.look(1.0)
+    assert pulled.registry.of(SpecWindow) == []
+    await pulled.puller.finish()
+    (window,) = pulled.registry.of(SpecWindow)
+    assert window.num_drafts >= 3
+    pulled.registry.said.clear()
+    await pulled.puller.finish()
+    assert len(pulled.registry.of(SpecWindow)) <= 1
 
 
 async def test_of_two_requests_the_later_counts_and_one_that_fails_too(pulled: Pulled) -> None:

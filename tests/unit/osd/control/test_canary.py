@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from osd.records import DraftRelease, ReplicaStatus
+from osd.records import DraftRelease, Member, ReplicaStatus
 from tests.unit.osd.control.test_controller import TARGET, World, live_window, replica, world
 
 __all__ = ["world"]
@@ -213,6 +213,32 @@ async def test_two_machines_lost_with_a_draft_take_it_back(fleet: Fleet) -> None
         await fleet.looks()
         await fleet.after(61)
         assert fleet.versions == {"third": 1} and fleet.world.releases.is_bad(2)
+
+
+async def test_a_replica_that_is_drained_hands_the_trial_on_and_its_end_is_no_loss(
+    fleet: Fleet,
+) -> None:
+    async with fleet.on_trial():
+        fleet.world.registry.started = [member("other", "draining"), member("one"), member("third")]
+        await fleet.looks()
+        first = {name for name in ("one", "third") if fleet.versions[name] == 2}
+        assert len(first) == 1
+        assert fleet.world.events()[-1].endswith(": other is drained")
+        fleet.names = ("one", "third")
+        fleet.world.registry.started = [member("one"), member("third")]
+        await fleet.after(120)
+        assert set(fleet.versions.values()) == {2}
+    assert "rolled_back" not in fleet.world.kinds()
+
+
+async def test_one_that_is_drained_is_not_chosen(fleet: Fleet) -> None:
+    fleet.world.registry.started = [member("other", "draining"), member("one"), member("third")]
+    async with fleet.on_trial():
+        assert fleet.versions["other"] == 1 and 2 in fleet.versions.values()
+
+
+def member(name: str, state: str = "serving") -> Member:
+    return Member(replica=name, state=state, since=0.0)
 
 
 async def test_other_replicas_do_not_lag_meanwhile(fleet: Fleet) -> None:

@@ -995,6 +995,32 @@ def test_what_a_replica_added_up_is_spread_over_the_time_it_took() -> None:
     assert len(speeds) == 20 and max(speeds) - min(speeds) <= 1
 
 
+def test_sums_of_many_seconds_are_counted_once_between_feed_and_file(path: Path) -> None:
+    """Also where one began before the feed did, or lies across the end of the file."""
+
+    def told(at: float, replica: str) -> SpecWindow:
+        counts = msgspec.structs.replace(recent(0.0).counters, seconds=20.0)
+        return SpecWindow.of(counts, at=NOW + at, replica=replica, version=1, k=2)
+
+    windows = [told(20.0 * i + j, f"replica-{j}") for i in range(1, 16) for j in range(3)]
+    before = kept_in(path, *windows, now=NOW + 300)
+    assert before.served(1) == (45 * 180, 45 * 120)
+    after = History(7 * 86400, HistoryFile(path))
+    for window in windows[12:]:
+        after.add(window)
+    assert after.served(1) == before.served(1)
+    whole = after.window(version=1)
+    assert whole is not None
+    assert sum(whole.num_tested_per_pos) == 45 * 180
+
+
+def test_a_window_without_end_is_one_part() -> None:
+    history = History()
+    counts = msgspec.structs.replace(recent(0.0).counters, seconds=math.inf)
+    history.add(SpecWindow.of(counts, at=NOW, replica="replica-0", version=1, k=2))
+    assert history.served(1) == (180, 120)
+
+
 def test_a_minute_is_kept_once_it_is_over(path: Path) -> None:
     history = kept_in(path, recent(0.0), recent(59.0), recent(60.0), now=NOW + 60 + 50)
     assert [key[0] for kind, key, _ in HistoryFile(path).minutes(0.0) if kind == "replica"] == [NOW]

@@ -12,13 +12,14 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from osd.config.schema import Config
 from osd.errors import AwayError, OSDError, ReplayBufferError
-from osd.service import actors, cluster
+from osd.service import actors
 from osd.service.actors import (
     RemoteMethods,
     ReplicaActor,
     TrainerActor,
     awake_note,
 )
+from osd.service.fleet import room
 
 
 class Handle:
@@ -87,8 +88,8 @@ def test_why_a_trainer_is_silent(
     there: dict[str, float], resource: str, num_gpus: float, says: str
 ) -> None:
     keys = "trainer_resource", "trainer.num_gpus"
-    assert says in cluster.lacking(there, resource, num_gpus, *keys)
-    assert cluster.lacking({"train": 1.0, "GPU": 2.0}, resource, num_gpus, *keys) == ""
+    assert says in room.lacking(there, resource, num_gpus, *keys)
+    assert room.lacking({"train": 1.0, "GPU": 2.0}, resource, num_gpus, *keys) == ""
 
 
 def test_a_draft_that_failed_to_sleep_is_remembered_until_the_service_is_started_anew(

@@ -11,13 +11,7 @@ from osd.errors import ReplayBufferError
 from osd.records import Event, Member, ReplicaStatus
 from osd.service.fleet.fleet import FIRST_DELAY, SECONDS_TO_DRAIN, Fleet
 from osd.service.fleet.scaling import Scaler
-
-
-class Time:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clocks import HandClock
 
 
 class FakeRegistry:
@@ -28,6 +22,7 @@ class FakeRegistry:
         self.told: list[Member] = []
         self.events: list[Event] = []
         self.is_away = False
+        self.is_forgetful = True
 
     def replicas(self) -> list[ReplicaStatus]:
         if self.is_away:
@@ -38,6 +33,8 @@ class FakeRegistry:
         self.told = members
 
     def forget(self, replica: str) -> None:
+        if not self.is_forgetful:
+            raise ReplayBufferError("Redis is away")
         self.living.pop(replica, None)
 
     def publish(self, *records: Any) -> None:
@@ -50,6 +47,7 @@ class FakeEngines:
     def __init__(self) -> None:
         self.running: list[str] = []
         self.ended: list[str] = []
+        self.expected: list[str] = []
         self.failed: dict[str, str] = {}
         self.pending: dict[str, str] = {}
 
@@ -60,6 +58,9 @@ class FakeEngines:
     def end(self, handle: str) -> None:
         self.running.remove(handle)
         self.ended.append(handle)
+
+    def expect(self, handle: str) -> None:
+        self.expected.append(handle)
 
     def failure(self, handle: str) -> str:
         return self.failed.get(handle, "")
@@ -72,18 +73,21 @@ class Scene:
     """A fleet whose replicas answer as soon as they are started, in turns of a second."""
 
     def __init__(self, **replicas: Any) -> None:
-        self.time, self.registry, self.engines = Time(), FakeRegistry(), FakeEngines()
+        self.clock, self.registry, self.engines = HandClock(), FakeRegistry(), FakeEngines()
+        self.lives: dict[str, int] = {}
+        """Processes that a replica has had."""
         self.dropped: list[str] = []
         self.load: dict[str, int] = {}
         self.waited: dict[str, float] = {}
         self.silent: set[str] = set()
+        self.is_running = False
         self.is_blind = False
         """Whether every heartbeat falls between two requests."""
         config = ReplicasConfig(
             **{"requests_each": 10, "up_seconds": 5, "down_seconds": 20, **replicas}
         )
         registry: Any = self.registry
-        self.fleet = Fleet(config, registry, self.engines, self, clock=self.time)
+        self.fleet = Fleet(config, registry, self.engines, self, clock=self.clock)
         self.fleet.start()
 
     def drop(self, name: str) -> None:
@@ -93,7 +97,7 @@ class Scene:
         """Let time pass. `load`: requests that a replica has, by the last part of its name."""
         self.load |= {name.replace("_", "-"): num for name, num in load.items()}
         for _ in range(seconds):
-            self.time.now += 1
+            self.clock.move(1)
             for name in self.load:
                 self.waited[name] = self.waited.get(name, 0.0) + self.load[name]
             self.registry.living = {
@@ -106,17 +110,18 @@ class Scene:
 
     def heartbeat(self, name: str) -> ReplicaStatus:
         return ReplicaStatus(
-            at=self.time.now,
+            at=self.clock.time(),
             replica=name,
             url=f"http://127.0.0.1/{name}",
             version=1,
             target_id="t",
             k=4,
-            pid=1,
+            pid=self.lives.get(name, 1),
             started_at=0.0,
             engine="none",
             num_open=0 if self.is_blind else self.load.get(name, 0),
             open_seconds=self.waited.get(name, 0.0),
+            num_running=int(self.is_running),
         )
 
     def states(self) -> dict[str, str]:
@@ -150,8 +155,8 @@ def test_load_that_lasts_starts_another_and_its_end_drains_it() -> None:
     scene.run(50)
     assert len(scene.dropped) == 50, "the front door may have been told of it meanwhile"
     assert scene.engines.ended == [], "it still answers two"
-    scene.run(1, replica_1=0)
-    assert scene.engines.ended == [], "a heartbeat may be older than the drain"
+    scene.run(2, replica_1=0)
+    assert scene.engines.ended == [], "requests may have been on their way"
     scene.run(1)
     assert scene.engines.ended == ["replica-1"]
     assert list(scene.registry.living) == ["replica-0"]
@@ -172,7 +177,9 @@ def test_short_requests_count_for_the_time_they_take() -> None:
 def test_what_is_drained_is_asked_again_when_load_comes_back() -> None:
     scene = Scene(min=1, max=2).run(10, replica_0=15).run(30, replica_0=2, replica_1=1)
     assert scene.states()["replica-1"] == "draining"
-    scene.run(8, replica_0=15)
+    scene.run(1, replica_0=15)
+    assert scene.states() == {"replica-0": "serving", "replica-1": "starting"}, "at once"
+    scene.run(1)
     assert scene.states() == {"replica-0": "serving", "replica-1": "serving"}
     assert scene.fleet.asked == {"replica-0", "replica-1"}
     assert scene.engines.ended == [] and len(scene.engines.running) == 2
@@ -181,17 +188,78 @@ def test_what_is_drained_is_asked_again_when_load_comes_back() -> None:
 
 def test_an_answer_that_never_ends_is_cut_after_an_hour() -> None:
     scene = Scene(min=1, max=2).run(10, replica_0=15).run(30, replica_0=2, replica_1=1)
-    scene.time.now += SECONDS_TO_DRAIN - 40
+    scene.clock.move(SECONDS_TO_DRAIN - 40)
     assert scene.run(1).engines.ended == []
-    scene.time.now += 60
+    scene.clock.move(60)
     assert scene.run(1).engines.ended == ["replica-1"]
 
 
-def test_one_that_dies_while_it_is_drained_is_not_started_again() -> None:
+def drained() -> Scene:
+    """The second replica still answers one request."""
     scene = Scene(min=1, max=2).run(10, replica_0=15).run(30, replica_0=2, replica_1=1)
+    assert scene.states() == {"replica-0": "serving", "replica-1": "draining"}
+    return scene
+
+
+def test_one_that_dies_while_it_is_drained_is_not_started_again() -> None:
+    scene = drained()
     scene.silent.add("replica-1")
-    scene.run(1)
+    scene.run(60)
+    assert scene.engines.ended == [], "a silence may be that of Redis"
+    scene.run(2)
     assert scene.engines.ended == ["replica-1"]
+
+
+def test_a_heartbeat_that_is_missing_ends_nothing() -> None:
+    scene = drained()
+    scene.silent.add("replica-1")
+    scene.run(30)
+    scene.silent.clear()
+    scene.run(40)
+    assert scene.engines.ended == []
+
+
+def test_one_that_says_nothing_of_its_clients_is_busy_while_its_engine_is() -> None:
+    """A replica of an older release."""
+    scene = drained()
+    scene.is_blind, scene.is_running = True, True
+    scene.run(20)
+    assert scene.engines.ended == []
+    scene.is_running = False
+    scene.run(3)
+    assert scene.engines.ended == ["replica-1"]
+
+
+def test_the_one_that_serves_is_kept() -> None:
+    scene = Scene(min=1, max=2).run(10, replica_0=15)
+    scene.silent.add("replica-0")
+    scene.run(30, replica_0=0, replica_1=1)
+    assert scene.states() == {"replica-0": "draining", "replica-1": "serving"}
+    assert scene.fleet.asked == {"replica-1"}
+
+
+def test_a_clock_that_is_set_ends_nothing() -> None:
+    scene = drained()
+    scene.clock.set(7200)
+    assert scene.run(2).engines.ended == []
+    scene.clock.set(-14400)
+    assert scene.run(2).engines.ended == []
+
+
+def test_the_heartbeat_of_an_earlier_life_is_none() -> None:
+    scene = drained()
+    scene.registry.is_forgetful = False
+    scene.run(3, replica_1=0)
+    assert scene.engines.ended == ["replica-1"]
+    old = scene.heartbeat("replica-1")
+    scene.silent.add("replica-1")
+    scene.run(8, replica_0=15)
+    scene.registry.living["replica-1"] = old
+    scene.fleet.look()
+    assert scene.states()["replica-1"] == "starting"
+    scene.silent.clear()
+    scene.lives["replica-1"] = 2
+    assert scene.run(1).states()["replica-1"] == "serving"
 
 
 def test_one_that_dies_is_shown_and_keeps_its_place() -> None:
@@ -200,6 +268,7 @@ def test_one_that_dies_is_shown_and_keeps_its_place() -> None:
     assert scene.run(5).states() == {"replica-0": "starting", "replica-1": "serving"}
     assert scene.engines.running == ["replica-0", "replica-1"], "Ray starts it again"
     assert scene.dropped == [], "the front door knows whether it lives"
+    assert scene.engines.expected == ["replica-0"]
     scene.silent.clear()
     assert scene.run(1).states()["replica-0"] == "serving"
 
@@ -208,9 +277,12 @@ def test_what_a_replica_waits_for_is_told() -> None:
     scene = Scene(min=2, max=2)
     scene.silent.add("replica-1")
     scene.engines.pending["replica-1"] = "no machine has 'gpu' left"
+    begun = scene.clock.time()
+    scene.run(9)
+    assert [member.why for member in scene.registry.told] == ["", ""], "it may be just starting"
     scene.run(1)
     assert [member.why for member in scene.registry.told] == ["", "no machine has 'gpu' left"]
-    assert scene.registry.told[1].since == 1000.0
+    assert scene.registry.told[1].since == begun
     scene.silent.clear()
     assert [member.why for member in scene.run(1).registry.told] == ["", ""]
 
@@ -222,7 +294,7 @@ def test_one_that_cannot_start_is_told_once_and_tried_again_ever_more_rarely() -
     for _ in range(100):
         before = len(scene.engines.ended)
         scene.run(1, replica_0=15)
-        starts += [scene.time.now] if len(scene.engines.ended) > before else []
+        starts += [scene.clock.time()] if len(scene.engines.ended) > before else []
     assert scene.said().count("replica-1 did not start: out of memory") == len(starts)
     gaps = [later - earlier for earlier, later in zip(starts, starts[1:], strict=False)]
     assert gaps[0] >= FIRST_DELAY and gaps[1] >= 2 * FIRST_DELAY
@@ -265,21 +337,21 @@ LIMITS = ReplicasConfig(min=1, max=5, requests_each=10, up_seconds=5, down_secon
 )
 def test_what_lasts_is_followed(num: int, load: list[int], wanted: int) -> None:
     """One look a second."""
-    time = Time()
-    scaler = Scaler(LIMITS, time)
+    clock = HandClock()
+    scaler = Scaler(LIMITS, clock.monotonic)
     for num_requests in load:
         found = scaler.wanted(num, num_requests)
-        time.now += 1
+        clock.move(1)
     assert found == wanted
 
 
 def test_a_fixed_number_stays() -> None:
-    time = Time()
-    scaler = Scaler(replace_limits(min=2, max=2), time)
+    clock = HandClock()
+    scaler = Scaler(replace_limits(min=2, max=2), clock.monotonic)
     for num_requests in (0, 500, 0, 500):
         for _ in range(100):
             assert scaler.wanted(2, num_requests) == 2
-            time.now += 1
+            clock.move(1)
 
 
 def replace_limits(**values: int) -> ReplicasConfig:

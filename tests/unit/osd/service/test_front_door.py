@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import select
 import socket
 import threading
@@ -85,6 +86,10 @@ class Behind:
         self._server.server_close()
 
 
+DRAINED = 0x08 | 0x10
+"""HAProxy's bits for a server that is drained, or tracks one that is."""
+
+
 class Door:
     """A front door before two replicas, and what it is told."""
 
@@ -103,6 +108,10 @@ class Door:
     def ask(self, size: int = 10, **headers: str) -> httpx.Response:
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         return httpx.post(self.door.url, content=b"x" * size, headers=headers, timeout=20)
+
+    def state(self) -> str:
+        """What the present HAProxy says of its servers."""
+        return self.door._command("@1 show servers state")
 
     def program(self) -> psutil.Process:
         """HAProxy's first process."""
@@ -198,6 +207,8 @@ def test_one_that_is_dropped_answers_what_it_has_and_gets_nothing_new(door: Door
         assert client.post("/", content=b"x").text == other
     door.told = {other: door.told[other]}
     door.door.drop(dropped)
+    states = re.findall(rf"^\d+ \w+ \d+ {dropped} \S+ \d+ (\d+)", door.state(), re.MULTILINE)
+    assert states and all(int(state) & DRAINED for state in states), "at once"
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:
         for client in clients:
