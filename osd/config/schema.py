@@ -80,6 +80,13 @@ class Config(Section):
         return self.serving.replicas.max > 1 or bool(self.ray.replica_resource)
 
     @property
+    def front_door_url(self) -> str:
+        """Where clients find several replicas; "" where one has the service port to itself."""
+        host = f"[{self.serving.host}]" if ":" in self.serving.host else self.serving.host
+        is_there = self.has_front_door and self.serving.engines == "own"
+        return f"http://{host}:{self.serving.port}" if is_there else ""
+
+    @property
     def data_path(self) -> Path:
         base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
         return Path(self.data_dir or f"{base}/osd/{self.deployment}").expanduser().resolve()

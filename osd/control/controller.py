@@ -81,6 +81,7 @@ class Controller:
             draft=config.serving.draft,
             served_model_name=config.serving.served_model_name or config.serving.target,
             engines=config.serving.engines,
+            url=config.front_door_url,
             target_id=self._target_id,
             version=version,
             predicted_alpha=policy.predicted_alpha(current) if current is not None else None,

@@ -58,6 +58,10 @@ def read(path: Path) -> ClusterFile:
 
 def check_file(file: ClusterFile) -> Iterator[Check]:
     """What the file says by itself. A broken check may explain those after it."""
+    if "provider" not in file.content:
+        text = "no file for `ray up`, which has a provider; `osd doctor` checks a configuration"
+        yield Check("schema", False, text)
+        return
     problem = schema_problem(file.content)
     where = f"{file.at(_named(file, problem))}: " if _named(file, problem) else ""
     yield Check("schema", not problem, f"{where}{problem}" if problem else "Ray's own accepts it")

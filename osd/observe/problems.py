@@ -71,6 +71,12 @@ def _serving(status: ServiceStatus) -> Iterator[str]:
             "no engine is attached, so nothing is learnt: start one with the environment in "
             "`engines.env` of the data directory; its own log says why it is not attached"
         )
+    elif not status.replicas and any(m.state == "starting" for m in status.members):
+        names = ", ".join(m.replica for m in status.members)
+        yield (
+            f"no engine answers, {names} starting: its log in `logs` of the data directory says "
+            "more"
+        )
     elif not status.replicas:
         yield (
             "no replica is alive, so no request can be answered: its log in `logs` of the data "

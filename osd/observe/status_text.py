@@ -79,7 +79,7 @@ def _headline(found: list[str]) -> Iterator[str]:
 
 
 def _service(status: ServiceStatus) -> Iterator[str]:
-    where = ", ".join(replica.url for replica in status.replicas) or "no address"
+    where = status.url or ", ".join(replica.url for replica in status.replicas) or "no address"
     yield _row("service", f"{status.deployment} at {where}, up {span(status.uptime_s)}")
     yield _row("target", f"{status.target} (id {status.target_id})")
     version = f"v{status.version}" + (" (pinned)" if status.pinned else "")
@@ -191,9 +191,10 @@ def _replicas(status: ServiceStatus) -> Iterator[str]:
         if replica.replica in draining:
             state += ", draining"
         running = counted(replica.num_running, "request")
+        at = f", at {replica.url}" if status.url else ""
         yield _row(
             replica.replica,
-            f"v{replica.version} ({state}), {running} running, {replica.engine}",
+            f"v{replica.version} ({state}), {running} running, {replica.engine}{at}",
         )
         if replica.steps is not None:
             yield _row("", f"attached: {', '.join(replica.steps) or 'all is off'}")

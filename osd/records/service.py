@@ -200,6 +200,8 @@ class ServiceStatus:
     served_model_name: str = ""
     engines: str = "own"
     """"attached" = others start them."""
+    url: str = ""
+    """Service port of several replicas; "" where a replica has it."""
     target_id: str = ""
     version: int
     """The draft release that should serve; 0 = none yet."""

@@ -60,8 +60,7 @@ class Service:
         self.redis_url = ""
         self.url = ""
         self.control_url = ""
-        self.engines: RayEngines | None = None
-        """What starts them; None where others do."""
+        self.engines: RayEngines | None = None  # None where others start them
         self._fleet: Fleet | None = None
         self._trouble = ""  # why the fleet could not be looked after
         self._door: FrontDoor | None = None
@@ -324,6 +323,7 @@ class Service:
 
 def serve(config: Config, report: Report) -> None:
     """Run a service until SIGINT or SIGTERM, then end all of it."""
+    note.refuse_second(config.deployment)
     stop = threading.Event()
 
     def on_signal(number: int, frame: Any) -> None:

@@ -101,6 +101,17 @@ def is_alive(pid: int) -> bool:
     return status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
+def refuse_second(deployment: str) -> None:
+    """Raise `ConfigError` where a service of this name runs already: commands would find one of
+    them alone."""
+    for running in find_all():
+        if running.deployment == deployment:
+            raise ConfigError(
+                f"deployment={deployment}: runs already ({running.control_url}/dashboard); name "
+                "another with deployment=NAME, or end that one with `osd stop`"
+            )
+
+
 def find(deployment: str | None = None) -> Running:
     """The one running service, or the one of that name. Raises `ConfigError` when there is none or
     more than one."""

@@ -122,11 +122,12 @@ class Fleet:
     def look(self) -> None:
         """Follow the heartbeats and the load. Raises `ReplayBufferError` while Redis is away:
         nothing changes then."""
-        heartbeats = {
-            status.replica: status
-            for status in self._registry.replicas()
-            if self._ended.get(status.replica) != _life(status)
-        }
+        heartbeats: dict[str, ReplicaStatus] = {}
+        for status in self._registry.replicas():
+            if self._ended.get(status.replica) != _life(status):
+                heartbeats[status.replica] = status
+            elif status.replica not in self._replicas:
+                self._registry.forget(status.replica)  # it said so on its way out
         for name, replica in list(self._replicas.items()):
             self._note(replica, heartbeats.get(name))
             if replica.state == "draining":

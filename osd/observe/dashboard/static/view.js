@@ -95,14 +95,14 @@ export function showEmpty(status, isEmpty, range) {
   place.hidden = !isEmpty;
   document.getElementById("charts").classList.toggle("is-empty", isEmpty);
   const replica = status.replicas?.[0];
-  if (!isEmpty || !changed("empty", [replica?.url, status.served_model_name, range])) return;
+  if (!isEmpty || !changed("empty", [status.url || replica?.url, status.served_model_name, range])) return;
   const title = status.buffer?.num_put ? `No traffic in the last ${range}` : "No traffic yet";
   const children = [element("strong", {}, title)];
   if (replica) {
     children.push(element("p", {}, "Acceptance and speed appear here a second after the first answer. Send a request:"));
     const body = JSON.stringify({ model: status.served_model_name || "MODEL", prompt: "Once upon a time", max_tokens: 64 });
     const quoted = body.replaceAll("'", "'\\''");
-    children.push(element("pre", {}, `curl ${replica.url}/v1/completions -H 'Content-Type: application/json' \\\n  -d '${quoted}'`));
+    children.push(element("pre", {}, `curl ${status.url || replica.url}/v1/completions -H 'Content-Type: application/json' \\\n  -d '${quoted}'`));
   } else {
     children.push(element("p", {}, "The engine is still starting. Acceptance and speed appear here a second after the first answer; how to send a request is shown once it is up."));
   }

@@ -278,3 +278,49 @@ def test_every_key_is_documented() -> None:
     for info in schema.Config.model_fields.values():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             check(info.annotation)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limits"),
+    [
+        ([], (1, 1)),
+        (["serving.replicas=3"], (3, 3)),
+        (["serving.replicas.max=3"], (1, 3)),
+        (["serving.replicas={min: 2, max: 4}"], (2, 4)),
+        (["serving.replicas=2", "serving.replicas.max=3"], (2, 3)),
+        (["serving.replicas={min: 1, max: 3}", "serving.replicas=2"], (2, 2)),
+    ],
+)
+def test_replicas_are_a_number_or_limits(overrides: list[str], limits: tuple[int, int]) -> None:
+    config = reading.load(overrides=overrides, environ={}).config
+    assert (config.serving.replicas.min, config.serving.replicas.max) == limits
+    is_alone = limits[1] == 1
+    assert config.front_door_url == ("" if is_alone else "http://127.0.0.1:8000")
+
+
+def test_replicas_of_a_file_and_of_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "osd.yaml"
+    file.write_text("serving: {replicas: {min: 1, max: 4, requests_each: 8}}")
+    environ = {"OSD_SERVING__REPLICAS": "2"}
+    found = reading.load(file, environ=environ).config.serving.replicas
+    assert (found.min, found.max, found.requests_each) == (2, 2, 8)
+    number = tmp_path / "number.yaml"
+    number.write_text("serving: {replicas: 2}")
+    found = reading.load(number, ["serving.replicas.max=5"], environ={}).config.serving.replicas
+    assert (found.min, found.max) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("serving.replicas={min: 3, max: 2}", "min=3 is above max=2; raise max or lower min"),
+        ("serving.replicas=true", "must be a whole number, or have min and max"),
+        ("serving.replicas=two", "must be a whole number, or have min and max"),
+        ("serving.replicas=0", "serving.replicas.min=0"),
+        ("serving.replica=2", "did you mean serving.replicas?"),
+    ],
+)
+def test_replicas_that_cannot_be_are_one_line(override: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        reading.load(overrides=[override], environ={})
+    assert says in str(caught.value) and "\n" not in str(caught.value)

@@ -112,6 +112,22 @@ def first_line(text: str) -> str:
     return text.splitlines()[0]
 
 
+def test_replicas_that_come_and_go_are_shown_and_so_is_the_front_door() -> None:
+    def member(name: str, state: str, why: str = "") -> dict[str, object]:
+        return {"replica": name, "state": state, "since": NOW - 75, "why": why}
+
+    why = "no machine has 'gpu' left"
+    members = [member("replica-0", "draining"), member("replica-1", "starting", why)]
+    lines = page(status(url="http://10.0.0.1:8000", members=members), EVENTS).splitlines()
+    assert lines[0].startswith(f"replica-1 waits for a machine ({why}): see that there is one")
+    assert any(line.startswith("service     default at http://10.0.0.1:8000, up") for line in lines)
+    assert f"replica-1   starting for 1 min 15 s: {why}" in lines
+    (drained,) = [line for line in lines if line.startswith("replica-0")]
+    assert "draining" in drained and drained.endswith("at http://127.0.0.1:8000")
+    starting = page(status(replicas=[], members=[member("replica-0", "starting")]), [])
+    assert first_line(starting).startswith("no engine answers, replica-0 starting: its log")
+
+
 def test_a_service_that_is_well_fits_a_page() -> None:
     lines = page(status(), EVENTS).splitlines()
     assert lines == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -311,6 +312,13 @@ def test_while_redis_is_away_nothing_changes() -> None:
         with pytest.raises(ReplayBufferError):
             scene.run(1)
     assert scene.engines.ended == [] and scene.dropped == []
+
+
+def test_what_a_replica_says_on_its_way_out_is_forgotten() -> None:
+    scene = drained().run(3, replica_1=0)
+    scene.registry.living["replica-1"] = replace(scene.heartbeat("replica-1"), at=0.0)
+    scene.fleet.look()
+    assert list(scene.registry.living) == ["replica-0"]
 
 
 # -- the policy -----------------------------------------------------------------------------------

@@ -70,6 +70,15 @@ def test_a_directory_open_to_others_is_refused(folder: Path) -> None:
         note.write(running())
 
 
+def test_a_second_service_of_one_name_is_refused(folder: Path) -> None:
+    note.write(running("mine"))
+    with pytest.raises(ConfigError, match=r"deployment=mine: runs already \(http://127.0.0.1:2"):
+        note.refuse_second("mine")
+    note.refuse_second("other")
+    note.write(running("mine", pid=2**22 + 1))
+    note.refuse_second("mine")  # it has died
+
+
 def test_a_dead_service_is_not_found_and_one_of_several_must_be_named(folder: Path) -> None:
     child = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
