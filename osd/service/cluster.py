@@ -180,6 +180,14 @@ def network_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
+def machines() -> tuple[list[dict[str, Any]], dict[str, float], dict[str, float]]:
+    """Those that live, as Ray describes them; the resources of all, and what of them is free."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return alive, ray.cluster_resources(), ray.available_resources()
+
+
 def node_id() -> str:
     """Of the machine that this process runs on, in Ray's words."""
     import ray

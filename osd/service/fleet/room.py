@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from osd.records import Place
+from osd.service import cluster
 
 
 def why_pending(place: Place | None, resource: str, num_gpus: float) -> str:
     """Why no machine runs a replica yet that was last at `place`; "" where one does, or nothing is
     known. Blocks, for ever where Ray's head is gone."""
-    import ray
-
     try:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        there, free = ray.cluster_resources(), ray.available_resources()
-        here = ray.get_runtime_context().get_node_id()
+        nodes, there, free = cluster.machines()
+        here = cluster.node_id()
     except Exception as error:  # noqa: BLE001  whatever Ray raises when its head is gone
         return f"the Ray cluster does not answer ({type(error).__name__})"
     if place is not None and any(node["NodeID"] == place.node for node in nodes):
