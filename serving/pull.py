@@ -272,13 +272,20 @@ class DraftPuller:
             self._num_replicas = await asyncio.to_thread(
                 self._registry.heartbeat, self._status(), HEARTBEAT_TTL
             )
-            batch = list(self._unsent)
-            if batch:
-                await asyncio.to_thread(self._registry.publish, *batch)
-                for _ in batch:
-                    self._unsent.popleft()
         except OSDError:
             return  # Redis is away: unsent reports wait, and the oldest are dropped first
+        await self._publish()
+
+    async def _publish(self) -> None:
+        """Send what waits. Where this is cancelled, it is on its way, and not sent again."""
+        batch = list(self._unsent)
+        self._unsent.clear()
+        if not batch:
+            return
+        try:
+            await asyncio.to_thread(self._registry.publish, *batch)
+        except OSDError:
+            self._unsent = deque([*batch, *self._unsent], maxlen=MAX_UNSENT)
 
     async def _count(self) -> None:
         """Ask the engine for its counters. Where it cannot say, the heartbeat goes on with those

@@ -5,8 +5,10 @@ What is swapped in, and what is reported about it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import threading
 import time
 from typing import Any
 
@@ -532,6 +534,27 @@ async def test_among_many_windows_wait_and_none_is_lost_at_the_end(
     pulled.registry.said.clear()
     await pulled.puller.finish()
     assert len(pulled.registry.of(SpecWindow)) <= 1
+
+
+async def test_what_is_on_its_way_when_the_replica_stops_is_sent_once(
+    pulled: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pulled.look()
+    pulled.registry.said.clear()
+    publish, may_go = pulled.registry.publish, threading.Event()
+
+    def slowly(*records: Any) -> None:
+        may_go.wait(5)
+        publish(*records)
+
+    monkeypatch.setattr(pulled.registry, "publish", slowly)
+    looking = asyncio.create_task(pulled.look(1.0))
+    await asyncio.sleep(0.2)
+    looking.cancel()
+    may_go.set()
+    await pulled.puller.finish()
+    ends = [window.at for window in pulled.registry.of(SpecWindow)]
+    assert len(ends) == len(set(ends)) >= 1
 
 
 async def test_of_two_requests_the_later_counts_and_one_that_fails_too(pulled: Pulled) -> None:
