@@ -95,6 +95,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_the_draft_makes_as_many_passes_as_k_says",
         "test_a_window_without_speculation_holds_no_pass_of_the_draft",
     ),
+    "the control counts the tokens that are delivered, also where a step reaches beyond the end of "
+    "an answer": ("test_the_tokens_it_counts_are_those_that_are_delivered",),
     "after a sleep it proposes what it would have, had it never slept": (
         "test_after_a_sleep_the_draft_proposes_what_it_would_have",
         "test_without_catching_up_it_proposes_something_else",
