@@ -61,16 +61,20 @@ def load(
     Raises `ConfigError` with the key, its origin, the value and what would fit.
     """
     values: dict[str, tuple[Any, str]] = {}
+
+    def put(given: Mapping[str, Any], origin: str) -> None:
+        for key, value in given.items():
+            values.pop(key, None)  # what comes later also stands later
+            values[key] = (value, origin)
+
     if path is not None:
-        values |= {key: (value, str(path)) for key, value in _read_file(Path(path)).items()}
+        put(_read_file(Path(path)), str(path))
     for key, value in _read_environment(os.environ if environ is None else environ).items():
-        values[key] = (value, f"environment variable {_variable_name(key)}")
+        variable = f"environment variable {_variable_name(key)}"
+        put(_flatten({key: value}, variable), variable)
     for text in overrides:
-        key, value = _parse_override(text)
-        values[key] = (value, "command line")
-    values |= {
-        key: (value, "command line") for key, value in (flags or {}).items() if value is not None
-    }
+        put(_flatten(_parse_override(text), text), "command line")
+    put({k: v for k, v in (flags or {}).items() if v is not None}, "command line")
     values = dict(_with_limits(values))
     origins = {key: origin for key, (_, origin) in values.items()}
     try:
@@ -133,10 +137,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of sections, not {type(tree).__name__}")
-    try:
-        return _flatten(tree, str(path))
-    except RecursionError:
-        raise ConfigError(f"{path}: a section contains itself") from None
+    return _flatten(tree, str(path))
 
 
 BOOL = "tag:yaml.org,2002:bool"
@@ -187,12 +188,20 @@ def _parse(text: str) -> Any:
         raise yaml.YAMLError("nested too deeply") from None
 
 
-def _flatten(tree: dict[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: dict[str, Any], where: str) -> dict[str, Any]:
+    """Dotted key -> value, without mappings but those of `MAPPINGS`."""
+    try:
+        return _flattened(tree)
+    except RecursionError:
+        raise ConfigError(f"{where}: a section contains itself") from None
+
+
+def _flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and name not in MAPPINGS:
-            flat |= _flatten(value, where, f"{name}.")
+            flat |= _flattened(value, f"{name}.")
         elif isinstance(value, dict):
             flat |= {f"{name}.{k}": v for k, v in value.items()}
         else:
@@ -221,11 +230,11 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return out
 
 
-def _parse_override(text: str) -> tuple[str, Any]:
+def _parse_override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{text!r}: an override has the form section.key=value")
-    return key.strip(), _parse_value(value)
+    return {key.strip(): _parse_value(value)}
 
 
 def _parse_value(text: str) -> Any:

@@ -212,11 +212,17 @@ def test_config_show_prints_each_value_and_its_origin(osd: Osd, tmp_path: Path) 
     file = tmp_path / "config.yaml"
     file.write_text("trainer:\n  batch_size: 3\n")
     done = osd(
-        "config", "show", file, "serving.port=9000", "buffer.redis_url=redis://me:s3cret@h:1/0"
+        "config",
+        "show",
+        file,
+        "serving.port=9000",
+        "serving.replicas={min: 1, max: 2}",
+        "buffer.redis_url=redis://me:s3cret@h:1/0",
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "serving.port = 9000    # command line" in lines
+    assert "serving.replicas.max = 2    # command line" in lines
     assert f"trainer.batch_size = 3    # {file}" in lines
     assert "control.port = 8001    # default" in lines
     assert 'buffer.redis_url = "redis://h:1/0"    # command line' in lines, (

@@ -45,12 +45,52 @@ def test_precedence_is_flags_overrides_environment_file_defaults(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("overrides", "environ", "origins"),
+    [
+        (["serving.replicas={min: 1, max: 2}"], {}, ("command line", "command line")),
+        (["serving={replicas: {max: 2}}"], {}, ("default", "command line")),
+        ([], {"OSD_SERVING__REPLICAS": "{max: 2}"}, ("default", "environment variable NAME")),
+        (
+            ["serving.replicas={max: 2}"],
+            {"OSD_SERVING__REPLICAS": "1"},
+            ("environment variable NAME", "command line"),
+        ),
+        (
+            ["serving.replicas.max=9", "serving.replicas={max: 2}"],
+            {},
+            ("default", "command line"),
+        ),
+    ],
+)
+def test_a_mapping_sets_the_keys_below_it(
+    overrides: list[str], environ: dict[str, str], origins: tuple[str, str]
+) -> None:
+    resolved = reading.load(None, overrides, environ=environ)
+    replicas = resolved.config.serving.replicas
+    assert (replicas.min, replicas.max) == (1, 2)
+    found = [resolved.origins.get(f"serving.replicas.{name}", "default") for name in ("min", "max")]
+    assert found == [o.replace("NAME", "OSD_SERVING__REPLICAS") for o in origins]
+
+
+def test_of_two_numbers_of_replicas_the_later_source_counts(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("serving: {replicas: 2}\n")
+    environ = {"OSD_SERVING__REPLICAS__MIN": "1"}
+    assert reading.load(file, [], environ=environ).config.serving.replicas.min == 1
+    resolved = reading.load(file, ["serving.replicas=3"], environ=environ)
+    assert resolved.config.serving.replicas.min == 3
+
+
+@pytest.mark.parametrize(
     ("overrides", "says"),
     [
         (["serving.prt=1"], "serving.prt (command line): no such key; did you mean serving.port?"),
         (["servng.port=1"], "no such key"),
         (["serving.port=99999"], "serving.port=99999 (command line)"),
         (["serving.port=abc"], "serving.port='abc'"),
+        (["serving.port={a: 1}"], "serving.port={'a': 1} (command line): must be a whole number"),
+        (["serving=&a {port: *a}"], "serving=&a {port: *a}: a section contains itself"),
+        (["serving.replicas={mx: 2}"], "serving.replicas.mx (command line): no such key"),
         (["trainer.learning_rate=0"], "trainer.learning_rate=0"),
         (
             ["gate.min_holdout_traces=65"],
