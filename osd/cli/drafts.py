@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from osd.cli.answers import tell
 from osd.cli.options import DeploymentOption, JsonOption, UrlOption, client_of, show
 
 app = typer.Typer()
@@ -16,15 +17,19 @@ drafts_app = typer.Typer(
 
 
 @app.command(epilog="Example:  osd pause")
-def pause(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+def pause(
+    url: UrlOption = None, deployment: DeploymentOption = None, as_json: JsonOption = False
+) -> None:
     """No training, no publishing; serving goes on."""
-    show(client_of(url, deployment).admin("pause"))
+    tell(client_of(url, deployment).admin("pause"), as_json)
 
 
 @app.command(epilog="Example:  osd resume")
-def resume(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+def resume(
+    url: UrlOption = None, deployment: DeploymentOption = None, as_json: JsonOption = False
+) -> None:
     """End a pause."""
-    show(client_of(url, deployment).admin("resume"))
+    tell(client_of(url, deployment).admin("resume"), as_json)
 
 
 @drafts_app.command("list", epilog="Examples:  osd drafts list    osd drafts list --json")
@@ -41,34 +46,53 @@ def drafts_list(
 
 
 @drafts_app.command(epilog="Example:  osd drafts promote 3")
-def promote(version: int, url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+def promote(
+    version: int,
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Serve VERSION now; training goes on from it."""
-    show(client_of(url, deployment).admin("promote", version=version))
+    tell(client_of(url, deployment).admin("promote", version=version), as_json)
 
 
 @drafts_app.command(epilog="Example:  osd drafts rollback")
-def rollback(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+def rollback(
+    url: UrlOption = None, deployment: DeploymentOption = None, as_json: JsonOption = False
+) -> None:
     """Serve the draft before the current one, and train on from it. The current one can be promoted
     again."""
-    show(client_of(url, deployment).admin("rollback"))
+    tell(client_of(url, deployment).admin("rollback"), as_json)
 
 
 @drafts_app.command(epilog="Example:  osd drafts pin 3")
-def pin(version: int, url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+def pin(
+    version: int,
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Serve VERSION until unpinned, whatever training finds."""
-    show(client_of(url, deployment).admin("pin", version=version))
+    tell(client_of(url, deployment).admin("pin", version=version), as_json)
 
 
 @drafts_app.command(epilog="Example:  osd drafts unpin")
-def unpin(url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+def unpin(
+    url: UrlOption = None, deployment: DeploymentOption = None, as_json: JsonOption = False
+) -> None:
     """End a pin: what is trained from now on may serve again."""
-    show(client_of(url, deployment).admin("unpin"))
+    tell(client_of(url, deployment).admin("unpin"), as_json)
 
 
 @drafts_app.command(epilog="Example:  osd drafts keep 3")
-def keep(version: int, url: UrlOption = None, deployment: DeploymentOption = None) -> None:
+def keep(
+    version: int,
+    url: UrlOption = None,
+    deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Never prune VERSION."""
-    show(client_of(url, deployment).admin("keep", version=version))
+    tell(client_of(url, deployment).admin("keep", version=version), as_json)
 
 
 @app.command(epilog="Examples:  osd steps observe capture    osd steps none")
@@ -78,7 +102,8 @@ def steps(
     ],
     url: UrlOption = None,
     deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Switch on these steps, and no others, in attached engines. Without a restart of theirs."""
     wanted = [] if names == ["none"] else names
-    show(client_of(url, deployment).set_steps(wanted))
+    tell(client_of(url, deployment).set_steps(wanted), as_json)

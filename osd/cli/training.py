@@ -8,15 +8,16 @@ from typing import Annotated
 
 import typer
 
+from osd.cli.answers import tell
 from osd.cli.options import (
     ConfigOption,
     DeploymentOption,
     EpochsOption,
+    JsonOption,
     OutOption,
     UrlOption,
     client_of,
     is_override,
-    show,
     split_arguments,
     warn,
 )
@@ -39,6 +40,7 @@ def purge(
     ] = None,
     url: UrlOption = None,
     deployment: DeploymentOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Delete stored traces. Says which drafts may have learnt from them."""
     from osd.common.wording import moment
@@ -46,7 +48,7 @@ def purge(
     if every == (domain is not None or before is not None):
         raise ConfigError("say which traces: --all, or --domain and --before")
     until = moment(before) if before is not None else None
-    show(client_of(url, deployment).purge(domain, until))
+    tell(client_of(url, deployment).purge(domain, until), as_json)
 
 
 @traces_app.command(epilog="Example:  osd traces export monday.traces")

@@ -152,11 +152,14 @@ class Detached:
 
 
 def osd(*arguments: object, ok: bool = True) -> Any:
-    """A command as a user runs it. Returns its JSON, or what it wrote to stderr when it failed."""
+    """A command as a user runs it. Returns its JSON where that was asked for, else its text; what
+    it wrote to stderr when it failed."""
     command = [sys.executable, "-m", "osd", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode == 0) is ok, done
-    return json.loads(done.stdout) if ok else done.stderr
+    if not ok:
+        return done.stderr
+    return json.loads(done.stdout) if "--json" in arguments else done.stdout
 
 
 # Waiting

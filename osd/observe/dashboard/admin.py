@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from osd.errors import OSDError
 from osd.observe.dashboard.answers import maybe, one_line
+from osd.records import DraftRelease
 
 MAX_BODY_BYTES = 4096
 MAX_DOMAIN = 1024
@@ -19,7 +20,7 @@ MISSING = 'version is missing; give ?version=3 or the body {"version": 3}'
 WITHOUT_VERSION = {
     "pause": "No training and no publishing until resumed; serving goes on.",
     "resume": "Train and publish again.",
-    "rollback": "Serve the parent of the draft that serves now.",
+    "rollback": "Serve the parent of the draft that serves now. Answers with its version.",
     "unpin": "Let the gate choose the serving draft again.",
 }
 WITH_VERSION = {
@@ -139,12 +140,13 @@ def _purge(controller: Any) -> Any:
 
 async def _perform(controller: Any, action: str, *version: int) -> dict[str, Any]:
     try:
-        await maybe(getattr(controller, action)(*version))
+        found = await maybe(getattr(controller, action)(*version))
     except OSDError:
         raise
     except ValueError as error:
         raise HTTPException(400, one_line(error)) from None
-    return {"ok": True, "action": action}
+    told = {"version": found.version} if isinstance(found, DraftRelease) else {}
+    return {"ok": True, "action": action} | told
 
 
 async def _version_in_body(request: Request) -> int:

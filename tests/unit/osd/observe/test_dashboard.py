@@ -27,6 +27,7 @@ from osd.observe.history import History
 from osd.observe.status import describe_replica
 from osd.records import (
     BufferStats,
+    DraftRelease,
     Event,
     Place,
     ReplicaStatus,
@@ -102,8 +103,9 @@ class FakeController:
     async def promote(self, version: int) -> None:
         self._note("promote", version)
 
-    async def rollback(self) -> None:
+    async def rollback(self) -> DraftRelease:
         self._note("rollback")
+        return DraftRelease(version=4, parent=3, path="", sha256="", target_id="", created_at=0.0)
 
     async def pin(self, version: int) -> None:
         self._note("pin", version)
@@ -653,12 +655,15 @@ async def test_the_scheme_is_written_in_any_case(client: httpx.AsyncClient) -> N
     assert response.status_code == 200
 
 
-@pytest.mark.parametrize("action", ["pause", "resume", "rollback", "unpin"])
+@pytest.mark.parametrize(
+    ("action", "told"),
+    [("pause", {}), ("resume", {}), ("rollback", {"version": 4}), ("unpin", {})],
+)
 async def test_plain_actions(
-    client: httpx.AsyncClient, controller: FakeController, action: str
+    client: httpx.AsyncClient, controller: FakeController, action: str, told: dict[str, int]
 ) -> None:
     response = await client.post(f"/osd/admin/{action}", headers=RIGHT)
-    assert response.json() == {"ok": True, "action": action}
+    assert response.json() == {"ok": True, "action": action} | told
     assert controller.calls == [(action,)]
 
 
