@@ -20,7 +20,8 @@ BENCHES = {
     "control_async": "As `control`, with engines that schedule asynchronously.",
     "net": "The net speed-up a service reports beside that over an engine without a draft.",
     "attach": "What a stock engine pays for being attached: CPU and speed with each step on.",
-    "front_door": "What HAProxy before the engines costs: first token, tokens/s, CPU.",
+    "front_door": "What HAProxy before the engines costs: first token, tokens/s, CPU. Where it is "
+    "installed, Ray Serve too.",
     "fleet": "What many replicas cost their Redis and their controller, and how soon all "
     "hear of a draft.",
     "changes": "How soon the closed loop finds the best choice again when load or draft change.",

@@ -95,7 +95,7 @@ def wait_for_service(child: subprocess.Popen[bytes], deployment: str, log: Path)
         except OSDError:
             return None
 
-    return _wait_until(find, child, log)
+    return wait_until(find, child, log)
 
 
 def wait_for_health(child: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -107,10 +107,12 @@ def wait_for_health(child: subprocess.Popen[bytes], url: str, log: Path) -> None
         except httpx.HTTPError:
             return None
 
-    _wait_until(is_well, child, log)
+    wait_until(is_well, child, log)
 
 
-def _wait_until(found: Callable[[], T | None], child: subprocess.Popen[bytes], log: Path) -> T:
+def wait_until(found: Callable[[], T | None], child: subprocess.Popen[bytes], log: Path) -> T:
+    """What `found` finds, once it finds something. Raises `OSDError` where the process ends
+    first."""
     deadline = time.monotonic() + SECONDS_TO_START
     while time.monotonic() < deadline and child.poll() is None:
         if (answer := found()) is not None:
