@@ -14,6 +14,7 @@ import psutil
 
 from benchmarks.record import Row
 from osd.errors import OSDError
+from osd.records import DraftView
 
 SECONDS_TO_COME_BACK = 240.0
 PARTS = {
@@ -93,9 +94,9 @@ class Subject:
 
     def _swap(self) -> None:
         versions = [
-            d["version"]
-            for d in self._client.get("/osd/drafts")
-            if not d["bad"] and not d["serving"]
+            draft.version
+            for draft in self._client.parsed(self._client.get("/osd/drafts"), list[DraftView])
+            if not draft.bad and not draft.serving
         ]
         if versions:
             with suppress(OSDError):

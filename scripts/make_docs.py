@@ -2,7 +2,7 @@
 
 docs/configuration.md    the fields of osd/config
 docs/commands.md         the help texts of osd/cli
-docs/metrics.md          the tables of osd/observe/exposition.py
+docs/metrics.md          the table of osd/observe/metrics.py
 docs/http.md             the OpenAPI description of the control port
 docs/engines.md          tests/integration/engines/matrix.py, also a row of the README
 """
@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import typer
 from osd.cli import app
 from osd.config import docs as configuration
 from osd.observe.dashboard import build_app
-from osd.observe.exposition import COUNTERS, GAUGES, PAUSE_HISTOGRAM, SPECULATION
+from osd.observe.metrics import DEPLOYMENT, SPECULATION, Series
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the tests, which are not installed
@@ -44,8 +44,7 @@ with 1 when the service says no or does not answer. What operators do with these
 
 METRICS = """# Metrics
 
-<!-- Generated from osd/observe/exposition.py by `make docs`; a test fails when it is out of date.
--->
+<!-- Generated from osd/observe/metrics.py by `make docs`; a test fails when it is out of date. -->
 
 The control port serves these series at `/metrics`, for the whole deployment. vLLM's own metrics are
 on the service port. The values of the labels, what each series leaves out, and formulas in PromQL
@@ -149,14 +148,12 @@ def _wrapped(text: str) -> str:
 
 def metrics() -> str:
     """A row for each series."""
-    name, text = PAUSE_HISTOGRAM
-    deployment = COUNTERS | GAUGES | {name: (f"Histogram: {text[0].lower()}{text[1:]}", ())}
-    return METRICS + _series(deployment) + SPECULATION_METRICS + _series(SPECULATION)
+    return METRICS + _series(DEPLOYMENT) + SPECULATION_METRICS + _series(SPECULATION)
 
 
-def _series(table: Mapping[str, tuple[str, tuple[str, ...]]]) -> str:
-    rows = [f"| `{name}{_labels(labels)}` | {text} |" for name, (text, labels) in table.items()]
-    return "\n".join(["", "| series | meaning |", "|---|---|", *rows, ""])
+def _series(table: Sequence[Series]) -> str:
+    rows = [f"| `{s.name}{_labels(s.labels)}` | {s.kind} | {s.text} |" for s in table]
+    return "\n".join(["", "| series | type | meaning |", "|---|---|---|", *rows, ""])
 
 
 def _labels(labels: tuple[str, ...]) -> str:

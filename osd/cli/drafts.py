@@ -37,12 +37,14 @@ def drafts_list(
     url: UrlOption = None, deployment: DeploymentOption = None, as_json: JsonOption = False
 ) -> None:
     """Every draft there is: where it came from, how it was judged, what it is doing."""
-    drafts = client_of(url, deployment).get("/osd/drafts")
+    client = client_of(url, deployment)
+    drafts = client.get("/osd/drafts")
     if as_json:
         return show(drafts)
     from osd.observe.status_text import drafts_table
+    from osd.records import DraftView
 
-    typer.echo(drafts_table(drafts, time.time()))
+    typer.echo(drafts_table(client.parsed(drafts, list[DraftView]), time.time()))
 
 
 @drafts_app.command(epilog="Example:  osd drafts promote 3")

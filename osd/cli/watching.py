@@ -24,8 +24,10 @@ def status(
         show(state)
         return
     from osd.observe.status_text import page
+    from osd.records import Event, ServiceStatus
 
-    typer.echo(page(*client.parsed(state, client.get("/osd/events"))))
+    events = client.parsed(client.get("/osd/events"), list[Event])
+    typer.echo(page(client.parsed(state, ServiceStatus), events))
 
 
 @app.command(epilog="Examples:  osd top    osd top --window 24h    osd top --once")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
 
 from osd.errors import ConfigError, OSDError
-from osd.records import Event, ServiceStatus
 from osd.service import note
 
+R = TypeVar("R")
 SECONDS_TO_ANSWER = 10
 SECONDS_TO_READ_LOG = 40
 SECONDS_BETWEEN_CHUNKS = 60
@@ -45,10 +45,10 @@ class Client:
     def get(self, path: str, **params: Any) -> Any:
         return self._request("GET", path, params=params)
 
-    def parsed(self, status: Any, events: Any) -> tuple[ServiceStatus, list[Event]]:
-        """The records behind the JSON of `/osd/status` and `/osd/events`. Raises `OSDError`."""
+    def parsed(self, answer: Any, record_type: type[R]) -> R:
+        """The records behind the JSON of an answer. Raises `OSDError`."""
         try:
-            return msgspec.convert(status, ServiceStatus), msgspec.convert(events, list[Event])
+            return msgspec.convert(answer, record_type)
         except msgspec.ValidationError as error:
             raise OSDError(f"{self.url}: answers as no control port does ({error})") from None
 

@@ -4,6 +4,7 @@ shows and commands."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from osd.control.loops import ControlLoops
 from osd.control.protocols import Buffer, Feed, Trainer
 from osd.observe.history import History
 from osd.observe.status import describe_replica
-from osd.records import DraftRelease, Event, ServiceStatus, conditional_acceptance
+from osd.records import DraftRelease, DraftView, Event, ServiceStatus, conditional_acceptance
 from osd.releases.store import ReleaseStore
 
 
@@ -116,19 +117,15 @@ class Controller:
             uptime_s=self._clock.time() - self._started_at,
         )
 
-    async def drafts(self) -> list[dict[str, Any]]:
+    async def drafts(self) -> list[DraftView]:
         """Every release in the store, oldest first, with the α that the gate predicted and the α it
         served with."""
-        return [draft | self._alphas(draft) for draft in await self._releases.describe()]
+        return [self._with_served(draft) for draft in await self._releases.describe()]
 
-    def _alphas(self, draft: dict[str, Any]) -> dict[str, Any]:
-        """None for an α that was not measured or is not in the history."""
-        tested, accepted = self._history.served(draft["version"])
-        return {
-            "predicted_alpha": draft["eval"]["alpha_candidate"] if draft["eval"] else None,
-            "served_alpha": conditional_acceptance(accepted, tested),
-            "served_tested": tested,
-        }
+    def _with_served(self, draft: DraftView) -> DraftView:
+        tested, accepted = self._history.served(draft.version)
+        alpha = conditional_acceptance(accepted, tested)
+        return replace(draft, served_alpha=alpha, served_tested=tested)
 
     # What an administrator may do
 
@@ -176,7 +173,7 @@ class Controller:
         purge = partial(self._buffer.purge, domain=domain, before=before, all_targets=True)
         num_purged = await asyncio.to_thread(purge)
         drafts = await self._releases.describe()
-        learnt = [d["version"] for d in drafts if d["num_steps"]]
+        learnt = [draft.version for draft in drafts if draft.num_steps]
         text = f"{num_purged} traces deleted"
         text += f"; drafts that may have learnt from them: {_versions(learnt)}" if learnt else ""
         await self._tell(Event(at=self._clock.time(), kind="purged", text=text))

@@ -14,7 +14,6 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
 
 from osd.common.clock import Clock
 from osd.config.schema import Config
@@ -22,7 +21,7 @@ from osd.control import policy
 from osd.control.protocols import Tell, Wishes
 from osd.errors import OSDError, ReleaseError, ReplayBufferError
 from osd.observe.status import describe_drafts, presentable
-from osd.records import Canary, DraftRelease, Event, MetricPoint, RoundOutcome
+from osd.records import Canary, DraftRelease, DraftView, Event, MetricPoint, RoundOutcome
 from osd.releases.store import ReleaseStore
 
 log = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class ReleaseManager:
         except ReleaseError:
             return None
 
-    async def describe(self) -> list[dict[str, Any]]:
+    async def describe(self) -> list[DraftView]:
         return await asyncio.to_thread(describe_drafts, self._releases, self._target_id)
 
     async def base(self) -> tuple[DraftRelease, int] | None:

@@ -52,9 +52,13 @@ def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
         "failed_requests": sum(not a.ok for a in everything),
         **_swap_figures(story.swaps),
         "releases": [
-            {"version": d["version"], "bad": d["bad"]}
-            | {name: _rounded(d[name]) for name in ("predicted_alpha", "served_alpha")}
-            for d in story.drafts
+            {
+                "version": draft.version,
+                "bad": draft.bad,
+                "predicted_alpha": _rounded(draft.predicted_alpha),
+                "served_alpha": _rounded(draft.served_alpha),
+            }
+            for draft in story.drafts
         ],
         "lossless": story.num_different == 0 if story.num_compared else None,
         "compared": story.num_compared,

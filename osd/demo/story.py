@@ -16,14 +16,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from osd.client.http import Client
 from osd.client.load import Answer, drive
 from osd.demo.screen import Screen
 from osd.errors import OSDError
 from osd.exchange.registry import Registry
-from osd.records import SpecWindow, SwapReport
+from osd.records import DraftView, SpecWindow, SwapReport
 from osd.service.launch import Service
 from osd.tiny.traffic import HOME, requests
 
@@ -63,7 +62,7 @@ class Story:
     """Wall time of the timed requests, by arm."""
     swaps: list[SwapReport] = field(default_factory=list)
     windows: list[SpecWindow] = field(default_factory=list)
-    drafts: list[dict[str, Any]] = field(default_factory=list)
+    drafts: list[DraftView] = field(default_factory=list)
     """Every release, as the control port describes it."""
     num_compared: int = 0
     num_different: int = 0
@@ -126,7 +125,7 @@ async def _controls(service: Service, plain_url: str, screen: Screen, story: Sto
     client.admin("pause")
     await asyncio.sleep(2)  # a round in flight ends
     story.version = client.get("/osd/status")["version"]
-    story.drafts = client.get("/osd/drafts")
+    story.drafts = client.parsed(client.get("/osd/drafts"), list[DraftView])
     await _time_arms(service, plain_url, client, story)
     screen.say(
         "comparing answers given across the shift and the swaps with those of the engine without "

@@ -34,6 +34,7 @@ from osd.records import (
     Event,
     Health,
     MetricPoint,
+    ReplicaPlanChange,
     ReplicaStatus,
     RoundOutcome,
     SpecWindow,
@@ -81,7 +82,7 @@ class History:
         self._events: deque[Event] = deque(maxlen=MAX_LISTED)
         self._swaps: deque[SwapReport] = deque(maxlen=MAX_LISTED)
         self._rounds: deque[RoundOutcome] = deque(maxlen=MAX_LISTED)
-        self._changes: deque[dict[str, Any]] = deque(maxlen=MAX_CHANGES)
+        self._changes: deque[ReplicaPlanChange] = deque(maxlen=MAX_CHANGES)
         self._changed_at: dict[str, float] = {}
         """replica -> time of its newest change of plan; a heartbeat is seen more than once"""
         self._totals = Totals()
@@ -214,14 +215,13 @@ class History:
         with self._lock:
             return list(self._swaps)
 
-    def changes(self, limit: int = 50) -> list[dict[str, Any]]:
-        """The newest changes of what is speculated, oldest first: {"at", "replica", "from", "to",
-        "batch", "reason"}.
+    def changes(self, limit: int = 50) -> list[ReplicaPlanChange]:
+        """The newest changes of what is speculated, oldest first.
 
         They come from heartbeats, so only those since the start of this process are known.
         """
         with self._lock:
-            return sorted(self._changes, key=lambda change: change["at"])[-limit:]
+            return sorted(self._changes, key=lambda change: change.at)[-limit:]
 
     def total(self, name: str) -> int:
         """Sum of a counter over its labels: `total("osd_rollback_total")`."""
@@ -328,9 +328,9 @@ class History:
 
     def _add_changes(self, status: ReplicaStatus) -> None:
         changed_at = self._changed_at.get(status.replica, 0.0)
-        new = [change for change in plan_changes(status) if change["at"] > changed_at]
+        new = [change for change in plan_changes(status) if change.at > changed_at]
         self._changes.extend(new)
-        self._changed_at[status.replica] = max([changed_at, *(change["at"] for change in new)])
+        self._changed_at[status.replica] = max([changed_at, *(change.at for change in new)])
 
     def _add_speculation(self, status: ReplicaStatus) -> None:
         """Take what the replica's totals grew by since its last heartbeat."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
-from typing import Any
 
 import msgspec
 
 from osd.records import (
     DraftRelease,
+    DraftView,
     Event,
     PlanTotals,
+    ReplicaPlanChange,
     ReplicaStatus,
     ReplicaView,
     RoundOutcome,
@@ -60,11 +61,13 @@ def seconds_per_part(report: SpeculationReport) -> dict[str, float]:
     return {part: report.split[part] for part in STEP_PARTS if part in report.split}
 
 
-def plan_changes(status: ReplicaStatus) -> list[dict[str, Any]]:
-    """The changes of plan in a heartbeat, oldest first: {"at", "replica", "from", "to", "batch",
-    "reason"}."""
+def plan_changes(status: ReplicaStatus) -> list[ReplicaPlanChange]:
+    """The changes of plan in a heartbeat, oldest first."""
     changes = status.speculation.changes if status.speculation else ()
-    return [msgspec.to_builtins(change) | {"replica": status.replica} for change in changes]
+    return [
+        ReplicaPlanChange(**msgspec.structs.asdict(change), replica=status.replica)
+        for change in changes
+    ]
 
 
 def describe_replica(status: ReplicaStatus, wanted: int, is_lagging: bool) -> ReplicaView:
@@ -77,19 +80,20 @@ def describe_replica(status: ReplicaStatus, wanted: int, is_lagging: bool) -> Re
     )
 
 
-def describe_drafts(store: ReleaseStore, target_id: str) -> list[dict[str, Any]]:
-    """Every release in the store, oldest first: how it was judged, and what was decided since."""
+def describe_drafts(store: ReleaseStore, target_id: str) -> list[DraftView]:
+    """Every release in the store, oldest first: how it was judged, and what was decided since. What
+    it served is not known here."""
     current, pinned = store.current(target_id), store.pinned()
     bad, kept = store.bad(), store.kept()
     return [
-        _describe_draft(release)
-        | {
-            "serving": current is not None and release.version == current.version,
-            "pinned": release.version == pinned,
-            "kept": release.version in kept,
-            "bad": release.version in bad,
-            "bad_reason": bad.get(release.version, ""),
-        }
+        replace(
+            _as_released(release),
+            serving=current is not None and release.version == current.version,
+            pinned=release.version == pinned,
+            kept=release.version in kept,
+            bad=release.version in bad,
+            bad_reason=bad.get(release.version, ""),
+        )
         for release in store.list()
     ]
 
@@ -106,24 +110,29 @@ def presentable(outcome: RoundOutcome) -> RoundOutcome:
     return outcome if is_finite else replace(outcome, eval=None)
 
 
-def _describe_draft(release: DraftRelease) -> dict[str, Any]:
-    outcome = release.outcome
-    return {
-        "version": release.version,
-        "parent": release.parent,
-        "target_id": release.target_id,
-        "created_at": release.created_at,
-        "sha256": release.sha256,
-        "path": release.path,
-        "kind": release.kind,
-        "eval": asdict(outcome.eval) if outcome and outcome.eval else None,
-        "num_steps": outcome.num_steps if outcome else 0,
-        "num_tokens": outcome.num_tokens if outcome else 0,
-        "num_new_rows": outcome.num_new_rows if outcome else 0,
-        "loss_first": outcome.loss_first if outcome else None,
-        "loss_last": outcome.loss_last if outcome else None,
-        "seconds": outcome.seconds if outcome else 0.0,
-    }
+def _as_released(release: DraftRelease) -> DraftView:
+    view = DraftView(
+        version=release.version,
+        parent=release.parent,
+        target_id=release.target_id,
+        created_at=release.created_at,
+        sha256=release.sha256,
+        path=release.path,
+        kind=release.kind,
+    )
+    if (outcome := release.outcome) is None:
+        return view
+    return replace(
+        view,
+        eval=outcome.eval,
+        num_steps=outcome.num_steps,
+        num_tokens=outcome.num_tokens,
+        num_new_rows=outcome.num_new_rows,
+        loss_first=outcome.loss_first,
+        loss_last=outcome.loss_last,
+        seconds=outcome.seconds,
+        predicted_alpha=outcome.eval.alpha_candidate if outcome.eval else None,
+    )
 
 
 def _speed(totals: PlanTotals | None) -> float | None:

@@ -7,11 +7,10 @@ explains.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from osd.common.wording import counted, percent, size, span
 from osd.observe.problems import last_outcome, learnable, problems_of
-from osd.records import Event, Figures, ServiceStatus, SpeculationFigures
+from osd.records import DraftView, Event, Figures, ServiceStatus, SpeculationFigures
 
 NUM_EVENTS = 3
 LEFT_OUT_SHOWN = 4
@@ -38,21 +37,20 @@ def page(status: ServiceStatus, events: Sequence[Event]) -> str:
     )
 
 
-def drafts_table(drafts: list[dict[str, Any]], now: float) -> str:
-    """What `osd drafts list` prints, from the JSON of `/osd/drafts`: a line per release, oldest
-    first."""
+def drafts_table(drafts: Sequence[DraftView], now: float) -> str:
+    """What `osd drafts list` prints: a line per release, oldest first."""
     rows: list[tuple[str, ...]] = [
         ("draft", "from", "made", "age", "α predicted", "α served", "state")
     ]
     for draft in drafts:
-        made = draft["kind"] if draft["num_steps"] else "given"
+        made = draft.kind if draft.num_steps else "given"
         alphas = [
-            f"{draft[name]:.3f}" if draft[name] is not None else "-"
-            for name in ("predicted_alpha", "served_alpha")
+            f"{alpha:.3f}" if alpha is not None else "-"
+            for alpha in (draft.predicted_alpha, draft.served_alpha)
         ]
-        parent = f"v{draft['parent']}" if draft["parent"] else "-"
-        age = span(now - draft["created_at"])
-        rows.append((f"v{draft['version']}", parent, made, age, *alphas, _state(draft)))
+        parent = f"v{draft.parent}" if draft.parent else "-"
+        age = span(now - draft.created_at)
+        rows.append((f"v{draft.version}", parent, made, age, *alphas, _state(draft)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -61,10 +59,10 @@ def drafts_table(drafts: list[dict[str, Any]], now: float) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _state(draft: dict[str, Any]) -> str:
-    states = [name for name in ("serving", "pinned", "kept") if draft[name]]
-    if draft["bad"]:
-        states.append(f"not offered again: {draft['bad_reason']}")
+def _state(draft: DraftView) -> str:
+    states = [name for name in ("serving", "pinned", "kept") if getattr(draft, name)]
+    if draft.bad:
+        states.append(f"not offered again: {draft.bad_reason}")
     return ", ".join(states)
 
 

@@ -43,6 +43,7 @@ from osd.records.speculation import (
     NetGain,
     PlanChange,
     PlanTotals,
+    ReplicaPlanChange,
     SpeculationFigures,
     SpeculationReport,
 )
@@ -61,6 +62,7 @@ from osd.records.training import (
     Canary,
     ClassReport,
     DraftRelease,
+    DraftView,
     EvalReport,
     RoundOutcome,
 )
@@ -81,6 +83,7 @@ __all__ = [
     "CommitReport",
     "Counters",
     "DraftRelease",
+    "DraftView",
     "EngineTerms",
     "EvalReport",
     "Event",
@@ -93,6 +96,7 @@ __all__ = [
     "PlanChange",
     "PlanTotals",
     "RankReport",
+    "ReplicaPlanChange",
     "ReplicaStatus",
     "ReplicaView",
     "RoundOutcome",

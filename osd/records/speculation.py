@@ -36,6 +36,17 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True, rename={"old": "from
     reason: str
 
 
+class ReplicaPlanChange(PlanChange, frozen=True, kw_only=True):
+    """A `PlanChange`, and where.
+
+    Example:
+        ReplicaPlanChange(at=1.7e9, old="off", new="draft 3", batch=8, reason="goodput",
+                          replica="replica-0")
+    """
+
+    replica: str
+
+
 class NetGain(msgspec.Struct, frozen=True, kw_only=True):
     """Speed with speculation over speed without, as measured in turns.
 

@@ -129,6 +129,47 @@ class DraftRelease:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DraftView:
+    """A release, beside how it was judged, what was decided since, and how it served.
+
+    Example:
+        DraftView(version=4, parent=3, target_id="9f2c", created_at=1.7e9, sha256="ab12...",
+                  path="/data/releases/v000004", kind="full", num_steps=24, serving=True,
+                  predicted_alpha=0.72, served_alpha=0.69, served_tested=81_000)
+    """
+
+    version: int
+    parent: int
+    target_id: str
+    created_at: float
+    sha256: str
+    path: str
+    kind: Literal["full", "lora"]
+    eval: EvalReport | None = None
+    num_steps: int = 0
+    """0 of the draft the service started with."""
+    num_tokens: int = 0
+    num_new_rows: int = 0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    seconds: float = 0.0
+    """Of its round."""
+    serving: bool = False
+    pinned: bool = False
+    kept: bool = False
+    """Never pruned."""
+    bad: bool = False
+    """Not offered again."""
+    bad_reason: str = ""
+    predicted_alpha: float | None = None
+    """α that its gate measured."""
+    served_alpha: float | None = None
+    """α it served with, as far as history reaches."""
+    served_tested: int = 0
+    """Draft tokens tested for that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Canary:
     """A new release that one of several replicas serves first.
 

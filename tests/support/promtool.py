@@ -7,15 +7,17 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from osd.observe.exposition import COUNTERS, GAUGES, PAUSE_HISTOGRAM, SPECULATION
+from osd.observe.metrics import SERIES
 from tests.support.programs import path_of
 
 OURS: dict[str, tuple[str, ...]] = {
-    name: labels for table in (COUNTERS, GAUGES, SPECULATION) for name, (_, labels) in table.items()
+    name: series.labels for name, series in SERIES.items() if series.kind != "histogram"
 }
 OURS |= {
-    PAUSE_HISTOGRAM[0] + suffix: labels
-    for suffix, labels in (("_bucket", ("le",)), ("_sum", ()), ("_count", ()))
+    series.name + suffix: (*series.labels, *more)
+    for series in SERIES.values()
+    if series.kind == "histogram"
+    for suffix, more in (("_bucket", ("le",)), ("_sum", ()), ("_count", ()))
 }
 """Series that the control port declares -> their labels."""
 

@@ -876,7 +876,7 @@ async def test_administration_by_hand(world: World) -> None:
             ReleaseError, match="draft v9: no such release in .*; there are: v1, v2, v3"
         ):
             await world.controller.promote(9)
-        drafts = {draft["version"]: draft for draft in await world.controller.drafts()}
+        drafts = {draft.version: draft for draft in await world.controller.drafts()}
         await world.publish(4)
     assert world.kinds() == [
         "published",
@@ -886,9 +886,9 @@ async def test_administration_by_hand(world: World) -> None:
         "rolled_back",
         "published",
     ]
-    assert [version for version, draft in drafts.items() if draft["serving"]] == [2]
-    assert drafts[3]["eval"]["alpha_candidate"] == 0.7
-    assert not drafts[3]["bad"], "a rollback by hand condemns nothing"
+    assert [version for version, draft in drafts.items() if draft.serving] == [2]
+    assert drafts[3].eval is not None and drafts[3].eval.alpha_candidate == 0.7
+    assert not drafts[3].bad, "a rollback by hand condemns nothing"
     assert world.trainer.calls[-1] == "round from v2"
 
 
@@ -933,9 +933,7 @@ async def test_what_the_service_is_doing(world: World) -> None:
         uptime_s=90,
     )
     assert (shown.replica, shown.version, shown.wanted, shown.lagging) == ("replica-0", 2, 2, False)
-    alphas = [
-        (d["version"], d["predicted_alpha"], d["served_alpha"], d["served_tested"]) for d in drafts
-    ]
+    alphas = [(d.version, d.predicted_alpha, d.served_alpha, d.served_tested) for d in drafts]
     assert alphas == [(1, None, None, 0), (2, 0.7, 0.6, 2000)]
 
 

@@ -17,7 +17,6 @@ import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from osd.observe.exposition import SPECULATION
 from osd.observe.history import (
     MAX_CHANGES,
     MAX_CLASSES,
@@ -27,6 +26,7 @@ from osd.observe.history import (
     History,
 )
 from osd.observe.history_file import HistoryFile, Minute
+from osd.observe.metrics import SERIES, SPECULATION
 from osd.observe.series import COLUMNS, MAX_LINES
 from osd.observe.slots import NARROW_FOR_S
 from osd.observe.status import speculation_figures
@@ -342,22 +342,23 @@ def test_a_change_of_plan_is_kept_once_though_its_heartbeat_is_seen_again() -> N
         history.observe(seen, None)
     history.observe([status(speculation=REPORT | {"changes": [change(3, "draft 4")]})], None)
     history.observe([status(speculation=REPORT)], None)
-    assert [(c["replica"], c["to"]) for c in history.changes()] == [
+    assert [(c.replica, c.new) for c in history.changes()] == [
         ("replica-0", "draft 2"),
         ("replica-1", "ngram 5"),
         ("replica-0", "off"),
         ("replica-0", "draft 4"),
     ]
-    assert history.changes(1) == [change(3, "draft 4") | {"replica": "replica-0"}]
+    (newest,) = history.changes(1)
+    assert msgspec.to_builtins(newest) == change(3, "draft 4") | {"replica": "replica-0"}
 
 
 def test_changes_of_plan_are_bounded() -> None:
     history = History()
     for at in range(3 * MAX_CHANGES):
         history.observe([status(speculation={"changes": [change(at, "draft 1")]})], None)
-    kept = [c["at"] - START for c in history.changes(10 * MAX_CHANGES)]
+    kept = [c.at - START for c in history.changes(10 * MAX_CHANGES)]
     assert kept == list(range(2 * MAX_CHANGES, 3 * MAX_CHANGES))
-    assert [c["at"] - START for c in history.changes()] == kept[-50:]
+    assert [c.at - START for c in history.changes()] == kept[-50:]
 
 
 def test_prometheus_shows_the_control_of_speculation() -> None:
@@ -407,7 +408,29 @@ def test_prometheus_shows_the_control_of_speculation() -> None:
         "osd_speculation_predicted_tokens_per_second": "gauge",
         "osd_speculation_net_ratio": "gauge",
     }
-    assert set(types) == set(SPECULATION)
+    assert set(types) == {series.name for series in SPECULATION}
+
+
+def test_what_prometheus_reads_is_what_the_table_says() -> None:
+    """Type, help text, order and labels of every metric; none besides."""
+    history = filled(window(0.0), swap(1.0, 2, 1))
+    for name in ("osd_round_total", "osd_round_rows_total", "osd_rollback_total"):
+        history.add(MetricPoint(at=START, name=name, value=1))
+    counts = {"capture_rows": {"a": 1}, "capture_skipped": {"a": 1}, "buffer_dropped": {"a": 1}}
+    stats = BufferStats(num_traces=1, num_holdout=1, num_bytes=1, num_put=1, oldest_at=0)
+    history.observe([status(speculation=REPORT, **counts)], stats)
+    history.observe_health(
+        Health(is_redis_up=True, is_trainer_up=True, is_alarmed=False, num_wanted=1)
+    )
+    found = {family.name: family for family in text_string_to_metric_families(history.prometheus())}
+    table = {series.name.removesuffix("_total"): series for series in SERIES.values()}
+    assert found.keys() == table.keys()
+    for name, family in found.items():
+        series = table[name]
+        assert (family.type, family.documentation) == (series.kind, series.text)
+        assert family.samples, f"nothing is read for {name}"
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(series.labels), name
 
 
 def test_prometheus_leaves_out_what_is_not_known_of_speculation() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from osd.observe.status import describe_replica
 from osd.observe.status_text import drafts_table, page
 from osd.records import (
     NO_TRACES,
+    DraftView,
     Event,
     ReplicaStatus,
     ReplicaView,
@@ -410,6 +412,33 @@ def test_numbers_as_people_read_them() -> None:
     assert [percent(n, 200) for n in (0, 1, 24, 200)] == ["0 %", "under 1 %", "12 %", "100 %"]
 
 
+KEYS_OF_A_DRAFT = [
+    "version",
+    "parent",
+    "target_id",
+    "created_at",
+    "sha256",
+    "path",
+    "kind",
+    "eval",
+    "num_steps",
+    "num_tokens",
+    "num_new_rows",
+    "loss_first",
+    "loss_last",
+    "seconds",
+    "serving",
+    "pinned",
+    "kept",
+    "bad",
+    "bad_reason",
+    "predicted_alpha",
+    "served_alpha",
+    "served_tested",
+]
+"""What programs read in `/osd/drafts`."""
+
+
 async def test_the_page_of_a_real_controller(world: World) -> None:
     """Every key the page reads is one the control port gives; v1 served with α = 1 / 10, v2 with 12
     / 16."""
@@ -425,6 +454,7 @@ async def test_the_page_of_a_real_controller(world: World) -> None:
                 (await client.get(path)).json()
                 for path in ("/osd/status", "/osd/events", "/osd/drafts")
             ]
+    assert list(drafts[0]) == KEYS_OF_A_DRAFT
     events = msgspec.convert(events, list[Event])
     lines = page(msgspec.convert(state, ServiceStatus), events).splitlines()
     assert any(line.startswith("draft       v2, ") for line in lines)
@@ -453,28 +483,25 @@ def test_what_was_predicted_and_what_is_served_of_the_draft() -> None:
 
 
 def test_drafts_as_a_table_say_which_serves_and_which_never_will() -> None:
-    unknown = {"predicted_alpha": None, "served_alpha": None}
-    plain = {"kind": "full", "created_at": 0.0, "num_steps": 8, "bad_reason": ""}
-    plain |= dict.fromkeys(("serving", "pinned", "kept", "bad"), False)
-    drafts: list[dict[str, Any]] = [
-        {"version": 1, "parent": 0, "num_steps": 0, "kept": True},
-        {
-            "version": 2,
-            "parent": 1,
-            "predicted_alpha": 0.7214,
-            "served_alpha": 0.715,
-            "created_at": 7000.0,
-        },
-        {
-            "version": 12,
-            "parent": 2,
-            "predicted_alpha": 0.9,
-            "bad": True,
-            "bad_reason": "it was worse",
-        },
+    plain = DraftView(
+        version=1,
+        parent=0,
+        target_id="t",
+        created_at=0.0,
+        sha256="",
+        path="",
+        kind="full",
+        num_steps=8,
+    )
+    judged = replace(plain, version=2, parent=1, created_at=7000.0, predicted_alpha=0.7214)
+    drafts = [
+        replace(plain, num_steps=0, kept=True),
+        replace(judged, served_alpha=0.715, serving=True, pinned=True),
+        replace(
+            plain, version=12, parent=2, predicted_alpha=0.9, bad=True, bad_reason="it was worse"
+        ),
     ]
-    drafts[1] |= {"serving": True, "pinned": True}
-    assert drafts_table([plain | unknown | draft for draft in drafts], now=7260.0).splitlines() == [
+    assert drafts_table(drafts, now=7260.0).splitlines() == [
         "draft  from  made   age         α predicted  α served  state",
         "v1     -     given  2 h 1 min   -            -         kept",
         "v2     v1    full   4 min 20 s  0.721        0.715     serving, pinned",
