@@ -336,6 +336,7 @@ class DraftPuller:
             off=self._off
             | counted.off
             | ({"counters": self._uncounted} if self._uncounted else {}),
+            may_try=True,
             steps=self.steps,
             speculation=self._speculation,
         )

@@ -55,10 +55,10 @@ class CanaryWatch:
     def choose(self, replicas: list[ReplicaStatus], target_id: str) -> str:
         """The replica that is to serve a new draft first: the busiest. "" = all at once."""
         able = able_to_swap(replicas, target_id)
-        if len(able) < 2 or not self._gate.canary_seconds:
+        fit = [status for status in able.values() if status.may_try]
+        if len(able) < 2 or not fit or not self._gate.canary_seconds:
             return ""
-        busiest = max(able.values(), key=lambda status: (status.num_running, status.replica))
-        return busiest.replica
+        return max(fit, key=lambda status: (status.num_running, status.replica)).replica
 
     async def look(
         self,
@@ -172,7 +172,7 @@ class CanaryWatch:
         self, canary: Canary, trial: _Trial, able: dict[str, ReplicaStatus], reason: str
     ) -> None:
         trial.tried.add(canary.replica)
-        others = sorted(name for name in able if name not in trial.tried)
+        others = sorted(n for n in able if able[n].may_try and n not in trial.tried)
         if others:
             serving = [name for name in others if able[name].version == trial.version]
             await self._releases.move_canary(trial.version, (serving or others)[0], reason)

@@ -138,6 +138,9 @@ class ReplicaStatus:
     """Why its swaps cannot be proved by reading the draft back; "" when they are."""
     off: dict[str, str] = field(default_factory=dict)
     """Part that does not work with its vLLM -> why, and what that means"""
+    may_try: bool = False
+    """Whether it serves a draft first when it is to (`Canary`). Replicas of versions that knew no
+    trials do not."""
     steps: tuple[str, ...] | None = None
     """What is switched on in an attached engine; None = it is the service's own."""
     speculation: SpeculationReport | None = None

@@ -516,6 +516,7 @@ async def test_what_clients_wait_for_is_counted_with_the_time_it_takes(pulled: P
     await pulled.look(1)
     assert pulled.registry.status is not None
     assert (pulled.registry.status.num_open, pulled.registry.status.open_seconds) == (0, 15)
+    assert pulled.registry.status.may_try, "it asks for what it is to serve first"
 
 
 async def test_among_many_windows_wait_and_none_is_lost_at_the_end(

@@ -27,6 +27,8 @@ class Fleet:
         self.steps: tuple[str, ...] | None = None
         self.deaf: set[str] = set()
         """Those that take no other draft."""
+        self.old: set[str] = set()
+        """Those of a version that knew no trials."""
         self.busy = "other"
         self.changes: dict[str, dict[str, Any]] = {}
         """Name -> what its heartbeat says otherwise."""
@@ -36,7 +38,8 @@ class Fleet:
         registry = self.world.registry
         living: list[ReplicaStatus] = []
         for name in self.names:
-            wanted: DraftRelease | None = registry.wanted("default", name)
+            asks_as = "" if name in self.old else name
+            wanted: DraftRelease | None = registry.wanted("default", asks_as)
             known = self.served[name]
             if wanted is not None and not (known and name in self.deaf):
                 known += [wanted.version] if wanted.version not in known[-1:] else []
@@ -44,6 +47,7 @@ class Fleet:
                 status = replica(known[-1], name)
                 num_running = 5 if name == self.busy else 1
                 more = {"num_running": num_running, "steps": self.steps}
+                more["may_try"] = name not in self.old
                 living.append(replace(status, **more | self.changes.get(name, {})))
         registry.living = living
 
@@ -111,6 +115,27 @@ async def test_a_harmful_draft_reaches_one_replica_only(fleet: Fleet) -> None:
         await fleet.looks()
     assert fleet.served == {"one": [1], "other": [1, 2, 1], "third": [1]}
     assert fleet.world.releases.is_bad(2)
+
+
+async def test_a_replica_that_knows_no_trials_gets_none(fleet: Fleet) -> None:
+    """However busy it is, and also where the one that tries is gone."""
+    fleet.old, fleet.busy = {"other"}, "other"
+    async with fleet.on_trial():
+        assert fleet.versions == {"one": 1, "other": 1, "third": 2}
+        fleet.names = ("one", "other")
+        await fleet.looks()
+        await fleet.after(61)
+        assert fleet.versions == {"one": 2, "other": 1}
+        fleet.serve("one", 2, alpha=0.7)
+        await fleet.looks()
+    assert fleet.versions == {"one": 2, "other": 2}, "it follows when all do"
+
+
+async def test_where_no_replica_knows_trials_all_follow_at_once(fleet: Fleet) -> None:
+    fleet.old = set(NAMES)
+    async with fleet.on_trial():
+        assert set(fleet.versions.values()) == {2}
+    assert "first on" not in fleet.world.events()[-1]
 
 
 async def test_without_traffic_it_is_rolled_out_when_nothing_was_found_against_it(

@@ -246,6 +246,7 @@ def replica(version: int, name: str = "replica-0") -> ReplicaStatus:
         url="http://127.0.0.1:8000",
         version=version,
         target_id=TARGET,
+        may_try=True,
         k=2,
         pid=1,
         started_at=1.0,
