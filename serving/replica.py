@@ -125,9 +125,9 @@ class Replica:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._closed.wait(timeout=GRACEFUL_SHUTDOWN_SECONDS + 2)
 
-    def join(self, timeout: float) -> None:
-        """After `close`: wait until the engine's own processes have ended. They may otherwise
-        outlive this one."""
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the engine has ended, after `close` until its own processes have. They may
+        otherwise outlive this one."""
         self._thread.join(timeout)
 
     # -- the thread -------------------------------------------------------------------------------

@@ -142,6 +142,7 @@ class ControlLoops:
             try:
                 await self._look()
             except ReplayBufferError as error:
+                self.replicas.note_outage()
                 self._observe_health(is_redis_up=False)
                 await self._redis_outage.pause(f"history stands still: {error}", log)
             except ReleaseError as error:

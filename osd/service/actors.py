@@ -145,6 +145,9 @@ class ReplicaActor:
     def wait_ready(self) -> str:
         return self._replica.wait_ready()
 
+    def wait_ended(self) -> None:
+        self._replica.join()
+
     def stop(self) -> None:
         self._replica.close()
 

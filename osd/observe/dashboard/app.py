@@ -175,7 +175,7 @@ def _add_readers(app: FastAPI, controller: Any, history: Any) -> None:
     @app.get(
         "/osd/events",
         tags=["status"],
-        summary="Releases, refusals, rollbacks, failed swaps; newest first.",
+        summary="Releases, refusals, rollbacks, swaps, lost replicas; newest first.",
     )
     async def events(limit: int = Query(100, ge=1, le=MAX_EVENTS)) -> Response:
         return as_json((await _events(history, limit))[::-1])

@@ -32,6 +32,8 @@ class Started:
     ready: Any
     """Ray's reference to its URL, which comes when it answers."""
     num_losses: int = 0
+    end: Any = None
+    """Ray's reference that is ready when its process has ended; None = it is not watched."""
 
     def ask(self) -> None:
         """Ask anew when it answers."""
@@ -111,6 +113,12 @@ class RayEngines:
             target=cluster.stop_actors, args=(actors, actors, SECONDS_TO_STOP), daemon=True
         )
         stop.start()
+
+    def watch(self, handle: Started) -> None:
+        handle.end = handle.actor.wait_ended.remote()
+
+    def has_ended(self, handle: Started) -> bool:
+        return handle.end is not None and cluster.first_ready([handle.end], 0) is not None
 
     def expect(self, handle: Started) -> None:
         handle.num_losses = 0

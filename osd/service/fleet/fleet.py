@@ -45,6 +45,12 @@ class Engines(Protocol):
     def end(self, handle: Any) -> None:
         """End one, whatever it does."""
 
+    def watch(self, handle: Any) -> None:
+        """It serves: notice when its process ends."""
+
+    def has_ended(self, handle: Any) -> bool:
+        """Whether the process that was watched has ended."""
+
     def expect(self, handle: Any) -> None:
         """It has died, and starts again by itself."""
 
@@ -72,6 +78,8 @@ class _Replica:
     why: str = ""
     seen: ReplicaStatus | None = None
     """Its newest heartbeat; None while it has none."""
+    life: tuple[int, float] | None = None
+    """The one that is watched."""
     silent_since: float | None = None
     num_requests: float = 0.0
     """In flight, on average between its last two heartbeats."""
@@ -151,9 +159,12 @@ class Fleet:
             replica.num_idle = replica.num_idle + 1 if is_idle else 0
 
     def _follow(self, name: str, replica: _Replica) -> None:
+        if replica.state == "serving" and self._engines.has_ended(replica.handle):
+            self._note_end(name, replica)
         if replica.seen is not None:
             if replica.state != "serving":
                 self._change(replica, "serving")
+                self._watch(replica, replica.seen)
                 self._delay = FIRST_DELAY
         elif replica.state == "serving":
             self._change(replica, "starting")
@@ -162,6 +173,19 @@ class Fleet:
             self._give_up(name, replica, reason)
         elif self._clock.monotonic() - replica.since >= SECONDS_TO_WAIT:
             replica.why = self._engines.why_pending(name)
+
+    def _watch(self, replica: _Replica, heartbeat: ReplicaStatus) -> None:
+        self._engines.watch(replica.handle)
+        replica.life = _life(heartbeat)
+
+    def _note_end(self, name: str, replica: _Replica) -> None:
+        """The process that was watched has ended: what it said last is true no more."""
+        if replica.seen is not None and _life(replica.seen) != replica.life:
+            return self._watch(replica, replica.seen)  # it has started again meanwhile
+        if replica.life is not None:
+            self._ended[name] = replica.life
+        self._registry.forget(name)
+        replica.seen, replica.num_requests = None, 0.0
 
     def _end_if_drained(self, name: str, replica: _Replica) -> None:
         self._drop(name)  # again: the front door may have been told of it meanwhile

@@ -102,6 +102,12 @@ def test_a_killed_engine_comes_back_with_the_newest_draft(
         thread.join(60)
     print(f"streams ended {time.monotonic() - clock:.1f} s after the kill: {sorted(set(endings))}")
     assert len(endings) == 4 and all("error" in ending for ending in endings)
+    before_s = time.monotonic() - clock
+    wait_until(lambda: not status(service.control_url)["replicas"], 15, "it is not shown any more")
+    state = status(service.control_url)
+    assert state["problems"][0].startswith("no engine answers, replica-0 starting")
+    wait_until(lambda: "replica_lost" in kinds_of_events(service), 8, "its loss is told")
+    print(f"its loss was told {time.monotonic() - clock:.1f} s after the kill ({before_s:.1f})")
 
     def is_back() -> bool:
         return is_healthy(service.url) and pid_of(service.replicas["replica-0"]) not in (0, replica)
@@ -109,6 +115,8 @@ def test_a_killed_engine_comes_back_with_the_newest_draft(
     wait_until(is_back, 600, "it is back")
     print(f"engine killed, serving again after {time.monotonic() - clock:.1f} s")
     wait_for_version(service.control_url, version)
+    wait_until(lambda: "replica_back" in kinds_of_events(service), 10, "its return is told")
+    assert kinds_of_events(service).count("replica_lost") == 1
     wait_until(lambda: not alive(old), 30, "nothing of the old engine is left")
     before = acceptance.served_counts(service, version)
     answers = ask(service.url, PROMPTS * 2)
@@ -116,6 +124,11 @@ def test_a_killed_engine_comes_back_with_the_newest_draft(
     served = acceptance.alpha((acceptance.served_counts(service, version) - before)[None])
     replayed = acceptance.replayed_counts(current(service), PROMPTS * 2, answers)
     assert served == pytest.approx(acceptance.alpha(replayed), abs=0.003)
+
+
+def kinds_of_events(service: Service) -> list[str]:
+    """Newest first."""
+    return [event["kind"] for event in httpx.get(f"{service.control_url}/osd/events").json()]
 
 
 def long_stream(service_url: str, seed: int) -> str:

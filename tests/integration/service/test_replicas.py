@@ -134,6 +134,8 @@ def test_a_replica_killed_under_load_fails_no_request(
 
         wait_until(is_back, 300, "it is back, and is asked")
         print(f"{what} killed, asked again after {time.monotonic() - clock:.1f} s")
+        wait_until(lambda: losses(fleet)[:1] == ["replica_back"], 10, "its return is told")
+    assert losses(fleet)[:2] == ["replica_back", "replica_lost"]
     assert [answer for answer in long_ones if answer.status_code != 200] == []
     assert len(long_ones) == 6
     failed = {answer.error for answer in traffic.failed()}
@@ -147,6 +149,14 @@ def test_a_replica_killed_under_load_fails_no_request(
         assert not answer.ok or list(answer.token_ids) == wanted[answer.index]
     assert replicas(fleet)["replica-0"]["version"] == version
     assert len(traffic.answers) > 20
+
+
+def losses(fleet: Running) -> list[str]:
+    """What was told of replica-0, newest first. The other is never lost."""
+    events = httpx.get(f"{fleet.control_url}/osd/events").json()
+    told = [e for e in events if e["kind"] in ("replica_lost", "replica_back")]
+    assert all(event["text"].startswith("replica-0") for event in told)
+    return [event["kind"] for event in told]
 
 
 def send_long(fleet: Running, answers: list[httpx.Response]) -> None:
@@ -199,6 +209,8 @@ def test_engines_come_and_go_with_the_load_and_no_request_fails(
         assert [*little.failed(), *much.failed()] == []
         for answer in (*little.answers, *much.answers):
             assert list(answer.token_ids) == wanted[answer.index]
+        time.sleep(5)
+        assert losses(note) == [], "it was not lost"
         told = [e["text"] for e in Client(note.control_url).get("/osd/events")]
         for what in ("is started: ", "is drained: ", "is drained, and ended"):
             assert any(f"{NAMES[1]} {what}" in text for text in told), told

@@ -54,6 +54,21 @@ def test_every_metric_is_documented_and_every_documented_metric_exists() -> None
     assert set(explained) <= named
 
 
+def test_every_kind_of_event_is_documented() -> None:
+    found = set()
+    for path in (ROOT / "osd").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            named = [k.value for k in node.keywords if k.arg == "kind"]
+            name = ast.unparse(node.func).split(".")[-1]
+            kinds = {"Event": named, "_say": node.args[:1]}.get(name, [])
+            found |= {kind.value for kind in kinds if isinstance(kind, ast.Constant)}
+    assert found >= {"swapped", "replica_lost", "scaled"}
+    table = (DOCS / "dashboard.md").read_text().split("### Kinds of events")[1]
+    assert found - set(re.findall(r"`(\w+)`", table)) == set()
+
+
 def test_every_endpoint_is_documented() -> None:
     from osd.observe.dashboard import build_app
 

@@ -184,6 +184,7 @@ STATE = {
     "buffers.redis_writer._Tally",
     "trainer.loop._Progress",
     "osd.control.canary._Trial",
+    "osd.control.replica_watch._Known",
     "osd.control.rollback._Judged",
     "osd.service.fleet.engines.Started",
     "osd.service.fleet.fleet._Replica",

@@ -25,6 +25,7 @@ class Actor:
         self.answers = list(answers)
         self.num_asked = 0
         self.wait_ready = SimpleNamespace(remote=self._ask)
+        self.wait_ended = SimpleNamespace(remote=self._ask)
 
     def _ask(self) -> Any:
         self.num_asked += 1
@@ -100,6 +101,18 @@ def test_one_that_answered_and_died_fails_when_it_cannot_start_again(made: RayEn
     assert made.failure(handle) == ""
     made.expect(handle)
     assert made.failure(handle) != ""
+
+
+@pytest.mark.usefixtures("ray")
+def test_the_end_of_a_process_is_seen_once_it_is_watched(made: RayEngines) -> None:
+    handle = started("http://127.0.0.1:1", None, gone(), None)
+    assert not made.has_ended(handle)
+    made.watch(handle)
+    assert not made.has_ended(handle), "it goes on"
+    made.watch(handle)
+    assert made.has_ended(handle)
+    made.watch(handle)
+    assert not made.has_ended(handle), "it serves again"
 
 
 @pytest.mark.usefixtures("ray")

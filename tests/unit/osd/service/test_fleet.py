@@ -51,6 +51,8 @@ class FakeEngines:
         self.expected: list[str] = []
         self.failed: dict[str, str] = {}
         self.pending: dict[str, str] = {}
+        self.died: set[str] = set()
+        """Those whose process ended since they were watched."""
 
     def start(self, name: str) -> str:
         self.running.append(name)
@@ -59,6 +61,12 @@ class FakeEngines:
     def end(self, handle: str) -> None:
         self.running.remove(handle)
         self.ended.append(handle)
+
+    def watch(self, handle: str) -> None:
+        self.died.discard(handle)
+
+    def has_ended(self, handle: str) -> bool:
+        return handle in self.died
 
     def expect(self, handle: str) -> None:
         self.expected.append(handle)
@@ -261,6 +269,43 @@ def test_the_heartbeat_of_an_earlier_life_is_none() -> None:
     scene.silent.clear()
     scene.lives["replica-1"] = 2
     assert scene.run(1).states()["replica-1"] == "serving"
+
+
+def test_one_whose_process_ends_is_missed_before_it_falls_silent() -> None:
+    """Its last heartbeat lasts on for seconds."""
+    scene = Scene(min=2, max=2).run(2)
+    scene.engines.died.add("replica-0")
+    assert scene.run(1).states() == {"replica-0": "starting", "replica-1": "serving"}
+    assert scene.registry.living.keys() == {"replica-1"}, "nor is it shown any more"
+    assert scene.engines.expected == ["replica-0"]
+    assert scene.run(5).states()["replica-0"] == "starting", "this is said by nobody"
+    scene.lives["replica-0"] = 2
+    assert scene.run(1).states() == {"replica-0": "serving", "replica-1": "serving"}
+    scene.engines.died.add("replica-0")
+    assert scene.run(1).states()["replica-0"] == "starting", "the new one is watched, too"
+
+
+def test_one_that_has_started_again_when_its_end_is_seen_serves() -> None:
+    scene = Scene(min=2, max=2).run(2)
+    scene.registry.is_away = True
+    scene.engines.died.add("replica-0")
+    with pytest.raises(ReplayBufferError):
+        scene.run(1)
+    scene.registry.is_away = False
+    scene.lives["replica-0"] = 2
+    assert scene.run(5).states() == {"replica-0": "serving", "replica-1": "serving"}
+    assert scene.engines.expected == [] and not scene.engines.died
+
+
+def test_an_end_that_redis_does_not_hear_of_is_told_when_it_does() -> None:
+    scene = Scene(min=1, max=1).run(2)
+    scene.engines.died.add("replica-0")
+    scene.registry.is_forgetful = False
+    with pytest.raises(ReplayBufferError):
+        scene.run(1)
+    scene.registry.is_forgetful = True
+    assert scene.run(1).states() == {"replica-0": "starting"}
+    assert not scene.registry.living
 
 
 def test_one_that_dies_is_shown_and_keeps_its_place() -> None:
