@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from osd.config.schema import Config
 from osd.errors import AwayError, ConfigError, OSDError
 from osd.records import Place
-from osd.service.ray_watch import RayWatch
+from osd.service.ray_watch import RayWatch, patience
 from osd.service.reaper import Reaper
 
 API_KEY = "VLLM_API_KEY"
@@ -62,7 +62,8 @@ def start_ray(config: Config, stack: ExitStack) -> RayWatch:
         _init_ray(options)
     if is_private:
         check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
-    return RayWatch(ray.get_runtime_context().gcs_address)
+        return RayWatch(ray.get_runtime_context().gcs_address, ray_here())
+    return RayWatch(ray.get_runtime_context().gcs_address, ray_here(), patience())
 
 
 def schema_problem(content: dict[str, Any]) -> str:
@@ -186,6 +187,14 @@ def machines() -> tuple[list[dict[str, Any]], dict[str, float], dict[str, float]
 
     alive = [node for node in ray.nodes() if node["Alive"]]
     return alive, ray.cluster_resources(), ray.available_resources()
+
+
+def ray_here() -> str:
+    """Address of the Ray process that this machine's actors hang on."""
+    alive, _, _ = machines()
+    mine = next(node for node in alive if node["NodeID"] == node_id())
+    host = mine["NodeManagerAddress"]
+    return f"{f'[{host}]' if ':' in host else host}:{mine['NodeManagerPort']}"
 
 
 def node_id() -> str:

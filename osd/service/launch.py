@@ -35,7 +35,7 @@ from osd.service.fleet.fleet import Fleet
 from osd.service.fleet.front_door import PART, FrontDoor
 from osd.service.logs import note_log
 from osd.service.plan import plan
-from osd.service.ray_watch import RayWatch
+from osd.service.ray_watch import RayWatch, why_ended
 from trainer.trackers import check_installed
 
 logger = logging.getLogger(__name__)
@@ -123,14 +123,16 @@ class Service:
     def supervise(self, stop: threading.Event) -> None:
         """Until `stop` is set: keep the private Valkey alive. Raises `OSDError` when Ray has
         ended."""
-        looked_at = time.monotonic()
+        looked_at, watch = time.monotonic(), self._ray_watch
         while not stop.wait(0.5):
-            if self._ray_watch is not None and self._ray_watch.is_gone():
-                raise OSDError(self._why_ended())
+            if watch is not None and (gone := watch.what_is_gone()):
+                raise OSDError(why_ended(gone, self.config.ray.address))
             if self._valkey is not None and not self._valkey.is_alive():
                 logger.warning("the private Valkey died and is started again")
                 with suppress(OSDError):
                     self._valkey.restart()
+            if watch is not None and watch.is_head_away:
+                continue  # nothing can be started, and Ray would let us wait
             if time.monotonic() - looked_at >= SECONDS_BETWEEN_LOOKS:
                 self._look_after_fleet()
                 looked_at = time.monotonic()
@@ -187,17 +189,6 @@ class Service:
         registry.close()
 
     # -- Ray's parts -------------------------------------------------------------------------------
-
-    def _why_ended(self) -> str:
-        address = self.config.ray.address
-        if address == "local":
-            return (
-                "the private Ray of this service has ended, and all its parts with it; serve again"
-            )
-        return (
-            f"ray.address={address}: that Ray cluster has ended, and the service's parts with it; "
-            "start it again, then serve again"
-        )
 
     def _start_ray(self) -> None:
         address = self.config.ray.address

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,13 +88,16 @@ def supervised(arguments: Sequence[str]) -> Iterator[Service]:
 class Served:
     """`osd serve` as a process that leads its own process group, as a shell starts it."""
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str], log: Path, environ: Mapping[str, str] | None = None
+    ) -> None:
         self.log, self.started_at = log, time.monotonic()
         self.deployment = arguments[0].removeprefix("deployment=")
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "osd", "serve", *arguments],
                 cwd=ROOT,
+                env=environ,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,

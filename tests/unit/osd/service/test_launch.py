@@ -56,8 +56,15 @@ class FakeRay:
     def cluster_resources(self) -> dict[str, float]:
         return {}
 
+    def available_resources(self) -> dict[str, float]:
+        return {}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        where = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 7000}
+        return [{"NodeID": "one", "Alive": True, **where}]
+
     def get_runtime_context(self) -> Any:
-        return SimpleNamespace(gcs_address="127.0.0.1:6380")
+        return SimpleNamespace(gcs_address="127.0.0.1:6380", get_node_id=lambda: "one")
 
     def shutdown(self) -> None:
         pass
