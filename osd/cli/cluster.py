@@ -23,6 +23,15 @@ AddressArgument = Annotated[
 ]
 
 
+ResourceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Custom resource of this machine: NAME, or NAME=N for N parts that ask for it. May "
+        "stand several times."
+    ),
+]
+
+
 @cluster_app.command(
     "check",
     epilog="Examples:  osd cluster check configs/cluster-local.yaml    "
@@ -51,30 +60,30 @@ def check(
 @cluster_app.command(
     "head",
     epilog="Examples:  osd cluster head 10.0.0.1 --config osd.yaml serving.host=0.0.0.0    "
-    "osd cluster head here --config osd.yaml ray.trainer_resource=train",
+    "osd cluster head here --config osd.yaml --resource serve serving.replicas=2 "
+    "ray.replica_resource=serve",
 )
 def head(
     address: AddressArgument,
     config: ConfigOption = None,
+    resource: ResourceOption = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
 ) -> None:
     """Run Ray's head and the service on this machine, unless they run like that already."""
     from osd.service.host import start_head
 
-    start_head(address, config, overrides or [], typer.echo)
+    start_head(address, config, overrides or [], resource or [], typer.echo)
 
 
 @cluster_app.command(
     "worker",
     epilog="Examples:  osd cluster worker 10.0.0.1 10.0.0.2 --resource train    "
-    "osd cluster worker 10.0.0.1 here --resource train",
+    "osd cluster worker 10.0.0.1 here --resource train --resource serve=2",
 )
 def worker(
     head: Annotated[str, typer.Argument(help="Address of the head.")],
     address: AddressArgument,
-    resource: Annotated[
-        list[str] | None, typer.Option(help="Custom resource of this machine; may stand twice.")
-    ] = None,
+    resource: ResourceOption = None,
 ) -> None:
     """Run Ray on this machine, joined to the head, unless it runs like that already."""
     from osd.service.host import start_worker

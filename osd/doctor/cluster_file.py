@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from osd.doctor.checks import Check
 from osd.doctor.documents import BEGIN_WITH, Document, check_filled_in, documents_of
 from osd.errors import ConfigError, OSDError
 from osd.service.cluster import schema_problem
-from osd.service.host import head_overrides
+from osd.service.host import head_overrides, units_of
 from osd.service.plan import asked_of_machines, check_remote_parts, remote_parts
 
 TOKEN = "~/.ray/auth_token"
@@ -75,7 +76,6 @@ def check_file(file: ClusterFile) -> Iterator[Check]:
 
 def check_commands(file: ClusterFile) -> Iterator[Check]:
     """Our commands that start the machines, and the configuration that the head serves by."""
-    resources: set[str] = set()
     for kind, key in COMMANDS.items():
         command = _command(file, key, kind)
         if command is None:
@@ -83,24 +83,47 @@ def check_commands(file: ClusterFile) -> Iterator[Check]:
             yield Check(kind, False, text)
             continue
         yield Check(kind, True, " ".join(["osd", *command]))
-        resources |= {command[i + 1] for i, word in enumerate(command[:-1]) if word == "--resource"}
     if _command(file, COMMANDS["head"], "head") is None:
         return
     try:
         config = head_configuration(file)
         check_remote_parts(config)
+        lacking = _lacking(file, config)
     except OSDError as error:
         yield Check("configuration", False, f"{file.at(COMMANDS['head'])}: {error}")
         return
-    for key in remote_parts(config):
-        wanted = getattr(config.ray, key)
-        if wanted not in resources:
-            text = f"no worker is started with --resource {wanted}, which ray.{key} asks for"
-            yield Check("configuration", False, f"{file.at(COMMANDS['worker'])}: {text}")
-            return
+    if lacking:
+        yield Check("configuration", False, f"{file.at(COMMANDS['worker'])}: {lacking}")
+        return
     yield Check("configuration", True, f"target {config.serving.target}, every key is known")
     if not file.is_local:
         yield from _node_types(file, config)
+
+
+def _lacking(file: ClusterFile, config: Config) -> str:
+    """Which custom resource the machines are not started with, or have too few units of; "" where
+    all parts find theirs. Raises `ConfigError`."""
+    of_head, of_worker = units_of_machine(file, "head"), units_of_machine(file, "worker")
+    asked: Counter[str] = Counter()
+    for key in remote_parts(config):
+        name = getattr(config.ray, key)
+        if name not in of_head | of_worker:
+            return f"no machine is started with --resource {name}, which ray.{key} asks for"
+        asked[name] += config.serving.replicas.min if key == "replica_resource" else 1
+        there = of_head.get(name, 0) + of_worker.get(name, 0) * (len(file.hosts) - 1)
+        if file.is_local and asked[name] > there:
+            return (
+                f"{asked[name]} parts ask for the resource {name} (ray.{key}), and the machines "
+                f"have {there}; start more of them with it, or with --resource {name}=N"
+            )
+    return ""
+
+
+def units_of_machine(file: ClusterFile, kind: str) -> dict[str, int]:
+    """Custom resource -> units of it that each head or worker is started with. Raises
+    `ConfigError`."""
+    words = _command(file, COMMANDS[kind], kind) or []
+    return units_of(_take_option(words, "--resource"))
 
 
 def _node_types(file: ClusterFile, config: Config) -> Iterator[Check]:
@@ -135,11 +158,9 @@ def head_configuration(file: ClusterFile) -> Config:
     """What the head would serve by: the file that is carried to it, and the command's overrides.
     Raises `ConfigError` where either is wrong."""
     arguments, config = _command(file, COMMANDS["head"], "head") or [], None
-    for option in ("--config", "-c"):
-        if option in arguments:
-            at = arguments.index(option)
-            config = arguments[at + 1]
-            del arguments[at : at + 2]
+    for given in (_take_option(arguments, "--config"), _take_option(arguments, "-c")):
+        config = given[-1] if given else config
+    _take_option(arguments, "--resource")
     carried = file.mapping("file_mounts").get(config) if config else None
     if len(arguments) < 3 or "=" in arguments[2]:
         raise ConfigError("osd cluster head: no address; give one, or `here`")
@@ -148,6 +169,20 @@ def head_configuration(file: ClusterFile) -> Config:
         raise ConfigError(f"{config} is not carried to the head; name it under file_mounts")
     path = Path(str(carried)).expanduser() if carried else None
     return reading.load(path, head_overrides(address, path, overrides, {}), environ={}).config
+
+
+def _take_option(words: list[str], option: str) -> list[str]:
+    """The values of an option, which are taken out of the words."""
+    values: list[str] = []
+    for at in reversed(range(len(words))):
+        name, is_joined, value = words[at].partition("=")
+        if name == option and is_joined:
+            values.append(value)
+            del words[at]
+        elif words[at] == option:
+            values += words[at + 1 : at + 2]
+            del words[at : at + 2]
+    return values[::-1]
 
 
 def _command(file: ClusterFile, key: str, kind: str) -> list[str] | None:

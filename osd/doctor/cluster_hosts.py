@@ -12,7 +12,7 @@ from typing import Any
 from osd.common.wording import size
 from osd.config.schema import Config
 from osd.doctor.checks import Check
-from osd.doctor.cluster_file import ClusterFile
+from osd.doctor.cluster_file import ClusterFile, units_of_machine
 
 SECONDS_TO_ANSWER = 10
 LEAST_DISK = 8 << 30
@@ -114,24 +114,38 @@ def check_hosts(
             last = said.splitlines()[-1] if said else "ssh lets nobody in, or it has no python3"
             yield Check(host, False, f"{where}: cannot be asked by ssh ({last})")
     yield from _gpus(file, found, config)
-    yield from _equal(found, target)
+    yield from _equal(found, target, _serving_hosts(file, config))
+
+
+def _hosts_with(file: ClusterFile, resource: str) -> list[str]:
+    """Where a part runs that asks for this resource; "" = beside the service."""
+    head, *workers = file.hosts
+    if not resource:
+        return [head]
+    there = [head] if resource in units_of_machine(file, "head") else []
+    return there + (workers if resource in units_of_machine(file, "worker") else [])
+
+
+def _serving_hosts(file: ClusterFile, config: Config) -> list[str]:
+    if config.serving.engines != "own":
+        return []
+    return _hosts_with(file, config.ray.replica_resource)
 
 
 def _gpus(
     file: ClusterFile, found: Mapping[str, Mapping[str, Any]], config: Config
 ) -> Iterator[Check]:
-    """Whether the head has the engine's GPUs, and the trainer's machine its own: Ray would wait for
+    """Whether some machine has the engine's GPUs, and the trainer's its own: Ray would wait for
     them for ever."""
-    head, *workers = file.hosts
-    is_elsewhere = bool(config.ray.trainer_resource)
+    serve, train = config.ray.replica_resource, config.ray.trainer_resource
     of_trainer = config.trainer.num_gpus if config.trainer.enabled else 0.0
-    wanted = {"serving.num_gpus": (config.serving.num_gpus, [head])}
-    if is_elsewhere:
-        wanted["trainer.num_gpus"] = (of_trainer, workers)
+    wanted = {"serving.num_gpus": (config.serving.num_gpus, _hosts_with(file, serve))}
+    if serve or train:
+        wanted["trainer.num_gpus"] = (of_trainer, _hosts_with(file, train))
     else:
         wanted["serving.num_gpus + trainer.num_gpus"] = (
             config.serving.num_gpus + of_trainer,
-            [head],
+            file.hosts[:1],
         )
     for key, (num, hosts) in wanted.items():
         asked = [host for host in hosts if host in found]
@@ -158,16 +172,20 @@ def _summary(found: Mapping[str, Any]) -> str:
     return versions or "reached; not set up yet, which `ray up` does"
 
 
-def _equal(found: Mapping[str, Mapping[str, Any]], target: str) -> Iterator[Check]:
+def _equal(
+    found: Mapping[str, Mapping[str, Any]], target: str, serving: Sequence[str]
+) -> Iterator[Check]:
     set_up = {host: each for host, each in found.items() if each["versions"]}
     if len(set_up) < 2:
         return
     head = next(iter(found))
     for what, name in (("versions", "versions"), ("fingerprint", f"target {target}")):
         # A machine without the target may still train.
-        values = {host: each[what] for host, each in set_up.items() if each[what] or host == head}
-        if values.get(head) == "":
-            yield Check("target", False, f"{target} is no directory on {head}")
+        needing = {head, *serving}
+        values = {h: each[what] for h, each in set_up.items() if each[what] or h in needing}
+        without = [host for host, value in values.items() if value == ""]
+        if without:
+            yield Check("target", False, f"{target} is no directory on {', '.join(without)}")
         elif len({json.dumps(value, sort_keys=True) for value in values.values()}) > 1:
             told = "; ".join(f"{host}: {_told(value)}" for host, value in values.items())
             yield Check(what, False, f"{name} differ: {told}")

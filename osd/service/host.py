@@ -76,13 +76,20 @@ class RayState:
         return note.is_alive(self.pid) and abs(started_at - self.started_at) < 1
 
 
-def start_head(address: str, config: Path | None, overrides: Sequence[str], report: Report) -> None:
-    """Run Ray's head and the service on this machine. Raises `OSDError` with the reason why one of
-    them does not start."""
+def start_head(
+    address: str,
+    config: Path | None,
+    overrides: Sequence[str],
+    resources: Sequence[str],
+    report: Report,
+) -> None:
+    """Run Ray's head and the service on this machine. `resources` as in `units_of`. Raises
+    `OSDError` with the reason why one of them does not start."""
     address = address_of(address)
+    units = units_of(resources)
     given = head_overrides(address, config, overrides)
     resolved = reading.load(config, given).config
-    stamp = stamp_of("head", address, resolved.model_dump_json())
+    stamp = stamp_of("head", address, resolved.model_dump_json(), *resources)
     runs = any(r.deployment == resolved.deployment for r in note.find_all())
     if runs and is_running(stamp):
         report("nothing has changed: Ray and the service run on")
@@ -93,6 +100,8 @@ def start_head(address: str, config: Path | None, overrides: Sequence[str], repo
     make_token()
     autoscaling = AUTOSCALING.expanduser()
     more = [f"--autoscaling-config={autoscaling}"] if autoscaling.exists() else []
+    if units:
+        more.append(f"--resources={json.dumps(units)}")
     head = ["--head", f"--port={PORT}", "--include-dashboard=false", *more]
     start_ray(stamp, address, head, f"{address}:{PORT}")
     report(f"ray: the head is ready at {address}:{PORT}")
@@ -101,8 +110,10 @@ def start_head(address: str, config: Path | None, overrides: Sequence[str], repo
 
 
 def start_worker(head: str, address: str, resources: Sequence[str], report: Report) -> None:
-    """Run Ray on this machine, joined to the head. Raises `OSDError` when it does not join."""
+    """Run Ray on this machine, joined to the head. `resources` as in `units_of`. Raises `OSDError`
+    when it does not join."""
     address = address_of(address)
+    units = units_of(resources)
     stamp = stamp_of("worker", head, address, *resources)
     if is_running(stamp):
         report("nothing has changed: Ray runs on")
@@ -112,10 +123,24 @@ def start_worker(head: str, address: str, resources: Sequence[str], report: Repo
             f"{TOKEN}: missing, so the head would not let this machine in; list it under "
             "cluster_synced_files of the cluster's file"
         )
-    with_resources = json.dumps(dict.fromkeys(resources, 1))
-    arguments = [f"--address={head}:{PORT}", f"--resources={with_resources}"]
+    arguments = [f"--address={head}:{PORT}", f"--resources={json.dumps(units)}"]
     start_ray(stamp, address, arguments, f"{head}:{PORT}")
     report(f"ray: joined {head}:{PORT}")
+
+
+def units_of(resources: Sequence[str]) -> dict[str, int]:
+    """Custom resource -> units of it, from words NAME (one) and NAME=N. Raises `ConfigError`.
+
+    Example:
+        units_of(["train", "serve=2"]) == {"train": 1, "serve": 2}
+    """
+    units: dict[str, int] = {}
+    for word in resources:
+        name, _, num = word.partition("=")
+        if not name or not (num or "1").isdecimal() or word.endswith("=") or num == "0":
+            raise ConfigError(f"--resource {word}: not NAME, or NAME=N with N of 1 or more")
+        units[name] = int(num or 1)
+    return units
 
 
 def address_of(address: str) -> str:

@@ -66,9 +66,11 @@ def test_it_starts_machines_with_a_command_line_that_exists(
     assert result.exit_code == 0, result.output
     ((*given, _),) = started
     if kind == "worker":
-        assert given == ["$RAY_HEAD_IP", "WORKER" if is_local(path) else "here", ["train"]]
+        resources = ["train", "serve"] if is_local(path) else ["train"]
+        assert given == ["$RAY_HEAD_IP", "WORKER" if is_local(path) else "here", resources]
     else:
-        address, config, overrides = given
+        address, config, overrides, resources = given
+        assert resources == (["serve"] if is_local(path) else [])
         assert (address, str(config)) == ("HEAD" if is_local(path) else "here", "~/osd.yaml")
         resolved = reading.load(overrides=overrides, environ={}).config
         assert resolved.ray.trainer_resource == "train" and resolved.serving.host == "0.0.0.0"

@@ -204,6 +204,32 @@ def test_what_is_broken_is_named_with_its_line_and_remedy(
     assert all("\n" not in text for text in found)
 
 
+REPLICAS = "serving: {{target: /t, draft: /d, replicas: {}}}\nray: {{replica_resource: serve}}\n"
+
+
+@pytest.mark.parametrize(
+    ("num", "changes", "says"),
+    [
+        (2, {}, ""),
+        ("{min: 2, max: 8}", {}, ""),
+        (3, {}, "3 parts ask for the resource serve (ray.replica_resource), and the machines have"),
+        (3, {"--resource serve serv": "--resource=serve=2 serv"}, ""),
+        (2, {"--resource serve serv": "serv"}, "2 parts ask for the resource serve"),
+        (2, {"--resource serve": ""}, "no machine is started with --resource serve, which ray.rep"),
+        (2, {"--resource train": "", "resource=train": "resource=serve"}, "3 parts ask for the"),
+        (2, {"--resource serve serv": "--resource serve=no serv"}, "--resource serve=no: not NAME"),
+    ],
+)
+def test_a_cluster_has_a_unit_of_the_resource_for_each_engine(
+    shipped: Shipped, num: object, changes: dict[str, str], says: str
+) -> None:
+    configured(REPLICAS.format(num))(shipped)
+    for old, new in changes.items():
+        replacing(old, new)(shipped)
+    found = shipped.broken()
+    assert len(found) == bool(says) and says in "".join(found), found
+
+
 def test_gpus_that_a_type_does_not_mention_are_counted_by_ray(tmp_path: Path) -> None:
     shipped = Shipped(tmp_path, AWS)
     for old, new in (
@@ -346,6 +372,27 @@ def test_gpus_that_no_machine_has_are_named(
     config = reading.load(overrides=given, environ={}).config
     monkeypatch.setattr(cluster_file, "head_configuration", lambda file: config)
     assert machines.broken() == ([f"GPUs: {says}"] if says else [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("serving.num_gpus=1", ""),
+        ("serving.num_gpus=2", "GPUs: serving.num_gpus=2, and 10.0.0.1 or 10.0.0.2 has 1; ask for"),
+        ("serving.num_gpus=1 trainer.num_gpus=2", "GPUs: trainer.num_gpus=2, and 10.0.0.1 has 1"),
+    ],
+)
+def test_engines_on_other_machines_find_gpus_and_target_there(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, overrides: str, says: str
+) -> None:
+    given = ["ray.replica_resource=serve", "ray.address=10.0.0.1:6380", "buffer.host=10.0.0.1"]
+    given += ["serving.target=/models/target", "serving.replicas=2", *overrides.split()]
+    config = reading.load(overrides=given, environ={}).config
+    monkeypatch.setattr(cluster_file, "head_configuration", lambda file: config)
+    found = machines.broken()
+    assert len(found) == bool(says) and says in "".join(found), found
+    machines.answers["10.0.0.2"] = WELL | {"fingerprint": ""}
+    assert "target: /models/target is no directory on 10.0.0.2" in machines.broken()
 
 
 def test_without_a_machine_of_its_own_the_trainer_needs_gpus_of_the_head(

@@ -37,6 +37,7 @@ class Machine:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.said, self.served = folder, list[str](), list[list[str]]()
         self.stopped: list[str] = []
+        self.resources: list[str] = []
         self.services: list[Running] = []
         (folder / "bin").mkdir()
         (folder / "home").mkdir()
@@ -69,7 +70,7 @@ class Machine:
         return deployment
 
     def head(self, *overrides: str, address: str = "10.0.0.1") -> None:
-        host.start_head(address, None, overrides, self.said.append)
+        host.start_head(address, None, overrides, self.resources, self.said.append)
 
     def worker(self, *resources: str, address: str = "10.0.0.2") -> None:
         host.start_worker("10.0.0.1", address, resources, self.said.append)
@@ -229,6 +230,24 @@ def test_a_worker_joins_the_head_with_what_it_has(machine: Machine) -> None:
     assert machine.ray == ray and machine.said[-1] == "nothing has changed: Ray runs on"
     machine.worker("train")
     assert machine.ray != ray and members(ray) == []
+
+
+def test_a_head_has_custom_resources_too(machine: Machine) -> None:
+    machine.head()
+    ray = machine.ray
+    assert "--resources" not in machine.arguments
+    machine.resources = ["serve=2", "train"]
+    machine.head()
+    assert '--resources={"serve": 2, "train": 1}' in machine.arguments and machine.ray != ray
+
+
+@pytest.mark.parametrize("word", ["", "=2", "serve=", "serve=0", "serve=-1", "serve=many"])
+def test_a_resource_is_a_name_and_a_number(machine: Machine, word: str) -> None:
+    machine.resources = [word]
+    for start in (machine.head, lambda: machine.worker(word)):
+        with pytest.raises(ConfigError, match=f"^--resource {word}: not NAME, or NAME=N"):
+            start()
+    assert not (machine.folder / "arguments").exists()
 
 
 def test_a_worker_without_the_token_says_where_it_should_come_from(machine: Machine) -> None:
