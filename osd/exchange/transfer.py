@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,13 +22,16 @@ from pathlib import Path
 
 from osd.common.files import explain, fsync, locked, sha256
 from osd.common.model_directory import RELEASE_RECORD, WEIGHTS, digests
-from osd.errors import ReleaseError
+from osd.errors import AwayError, ReleaseError
 from osd.records import DraftRelease, decode
+
+logger = logging.getLogger(__name__)
 
 PART_BYTES = 8 << 20
 KEEP = 8
 """Drafts that a machine keeps of those it fetched. A round reads the files of its base to its end,
 so there must be more than are asked for meanwhile."""
+SECONDS_BETWEEN_TRIES = 1.0
 
 Read = Callable[[str, int, int], bytes]
 """`read(name, offset, size)`: up to `size` bytes of a file; none behind its end."""
@@ -59,6 +64,7 @@ class FetchedDrafts:
         return self._root / name
 
     def _fetch(self, path: Path, files: Mapping[str, str], read: Read) -> None:
+        started = time.monotonic()
         shutil.rmtree(path, ignore_errors=True)  # damaged since
         aside = path.with_name(f".part-{path.name}")
         aside.mkdir(exist_ok=True)
@@ -66,6 +72,7 @@ class FetchedDrafts:
             fetch_file(aside / name, digest, read)
         aside.rename(path)
         fsync(self._root)
+        logger.info("fetched %s in %.1f s", path, time.monotonic() - started)
 
     def _is_whole(self, path: Path, files: Mapping[str, str]) -> bool:
         for name, digest in files.items():
@@ -88,10 +95,11 @@ class FetchedDrafts:
 
 
 class DraftsHere:
-    """The drafts of a deployment as one machine sees them."""
+    """The drafts of a deployment as one machine sees them. For `patience` seconds it waits for the
+    store's side where that does not answer: it may be starting, too."""
 
-    def __init__(self, fetched: FetchedDrafts, read: ReadRelease) -> None:
-        self._fetched, self._read = fetched, read
+    def __init__(self, fetched: FetchedDrafts, read: ReadRelease, *, patience: float = 0.0) -> None:
+        self._fetched, self._read, self._patience = fetched, read, patience
 
     def __call__(self, release: DraftRelease) -> DraftRelease:
         """The release with its path on this machine. Raises `ReleaseError`."""
@@ -102,11 +110,17 @@ class DraftsHere:
                 f"draft v{release.version}: {release.path} is not on this machine, and what it "
                 "consists of was not recorded; publish a newer one"
             )
-        try:
-            path = self._fetched.fetch(release.files, partial(self._read, release.version))
-        except ReleaseError as error:
-            raise ReleaseError(f"draft v{release.version}: {error}") from None
-        return replace(release, path=str(path))
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                path = self._fetched.fetch(release.files, partial(self._read, release.version))
+                return replace(release, path=str(path))
+            except AwayError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(SECONDS_BETWEEN_TRIES)
+            except ReleaseError as error:
+                raise ReleaseError(f"draft v{release.version}: {error}") from None
 
 
 def is_release(directory: Path, release: DraftRelease) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from osd.common.wording import counted, percent
+from osd.common.wording import counted, percent, span
 from osd.records import NO_TRACES, Event, ServiceStatus
 
 LEFT_OUT_AS_REQUESTS = (
@@ -88,6 +88,11 @@ def _serving(status: ServiceStatus) -> Iterator[str]:
             yield (
                 f"{member.replica} waits for a machine ({member.why}): see that there is one, "
                 "or lower serving.replicas"
+            )
+        elif member.is_lost and status.replicas:
+            yield (
+                f"{member.replica} was lost {span(status.now - member.since)} ago, and is started "
+                f"again: `osd logs {member.replica}` says more"
             )
     for replica in status.replicas:
         for part, reason in sorted(replica.off.items()):

@@ -96,6 +96,8 @@ class Member:
     """Unix time."""
     why: str = ""
     """What it waits for; "" where that is not known."""
+    is_lost: bool = False
+    """Whether it served before it had to start again."""
 
     @property
     def is_wanted(self) -> bool:

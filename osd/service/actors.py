@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 CONTROL_NAME, TRAINER_NAME = "control", "trainer"
 """Actors that find each other by name, also after one was restarted."""
 SECONDS_BEFORE_RESTART = 3.0
+PATIENCE = 120.0
+"""Seconds for which a replica waits for its first draft: the control actor starts beside it."""
 
 
 def was_restarted() -> bool:
@@ -66,11 +68,12 @@ def awake_note(config: Config, name: str, *, is_restart: bool) -> Path:
     return path
 
 
-def drafts_here(config: Config) -> DraftsHere:
+def drafts_here(config: Config, *, patience: float = 0.0) -> DraftsHere:
     """For a part that may run on another machine than the store."""
     return DraftsHere(
         FetchedDrafts(config.data_path / "fetched"),
         partial(cluster.call, CONTROL_NAME, "read_release"),
+        patience=patience,
     )
 
 
@@ -79,7 +82,10 @@ def target_here(config: Config, target_id: str) -> Path:
     started with."""
     from osd.models import resolve
 
-    found = resolve.resolve(config.serving.target, "serving.target")
+    try:
+        found = resolve.resolve(config.serving.target, "serving.target")
+    except ConfigError as error:
+        raise ConfigError(f"on {socket.gethostname()}: {error}") from None
     if (is_here := resolve.fingerprint(found)) != target_id:
         raise ConfigError(
             f"serving.target={config.serving.target}: another model on {socket.gethostname()} "
@@ -138,7 +144,7 @@ class ReplicaActor:
             worker_extension=QUALIFIED_NAME,
             sink=buffer_settings(config, redis_url, target_id),
             awake_note=str(awake_note(config, name, is_restart=was_restarted())),
-            here=as_it_lies if is_home else drafts_here(config),
+            here=as_it_lies if is_home else drafts_here(config, patience=PATIENCE),
         )
         exit_when_failed(self._replica.wait_ready)
 

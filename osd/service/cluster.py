@@ -252,7 +252,7 @@ def first_ready(refs: Sequence[Any], seconds: float) -> int | None:
     return refs.index(done[0]) if done else None
 
 
-def failure(ready: Any, name: str, what: str, log: Path) -> tuple[str, bool]:
+def failure(ready: Any, name: str, what: str, log: Path | Place) -> tuple[str, bool]:
     """Why an actor did not start, whose `wait_ready` was called, and whether Ray starts it again by
     itself; "" while it goes on, or where it has."""
     import ray
@@ -271,7 +271,7 @@ def failure(ready: Any, name: str, what: str, log: Path) -> tuple[str, bool]:
     return "", False
 
 
-def url_of(ready: Any, name: str, what: str, log: Path) -> str:
+def url_of(ready: Any, name: str, what: str, log: Path | Place) -> str:
     """As `wait_ready`, of an actor whose `wait_ready` was called."""
     import ray
 
@@ -282,11 +282,11 @@ def url_of(ready: Any, name: str, what: str, log: Path) -> str:
         if isinstance(cause, OSDError):
             raise cause from None
         raise OSDError(
-            f"{name}: the {what} did not start: {reason_from_log(log) or cause}; see {log}"
+            f"{name}: the {what} did not start: {_reason(log) or cause}; {_see(log)}"
         ) from None
     except ray.exceptions.RayError as error:
-        reason = reason_from_log(log) or _last_line(error)
-        raise OSDError(f"{name}: the process of the {what} ended: {reason}; see {log}") from None
+        reason = _reason(log) or _last_line(error)
+        raise OSDError(f"{name}: the process of the {what} ended: {reason}; {_see(log)}") from None
     return url
 
 
@@ -304,6 +304,19 @@ def stop_actors(asked: Sequence[Any], actors: Sequence[Any], seconds: float) -> 
     for actor in actors:
         with suppress(Exception):
             ray.kill(actor)
+
+
+def _reason(log: Path | Place) -> str:
+    if isinstance(log, Path):
+        return reason_from_log(log)
+    try:
+        return run_on(log, reason_from_log, Path(log.log))
+    except OSDError:
+        return ""
+
+
+def _see(log: Path | Place) -> str:
+    return f"see {log}" if isinstance(log, Path) else f"`osd logs {log.part}` says more"
 
 
 def reason_from_log(path: Path) -> str:

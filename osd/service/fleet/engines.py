@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from osd.config.schema import Config
 from osd.errors import OSDError
 from osd.exchange.registry import Registry
-from osd.records import DraftRelease
+from osd.records import DraftRelease, Place
 from osd.service import cluster
 from osd.service.fleet import room
 from osd.service.plan import ServicePlan, without_speculation
@@ -142,15 +143,24 @@ class RayEngines:
             self._asking.start()
         return self._reasons.get(name, "")
 
+    def _place(self, name: str) -> Place | None:
+        """Where it was last, as it said itself. Raises `OSDError`."""
+        return next((place for place in self._registry.places() if place.part == name), None)
+
     def _ask_why(self, name: str) -> None:
         config = self._plan.config
         try:
-            place = next((p for p in self._registry.places() if p.part == name), None)
+            place = self._place(name)
         except OSDError:
             return
         self._reasons[name] = room.why_pending(
             place, config.ray.replica_resource, config.serving.num_gpus
         )
 
-    def _log(self, started: Started) -> Path:
+    def _log(self, started: Started) -> Path | Place:
+        """Its log: a place where that may be on another machine."""
+        with suppress(OSDError):
+            is_elsewhere = self._plan.config.ray.replica_resource
+            if is_elsewhere and (place := self._place(started.name)) is not None:
+                return place
         return Path(self._arguments["log_dir"]) / f"{started.name}.log"

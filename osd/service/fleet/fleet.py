@@ -76,6 +76,8 @@ class _Replica:
     since_unix: float
     state: str = "starting"
     why: str = ""
+    is_lost: bool = False
+    """Whether it served before it had to start again. The control actor tells that as an event."""
     seen: ReplicaStatus | None = None
     """Its newest heartbeat; None while it has none."""
     life: tuple[int, float] | None = None
@@ -165,9 +167,11 @@ class Fleet:
             if replica.state != "serving":
                 self._change(replica, "serving")
                 self._watch(replica, replica.seen)
+                replica.is_lost = False
                 self._delay = FIRST_DELAY
         elif replica.state == "serving":
             self._change(replica, "starting")
+            replica.is_lost = True
             self._engines.expect(replica.handle)
         elif reason := self._engines.failure(replica.handle):
             self._give_up(name, replica, reason)
@@ -259,7 +263,9 @@ class Fleet:
         self.asked = frozenset(self._asked())
         self._registry.set_members(
             [
-                Member(replica=name, state=r.state, since=r.since_unix, why=r.why)
+                Member(
+                    replica=name, state=r.state, since=r.since_unix, why=r.why, is_lost=r.is_lost
+                )
                 for name, r in sorted(self._replicas.items())
             ]
         )

@@ -27,6 +27,8 @@ BUFFER_BYTES = 256 << 10
 waits for its first word holds so much."""
 OLDEST = (2, 7)
 """The first version that says how a reload went."""
+SECONDS_SILENT = 20
+"""A connection ends on which a machine has not confirmed for so long what was sent to it."""
 MAX_THREADS = 4
 ERRORS = {
     400: "the request cannot be read",
@@ -130,18 +132,19 @@ def _frontend(address: str) -> Sequence[str]:
 def _backends(addresses: Mapping[str, str]) -> Sequence[str]:
     checks = "check inter 2s fastinter 500ms downinter 500ms fall 3 rise 1"
     failures = "observe layer4 error-limit 3 on-error mark-down"
+    silence = f"pool-purge-delay 2s tcp-ut {SECONDS_SILENT}s"
     return (
         "backend least_busy",
         "  log global",
         "  balance leastconn",
         "  option httpchk GET /health",
         "  http-check expect status 200",
-        f"  default-server pool-purge-delay 2s {checks} {failures}",
+        f"  default-server {silence} {checks} {failures}",
         *(f"  server {name} {address} {_id(name)}" for name, address in addresses.items()),
         "backend by_session",
         f"  balance hdr({SESSION_HEADER})",
         "  hash-type consistent",
-        "  default-server pool-purge-delay 2s",
+        f"  default-server {silence}",
         *(
             f"  server {name} {address} {_id(name)} track least_busy/{name}"
             for name, address in addresses.items()

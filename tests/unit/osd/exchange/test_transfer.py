@@ -150,6 +150,26 @@ def test_an_interrupted_transfer_serves_nothing_and_goes_on_where_it_ended(
     assert len(source.reads) - num_read < len(WEIGHTS) // 1000, "what had come did not come again"
 
 
+@pytest.mark.parametrize("patience", [0.0, 0.3])
+def test_one_that_is_patient_waits_for_a_store_that_is_starting(
+    tmp_path: Path,
+    source: Source,
+    release: DraftRelease,
+    monkeypatch: pytest.MonkeyPatch,
+    patience: float,
+) -> None:
+    monkeypatch.setattr(transfer, "SECONDS_BETWEEN_TRIES", 0.1)
+    here = DraftsHere(FetchedDrafts(tmp_path / "fetched"), source.read, patience=patience)
+    source.num_good = 0
+    with pytest.raises(AwayError, match="cut off"):
+        here(elsewhere(release))
+    tries = len(source.reads)
+    assert (tries > 1) is bool(patience)
+    threading.Timer(0.15, setattr, (source, "num_good", 10_000)).start()
+    if patience:
+        assert contents(here(elsewhere(release)).path)["model.safetensors"] == WEIGHTS
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_damaged_transfer_serves_nothing_and_begins_anew(
     here: DraftsHere, source: Source, release: DraftRelease, tmp_path: Path, name: str

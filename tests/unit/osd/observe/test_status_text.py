@@ -126,6 +126,10 @@ def test_replicas_that_come_and_go_are_shown_and_so_is_the_front_door() -> None:
     assert f"replica-1   starting for 1 min 15 s: {why}" in lines
     (drained,) = [line for line in lines if line.startswith("replica-0")]
     assert "draining" in drained and drained.endswith("at http://127.0.0.1:8000")
+    lost = {**member("replica-1", "starting"), "is_lost": True}
+    said = "replica-1 was lost 1 min 15 s ago, and is started again: `osd logs replica-1`"
+    assert first_line(page(status(members=[lost]), EVENTS)).startswith(said)
+    assert said not in page(status(members=[{**lost, "why": why}]), EVENTS)
     starting = page(status(replicas=[], members=[member("replica-0", "starting")]), [])
     assert first_line(starting).startswith("no engine answers, replica-0 starting: its log")
 

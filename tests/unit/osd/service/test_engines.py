@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from osd.config.schema import Config
-from osd.errors import OSDError
+from osd.errors import AwayError, OSDError
 from osd.records import Place
 from osd.service import cluster
 from osd.service.fleet import engines, room
@@ -84,6 +84,34 @@ def test_a_start_goes_on_succeeds_or_fails(made: RayEngines) -> None:
     assert made.failure(started("http://127.0.0.1:1")) == ""
     reason = made.failure(started(ActorDiedError()))
     assert reason.startswith("replica-1: the process of the engine ended: ")
+
+
+@pytest.mark.usefixtures("ray")
+@pytest.mark.parametrize("is_there", [True, False])
+def test_why_one_failed_on_another_machine_is_read_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """This machine may have a log of the same name, of an earlier service."""
+    (tmp_path / "replica-1.log").write_text("RuntimeError: of last week")
+    log = tmp_path / "there/replica-1.log"
+    log.parent.mkdir()
+    log.write_text("RuntimeError: no memory for the cache\n")
+    place = Place(part="replica-1", host="b", node="b1", log=str(log))
+    plan: Any = SimpleNamespace(config=Config.model_validate({"ray": {"replica_resource": "gpu"}}))
+    registry: Any = Places()
+    registry.known.append(place)
+
+    def run_on(found: Place, function: Any, *arguments: Any) -> Any:
+        assert found == place
+        if not is_there:
+            raise AwayError("b does not answer")
+        return function(*arguments)
+
+    monkeypatch.setattr(cluster, "run_on", run_on)
+    made = RayEngines(plan, registry, {"log_dir": str(tmp_path)}, lambda text: None)
+    reason = made.failure(started(ActorDiedError()))
+    assert ("ended: no memory for the cache; " in reason) is is_there
+    assert "last week" not in reason and reason.endswith("`osd logs replica-1` says more")
 
 
 @pytest.mark.usefixtures("ray")

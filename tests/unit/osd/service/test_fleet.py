@@ -315,7 +315,10 @@ def test_one_that_dies_is_shown_and_keeps_its_place() -> None:
     assert scene.engines.running == ["replica-0", "replica-1"], "Ray starts it again"
     assert scene.dropped == [], "the front door knows whether it lives"
     assert scene.engines.expected == ["replica-0"]
+    assert [member.is_lost for member in scene.registry.told] == [True, False]
+    assert scene.registry.events == [], "the control actor tells it, once"
     scene.silent.clear()
+    assert [member.is_lost for member in scene.run(1).registry.told] == [False, False]
     assert scene.run(1).states()["replica-0"] == "serving"
 
 

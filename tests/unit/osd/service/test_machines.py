@@ -3,6 +3,7 @@ own."""
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +90,9 @@ def test_another_target_of_the_same_name_is_refused(
     assert actors.target_here(config, fingerprint(target)) == target
     with pytest.raises(ConfigError, match=r"serving.target=.*: another model on .*copy that"):
         actors.target_here(config, "0123456789abcdef")
+    gone = Config.model_validate({"serving": {"target": str(target / "gone")}})
+    with pytest.raises(ConfigError, match=f"^on {socket.gethostname()}: serving.target=.*gone: no"):
+        actors.target_here(gone, "0123456789abcdef")
 
 
 @pytest.mark.parametrize(("node", "is_home"), [("head", True), ("other", False)])
