@@ -207,7 +207,7 @@ def _replicas(status: ServiceStatus) -> list[Phrase]:
     found = sorted(status.replicas, key=lambda r: (not r.lagging, r.version == r.wanted))
     alive = {replica.replica for replica in found}
     away = [
-        (f"{m.replica} {m.state}", WARN if m.why else QUIET)
+        (f"{m.replica} {m.state}", WARN if m.why or m.is_lost else QUIET)
         for m in status.members
         if m.replica not in alive or not m.is_wanted
     ]

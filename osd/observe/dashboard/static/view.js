@@ -71,7 +71,7 @@ export function showReplicas({ replicas = [], members = [], version: serving }) 
   const rows = away.map((m) => element("tr", {},
     element("td", {}, m.replica),
     element("td", {}, "–"),
-    element("td", {}, tag(m.why ? "warn" : "info", m.state)),
+    element("td", {}, tag(m.why || m.is_lost ? "warn" : "info", m.state)),
     element("td", { class: "wrap", colspan: "4" }, m.why),
     element("td", {}, since(m.since)),
   ));
