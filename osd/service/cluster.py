@@ -27,6 +27,7 @@ API_KEY = "VLLM_API_KEY"
 """Environment variable from which vLLM takes the key that clients must show."""
 OBJECT_STORE_BYTES = 128 << 20
 SECONDS_TO_ANSWER = 30.0
+SECONDS_FOR_A_REASON = 3.0
 T = TypeVar("T")
 
 
@@ -241,7 +242,7 @@ def run_on(place: Place, function: Callable[..., T], *arguments: Any) -> T:
 def wait_ready(handle: Any, name: str, what: str, log: Path) -> str:
     """Block until the actor answers; returns its URL. Raises `OSDError` with the reason from `log`
     when it does not start."""
-    return url_of(handle.wait_ready.remote(), name, what, log)
+    return url_of(handle.wait_ready.remote(), name, what, lambda: log)
 
 
 def first_ready(refs: Sequence[Any], seconds: float) -> int | None:
@@ -252,26 +253,35 @@ def first_ready(refs: Sequence[Any], seconds: float) -> int | None:
     return refs.index(done[0]) if done else None
 
 
-def failure(ready: Any, name: str, what: str, log: Path | Place) -> tuple[str, bool]:
-    """Why an actor did not start, whose `wait_ready` was called, and whether Ray starts it again by
-    itself; "" while it goes on, or where it has."""
+def is_lost(ready: Any) -> bool:
+    """Whether an actor, whose `wait_ready` was called, lost its process, and Ray starts it again by
+    itself."""
     import ray
 
     if first_ready([ready], 0) is None:
-        return "", False
+        return False
+    try:
+        ray.get(ready)
+    except ray.exceptions.ActorUnavailableError:
+        return True
+    except Exception:  # noqa: BLE001  `failure` tells it
+        return False
+    return False
+
+
+def failure(ready: Any, name: str, what: str, log: Callable[[], Path | Place]) -> str:
+    """Why an actor did not start, whose `wait_ready` was called; "" while it goes on, or where it
+    has."""
+    if first_ready([ready], 0) is None:
+        return ""
     try:
         url_of(ready, name, what, log)
     except OSDError as error:
-        try:
-            ray.get(ready)
-        except ray.exceptions.ActorUnavailableError:
-            return str(error), True
-        except Exception:  # noqa: BLE001  it was told above
-            return str(error), False
-    return "", False
+        return str(error)
+    return ""
 
 
-def url_of(ready: Any, name: str, what: str, log: Path | Place) -> str:
+def url_of(ready: Any, name: str, what: str, log: Callable[[], Path | Place]) -> str:
     """As `wait_ready`, of an actor whose `wait_ready` was called."""
     import ray
 
@@ -281,13 +291,28 @@ def url_of(ready: Any, name: str, what: str, log: Path | Place) -> str:
         cause = error.cause
         if isinstance(cause, OSDError):
             raise cause from None
-        raise OSDError(
-            f"{name}: the {what} did not start: {_reason(log) or cause}; {_see(log)}"
-        ) from None
+        raise OSDError(f"{name}: the {what} did not start: {_reason(log(), str(cause))}") from None
     except ray.exceptions.RayError as error:
-        reason = _reason(log) or _last_line(error)
-        raise OSDError(f"{name}: the process of the {what} ended: {reason}; {_see(log)}") from None
+        why = _reason(log(), _last_line(error))
+        raise OSDError(f"{name}: the process of the {what} ended: {why}") from None
     return url
+
+
+def _reason(log: Path | Place, otherwise: str) -> str:
+    """The reason in a log, and where to read more. A machine that is gone may never answer, so it
+    is waited for in a thread."""
+    if isinstance(log, Path):
+        return f"{reason_from_log(log) or otherwise}; see {log}"
+    found: list[str] = []
+
+    def read() -> None:
+        with suppress(OSDError):
+            found.append(run_on(log, reason_from_log, Path(log.log)))
+
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    reading.join(SECONDS_FOR_A_REASON)
+    return f"{''.join(found) or otherwise}; `osd logs {log.part}` says more"
 
 
 def _last_line(error: Exception) -> str:
@@ -304,19 +329,6 @@ def stop_actors(asked: Sequence[Any], actors: Sequence[Any], seconds: float) -> 
     for actor in actors:
         with suppress(Exception):
             ray.kill(actor)
-
-
-def _reason(log: Path | Place) -> str:
-    if isinstance(log, Path):
-        return reason_from_log(log)
-    try:
-        return run_on(log, reason_from_log, Path(log.log))
-    except OSDError:
-        return ""
-
-
-def _see(log: Path | Place) -> str:
-    return f"see {log}" if isinstance(log, Path) else f"`osd logs {log.part}` says more"
 
 
 def reason_from_log(path: Path) -> str:

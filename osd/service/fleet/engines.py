@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from osd.service.plan import ServicePlan, without_speculation
 
 SECONDS_TO_STOP = 5.0
 SECONDS_BETWEEN_QUESTIONS = 5.0
-MOST_LOSSES = 5
-"""Times in a row that the process of a replica may be lost before it answers."""
+SECONDS_TO_RETURN = 120.0
+"""For so long a replica whose process was lost may be started again by Ray before it answers. Ray
+cannot be asked meanwhile how far it is."""
 
 
 @dataclass(slots=True)
@@ -32,7 +34,8 @@ class Started:
     actor: Any
     ready: Any
     """Ray's reference to its URL, which comes when it answers."""
-    num_losses: int = 0
+    lost_since: float | None = None
+    """Monotonic time; None while it is not known to be lost."""
     end: Any = None
     """Ray's reference that is ready when its process has ended; None = it is not watched."""
 
@@ -50,7 +53,9 @@ class RayEngines:
         registry: Registry,
         arguments: dict[str, Any],
         report: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._plan, self._registry = plan, registry
         self._arguments, self._report = arguments, report
         self.actors: list[Any] = []
@@ -92,7 +97,7 @@ class RayEngines:
 
     def wait(self, started: Started) -> str:
         """Block until it answers; returns its URL. Raises `OSDError`."""
-        url = cluster.url_of(started.ready, started.name, "engine", self._log(started))
+        url = cluster.url_of(started.ready, started.name, "engine", partial(self._log, started))
         self._report(f"{started.name}: ready at {url}")
         return url
 
@@ -122,16 +127,17 @@ class RayEngines:
         return handle.end is not None and cluster.first_ready([handle.end], 0) is not None
 
     def expect(self, handle: Started) -> None:
-        handle.num_losses = 0
+        handle.lost_since = None
         handle.ask()
 
     def failure(self, handle: Started) -> str:
-        reason, is_lost = cluster.failure(handle.ready, handle.name, "engine", self._log(handle))
-        if reason and is_lost and handle.num_losses < MOST_LOSSES:
-            handle.num_losses += 1
-            handle.ask()
-            return ""
-        return reason
+        if cluster.is_lost(handle.ready):
+            now = self._clock()
+            handle.lost_since = now if handle.lost_since is None else handle.lost_since
+            if now - handle.lost_since < SECONDS_TO_RETURN:
+                handle.ask()
+                return ""
+        return cluster.failure(handle.ready, handle.name, "engine", partial(self._log, handle))
 
     def why_pending(self, name: str) -> str:
         is_asking = self._asking is not None and self._asking.is_alive()
