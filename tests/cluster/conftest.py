@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +15,7 @@ from tests.support.pairs import build_pair
 from tests.support.paths import ROOT
 from tests.support.traffic import MODEL
 
-SERVICE = {
+SERVICE: dict[str, Any] = {
     "data_dir": "~/osd-data",
     "serving": {
         "target": "~/pair/target",
@@ -56,13 +57,16 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         (found["head"].home / "pair").mkdir()
         pair = build_pair(found["head"].home / "pair")
         shutil.copytree(pair.target, found["worker"].home / "pair/target")
-        write_configuration(found)
         write_cluster_file(found)
         yield found
 
 
-def write_configuration(hosts: Hosts, **speculation: object) -> None:
-    given = {**SERVICE, "speculation": SERVICE["speculation"] | speculation}  # type: ignore[operator]
+def write_configuration(hosts: Hosts, **changes: Any) -> None:
+    """`SERVICE` with these changes: a section's keys are added to it."""
+    given = dict(SERVICE)
+    for section, value in changes.items():
+        is_mapping = isinstance(value, dict)
+        given[section] = {**given.get(section, {}), **value} if is_mapping else value
     (hosts["laptop"].home / "osd.yaml").write_text(yaml.safe_dump(given))
 
 

@@ -63,7 +63,11 @@ class Host:
 
     def begin(self, command: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self._ssh(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            self._ssh(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def processes(self) -> dict[int, str]:

@@ -3,63 +3,28 @@ are one story, in this order."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
+from tests.cluster.commands import OSD, ask, asking, ray, status, wait_for_end
 from tests.cluster.conftest import write_configuration
-from tests.cluster.hosts import Host, Hosts
+from tests.cluster.hosts import Hosts
 from tests.support.paths import ROOT
 from tests.support.services import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
-OSD = ".venv/bin/osd"
 SERVICE = ("osd serve", "gcs_server", "ReplicaActor", "ControlActor", "EngineCore")
 """What runs on the head."""
 TRAINING = ("raylet/raylet", "TrainerActor")
 """What runs on the worker."""
 
 
-def ray(hosts: Hosts, command: str, *, is_ok: bool = True) -> str:
-    """`ray COMMAND cluster.yaml` on the laptop. Returns what it said."""
-    clock = time.monotonic()
-    done = hosts["laptop"].run(
-        f"cd {ROOT} && .venv/bin/ray {command} -y ~/cluster.yaml 2>&1", timeout=600
-    )
-    print(f"ray {command}: {time.monotonic() - clock:.0f} s")
-    assert (done.returncode == 0) is is_ok, done.stdout[-4000:]
-    return done.stdout
-
-
-def ask(hosts: Hosts, rounds: int) -> list[dict[str, Any]]:
-    """Rounds of 24 requests from the laptop."""
-    return list(asking(hosts, rounds))
-
-
-def asking(hosts: Hosts, rounds: int) -> Iterator[dict[str, Any]]:
-    url = f"http://{hosts['head'].address}:8000"
-    begun = hosts["laptop"].begin(
-        f"cd {ROOT} && .venv/bin/python -W ignore -m tests.cluster.load {url} {rounds}"
-    )
-    assert begun.stdout is not None
-    for line in begun.stdout:
-        assert line.startswith("{"), line
-        yield json.loads(line)
-    assert begun.wait() == 0
-
-
-def status(head: Host) -> dict[str, Any]:
-    done = head.run(f"cd {ROOT} && {OSD} status --json")
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
-
-
 @pytest.fixture(scope="module")
 def up(hosts: Hosts) -> Iterator[Hosts]:
+    write_configuration(hosts)
     said = ray(hosts, "up")
     assert "serving: http://0.0.0.0:8000/v1" in said
     yield hosts
@@ -124,14 +89,14 @@ def test_a_worker_that_is_cut_off_is_shown_and_costs_no_request(up: Hosts) -> No
 
 def test_an_engine_that_cannot_start_is_one_line(up: Hosts) -> None:
     """It ends what ran: the configuration says so."""
-    write_configuration(up, k_max=0)
+    write_configuration(up, speculation={"k_max": 0})
     said = ray(up, "up", is_ok=False)
     assert "osd: " in said and "speculation.k_max=0" in said
     assert up["head"].named(*SERVICE), "a configuration that is refused ends nothing"
 
 
 def test_what_changed_is_what_serves_after_ray_up(up: Hosts) -> None:
-    write_configuration(up, k_max=3)
+    write_configuration(up, speculation={"k_max": 3})
     before = up["head"].named("osd serve")
     assert "default has stopped" in ray(up, "up")
     wait_until(lambda: not status(up["head"])["problems"], 150, "the worker has joined again")
@@ -144,6 +109,6 @@ def test_what_changed_is_what_serves_after_ray_up(up: Hosts) -> None:
 def test_ray_down_leaves_no_process(up: Hosts) -> None:
     ray(up, "down")
     clock = time.monotonic()
-    wait_until(lambda: not up["head"].processes(), 20, "nothing is left on the head")
-    wait_until(lambda: not up["worker"].processes(), 90, "nothing is left on the worker")
+    wait_for_end(up["head"], 20)
+    wait_for_end(up["worker"], 90)
     print(f"the last process ended {time.monotonic() - clock:.0f} s after `ray down`")
