@@ -182,7 +182,7 @@ def test_a_host_that_is_cut_off_fails_no_request(up: Hosts, first: dict[str, Any
         clock = time.monotonic()
     seconds = sorted(took for each in traffic.rounds for took in each["seconds"])
     print(f"requests took {seconds[len(seconds) // 2]:.1f} s, the slowest {seconds[-8:]}")
-    assert 15 < seconds[-1] < 90, "some waited for the host's answer, and were asked elsewhere"
+    assert 10 < seconds[-1] < 40, "some waited for the host's answer, and were asked elsewhere"
     assert traffic.errors == [] and len(traffic.digests) == 1
     alone = wait_until(lambda: whole_round(up, "worker"), 400, "it serves again")
     print(f"it serves again {time.monotonic() - clock:.0f} s after it was plugged in")

@@ -27,7 +27,7 @@ BUFFER_BYTES = 256 << 10
 waits for its first word holds so much."""
 OLDEST = (2, 7)
 """The first version that says how a reload went."""
-SECONDS_SILENT = 20
+SECONDS_SILENT = 15
 """A connection ends on which a machine has not confirmed for so long what was sent to it."""
 MAX_THREADS = 4
 ERRORS = {
@@ -132,21 +132,24 @@ def _frontend(address: str) -> Sequence[str]:
 def _backends(addresses: Mapping[str, str]) -> Sequence[str]:
     checks = "check inter 2s fastinter 500ms downinter 500ms fall 3 rise 1"
     failures = "observe layer4 error-limit 3 on-error mark-down"
-    silence = f"pool-purge-delay 2s tcp-ut {SECONDS_SILENT}s"
+    silence = f"tcp-ut {SECONDS_SILENT}s"  # HAProxy 2.8 does not take it from a default-server
     return (
         "backend least_busy",
         "  log global",
         "  balance leastconn",
         "  option httpchk GET /health",
         "  http-check expect status 200",
-        f"  default-server {silence} {checks} {failures}",
-        *(f"  server {name} {address} {_id(name)}" for name, address in addresses.items()),
+        f"  default-server pool-purge-delay 2s {checks} {failures}",
+        *(
+            f"  server {name} {address} {_id(name)} {silence}"
+            for name, address in addresses.items()
+        ),
         "backend by_session",
         f"  balance hdr({SESSION_HEADER})",
         "  hash-type consistent",
-        f"  default-server {silence}",
+        "  default-server pool-purge-delay 2s",
         *(
-            f"  server {name} {address} {_id(name)} track least_busy/{name}"
+            f"  server {name} {address} {_id(name)} track least_busy/{name} {silence}"
             for name, address in addresses.items()
         ),
     )

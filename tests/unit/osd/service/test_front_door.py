@@ -429,7 +429,16 @@ def test_sessions_of_others_stay_where_they_are_when_one_is_missing() -> None:
     del urls["replica-0"]
     left = configuration("127.0.0.1", 8000, urls).splitlines()
     assert [line for line in whole if "replica-0" not in line] == left
-    assert "  server replica-2 127.0.0.1:20002 id 3 track least_busy/replica-2" in left
+    (line,) = [line for line in left if "track least_busy/replica-2" in line]
+    assert line.startswith("  server replica-2 127.0.0.1:20002 id 3 ")
+
+
+def test_each_server_is_given_up_when_its_machine_falls_silent() -> None:
+    """On its own line: HAProxy 2.8 does not take `tcp-ut` from a default-server. What it does is
+    seen in `tests/cluster/`."""
+    text = configuration("127.0.0.1", 8000, {"replica-0": "http://127.0.0.1:20000"})
+    servers = [line for line in text.splitlines() if line.startswith("  server ")]
+    assert len(servers) == 2 and all(" tcp-ut 15s" in line for line in servers)
 
 
 def test_a_door_without_replicas_says_so(tmp_path: Path) -> None:
