@@ -22,6 +22,7 @@ from osd.errors import AwayError, ConfigError, OSDError
 from osd.records import Place
 from osd.service.ray_watch import RayWatch, patience
 from osd.service.reaper import Reaper
+from osd.service.reasons import last_line, reason_from_log
 
 API_KEY = "VLLM_API_KEY"
 """Environment variable from which vLLM takes the key that clients must show."""
@@ -293,7 +294,7 @@ def url_of(ready: Any, name: str, what: str, log: Callable[[], Path | Place]) ->
             raise cause from None
         raise OSDError(f"{name}: the {what} did not start: {_reason(log(), str(cause))}") from None
     except ray.exceptions.RayError as error:
-        why = _reason(log(), _last_line(error))
+        why = _reason(log(), last_line(error))
         raise OSDError(f"{name}: the process of the {what} ended: {why}") from None
     return url
 
@@ -315,11 +316,6 @@ def _reason(log: Path | Place, otherwise: str) -> str:
     return f"{''.join(found) or otherwise}; `osd logs {log.part}` says more"
 
 
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__
-
-
 def stop_actors(asked: Sequence[Any], actors: Sequence[Any], seconds: float) -> None:
     """Ask some actors to stop and give them `seconds`, then end the processes of all."""
     import ray
@@ -329,16 +325,6 @@ def stop_actors(asked: Sequence[Any], actors: Sequence[Any], seconds: float) -> 
     for actor in actors:
         with suppress(Exception):
             ray.kill(actor)
-
-
-def reason_from_log(path: Path) -> str:
-    """The last line of a log that names an error; "" when there is none."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()[-400:]
-    except OSError:
-        return ""
-    marked = [line for line in lines if "Error: " in line and "See root cause" not in line]
-    return marked[-1].split("Error: ", 1)[1].strip()[:300] if marked else ""
 
 
 @contextmanager

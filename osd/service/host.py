@@ -8,9 +8,9 @@ machine reaches the network: in a cloud nobody knows it beforehand.
 
 `ray up` runs these commands each time. They do nothing where what they would start runs already:
 the same arguments, configuration and code. Otherwise they end it first. Only processes that they
-started are ended: `ray start --block` leads a process group, and whatever of that group outlives it
-is killed with it. So `ray down`, which ends the head alone, leaves nothing on the other machines
-once these have missed the head for a minute.
+started are ended: `ray_leader.py` leads a process group, and what of that group outlives its Ray is
+killed. So `ray down`, which ends the head's Ray alone, leaves nothing there, nor on the other
+machines once these have missed the head for a minute.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from osd.common.files import replace_file
 from osd.config import reading
 from osd.errors import ConfigError, OSDError
 from osd.exchange.redis_url import is_loopback
-from osd.service import note, plan
+from osd.service import note, plan, ray_leader
 from osd.service.cluster import OBJECT_STORE_BYTES, network_address, set_ray_defaults
 from osd.service.detach import serve_detached, stop_service
 from osd.service.ray_watch import connected
@@ -207,7 +207,7 @@ def start_ray(stamp: str, address: str, arguments: Sequence[str], head: str) -> 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = folder / "ray.log"
     ray = str(Path(sys.executable).parent / "ray")
-    command = ["sh", "-c", '"$@"; kill -KILL 0', "ray", ray, "start", "--block", *arguments]
+    command = [sys.executable, "-I", "-S", ray_leader.__file__, ray, "start", "--block", *arguments]
     command += [f"--node-ip-address={address}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -149,6 +149,8 @@ def test_an_engine_killed_on_the_worker_fails_no_request(up: Hosts, first: dict[
         wait_until(lambda: is_back(up, killed), 240, "it is back, and is asked")
         print(f"asked again after {time.monotonic() - clock:.0f} s")
     assert traffic.errors == [] and len(traffic.digests) == 1
+    wait_until(lambda: losses(up)[:1] == ["replica_back"], 10, "its return is told")
+    assert losses(up) == ["replica_back", "replica_lost"], "each once"
     assert engines(up)["worker"]["version"] == newest
     assert num_fetched(up, "worker")[newest] == 1, "it was on the host already"
     (alone,) = ask(up, 1, engines(up)["worker"]["url"])
@@ -161,6 +163,12 @@ def is_shown_as_lost(hosts: Hosts, lost: dict[str, Any]) -> bool:
     return any(problem.startswith(f"{lost['replica']} was lost ") for problem in said)
 
 
+def losses(hosts: Hosts) -> list[str]:
+    """Newest first."""
+    kinds = [event["kind"] for event in asked_of_control(hosts, "events")]
+    return [kind for kind in kinds if kind in ("replica_lost", "replica_back")]
+
+
 def is_back(hosts: Hosts, killed: dict[str, Any]) -> bool:
     found = engines(hosts).get("worker", {})
     return found.get("pid", killed["pid"]) != killed["pid"] and found["num_running"] > 0
@@ -168,7 +176,7 @@ def is_back(hosts: Hosts, killed: dict[str, Any]) -> bool:
 
 def test_a_host_that_is_cut_off_fails_no_request(up: Hosts, first: dict[str, Any]) -> None:
     """Requests that it had begun to answer are answered by the other. It comes back by itself."""
-    lost = engines(up)["worker"]
+    lost, told = engines(up)["worker"], losses(up)
     with WholeAnswers(up) as traffic:
         wait_until(lambda: engines(up)["worker"]["num_running"] > 1, 30, "it has work")
         up.cut_off("worker")
@@ -187,6 +195,9 @@ def test_a_host_that_is_cut_off_fails_no_request(up: Hosts, first: dict[str, Any
     alone = wait_until(lambda: whole_round(up, "worker"), 400, "it serves again")
     print(f"it serves again {time.monotonic() - clock:.0f} s after it was plugged in")
     assert alone["digest"] == first["digest"]
+    wait_until(lambda: losses(up)[:1] == ["replica_back"], 30, "its return is told")
+    num_told = len(losses(up)) - len(told)
+    assert losses(up)[:num_told] == ["replica_back", "replica_lost"] * (num_told // 2)
     wait_until(lambda: versions(up) == {status(up["head"])["version"]}, 90, "it has the newest")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -17,14 +18,14 @@ import pytest
 
 from osd.config.schema import Config
 from osd.errors import ConfigError, OSDError
-from osd.service import host, note
+from osd.service import host, note, ray_leader
 from osd.service.note import Running
 
 RAY = """#!/bin/sh
 echo "$@" > "$FAKE_RAY/arguments"
 env | grep RAY_ > "$FAKE_RAY/environment"
 [ ! -e "$FAKE_RAY/broken" ] || { echo "ConnectionError: already running"; exit 1; }
-sleep 1000 &
+"$FAKE_RAY/raylet" 1000 &
 echo "Ray runtime started."
 exec sleep 1000
 """
@@ -43,6 +44,8 @@ class Machine:
         (folder / "home").mkdir()
         (folder / "bin/ray").write_text(RAY)
         (folder / "bin/ray").chmod(0o700)
+        (folder / "bin/python").symlink_to(Path(sys.executable).resolve())
+        (folder / "raylet").symlink_to(shutil.which("sleep") or "")
         monkeypatch.setenv("FAKE_RAY", str(folder))
         monkeypatch.setenv("HOME", str(folder / "home"))
         monkeypatch.setenv("OSD_RUNTIME_DIR", str(folder / "run"))
@@ -269,9 +272,24 @@ def test_what_outlives_ray_is_ended_with_it(machine: Machine) -> None:
     machine.worker("train")
     ray = machine.ray
     wait_until(lambda: len(members(ray)) == 3)
-    (blocked,) = [pid for pid in members(ray) if psutil.Process(pid).ppid() == ray]
-    os.kill(blocked, 15)
+    os.kill(children_of(ray)[0], 15)
     wait_until(lambda: not members(ray))
+
+
+def test_a_command_that_waits_on_after_ray_stop_is_ended(machine: Machine) -> None:
+    """`ray stop` ends the raylet and its like, and `ray start --block` takes that for wanted."""
+    machine.head()
+    ray = machine.ray
+    wait_until(lambda: len(members(ray)) == 3)
+    time.sleep(2 * ray_leader.SECONDS_BETWEEN_LOOKS)
+    (blocked,) = children_of(ray)
+    (raylet,) = children_of(blocked)
+    os.kill(raylet, 15)
+    wait_until(lambda: not members(ray))
+
+
+def children_of(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children()]
 
 
 def test_a_process_with_the_id_of_a_ray_that_ended_is_left_alone(machine: Machine) -> None:

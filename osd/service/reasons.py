@@ -1,0 +1,20 @@
+"""Why a part did not start, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def reason_from_log(path: Path) -> str:
+    """The last line of a log that names an error; "" when there is none."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()[-400:]
+    except OSError:
+        return ""
+    marked = [line for line in lines if "Error: " in line and "See root cause" not in line]
+    return marked[-1].split("Error: ", 1)[1].strip()[:300] if marked else ""
+
+
+def last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
