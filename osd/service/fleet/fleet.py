@@ -30,6 +30,8 @@ HEARTBEATS_TO_END = 3
 SECONDS_SILENT = 60.0
 """A drained replica without a heartbeat for so long has died. A short silence says nothing: it may
 be that of Redis."""
+SECONDS_OF_LAST_WORDS = 15.0
+"""One that has ended is heard of no longer: a heartbeat lasts for 12 s."""
 FIRST_DELAY, LONGEST_DELAY = 15.0, 600.0
 """Seconds without another start after one that failed; the delay doubles each time."""
 SECONDS_TO_WAIT = 10.0
@@ -134,7 +136,7 @@ class Fleet:
         nothing changes then."""
         heartbeats: dict[str, ReplicaStatus] = {}
         for status in self._registry.replicas():
-            if self._ended.get(status.replica) != _life(status):
+            if self._is_alive(status):
                 heartbeats[status.replica] = status
             elif status.replica not in self._replicas:
                 self._registry.forget(status.replica)  # it said so on its way out
@@ -148,6 +150,17 @@ class Fleet:
         self._tell()
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _is_alive(self, status: ReplicaStatus) -> bool:
+        """Whether a heartbeat is of a life that goes on."""
+        name = status.replica
+        if self._ended.get(name) != _life(status):
+            return True
+        replica, now = self._replicas.get(name), self._clock.monotonic()
+        if replica is None or not replica.is_lost or now - replica.since < SECONDS_OF_LAST_WORDS:
+            return False
+        del self._ended[name]  # not its process was lost, but Ray's connection to it
+        return True
 
     def _note(self, replica: _Replica, heartbeat: ReplicaStatus | None) -> None:
         before, replica.seen = replica.seen, heartbeat

@@ -10,7 +10,7 @@ import pytest
 from osd.config.serving import ReplicasConfig
 from osd.errors import ReplayBufferError
 from osd.records import Event, Member, ReplicaStatus
-from osd.service.fleet.fleet import FIRST_DELAY, SECONDS_TO_DRAIN, Fleet
+from osd.service.fleet.fleet import FIRST_DELAY, SECONDS_OF_LAST_WORDS, SECONDS_TO_DRAIN, Fleet
 from osd.service.fleet.scaling import Scaler
 from tests.support.clocks import HandClock
 
@@ -295,6 +295,17 @@ def test_one_that_has_started_again_when_its_end_is_seen_serves() -> None:
     scene.lives["replica-0"] = 2
     assert scene.run(5).states() == {"replica-0": "serving", "replica-1": "serving"}
     assert scene.engines.expected == [] and not scene.engines.died
+
+
+def test_one_to_which_ray_lost_the_connection_alone_serves_again() -> None:
+    """Ray cannot tell that from an end. Its heartbeats go on, with the life they had."""
+    scene = Scene(min=2, max=2).run(2)
+    scene.engines.died.add("replica-0")
+    assert scene.run(1).states()["replica-0"] == "starting"
+    assert scene.run(int(SECONDS_OF_LAST_WORDS)).states()["replica-0"] == "serving"
+    assert scene.run(20).states()["replica-0"] == "serving"
+    scene.engines.died.add("replica-0")
+    assert scene.run(1).states()["replica-0"] == "starting", "it is watched again"
 
 
 def test_an_end_that_redis_does_not_hear_of_is_told_when_it_does() -> None:
