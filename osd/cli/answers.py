@@ -15,10 +15,13 @@ Answer = Mapping[str, Any]
 
 
 def tell(answer: Answer, as_json: bool) -> None:
-    """Print an answer of the control port: a sentence, or all of it."""
-    if as_json:
-        return show(answer)
-    typer.echo(SENTENCES[answer["action"]](answer))
+    """Print an answer of the control port: a sentence, or all of it. A service of another version
+    may answer otherwise: then all of it, too."""
+    try:
+        sentence = "" if as_json else SENTENCES[answer["action"]](answer)
+    except KeyError:
+        sentence = ""
+    typer.echo(sentence) if sentence else show(answer)
 
 
 def _steps(answer: Answer) -> str:

@@ -201,12 +201,16 @@ def check_front_door(config: Config, find: Callable[[], Path] = find_program) ->
     is_needed = bool(config.front_door_url)
     try:
         program = find()
-        answer = subprocess.run([program, "-v"], capture_output=True, text=True, check=False)
+        answer = subprocess.run(
+            [program, "-v"], capture_output=True, text=True, timeout=SECONDS_TO_ANSWER, check=False
+        )
     except ConfigError as error:
         text = str(error) if is_needed else "HAProxy is not found; one replica needs none"
         return Check("front door", False if is_needed else None, text)
     except OSError as error:  # of another machine's kind, say
         trouble = error.strerror or "it is no program"
+    except subprocess.TimeoutExpired:
+        trouble = f"it does not answer within {SECONDS_TO_ANSWER:.0f} s"
     else:
         trouble = f"it ends with {answer.returncode}" if answer.returncode else ""
     need = "" if is_needed else "; one replica needs none"

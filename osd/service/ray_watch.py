@@ -85,10 +85,12 @@ class RayWatch:
 
 def patience(environ: Mapping[str, str] = os.environ) -> float:
     """How long the head of a joined cluster may be away: as long as Ray waits, less what the
-    service takes to end."""
-    return max(
-        float(environ.get(RAYS_PATIENCE) or RAYS_SECONDS) - SECONDS_TO_END, SECONDS_UNTIL_GONE
-    )
+    service takes to end. What is no number is Ray's to refuse."""
+    try:
+        seconds = float(environ.get(RAYS_PATIENCE) or RAYS_SECONDS)
+    except ValueError:
+        seconds = RAYS_SECONDS
+    return max(seconds - SECONDS_TO_END, SECONDS_UNTIL_GONE)
 
 
 def why_ended(gone: str, address: str) -> str:

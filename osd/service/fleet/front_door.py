@@ -179,7 +179,7 @@ class FrontDoor:
             try:
                 answer = self._command("reload")
                 break
-            except (ConnectionRefusedError, FileNotFoundError):  # its master is just beginning
+            except (ConnectionError, FileNotFoundError):  # its master is just beginning
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)

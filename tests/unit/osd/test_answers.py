@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from osd.cli import app
+from osd.cli.answers import tell
 from osd.observe.dashboard import ControlServer, build_app
 from tests.unit.osd.observe.test_dashboard import TOKEN, FakeController, FakeHistory
 
@@ -73,3 +74,13 @@ def test_it_is_one_sentence(port: int, command: str) -> None:
 )
 def test_all_of_it_as_json(port: int, command: str, answer: dict[str, Any]) -> None:
     assert json.loads(said(port, *command.split(), "--json")) == answer
+
+
+@pytest.mark.parametrize(
+    "answer", [{"ok": True, "action": "rollback"}, {"ok": True, "action": "unheard of"}, {"ok": 1}]
+)
+def test_what_a_service_of_another_version_answers_is_shown_whole(
+    answer: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell(answer, as_json=False)
+    assert json.loads(capsys.readouterr().out) == answer

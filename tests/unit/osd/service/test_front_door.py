@@ -245,7 +245,7 @@ def test_a_reload_ends_no_connection_on_which_a_request_may_be_coming(door: Door
 def test_a_master_that_is_just_beginning_is_asked_again(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusals = [ConnectionRefusedError(), FileNotFoundError()]
+    refusals = [ConnectionRefusedError(), ConnectionResetError(), FileNotFoundError()]
     command = door.door._command
 
     def refusing(text: str) -> str:

@@ -77,6 +77,7 @@ def test_a_joined_cluster_is_given_as_long_for_its_head_as_ray_waits(
     assert ray.look(1) == HEAD
     assert patience({"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}) == 580
     assert patience({"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}) == SECONDS_UNTIL_GONE
+    assert patience({"RAY_gcs_rpc_server_reconnect_timeout_s": "60s"}) == patience({})
 
 
 def test_a_head_that_is_back_does_not_bring_this_machines_ray_back() -> None:
