@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from osd.common.wording import counted, percent, span
 from osd.records import NO_TRACES, Event, ServiceStatus
@@ -48,13 +49,21 @@ def last_outcome(events: Sequence[Event]) -> Event | None:
     return next((event for event in events if event.kind in ENDS_OF_A_ROUND), None)
 
 
-def problems_of(status: ServiceStatus, outcome: Event | None = None) -> list[str]:
-    """One line each, worst first; [] when all is well. `outcome`: the event that ended the last
-    training round."""
+def _failed_rounds(events: Sequence[Event]) -> list[Event]:
+    """The events that ended rounds whose result was worthless, since one that was of use; newest
+    first."""
+    ends = [event for event in events if event.kind in ENDS_OF_A_ROUND]
+    ends = [event for event in ends if NO_TRACES not in event.text]
+    return list(takewhile(lambda event: event.kind == "discarded", ends))
+
+
+def problems_of(status: ServiceStatus, events: Sequence[Event] = ()) -> list[str]:
+    """One line each, worst first; [] when all is well. `events`: newest first, enough of them to
+    find the end of the last two training rounds."""
     return [
         *_serving(status),
         *_lost(status),
-        *_training(status, outcome),
+        *_training(status, events),
         *_ended_controls(status),
     ]
 
@@ -168,7 +177,8 @@ def _steps_lost(status: ServiceStatus) -> Iterator[str]:
             yield f"capture lost {counted(num, 'engine step')} ({reason}): {remedy}"
 
 
-def _training(status: ServiceStatus, outcome: Event | None) -> Iterator[str]:
+def _training(status: ServiceStatus, events: Sequence[Event]) -> Iterator[str]:
+    outcome, failed = last_outcome(events), _failed_rounds(events)
     if status.trainer != "ok":
         why = f" ({status.trainer_trouble})" if status.trainer_trouble else ""
         yield (
@@ -178,10 +188,10 @@ def _training(status: ServiceStatus, outcome: Event | None) -> Iterator[str]:
     elif outcome is not None and outcome.kind == "publish_failed":
         text = outcome.text
         yield f"a better draft could not be published ({text}): make room in releases.dir"
-    elif outcome is not None and outcome.kind == "discarded" and NO_TRACES not in outcome.text:
+    elif len(failed) > 1:  # after one, the trainer has helped itself: it halved its learning rate
         yield (
-            f"the last training round failed ({outcome.text}): lower trainer.learning_rate if "
-            "it happens again"
+            f"the last {len(failed)} training rounds failed ({failed[0].text}): lower "
+            "trainer.learning_rate"
         )
     if status.paused:
         yield "training is paused, so the draft does not learn: `osd resume` ends it"

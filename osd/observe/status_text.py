@@ -25,7 +25,7 @@ def page(status: ServiceStatus, events: Sequence[Event]) -> str:
     outcome = last_outcome(events)
     return "\n".join(
         [
-            *_headline(problems_of(status, outcome)),
+            *_headline(problems_of(status, events)),
             *_service(status),
             _row("recent", _figures(status.recent)),
             *_training(status, outcome),

@@ -55,6 +55,17 @@ def asking(hosts: Hosts, rounds: int, url: str = "") -> Iterator[dict[str, Any]]
     assert begun.wait() == 0
 
 
+def wait_until_well(head: Host, seconds: float) -> None:
+    """Until the service on this host knows of no problem, but that rounds may have failed: only new
+    traffic ends that."""
+    deadline = time.monotonic() + seconds
+    while problems := [p for p in status(head)["problems"] if "rounds failed" not in p]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    assert problems == [], f"after {seconds:.0f} s"
+
+
 def wait_for_end(host: Host, seconds: float) -> None:
     """Until no process is left on a host."""
     deadline = time.monotonic() + seconds

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.commands import OSD, ask, asking, ray, status, wait_for_end
+from tests.cluster.commands import OSD, ask, asking, ray, status, wait_for_end, wait_until_well
 from tests.cluster.conftest import write_configuration
 from tests.cluster.hosts import Hosts
 from tests.support.paths import ROOT
@@ -53,7 +53,7 @@ def test_a_draft_learns_on_the_worker_and_serves_on_the_head(up: Hosts) -> None:
     for name in ("head", "worker"):
         assert (up[name].home / "osd-data/releases").exists() is (name == "head")
         assert (up[name].home / "osd-data/trainer").exists() is (name == "worker")
-    wait_until(lambda: not status(up["head"])["problems"], 150, "the worker has joined")
+    wait_until_well(up["head"], 150)
 
 
 def test_ray_up_again_restarts_nothing(up: Hosts) -> None:
@@ -99,7 +99,7 @@ def test_what_changed_is_what_serves_after_ray_up(up: Hosts) -> None:
     write_configuration(up, speculation={"k_max": 3})
     before = up["head"].named("osd serve")
     assert "default has stopped" in ray(up, "up")
-    wait_until(lambda: not status(up["head"])["problems"], 150, "the worker has joined again")
+    wait_until_well(up["head"], 150)
     found = status(up["head"])
     assert found["k"] == 3 and found["version"] > 1
     assert up["head"].named("osd serve").keys().isdisjoint(before)

@@ -27,7 +27,7 @@ from osd.observe.dashboard.logs import Logs, log_routes
 from osd.observe.dashboard.releases import ReadRelease, release_routes
 from osd.observe.dashboard.stream import event_stream
 from osd.observe.dashboard.traces import TracesOf, trace_routes
-from osd.observe.problems import last_outcome, problems_of
+from osd.observe.problems import problems_of
 from osd.records import Event
 
 STATIC = Path(__file__).parent / "static"
@@ -122,14 +122,14 @@ def _add_readers(app: FastAPI, controller: Any, history: Any) -> None:
     )
     async def status() -> Response:
         state = await maybe(controller.status())
-        outcome = last_outcome((await _events(history, NUM_TO_JUDGE_BY))[::-1])
+        events = (await _events(history, NUM_TO_JUDGE_BY))[::-1]
         return as_json(
             {
                 **to_builtins(state),
                 "now": time.time(),
                 "figures": await _figures(history, NOW_SECONDS),
                 "recent": await _figures(history, RECENT_SECONDS),
-                "problems": problems_of(state, outcome),
+                "problems": problems_of(state, events),
             }
         )
 

@@ -306,24 +306,25 @@ def test_a_trainer_that_fails() -> None:
     assert first_line(text).startswith("the trainer fails (no answer for some 10 s: why), so")
 
 
-@pytest.mark.parametrize(
-    ("kind", "line"),
-    [
-        (
-            "discarded",
-            "the last training round failed (loss is nan): lower trainer.learning_rate if it "
-            "happens again",
-        ),
-        (
-            "publish_failed",
-            "a better draft could not be published (loss is nan): make room in releases.dir",
-        ),
-    ],
-)
-def test_a_round_that_ended_badly(kind: str, line: str) -> None:
-    ended = Event(at=NOW - 5, kind=kind, text="loss is nan", version=4)
+def test_a_better_draft_that_could_not_be_published() -> None:
+    ended = Event(at=NOW - 5, kind="publish_failed", text="disk full", version=4)
+    line = "a better draft could not be published (disk full): make room in releases.dir"
     assert first_line(page(status(), [ended, *EVENTS])) == line
     assert first_line(page(status(), [*EVENTS, ended])) == "all is well", "a later round went well"
+
+
+def test_rounds_that_fail_one_after_the_other() -> None:
+    """After the first one the trainer helps itself."""
+    empty = Event(at=NOW - 6, kind="discarded", text=f"round discarded: {NO_TRACES}", version=4)
+    failed = [
+        Event(at=NOW - ago, kind="discarded", text=f"loss is nan {ago} s ago", version=4)
+        for ago in (5, 7)
+    ]
+    assert first_line(page(status(), [failed[0], *EVENTS])) == "all is well"
+    assert first_line(page(status(), [failed[0], empty, failed[1], *EVENTS])) == (
+        "the last 2 training rounds failed (loss is nan 5 s ago): lower trainer.learning_rate"
+    )
+    assert first_line(page(status(), [failed[0], *EVENTS, failed[1]])) == "all is well"
 
 
 def test_a_round_with_nothing_to_learn_from_is_no_trouble() -> None:
@@ -555,5 +556,5 @@ def test_an_attached_engine_says_what_is_switched_on(
 
 def test_a_deployment_of_attached_engines_asks_for_one() -> None:
     given = status(replicas=[], engines="attached")
-    (problem,) = [p for p in problems_of(given, None) if "engine" in p]
+    (problem,) = [p for p in problems_of(given) if "engine" in p]
     assert problem.startswith("no engine is attached, so nothing is learnt: start one with the env")
