@@ -492,7 +492,8 @@ async def test_status_names_what_is_wrong_worst_first(
         "directory says why; end it "
         "with `osd stop` and serve again"
     ]
-    history.log.append(Event(at=200.0, kind="discarded", text="non-finite loss"))
+    for at in (200.0, 300.0):
+        history.log.append(Event(at=at, kind="discarded", text="non-finite loss"))
     problems = (await client.get("/osd/status")).json()["problems"]
     assert len(problems) == 2 and "non-finite loss" in problems[1]
 
