@@ -29,6 +29,8 @@ BENCHES = {
     "recording.",
     "drift": "Whose draft tokens are accepted when the traffic changes: eight schedules, "
     "replayed for each contender.",
+    "memory": "What the memory of served text gains, alone and beside the draft, over suffix "
+    "decoding under the same control.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "

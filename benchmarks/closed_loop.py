@@ -2,7 +2,7 @@
 
     recorded requests, STREAMS at a time
       ──► Speculation.plan ──► a modelled step ──► Speculation.observe ──► ...
-          draft, n-grams or    seconds as measured
+          draft, memory or     seconds as measured
           nothing              (`step_times.py`)
 
 The control is the code that serves (`serving/speculation/control.py`). It sees steps that last as
@@ -28,13 +28,15 @@ from osd.config.schema import Config
 from osd.records import ACCEPTED, PLAIN, REJECTED
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
+from serving.speculation.requests import Remembers
+from serving.speculation.scheduler import memory_of
 from serving.speculation.step_seen import DraftWork, Stamp, StepSeen
 from serving.speculation.step_times import CELL_SIZE, Shape
 from trainer.draft import RowModel, load_draft
 
 NOISE = 0.05
 """Standard deviation of the logarithm of a step's time."""
-DRAFT, NGRAM = "draft", "ngram"
+DRAFT, MEMORY = "draft", "memory"
 
 
 @dataclass(slots=True)
@@ -52,10 +54,10 @@ class _Running:
     num_proposed: int = 0
     """Draft tokens that its next step verifies."""
     found: Sequence[int] = ()
-    """Those of an n-gram."""
+    """Those of the memory; empty where the draft proposed."""
     kinds: list[int] = field(default_factory=lambda: [PLAIN])
     seconds: float = 0.0
-    by: dict[str, list[int]] = field(default_factory=lambda: {DRAFT: [0] * 4, NGRAM: [0] * 4})
+    by: dict[str, list[int]] = field(default_factory=lambda: {DRAFT: [0] * 4, MEMORY: [0] * 4})
     """proposer -> drafts, drafted, tested, accepted"""
     num_steps: int = 0
 
@@ -71,10 +73,14 @@ class _Running:
     def num_left(self) -> int:
         return len(self.tokens) - self.num_tokens
 
-    def num_right(self, proposer: str) -> int:
+    @property
+    def proposer(self) -> str:
+        return MEMORY if self.found else DRAFT
+
+    def num_right(self) -> int:
         """How many of the proposed tokens are accepted."""
         num = min(self.num_proposed, self.num_left)
-        if proposer == DRAFT:
+        if not self.found:
             right = self.matches[self.at - 1 : self.at - 1 + num]
         else:
             served = self.tokens[self.num_tokens : self.num_tokens + num]
@@ -82,13 +88,13 @@ class _Running:
         wrong = np.flatnonzero(~right)
         return int(wrong[0]) if len(wrong) else num
 
-    def advance(self, proposer: str, num_right: int) -> None:
+    def advance(self, num_right: int) -> None:
         """A step accepted so many, and the target adds a token."""
         num_tested = min(num_right + 1, self.num_proposed, self.num_left)
         self.num_steps += 1
         if self.num_proposed:
             for place, num in enumerate((1, self.num_proposed, num_tested, num_right)):
-                self.by[proposer][place] += num
+                self.by[self.proposer][place] += num
         new = [ACCEPTED] * num_right + [REJECTED if num_tested > num_right else PLAIN]
         self.kinds += new[: self.num_left]
         self.at += min(num_right + 1, self.num_left)
@@ -120,8 +126,15 @@ class ClosedLoop:
     speculation."""
 
     def __init__(
-        self, requests: Sequence[Recorded], config: Config, times: ModelledStepTimes, *, seed: int
+        self,
+        requests: Sequence[Recorded],
+        config: Config,
+        times: ModelledStepTimes,
+        *,
+        seed: int,
+        memory: Remembers | None = None,
     ) -> None:
+        """`memory`: in the place of the service's own."""
         given = config.speculation
         settings = Settings(
             mode=given.mode,
@@ -130,10 +143,14 @@ class ClosedLoop:
             net_interval_seconds=given.net_interval_seconds,
             net_window_seconds=given.net_window_seconds,
             seed=seed,
+            memory_k_max=given.memory_k_max,
+            memory_bytes=given.memory_bytes,
         )
         self.clock = 0.0
         """Modelled seconds of decoding so far."""
-        self.speculation = Speculation(settings, clock=lambda: self.clock)
+        self.speculation = Speculation(
+            settings, clock=lambda: self.clock, memory=memory or memory_of(settings)
+        )
         self._requests, self._times = requests, times
         self._k_max = given.k_max
         self._rng = np.random.default_rng(seed)
@@ -168,13 +185,13 @@ class ClosedLoop:
         request = self._requests[index]
         tokens = [*request.prompt_ids.tolist(), *request.output_ids.tolist()]
         one = _Running(index, tokens, len(request.prompt_ids), self._matches(index))
-        self.speculation.begin(one.name)
+        self.speculation.begin(one.name, prompt=tokens[: one.num_prompt])
+        self._served(one)
         self._propose(one, self.speculation.present)
         self._running.append(one)
 
     def _step(self) -> None:
         running = self._running
-        proposer = NGRAM if self._proposed_by.plan.proposer == NGRAM else DRAFT
         stamp = self.speculation.plan(
             [one.name for one in running], sum(one.num_tokens for one in running)
         )
@@ -186,7 +203,9 @@ class ClosedLoop:
         self._sleeps = not passes
         seconds *= float(np.exp(self._rng.normal(0, NOISE)))
         self.clock += seconds
-        right = [one.num_right(proposer) for one in running]
+        right = [one.num_right() for one in running]
+        context = sum(one.num_tokens for one in running)
+        lengths, outputs = [one.num_tokens for one in running], [one.at for one in running]
         # What an answer would have gone on with is not known: nothing is said of what lies beyond
         # its end, though the step took what verifying it takes. Once per answer, a step so seems to
         # have been narrower than it was.
@@ -194,38 +213,53 @@ class ClosedLoop:
             min(n, r if r == one.num_left else n)
             for one, n, r in zip(running, drafted, right, strict=True)
         ]
-        tokens = {one.name: one for one in running}
+        from_memory = {one.name for one in running if one.found}
+        for one, num in zip(running, right, strict=True):
+            one.seconds += seconds / STREAMS
+            one.advance(num)
+            self._served(one)
+        known_requests = self.speculation.requests
+        judged, known_requests.judged = known_requests.judged, []
         self.speculation.observe(
             StepSeen(
-                req_ids=list(tokens),
+                req_ids=[one.name for one in running],
                 drafted=known,
                 accepted=right,
                 stamp=stamp,
                 proposed_by=self._proposed_by,
                 draft=DraftWork(self._proposed_by.plan.passes).next(passes),
-                context=sum(one.num_tokens for one in running),
+                context=context,
                 is_pure=True,
                 seconds=seconds,
-                num_tokens=[one.num_tokens for one in running],
-                num_outputs=[one.at for one in running],
-            ),
-            lambda name: tokens[name].tokens[: tokens[name].num_tokens],
+                num_tokens=lengths,
+                num_outputs=outputs,
+                from_memory=from_memory,
+                judged=judged,
+            )
         )
         self.speculation.times.settle()
         self._proposed_by = stamp
-        for one, num in zip(running, right, strict=True):
-            one.seconds += seconds / STREAMS
-            one.advance(proposer, num)
+        for one in running:
             self._propose(one, stamp.plan)
+
+    def _served(self, one: _Running) -> None:
+        self.speculation.requests.served(one.name, one.tokens[: one.num_tokens])
 
     def _propose(self, one: _Running, plan: Plan) -> None:
         """At the end of a step."""
-        one.found = ()
-        if plan.proposer == NGRAM:
-            one.found = self.speculation.lookup(one.name, one.tokens[: one.num_tokens])
+        one.num_proposed = min(plan.passes, self.speculation.cap(one.name))
+        one.found = self.speculation.look_up(one.name)
+        if one.found:
             one.num_proposed = len(one.found)
-        else:
-            one.num_proposed = min(plan.passes, self.speculation.cap(one.name))
+            # What the draft would propose is known by where it is right.
+            right = self._draft_of(one, plan.passes)
+            self.speculation.requests.add_unverified(one.name, 0, one.num_tokens, one.at, right)
+
+    def _draft_of(self, one: _Running, passes: int) -> list[int]:
+        """The draft's tokens, -1 where it is wrong."""
+        served = one.tokens[one.num_tokens : one.num_tokens + passes]
+        right = one.matches[one.at - 1 : one.at - 1 + passes]
+        return [t if is_right else -1 for t, is_right in zip(served, right, strict=True)]
 
     def _matches(self, index: int) -> np.ndarray:
         assert self._model is not None, "swap() comes first"

@@ -20,6 +20,7 @@ from benchmarks.learning import learn
 from benchmarks.recording import Recorded, kinds, trace_of
 from benchmarks.served import TARGET_ID, counts_of, matches_of
 from benchmarks.step_times import ModelledStepTimes
+from benchmarks.suffix_memory import SuffixMemory
 from osd.config.schema import Config
 from trainer.distiller import Distiller
 from trainer.draft import export_draft, load_draft
@@ -73,9 +74,7 @@ def served(setup: Setup, *, learns: bool) -> Curve:
     """As `osd serve` serves by default: the closed loop decides what is proposed, and training
     rests where it brings nothing. Without `learns`: the closed loop alone, over the draft there
     is."""
-    if setup.times is None:
-        raise ValueError("the closed loop decides by step times, and none were measured")
-    loop = ClosedLoop(setup.requests, setup.config, setup.times, seed=setup.seed)
+    loop = ClosedLoop(setup.requests, setup.config, _times(setup), seed=setup.seed)
     if learns:
         return learn(
             setup.config,
@@ -87,11 +86,42 @@ def served(setup: Setup, *, learns: bool) -> Curve:
             may_rest=True,
             server=loop,
         )
+    return _replayed(loop, setup)
+
+
+def alone(setup: Setup, proposer: str) -> Curve:
+    """One proposer under the closed loop: the draft there is, or the memory."""
+    config = _with_proposers(setup.config, [proposer])
+    return _replayed(ClosedLoop(setup.requests, config, _times(setup), seed=setup.seed), setup)
+
+
+def suffix_alone(setup: Setup) -> Curve:
+    """Suffix decoding in the place of the memory, with as many bytes, under the closed loop."""
+    given = setup.config.speculation
+    sizes = [len(one.prompt_ids) + len(one.output_ids) for one in setup.requests]
+    memory = SuffixMemory(given.memory_bytes, given.memory_k_max, float(np.mean(sizes)))
+    config = _with_proposers(setup.config, ["memory"])
+    loop = ClosedLoop(setup.requests, config, _times(setup), seed=setup.seed, memory=memory)
+    return _replayed(loop, setup)
+
+
+def _replayed(loop: ClosedLoop, setup: Setup) -> Curve:
     loop.swap(setup.draft, None)
     ended = sorted(loop.serve(), key=lambda one: one.index)
     return Curve.of(
         [one.counts for one in ended], seconds=np.array([one.seconds for one in ended], float)
     )
+
+
+def _with_proposers(config: Config, proposers: list[str]) -> Config:
+    speculation = config.speculation.model_copy(update={"proposers": proposers})
+    return config.model_copy(update={"speculation": speculation})
+
+
+def _times(setup: Setup) -> ModelledStepTimes:
+    if setup.times is None:
+        raise ValueError("the closed loop decides by step times, and none were measured")
+    return setup.times
 
 
 def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
@@ -204,5 +234,8 @@ CONTENDERS: dict[str, Contender] = {
         setup, method="lora", learning_rate=names.LORA_RATE * setup.config.trainer.learning_rate
     ),
     names.SERVED: partial(served, learns=True),
+    names.MEMORY: partial(alone, proposer="memory"),
+    names.DRAFT_LOOP: partial(alone, proposer="draft"),
+    names.SUFFIX_LOOP: suffix_alone,
 }
 """By the names the report gives them."""

@@ -26,7 +26,7 @@ FIXED: dict[str, tuple[str, int]] = {
     "k = 1": ("draft", 1),
     "k = 3": ("draft", 3),
     "k = 5": ("draft", 5),
-    "n-gram, 5": ("ngram", 5),
+    "memory, 8": ("memory", 8),
 }
 AUTO, NONE, STATIC = "auto", "no speculation", "vLLM, k = 3"
 CONTROLLED = "controlled, k = 3"
@@ -49,7 +49,7 @@ EITHER = f"cells at {LOW} of the best fixed (lower bound), or at {MOST_CPU} of i
 
 
 def protocol(options: Options, *, is_async: bool = False) -> Protocol:
-    """What will be measured. An engine that schedules asynchronously has no n-grams."""
+    """What will be measured. An engine that schedules asynchronously has no memory."""
     from benchmarks.control_engines import LOADS, NOISE, OUTPUT_TOKENS
 
     loads = {name: LOADS[name] for name in (("4 streams",) if options.quick else LOADS)}
@@ -57,7 +57,7 @@ def protocol(options: Options, *, is_async: bool = False) -> Protocol:
         bench="control_async" if is_async else "control",
         question="Does the closed loop deliver what the best fixed choice would, wherever that "
         "lies?",
-        arms=(*(arm for arm in FIXED if not (is_async and "n-gram" in arm)), AUTO, NONE),
+        arms=(*(arm for arm in FIXED if not (is_async and "memory" in arm)), AUTO, NONE),
         order="All arms of a cell in turns, in another order each time; the same prompts for all "
         "arms of one repeat.",
         sizes={

@@ -175,4 +175,4 @@ def settings(k_max: int, mode: str = "auto") -> dict[str, Any]:
     """Of a control that knows nothing of the draft beforehand."""
     from serving.speculation.control import Settings
 
-    return asdict(Settings(mode=mode, k_max=k_max)) | {"proposers": ["draft", "ngram"]}
+    return asdict(Settings(mode=mode, k_max=k_max)) | {"proposers": ["draft", "memory"]}

@@ -7,6 +7,9 @@ OURS, OURS_LORA = "ours", "ours, LoRA"
 SERVED, FROZEN_LOOP = "ours, as served", "frozen draft, closed loop"
 """With k chosen by the closed loop, as `osd serve` does by default: all others propose a fixed
 k."""
+MEMORY, SUFFIX_LOOP = "memory, closed loop", "suffix decoding, closed loop"
+DRAFT_LOOP = "frozen draft without memory, closed loop"
+"""One source alone, under the service's control."""
 OSD, OSD_TUNED = "OSD", "OSD, our rate"
 OSD_PUBLISHED = {"OSD, 1e-4 every 8": (8, 1e-4), "OSD, 1e-5 every 1": (1, 1e-5)}
 """Both pairs of (requests between updates, learning rate) of OSD's released scripts. Reported as

@@ -12,7 +12,7 @@ from typing import Any
 from buffers.codec import encode_trace
 from osd.records import Trace
 from serving.swap.swap import DraftSwapper
-from serving.vllm.hooks import Listener, NewRequest, Verification, VerificationHook
+from serving.vllm.hooks import Listener, NewRequest, Proposed, Verification, VerificationHook
 from serving.worker import WorkerExtension
 
 CAPTURE_THREAD = "osd-capture"
@@ -32,12 +32,18 @@ class MeteredHook(VerificationHook):
 
 
 class _MeteredListener:
-    """Adds what `on_schedule` takes; `on_verify` is within what the hook meters itself."""
+    """Adds what `on_proposed` and `on_schedule` take; `on_verify` is within what the hook meters
+    itself."""
 
     def __init__(self, listener: Listener, hook: MeteredHook) -> None:
         self._listener, self._hook = listener, hook
         self.on_verify: Callable[[Verification], None] = listener.on_verify
         self.on_failure: Callable[[Exception], None] = listener.on_failure
+
+    def on_proposed(self, proposed: Proposed) -> None:
+        started = time.thread_time()
+        self._listener.on_proposed(proposed)
+        self._hook.cpu_s += time.thread_time() - started
 
     def on_schedule(self, new: list[NewRequest], finished: set[str]) -> None:
         started = time.thread_time()

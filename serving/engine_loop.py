@@ -17,7 +17,8 @@ from typing import Any, Protocol
 from osd.config.schema import Config
 from osd.exchange.registry import Registry
 from osd.records import DraftRelease
-from serving.pull import Activity, DraftPuller, Here, as_it_lies
+from serving.activity import Activity
+from serving.pull import DraftPuller, Here, as_it_lies
 from serving.speculation.client import SpeculationClient
 from serving.speculation.profile import profile_path
 from serving.swap.ranks import Ranks

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -34,6 +33,7 @@ from osd.records import (
     SwapReport,
     WorkerReport,
 )
+from serving.activity import Activity
 from serving.capture.capture import NO_VERSION
 from serving.folding import MAX_SECONDS, Folding
 from serving.speculation.client import SpeculationClient
@@ -43,9 +43,6 @@ from serving.vllm import names
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_REPORTS = 1.0
-SECONDS_ACTIVE = 3.0
-"""How long after its last request an engine is asked for its counters. A call keeps a vLLM worker
-spinning for a second, so calling an idle one every second would burn a core."""
 HEARTBEAT_TTL = 10.0
 SECONDS_FRESH, MAX_SECONDS_FRESH = 60.0, 10.0
 """How long a draft is new, and how long its windows are held back at most until then."""
@@ -56,64 +53,6 @@ FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
 
 Here = Callable[[DraftRelease], DraftRelease]
 """The release with its path on this machine. Blocking. Raises `ReleaseError`."""
-
-
-class Activity:
-    """Knows whether the engine was used lately."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._num_open = 0
-        self._last_at = self._counted_at = clock()
-        self._open_s = 0.0
-        self.is_always = False
-        """Whether it is used in ways that are not seen here."""
-
-    @property
-    def num_open(self) -> int:
-        """Requests that are being answered, or wait for it."""
-        return self._num_open
-
-    def open_seconds(self) -> float:
-        """Seconds that clients have waited for answers so far, all together."""
-        self._count()
-        return self._open_s
-
-    def is_recent(self) -> bool:
-        return (
-            self.is_always or self._num_open > 0 or self._clock() - self._last_at < SECONDS_ACTIVE
-        )
-
-    def watching(self, app: Any) -> Any:
-        """The ASGI application, with its work noted."""
-
-        async def watched(scope: Any, receive: Any, send: Any) -> None:
-            if not _is_work(scope):
-                return await app(scope, receive, send)
-            self._count()
-            self._num_open += 1
-            try:
-                await app(scope, receive, send)
-            finally:
-                self._count()
-                self._num_open -= 1
-                self._last_at = self._clock()
-
-        return watched
-
-    def _count(self) -> None:
-        now = self._clock()
-        self._open_s += self._num_open * (now - self._counted_at)
-        self._counted_at = now
-
-
-def _is_work(scope: Any) -> bool:
-    """Whether somebody waits for an answer of the engine, or may."""
-    if scope["type"] != "http":
-        return scope["type"] == "websocket"
-    path = scope.get("path", "")
-    is_read = scope["method"] == "GET" and path.startswith("/v1/") and path != "/v1/models"
-    return scope["method"] == "POST" or is_read
 
 
 def as_it_lies(release: DraftRelease) -> DraftRelease:
@@ -177,6 +116,8 @@ class DraftPuller:
         self._counted = WorkerReport()
         self._uncounted = ""
         """Why the engine's counters cannot be read now."""
+        self._num_purges: int | None = None
+        """As the engine's memory knows of."""
         self._report_at = 0.0
         self._retry_at: dict[int, tuple[float, float]] = {}
         """version -> when it may be tried again, and the delay after that"""
@@ -274,7 +215,19 @@ class DraftPuller:
             )
         except OSDError:
             return  # Redis is away: unsent reports wait, and the oldest are dropped first
+        await self._forget_if_purged()
         await self._publish()
+
+    async def _forget_if_purged(self) -> None:
+        """What is purged must not stay in the engine's memory."""
+        if self._speculation_client is None:
+            return
+        try:
+            num = await asyncio.to_thread(self._registry.num_purges)
+        except OSDError:
+            return
+        if num != self._num_purges and await self._speculation_client.forget():
+            self._num_purges = num
 
     async def _publish(self) -> None:
         """Send what waits. Where this is cancelled, it is on its way, and not sent again."""

@@ -24,11 +24,12 @@ from osd.config.schema import Config
 from osd.errors import ConfigError
 from osd.exchange.registry import Registry
 from osd.records import DraftRelease
+from serving.activity import Activity
 from serving.begun import HeadWithFirstWord
 from serving.engine_loop import EngineLoop, look_after
 from serving.headers import HeadersToXargs
-from serving.pull import Activity, Here, as_it_lies, release_to_start
-from serving.speculation.client import settings_for
+from serving.pull import Here, as_it_lies, release_to_start
+from serving.speculation.client import room_for_drafts, settings_for
 from serving.vllm import fixes, names, parts
 from serving.vllm.server import (
     build_engine_and_app,
@@ -172,7 +173,7 @@ class Replica:
             extra["speculative_config"] = {
                 "method": "draft_model",
                 "model": self._release.path,
-                "num_speculative_tokens": self._config.speculation.k_max,
+                "num_speculative_tokens": room_for_drafts(self._config, names.engine_version()),
             }
             extra |= self._control_arguments()
             if self._is_controlled:
@@ -204,7 +205,7 @@ class Replica:
             return {}
         self._is_controlled = True
         given = dict(self._config.serving.vllm.get("additional_config") or {})
-        given["osd"] = settings_for(self._config.speculation, self._release)
+        given["osd"] = settings_for(self._config, self._release)
         if fixes.problem_with_sampling():  # drafts would be verified wrongly
             given["osd"]["mode"] = "off"
         return {

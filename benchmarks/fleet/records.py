@@ -65,7 +65,7 @@ def worker_report(replica: str, version: int, num_reports: int) -> dict[str, Any
 
 def speculation(num_reports: int) -> SpeculationReport:
     """What the control of an engine that has run for hours says of itself."""
-    now, plans = time.time(), ("off", *(f"draft {k}" for k in range(1, K + 1)), "ngram 5")
+    now, plans = time.time(), ("off", *(f"draft {k}" for k in range(1, K + 1)), "memory 8")
     tested = [400_000 + num_reports, 320_000, 250_000, 190_000, 140_000]
     return SpeculationReport(
         mode="auto",

@@ -25,7 +25,8 @@ from buffers.redis_stream import RedisTraceBuffer
 from osd.config.schema import Config
 from osd.exchange.registry import Registry
 from osd.records import DraftRelease, Trace, decode, encode
-from serving.pull import Activity, DraftPuller
+from serving.activity import Activity
+from serving.pull import DraftPuller
 from serving.speculation.client import SpeculationClient
 from serving.swap.ranks import Ranks
 

@@ -56,7 +56,13 @@ def prepare(args: Any, environ: Mapping[str, str] = os.environ) -> None:
         parts.switch_off(given[ATTACHED_KEY]["off"], "control", problem)
     else:
         args.scheduler_cls = SCHEDULER
-        given[SETTINGS_KEY] = {"mode": "auto", "k_max": k, "is_held": True}
+        given[SETTINGS_KEY] = {
+            "mode": "auto",
+            "k_max": k,
+            "memory_k_max": k,  # the engine has no room for more
+            "memory_fraction": 0.0,  # until it captures
+            "is_held": True,
+        }
         args.speculative_config = speculative | server.graphs_for_every_k(k, environ)
     args.additional_config = given
 

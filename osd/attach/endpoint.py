@@ -36,8 +36,8 @@ class AttachedEndpoint:
         """Put our middleware around vLLM's application."""
         if os.environ.get(VARIABLE):
             try:
+                from serving.activity import Activity
                 from serving.headers import HeadersToXargs
-                from serving.pull import Activity
 
                 self._activity = Activity()
                 app.add_middleware(HeadersToXargs)

@@ -27,9 +27,10 @@ from osd.exchange.registry import Registry
 from osd.exchange.transfer import DraftsHere, FetchedDrafts
 from osd.models import resolve
 from osd.records import DraftRelease, EngineTerms
+from serving.activity import Activity
 from serving.capture.capture import NO_VERSION
 from serving.engine_loop import EngineLoop
-from serving.pull import Activity, Here
+from serving.pull import Here
 from serving.vllm.server import call_core
 
 logger = logging.getLogger(__name__)
@@ -177,6 +178,8 @@ class AttachedLoop:
         if error := next(filter(None, (json.loads(a).get("error") for a in answers)), ""):
             raise RuntimeError(f"what is heard of the engine could not be switched: {error}")
         if "control" not in self._off:
+            kept = capture.request_fraction if switches[1] else 0.0
+            await call_core(self._engine, "osd_speculation", "keep", json.dumps(kept))
             await self._hold("control" not in steps)
         beside.set_steps(steps)
         if "swap" in steps:

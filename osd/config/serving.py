@@ -183,10 +183,18 @@ class SpeculationConfig(Section):
     all. fixed = always `speculation.k_max` tokens of the first of `speculation.proposers`. off =
     nothing is proposed; the draft still learns from what the target writes."""
     k_max: int = Field(5, ge=1, le=16)
-    """Most draft tokens proposed per step (k). The engine keeps room for so many."""
-    proposers: list[Literal["draft", "ngram"]] = Field(["draft", "ngram"], min_length=1)
-    """Who may propose: the draft model, and n-grams looked up in the request itself. n-grams need
-    an engine with synchronous scheduling and the V1 model runner. They are left out elsewhere."""
+    """Most draft tokens of the draft model per step (k). The engine keeps room for so many, or for
+    `speculation.memory_k_max`."""
+    proposers: list[Literal["draft", "memory"]] = Field(["draft", "memory"], min_length=1)
+    """Who may propose: the draft model, and the memory: what followed the same words in this
+    request, or in answers to earlier ones. The memory needs an engine with synchronous scheduling
+    and the V1 model runner. It is left out elsewhere."""
+    memory_k_max: int = Field(8, ge=1, le=32)
+    """Most draft tokens of the memory per step."""
+    memory_bytes: int = Field(64 << 20, ge=1 << 20)
+    """Size of the memory in each engine; what was longest not seen goes first. A request is
+    remembered beyond its end if it may be captured, and proposed only to requests with the same
+    `cache_salt`."""
     calibration_seconds: float = Field(20, ge=0, le=60)
     """Longest time an engine's start may take to measure its steps. 0 = learn from traffic alone.
     What was measured is kept for the next start on the same hardware with the same models and
@@ -196,6 +204,13 @@ class SpeculationConfig(Section):
     it for a moment. 0 = never."""
     net_window_seconds: float = Field(2, gt=0)
     """How long that moment is."""
+
+    @field_validator("proposers", mode="before")
+    @classmethod
+    def _ngram_is_the_memory(cls, value: Any) -> Any:
+        if isinstance(value, list) and "ngram" in value:
+            raise ValueError("has 'ngram', which is a part of 'memory' now; use 'memory'")
+        return value
 
     @field_validator("proposers")
     @classmethod

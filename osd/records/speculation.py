@@ -77,7 +77,7 @@ class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):
     mode: str = ""
     """auto, fixed or off."""
     plan: str = ""
-    """What the next step proposes: `draft 3`, `ngram 5`, `off`."""
+    """What the next step proposes: `draft 3`, `memory 8`, `off`."""
     proposer: str = ""
     k: int | None = None
     batch: int | None = None
@@ -94,6 +94,8 @@ class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):
     """The newest changes of plan, oldest first."""
     decision_us: float = 0.0
     """Mean time of a decision."""
+    sources: dict[str, tuple[int, int]] = {}
+    """Who proposed (draft, memory) -> (verified, accepted) tokens."""
     tested_per_position: tuple[int, ...] = ()
     """[G]: draft tokens tested, by position in the draft."""
     accepted_per_position: tuple[int, ...] = ()
@@ -110,7 +112,7 @@ class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):
     """Parameter because of which a request is not drafted for -> such requests."""
     is_async: bool = False
     left_out: dict[str, str] = {}
-    """What this engine cannot do (ngram, sleep) -> why."""
+    """What this engine cannot do (memory, sleep) -> why."""
     problem: str = ""
     """Why the control has ended; "" while it works."""
 
@@ -152,4 +154,6 @@ class SpeculationFigures:
     """Length of the context -> (tested, accepted) draft tokens."""
     spread: dict[str, float] = field(default_factory=dict)
     undrafted: dict[str, int] = field(default_factory=dict)
+    sources: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Who proposed (draft, memory) -> (verified, accepted) tokens."""
     problem: str = ""

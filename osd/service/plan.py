@@ -137,7 +137,10 @@ def check_attached(config: Config) -> None:
     if config.serving.engines != "attached":
         return
     usual = SpeculationConfig()
-    for key in ("mode", "proposers", "calibration_seconds", "net_interval_seconds"):
+    for key in (
+        *("mode", "proposers", "calibration_seconds", "net_interval_seconds"),
+        *("memory_k_max", "memory_bytes"),
+    ):
         if (value := getattr(config.speculation, key)) != getattr(usual, key):
             raise ConfigError(
                 f"speculation.{key}={value}: engines that are attached are not told; leave it out, "

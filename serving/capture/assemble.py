@@ -50,9 +50,6 @@ class Step:
     """version of the draft that proposed, per request; 0 where none proposed"""
     num_drafts_B: np.ndarray
     picked: Picked
-    is_model_draft: bool = True
-    """Whether the draft model proposed; else n-grams did, and their tokens do not count for the
-    draft."""
 
 
 @dataclass(slots=True)
@@ -67,6 +64,14 @@ class Schedule:
     """Whether the new ones may be captured."""
     request_fraction: float | None = None
     """How many of them are; None = as configured."""
+
+
+@dataclass(slots=True, frozen=True)
+class Unverified:
+    """Drafts in whose place the memory proposed, judged by what was served: (request, version,
+    drafted, accepted)."""
+
+    drafts: list[tuple[str, int, int, int]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,13 +121,15 @@ class TraceAssembler:
     def num_running(self) -> int:
         return len(self._requests)
 
-    def add(self, item: Step | Schedule) -> None:
+    def add(self, item: Step | Schedule | Unverified) -> None:
         """Take in an item, in the order things happened. `flush` puts out the traces."""
         if isinstance(item, Schedule):
             for req_id in item.finished:
                 self._finish(req_id, item.at)
             for request in item.new:
                 self._begin(request, item)
+        elif isinstance(item, Unverified):
+            self._count_unverified(item)
         else:
             landed = item.picked.land()
             owners = [self._requests.get(req_id) for req_id in item.req_ids]
@@ -182,6 +189,12 @@ class TraceAssembler:
         self._requests[request.req_id] = RunningRequest(
             request, domain_of(request), captured, is_judged
         )
+
+    def _count_unverified(self, item: Unverified) -> None:
+        for req_id, version, num_drafted, num_accepted in item.drafts:
+            request = self._requests.get(req_id)
+            if request is not None and request.is_judged:
+                self._windows.add_unverified(version, request.domain, num_drafted, num_accepted)
 
     def _add_tokens(
         self, step: Step, landed: Landed, owners: Sequence[RunningRequest | None]

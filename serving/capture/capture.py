@@ -31,12 +31,12 @@ import torch
 from osd.config.schema import CaptureConfig
 from osd.errors import OSDError
 from osd.records import Trace
-from serving.capture.assemble import Schedule, Step, TraceAssembler
+from serving.capture.assemble import Schedule, Step, TraceAssembler, Unverified
 from serving.capture.pick import Lot, pick
 from serving.capture.rows import RowPool
 from serving.capture.skips import skip_reason
 from serving.capture.windows import WindowCounter
-from serving.vllm.hooks import NewRequest, Verification
+from serving.vllm.hooks import NewRequest, Proposed, Verification
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,10 @@ and wake it each time."""
 HURRY_AT = 0.25
 """Share of a full queue at which the gathering ends early."""
 NO_VERSION = 0
-"""Version of draft tokens that belong to none: of n-grams, and of a swap that is not decided. They
-count for no draft."""
+"""Version of draft tokens that belong to none: of the memory, and of a swap that is not decided.
+They count for no draft."""
+MAX_STEPS_TO_JUDGE = 64
+"""Steps after which a draft that nobody verified is judged at the latest."""
 
 
 @dataclass(slots=True)
@@ -90,7 +92,9 @@ class Capture:
         """written by the capture thread alone"""
         self._hurry = threading.Event()
         """Something queued is not to wait for more."""
-        self._queue: queue.SimpleQueue[Step | Schedule | threading.Event | None] = (
+        self._versions = [(-1, NO_VERSION)] * MAX_STEPS_TO_JUDGE
+        """(step, version of the draft that proposed at its end) of the newest steps"""
+        self._queue: queue.SimpleQueue[Step | Schedule | Unverified | threading.Event | None] = (
             queue.SimpleQueue()
         )
         self._thread = threading.Thread(target=self._run, name="osd-capture", daemon=True)
@@ -112,6 +116,17 @@ class Capture:
         self._queue.put(
             Schedule(time.time(), new, finished, self._is_on, self._config.request_fraction)
         )
+
+    def on_proposed(self, proposed: Proposed) -> None:
+        """What is known of drafts that nobody verified counts for those who proposed them."""
+        self._versions[proposed.step % MAX_STEPS_TO_JUDGE] = proposed.step, self.draft_version
+        drafts = []
+        for req_id, step, num_drafted, num_accepted in proposed.judged:
+            known, version = self._versions[step % MAX_STEPS_TO_JUDGE]
+            if known == step and version != NO_VERSION:
+                drafts.append((req_id, version, num_drafted, num_accepted))
+        if drafts:
+            self._queue.put(Unverified(drafts))
 
     def on_verify(self, step: Verification) -> None:
         """Pick the rows of one step, and queue them."""
@@ -144,8 +159,8 @@ class Capture:
         lot = Lot(
             captured_B, self._random.random(step.sampled_BG.shape), keep_prob, self._config.top_k
         )
-        if not step.is_model_draft:
-            version_B[:] = NO_VERSION
+        if step.from_memory:
+            version_B[[req_id in step.from_memory for req_id in step.req_ids]] = NO_VERSION
         picked = self._pick(step, lot)
         return Step(
             time.monotonic(),
@@ -153,7 +168,6 @@ class Capture:
             version_B,
             step.num_draft_tokens_B,
             picked,
-            step.is_model_draft,
         )
 
     def _is_full(self, part: float = 1.0) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from serving.vllm.hooks import NewRequest
+if TYPE_CHECKING:
+    from serving.vllm.hooks import NewRequest
 
 SKIP_REASONS = {
     "opted_out": "requests whose client asked for it (`X-OSD-Capture: off`)",
@@ -43,5 +46,29 @@ def skip_reason(request: NewRequest, request_fraction: float = 1.0) -> str:
         return "calibration"
     if request.skip_reason:
         return request.skip_reason
-    is_sampled = zlib.crc32(request.req_id.encode(), 1) < request_fraction * 2**32
-    return "" if is_sampled else "not_sampled"
+    return "" if _is_sampled(request.req_id, request_fraction) else "not_sampled"
+
+
+def unfit(data: Any) -> str:
+    """Why a request's logits or tokens do not show what the target alone would say, from what vLLM
+    knows of it; "" when they do."""
+    if data.sampling_params.structured_outputs is not None:
+        return "structured_output"  # its grammar mask is already in the logits
+    if data.mm_features:
+        return "multimodal"
+    if data.prompt_token_ids is None or data.prompt_embeds is not None:
+        return "prompt_embeds"
+    if data.lora_request is not None:
+        return "target_adapter"
+    return ""
+
+
+def may_be_kept(request: Any, extra_args: Mapping[str, Any], fraction: float) -> bool:
+    """Whether a request of vLLM's scheduler may be remembered: the same that may be captured."""
+    if request.sampling_params is None or wants_out(extra_args.get("osd_capture", "on")):
+        return False
+    return not unfit(request) and _is_sampled(request.request_id, fraction)
+
+
+def _is_sampled(req_id: str, fraction: float) -> bool:
+    return zlib.crc32(req_id.encode(), 1) < fraction * 2**32

@@ -86,6 +86,14 @@ class WindowCounter:
                 tally.num_tested[min(num_served, num_drafts)] += 1
                 tally.num_accepted[min(num_served, num_accepted)] += 1
 
+    def add_unverified(self, version: int, domain: str, num_drafts: int, num_accepted: int) -> None:
+        """A draft that nobody verified, by what was served: it counts per position alone, on which
+        decisions rest. Drafts are verified where they are best, so those alone would flatter."""
+        with self._lock:
+            tally = self._of(version, domain)
+            tally.num_tested[min(num_accepted + 1, num_drafts)] += 1
+            tally.num_accepted[num_accepted] += 1
+
     def add_finished(
         self, domain: str, decode_seconds: float, num_decode_tokens: int, is_captured: bool = True
     ) -> None:

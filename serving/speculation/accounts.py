@@ -23,6 +23,8 @@ class Accounts:
         self._changes: deque[PlanChange] = deque(maxlen=MAX_CHANGES)
         self._totals: dict[str, PlanTotals] = {}
         """By the plan's name."""
+        self._sources = {"draft": [0, 0], "memory": [0, 0]}
+        """Whose tokens were verified -> [verified, accepted]"""
         self._num_decisions, self._decision_s = 0, 0.0
         self._log: deque[dict[str, Any]] | None = None
 
@@ -44,6 +46,16 @@ class Accounts:
         totals.tokens += tokens
         totals.predicted_seconds += plan.seconds
 
+    def add_sources(self, step: StepSeen) -> None:
+        """Whose tokens a step verified and accepted."""
+        for req_id, drafted, accepted in zip(
+            step.req_ids, step.drafted, step.accepted, strict=True
+        ):
+            if drafted:
+                counts = self._sources["memory" if req_id in step.from_memory else "draft"]
+                counts[0] += drafted
+                counts[1] += accepted
+
     def keep_log(self, keep: bool) -> list[dict[str, Any]]:
         """Returns the log so far. From now on a new one is kept, or none."""
         log = list(self._log or ())
@@ -63,6 +75,7 @@ class Accounts:
                 "batch": len(step.req_ids),
                 "drafted": sum(step.drafted),
                 "accepted": sum(step.accepted),
+                "from_memory": len(set(step.req_ids) & set(step.from_memory)),
                 "tokens": step.num_delivered,
                 "passes": step.draft.passes,
                 "context": step.context,
@@ -78,4 +91,5 @@ class Accounts:
             "plans": {name: copy(totals) for name, totals in self._totals.items()},
             "changes": tuple(self._changes),
             "decision_us": 1e6 * mean_s,
+            "sources": {name: (tested, right) for name, (tested, right) in self._sources.items()},
         }

@@ -20,10 +20,11 @@ from typing import Any
 
 import msgspec
 
-from osd.config.schema import Config, SpeculationConfig
+from osd.config.schema import Config
 from osd.records import DraftRelease, SpeculationReport
 from serving.speculation.profile import read_profile, write_profile
 from serving.vllm import server
+from serving.vllm.schedules import why_no_memory
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,9 @@ Utility = Callable[..., Awaitable[str]]
 """`utility(name, argument)`: `EngineCore.osd_speculation` of the engine, JSON text both ways."""
 
 
-def settings_for(speculation: SpeculationConfig, release: DraftRelease) -> dict[str, Any]:
+def settings_for(config: Config, release: DraftRelease) -> dict[str, Any]:
     """What the scheduler is started with, under `additional_config`."""
+    speculation, capture = config.speculation, config.capture
     return {
         "mode": speculation.mode,
         "k_max": speculation.k_max,
@@ -47,7 +49,21 @@ def settings_for(speculation: SpeculationConfig, release: DraftRelease) -> dict[
         "predicted": predicted_acceptance(release),
         "net_interval_seconds": speculation.net_interval_seconds,
         "net_window_seconds": speculation.net_window_seconds,
+        "is_alone": True,
+        "memory_k_max": speculation.memory_k_max,
+        "memory_bytes": speculation.memory_bytes,
+        "memory_fraction": capture.request_fraction if capture.enabled else 0.0,
     }
+
+
+def room_for_drafts(config: Config, engine: str) -> int:
+    """Draft tokens per request and step that an engine must have room for (vLLM's
+    `num_speculative_tokens`). `engine`: distribution and version."""
+    speculation = config.speculation
+    proposes = "memory" in speculation.proposers and speculation.mode != "off"
+    if not proposes or why_no_memory(config.serving.vllm, engine.partition(" ")[0]):
+        return speculation.k_max
+    return max(speculation.k_max, speculation.memory_k_max)
 
 
 def predicted_acceptance(release: DraftRelease) -> float | None:
@@ -70,6 +86,10 @@ class SpeculationClient:
     async def restart(self, release: DraftRelease) -> None:
         """Tell the control that another draft serves."""
         await self._call("restart", predicted_acceptance(release))
+
+    async def forget(self) -> bool:
+        """Empty the memory. Whether it is empty."""
+        return await self._call("forget") is not None
 
     async def report(self) -> SpeculationReport:
         """What the control says of itself; an empty one when it does not answer."""
@@ -108,7 +128,8 @@ class SpeculationClient:
         deadline = time.monotonic() + self._config.calibration_seconds
         max_seqs = engine.vllm_config.scheduler_config.max_num_seqs
         model = engine.vllm_config.model_config
-        length = model.max_model_len - PROMPT_TOKENS - 2 * self._config.k_max
+        most = max(self._config.k_max, self._config.memory_k_max)
+        length = model.max_model_len - PROMPT_TOKENS - 2 * most
         vocab = model.get_vocab_size()
         for batch in (b for b in BATCHES if b <= max_seqs):
             await self._call("sweep", batch)

@@ -11,7 +11,8 @@ is given. Its parts keep it honest:
     sweep, trials   steps taken to learn what they cost (`sweep.py`, `trials.py`)
     probes          an unused draft is tried now and then; a surprise voids all older evidence
                     (`probes.py`)
-    shadow lookups  n-grams are judged by what the target wrote, without being verified (`ngram.py`)
+    what was served judges what nobody verified: the memory's tokens (`memory/`), and drafts in
+                    whose place it proposed (`memory/unverified.py`)
     net windows     now and then the whole engine runs without speculation between two windows with
                     it, so that the gain is measured and not modelled (`net.py`)
 """
@@ -28,7 +29,7 @@ from serving.speculation.accounts import Accounts
 from serving.speculation.goodput import OFF, Load, Plan, candidates, choose, whole
 from serving.speculation.net import NetWindows
 from serving.speculation.probes import PROBE_K, Probes
-from serving.speculation.requests import Requests
+from serving.speculation.requests import Remembers, Requests
 from serving.speculation.step_seen import Stamp, StepSeen
 from serving.speculation.step_times import Shape, StepTimes
 from serving.speculation.sweep import Sweep
@@ -48,12 +49,18 @@ class Settings:
 
     mode: str = "auto"
     k_max: int = 5
-    proposers: tuple[str, ...] = ("draft", "ngram")
+    proposers: tuple[str, ...] = ("draft", "memory")
     predicted: float | None = None
     """conditional acceptance of the draft as its gate measured it"""
     net_interval_seconds: float = 0.0
     net_window_seconds: float = 2.0
     seed: int = 0
+    memory_k_max: int = 8
+    memory_bytes: int = 64 << 20
+    memory_fraction: float = 1.0
+    """Share of the requests that are remembered beyond their end."""
+    is_alone: bool = False
+    """Whether no other engine will start in this process (`memory/compiled.py`)."""
     is_held: bool = False
     """Whether the engine begins as without this control (`Controlled.osd_command("hold")`)."""
 
@@ -76,10 +83,13 @@ class Speculation:
         *,
         padded: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
+        memory: Remembers | None = None,
     ) -> None:
         self.settings = settings
         self.times = StepTimes(padded)
-        self.requests = Requests(settings.k_max, settings.proposers, settings.predicted)
+        self.memory = memory
+        """None: what was served is not remembered."""
+        self.requests = Requests(settings.k_max, settings.proposers, settings.predicted, memory)
         net_interval_s = settings.net_interval_seconds if settings.mode == "auto" else 0.0
         self.net = NetWindows(net_interval_s, settings.net_window_seconds, settings.seed, clock)
         self.accounts = Accounts()
@@ -103,10 +113,16 @@ class Speculation:
         domain: str = "",
         client_cap: int | None = None,
         is_counted: bool = True,
+        prompt: Sequence[int] = (),
+        scope: str = "",
+        is_kept: bool = True,
     ) -> None:
         """A request has come. `client_cap`: draft tokens per step that its client allows. One that
-        is not counted leaves no trace in any estimate."""
-        self.requests.begin(req_id, domain, client_cap, is_counted)
+        is not counted leaves no trace in any estimate; one that is not kept, none in the memory.
+        `scope`: the memory proposes what requests of the same scope were served."""
+        self.requests.begin(
+            req_id, domain, client_cap, is_counted, prompt=prompt, scope=scope, is_kept=is_kept
+        )
 
     def end(self, req_id: str) -> None:
         """A request has gone."""
@@ -160,6 +176,8 @@ class Speculation:
         load = self.requests.load(req_ids, context)
         plans = candidates(load, self.times)
         decided = Stamp(choose(plans, self._decided.plan), "goodput")
+        if decided.plan.passes:
+            self.requests.has_changed = False  # the draft shows by itself what it is worth
         is_probe = not decided.plan.passes and self._begin_probe(plans, req_ids, load)
         if load.batch != self._decided_for:
             decided = decided._replace(reason="load")
@@ -174,8 +192,11 @@ class Speculation:
         self.accounts.add_decision(time.perf_counter() - started)
         return None
 
+    # -- at the end of a step ---------------------------------------------------------------------
+
     def cap(self, req_id: str) -> int:
-        """Draft tokens of this request that are verified."""
+        """Draft tokens of this request that are verified, of those that the draft model
+        proposes."""
         return self.requests.cap(req_id, self.present)
 
     @property
@@ -186,21 +207,25 @@ class Speculation:
     @property
     def has_caps(self) -> bool:
         """Whether any request may get fewer draft tokens than the plan says."""
-        return self.present.min_survival > 0 or self.requests.has_cap_below(self.present.k)
+        return self.present.price > 0 or self.requests.has_cap_below(self.present.k)
 
-    def lookup(self, req_id: str, tokens: Sequence[int]) -> list[int]:
-        """What n-grams propose for a request."""
-        return self.requests.lookup(req_id, tokens, self.present)
+    def look_up(self, req_id: str) -> list[int]:
+        """What the memory proposes for a request in the place of the draft; nothing where the draft
+        proposes. A net window without speculation has nothing to do with it: it costs what an
+        engine without speculation costs."""
+        if self._newest.reason == "net window":
+            return []
+        return self.requests.look_up(req_id, self.present)
 
     # -- after a step -----------------------------------------------------------------------------
 
-    def observe(self, step: StepSeen, tokens_of: Callable[[str], Sequence[int]]) -> None:
-        """Learn from a step. `tokens_of` gives a request's tokens as they were before it."""
+    def observe(self, step: StepSeen) -> None:
+        """Learn from a step."""
         self._learn_of_draft(step)
+        if self.memory is not None:
+            self.memory.work()
         if not step.req_ids:
             return
-        if self._may_look_up_beside(step):
-            self.requests.look_up_in_shadow(step.req_ids, tokens_of)
         tokens = step.num_delivered
         if step.is_pure:
             width = len(step.req_ids) + sum(step.drafted)
@@ -212,6 +237,7 @@ class Speculation:
         is_without = step.stamp.reason == "net window"  # as in an engine that has no control
         seconds = step.seconds - step.own_seconds if is_without else step.seconds
         self.net.add_step(step.stamp.window, max(seconds, 0.0), tokens, len(step.req_ids))
+        self.accounts.add_sources(step)
         self.accounts.write(step)
 
     def _learn_of_draft(self, step: StepSeen) -> None:
@@ -268,13 +294,6 @@ class Speculation:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _may_look_up_beside(self, step: StepSeen) -> bool:
-        """Whether n-grams are judged in shadow. A net window without speculation has nothing to do
-        with them: it costs what an engine without speculation costs."""
-        may_propose = self.settings.mode == "auto" and "ngram" in self.settings.proposers
-        is_in_use = step.proposed_by.plan.proposer == "ngram"
-        return may_propose and not is_in_use and step.stamp.reason != "net window"
-
     def _resting_plan(self) -> Plan:
         """The plan while nothing is known, and in the modes that decide nothing."""
         if self.settings.mode == "off" or not self.settings.proposers:
@@ -282,7 +301,9 @@ class Speculation:
         proposer = self.settings.proposers[0] if self.settings.mode == "fixed" else "draft"
         if proposer not in self.settings.proposers:
             return OFF
-        return Plan(proposer, self.settings.k_max)  # type: ignore[arg-type]
+        if proposer == "memory":
+            return Plan("memory", self.settings.memory_k_max)
+        return Plan("draft", self.settings.k_max)
 
     def _begin_or_end_first_sweep(self) -> None:
         """An engine that was not measured beforehand measures its first steps."""
@@ -298,13 +319,15 @@ class Speculation:
 
     def _begin_probe(self, plans: Sequence[Plan], req_ids: Sequence[str], load: Load) -> bool:
         """Begin a probe of the draft, if one is due and would show anything."""
-        if "draft" not in load.survival or not self.requests.can_show_acceptance(req_ids):
+        if load.draft_BG is None or not self.requests.can_show_acceptance(req_ids):
             return False
         k = min(PROBE_K, self.settings.k_max)
         promised = next(plan for plan in plans if plan.passes == k)
         plan = whole(promised, load, self.times)
-        if not self._probes.is_due(plans[0].seconds, plan.seconds):
+        is_due = self._probes.is_due(plans[0].seconds, plan.seconds, self.requests.has_changed)
+        if not is_due:
             return False
-        self._probes.begin(plan, expected=float(load.survival["draft"][:, 0].mean()))
+        self.requests.has_changed = False
+        self._probes.begin(plan, expected=float(load.draft_BG[:, 0].mean()))
         self._trials.note_use(load.batch, plan)
         return True

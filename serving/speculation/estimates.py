@@ -13,6 +13,7 @@ Legend: B requests of a step, G positions in a draft, S slots (running requests)
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -36,6 +37,10 @@ CLASS_MEMORY = 400.0
 UNKNOWN = 0.7
 """Conditional acceptance assumed of an unknown draft: high enough to try it."""
 MAX_DOMAINS = 64
+KEPT_OF_WATCH = 0.96
+"""Weight that watched tests keep after one more."""
+MIN_WATCHED, MIN_VARIANCE, SURPRISING = 12.0, 1.0, 4.0
+"""Tests, variance and standard deviations that make a surprise."""
 
 
 class Acceptance:
@@ -193,3 +198,25 @@ class Acceptance:
             setattr(self, name, np.concatenate([getattr(self, name), more_SG]))
         self._domain_S = np.concatenate([self._domain_S, np.zeros(size - old, np.int64)])
         self._free += range(old, size)
+
+
+class Watch:
+    """Notices when first tokens of the draft are accepted far more or less often than expected of
+    their requests: the traffic has changed, and what was learnt of other traffic delays what is to
+    be learnt."""
+
+    def __init__(self) -> None:
+        self._off = self._variance = self._tested = self._accepted = 0.0
+
+    def add(self, expected: float, is_accepted: bool) -> float | None:
+        """The acceptance found lately, where it is a surprise; nothing is remembered then."""
+        self._off = KEPT_OF_WATCH * self._off + is_accepted - expected
+        self._variance = KEPT_OF_WATCH**2 * self._variance + expected * (1 - expected)
+        self._tested = KEPT_OF_WATCH * self._tested + 1
+        self._accepted = KEPT_OF_WATCH * self._accepted + is_accepted
+        deviation = math.sqrt(max(self._variance, MIN_VARIANCE))
+        if self._tested < MIN_WATCHED or abs(self._off) < SURPRISING * deviation:
+            return None
+        found = (self._accepted + 1) / (self._tested + 2)
+        self._off = self._variance = self._tested = self._accepted = 0.0
+        return found

@@ -1,11 +1,18 @@
 """Which plan delivers most tokens per second: goodput(k) = E[tokens | k] / T(k) (TurboSpec,
 arXiv 2406.14066).
 
-    acceptance per request ──► E[tokens | proposer, k] ─┐
-    and position                                        ├─► argmax ──► Plan(proposer, k, threshold)
-    step times ──────────────► T(batch, width, passes) ─┘
+    acceptance per request ──► E[tokens | passes, request] ──┐
+    memory's newest look-ups ─► who proposes ────────────────┼─► argmax ──► Plan
+    step times ───────────────► T(batch, width, passes) ─────┘
 
-Legend: B requests, G positions in a draft (k_max), K positions that a plan proposes.
+A plan says how often the draft model runs; that must be decided before the step. Whether the draft
+or the memory proposes for a request is decided by what the memory finds then: it is whoever's
+tokens are worth more beyond what verifying them takes. What it will find is assumed to be what it
+found for the same request lately.
+
+Legend: B requests, G positions in a draft (k_max), M of the memory, R newest look-ups of a request,
+K positions that a plan proposes, P
+plans.
 """
 
 from __future__ import annotations
@@ -17,15 +24,19 @@ import numpy as np
 
 from serving.speculation.step_times import Shape, StepTimes
 
-Proposer = Literal["draft", "ngram", "off"]
+Proposer = Literal["draft", "memory", "off"]
 
 HYSTERESIS = 0.02
 """Share by which another plan must beat the present one to replace it."""
+PRICES = (0.15, 0.3, 0.45, 0.6, 0.68, 0.76, 0.84, 0.9, 0.94)
+"""Prices that are tried beside the one that a plan's own goodput says."""
 NEARLY = 0.85
 """A plan that promises this share of the best goodput may be the best one."""
 MARGIN = 0.6
-"""A draft token is verified when its survival is worth this share of the time it takes. It is below
-1 so that a slightly wrong estimate verifies too much rather than too little."""
+"""A token of the draft is verified when its survival is worth this share of the time it takes. It
+is below 1 so that a slightly wrong estimate verifies too much rather than too little."""
+LEAST_SURVIVAL = 0.05
+"""What the memory finds less likely is never verified, nor looked for."""
 
 
 class Plan(NamedTuple):
@@ -37,8 +48,12 @@ class Plan(NamedTuple):
     """Predicted tokens per second."""
     seconds: float = 0.0
     """Predicted time of a step."""
-    min_survival: float = 0.0
-    """Draft tokens with a lower survival are not verified."""
+    price: float = 0.0
+    """Tokens that the time of verifying one more draft token would bring."""
+    width: float = 0.0
+    """Draft tokens of all requests that are verified, predicted."""
+    is_mixed: bool = False
+    """Whether the memory proposes where it is worth more than the draft."""
 
     @property
     def passes(self) -> int:
@@ -47,7 +62,7 @@ class Plan(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`draft 3`, `ngram 5`, `off`."""
+        """`draft 3`, `memory 8`, `off`."""
         return self.proposer if self.proposer == "off" else f"{self.proposer} {self.k}"
 
 
@@ -59,67 +74,144 @@ class Load(NamedTuple):
 
     batch: int
     context: int
-    survival: dict[Proposer, np.ndarray]
-    """float [B, G] of each proposer that may be used. For n-grams it includes the probability that
-    a proposal is found. 0 beyond what clients allow."""
+    draft_BG: np.ndarray | None
+    """float: probability that the draft is accepted up to and including each position; None where
+    it may not propose"""
+    memory_BRM: np.ndarray | None
+    """float: the same of what the memory found lately, 0 where it found nothing"""
+    ratio_BR: np.ndarray | None
+    """float: how many tokens of the draft are accepted where the memory finds this, over how many
+    are in the mean (`memory/hybrid.py`)"""
     allowed_B: np.ndarray
-    """int: draft tokens that the client of each request allows"""
+    """int: draft tokens that the client of each request allows. Fewer requests than `batch` where
+    some are not known."""
 
 
 def candidates(load: Load, times: StepTimes) -> list[Plan]:
     """Every possible plan with its predicted goodput, `off` first. Drafts are verified in part
     where that delivers more."""
-    off = shape_of(load, OFF)
-    choices = [
-        Plan(proposer, k)
-        for proposer, survival_BG in load.survival.items()
-        for k in range(1, survival_BG.shape[1] + 1)
-    ]
-    gains = [gain for each in load.survival.values() for gain in each.sum(0).cumsum().tolist()]
-    shapes = [shape_of(load, plan) for plan in choices]
-    seconds = times.predict((off, *shapes), load.context).tolist()
-    off_s = seconds.pop(0)
-    plans = [
-        _predicted(load.batch, plan, gain, took, off_s)
-        for plan, gain, took in zip(choices, gains, seconds, strict=True)
-    ]
-    for i, plan in enumerate(plans):
-        in_part = _in_part(plan, load, times, off_s)
-        if in_part is not None and in_part.goodput > plan.goodput:
-            plans[i] = in_part
-    return [_predicted(load.batch, OFF, 0.0, off_s, off_s), *plans]
+    off_s = float(times.predict((shape_of(load, OFF),), load.context)[0])
+    off = OFF._replace(goodput=load.batch / off_s, seconds=off_s)
+    plans = _predicted(load, _choices(load), times, off_s)
+    return [off, *_in_part(load, plans, times, off_s)]
 
 
-def _predicted(
-    batch: int, plan: Plan, gain: float, seconds: float, off_s: float, min_survival: float = 0.0
-) -> Plan:
+def _in_part(load: Load, plans: list[Plan], times: StepTimes, off_s: float) -> list[Plan]:
+    """The plans, verifying only what is worth its time where that delivers more.
+
+    The price is what a token's time brings in a step that verifies all. Where that is far more than
+    is good, a token is far cheaper in a step that is narrower; other prices are tried as well where
+    the memory, which has one plan alone, may propose."""
+    priced = [
+        plan._replace(price=plan.goodput * times.seconds_per_token(shape_of(load, plan)))
+        for plan in plans
+    ]
+    in_part = _predicted(load, priced, times, off_s)
+    best = [max(pair, key=_goodput) for pair in zip(plans, in_part, strict=True)]
+    if load.memory_BRM is None or not any(plan.price for plan in priced):
+        return best
+    num = len(PRICES)
+    foreseen = _foresee(load, plans * num, np.repeat(PRICES, len(plans)), times, off_s)
+    rate_QP = foreseen.rate_P.reshape(num, len(plans))
+    for p, q in enumerate(rate_QP.argmax(0).tolist()):
+        if rate_QP[q, p] > best[p].goodput * (1 + HYSTERESIS):
+            best[p] = foreseen.plan(plans[p], q * len(plans) + p)
+    return best
+
+
+def _choices(load: Load) -> list[Plan]:
+    draft, memory = load.draft_BG, load.memory_BRM
+    plans = [] if memory is None else [Plan("memory", memory.shape[2])]
+    longest = 0 if draft is None else draft.shape[1]
+    return plans + [Plan("draft", k, is_mixed=memory is not None) for k in range(1, longest + 1)]
+
+
+def _predicted(load: Load, plans: Sequence[Plan], times: StepTimes, off_s: float) -> list[Plan]:
+    """The plans at their prices, with what they promise."""
+    if not plans:
+        return []
+    foreseen = _foresee(load, plans, np.array([plan.price for plan in plans]), times, off_s)
+    return [foreseen.plan(plan, p) for p, plan in enumerate(plans)]
+
+
+class _Foreseen(NamedTuple):
+    price_P: np.ndarray
+    width_P: np.ndarray
+    seconds_P: np.ndarray
+    rate_P: np.ndarray
+
+    def plan(self, plan: Plan, p: int) -> Plan:
+        return plan._replace(
+            price=float(self.price_P[p]),
+            width=float(self.width_P[p]),
+            seconds=float(self.seconds_P[p]),
+            goodput=float(self.rate_P[p]),
+        )
+
+
+def _foresee(
+    load: Load, plans: Sequence[Plan], price_P: np.ndarray, times: StepTimes, off_s: float
+) -> _Foreseen:
+    gain_P, width_P = expected(load, plans, price_P)
+    passes = [plan.passes for plan in plans]
+    shapes = [
+        Shape(load.batch, load.batch + width, 0, k)
+        for width, k in zip(np.rint(width_P).astype(int).tolist(), passes, strict=True)
+    ]
     # Proposing is never free: no step is assumed shorter than one without speculation.
-    seconds = max(seconds, off_s)
-    return Plan(plan.proposer, plan.k, (batch + gain) / seconds, seconds, min_survival)
+    seconds_P = np.maximum(times.predict(shapes, load.context), off_s)
+    return _Foreseen(price_P, width_P, seconds_P, (load.batch + gain_P) / seconds_P)
 
 
-def _in_part(plan: Plan, load: Load, times: StepTimes, off_s: float) -> Plan | None:
-    """The plan when it verifies only what is worth its time; None where that is everything."""
-    if not plan.passes:
-        return None
-    shape = shape_of(load, plan)
-    least = MARGIN * plan.goodput * times.seconds_per_token(shape)
-    survival_BK = load.survival["draft"][:, : plan.k]
-    is_worth_it_BK = survival_BK >= least
-    num_left_out = shape.tokens - load.batch - int(is_worth_it_BK.sum())
-    if least <= 0 or num_left_out <= 0:
-        return None
-    shape = shape._replace(tokens=shape.tokens - num_left_out)
-    seconds = float(times.predict((shape,), load.context)[0])
-    return _predicted(
-        load.batch, plan, float(survival_BK[is_worth_it_BK].sum()), seconds, off_s, least
-    )
+def expected(
+    load: Load, plans: Sequence[Plan], price_P: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(float [P], float [P]): draft tokens of a step that are accepted, and that are verified,
+    under each of P plans, at its own price or at that given."""
+    if price_P is None:
+        price_P = np.array([plan.price for plan in plans])
+    passes_P = np.array([plan.passes for plan in plans])
+    num_PB, gain_PB = _of_draft(load, passes_P, price_P)
+    if load.memory_BRM is None:
+        return gain_PB.sum(1), num_PB.sum(1)
+    price_P111, price_P11 = price_P[:, None, None, None], price_P[:, None, None]
+    place_M = np.arange(load.memory_BRM.shape[2])
+    may_propose_P = np.array([plan.is_mixed or plan.proposer == "memory" for plan in plans])
+    kept_PBRM = load.memory_BRM >= np.maximum(price_P111, LEAST_SURVIVAL)
+    kept_PBRM &= place_M < load.allowed_B[:, None, None]
+    found_PBR, width_PBR = (load.memory_BRM * kept_PBRM).sum(3), kept_PBRM.sum(3)
+    drafted_PBR = gain_PB[:, :, None] * load.ratio_BR
+    is_better_PBR = found_PBR - price_P11 * width_PBR > drafted_PBR - price_P11 * num_PB[:, :, None]
+    is_better_PBR &= (width_PBR > 0) & may_propose_P[:, None, None]
+    gain_PBR = np.where(is_better_PBR, found_PBR, drafted_PBR)
+    width_PBR = np.where(is_better_PBR, width_PBR, num_PB[:, :, None])
+    return gain_PBR.mean(2).sum(1), width_PBR.mean(2).sum(1)
+
+
+def draft_of(load: Load, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """(int [B]: tokens of each request's draft that are verified under the plan, float [B]: how
+    many of them are accepted)."""
+    num_PB, gain_PB = _of_draft(load, np.array([plan.passes]), np.array([plan.price]))
+    return num_PB[0], gain_PB[0]
+
+
+def _of_draft(
+    load: Load, passes_P: np.ndarray, price_P: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    if load.draft_BG is None:
+        nothing_PB = np.zeros((len(passes_P), len(load.allowed_B)))
+        return nothing_PB.astype(np.int64), nothing_PB
+    place_G = np.arange(load.draft_BG.shape[1])
+    allowed_PB = np.minimum(passes_P[:, None], load.allowed_B)
+    kept_PBG = place_G < allowed_PB[:, :, None]
+    kept_PBG &= load.draft_BG >= MARGIN * price_P[:, None, None]
+    return kept_PBG.sum(2), (load.draft_BG * kept_PBG).sum(2)
 
 
 def shape_of(load: Load, plan: Plan) -> Shape:
-    """The shape of a decode step that verifies all that clients allow, without its context."""
-    tokens = load.batch + int(np.minimum(load.allowed_B, plan.k).sum())
-    return Shape(load.batch, tokens, 0, plan.passes)
+    """The shape of a decode step that verifies as much as the plan predicts, without its
+    context."""
+    return Shape(load.batch, load.batch + round(plan.width), 0, plan.passes)
 
 
 def choose(plans: Sequence[Plan], present: Plan) -> Plan:
@@ -134,13 +226,11 @@ def choose(plans: Sequence[Plan], present: Plan) -> Plan:
 
 
 def whole(plan: Plan, load: Load, times: StepTimes) -> Plan:
-    """The plan, with all of its drafts verified, and what that promises."""
-    if not plan.min_survival:
+    """The plan, with all of the draft's tokens verified, and what that promises."""
+    if not plan.passes or not plan.price:
         return plan
-    shapes = shape_of(load, OFF), shape_of(load, plan)
-    off_s, seconds = times.predict(shapes, load.context).tolist()
-    gain = float(load.survival["draft"][:, : plan.k].sum())
-    return _predicted(load.batch, plan, gain, seconds, off_s)
+    off_s = float(times.predict((shape_of(load, OFF),), load.context)[0])
+    return _predicted(load, [plan._replace(price=0.0)], times, off_s)[0]
 
 
 def unmeasured(
@@ -149,17 +239,16 @@ def unmeasured(
     """The best of the plans that may beat the others and are due for a trial, with all of their
     drafts verified; None without any. `is_due` gets a plan and the number of its steps that are
     known."""
+    off, *others = plans
+    without = shape_of(load, off)
+    # What verifies nothing makes the step that is made without it.
+    plans = [off, *(plan for plan in others if shape_of(load, plan) != without)]
     least = NEARLY * max(plan.goodput for plan in plans)
     # A trial of less than the whole would show no more of what its step takes.
     near = [p for p in plans if p.goodput >= least and whole(p, load, times).goodput >= least]
     due = [plan for plan in near if is_due(plan, times.num_steps(shape_of(load, plan)))]
     best = max(due, key=_goodput, default=None)
     return None if best is None else whole(best, load, times)
-
-
-def caps(survival_BG: np.ndarray, plan: Plan) -> np.ndarray:
-    """int [B]: draft tokens worth verifying for each request under `plan`."""
-    return (survival_BG[:, : plan.k] >= plan.min_survival).sum(1)
 
 
 def _goodput(plan: Plan) -> float:

@@ -63,11 +63,14 @@ class Probes:
         """Whether the next step belongs to a probe."""
         return self._probe is not None and self._probe.num_to_draft > 0
 
-    def is_due(self, off_s: float, probe_s: float) -> bool:
+    def is_due(self, off_s: float, probe_s: float, has_changed: bool = False) -> bool:
         """Whether to probe now, so that probes take their share of the time. `off_s` and `probe_s`:
-        seconds of a step without the draft and of one that tries it."""
+        seconds of a step without the draft and of one that tries it. `has_changed`: the traffic
+        has, and a probe is worth more than that."""
         if self._probe is not None:
             return False
+        if has_changed and self._num_untested >= MIN_STEPS_TO_PROBE:
+            return True
         extra_s = (PROBE_STEPS + 1) * (probe_s - off_s)
         every = extra_s / ((FRESH_SHARE if self._num_fresh else PROBE_SHARE) * off_s)
         return self._num_untested >= int(min(max(every, MIN_STEPS_TO_PROBE), MAX_STEPS_TO_PROBE))

@@ -1,70 +1,150 @@
-"""The requests that the control knows: what they accept, what their clients allow, and how many of
-their draft tokens are verified.
+"""The requests that the control knows: what they accept, what their clients allow, and who proposes
+for each.
 
-    begin ──► load (what each is likely to accept) ──► caps ──► learn (what it accepted) ──► end
+    begin ──► load (what each is likely to accept) ──► caps ──► propose ──► learn ──► end
 
-Legend: B requests of a step, G positions in a draft.
+Legend: B requests of a step, G positions in a draft, M in a proposal of the memory, R newest
+look-ups.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from serving.speculation.acceptance_breakdown import AcceptanceBreakdown
-from serving.speculation.estimates import UNKNOWN, Acceptance
-from serving.speculation.goodput import Load, Plan, caps
-from serving.speculation.ngram import Lookup, Shadow
+from serving.speculation.estimates import UNKNOWN, Acceptance, Watch
+from serving.speculation.goodput import LEAST_SURVIVAL, Load, Plan, draft_of
+from serving.speculation.memory.hybrid import Hybrid, Level
+from serving.speculation.memory.memory import Found
+from serving.speculation.memory.unverified import Judged, Unverified
 from serving.speculation.step_seen import StepSeen
 
-NGRAM_ACCEPTANCE = 0.3
-"""Conditional acceptance of n-grams before any was seen."""
+NUM_LOOKUPS = 8
+"""Newest look-ups by which it is estimated what the memory will find for a request."""
+NUM_LOOKUPS_OF_ALL = 64
+"""Newest look-ups of all requests, which stand for those that a request has not had yet."""
+
+
+class Remembers(Protocol):
+    """What is asked of a memory (`serving/speculation/memory/memory.py`)."""
+
+    k: int
+
+    def begin(
+        self, req_id: str, prompt: Sequence[int], *, scope: str = "", is_kept: bool = True
+    ) -> None: ...
+    def advance(self, req_id: str, tokens: Sequence[int]) -> None: ...
+    def propose(self, req_id: str, k: int, least: float = 0.0) -> Found: ...
+    def end(self, req_id: str) -> None: ...
+    def work(self) -> None: ...
+    def clear(self) -> None: ...
+
+
+class Lookups:
+    """What the memory found lately: the survival of its tokens, 0 where it found none."""
+
+    __slots__ = ("_num", "survival_RM")
+
+    def __init__(self, num: int, length: int) -> None:
+        self.survival_RM = np.zeros((num, length))
+        self._num = 0
+
+    def add(self, survival_M: np.ndarray) -> None:
+        row_M = self.survival_RM[self._num % len(self.survival_RM)]
+        row_M[: len(survival_M)] = survival_M
+        row_M[len(survival_M) :] = 0.0
+        self._num += 1
+
+    def completed(self, others: Lookups) -> np.ndarray:
+        """float [R, M]: with the newest of others, as long as there are too few."""
+        missing = len(self.survival_RM) - self._num
+        if missing <= 0 or not others._num:
+            return self.survival_RM
+        newest = np.arange(others._num - missing, others._num) % len(others.survival_RM)
+        newest = newest % min(others._num, len(others.survival_RM))
+        return np.concatenate([self.survival_RM[: self._num], others.survival_RM[newest]])
 
 
 @dataclass(slots=True)
 class _Request:
     slot: int
-    ngram_slot: int
     client_cap: int
     is_counted: bool
     cap: int
     """draft tokens worth verifying, where a plan verifies in part"""
-    lookup: Lookup = field(default_factory=Lookup)
-    shadow: Shadow = field(default_factory=Shadow)
+    gain: float | None = None
+    """how many of them are accepted in the mean; None before the first decision with it"""
+    survival_G: np.ndarray | None = None
+    """of its draft, as of the newest decision"""
+    lookups: Lookups | None = None
+    found: float = 0.0
+    """tokens that the newest look-up expects to be accepted"""
+    num_seen: int = 0
+    """tokens that the memory knows of"""
 
 
 class Requests:
     """One per engine. Requests that did not begin here are passed over."""
 
-    def __init__(self, k_max: int, proposers: Sequence[str], predicted: float | None) -> None:
+    def __init__(
+        self,
+        k_max: int,
+        proposers: Sequence[str],
+        predicted: float | None,
+        memory: Remembers | None = None,
+    ) -> None:
         self.breakdown = AcceptanceBreakdown(k_max)
+        self.judged: list[Judged] = []
+        """What is known since it was last taken of drafts that nobody verified."""
         self._k_max, self._proposers = k_max, proposers
         self._draft = Acceptance(k_max, UNKNOWN if predicted is None else predicted)
-        self._ngram = Acceptance(k_max, NGRAM_ACCEPTANCE)
+        self._memory = memory
+        self._most = max(k_max, memory.k) if memory is not None else k_max
+        self._lookups = Lookups(NUM_LOOKUPS_OF_ALL, memory.k) if memory is not None else None
+        self._unverified = Unverified()
+        self._hybrid, self._watch, self._level = Hybrid(), Watch(), Level()
+        self.has_changed = False
+        """Whether the traffic has changed, by what the memory finds, since this was last unset."""
         self._requests: dict[str, _Request] = {}
 
     # -- requests come and go ---------------------------------------------------------------------
 
-    def begin(self, req_id: str, domain: str, client_cap: int | None, is_counted: bool) -> None:
+    def begin(
+        self,
+        req_id: str,
+        domain: str,
+        client_cap: int | None,
+        is_counted: bool,
+        *,
+        prompt: Sequence[int] = (),
+        scope: str = "",
+        is_kept: bool = True,
+    ) -> None:
         """A request has come; see `Speculation.begin`."""
         if req_id in self._requests:
             return  # its client goes on with it
-        cap = self._k_max if client_cap is None else max(0, min(client_cap, self._k_max))
-        self._requests[req_id] = _Request(
-            self._draft.open(domain), self._ngram.open(domain), cap, is_counted, cap
-        )
+        most = self._most if client_cap is None else max(0, min(client_cap, self._most))
+        cap = min(most, self._k_max)
+        request = _Request(self._draft.open(domain), most, is_counted, cap)
+        if self._memory is not None and is_counted and most:
+            request.lookups = Lookups(NUM_LOOKUPS, self._memory.k)
+            request.num_seen = len(prompt)
+            self._memory.begin(req_id, prompt, scope=scope, is_kept=is_kept)
+        self._requests[req_id] = request
 
     def end(self, req_id: str) -> None:
         """A request has gone."""
         request = self._requests.pop(req_id, None)
         if request is not None:
+            self.judged += self._unverified.end(req_id)
             self.breakdown.add_finished(self._draft.close(request.slot))
-            self._ngram.close(request.ngram_slot)
+            if request.lookups is not None and self._memory is not None:
+                self._memory.end(req_id)
 
     def gone(self, alive: Collection[str]) -> set[str]:
         """Known requests that are not alive any more. All that are alive must be known."""
@@ -75,59 +155,92 @@ class Requests:
     def restart(self, predicted: float | None) -> None:
         """Forget what was learnt of the draft model. `predicted`: the conditional acceptance it was
         measured with elsewhere."""
-        self._draft.restart([request.slot for request in self._requests.values()], predicted)
+        self._unverified.clear()
+        self._watch = Watch()
+        self._forget(predicted)
 
     # -- before a step ----------------------------------------------------------------------------
 
     def load(self, req_ids: Sequence[str], context: int) -> Load:
         """The requests that decode, with what each is likely to accept."""
         requests = self._known(req_ids)
-        survival: dict[Any, np.ndarray] = {}
+        draft_BG = None
         if "draft" in self._proposers:
-            survival["draft"] = self._draft.survival(np.array([r.slot for r in requests], np.int64))
-        if "ngram" in self._proposers:
-            survival["ngram"] = self._ngram.survival(
-                np.array([r.ngram_slot for r in requests], np.int64)
-            )
-        for b, request in enumerate(requests):
-            if request.client_cap < self._k_max:
-                for survival_BG in survival.values():
-                    survival_BG[b, request.client_cap :] = 0.0
-        allowed = [self._client_cap(req_id) for req_id in req_ids]
-        return Load(len(req_ids), context, survival, np.array(allowed, np.int64))
+            draft_BG = self._draft.survival(np.array([r.slot for r in requests], np.int64))
+            for b, request in enumerate(requests):
+                if request.client_cap < self._k_max:
+                    draft_BG[b, request.client_cap :] = 0.0
+        allowed_B = np.array([request.client_cap for request in requests], np.int64)
+        memory_BRM = self._found_lately(requests)
+        ratio_BR = None if memory_BRM is None else self._hybrid.ratio(memory_BRM.sum(2))
+        return Load(len(req_ids), context, draft_BG, memory_BRM, ratio_BR, allowed_B)
 
     def set_caps(self, plan: Plan, req_ids: Sequence[str], load: Load) -> None:
-        """Decide how many draft tokens of each request are verified under a plan that verifies in
-        part."""
-        if plan.min_survival > 0:
-            found = caps(load.survival["draft"], plan).tolist()
-            for request, cap in zip(self._known(req_ids), found, strict=True):
-                request.cap = cap
+        """Decide how many draft tokens of each request are verified under a plan."""
+        if not plan.passes or not (plan.price > 0 or plan.is_mixed):
+            return
+        assert load.draft_BG is not None
+        num_B, gain_B = draft_of(load, plan)
+        for b, request in enumerate(self._known(req_ids)):
+            request.cap, request.gain = int(num_B[b]), float(gain_B[b])
+            request.survival_G = load.draft_BG[b]
 
     def cap(self, req_id: str, plan: Plan) -> int:
         """Draft tokens of this request that are verified under the plan."""
         request = self._requests.get(req_id)
-        if request is None:
-            return plan.k
-        allowed = min(plan.k, request.client_cap)
-        return min(allowed, request.cap) if plan.min_survival > 0 else allowed
+        return plan.passes if request is None else self._cap(request, plan)
 
     def has_cap_below(self, k: int) -> bool:
         """Whether any client allows fewer draft tokens."""
         return any(request.client_cap < k for request in self._requests.values())
 
-    def lookup(self, req_id: str, tokens: Sequence[int], plan: Plan) -> list[int]:
-        """What n-grams propose for a request under the plan."""
+    def look_up(self, req_id: str, plan: Plan) -> list[int]:
+        """What the memory proposes for a request in the place of the draft; nothing where the draft
+        proposes. What would be found is noted all the same."""
         request = self._requests.get(req_id)
-        if request is None:
+        if request is None or request.lookups is None or self._memory is None:
             return []
-        return request.lookup.propose(tokens, self.cap(req_id, plan))
+        assert self._lookups is not None
+        found = self._memory.propose(req_id, self._memory.k, LEAST_SURVIVAL)
+        request.lookups.add(found.survival_K)
+        self._lookups.add(found.survival_K)
+        request.found = float(found.survival_K.sum())
+        self.has_changed |= self._level.add(request.found)
+        if not (plan.is_mixed or plan.proposer == "memory"):
+            return []
+        num = int(np.searchsorted(-found.survival_K, -plan.price, "right"))
+        num = min(num, request.client_cap)
+        if plan.proposer == "memory":
+            num = min(num, plan.k)
+        worth = float(found.survival_K[:num].sum()) - plan.price * num
+        if plan.passes:
+            gain = self._gain(request, plan) * float(self._hybrid.ratio(np.array(request.found)))
+            if worth <= gain - plan.price * self._cap(request, plan):
+                return []
+        return found.tokens[:num]
 
     def can_show_acceptance(self, req_ids: Sequence[str]) -> bool:
         """Whether verifying a draft of any of these requests would teach anything."""
         return any(r.is_counted and r.client_cap > 0 for r in self._known(req_ids))
 
     # -- after a step -----------------------------------------------------------------------------
+
+    def add_unverified(
+        self, req_id: str, step: int, num_tokens: int, num_outputs: int, draft: Sequence[int]
+    ) -> None:
+        """This draft was proposed in the step, and the memory's tokens will be verified."""
+        request = self._requests.get(req_id)
+        if request is not None and request.is_counted:
+            self._unverified.add(req_id, step, num_tokens, num_outputs, draft, request.found)
+
+    def served(self, req_id: str, tokens: Sequence[int]) -> None:
+        """The request now has these tokens, from its prompt on."""
+        self.judged += self._unverified.served(req_id, tokens)
+        request = self._requests.get(req_id)
+        if request is None or request.lookups is None or self._memory is None:
+            return
+        self._memory.advance(req_id, tokens[request.num_seen :])
+        request.num_seen = len(tokens)
 
     def learn(self, step: StepSeen) -> tuple[int, int]:
         """Learn what a step accepted. Returns how many first tokens of the draft model were tested
@@ -136,52 +249,74 @@ class Requests:
         if not known:
             return 0, 0
         requests = [self._requests[step.req_ids[i]] for i in known]
-        if step.proposed_by.plan.proposer != "ngram" and not any(step.drafted):
+        if not any(step.drafted) and not step.judged:
             self._draft.fade(np.array([r.slot for r in requests if r.is_counted], np.int64))
             return 0, 0
-        drafted_B = np.array([step.drafted[i] for i in known], np.int64)
-        accepted_B = np.array([step.accepted[i] for i in known], np.int64)
-        if step.proposed_by.plan.proposer == "ngram":
-            self._learn_of_ngrams(requests, drafted_B, accepted_B)
-            drafted_B, accepted_B = np.zeros_like(drafted_B), np.zeros_like(accepted_B)
+        is_draft = [step.req_ids[i] not in step.from_memory for i in known]
+        drafted_B = np.array([step.drafted[i] for i in known], np.int64) * is_draft
+        accepted_B = np.array([step.accepted[i] for i in known], np.int64) * is_draft
         counted_B = np.array([r.is_counted for r in requests])
         slot_B = np.array([r.slot for r in requests], np.int64)
         self._draft.add(slot_B[counted_B], drafted_B[counted_B], accepted_B[counted_B])
         num_tested = int(((drafted_B > 0) & counted_B).sum())
+        num_accepted = int(((accepted_B > 0) & counted_B).sum())
         if num_tested:
             lengths = [step.num_tokens[i] for i in known]
             outputs = [step.num_outputs[i] for i in known if step.num_outputs]
             self.breakdown.add_step(drafted_B * counted_B, accepted_B * counted_B, lengths, outputs)
-        return num_tested, int(((accepted_B > 0) & counted_B).sum())
+        for b, request in enumerate(requests):
+            if drafted_B[b] and request.lookups is not None:
+                self._learn_beside(request, request.found, drafted_B[b], accepted_B[b])
+        for one in step.judged:
+            self._learn_of_unverified(one)
+        return num_tested + len(step.judged), num_accepted + sum(
+            one.num_accepted > 0 for one in step.judged
+        )
 
-    def _learn_of_ngrams(
-        self, requests: Sequence[_Request], drafted_B: np.ndarray, accepted_B: np.ndarray
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _forget(self, predicted: float | None) -> None:
+        self._hybrid.restart()
+        self._draft.restart([request.slot for request in self._requests.values()], predicted)
+        for request in self._requests.values():
+            request.gain = request.survival_G = None
+
+    def _learn_of_unverified(self, one: Judged) -> None:
+        drafted_B, accepted_B = np.array([one.num_drafted]), np.array([one.num_accepted])
+        if (request := self._requests.get(one.req_id)) is not None:
+            self._draft.add(np.array([request.slot]), drafted_B, accepted_B)
+            self._learn_beside(request, one.found, one.num_drafted, one.num_accepted)
+        self.breakdown.add_step(drafted_B, accepted_B, [one.num_tokens], [one.num_outputs])
+
+    def _cap(self, request: _Request, plan: Plan) -> int:
+        allowed = min(plan.passes, request.client_cap)
+        return min(allowed, request.cap) if plan.price > 0 else allowed
+
+    def _gain(self, request: _Request, plan: Plan) -> float:
+        if request.gain is None:
+            request.survival_G = self._draft.survival(np.array([request.slot]))[0]
+            request.gain = float(request.survival_G[: self._cap(request, plan)].sum())
+        return request.gain
+
+    def _learn_beside(
+        self, request: _Request, found: float, num_drafted: int, num_accepted: int
     ) -> None:
-        slot_B = np.array([r.ngram_slot for r in requests], np.int64)
-        judged_B = np.array([r.is_counted and r.client_cap > 0 for r in requests])
-        # Where nothing was found, that counts as a draft of one token that was not accepted.
-        self._ngram.add(slot_B[judged_B], np.maximum(drafted_B, 1)[judged_B], accepted_B[judged_B])
+        if request.survival_G is not None:
+            expected = float(request.survival_G[:num_drafted].sum())
+            self._hybrid.add(found, expected, num_accepted)
+            surprise = self._watch.add(float(request.survival_G[0]), num_accepted > 0)
+            if surprise is not None:
+                self._forget(surprise)
 
-    def look_up_in_shadow(
-        self, req_ids: Sequence[str], tokens_of: Callable[[str], Sequence[int]]
-    ) -> None:
-        """Judge earlier lookups by what has been written since, and look up anew now and then."""
-        slots, proposed_B, accepted_B = [], [], []
-        for req_id in req_ids:
-            request = self._requests.get(req_id)
-            if request is None:
-                continue
-            judged = request.shadow.step(request.lookup, partial(tokens_of, req_id), self._k_max)
-            if judged is not None and request.is_counted:
-                slots.append(request.ngram_slot)
-                proposed_B.append(judged[0])
-                accepted_B.append(judged[1])
-        if slots:
-            self._ngram.add(np.array(slots), np.array(proposed_B), np.array(accepted_B))
-
-    def _client_cap(self, req_id: str) -> int:
-        request = self._requests.get(req_id)
-        return self._k_max if request is None else request.client_cap
+    def _found_lately(self, requests: Sequence[_Request]) -> np.ndarray | None:
+        if self._lookups is None or not requests:
+            return None
+        nothing = np.zeros((NUM_LOOKUPS, self._lookups.survival_RM.shape[1]))
+        found_BRM = np.stack(
+            [r.lookups.completed(self._lookups) if r.lookups else nothing for r in requests]
+        )
+        # Many requests show by few look-ups of each what few requests show by many.
+        return found_BRM[:, : max(NUM_LOOKUPS_OF_ALL // len(requests), 1)]
 
     def _known(self, req_ids: Sequence[str]) -> list[_Request]:
         return [self._requests[r] for r in req_ids if r in self._requests]

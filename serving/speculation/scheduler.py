@@ -4,7 +4,8 @@ what it brought.
     schedule()                 the plan's k becomes vLLM's number of draft tokens for this step
                                (`dynamic_sd_lookup`)
     update_from_output()       drafted and accepted tokens and the step's time go to `control.py`
-    update_draft_token_ids()   n-grams are looked up, and drafts cut to what is worth verifying
+    update_draft_token_ids()   the memory is asked, and drafts are cut to what is worth verifying
+                               (`proposals.py`)
 
 vLLM loads `controlled_scheduler` by name (`scheduler_cls`) in the process of the engine core. The
 replica asks for reports through `EngineCore.osd_speculation`. Importing this module imports nothing
@@ -14,7 +15,7 @@ A request never fails because of the control. Its first error ends it, is logged
 the engine at its largest k (in mode `off` at 0).
 
 Under asynchronous scheduling, and with the V2 model runner, drafts never reach the scheduler. k is
-still chosen per step, but n-grams are left out, and requests differ in k only by their
+still chosen per step, but the memory is left out, and requests differ in k only by their
 placeholders.
 """
 
@@ -29,10 +30,11 @@ from typing import Any
 
 import msgspec
 
-from osd.records import clean_domain
-from serving.speculation.control import Speculation, settings_of
+from serving.speculation.control import Settings, Speculation, settings_of
 from serving.speculation.goodput import Plan
-from serving.speculation.requests import whole_number
+from serving.speculation.memory.compiled import best
+from serving.speculation.memory.memory import Memory
+from serving.speculation.proposals import Proposals
 from serving.speculation.step_seen import (
     DraftWork,
     Scheduled,
@@ -67,15 +69,18 @@ class Controlled(Undrafted):
         super().__init__(*args, **kwargs)
         config = self.vllm_config  # type: ignore[attr-defined]
         settings = settings_of(config.additional_config)
-        self._osd_left_out: dict[str, str] = {}
-        if (reason := self._osd_no_ngrams()) and "ngram" in settings.proposers:
-            logger.warning("n-grams are left out of speculation.proposers: %s", reason)
-            others = tuple(p for p in settings.proposers if p != "ngram")
-            settings = replace(settings, proposers=others)
-            self._osd_left_out = {"ngram": reason}
-        self.osd = Speculation(settings, padded=padded_sizes(config))
-        self._osd_problem = ""
         largest_k: int = self.num_spec_tokens  # type: ignore[attr-defined]
+        most = min(settings.memory_k_max, largest_k)
+        settings = replace(settings, memory_k_max=most)
+        self._osd_left_out: dict[str, str] = {}
+        if (reason := self._osd_no_memory()) and "memory" in settings.proposers:
+            logger.warning("the memory is left out of speculation.proposers: %s", reason)
+            others = tuple(p for p in settings.proposers if p != "memory")
+            settings = replace(settings, proposers=others)
+            self._osd_left_out = {"memory": reason}
+        self.osd = Speculation(settings, padded=padded_sizes(config), memory=memory_of(settings))
+        self._osd_proposals = Proposals(self.osd, settings)
+        self._osd_problem = ""
         self._osd_resting_k = 0 if settings.mode == "off" else largest_k
         self._osd_lookups: dict[int, list[int]] = {}
         self._osd_open: dict[int, Scheduled] = {}
@@ -119,19 +124,23 @@ class Controlled(Undrafted):
             self._osd_steps.enter(self.osd_clock())
             # Before vLLM trims the sampled tokens, and a request's last step looks rejected.
             seen = self._osd_guard(lambda: self._osd_read(scheduler_output, model_runner_output))
-        if seen is not None:
-            self._osd_guard(
-                lambda: self.osd.observe(seen, lambda r: self.requests[r].all_token_ids)
-            )
+        running = [self.requests[r] for r in seen.req_ids] if seen is not None else []
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output, *args, **kwargs
         )
+        if seen is not None:
+            self._osd_guard(lambda: self._osd_learn(seen, running))
         self._osd_guard(self._osd_close)
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any, *args: Any, **kwargs: Any) -> None:
         if not self._osd_is_held:
-            self._osd_guard(lambda: self._osd_redraft(draft_token_ids))
+            drafted = draft_token_ids
+            self._osd_guard(
+                lambda: self._osd_proposals.redraft(
+                    drafted.req_ids, drafted.draft_token_ids, self.requests
+                )
+            )
         super().update_draft_token_ids(draft_token_ids, *args, **kwargs)  # type: ignore[misc]
 
     def _update_after_schedule(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +152,7 @@ class Controlled(Undrafted):
 
     def osd_command(self, name: str, argument: str) -> str:
         """`report`, `sweep`, `end_sweep`, `sweep_steps_left`, `rows`, `load_rows`, `restart`,
-        `force`, `hold` or `log`.
+        `force`, `forget`, `keep`, `hold` or `log`.
 
         Arguments and results are JSON text.
         """
@@ -174,6 +183,11 @@ class Controlled(Undrafted):
                 self.osd.restart(given)
             case "force":
                 self.osd.force(Plan(*given) if given else None)
+            case "forget":
+                if self.osd.memory is not None:
+                    self.osd.memory.clear()
+            case "keep":
+                self._osd_proposals.memory_fraction = float(given)
             case "hold":
                 self._osd_hold(bool(given))
             case "log":
@@ -184,12 +198,15 @@ class Controlled(Undrafted):
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _osd_no_ngrams(self) -> str:
-        """Why n-grams cannot propose in this engine; "" when they can."""
+    def _osd_no_memory(self) -> str:
+        """Why the memory cannot propose in this engine; "" when it can."""
         if self.IS_ASYNC:
             return "the engine schedules asynchronously"
         if self.use_v2_model_runner:
             return "the V2 model runner keeps draft tokens on the device"
+        speculative = getattr(self.vllm_config, "speculative_config", None)  # type: ignore[attr-defined]
+        if getattr(speculative, "draft_sample_method", "") == "probabilistic":
+            return "drafts are sampled, and verified by their own probabilities"
         return ""
 
     def _osd_guard(self, act: Callable[[], Any]) -> Any:
@@ -210,16 +227,7 @@ class Controlled(Undrafted):
             self._osd_own_s += self.osd_clock() - started
 
     def _osd_begin(self, request: Any) -> None:
-        params = request.sampling_params
-        extra = (params.extra_args if params is not None else None) or {}
-        self.osd.begin(
-            request.request_id,
-            domain=clean_domain(str(extra.get("osd_domain", ""))),
-            client_cap=0
-            if self._osd_why_undrafted(request)
-            else whole_number(extra.get("osd_spec_k")),
-            is_counted=not extra.get("osd_calibration"),
-        )
+        self._osd_proposals.begin(request, bool(self._osd_why_undrafted(request)))
 
     def _osd_plan(self) -> Stamp:
         decoding = [r for r in self.running if r.num_output_tokens > 0]
@@ -228,6 +236,7 @@ class Controlled(Undrafted):
     def _osd_hold(self, is_held: bool) -> None:
         """Held, the engine speculates as vLLM would by itself: with its largest k, and nothing is
         decided or learnt. Requests are still known, so that it can be let go at any time."""
+        self._osd_proposals.let_go()
         if self._osd_is_held and not is_held:
             plan = Plan("draft", self._osd_resting_k)
             self._osd_proposed_by = Stamp(plan, "held")
@@ -249,9 +258,7 @@ class Controlled(Undrafted):
         step = Scheduled(started, stamp, self._osd_proposed_by, draft)
         self._osd_steps.begin(step, is_idle=not self._osd_open)
         self._osd_open[id(output)] = step
-        # The worker counts the tokens of n-grams apart.
-        is_ngram = self._osd_proposed_by.plan.proposer == "ngram"
-        output.osd_proposer = "ngram" if is_ngram else "draft"
+        step.from_memory = self._osd_proposals.scheduled(output)
         if output.num_scheduled_tokens:
             self._osd_proposed_by, self._osd_drafting = stamp, drafting
         else:  # nothing runs, and nothing is proposed
@@ -285,25 +292,16 @@ class Controlled(Undrafted):
             seen.num_outputs.append(request.num_output_tokens)
             seen.context += request.num_tokens
             seen.num_surplus += num_surplus(request, emitted, self.max_model_len)
+        seen.from_memory = step.from_memory
         return seen
+
+    def _osd_learn(self, seen: StepSeen, running: list[Any]) -> None:
+        seen.judged = self._osd_proposals.served(running)
+        self.osd.observe(seen)
 
     def _osd_close(self) -> None:
         for req_id in self.osd.requests.gone(self.requests):
-            self.osd.end(req_id)
-
-    def _osd_redraft(self, draft_token_ids: Any) -> None:
-        """Change in place what the next step verifies."""
-        drafts = draft_token_ids.draft_token_ids
-        if self.osd.present.proposer == "ngram":
-            for i, req_id in enumerate(draft_token_ids.req_ids):
-                request = self.requests.get(req_id)
-                if request is not None and not request.is_finished():
-                    drafts[i] = self.osd.lookup(req_id, request.all_token_ids)
-        elif self.osd.has_caps or any(len(draft) > self.osd.present.k for draft in drafts):
-            # Near the end of the draft's context vLLM hands out k_max zeros, whatever k is.
-            for i, req_id in enumerate(draft_token_ids.req_ids):
-                if (cap := self.osd.cap(req_id)) < len(drafts[i]):
-                    drafts[i] = drafts[i][:cap]
+            self._osd_proposals.end(req_id)
 
     def _osd_cut_placeholders(self, output: Any) -> None:
         if not self.osd.has_caps:
@@ -319,6 +317,13 @@ class ControlledAsync(Controlled):
     """Mixed into vLLM's asynchronous scheduler, for engines that schedule ahead."""
 
     IS_ASYNC = True
+
+
+def memory_of(settings: Settings) -> Memory | None:
+    """The memory of an engine; None where it may not propose."""
+    if "memory" not in settings.proposers or settings.mode == "off":
+        return None
+    return Memory(settings.memory_bytes, settings.memory_k_max, best(settings.is_alone))
 
 
 def controlled_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:

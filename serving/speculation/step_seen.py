@@ -4,11 +4,12 @@ tells the control."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from serving.speculation.goodput import Plan
+from serving.speculation.memory.unverified import Judged
 from serving.speculation.net import Window
 from serving.speculation.probes import Probe
 
@@ -52,6 +53,8 @@ class Scheduled:
     """The stamp of the step that proposed what this one verifies."""
     draft: DraftWork
     """What of the draft's work lies within the step's time."""
+    from_memory: frozenset[str] = frozenset()
+    """Requests whose draft tokens are the memory's."""
     follows: bool = False
     """Whether the step before it was still running or had just ended."""
     has_ended: bool = False
@@ -117,6 +120,10 @@ class StepSeen:
     """tokens that lie behind the ends of answers, and reach nobody"""
     own_seconds: float = 0.0
     """how much of `seconds` the control took for itself"""
+    from_memory: Collection[str] = ()
+    """requests whose draft tokens are the memory's"""
+    judged: Sequence[Judged] = ()
+    """what is known since the step before of drafts that nobody verified"""
 
     @property
     def num_delivered(self) -> int:

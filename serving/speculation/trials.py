@@ -12,8 +12,8 @@ STEPS_PER_TRIAL = 24
 ENOUGH_STEPS = 6
 """Steps of a shape that make its time known."""
 MAX_TRIALS = 2
-"""Trials of a plan while its time is unknown. More would not help: n-grams that find nothing never
-make the step that was asked for."""
+"""Trials of a plan while its time is unknown. More would not help: a memory that finds nothing
+never makes the step that was asked for."""
 STEPS_TO_RETRY = 400
 """Steps after which a plan that was not chosen is tried again, since its evidence is old."""
 MAX_TRIED = 1024

@@ -1,6 +1,7 @@
 """Hooks on one worker's model runner, V1 or V2, which tell capture what the engine verifies.
 
-    execute_model(scheduler_output) ─► on_schedule(new requests, finished)
+    execute_model(scheduler_output) ─► on_proposed(number of the step, drafts nobody verified)
+                                    ─► on_schedule(new requests, finished)
     rejection sampler(logits, ...)  ─► verification_v1 or _v2 ─► on_verify(Verification)
 
 Before vLLM 0.32, the V1 runner's steps without draft tokens pass by its rejection sampler: they are
@@ -12,7 +13,7 @@ engine's own work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from osd.errors import CaptureError
+from serving.capture.skips import unfit
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +59,24 @@ class Verification:
     logits: torch.Tensor
     """[sum of (num_draft_tokens + 1), V]: raw target logits; row j of a request follows j accepted
     drafts"""
-    is_model_draft: bool = True
-    """Whether the draft model proposed; else n-grams did."""
+    from_memory: Collection[str] = ()
+    """Requests whose draft tokens are the memory's, not the draft model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """What the scheduler says of drafts with a step (`serving/speculation/proposals.py`)."""
+
+    step: int
+    """Number of the step, at whose end the draft model proposes."""
+    judged: Sequence[tuple[str, int, int, int]]
+    """Drafts that nobody verified: (request, the step they were proposed in, drafted, accepted)."""
 
 
 class Listener(Protocol):
     """Is told of steps and verifications."""
 
+    def on_proposed(self, proposed: Proposed) -> None: ...
     def on_schedule(self, new: list[NewRequest], finished: set[str]) -> None: ...
     def on_verify(self, step: Verification) -> None: ...
     def on_failure(self, error: Exception) -> None: ...
@@ -82,8 +95,8 @@ class VerificationHook:
         self._runner = model_runner
         self._listener = listener
         self.is_listening = True
-        self.is_model_draft = True
-        """Whether the draft model proposed the draft tokens of this step."""
+        self.from_memory: Collection[str] = ()
+        """Requests whose draft tokens are the memory's in this step."""
         self.problem = ""
         """The error that ended it."""
         self._detach: Callable[[], None] = lambda: None
@@ -102,7 +115,10 @@ class VerificationHook:
 
     def _execute_and_listen(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         with self._guard():
-            self.is_model_draft = getattr(scheduler_output, "osd_proposer", "draft") == "draft"
+            self.from_memory = getattr(scheduler_output, "osd_from_memory", ())
+            step = getattr(scheduler_output, "osd_step", None)
+            if self.is_listening and step is not None:
+                self._listener.on_proposed(Proposed(step, scheduler_output.osd_judged))
             new, finished = scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids
             if self.is_listening and (new or finished):
                 self._listener.on_schedule([new_request(r) for r in new], set(finished))
@@ -141,7 +157,7 @@ class VerificationHook:
             if self.is_listening:
                 step = read()
                 self._listener.on_verify(
-                    step if self.is_model_draft else replace(step, is_model_draft=False)
+                    replace(step, from_memory=self.from_memory) if self.from_memory else step
                 )
 
     @contextmanager
@@ -301,17 +317,5 @@ def new_request(data: Any) -> NewRequest:
         max_tokens=params.max_tokens,
         stop_ids=frozenset(stop_ids),
         extra_args=params.extra_args or {},
-        skip_reason=_skip_reason(data),
+        skip_reason=unfit(data),
     )
-
-
-def _skip_reason(data: Any) -> str:
-    if data.sampling_params.structured_outputs is not None:
-        return "structured_output"  # its grammar mask is already in the logits
-    if data.mm_features:
-        return "multimodal"
-    if data.prompt_token_ids is None or data.prompt_embeds is not None:
-        return "prompt_embeds"
-    if data.lora_request is not None:
-        return "target_adapter"
-    return ""

@@ -139,7 +139,7 @@ NAMES: dict[Part, tuple[Name, ...]] = {
         Name(_ARGUMENTS, has=("scheduler_cls", "additional_config")),
         Name(
             f"{_SCHEDULER}.__init__",
-            # n-grams cannot propose with the V2 model runner
+            # the memory cannot propose with the V2 model runner
             says=("self.use_v2_model_runner =", "self.num_spec_tokens =", "self.max_model_len ="),
         ),
         Name(f"{_SCHEDULER}.schedule", takes=("self",), says=("dynamic_sd_lookup",)),

@@ -453,3 +453,10 @@ def test_a_server_whose_clock_was_set_back_puts_nothing_into_the_future(
     raw.xadd("osd:here:feed", {"type": "SpecWindow", "json": encode(window)}, id=ahead)
     ((_, found),) = registry.read()
     assert found.at == pytest.approx(now, abs=2)
+
+
+def test_purges_are_counted_for_all_who_ask(registry: Registry) -> None:
+    assert registry.num_purges() == 0
+    registry.note_purge()
+    registry.note_purge()
+    assert registry.num_purges() == 2

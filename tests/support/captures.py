@@ -168,5 +168,5 @@ def together(*shown: Verification) -> Verification:
         first_position_B=torch.cat([one.first_position_B for one in shown]),
         sampled_BG=torch.cat(sampled),
         logits=torch.cat([one.logits for one in shown]),
-        is_model_draft=all(one.is_model_draft for one in shown),
+        from_memory={req_id for one in shown for req_id in one.from_memory},
     )

@@ -6,6 +6,7 @@ choice is known.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,10 +14,13 @@ import numpy as np
 
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
+from serving.speculation.memory.memory import NOTHING, Found
 from serving.speculation.step_seen import DraftWork, Stamp, StepSeen
 
 StepTime = Callable[[int, int, int], float]
 """(requests, verified tokens, draft passes) -> seconds"""
+NUM_PROMPT = 100
+"""Tokens of a prompt."""
 
 
 def cpu(batch: int, tokens: int, passes: int) -> float:
@@ -27,11 +31,42 @@ def cpu(batch: int, tokens: int, passes: int) -> float:
     )
 
 
+class FakeMemory:
+    """Proposes for a request with the probability that `found` says, and knows how likely its
+    tokens are: each is accepted with `copied`, if those before it are."""
+
+    def __init__(
+        self, k: int, found: Callable[[str], float], copied: Callable[[], float], seed: int
+    ) -> None:
+        self.k = k
+        self.num_lookups = 0
+        self._found, self._copied = found, copied
+        self._random = np.random.default_rng(seed)
+
+    def begin(
+        self, req_id: str, prompt: Sequence[int], *, scope: str = "", is_kept: bool = True
+    ) -> None: ...
+
+    def advance(self, req_id: str, tokens: Sequence[int]) -> None: ...
+
+    def propose(self, req_id: str, k: int, least: float = 0.0) -> Found:
+        self.num_lookups += 1
+        if self._random.random() >= self._found(req_id):
+            return NOTHING
+        survival_K = self._copied() ** np.arange(1, min(k, self.k) + 1)
+        survival_K = survival_K[survival_K >= least]
+        return Found([0] * len(survival_K), survival_K)
+
+    def end(self, req_id: str) -> None: ...
+
+    def work(self) -> None: ...
+
+
 @dataclass
 class SimulatedEngine:
-    """`alpha`: conditional acceptance of the draft; `found` and `copied`: how often n-grams
-    propose, and are right; `period`: every text repeats after so many tokens, which lookups in
-    shadow see (0 = nothing ever repeats).
+    """`alpha`: conditional acceptance of the draft; `found` and `copied`: how often the memory
+    proposes, and how likely each of its tokens is accepted. `kinds`: (alpha, found) of requests
+    that differ; as many of each run.
 
     A run is the same each time: the thread that fits step times is waited for."""
 
@@ -43,18 +78,26 @@ class SimulatedEngine:
     noise: float = 0.03
     seed: int = 0
     output_tokens: int = 150
-    period: int = 0
+    kinds: Sequence[tuple[float, float]] = ()
     now: float = 0.0
     plans: list[str] = field(default_factory=list)
+    num_verified: Counter[str] = field(default_factory=Counter)
+    """proposer -> draft tokens"""
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
-        self.control = Speculation(self.settings, clock=lambda: self.now)
+        self.memory = None
+        if "memory" in self.settings.proposers and self.settings.mode != "off":
+            k = self.settings.memory_k_max
+            self.memory = FakeMemory(k, self._found, lambda: self.copied, self.seed)
+        self.control = Speculation(self.settings, clock=lambda: self.now, memory=self.memory)
         self._drafted: dict[str, int] = {}
+        self._from_memory: set[str] = set()
         self._left: dict[str, int] = {}
+        self._num_tokens: dict[str, int] = {}
+        self._kinds: dict[str, int] = {}
         self._proposed_by = Stamp(self.control.present, "")
         self._next = 0
-        self._text: list[int] = []
 
     def run(self, num_steps: int, batch: int) -> float:
         """Tokens per second of so many steps with `batch` requests running throughout."""
@@ -79,10 +122,15 @@ class SimulatedEngine:
             self._next += 1
             req_id = f"r{self._next}"
             self._left[req_id], self._drafted[req_id] = self.output_tokens, 0
-            self.control.begin(req_id)
+            running = [*self._kinds.values()]
+            self._kinds[req_id] = min(range(len(self.kinds)), key=running.count, default=0)
+            self._num_tokens[req_id] = NUM_PROMPT
+            self.control.begin(req_id, prompt=range(NUM_PROMPT))
 
     def _end(self, req_id: str) -> None:
-        del self._left[req_id], self._drafted[req_id]
+        for known in (self._left, self._drafted, self._kinds, self._num_tokens):
+            del known[req_id]
+        self._from_memory.discard(req_id)
         self.control.end(req_id)
 
     def _step(self) -> int:
@@ -92,12 +140,17 @@ class SimulatedEngine:
         plan = stamp.plan
         self.plans.append(plan.name)
         drafted = [self._drafted[r] for r in ids]
-        alpha = self.copied if proposed_by.plan.proposer == "ngram" else self.alpha
-        accepted = [self._accept(num, alpha) for num in drafted]
+        from_memory = set(self._from_memory)
+        alphas = [self.copied if r in from_memory else self._alpha(r) for r in ids]
+        accepted = [self._accept(num, alpha) for num, alpha in zip(drafted, alphas, strict=True)]
         seconds = self.step_time(len(ids), len(ids) + sum(drafted), plan.passes)
         seconds *= float(np.exp(self.random.normal(0, self.noise)))
         self.now += seconds
-        tokens = self._tokens()
+        for req_id, num, right in zip(ids, drafted, accepted, strict=True):
+            self.num_verified["memory" if req_id in from_memory else "draft"] += num
+            self._num_tokens[req_id] += 1 + right
+            self.control.requests.served(req_id, range(self._num_tokens[req_id]))
+        judged, self.control.requests.judged = self.control.requests.judged, []
         seen = StepSeen(
             ids,
             drafted,
@@ -109,33 +162,43 @@ class SimulatedEngine:
             True,
             seconds,
             [100] * len(ids),
+            from_memory=from_memory,
+            judged=judged,
         )
-        self.control.observe(seen, lambda _: tokens)
+        self.control.observe(seen)
         if (fitting := self.control.times._fitting) is not None:
             fitting.join()
         self._proposed_by = stamp
         for req_id, num in zip(ids, accepted, strict=True):
-            self._drafted[req_id] = self._draft(req_id, plan)
             self._left[req_id] -= 1 + num
             if self._left[req_id] <= 0:
                 self._end(req_id)
+            else:
+                self._propose(req_id, plan)
         return len(ids) + sum(accepted)
 
-    def _draft(self, req_id: str, plan: Plan) -> int:
-        if plan.proposer == "ngram":
-            return plan.k if self.random.random() < self.found else 0
-        return min(plan.passes, self.control.cap(req_id))
+    def _propose(self, req_id: str, plan: Plan) -> None:
+        """At the end of a step."""
+        self._drafted[req_id] = min(plan.passes, self.control.cap(req_id))
+        self._from_memory.discard(req_id)
+        if found := self.control.look_up(req_id):
+            self._drafted[req_id] = len(found)
+            self._from_memory.add(req_id)
+            at = self._num_tokens[req_id]
+            right = self._accept(plan.passes, self._alpha(req_id))
+            # The token behind n tokens is n. One draft token is wrong, unless all are right.
+            draft = [at + j if j != right else -1 for j in range(plan.passes)]
+            self.control.requests.add_unverified(req_id, 0, at, at - NUM_PROMPT, draft)
 
     def _accept(self, drafted: int, alpha: float) -> int:
         misses = np.nonzero(self.random.random(drafted) >= alpha)[0]
         return int(misses[0]) if len(misses) else drafted
 
-    def _tokens(self) -> Sequence[int]:
-        """What every request has written: one token a step."""
-        if not self.period:
-            return [1, 2, 3]
-        self._text.append(len(self._text) % self.period)
-        return self._text
+    def _alpha(self, req_id: str) -> float:
+        return self.kinds[self._kinds[req_id]][0] if self.kinds else self.alpha
+
+    def _found(self, req_id: str) -> float:
+        return self.kinds[self._kinds[req_id]][1] if self.kinds else self.found
 
 
 def best_fixed(engine: SimulatedEngine, batch: int, ks: Sequence[int]) -> tuple[str, float]:

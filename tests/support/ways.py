@@ -17,17 +17,17 @@ class Way:
     """By torch.compile; without, eager."""
     num_ranks: int = 1
     """Processes that target and draft are split over by tensor parallelism."""
-    no_ngrams: str = ""
-    """Why the control leaves n-grams out, as it says in its log; "" where they propose."""
+    no_memory: str = ""
+    """Why the control leaves the memory out, as it says in its log; "" where it proposes."""
 
 
 ASYNC = "the engine schedules asynchronously"
 V1_SYNC = Way(name="v1-sync")
-V1_ASYNC = Way(name="v1-async", is_async=True, no_ngrams=ASYNC)
+V1_ASYNC = Way(name="v1-async", is_async=True, no_memory=ASYNC)
 V2_SYNC = Way(
-    name="v2-sync", runner="V2", no_ngrams="the V2 model runner keeps draft tokens on the device"
+    name="v2-sync", runner="V2", no_memory="the V2 model runner keeps draft tokens on the device"
 )
-V2_ASYNC = Way(name="v2-async", runner="V2", is_async=True, no_ngrams=ASYNC)
+V2_ASYNC = Way(name="v2-async", runner="V2", is_async=True, no_memory=ASYNC)
 COMPILED = Way(name="compiled", is_compiled=True)
 TENSOR_PARALLEL = Way(name="tensor-parallel", num_ranks=2)
 BFLOAT16 = Way(name="bfloat16", dtype="bfloat16")

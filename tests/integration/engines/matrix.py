@@ -90,7 +90,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_min_tokens_end_where_they_should",
     ),
     "a client may limit k for its request": ("test_a_client_may_cap_its_own_request",),
-    "n-grams propose": ("test_n_grams_propose_or_are_left_out_with_a_reason",),
+    "the memory proposes": ("test_the_memory_proposes_or_is_left_out_with_a_reason",),
     "the draft makes as many passes as k says, and none at k = 0": (
         "test_the_draft_makes_as_many_passes_as_k_says",
         "test_a_window_without_speculation_holds_no_pass_of_the_draft",
@@ -149,15 +149,15 @@ NOT_OF_RANKS = (
 )
 """Not run over several ranks: they overhear the worker, or need an engine of their own."""
 
-NGRAMS = "test_n_grams_propose_or_are_left_out_with_a_reason"
+MEMORY = "test_the_memory_proposes_or_is_left_out_with_a_reason"
 
 
 def exceptions() -> dict[tuple[str, str], str]:
     """(test, way) -> why its promise does not hold in this way; the test asserts just that."""
     return {
-        (NGRAMS, way.name): f"n-grams are left out: {way.no_ngrams}."
+        (MEMORY, way.name): f"The memory is left out: {way.no_memory}."
         for way in EXACT
-        if way.no_ngrams
+        if way.no_memory
     }
 
 

@@ -23,8 +23,8 @@ LONG = {"ignore_eos": True, "max_tokens": 48}
 
 
 def plans_of(engine: Engine) -> list[tuple[str, int]]:
-    ngrams = [] if engine.way.no_ngrams else [("ngram", engine.k)]
-    return [("off", 0), *(("draft", k) for k in range(1, engine.k + 1)), *ngrams]
+    memory = [] if engine.way.no_memory else [("memory", engine.k)]
+    return [("off", 0), *(("draft", k) for k in range(1, engine.k + 1)), *memory]
 
 
 def test_the_engine_runs_this_way(engine: Engine, way: Way) -> None:

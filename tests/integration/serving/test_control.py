@@ -15,6 +15,7 @@ import torch
 from osd.config.schema import CaptureConfig, Config
 from osd.records import PLAIN
 from serving.replica import Replica
+from serving.speculation.goodput import Plan
 from serving.speculation.lazy_draft import lazy_draft
 from serving.speculation.sleep.v1 import LazyDraftV1
 from serving.vllm import parts
@@ -31,11 +32,14 @@ __all__ = ["target"]
 K = 5
 LONG = {"ignore_eos": True, "max_tokens": 80}
 SHORT = {"ignore_eos": True, "max_tokens": 24}
-PLANS: list[tuple[str, int] | None] = [
+MIXED = list(Plan("draft", 3, is_mixed=True))
+"""Request by request, the draft or the memory."""
+PLANS: list[Any] = [
     *(("draft", k) for k in range(1, K + 1)),
     ("off", 0),
-    ("ngram", 2),
-    ("ngram", K),
+    ("memory", 2),
+    ("memory", K),
+    MIXED,
     None,
 ]
 
@@ -60,6 +64,7 @@ def controlled(controlled_engine: Engine) -> Iterator[Engine]:
     engine.llm.reset_prefix_cache()
     engine.traces()
     engine.rpc("osd_report", "test", "default")
+    engine.scheduler.osd.memory.clear()  # the tests ask the same again and again
     yield engine
     assert engine.command("report")["problem"] == ""
     assert not engine.worker.osd_lazy_draft.is_off
@@ -231,20 +236,20 @@ def capped(request: pytest.FixtureRequest) -> Callable[[Engine], None]:
     return cap
 
 
-@pytest.mark.parametrize("plan", [("draft", 3), ("ngram", 3)])
+@pytest.mark.parametrize("plan", [("draft", 3), ("memory", 3), MIXED])
 def test_at_temperature_one_tokens_follow_the_target_with_partial_verification(
     controlled: Engine,
     target: torch.nn.Module,
     prompts: list[list[int]],
     capped: Callable[[Engine], None],
-    plan: tuple[str, int],
+    plan: Any,
 ) -> None:
     controlled.command("force", plan)
     capped(controlled)
     assert misfit(target, drafted_samples(controlled, prompts, 1.0), 1.0) > 1e-4
 
 
-@pytest.mark.parametrize("plans", [[("draft", 3)], [("draft", 2), ("ngram", 3), ("off", 0)]])
+@pytest.mark.parametrize("plans", [[("draft", 3)], [("draft", 2), ("draft", 3), ("off", 0)]])
 def test_at_temperature_one_tokens_follow_the_target_with_sampled_drafts(
     probabilistic: Engine,
     target: torch.nn.Module,
@@ -336,16 +341,16 @@ def test_rows_captured_without_drafts_are_the_targets(
     assert assert_rows_are_the_targets(target, controlled.traces()) == 80
 
 
-def test_what_n_grams_get_accepted_is_not_credited_to_the_draft(
+def test_what_the_memory_gets_accepted_is_not_credited_to_the_draft(
     controlled: Engine, plain: Engine, prompts: list[list[int]]
 ) -> None:
     repeating = [(prompt * 20)[:120] for prompt in prompts[:4]]
-    controlled.command("force", ("ngram", K))
+    controlled.command("force", ("memory", K))
     before = controlled.command("report")
     controlled.command("log", True)
     assert controlled.generate(repeating, **LONG) == plain.generate(repeating, **LONG)
     log = controlled.command("log", False)
-    assert {entry["plan"] for entry in log} == {f"ngram {K}"}
+    assert {entry["plan"] for entry in log} == {f"memory {K}"}
     assert sum(entry["accepted"] for entry in log) > 10, "else there is nothing to credit"
     after = controlled.command("report")
     for count in ("tested_per_position", "accepted_per_position"):
@@ -430,3 +435,37 @@ def test_a_vllm_that_checks_requests_elsewhere_is_served_all_the_same(
     parts.start(off, "requests", refuse_undrafted)
     assert "there is no vllm.sampling_params:SamplingParams._validate_spec_decode" in caplog.text
     assert off["requests"].endswith(parts.CONSEQUENCES["requests"])
+
+
+def test_tokens_of_the_memory_and_of_the_draft_are_verified_in_one_step(
+    controlled: Engine, plain: Engine, prompts: list[list[int]]
+) -> None:
+    """And counted apart, by the control and by the worker; drafts that nobody verified count for
+    those who proposed them, by what was served."""
+    some = prompts[:6]
+    controlled.generate(some[:3], **LONG)  # of these three everything is known afterwards
+    controlled.traces()
+    controlled.rpc("osd_report", "test", "default")
+    before = controlled.command("report")
+    controlled.command("force", MIXED)
+    controlled.command("log", True)
+    assert controlled.generate(some, **LONG) == plain.generate(some, **LONG)
+    log = controlled.command("log", False)
+    assert any(0 < entry["from_memory"] < entry["batch"] for entry in log), "in one step"
+    after = controlled.command("report")
+    verified = {
+        name: after["sources"][name][0] - before["sources"][name][0] for name in after["sources"]
+    }
+    assert min(verified.values()) > 20
+    controlled.generate(some[:1], ignore_eos=True, max_tokens=1)  # a step that tells the worker
+    controlled.traces()
+    windows = json.loads(controlled.rpc("osd_report", "test", "default"))["windows"]
+    after = controlled.command("report")
+    of_draft = sum(window["num_draft_tokens"] for window in windows)
+    assert of_draft == verified["draft"]
+    tested = sum(sum(window["num_tested_per_pos"]) for window in windows)
+    by_control = sum(after["tested_per_position"]) - sum(before["tested_per_position"])
+    assert tested == pytest.approx(by_control, abs=12), "both judge the same drafts"
+    assert tested > 1.5 * sum(
+        min(entry["drafted"], entry["accepted"] + 1) for entry in log if not entry["from_memory"]
+    )

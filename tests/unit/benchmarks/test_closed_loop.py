@@ -34,7 +34,7 @@ from tests.unit.benchmarks.test_contenders import a_setup, recorded
 TIMES = ModelledStepTimes(verify_s=(0.04, 0.05, 0.12), draft_s=0.008)
 
 
-def config(mode: str = "auto", proposers: tuple[str, ...] = ("draft", "ngram")) -> Config:
+def config(mode: str = "auto", proposers: tuple[str, ...] = ("draft", "memory")) -> Config:
     return Config(speculation=SpeculationConfig(mode=mode, k_max=4, proposers=proposers))  # type: ignore[arg-type]
 
 
@@ -44,7 +44,7 @@ def run(loop: ClosedLoop, draft: Path) -> list[Served]:
 
 
 def looping() -> Recorded:
-    """An answer that n-grams foresee."""
+    """An answer that the memory foresees."""
     ids = np.array([7, 9, 11, 13] * 12, np.int32)
     return Recorded(
         name="r",
@@ -125,11 +125,13 @@ def test_the_control_is_told_nothing_of_what_was_never_recorded(
     left: list[dict[str, int]] = []
     observe = loop.speculation.observe
 
-    def spy(step: StepSeen, tokens_of: Any) -> None:
-        remaining = {one.name: one.num_left for one in loop._running}
-        for name, drafted, accepted in zip(step.req_ids, step.drafted, step.accepted, strict=True):
-            left.append({"left": remaining[name], "drafted": drafted, "accepted": accepted})
-        observe(step, tokens_of)
+    def spy(step: StepSeen) -> None:
+        ends = {one.name: len(one.tokens) for one in loop._running}
+        seen = zip(step.req_ids, step.num_tokens, step.drafted, step.accepted, strict=True)
+        for name, num_tokens, drafted, accepted in seen:
+            remaining = ends[name] - num_tokens
+            left.append({"left": remaining, "drafted": drafted, "accepted": accepted})
+        observe(step)
 
     monkeypatch.setattr(loop.speculation, "observe", spy)
     run(loop, good)
@@ -180,7 +182,7 @@ def test_a_new_draft_makes_the_control_begin_anew(draft: Path, good: Path) -> No
 
 
 def test_what_rests_and_wakes_training_is_the_drafts_acceptance(good: Path) -> None:
-    (served,) = run(ClosedLoop([looping()], config("fixed", ("ngram",)), TIMES, seed=0), good)
+    (served,) = run(ClosedLoop([looping()], config("fixed", ("memory",)), TIMES, seed=0), good)
     window = learning._window(served, 0.0, 1, 4)
     assert served.counts.accepted > 0
     assert window.num_accepted_tokens == sum(window.num_tested_per_pos) == 0
@@ -200,9 +202,9 @@ def test_time_is_what_the_steps_take(good: Path) -> None:
 
 def test_every_token_is_served_once_whatever_is_proposed(good: Path) -> None:
     for mode, proposers in (
-        ("auto", ("draft", "ngram")),
-        ("fixed", ("ngram",)),
-        ("auto", ("ngram",)),
+        ("auto", ("draft", "memory")),
+        ("fixed", ("memory",)),
+        ("auto", ("memory",)),
     ):
         requests = recorded(60)
         for served, request in zip(
@@ -221,10 +223,44 @@ def test_every_token_is_served_once_whatever_is_proposed(good: Path) -> None:
                 assert of_draft.drafts == 0
 
 
-def test_ngrams_repeat_what_stood_before(good: Path) -> None:
-    (served,) = run(ClosedLoop([looping()], config("fixed", ("ngram",)), TIMES, seed=0), good)
+def test_the_memory_repeats_what_stood_before(good: Path) -> None:
+    (served,) = run(ClosedLoop([looping()], config("fixed", ("memory",)), TIMES, seed=0), good)
     assert served.counts.accepted > 0.7 * served.counts.tokens
     assert served.of_the_draft.drafted == 0
+
+
+def test_the_memory_proposes_what_earlier_answers_said(good: Path) -> None:
+    """One answer is served again and again: the draft knows it well, and only the first time it is
+    alone with that."""
+    requests = [replace(recorded(1)[0], name=f"r{i}") for i in range(12 * STREAMS)]
+    both = ClosedLoop(requests, config(), TIMES, seed=0)
+    found = run(both, good)
+    alone = run(ClosedLoop(requests, config(proposers=("draft",)), TIMES, seed=0), good)
+    for served in found[: STREAMS // 2]:
+        assert served.of_the_draft.drafted > 0
+    late = found[6 * STREAMS :]
+    assert sum(s.counts.accepted - s.of_the_draft.accepted for s in late) > 0, "the memory's"
+    assert sum(s.counts.steps for s in late) <= sum(s.counts.steps for s in alone[6 * STREAMS :])
+    report = both.speculation.report()
+    assert report.sources["memory"][1] == sum(
+        s.counts.accepted - s.of_the_draft.accepted for s in found
+    )
+
+
+def test_what_nobody_verified_is_judged_by_what_was_served(good: Path) -> None:
+    """Whoever proposes, the draft is thought to be as good as where it proposes alone."""
+    requests = [replace(recorded(1)[0], name=f"r{i}") for i in range(12 * STREAMS)]
+    acceptance = {}
+    for proposers in (("draft",), ("draft", "memory")):
+        loop = ClosedLoop(requests, config(proposers=proposers), TIMES, seed=0)
+        run(loop, good)
+        report = loop.speculation.report()
+        tested, accepted = report.tested_per_position[0], report.accepted_per_position[0]
+        assert tested > 50
+        acceptance[proposers] = accepted / tested
+        by_itself = report.sources["draft"][0]
+    assert by_itself < sum(report.tested_per_position), "some of it was never verified"
+    assert acceptance["draft", "memory"] == pytest.approx(acceptance["draft",], abs=0.05)
 
 
 def test_a_draft_that_is_never_right_is_left_alone_and_a_good_one_is_used(
@@ -274,6 +310,9 @@ def test_the_contenders_that_the_loop_decides_for(
         DriftDetector, "decide", lambda self, now: asked.append(now) or Decision(True, "")
     )
     setup = replace(a_setup(draft, tmp_path / "a", 160), times=TIMES)
+    # The memory knows the planted language as soon as a draft does.
+    alone = setup.config.speculation.model_copy(update={"proposers": ["draft"]})
+    setup = replace(setup, config=setup.config.model_copy(update={"speculation": alone}))
     (tmp_path / "a").mkdir()
     learnt = contenders.CONTENDERS[names.SERVED](setup)
     assert learnt.num_published >= 1 and learnt.seconds is not None

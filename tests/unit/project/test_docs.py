@@ -161,7 +161,6 @@ CONSTANTS = [
     ("control.md", r"chosen every (\d+) steps", "serving/speculation", "STEPS_PER_DECISION"),
     ("control.md", r"must promise (\d+) %", "serving/speculation", "HYSTERESIS"),
     ("control.md", r"accepted is at least ([\d.]+) of", "serving/speculation", "MARGIN"),
-    ("control.md", r"last (\d+) \(else (\d+)\) tokens", "serving/speculation", "SIZES"),
     ("control.md", r"\(([\d.]+) if nobody did\)", "serving/speculation", "UNKNOWN"),
     ("control.md", r"half, (\d+) to (\d+),", "serving/speculation", "MIN_WEIGHT, MAX_WEIGHT"),
     (
@@ -190,7 +189,6 @@ CONSTANTS = [
     ("control.md", r"at most once in (\d+);", "serving/speculation", "STEPS_PER_TRIAL"),
     ("control.md", r"at most (\d+) for a batch size", "serving/speculation", "MAX_TRIALS"),
     ("control.md", r"not used for (\d+) steps", "serving/speculation", "STEPS_TO_RETRY"),
-    ("control.md", r"in every (\d+)th step", "serving/speculation", "STEPS_PER_SHADOW"),
     ("control.md", r"over (\d+) % from those", "serving/speculation", "MAX_DIFFERENCE"),
     ("control.md", r"there are (\d+) windows", "serving/speculation", "MIN_FOR_INTERVAL"),
     (

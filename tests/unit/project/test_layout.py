@@ -221,7 +221,6 @@ UNEVEN = {
     "osd.observe.series": 2,
     "osd.observe.status": 1,
     "serving.speculation.acceptance_breakdown": 1,
-    "serving.speculation.ngram": 1,
     "serving.speculation.step_times": 1,
 }
 """Where what is gone through together may be of different lengths, and how often."""

@@ -24,7 +24,8 @@ from osd.records import (
     SwapReport,
     decode,
 )
-from serving.pull import Activity, DraftPuller
+from serving.activity import Activity
+from serving.pull import DraftPuller
 from serving.swap.ranks import Ranks
 from serving.vllm import names
 
@@ -118,6 +119,12 @@ class FakeSteering:
 
     def __init__(self) -> None:
         self.restarts: list[int] = []
+        self.forgotten: list[bool] = []
+        self.answers = True
+
+    async def forget(self) -> bool:
+        self.forgotten.append(self.answers)
+        return self.answers
 
     async def restart(self, release: DraftRelease) -> None:
         self.restarts.append(release.version)
@@ -138,6 +145,11 @@ class FakeRegistry:
         self.status: ReplicaStatus | None = None
         self.is_away = False
         self.num_replicas = 1
+        self.purges = 7
+
+    def num_purges(self) -> int:
+        self._answer()
+        return self.purges
 
     def wanted(self, draft: str, replica: str) -> DraftRelease | None:
         assert (draft, replica) == ("default", "replica-0")
@@ -594,3 +606,30 @@ async def test_what_is_switched_off_in_an_attached_engine_is_not_done(pulled: Pu
     assert pulled.engine.live == 2
     assert await pulled.puller.turn_to(release(1))
     assert pulled.engine.live == 1
+
+
+async def test_what_was_purged_is_forgotten_once_and_until_it_is(pulled: Pulled) -> None:
+    asked = pulled.speculation_client.forgotten
+    await pulled.look()
+    assert asked == [True], "whatever was purged before it came"
+    await pulled.look(5)
+    pulled.registry.purges += 1
+    pulled.speculation_client.answers = False
+    await pulled.look(5)
+    await pulled.look(5)
+    pulled.speculation_client.answers = True
+    await pulled.look(5)
+    await pulled.look(5)
+    assert asked == [True, False, False, True]
+    pulled.registry.is_away = True
+    await pulled.look(5)
+    pulled.registry.is_away, pulled.registry.purges = False, 0  # a Redis that lost its numbers
+    await pulled.look(5)
+    assert asked == [True, False, False, True, True]
+
+
+async def test_an_engine_without_control_has_nothing_to_forget() -> None:
+    pulled = Pulled(speculation_client=None)
+    await pulled.look()
+    await pulled.look(5)
+    assert pulled.registry.num_heartbeats == 2

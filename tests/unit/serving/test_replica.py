@@ -12,8 +12,9 @@ from osd.config.schema import Config
 from osd.errors import SwapError
 from osd.records import DraftRelease, RankReport, encode
 from serving import replica as of_replica
+from serving.activity import Activity
 from serving.engine_loop import EngineLoop
-from serving.pull import Activity, as_it_lies
+from serving.pull import as_it_lies
 from serving.replica import Replica
 
 RELEASE = DraftRelease(version=1, parent=0, path="/v1", sha256="a", target_id="t", created_at=1.0)

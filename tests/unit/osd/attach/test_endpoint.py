@@ -14,7 +14,7 @@ from osd.attach import endpoint as of_endpoint
 from osd.attach import plugin
 from osd.attach.arguments import ATTACHED_KEY
 from osd.attach.endpoint import AttachedEndpoint, attached_loop
-from serving.pull import Activity
+from serving.activity import Activity
 from serving.vllm import parts
 
 URL = "redis://127.0.0.1:1/0"

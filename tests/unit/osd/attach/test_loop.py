@@ -17,7 +17,7 @@ from osd.errors import ReplayBufferError
 from osd.models.resolve import fingerprint
 from osd.records import STEPS, DraftRelease, EngineTerms
 from osd.releases.store import ReleaseStore
-from serving.pull import Activity
+from serving.activity import Activity
 from tests.unit.osd.releases.test_store import make_model
 
 OBSERVED, CAPTURED, DEAF = (True, False), (True, True), (False, False)
@@ -30,6 +30,8 @@ class Engine:
         self.switched: list[tuple[bool, bool]] = []
         self.fractions: list[float] = []
         self.held: list[str] = []
+        self.kept: list[str] = []
+        """Shares of requests that the memory may keep, as they were told."""
         self.error = ""
         self.engine_core = SimpleNamespace(call_utility_async=self._utility)
 
@@ -42,8 +44,8 @@ class Engine:
         return ["{}"]
 
     async def _utility(self, method: str, name: str, argument: str) -> str:
-        assert (method, name) == ("osd_speculation", "hold")
-        self.held.append(argument)
+        assert method == "osd_speculation"
+        {"hold": self.held, "keep": self.kept}[name].append(argument)
         return "{}"
 
 
@@ -266,8 +268,10 @@ async def test_how_requests_are_captured_follows_the_terms(attached: Attached) -
     await attached.tell("capture")
     await attached.tell("capture", capture={"request_fraction": 0.5})
     assert attached.engine.fractions == [1.0, 0.5]
+    assert attached.engine.kept == ["1.0", "0.5"]
     await attached.tell("capture", capture={"enabled": False})
     assert attached.engine.switched[-1] == DEAF
+    assert attached.engine.kept[-1] == "0.0", "what is not captured is not remembered"
     await attached.tell("capture", capture={"enabled": True})
     assert attached.engine.switched[-1] == CAPTURED
 

@@ -59,6 +59,7 @@ class MemoryRegistry:
         self.told: EngineTerms | None = None
         self.told_canary: Canary | None = None
         self.is_away = False
+        self.num_purges = 0
 
     def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]:
         self._check()
@@ -71,6 +72,9 @@ class MemoryRegistry:
     def publish(self, *records: FeedRecord) -> None:
         self._check()
         self.feed.extend(records)
+
+    def note_purge(self) -> None:
+        self.num_purges += 1
 
     def replicas(self) -> list[ReplicaStatus]:
         self._check()
@@ -286,7 +290,7 @@ class World:
                 "trainer": {"min_new_traces": 32},
                 "releases": {"keep": 2},
                 "serving": {"served_model_name": "tiny"},
-                "speculation": {"mode": "fixed", "proposers": ["ngram"]},
+                "speculation": {"mode": "fixed", "proposers": ["memory"]},
             }
         )
         self.registry = MemoryRegistry()
@@ -443,7 +447,7 @@ async def test_better_candidate_is_published_told_and_explained(world: World) ->
         "published: v2: held-out α 0.40 -> 0.70 on 40 requests, at least +0.250"
     ]
     assert (status.version, status.num_rounds) == (2, 1)
-    assert (status.mode, status.proposers) == ("fixed", ("ngram",))
+    assert (status.mode, status.proposers) == ("fixed", ("memory",))
     assert status.last_round == world.releases.get(2).outcome
     text = world.history.prometheus()
     assert 'osd_round_total{outcome="published"} 1.0' in text
@@ -920,7 +924,7 @@ async def test_what_the_service_is_doing(world: World) -> None:
         phase_detail="0 of 32 new traces",
         k=world.config.speculation.k_max,
         mode="fixed",
-        proposers=("ngram",),
+        proposers=("memory",),
         replicas=(shown,),
         buffer=STATS,
         alarm="",
@@ -954,6 +958,7 @@ async def test_a_purge_says_what_may_have_learnt_from_what_is_gone(world: World)
         await world.publish(2)
         await world.publish(3)
         assert await world.controller.purge() == {"purged": 17, "trained_on": [2, 3]}
+        assert world.registry.num_purges == 2, "engines forget, too"
     said = [text for text in world.events() if text.startswith("purged")]
     assert said[0] == "purged: 17 traces deleted"
     assert said[1] == "purged: 17 traces deleted; drafts that may have learnt from them: v2, v3"

@@ -337,14 +337,14 @@ def test_a_change_of_plan_is_kept_once_though_its_heartbeat_is_seen_again() -> N
     first = status(
         speculation=REPORT | {"changes": [change(1, "draft 2", "probe"), change(2, "off")]}
     )
-    other = status("replica-1", speculation=REPORT | {"changes": [change(1.5, "ngram 5")]})
+    other = status("replica-1", speculation=REPORT | {"changes": [change(1.5, "memory 8")]})
     for seen in ([first, other], [first, other], [first]):
         history.observe(seen, None)
     history.observe([status(speculation=REPORT | {"changes": [change(3, "draft 4")]})], None)
     history.observe([status(speculation=REPORT)], None)
     assert [(c.replica, c.new) for c in history.changes()] == [
         ("replica-0", "draft 2"),
-        ("replica-1", "ngram 5"),
+        ("replica-1", "memory 8"),
         ("replica-0", "off"),
         ("replica-0", "draft 4"),
     ]

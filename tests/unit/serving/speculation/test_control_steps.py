@@ -15,8 +15,7 @@ import pytest
 
 from serving.speculation.control import STEPS_PER_DECISION, Settings, Speculation
 from serving.speculation.estimates import Acceptance
-from serving.speculation.goodput import MARGIN, OFF, Plan
-from serving.speculation.ngram import MAX_INDEXED, STEPS_PER_SHADOW
+from serving.speculation.goodput import OFF, Plan
 from serving.speculation.probes import PROBE_STEPS
 from serving.speculation.step_seen import DraftWork, Stamp, StepSeen
 from serving.speculation.sweep import SWEEP_STEPS
@@ -37,7 +36,6 @@ def test_a_client_gets_no_more_draft_tokens_than_it_allows(
         next_plan(control, ["capped", "other"], 100)
     assert (control.cap("capped"), control.cap("other")) == (expected, K_MAX)
     assert control.has_caps == (expected < K_MAX)
-    assert control.lookup("capped", [*range(9), *range(9)]) == [*range(9)][:expected]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +65,16 @@ def seen_by(
     """The step that was planned last. Its draft tokens are of this proposer."""
     proposed_by = Stamp(Plan(proposer, 1), "")  # type: ignore[arg-type]
     draft = DraftWork(proposed_by.plan.passes).next(passes)
-    return StepSeen(req_ids, drafted, accepted, control._newest, proposed_by, draft, *rest)
+    seen = StepSeen(req_ids, drafted, accepted, control._newest, proposed_by, draft, *rest)
+    seen.from_memory = req_ids if proposer == "memory" else ()
+    return seen
+
+
+def of_draft(control: Speculation, *req_ids: str) -> np.ndarray:
+    """float [B, G]: how likely the drafts of these requests are thought to be accepted."""
+    survival_BG = control.requests.load(req_ids, 100 * len(req_ids)).draft_BG
+    assert survival_BG is not None
+    return survival_BG
 
 
 def rows(batches: Sequence[int], step_time: StepTime) -> list[dict[str, Any]]:
@@ -115,7 +122,7 @@ def step(
         0.01,
         [100] * num,
     )
-    control.observe(seen, lambda _: [1, 2, 3])
+    control.observe(seen)
 
 
 def followed(
@@ -141,7 +148,7 @@ def followed(
             0.01,
             [100] * len(req_ids),
         )
-        control.observe(taken, lambda _: [1, 2, 3])
+        control.observe(taken)
     return stamps
 
 
@@ -156,18 +163,15 @@ def test_all_that_a_probe_drafts_is_tested_before_it_is_judged(ahead: int) -> No
     stamps = followed(control, ["a"], PROBE_STEPS - 1, stamp, ahead)
     assert [found.reason for found in stamps] == ["probe"] * PROBE_STEPS
     assert (probe.tested, probe.surprise) == (PROBE_STEPS - 1, pytest.approx(3 / 4))
-    believed = control.requests.load(["a"], 100).survival["draft"][0, 0]
+    believed = of_draft(control, "a")[0, 0]
     assert believed < 0.7, "what it has found is not taken for known before it is over"
     last = control.plan(["a"], 100)
     assert (last.plan.name, last.probe) == ("off", None)
     control.observe(
-        StepSeen(["a"], [2], [2], last, stamps[-1], DraftWork(), 100, False, 0.01, [100]),
-        lambda _: [1, 2, 3],
+        StepSeen(["a"], [2], [2], last, stamps[-1], DraftWork(), 100, False, 0.01, [100])
     )
     assert probe.tested == probe.accepted == PROBE_STEPS
-    assert control.requests.load(["a"], 100).survival["draft"][0, 0] == pytest.approx(4 / 5), (
-        "(3 + 1) / (3 + 2)"
-    )
+    assert of_draft(control, "a")[0, 0] == pytest.approx(4 / 5), "(3 + 1) / (3 + 2)"
     assert control.plan(["a"], 100).plan.proposer == "draft", "decided for at once"
 
 
@@ -181,9 +185,7 @@ def test_a_probe_whose_requests_ended_ends_with_the_steps_of_others() -> None:
     stamps = [stamp, *(control.plan(["a"], 100) for _ in range(PROBE_STEPS))]
     control.end("a")
     for before in stamps[:PROBE_STEPS]:
-        control.observe(
-            StepSeen([], [], [], stamps[-1], before, DraftWork(), 0, False, 0.01, []), lambda _: []
-        )
+        control.observe(StepSeen([], [], [], stamps[-1], before, DraftWork(), 0, False, 0.01, []))
     names = planned(control, ["b"], 100)
     assert control.report().num_probes == 2, names
 
@@ -198,7 +200,7 @@ def test_a_step_is_booked_on_the_plan_it_was_scheduled_with() -> None:
     second = control.plan(["a"], 100)
     for stamp, before, passes in ((first, second, 2), (second, first, 0)):
         taken = StepSeen(["a"], [0], [0], stamp, before, DraftWork(passes), 100, True, 0.25, [100])
-        control.observe(taken, lambda _: [1, 2, 3])
+        control.observe(taken)
     plans = control.report().plans
     assert {name: (plan.steps, plan.seconds) for name, plan in plans.items()} == {
         "draft 2": (1, 0.25),
@@ -271,61 +273,22 @@ def test_a_release_is_judged_at_once_by_what_was_predicted(
 
 
 def test_requests_that_are_not_counted_teach_nothing() -> None:
-    def next_survival(is_counted: bool) -> list[float]:
+    def next_survival(is_counted: bool) -> float:
         control = profiled()
         for _ in range(5):
             control.begin("probe", domain="sql", is_counted=is_counted)
             for _ in range(30):
                 step(control, {"probe": (K_MAX, 0)})
-                step(control, {"probe": (K_MAX, 0)}, "ngram")
+                step(control, {"probe": (K_MAX, 0)}, "memory")
             control.end("probe")
         control.begin("next", domain="sql")
-        load = control.requests.load(["next"], 100)
-        return [load.survival[name][0].sum() for name in ("draft", "ngram")]
+        return float(of_draft(control, "next")[0].sum())
 
     fresh = profiled()
     fresh.begin("next", domain="sql")
-    untouched = [
-        float(fresh.requests.load(["next"], 100).survival[name][0].sum())
-        for name in ("draft", "ngram")
-    ]
+    untouched = float(of_draft(fresh, "next")[0].sum())
     assert next_survival(is_counted=False) == untouched
-    draft, ngram = next_survival(is_counted=True)
-    assert draft < 0.2 * untouched[0]
-    assert ngram < 0.5 * untouched[1]
-
-
-def test_shadow_lookups_of_requests_that_are_not_counted_teach_nothing() -> None:
-    def survival(is_counted: bool) -> list[float]:
-        control = profiled()
-        control.begin("a", is_counted=is_counted)
-        text = [0, 1, 2, 3, 4, 5, 6] * 4
-        for _ in range(200):
-            seen = seen_by(control, ["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)])
-            control.observe(seen, lambda _: text)
-            text.append(len(text) % 7)
-        return [float(x) for x in control.requests.load(["a"], 100).survival["ngram"][0]]
-
-    assert survival(is_counted=False) == pytest.approx(0.3 ** np.arange(1, K_MAX + 1))
-    assert min(survival(is_counted=True)) > 0.5, (
-        "a proposal is judged when all of it has been written, or some refuted"
-    )
-
-
-def test_a_prompt_that_is_still_being_indexed_says_nothing_of_n_grams() -> None:
-    control = profiled()
-    control.begin("a")
-    text = [i % 7 for i in range(20 * MAX_INDEXED)]
-    survival = []
-    for _ in range(20 * STEPS_PER_SHADOW + 30):
-        control.observe(
-            seen_by(control, ["a"], [0], [0], "draft", 0, 100, False, 0.01, [len(text)]),
-            lambda _: text,
-        )
-        text.append(len(text) % 7)
-        survival.append(float(control.requests.load(["a"], 100).survival["ngram"][0, 0]))
-    assert survival[: 19 * STEPS_PER_SHADOW] == pytest.approx([0.3] * 19 * STEPS_PER_SHADOW)
-    assert survival[-1] > 0.5
+    assert next_survival(is_counted=True) < 0.2 * untouched
 
 
 def test_a_finished_request_teaches_its_domain() -> None:
@@ -336,7 +299,7 @@ def test_a_finished_request_teaches_its_domain() -> None:
             for _ in range(20):
                 step(control, {f"{domain}{i}": (5, accepted)})
             control.end(f"{domain}{i}")
-    for domain, proposers in (("good", {"draft"}), ("bad", {"ngram", "off"})):
+    for domain, proposers in (("good", {"draft"}), ("bad", {"off"})):
         control.begin("new", domain=domain)
         plans = [next_plan(control, ["new"], 100) for _ in range(STEPS_PER_DECISION)]
         assert plans[-1].proposer in proposers
@@ -350,8 +313,7 @@ def test_steps_with_prefills_and_steps_that_catch_up_do_not_count_as_step_times(
 
     def seen(passes: int, proposer: str, is_pure: bool = True) -> None:
         control.observe(
-            seen_by(control, ["a"], [0], [0], proposer, passes, 100, is_pure, 5.0, [100]),
-            lambda _: [1],
+            seen_by(control, ["a"], [0], [0], proposer, passes, 100, is_pure, 5.0, [100])
         )
 
     for _ in range(3):
@@ -370,7 +332,7 @@ def test_requests_that_are_not_known_are_passed_over() -> None:
     control.end("unknown")
     plan = next_plan(control, ["a"], 100)
     assert control.cap("unknown") == plan.k
-    assert control.lookup("unknown", [1, 2, 3, 1, 2]) == []
+    assert control.look_up("unknown") == []
     report = control.report()
     assert report.tested_per_position == (1, 1, 1, 0, 0)
     assert report.accepted_per_position == (1, 1, 0, 0, 0)
@@ -411,7 +373,7 @@ def test_the_study_of_acceptance_leaves_out_what_is_not_counted() -> None:
         [10, 10, 5000],
         [1, 1, 2000],
     )
-    control.observe(seen, lambda _: [1, 2, 3])
+    control.observe(seen)
     report = control.report()
     assert report.tested_per_position == report.accepted_per_position == (1,) * 5
     assert {name: counts for name, counts in report.by_context.items() if counts[0]} == {
@@ -463,7 +425,7 @@ def planned(control: Speculation, req_ids: Sequence[str], num: int) -> list[str]
             0.01,
             [100] * len(req_ids),
         )
-        control.observe(taken, lambda _: [1, 2, 3])
+        control.observe(taken)
     return names
 
 
@@ -531,17 +493,6 @@ def test_six_steps_make_a_plan_known(num: int, tried: list[int]) -> None:
     assert starts(planned(control, ["r0"], 100), "draft 1") == tried
 
 
-def test_n_grams_whose_step_is_never_seen_are_not_tried_for_ever() -> None:
-    control = Speculation(Settings(k_max=2, proposers=("ngram",)))
-    control.times.load_rows(
-        [row for row in rows([1], flat) if row["tokens"] == 1 and row["drafted"] == 0]
-    )
-    control.begin("r0", is_counted=False)
-    names = planned(control, ["r0"], 600)
-    assert names[0] == "ngram 2", "which is tried first, by going on with it"
-    assert starts(names, "ngram 1") == [72, 96]
-
-
 def test_nothing_is_tried_while_the_number_of_requests_changes() -> None:
     control = hardly_seen(DRAFT_OF_TWO, [(2, 1)])
     names = [name for i in range(60) for name in planned(control, ["r0", "r1"][: 1 + i % 2], 1)]
@@ -580,19 +531,14 @@ def test_a_swap_is_decided_for_at_once_and_ends_a_probe_of_the_draft_before() ->
     assert {change.reason for change in control.report().changes} == {"load", "probe", "goodput"}
 
 
-def test_a_swap_leaves_what_is_known_of_n_grams_and_of_step_times() -> None:
+def test_a_swap_leaves_what_is_known_of_step_times() -> None:
     control = profiled()
     control.begin("a")
     for _ in range(20):
-        step(control, {"a": (2, 2)}, "ngram")
-    load, times = control.requests.load(["a"], 100), control.times.to_rows()
+        step(control, {"a": (2, 2)})
+    times = control.times.to_rows()
     control.restart(0.4)
-    assert control.requests.load(["a"], 100).survival["ngram"] == pytest.approx(
-        load.survival["ngram"]
-    )
-    assert control.requests.load(["a"], 100).survival["draft"][0] == pytest.approx(
-        0.4 ** np.arange(1, K_MAX + 1)
-    )
+    assert of_draft(control, "a")[0] == pytest.approx(0.4 ** np.arange(1, K_MAX + 1))
     assert control.times.to_rows() == times
 
 
@@ -610,9 +556,9 @@ def test_a_probe_drafts_two_tokens_where_so_many_may_be(k_max: int, name: str) -
 
 
 def test_where_there_is_no_draft_there_is_no_probe() -> None:
-    control = profiled(Settings(k_max=K_MAX, proposers=("ngram",)))
+    control = profiled(Settings(k_max=K_MAX, proposers=("memory",)))
     control.begin("a")
-    assert {name.split()[0] for name in planned(control, ["a"], 200)} <= {"ngram", "off"}
+    assert {name.split()[0] for name in planned(control, ["a"], 200)} <= {"memory", "off"}
     assert control.report().num_probes == 0
 
 
@@ -628,11 +574,11 @@ def test_a_probe_is_a_surprise_only_against_what_was_thought_of_all_its_requests
             step(control, {req_id: (2, accepted)})
     while not control.report().num_probes:
         planned(control, ["good", "bad"], 1)
-    before = control.requests.load(["good", "bad"], 200).survival["draft"][:, 0]
+    before = of_draft(control, "good", "bad")[:, 0]
     assert before[0] > 0.7 and before[1] < 0.2
     for _ in range(3):
         step(control, {"good": (2, 2), "bad": (2, 0)})
-    after = control.requests.load(["good", "bad"], 200).survival["draft"][:, 0]
+    after = of_draft(control, "good", "bad")[:, 0]
     assert after == pytest.approx(before, abs=0.1), "what was known is still believed"
 
 
@@ -641,13 +587,11 @@ def test_a_probe_that_is_never_right_leaves_what_was_known() -> None:
     control.begin("a")
     for _ in range(40):
         step(control, {"a": (2, 0)})
-    believed = control.requests.load(["a"], 100).survival["draft"][0, 0]
+    believed = of_draft(control, "a")[0, 0]
     while not control.report().num_probes:
         planned(control, ["a"], 1)
     planned(control, ["a"], PROBE_STEPS)
-    assert control.requests.load(["a"], 100).survival["draft"][0, 0] == pytest.approx(
-        believed, abs=0.02
-    )
+    assert of_draft(control, "a")[0, 0] == pytest.approx(believed, abs=0.02)
 
 
 # -- forces, sweeps, net windows ------------------------------------------------------------------
@@ -685,7 +629,7 @@ def planned_by(
             control, ["a"], [plan.k], [num_accepted], "draft", 0, 100, False, 0.125, [100]
         )
         seen.own_seconds = own_seconds
-        control.observe(seen, lambda _: [1, 2, 3])
+        control.observe(seen)
     return names
 
 
@@ -714,21 +658,6 @@ def test_an_engine_without_speculation_would_have_no_control() -> None:
     assert control.report().net.ratio == pytest.approx(3.0 * 0.8)
 
 
-def test_in_a_net_window_no_text_is_read() -> None:
-    control = profiled(Settings(net_interval_seconds=5.0))
-    control.begin("a")
-    control.force(OFF)
-    control.plan(["a"], 100)
-    control._newest = control._newest._replace(reason="net window")
-
-    def unread(_: str) -> Sequence[int]:
-        raise AssertionError("nobody needs the text")
-
-    for _ in range(2 * STEPS_PER_SHADOW):
-        seen = seen_by(control, ["a"], [0], [0], "draft", 0, 100, False, 0.01, [100])
-        control.observe(seen, unread)
-
-
 def test_a_probe_waits_until_a_net_window_is_over() -> None:
     control, clock = with_net_windows()
     while not control.net.is_off():
@@ -745,14 +674,14 @@ def test_a_step_counts_in_the_net_window_that_it_was_planned_in() -> None:
         before = control.plan(["a"], 100)
         seen = seen_by(control, ["a"], [2], [2], "draft", 0, 100, False, 0.125, [100])
         clock.now += 0.125
-        control.observe(seen, lambda _: [1, 2, 3])
+        control.observe(seen)
     window = control.net.newest
     assert window is not None and before.window is not window
-    control.observe(seen, lambda _: [1, 2, 3])
+    control.observe(seen)
     control.sweep(1)
     control.plan(["a"], 100)
     swept = seen_by(control, ["a"], [0], [0], "draft", 0, 100, False, 0.125, [100])
-    control.observe(swept, lambda _: [1, 2, 3])
+    control.observe(swept)
     assert window.steps == 0
 
 
@@ -790,9 +719,9 @@ def test_a_force_overrules_a_sweep_which_overrules_a_net_window() -> None:
 @pytest.mark.parametrize(
     "proposers, expected",
     [
-        (("draft", "ngram"), [2] * 8 + [1] * 8 + [1, 2] * 4 + [0] * 8),
+        (("draft", "memory"), [2] * 8 + [1] * 8 + [1, 2] * 4 + [0] * 8),
         (("draft",), [2] * 8 + [1] * 8 + [1, 2] * 4 + [0] * 8),
-        (("ngram",), [0] * 8),
+        (("memory",), [0] * 8),
     ],
 )
 def test_a_sweep_takes_steps_of_every_kind(proposers: tuple[str, ...], expected: list[int]) -> None:
@@ -856,7 +785,7 @@ def test_caps_are_thought_of_wherever_drafts_may_be_cut() -> None:
     assert control.has_caps
     control.end("a")
     assert not control.has_caps
-    control.force(Plan("draft", 4, min_survival=0.1))
+    control.force(Plan("draft", 4, price=0.1))
     next_plan(control, [], 0)
     assert control.has_caps
 
@@ -879,7 +808,7 @@ def test_requests_in_one_batch_get_as_many_draft_tokens_as_are_worth_verifying()
     control = of_two_kinds(good0=1)
     plan = next_plan(control, GOOD + BAD, 800)
     assert plan.proposer == "draft"
-    assert 0.6 < plan.min_survival / (MARGIN * plan.goodput * 0.001) < 1, (
+    assert 0.6 < plan.price / (plan.goodput * 0.001) < 1, (
         "by what it would deliver if all was verified"
     )
     assert control.has_caps
@@ -916,25 +845,13 @@ def test_a_plan_that_is_not_decided_verifies_all() -> None:
     assert [control.cap(r) for r in BAD] == [3, K_MAX, K_MAX, K_MAX]
 
 
-def test_n_grams_are_looked_up_as_far_as_plan_and_client_allow() -> None:
-    control = Speculation(AUTO)
-    control.begin("a")
-    control.begin("capped", client_cap=1)
-    control.force(Plan("ngram", 2))
-    next_plan(control, ["a", "capped"], 100)
-    text = [*range(9), *range(9)]
-    assert (control.lookup("a", text), control.lookup("capped", text)) == ([0, 1], [0])
-
-
-@pytest.mark.parametrize("proposer", ["draft", "ngram"])
-def test_a_client_that_allows_few_tokens_is_thought_to_get_no_more(proposer: str) -> None:
+def test_a_client_that_allows_few_tokens_is_thought_to_get_no_more() -> None:
     control = profiled(Settings(k_max=3, predicted=0.5))
     control.begin("free")
     control.begin("capped", client_cap=1)
-    alpha = {"draft": 0.5, "ngram": 0.3}[proposer]
-    expected = [[alpha, alpha**2, alpha**3], [alpha, 0, 0]]
     load = control.requests.load(["free", "gone", "capped"], 100)
-    assert load.survival[proposer] == pytest.approx(np.array(expected))  # type: ignore[index]
+    assert load.draft_BG == pytest.approx(np.array([[0.5, 0.25, 0.125], [0.5, 0, 0]]))
+    assert load.allowed_B.tolist() == [3, 1]
     assert (load.batch, load.context) == (3, 100)
 
 
@@ -966,7 +883,7 @@ def pure_step(
         seconds,
         [context],
     )
-    control.observe(found, lambda _: [1, 2, 3])
+    control.observe(found)
 
 
 def test_a_step_is_remembered_by_its_requests_width_context_and_passes() -> None:
@@ -974,7 +891,7 @@ def test_a_step_is_remembered_by_its_requests_width_context_and_passes() -> None
     for req_id in ("a", "b"):
         control.begin(req_id)
     seen = seen_by(control, ["a", "b"], [5, 2], [1, 0], "draft", 3, 700, True, 0.04, [300, 400])
-    control.observe(seen, lambda _: [1, 2, 3])
+    control.observe(seen)
     assert control.times.to_rows() == [
         {"batch": 2, "tokens": 9, "context": 700, "drafted": 3, "seconds": 0.04, "steps": 1}
     ]
@@ -999,7 +916,7 @@ def test_what_plans_brought_is_counted_in_tokens_seconds_and_what_was_predicted(
         seen = seen_by(
             control, ["a", "b"], [2, 2], [2, 1], "draft", 2, 200, is_pure, 0.5, [100, 100]
         )
-        control.observe(seen, lambda _: [1, 2, 3])
+        control.observe(seen)
     assert msgspec.to_builtins(control.report().plans) == {
         "draft 2": {
             "steps": 2,
@@ -1017,7 +934,7 @@ def test_what_reaches_nobody_is_in_no_speed() -> None:
     next_plan(control, ["a"], 100)
     seen = seen_by(control, ["a"], [5], [5], "draft", 2, 100, True, 0.5, [100])
     seen.num_surplus = 4
-    control.observe(seen, lambda _: [1, 2, 3])
+    control.observe(seen)
     (totals,) = control.report().plans.values()
     assert totals.tokens == 2
     assert control.report().accepted_per_position[:5] == (1, 1, 1, 1, 1), "the draft was right"
@@ -1030,7 +947,7 @@ def test_a_log_has_every_step_as_it_was() -> None:
     control.accounts.keep_log(True)
     plan = next_plan(control, ["a", "b"], 200)
     seen = seen_by(control, ["a", "b"], [2, 1], [2, 0], "draft", 2, 230, False, 0.5, [100, 130])
-    control.observe(seen, lambda _: [1, 2, 3])
+    control.observe(seen)
     assert control.accounts.keep_log(False) == [
         {
             "plan": "draft 2",
@@ -1039,6 +956,7 @@ def test_a_log_has_every_step_as_it_was() -> None:
             "batch": 2,
             "drafted": 3,
             "accepted": 2,
+            "from_memory": 0,
             "tokens": 4,
             "passes": 2,
             "context": 230,
@@ -1057,115 +975,30 @@ def believed(num_positions: int, predicted: float, steps: Sequence[tuple[int, in
     return acceptance.survival(slot_B)[0]
 
 
-def test_what_n_grams_get_accepted_is_credited_to_n_grams() -> None:
+def test_what_the_memory_gets_accepted_is_credited_to_the_memory() -> None:
     control = profiled(Settings(k_max=K_MAX, predicted=0.6))
     control.begin("a")
     steps = [(3, 3), (0, 0), (3, 1), (2, 0)]
     for drafted, accepted in steps:
-        step(control, {"a": (drafted, accepted)}, "ngram")
-    survival = control.requests.load(["a"], 100).survival
-    found_or_not = [(max(drafted, 1), accepted) for drafted, accepted in steps]
-    assert survival["ngram"][0] == pytest.approx(believed(K_MAX, 0.3, found_or_not)), (
-        "nothing found was not accepted"
-    )
-    assert survival["draft"][0] == pytest.approx(0.6 ** np.arange(1, K_MAX + 1))
-    assert control.report().tested_per_position == (0,) * K_MAX
+        step(control, {"a": (drafted, accepted)}, "memory")
+    assert of_draft(control, "a")[0] == pytest.approx(0.6 ** np.arange(1, K_MAX + 1))
+    report = control.report()
+    assert report.tested_per_position == (0,) * K_MAX
+    assert report.sources == {"draft": (0, 0), "memory": (8, 4)}
+    step(control, {"a": (4, 3)})
+    assert control.report().sources == {"draft": (4, 3), "memory": (8, 4)}
 
 
-def test_what_the_draft_gets_accepted_fades_while_n_grams_propose() -> None:
+def test_what_the_draft_gets_accepted_fades_while_nothing_is_known_of_it() -> None:
     control = profiled(Settings(mode="fixed", k_max=K_MAX, predicted=0.6))
     control.begin("a")
     for _ in range(10):
         step(control, {"a": (3, 3)})
     for _ in range(20):
-        step(control, {"a": (3, 3)}, "ngram")
-    survival = control.requests.load(["a"], 100).survival
-    assert survival["draft"][0] == pytest.approx(
+        step(control, {"a": (3, 3)}, "memory")
+    assert of_draft(control, "a")[0] == pytest.approx(
         believed(K_MAX, 0.6, [(3, 3)] * 10 + [(0, 0)] * 20)
     )
-    assert survival["ngram"][0] == pytest.approx(believed(K_MAX, 0.3, [(3, 3)] * 20))
-
-
-def test_a_client_that_allows_nothing_says_nothing_of_n_grams() -> None:
-    """That none was found for it was its own wish."""
-
-    def believed_beside(*others: str) -> float:
-        control = profiled()
-        for req_id in others:
-            control.begin(req_id, client_cap=0)
-        control.begin("b")
-        for _ in range(10):
-            step(control, dict.fromkeys(others, (0, 0)) | {"b": (1, 1)}, "ngram")
-        for req_id in (*others, "b"):
-            control.end(req_id)
-        control.begin("c")
-        return float(control.requests.load(["c"], 100).survival["ngram"][0, 0])
-
-    assert believed_beside("a") == believed_beside() > 0.3
-
-
-def test_n_grams_are_learnt_by_domain() -> None:
-    control = profiled()
-    for i in range(10):
-        for domain, accepted in (("copies", 2), ("invents", 0)):
-            control.begin(f"{domain}{i}", domain=domain)
-            for _ in range(10):
-                step(control, {f"{domain}{i}": (2, accepted)}, "ngram")
-            control.end(f"{domain}{i}")
-    for domain in ("copies", "invents"):
-        control.begin(domain, domain=domain)
-    copies, invents = control.requests.load(["copies", "invents"], 200).survival["ngram"][:, 0]
-    assert copies > 0.8 and invents < 0.2
-
-
-@pytest.mark.parametrize(
-    "settings, proposer",
-    [
-        (AUTO, "ngram"),  # what is verified need not be judged in shadow as well
-        (Settings(mode="fixed"), "draft"),
-        (Settings(mode="off"), "draft"),
-        (Settings(proposers=("draft",)), "draft"),
-    ],
-)
-def test_where_lookups_in_shadow_would_serve_nothing_there_are_none(
-    settings: Settings, proposer: str
-) -> None:
-    def unread(_: str) -> Sequence[int]:
-        raise AssertionError("nobody needs the text")
-
-    control = profiled(settings)
-    control.begin("a")
-    for _ in range(2 * STEPS_PER_SHADOW):
-        control.observe(
-            seen_by(control, ["a"], [0], [0], proposer, 0, 100, False, 0.01, [100]), unread
-        )
-
-
-def test_lookups_in_shadow_read_each_requests_own_text() -> None:
-    control = profiled(Settings(k_max=2))
-    texts = {"a": [1, 2, 3, 4, 5, 1, 2], "b": [6, 7, 8, 9, 10, 11, 12]}
-    for req_id in texts:
-        control.begin(req_id)
-    for written in ([3, 20], [4, 21], [5, 22]):
-        for _ in range(STEPS_PER_SHADOW if written[0] == 3 else 1):
-            seen = seen_by(
-                control,
-                ["b", "gone", "a"],
-                [0] * 3,
-                [0] * 3,
-                "draft",
-                0,
-                100,
-                False,
-                0.01,
-                [7, 7, 7],
-            )
-            control.observe(seen, lambda req_id: texts[req_id])
-        for req_id, token in zip(texts, written, strict=True):
-            texts[req_id] = [*texts[req_id], token]
-    survival = control.requests.load(["a", "b"], 100).survival["ngram"]
-    assert survival[0] == pytest.approx(believed(2, 0.3, [(2, 2)])), "3 and 4 were foreseen"
-    assert survival[1] == pytest.approx(believed(2, 0.3, [(1, 0)])), "nothing was"
 
 
 # -- settings -------------------------------------------------------------------------------------
@@ -1175,11 +1008,15 @@ def test_what_is_not_said_is_what_the_documentation_says() -> None:
     expected = Settings(
         "auto",
         5,
-        ("draft", "ngram"),
+        ("draft", "memory"),
         None,
         net_interval_seconds=0.0,
         net_window_seconds=2.0,
         seed=0,
+        memory_k_max=8,
+        memory_bytes=64 << 20,
+        memory_fraction=1.0,
+        is_held=False,
     )
     assert Settings() == expected
 
@@ -1190,25 +1027,23 @@ def test_an_engine_begins_with_what_its_draft_was_measured_with(
 ) -> None:
     control = profiled(Settings(k_max=2, predicted=predicted))
     control.begin("a")
-    assert control.requests.load(["a"], 100).survival["draft"][0] == pytest.approx(
-        [alpha, alpha**2]
-    )
+    assert of_draft(control, "a")[0] == pytest.approx([alpha, alpha**2])
 
 
 @pytest.mark.parametrize(
     "settings, plan",
     [
         (Settings(mode="auto", k_max=3), "draft 3"),
-        (Settings(mode="auto", k_max=3, proposers=("ngram", "draft")), "draft 3"),
-        (Settings(mode="auto", k_max=3, proposers=("ngram",)), "off"),
-        (Settings(mode="fixed", k_max=3, proposers=("ngram",)), "ngram 3"),
-        (Settings(mode="off", k_max=3, proposers=("ngram",)), "off"),
+        (Settings(mode="auto", k_max=3, proposers=("memory", "draft")), "draft 3"),
+        (Settings(mode="auto", k_max=3, proposers=("memory",)), "off"),
+        (Settings(mode="fixed", k_max=3, proposers=("memory",)), "memory 8"),
+        (Settings(mode="off", k_max=3, proposers=("memory",)), "off"),
         (Settings(mode="auto", k_max=3, proposers=()), "off"),
     ],
 )
 def test_until_something_is_known_the_draft_is_tried(settings: Settings, plan: str) -> None:
     control = Speculation(settings)
     assert (control.present.name, control.report().plan) == (plan, plan)
-    report = control.report()
-    assert (report.mode, report.k, report.batch) == (settings.mode, 3 if plan != "off" else 0, 0)
+    report, k = control.report(), int(plan.split()[-1]) if plan != "off" else 0
+    assert (report.mode, report.k, report.batch) == (settings.mode, k, 0)
     assert control.report().proposer == plan.split()[0]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
-from serving.speculation.estimates import Acceptance
+from serving.speculation.estimates import Acceptance, Watch
 
 
 def step(estimates: Acceptance, slot: int, drafted: int, accepted: int, times: int = 1) -> None:
@@ -493,3 +493,26 @@ def test_more_requests_than_slots_keep_their_evidence() -> None:
     again = [estimates.open("") for _ in range(50)]
     assert len({good, *again}) == 51
     assert max(again) < 2 * 51, "memory for at most twice as many as there were at once"
+
+
+# -- surprises ------------------------------------------------------------------------------------
+
+
+def surprises(expected: float, outcomes: Sequence[bool]) -> list[tuple[int, float]]:
+    watch = Watch()
+    found = [(at, watch.add(expected, each)) for at, each in enumerate(outcomes)]
+    return [(at, rate) for at, rate in found if rate is not None]
+
+
+@pytest.mark.parametrize("expected", [0.02, 0.5, 0.97])
+def test_what_was_expected_is_no_surprise(expected: float) -> None:
+    outcomes = np.random.default_rng(0).random(4000) < expected
+    assert len(surprises(expected, outcomes.tolist())) <= 1
+
+
+@pytest.mark.parametrize("expected, true", [(0.9, 0.1), (0.1, 0.9), (0.6, 0.1)])
+def test_another_acceptance_is_noticed_soon_and_told(expected: float, true: float) -> None:
+    outcomes = np.random.default_rng(1).random(400) < true
+    (at, rate), *_ = surprises(expected, outcomes.tolist())
+    assert at < 30
+    assert rate == pytest.approx(true, abs=0.2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +19,14 @@ from osd.records import encode
 from serving.speculation.control import Settings, Speculation, settings_of
 from serving.speculation.goodput import OFF, Plan
 from serving.speculation.probes import PROBE_STEPS
+from serving.speculation.proposals import Proposals
 from serving.speculation.requests import whole_number
 from serving.speculation.scheduler import (
     Controlled,
     ControlledAsync,
     controlled_class,
     controlled_scheduler,
+    memory_of,
 )
 from serving.speculation.step_seen import MAX_IDLE_SECONDS, DraftWork, Stamp, StepSeen
 from serving.speculation.step_times import Shape, padded_sizes
@@ -61,6 +63,13 @@ class Request:
     spec_token_ids: list[int] = field(default_factory=list)
     has_finished: bool = False
     max_tokens: int = 1000
+    cache_salt: str | None = None
+    lora_request: Any = None
+    mm_features: tuple[Any, ...] = ()
+    prompt_embeds: Any = None
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = list(self.all_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -155,13 +164,13 @@ class Overheard(Speculation):
     """Remembers what it was told, and plans what it is forced to."""
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+        super().__init__(settings, memory=memory_of(settings))
         self.begun: list[tuple[str, str, int | None, bool]] = []
         self.ended: list[str] = []
         self.asked: list[tuple[list[str], int]] = []
         self.seen: list[StepSeen] = []
-        self.texts: list[list[int]] = []
-        """of the first request of each step, as the control was shown it"""
+        self.remembered: list[dict[str, Any]] = []
+        """What the memory is told of each request."""
 
     def begin(
         self,
@@ -170,9 +179,11 @@ class Overheard(Speculation):
         domain: str = "",
         client_cap: int | None = None,
         is_counted: bool = True,
+        **given: Any,
     ) -> None:
         self.begun.append((req_id, domain, client_cap, is_counted))
-        super().begin(req_id, domain=domain, client_cap=client_cap, is_counted=is_counted)
+        self.remembered.append(given)
+        super().begin(req_id, domain=domain, client_cap=client_cap, is_counted=is_counted, **given)
 
     def end(self, req_id: str) -> None:
         self.ended.append(req_id)
@@ -182,11 +193,9 @@ class Overheard(Speculation):
         self.asked.append((list(req_ids), context))
         return super().plan(req_ids, context)
 
-    def observe(self, step: StepSeen, tokens_of: Callable[[str], Sequence[int]]) -> None:
+    def observe(self, step: StepSeen) -> None:
         self.seen.append(step)
-        if step.req_ids:
-            self.texts.append(list(tokens_of(step.req_ids[0])))
-        super().observe(step, tokens_of)
+        super().observe(step)
 
 
 def vllm_config(
@@ -224,7 +233,9 @@ class Bench:
         self.scheduler: Any = type("Scheduler", (mixin, base), named)(
             vllm_config(is_async=is_async, device=device, **settings)
         )
-        self.osd = self.scheduler.osd = Overheard(self.scheduler.osd.settings)
+        settings = self.scheduler.osd.settings
+        self.osd = self.scheduler.osd = Overheard(settings)
+        self.scheduler._osd_proposals = Proposals(self.osd, settings)
 
     def add(self, req_id: str, prompt: Sequence[int] = (7, 8, 9), **given: Any) -> Request:
         extra = given.pop("extra", None)
@@ -378,7 +389,7 @@ def test_the_engines_own_answers_are_handed_on() -> None:
     [
         (Plan("draft", 3), 3),
         (Plan("draft", 1), 1),
-        (Plan("ngram", 3), 0),
+        (Plan("memory", 3), 0),
         (OFF, 0),
         (Plan("draft", K), K),
     ],
@@ -440,7 +451,7 @@ def test_the_first_error_ends_the_control_and_is_logged_once(
     for _ in range(3):
         output = bench.step(drafts=False)
         assert output.num_spec_tokens_to_schedule == k
-        assert not hasattr(output, "osd_proposer"), (
+        assert not hasattr(output, "osd_from_memory"), (
             "whose tokens they are is not for an ended control to say"
         )
     assert bench.draft(K) == [[50, 51, 52, 53]] * 2, "nor what is cut"
@@ -472,9 +483,6 @@ def test_what_was_accepted_is_what_was_emitted_but_one() -> None:
     )
     assert (bench.seen.num_tokens, bench.seen.num_outputs) == ([6, 7], [1, 1]), "before this step's"
     assert (bench.seen.context, bench.seen.draft.passes, bench.seen.is_pure) == (13, K, True)
-    assert bench.osd.texts[-1] == [0, 1, 2, 3, 4, 1], (
-        "n-grams are judged by what was known when they were looked up"
-    )
     bench.step({"a": [50, 51, 52, 53, 1], "b": [50, 1]})
     assert (bench.seen.accepted, bench.seen.num_tokens, bench.seen.num_outputs) == (
         [4, 1],
@@ -703,17 +711,16 @@ def test_a_step_without_a_token_is_still_the_one_before() -> None:
 
 
 def test_a_step_verifies_what_was_proposed_at_the_end_of_the_one_before() -> None:
-    bench = Bench(proposers=["draft", "ngram"])
-    bench.add("a", [1, 2, 3, 4, 5, 1, 2])
-    said, credited = [], []
-    for plan in [Plan("draft", 2), Plan("ngram", 3), OFF, Plan("ngram", 1), Plan("draft", 1), OFF]:
-        bench.osd.force(plan)
-        said.append(bench.step().osd_proposer)
-        credited.append(bench.proposer)
-    assert credited == ["draft", "draft", "ngram", "off", "ngram", "draft"]
-    assert said == ["draft", "draft", "ngram", "draft", "ngram", "draft"], (
-        "the worker's counters must say the same"
-    )
+    bench = Bench()
+    bench.add("a", [1, 1, 1, 1, 1, 1, 1])
+    said, credited, plans = [], [], [("draft", 2), ("memory", 3), ("off", 0), ("memory", 1)]
+    for plan in [*plans, ("draft", 1), ("off", 0)]:
+        bench.osd.force(Plan(*plan))  # type: ignore[arg-type]
+        said.append(bench.step().osd_from_memory)
+        credited.append((bench.proposer, bench.seen.from_memory))
+    by_draft, by_memory = ("draft", frozenset()), ("memory", frozenset("a"))
+    assert credited == [by_draft, by_draft, by_memory, ("off", frozenset()), by_memory, by_draft]
+    assert said == [(), (), ("a",), (), ("a",), ()], "the worker's counters must say the same"
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -762,25 +769,26 @@ def test_the_drafts_work_is_in_the_time_of_the_step_whose_result_comes_after_it(
 
 def test_a_step_in_which_nothing_runs_proposes_nothing() -> None:
     """What the next one verifies was proposed before."""
-    bench = Bench(mode="fixed", proposers=["draft", "ngram"])
-    bench.osd.force(Plan("ngram", 2))
-    bench.add("a")
+    bench = Bench(mode="fixed")
+    bench.osd.force(Plan("memory", 2))
+    bench.add("a", [1, 1, 1, 1])
     bench.step()
     running, bench.scheduler.running = bench.scheduler.running, []
     bench.osd.force(OFF)
     bench.give(bench.scheduler.schedule())
     bench.scheduler.running = running
-    assert bench.step().osd_proposer == "ngram"
+    assert bench.step().osd_from_memory == ("a",)
 
 
-def test_what_n_grams_get_accepted_is_none_of_the_drafts() -> None:
-    bench = Bench(proposers=["draft", "ngram"])
-    bench.osd.force(Plan("ngram", 3))
+def test_what_the_memory_gets_accepted_is_none_of_the_drafts() -> None:
+    bench = Bench()
+    bench.osd.force(Plan("memory", 3))
     bench.add("a", [1, 2, 3, 4, 5, 6, 1, 2])
     bench.step({"a": [3]})
     bench.step({"a": [4, 5, 6]})
-    assert (bench.proposer, bench.seen.drafted, bench.seen.accepted) == ("ngram", [3], [2])
+    assert (bench.proposer, bench.seen.drafted, bench.seen.accepted) == ("memory", [3], [2])
     assert sum(bench.osd.report().tested_per_position) == 0
+    assert bench.osd.report().sources == {"draft": (0, 0), "memory": (3, 2)}
     bench.osd.force(Plan("draft", 2))
     bench.step()
     bench.step({"a": [50, 51, 1]})
@@ -790,9 +798,9 @@ def test_what_n_grams_get_accepted_is_none_of_the_drafts() -> None:
 # -- what is verified -----------------------------------------------------------------------------
 
 
-def test_n_grams_take_the_place_of_the_draft_request_by_request() -> None:
-    bench = Bench(proposers=["draft", "ngram"])
-    bench.osd.force(Plan("ngram", 3))
+def test_the_memory_takes_the_place_of_the_draft_request_by_request() -> None:
+    bench = Bench()
+    bench.osd.force(Plan("memory", 3))
     found = bench.add("found", [1, 2, 3, 4, 5, 6, 1, 2])
     capped = bench.add("capped", [1, 2, 3, 4, 5, 6, 1, 2], extra={"osd_spec_k": 1})
     new = bench.add("new", [1, 2, 3, 4])
@@ -801,10 +809,10 @@ def test_n_grams_take_the_place_of_the_draft_request_by_request() -> None:
     ended.has_finished = True
     drafts = SimpleNamespace(
         req_ids=["new", "found", "gone", "capped", "ended"],
-        draft_token_ids=[[], [], [88], [], [99]],
+        draft_token_ids=[[], [], [], [], []],
     )
     bench.scheduler.update_draft_token_ids(drafts)
-    assert drafts.draft_token_ids == [[], [4, 5, 6], [88], [4], [99]]
+    assert drafts.draft_token_ids == [[], [4, 5, 6], [], [4], []]
     assert [r.spec_token_ids for r in (found, capped, new)] == [[4, 5, 6], [4], []], (
         "before vLLM reads them"
     )
@@ -812,8 +820,96 @@ def test_n_grams_take_the_place_of_the_draft_request_by_request() -> None:
         "found": 4,
         "capped": 2,
         "new": 1,
-        "ended": 2,
+        "ended": 1,
     }
+
+
+MIXED = Plan("draft", 2, is_mixed=True)
+
+
+def test_where_the_memory_is_worth_more_it_proposes_and_else_the_draft() -> None:
+    bench = Bench(predicted=0.5)
+    bench.osd.force(MIXED)
+    bench.add("seen", [1, 2, 3, 4, 5, 6, 1, 2])
+    bench.add("new", [1, 9])
+    bench.step({"seen": [3], "new": [7]})
+    seen, new = bench.scheduler.running
+    assert (seen.spec_token_ids, new.spec_token_ids) == ([4, 5, 6, 1], [50, 51])
+    output = bench.step({"seen": [4, 5, 9], "new": [50, 1]})
+    assert output.osd_from_memory == ("seen",)
+    assert (bench.seen.accepted, bench.seen.from_memory) == ([2, 1], frozenset({"seen"}))
+    assert bench.osd.report().sources == {"draft": (2, 1), "memory": (4, 2)}
+
+
+def test_a_draft_in_whose_place_the_memory_proposed_is_judged_by_what_was_served() -> None:
+    """By both: the control, and the worker, which is told with a later step."""
+    bench = Bench(predicted=0.5)
+    bench.osd.force(MIXED)
+    bench.add("a", [1, 2, 3, 50, 51, 52, 1, 2])
+    proposed = bench.step({"a": [3]}).osd_step
+    output = bench.step({"a": [50, 51, 7]})
+    assert output.osd_judged == []
+    (judged,) = bench.seen.judged
+    assert (judged.req_id, judged.step, judged.num_drafted, judged.num_accepted) == (
+        *("a", proposed),
+        *(2, 2),
+    )
+    assert bench.osd.report().accepted_per_position == (1, 1, 0, 0)
+    assert bench.step().osd_judged == [("a", proposed, 2, 2)]
+    assert bench.step().osd_judged == [], "told once"
+
+
+def test_a_draft_is_judged_over_several_steps_and_by_the_end_of_its_request() -> None:
+    bench = Bench(predicted=0.5)
+    bench.osd.force(MIXED)
+    bench.add("a", [1, 2, 3, 8, 9, 1, 2])
+    bench.step({"a": [3]})
+    bench.step({"a": [50]})
+    assert not bench.seen.judged, "its second token is still to come"
+    bench.scheduler.ending = {"a"}
+    bench.osd.force(OFF)
+    bench.add("b")
+    bench.step({"a": [51, 4]})
+    assert [(j.num_drafted, j.num_accepted) for j in bench.seen.judged] == [(2, 2)]
+
+
+def test_what_may_be_remembered_of_a_request() -> None:
+    """The same that may be captured, and by scope."""
+    lora = SimpleNamespace(lora_name="one")
+    for given, is_kept, scope in (
+        ({}, True, "('', '')"),
+        ({"extra": {"osd_capture": "off"}}, False, "('', '')"),
+        ({"cache_salt": "tenant"}, True, "('tenant', '')"),
+        ({"lora_request": lora}, False, "('', 'one')"),
+        ({"mm_features": ("image",)}, False, "('', '')"),
+        ({"prompt_embeds": "tensor"}, False, "('', '')"),
+    ):
+        bench = Bench()
+        bench.add("a", [4, 5, 6], **given)  # type: ignore[arg-type]
+        (told,) = bench.osd.remembered
+        assert told == {"prompt": [4, 5, 6], "scope": scope, "is_kept": is_kept}, given
+
+
+def test_only_a_share_of_the_requests_is_remembered() -> None:
+    bench = Bench(memory_fraction=0.5)
+    for i in range(200):
+        bench.add(f"r{i}")
+    assert 60 < sum(told["is_kept"] for told in bench.osd.remembered) < 140
+
+
+def test_a_later_request_is_proposed_what_an_earlier_one_was_served() -> None:
+    bench = Bench()
+    bench.osd.force(Plan("memory", 3))
+    for name in ("first", "second"):
+        bench.add(name, [1, 2])
+        bench.scheduler.ending = set()
+        bench.step({name: [61]})
+        if name == "second":
+            break
+        for token in (62, 63, 64):
+            bench.scheduler.ending = {name} if token == 64 else set()
+            bench.step({name: [token]})
+    assert bench.scheduler.running[0].spec_token_ids == [62, 63, 64]
 
 
 def test_what_vllm_proposes_beyond_the_plan_is_not_verified() -> None:
@@ -912,8 +1008,8 @@ def test_only_a_scheduler_that_runs_ahead_cuts_placeholders() -> None:
         (False, False, ""),
     ],
 )
-@pytest.mark.parametrize("proposers", [("draft", "ngram"), ("ngram",), ("draft",)])
-def test_n_grams_are_left_out_where_the_scheduler_sees_no_drafts_and_a_warning_says_so(
+@pytest.mark.parametrize("proposers", [("draft", "memory"), ("memory",), ("draft",)])
+def test_the_memory_is_left_out_where_the_scheduler_sees_no_drafts_and_a_warning_says_so(
     is_async: bool,
     is_v2: bool,
     reason: str,
@@ -921,22 +1017,22 @@ def test_n_grams_are_left_out_where_the_scheduler_sees_no_drafts_and_a_warning_s
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = Bench(is_async=is_async, is_v2=is_v2, proposers=list(proposers))
-    kept = tuple(p for p in proposers if p != "ngram" or not reason)
-    assert bench.osd.settings == Settings(k_max=K, proposers=kept)
-    is_left_out = f"n-grams are left out of speculation.proposers: {reason}"
+    kept = tuple(p for p in proposers if p != "memory" or not reason)
+    assert bench.osd.settings == Settings(k_max=K, memory_k_max=K, proposers=kept)
+    is_left_out = f"the memory is left out of speculation.proposers: {reason}"
     messages = [r.getMessage() for r in caplog.records if r.name.startswith("serving.")]
     assert messages == [is_left_out] * (kept != proposers)
     report = bench.command("report")
     assert report["is_async"] is is_async
-    assert report["left_out"] == ({"ngram": reason} if kept != proposers else {})
+    assert report["left_out"] == ({"memory": reason} if kept != proposers else {})
 
 
 def test_the_settings_lie_under_a_key_of_vllms_additional_configuration() -> None:
     given = {
-        "osd": {"mode": "fixed", "proposers": ["ngram"], "predicted": 0.5},
+        "osd": {"mode": "fixed", "proposers": ["memory"], "predicted": 0.5},
         "another": {"mode": "off"},
     }
-    assert settings_of(given) == Settings(mode="fixed", proposers=("ngram",), predicted=0.5)
+    assert settings_of(given) == Settings(mode="fixed", proposers=("memory",), predicted=0.5)
     for given in ({"another": 1}, None, SimpleNamespace()):
         assert settings_of(given) == Settings()
     with pytest.raises(TypeError, match="surprise"):
@@ -1091,7 +1187,7 @@ def test_held_every_step_has_the_largest_k_and_nothing_is_decided_or_learnt(
     for _ in range(40):
         output = bench.step({"a": [1, 2]})
         assert output.num_spec_tokens_to_schedule == K
-        assert not hasattr(output, "osd_proposer")
+        assert not hasattr(output, "osd_from_memory")
     assert bench.osd.asked == bench.osd.seen == []
     assert bench.scheduler.placeholders == ([-1] * K if is_async else [])
     bench.scheduler.ending = {"a"}
@@ -1127,12 +1223,30 @@ def test_an_engine_is_let_go_and_held_again_while_it_runs(is_async: bool) -> Non
     assert bench.command("report")["problem"] == ""
 
 
-def test_n_grams_do_not_go_on_when_it_is_held() -> None:
+def test_the_memory_does_not_go_on_when_it_is_held() -> None:
     bench = Bench()
     bench.add("a", prompt=[1, 2, 3] * 8)
-    bench.command("force", ["ngram", 3])
+    bench.command("force", ["memory", 3])
     for _ in range(4):
         bench.step({"a": [1]})
     bench.command("hold", True)
-    bench.scheduler.schedule()
+    assert not hasattr(bench.scheduler.schedule(), "osd_from_memory")
     assert bench.draft(K) == [[50, 51, 52, 53]]
+
+
+def test_the_memory_is_emptied_and_may_remember_less() -> None:
+    bench = Bench()
+    bench.osd.force(Plan("memory", 3))
+    bench.add("a", [1, 2])
+    for token in (61, 62, 63):
+        bench.scheduler.ending = {"a"} if token == 63 else set()
+        bench.step({"a": [token]})
+    bench.command("forget")
+    bench.add("b", [1, 2])
+    bench.step({"b": [61]})
+    assert bench.scheduler.running[0].spec_token_ids == []
+    assert bench.osd.remembered[-1]["is_kept"]
+    bench.command("keep", 0.0)
+    bench.add("c")
+    assert not bench.osd.remembered[-1]["is_kept"]
+    assert Bench(proposers=["draft"]).command("forget") == {}, "there is none"

@@ -103,8 +103,8 @@ def test_unseen_batches_cost_something_and_more_tokens_never_less(batch: int) ->
 
 
 def uneven() -> list[Shape]:
-    """Steps whose width, context and passes vary each for itself, as where n-grams or changes of k
-    are among them."""
+    """Steps whose width, context and passes vary each for itself, as where the memory or
+    changes of k are among them."""
     rng = np.random.default_rng(2)
     return [
         Shape(

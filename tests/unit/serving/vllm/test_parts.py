@@ -74,20 +74,20 @@ def test_the_doctor_asks_for_what_will_run(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_doctor_knows_whether_n_grams_propose(
+def test_the_doctor_knows_whether_the_memory_proposes(
     distribution: str, environ: dict[str, str], options: list[str], why: str
 ) -> None:
     given = [f"serving.vllm.{option}" for option in options]
     config = reading.load(None, given, environ={}).config
-    (ngrams,) = engine_parts.check_left_out(config, distribution, environ)
-    assert ngrams.name == "n-grams"
+    (memory,) = engine_parts.check_left_out(config, distribution, environ)
+    assert memory.name == "memory"
     if why:
-        assert ngrams.text.startswith("cannot propose: ") and why in ngrams.text
+        assert memory.text.startswith("cannot propose: ") and why in memory.text
     else:
-        assert ngrams.text.startswith("may propose")
+        assert memory.text.startswith("may propose")
 
 
-def test_without_n_grams_nothing_is_said_of_them() -> None:
+def test_without_the_memory_nothing_is_said_of_it() -> None:
     config = reading.load(None, ["speculation.proposers=[draft]"], environ={}).config
     assert not list(engine_parts.check_left_out(config, "vllm-cpu", {}))
 

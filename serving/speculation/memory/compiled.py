@@ -1,0 +1,64 @@
+"""The kernels, compiled by numba where it can be imported.
+
+A function of `kernels.py` calls others of it by name. Its compiled copy finds their compiled copies
+under the same names, so that one text serves both ways.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from multiprocessing import parent_process
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from serving.speculation.memory import kernels
+
+logger = logging.getLogger(__name__)
+
+
+class Kernels(NamedTuple):
+    """What the memory calls."""
+
+    propose: Callable[..., int]
+    learn: Callable[..., None]
+    remember: Callable[..., None]
+    forget: Callable[..., None]
+
+
+PLAIN = Kernels(kernels.propose, kernels.learn, kernels.remember, kernels.forget)
+
+
+def best(is_alone: bool = False) -> Kernels:
+    """Compiled, where numba can be imported and nothing speaks against it.
+
+    Once numba is imported, vLLM's worker for CPUs cannot start in the same process (it reads the
+    attributes of all that is imported, numba's among them). So it is imported where an engine has
+    started by then and no other will: in vLLM's own process of an engine, or where this is
+    promised.
+    """
+    if not is_alone and parent_process() is None:
+        return PLAIN
+    try:
+        return compiled()
+    except ImportError as error:
+        logger.warning("the memory is slower without numba (%s)", error)
+        return PLAIN
+
+
+def compiled() -> Kernels:
+    """Compiled when they are first called, or read from numba's cache. Raises `ImportError`
+    without numba."""
+    import numba
+
+    functions = {
+        name: each
+        for name, each in vars(kernels).items()
+        if isinstance(each, FunctionType) and each.__module__ == kernels.__name__
+    }
+    scope: dict[str, Any] = dict(vars(kernels))
+    for name, plain in functions.items():
+        copy = FunctionType(plain.__code__, scope, name, plain.__defaults__)
+        copy.__module__, copy.__qualname__ = plain.__module__, plain.__qualname__
+        scope[name] = numba.njit(cache=True, nogil=True)(copy)
+    return Kernels(*(scope[name] for name in Kernels._fields))

@@ -1,0 +1,77 @@
+"""How the draft fares where the memory finds much, and where it finds little.
+
+Text that was seen before is easy for both. Whoever compared what the memory finds now with what the
+draft is accepted in the mean would choose the memory where the draft is even better. So it is
+counted how many tokens of the draft are accepted, of those that were expected of it, by what the
+memory found beside it. Drafts that nobody verified count too (`unverified.py`), or the counts
+would hold only what was chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import numpy as np
+
+EDGES = np.array([0.25, 0.75, 1.5, 2.5, 4.0, 6.0])
+"""Tokens the memory expects to be accepted, which part the kinds of look-ups."""
+PRIOR_WEIGHT = 8.0
+"""Tokens expected of the draft, that a ratio of 1 counts as."""
+KEEP = 0.998
+"""Weight that the evidence of a kind keeps after one more draft."""
+
+NUM_RECENT, NUM_USUAL = 48, 512
+"""Look-ups that are now, and those that they are held against."""
+CHANGE, MIN_VARIANCE = 4.0, 0.1
+"""Standard errors that make a change, and the least variance that these are of."""
+
+
+class Hybrid:
+    """One per engine."""
+
+    def __init__(self) -> None:
+        num = len(EDGES) + 1
+        self._expected, self._accepted = np.zeros(num), np.zeros(num)
+
+    def add(self, found: float, expected: float, accepted: float) -> None:
+        """Beside a look-up that found so many tokens, so many of the draft were accepted."""
+        kind = int(np.searchsorted(EDGES, found, "right"))
+        for counts, value in ((self._expected, expected), (self._accepted, accepted)):
+            counts[kind] = counts[kind] * KEEP + value
+
+    def ratio(self, found: np.ndarray) -> np.ndarray:
+        """How many tokens of the draft are accepted beside such look-ups, over how many are
+        expected of it."""
+        ratio = (self._accepted + PRIOR_WEIGHT) / (self._expected + PRIOR_WEIGHT)
+        return np.asarray(ratio[np.searchsorted(EDGES, found, "right")])
+
+    def restart(self) -> None:
+        """Another draft serves."""
+        self._expected[:] = self._accepted[:] = 0.0
+
+
+class Level:
+    """Notices when look-ups find more or less than they used to: the traffic has changed, and a
+    draft that is not used may be good for it."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=NUM_RECENT)
+        self._num, self._mean, self._variance = 0, 0.0, 0.0
+
+    def add(self, found: float) -> bool:
+        """A look-up found so many tokens. Whether that is a change; it is told of once."""
+        self._recent.append(found)
+        self._num += 1
+        share = max(1 / self._num, 1 / NUM_USUAL)
+        off = found - self._mean
+        self._mean += share * off
+        self._variance = (1 - share) * (self._variance + share * off * off)
+        if self._num < 2 * NUM_RECENT:
+            return False
+        now = float(np.mean(self._recent))
+        usual = math.sqrt(max(self._variance, MIN_VARIANCE) / NUM_RECENT)
+        if abs(now - self._mean) < CHANGE * usual:
+            return False
+        self._num, self._mean = NUM_RECENT, now
+        return True

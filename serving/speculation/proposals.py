@@ -1,0 +1,110 @@
+"""Whose tokens the next step verifies, request by request, in an engine whose scheduler sees them.
+
+    draft tokens come ──► the memory looks up ──► the draft's, cut to what is worth verifying,
+                                                  or the memory's
+    what was served ────► the memory; drafts that nobody verified are judged
+
+The worker is told with each step (`osd_from_memory`, `osd_judged` of vLLM's output): it counts
+tokens of the memory apart, and unverified drafts as if they had been verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from osd.records import clean_domain
+from serving.capture.skips import may_be_kept
+from serving.speculation.control import Settings, Speculation
+from serving.speculation.memory.unverified import Judged
+from serving.speculation.requests import whole_number
+
+MAX_UNTOLD = 4096
+"""Judged drafts that wait for a step with which the worker is told of them."""
+
+
+class Proposals:
+    """One per engine."""
+
+    def __init__(self, osd: Speculation, settings: Settings) -> None:
+        self._osd = osd
+        self.memory_fraction = settings.memory_fraction
+        """Share of the requests that are remembered beyond their end."""
+        self._from_memory: set[str] = set()
+        """Requests whose present draft tokens are the memory's."""
+        self._num_steps = 0
+        self._untold: list[Judged] = []
+
+    def begin(self, request: Any, is_undrafted: bool) -> None:
+        """A request has come, as vLLM's scheduler knows it."""
+        params = request.sampling_params
+        extra = (params.extra_args if params is not None else None) or {}
+        self._osd.begin(
+            request.request_id,
+            domain=clean_domain(str(extra.get("osd_domain", ""))),
+            client_cap=0 if is_undrafted else whole_number(extra.get("osd_spec_k")),
+            is_counted=not extra.get("osd_calibration"),
+            prompt=list(request.all_token_ids),
+            scope=scope_of(request),
+            is_kept=may_be_kept(request, extra, self.memory_fraction),
+        )
+
+    def scheduled(self, output: Any) -> frozenset[str]:
+        """A step was scheduled: the worker is told whose tokens it verifies. Returns the requests
+        whose tokens are the memory's."""
+        self._num_steps += 1
+        verified = output.scheduled_spec_decode_tokens
+        from_memory = frozenset(self._from_memory & verified.keys()) if self._from_memory else ()
+        output.osd_step = self._num_steps
+        output.osd_from_memory = tuple(from_memory)
+        output.osd_judged = [
+            (one.req_id, one.step, one.num_drafted, one.num_accepted) for one in self._untold
+        ]
+        self._untold = []
+        return frozenset(from_memory)
+
+    def redraft(self, req_ids: Iterable[str], drafts: list[list[int]], requests: Any) -> None:
+        """Change in place what the next step verifies."""
+        osd = self._osd
+        may_look_up = osd.memory is not None
+        if not may_look_up and not osd.has_caps and all(len(d) <= osd.present.k for d in drafts):
+            return
+        for i, req_id in enumerate(req_ids):
+            # Near the end of the draft's context vLLM hands out k_max zeros, whatever k is.
+            whole, cap = drafts[i][: osd.present.passes], osd.cap(req_id)
+            if cap < len(drafts[i]):
+                drafts[i] = whole[:cap]
+            self._from_memory.discard(req_id)
+            request = requests.get(req_id) if may_look_up else None
+            if request is None or request.is_finished() or not (found := osd.look_up(req_id)):
+                continue
+            self._from_memory.add(req_id)
+            drafts[i] = found
+            at, num_outputs = request.num_tokens, request.num_output_tokens
+            osd.requests.add_unverified(req_id, self._num_steps, at, num_outputs, whole)
+
+    def served(self, requests: Iterable[Any]) -> list[Judged]:
+        """These requests have new tokens. Returns what is known since of drafts that nobody
+        verified."""
+        known = self._osd.requests
+        if self._osd.memory is not None:
+            for request in requests:
+                known.served(request.request_id, request.all_token_ids)
+        judged, known.judged = known.judged, []
+        self._untold = (self._untold + judged)[-MAX_UNTOLD:]
+        return judged
+
+    def let_go(self) -> None:
+        """From now on the draft model's tokens are verified, whoever proposed before."""
+        self._from_memory.clear()
+
+    def end(self, req_id: str) -> None:
+        """The request has gone."""
+        self._from_memory.discard(req_id)
+        self._osd.end(req_id)
+
+
+def scope_of(request: Any) -> str:
+    """Who may be proposed what a request is served: those with its salt and its adapter."""
+    lora = getattr(request, "lora_request", None)
+    return repr((request.cache_salt or "", "" if lora is None else lora.lora_name))

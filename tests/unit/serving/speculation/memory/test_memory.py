@@ -1,0 +1,192 @@
+"""What a memory proposes, to whom, and what it keeps of whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from serving.speculation.memory import memory as module
+from serving.speculation.memory.memory import BYTES_PER_ENTRY, Memory
+
+SECRET = [901, 902, 903, 904, 905, 906]
+
+
+def memory(max_bytes: int = 1 << 20, k: int = 8) -> Memory:
+    return Memory(max_bytes, k)
+
+
+def served(
+    one: Memory, name: str, prompt: Sequence[int], answer: Sequence[int], **given: object
+) -> None:
+    """A request from its beginning to its end."""
+    one.begin(name, prompt, **given)  # type: ignore[arg-type]
+    for start in range(0, len(answer), 3):
+        one.advance(name, answer[start : start + 3])
+        one.work()
+    one.end(name)
+    one.work()
+
+
+def asked(one: Memory, prompt: Sequence[int], answer: Sequence[int], **given: object) -> list[int]:
+    """What is proposed to a new request after this much."""
+    one.begin("asked", prompt, **given)  # type: ignore[arg-type]
+    one.advance("asked", answer)
+    found = one.propose("asked", 8)
+    one.end("asked")
+    return found.tokens
+
+
+def holds(one: Memory, tokens: Sequence[int]) -> bool:
+    """Whether any array of it holds such a token."""
+    waiting = [token_T for token_T, *_ in one._waiting]
+    running = [request.token_T for request in one._requests.values()]
+    tables = [one._shared.token_EN, one._own.token_EN]
+    return any(np.isin(tokens, array).any() for array in (*tables, *waiting, *running))
+
+
+def test_an_answer_is_proposed_to_a_later_request() -> None:
+    one = memory()
+    served(one, "a", [1, 2], SECRET)
+    assert asked(one, [7, 8], SECRET[:2]) == SECRET[2:]
+
+
+def test_a_request_is_proposed_what_its_prompt_says() -> None:
+    one = memory()
+    one.begin("a", [5, 6, 7, 8, 9])
+    one.advance("a", [3, 5, 6])
+    assert one.propose("a", 3).tokens == [7, 8, 9]
+    assert one.propose("a", 2).tokens == [7, 8]
+    assert one.propose("a", 0).tokens == one.propose("nobody", 3).tokens == []
+
+
+def test_a_prompt_is_not_proposed_to_others() -> None:
+    one = memory()
+    served(one, "a", [7, *SECRET], [1, 2, 3, 4])
+    assert asked(one, [7], SECRET[:3]) == []
+
+
+def test_who_has_another_scope_gets_nothing() -> None:
+    one = memory()
+    served(one, "a", [1], SECRET, scope="tenant a")
+    assert asked(one, [2], SECRET[:2], scope="tenant b") == []
+    assert asked(one, [2], SECRET[:2]) == []
+    assert asked(one, [2], SECRET[:2], scope="tenant a") == SECRET[2:]
+
+
+def test_a_request_that_is_not_kept_leaves_nothing() -> None:
+    one = memory()
+    served(one, "a", [1, *SECRET[:3]], SECRET[3:], is_kept=False)
+    assert not holds(one, SECRET)
+    assert asked(one, [1], SECRET[:2]) == []
+
+
+def test_while_it_runs_it_is_proposed_its_own() -> None:
+    one = memory()
+    one.begin("a", [1, *SECRET], is_kept=False)
+    one.advance("a", [4, *SECRET[:2]])
+    assert one.propose("a", 3).tokens == SECRET[2:5]
+    assert asked(one, [1], SECRET[:2]) == []
+
+
+def test_after_a_purge_nothing_of_before_is_there_and_nothing_of_it_comes_back() -> None:
+    one = memory()
+    served(one, "before", [1], SECRET)
+    one.begin("running", [2, 3], is_kept=True)
+    one.advance("running", SECRET)
+    one.clear()
+    one.advance("running", [31, 32, 33, 34])
+    one.end("running")
+    one.work()
+    assert not holds(one, SECRET)
+    assert asked(one, [9], [31, 32]) == [33, 34]
+
+
+def test_answers_of_before_are_remembered_without_their_prompts() -> None:
+    one = memory()
+    one.remember([([4, 5, 6, 7], SECRET)])
+    one.work()
+    assert one.num_waiting == 0
+    assert asked(one, [4, 5, 6, 7], SECRET[:1]) == SECRET[1:]
+    assert asked(one, [9], [4, 5]) == []
+
+
+@pytest.mark.parametrize("kilobytes", [64, 256])
+def test_its_size_is_what_was_given_however_much_is_served(kilobytes: int) -> None:
+    one, rng = memory(kilobytes << 10), np.random.default_rng(0)
+    for n in range(40):
+        served(one, f"r{n}", rng.integers(0, 999, 50).tolist(), rng.integers(0, 999, 60).tolist())
+    size = sum(array.nbytes for table in (one._shared, one._own) for array in table)
+    assert 0.9 * (kilobytes << 10) <= size <= kilobytes << 10
+    assert BYTES_PER_ENTRY * len(one._shared.key_E) < 0.8 * (kilobytes << 10)
+    served(one, "last", [1], SECRET)
+    assert asked(one, [2], SECRET[:2]) == SECRET[2:], "the newest is known"
+
+
+def test_what_one_request_is_served_another_is_proposed_at_once() -> None:
+    one = memory()
+    one.begin("a", [1])
+    one.advance("a", SECRET)
+    assert asked(one, [9], SECRET[:2]) == SECRET[2:]
+
+
+def test_long_earlier_answers_are_remembered_in_steps_and_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(module.TOKENS_PER_STEP, False, 10)
+    one = memory()
+    answer = list(range(100, 135))
+    one.remember([([1], answer)])
+    left = [one.num_waiting]
+    while one.num_waiting:
+        one.work()
+        left.append(one.num_waiting)
+    assert left == [35, 25, 15, 5, 0]
+    assert asked(one, [1], answer[8:10]) == answer[10:18], "also over the seam of two steps"
+
+
+def test_a_long_prompt_is_remembered_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module.TOKENS_PER_STEP, False, 10)
+    one = memory()
+    one.begin("a", [*range(100, 125), 1])
+    found = []
+    for at in (114, 104, 108, 118):
+        one.advance("a", [at, at + 1])
+        found.append(one.propose("a", 2).tokens)
+    assert found[0] == [] and found[-1] == [120, 121]
+
+
+def test_only_so_much_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 8)
+    one = memory()
+    one.remember([([], [1, 2, 3, 4, 5, 6]), ([], SECRET)])
+    assert one.num_waiting == len(SECRET)
+    one.work()
+    assert asked(one, [9], SECRET[:2]) == SECRET[2:] and asked(one, [9], [1, 2]) == []
+
+
+def test_chances_are_learnt_where_nothing_is_proposed() -> None:
+    """Text that never goes on as it did before is not proposed with confidence for long."""
+    one, rng = memory(), np.random.default_rng(1)
+    survival = []
+    for n in range(30):
+        one.begin(f"r{n}", [])
+        for _ in range(40):
+            found = one.propose(f"r{n}", 1)
+            survival.append(float(found.survival_K[0]) if found.tokens else 0.0)
+            one.advance(f"r{n}", [int(rng.integers(0, 5)), int(rng.integers(0, 5))])
+            one.work()
+        one.end(f"r{n}")
+    assert max(survival[:60]) > 0.6
+    assert np.mean(survival[-400:]) < 0.4
+
+
+def test_a_repeated_name_goes_on_as_it_was() -> None:
+    one = memory()
+    one.begin("a", [1, 2, 3])
+    one.begin("a", [9])
+    one.advance("a", [7, 1, 2])
+    assert one.propose("a", 1).tokens == [3]
+    one.advance("nobody", [1])
+    one.end("nobody")
