@@ -233,7 +233,7 @@ def _speculation(figures: SpeculationFigures) -> Iterator[str]:
 def _sources(sources: dict[str, tuple[int, int]]) -> str:
     """Whose tokens were accepted, of those that were verified."""
     said = [
-        f"{counted(accepted, 'token')} of the {name} ({percent(accepted, verified)} of its verified)"
+        f"{counted(accepted, 'token')} of the {name} ({percent(accepted, verified)} of verified)"
         for name, (verified, accepted) in sources.items()
         if verified
     ]
