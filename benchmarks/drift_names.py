@@ -9,7 +9,8 @@ SERVED, FROZEN_LOOP = "ours, as served", "frozen draft, closed loop"
 k."""
 MEMORY, SUFFIX_LOOP = "memory, closed loop", "suffix decoding, closed loop"
 DRAFT_LOOP = "frozen draft without memory, closed loop"
-"""One source alone, under the service's control."""
+SOURCES = (MEMORY, DRAFT_LOOP, SUFFIX_LOOP)
+"""One source alone, under the service's control: arms of the benchmark of the memory."""
 OSD, OSD_TUNED = "OSD", "OSD, our rate"
 OSD_PUBLISHED = {"OSD, 1e-4 every 8": (8, 1e-4), "OSD, 1e-5 every 1": (1, 1e-5)}
 """Both pairs of (requests between updates, learning rate) of OSD's released scripts. Reported as

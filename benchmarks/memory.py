@@ -25,7 +25,7 @@ from benchmarks.record import Goal, Notebook, Options, Protocol, Row
 from benchmarks.result import Figure, Result
 from benchmarks.step_times import CYCLES, STREAMS, ModelledStepTimes, measure
 
-ARMS = (names.MEMORY, names.SUFFIX_LOOP, names.DRAFT_LOOP, names.FROZEN_LOOP)
+ARMS = (*names.SOURCES, names.FROZEN_LOOP)
 QUICK_SCHEDULE, QUICK_PHASES = "sharp", (96, 144)
 NATURAL = "natural"
 FIRST = 24

@@ -2,7 +2,7 @@
 
 docs/configuration.md    the fields of osd/config
 docs/commands.md         the help texts of osd/cli
-docs/metrics.md          the table of osd/observe/metrics.py
+docs/metrics.md          the tables of osd/observe/metrics.py and speculation_metrics.py
 docs/http.md             the OpenAPI description of the control port
 docs/engines.md          tests/integration/engines/matrix.py, also a row of the README
 """
@@ -22,7 +22,8 @@ import typer
 from osd.cli import app
 from osd.config import docs as configuration
 from osd.observe.dashboard import build_app
-from osd.observe.metrics import DEPLOYMENT, SPECULATION, Series
+from osd.observe.metrics import DEPLOYMENT, Series
+from osd.observe.speculation_metrics import SPECULATION
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the tests, which are not installed
@@ -44,7 +45,7 @@ with 1 when the service says no or does not answer. What operators do with these
 
 METRICS = """# Metrics
 
-<!-- Generated from osd/observe/metrics.py by `make docs`; a test fails when it is out of date. -->
+<!-- Generated from osd/observe by `make docs`; a test fails when it is out of date. -->
 
 The control port serves these series at `/metrics`, for the whole deployment. vLLM's own metrics are
 on the service port. The values of the labels, what each series leaves out, and formulas in PromQL

@@ -1,4 +1,5 @@
-"""The metrics of a deployment, as Prometheus text: the sums behind the table in `metrics.py`."""
+"""The metrics of a deployment, as Prometheus text: the sums behind the tables in `metrics.py` and
+`speculation_metrics.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from osd.exchange.registry import FEED_TYPES, FeedRecord
-from osd.observe.metrics import DEPLOYMENT, SPECULATION, Found, Series
+from osd.observe.metrics import DEPLOYMENT, Found, Series
+from osd.observe.speculation_metrics import SPECULATION
 from osd.observe.status import speculation_figures
 from osd.records import BufferStats, Health, ReplicaStatus, SpeculationFigures
 
@@ -30,6 +32,8 @@ OF_THE_FEED = {
     for source in FEED_TYPES.values()
 }
 """Record of the feed -> what it adds to."""
+SERIES = {series.name: series for series in (*DEPLOYMENT, *SPECULATION)}
+"""All by name."""
 Family = CounterMetricFamily | GaugeMetricFamily
 
 

@@ -3,10 +3,9 @@
     source                                read
     SpecWindow, SwapReport, MetricPoint   of the feed: what each adds to the sums
     Found                                 what the controller found in its last look
-    SpeculationFigures                    of each living replica, which is the first label
 
-`exposition.py` adds up and renders; docs/metrics.md is made of this table. Names follow vLLM's;
-units are base units.
+What replicas report of their speculation stands in `speculation_metrics.py`. `exposition.py` adds
+up and renders; docs/metrics.md is made of these tables. Names follow vLLM's; units are base units.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from osd.records import (
     BufferStats,
     Health,
     MetricPoint,
-    PlanTotals,
     ReplicaStatus,
-    SpeculationFigures,
     SpecWindow,
     SwapReport,
 )
@@ -29,8 +26,6 @@ from osd.records import (
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """Values of the labels, and the value."""
 Counts = Iterable[Mapping[str, int]]
-OfFigures = Callable[[SpeculationFigures], Samples]
-TESTED, ACCEPTED = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +91,7 @@ def _kept(name: str, text: str, label: str, counts: Callable[[Found], Counts]) -
     """What replicas and buffer count themselves."""
 
     def read(found: Found) -> Samples:
-        return [sample for each in counts(found) for sample in _by_label(each)]
+        return [sample for each in counts(found) for sample in by_label(each)]
 
     return Series(name, "counter", text, (label,), Found, read)
 
@@ -106,23 +101,18 @@ def _gauge(name: str, text: str, read: Callable[[Found], Samples], *labels: str)
 
 
 def _buffer(name: str, text: str, value: Callable[[BufferStats], int]) -> Series:
-    return _gauge(name, text, lambda f: [] if f.buffer is None else _known(value(f.buffer)))
+    return _gauge(name, text, lambda f: [] if f.buffer is None else known(value(f.buffer)))
 
 
 def _health(name: str, text: str, value: Callable[[Health], float | None]) -> Series:
-    return _gauge(name, text, lambda f: [] if f.health is None else _known(value(f.health)))
+    return _gauge(name, text, lambda f: [] if f.health is None else known(value(f.health)))
 
 
-def _speculation(name: str, text: str, read: OfFigures, *labels: str) -> Series:
-    kind: Literal["counter", "gauge"] = "counter" if name.endswith("_total") else "gauge"
-    return Series(name, kind, text, ("replica", *labels), SpeculationFigures, read)
-
-
-def _known(value: float | None, *labels: str) -> Samples:
+def known(value: float | None, *labels: str) -> Samples:
     return [] if value is None else [(labels, float(value))]
 
 
-def _by_label(values: Mapping[str, float]) -> Samples:
+def by_label(values: Mapping[str, float]) -> Samples:
     return [((label,), value) for label, value in values.items()]
 
 
@@ -130,23 +120,6 @@ def _lagging(found: Found) -> Samples:
     if (health := found.health) is None:
         return []
     return [((s.replica,), float(s.replica in health.lagging)) for s in found.living]
-
-
-def _plans(value: Callable[[PlanTotals], float]) -> OfFigures:
-    return lambda figures: [((plan,), value(totals)) for plan, totals in figures.plans.items()]
-
-
-def _by_position(which: int) -> OfFigures:
-    return lambda figures: [((str(i),), pair[which]) for i, pair in enumerate(figures.positions)]
-
-
-def _by_context(which: int) -> OfFigures:
-    return lambda figures: [((name,), pair[which]) for name, pair in figures.contexts.items()]
-
-
-def _net_ratio(figures: SpeculationFigures) -> Samples:
-    ends = {"mean": figures.net_ratio, "low": figures.net_low, "high": figures.net_high}
-    return [((bound,), value) for bound, value in ends.items() if value is not None]
 
 
 DEPLOYMENT = (
@@ -225,7 +198,7 @@ DEPLOYMENT = (
     _gauge(
         "osd_replicas",
         "Replicas that are alive.",
-        lambda found: [] if found.health is None else _known(len(found.living)),
+        lambda found: [] if found.health is None else known(len(found.living)),
     ),
     _health(
         "osd_replicas_wanted",
@@ -259,97 +232,3 @@ DEPLOYMENT = (
     ),
 )
 """What is known of the whole deployment."""
-
-SPECULATION = (
-    _speculation(
-        "osd_speculation_steps_total",
-        "Pure decoding steps by what was speculated.",
-        _plans(lambda totals: totals.steps),
-        "plan",
-    ),
-    _speculation(
-        "osd_speculation_seconds_total",
-        "Time of these steps.",
-        _plans(lambda totals: totals.seconds),
-        "plan",
-    ),
-    _speculation(
-        "osd_speculation_tokens_total",
-        "Tokens these steps brought.",
-        _plans(lambda totals: totals.tokens),
-        "plan",
-    ),
-    _speculation(
-        "osd_step_seconds_total",
-        "Host time of the worker by part of a step.",
-        lambda figures: _by_label(figures.seconds_per_part),
-        "part",
-    ),
-    _speculation(
-        "osd_speculation_probes_total",
-        "Times an unused draft was tried.",
-        lambda figures: _known(figures.num_probes),
-    ),
-    _speculation(
-        "osd_speculation_undrafted_requests_total",
-        "Requests that are not drafted for, by the parameter that forbids it.",
-        lambda figures: _by_label(figures.undrafted),
-        "reason",
-    ),
-    _speculation(
-        "osd_speculation_verified_tokens_total",
-        "Tokens verified, by who proposed them (draft, memory).",
-        lambda figures: _by_label({name: pair[TESTED] for name, pair in figures.sources.items()}),
-        "proposer",
-    ),
-    _speculation(
-        "osd_speculation_accepted_tokens_total",
-        "Tokens accepted, by who proposed them (draft, memory).",
-        lambda figures: _by_label({name: pair[ACCEPTED] for name, pair in figures.sources.items()}),
-        "proposer",
-    ),
-    _speculation(
-        "osd_speculation_position_tested_total",
-        "Draft tokens at a position (0 = first) with all before them accepted.",
-        _by_position(TESTED),
-        "position",
-    ),
-    _speculation(
-        "osd_speculation_position_accepted_total",
-        "Draft tokens accepted at a position; over tested it is the conditional acceptance.",
-        _by_position(ACCEPTED),
-        "position",
-    ),
-    _speculation(
-        "osd_speculation_context_tested_total",
-        "Draft tokens tested, by the length of the context in tokens.",
-        _by_context(TESTED),
-        "context",
-    ),
-    _speculation(
-        "osd_speculation_context_accepted_total",
-        "Draft tokens accepted, by the length of the context in tokens.",
-        _by_context(ACCEPTED),
-        "context",
-    ),
-    _speculation(
-        "osd_speculation_k",
-        "Draft tokens that the present plan proposes.",
-        lambda figures: _known(figures.k),
-    ),
-    _speculation(
-        "osd_speculation_predicted_tokens_per_second",
-        "Estimated for the present plan: tokens expected of a step over its expected time.",
-        lambda figures: _known(figures.predicted_tokens_per_second),
-    ),
-    _speculation(
-        "osd_speculation_net_ratio",
-        "Measured speed with speculation over without: mean, and the ends of its 95 % interval.",
-        _net_ratio,
-        "bound",
-    ),
-)
-"""What living replicas report of their speculation; shown once there is any."""
-
-SERIES = {series.name: series for series in (*DEPLOYMENT, *SPECULATION)}
-"""All by name."""

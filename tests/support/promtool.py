@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from osd.observe.metrics import SERIES
+from osd.observe.exposition import SERIES
 from tests.support.programs import path_of
 
 OURS: dict[str, tuple[str, ...]] = {

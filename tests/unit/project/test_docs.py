@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from osd.config.reading import ENVIRONMENT_ALONE, known_keys
 from osd.config.schema import Config
-from osd.observe.metrics import SERIES
+from osd.observe.exposition import SERIES
 from tests.integration.engines import matrix
 from tests.support.paths import ROOT
 

@@ -91,6 +91,7 @@ export function showSpeculation(replicas) {
   place.title = "Times an unused draft was tried, to see whether it has become worth it";
   document.getElementById("anatomy").hidden = known.length === 0;
   showAcceptance("places", tally(figures, (f) => f.positions.map((pair, i) => [`${i + 1}.`, pair])));
+  showAcceptance("sources", tally(figures, (f) => Object.entries(f.sources)));
   showAcceptance("contexts", tally(figures, (f) => Object.entries(f.contexts).map(([name, pair]) => [`${name.replace(">=", "≥ ").replace("<", "< ")} tokens`, pair])));
   fill("spread", known.flatMap(({ replica, speculation_figures: { spread } }) => Object.entries(spread).map(([quantile, alpha]) => {
     const title = `${replica}: ${QUANTILE_NAMES[quantile] ?? quantile} of the requests that ended lately had a lower α`.replace("median", "half");

@@ -468,7 +468,7 @@ def test_page_explains_every_figure_of_speculation() -> None:
     page = (STATIC / "index.html").read_text()
     panel = page[page.index('id="speculation-title"') : page.index('id="drafts-title"')]
     heads = re.findall(r"<(?:th|h3)\b([^>]*)>([^<]+)", panel)
-    assert len(heads) == 14
+    assert len(heads) == 15
     assert [name for attributes, name in heads if "title=" not in attributes] == ["Replica"]
     assert re.search(r'Net speed-up <span class="tag good">measured<', panel)
     assert re.search(
@@ -477,7 +477,7 @@ def test_page_explains_every_figure_of_speculation() -> None:
     )
     script = (STATIC / "speculation.js").read_text()
     for place in re.findall(
-        r'id="(speculation(?:-count)?|breakdown|places|contexts|spread|changes)"', panel
+        r'id="(speculation(?:-count)?|breakdown|places|sources|contexts|spread|changes)"', panel
     ):
         assert f'"{place}"' in script, place
     for figure in fields(SpeculationFigures):

@@ -17,6 +17,7 @@ import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
+from osd.observe.exposition import SERIES
 from osd.observe.history import (
     MAX_CHANGES,
     MAX_CLASSES,
@@ -26,9 +27,9 @@ from osd.observe.history import (
     History,
 )
 from osd.observe.history_file import HistoryFile, Minute
-from osd.observe.metrics import SERIES, SPECULATION
 from osd.observe.series import COLUMNS, MAX_LINES
 from osd.observe.slots import NARROW_FOR_S
+from osd.observe.speculation_metrics import SPECULATION
 from osd.observe.status import speculation_figures
 from osd.records import (
     BufferStats,
@@ -63,6 +64,7 @@ REPORT = {
     "by_context": {"<64": [200, 149], ">=64": [7, 0]},
     "spread": {"0.5": 0.72},
     "undrafted": {"min_p": 4},
+    "sources": {"draft": [90, 60], "memory": [40, 30]},
     "problem": "",
     "split": {"steps": 100, "draft": 0.4, "verify": 1.2, "sample": 0.2, "other": 0.2},
 }
@@ -394,6 +396,10 @@ def test_prometheus_shows_the_control_of_speculation() -> None:
         ("osd_speculation_context_accepted_total", "context=>=64", who): 0,
         ("osd_speculation_probes_total", who): 2,
         ("osd_speculation_undrafted_requests_total", "reason=min_p", who): 4,
+        ("osd_speculation_verified_tokens_total", "proposer=draft", who): 90,
+        ("osd_speculation_verified_tokens_total", "proposer=memory", who): 40,
+        ("osd_speculation_accepted_tokens_total", "proposer=draft", who): 60,
+        ("osd_speculation_accepted_tokens_total", "proposer=memory", who): 30,
         ("osd_speculation_k", who): 3,
         ("osd_speculation_predicted_tokens_per_second", who): 812.5,
         ("osd_speculation_net_ratio", "bound=mean", who): 1.31,

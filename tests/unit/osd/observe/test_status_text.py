@@ -188,6 +188,8 @@ def test_what_a_replica_speculates_and_what_that_brings() -> None:
         "12 % of steps without speculation",
         "net speed-up 1.31x (1.22 to 1.41) in 6 windows; step time: draft 20 %, verify 60 %, "
         "sample 10 %, other 10 %",
+        "accepted: 60 tokens of the draft (67 % of verified), "
+        "30 tokens of the memory (75 % of verified)",
     ]
 
 
@@ -203,7 +205,7 @@ def test_a_gain_that_is_not_measured_or_hardly() -> None:
 
 
 def test_no_prediction_is_not_a_prediction_of_nothing() -> None:
-    (now, _) = speculation_lines(**REPORT | {"mode": "fixed", "predicted_tokens_per_second": 0.0})
+    now, *_ = speculation_lines(**REPORT | {"mode": "fixed", "predicted_tokens_per_second": 0.0})
     measured = "790 tokens/s measured so far, 12 % of steps without speculation"
     assert now == f"fixed: draft 3 at batch 8, {measured}"
 

@@ -252,6 +252,7 @@ def test_the_scheduler_gets_what_the_configuration_says() -> None:
         memory_k_max=12,
         memory_bytes=2 << 20,
         memory_fraction=0.25,
+        is_alone=True,
     )
     assert settings_of(given) == expected
     assert settings_of({}) == Settings()
