@@ -58,7 +58,7 @@ class Loaded:
         is_async: bool = False,
     ) -> None:
         from benchmarks import vllm_engine as vllm
-        from serving.speculation.lazy_draft import lazy_draft
+        from serving.speculation.sleep.runners import lazy_draft
         from serving.speculation.step_split import StepSplit
 
         options: dict[str, Any] = {"worker_extension_cls": "", "kv_cache_memory_bytes": 96 << 20}

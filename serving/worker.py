@@ -17,8 +17,8 @@ from osd.config.schema import CaptureConfig
 from osd.errors import OSDError
 from osd.records import DraftRelease, RankReport, Trace, WorkerReport, decode, encode
 from serving.capture.capture import NO_VERSION, Capture
-from serving.speculation.lazy_draft import LazyDraft, lazy_draft, why_awake
 from serving.speculation.sleep.awake_note import AwakeNote
+from serving.speculation.sleep.runners import LazyDraft, lazy_draft, why_awake
 from serving.speculation.step_split import StepSplit
 from serving.swap import weights
 from serving.swap.live_draft import Weights

@@ -91,6 +91,10 @@ class TrainerConfig(Section):
     0 = it never rests."""
     drift_margin: float = Field(0.05, gt=0, lt=1)
     """Fall of the recent α under the usual one, beyond chance, that ends the rest."""
+    payback_seconds: float = Field(600, ge=0)
+    """Training rests, too, while what a round takes from the engines, as measured, exceeds what its
+    draft is expected to save them within so long. Where the trainer takes nothing from them, it
+    never rests for that. 0 = train whatever it takes."""
     max_idle_seconds: float = Field(3600, gt=0)
     """While training rests, one round runs all the same after so long. There may be something to
     learn although acceptance did not fall."""

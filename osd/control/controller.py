@@ -109,6 +109,7 @@ class Controller:
             redis="away" if loops.is_redis_away else "ok",
             trainer="away" if loops.is_trainer_away else "ok",
             trainer_trouble=loops.trainer_trouble,
+            payback=loops.payback.figures(),
             last_round=rounds[-1] if rounds else None,
             num_rounds=history.total("osd_round_total"),
             num_swaps=history.total("osd_swap_total"),

@@ -124,6 +124,7 @@ class DriftDetector:
         self.is_resting = False
         self.woken_by = ""
         """Why the last rest ended; "" when there was none."""
+        self.num_wakes = 0
 
     def add(self, record: SpecWindow | SwapReport | RoundOutcome | Event | MetricPoint) -> None:
         """Take one record of the feed."""
@@ -189,4 +190,5 @@ class DriftDetector:
     def _wake(self, why: str) -> None:
         if self.is_resting:
             self.is_resting, self.woken_by = False, why
+            self.num_wakes += 1
         self._num_fruitless = 0

@@ -10,7 +10,8 @@
     watch   feed, heartbeats, stats   seconds_between_looks  time alone          roll back
     train   traces in the buffer      min_new_traces, worth  traffic, `resume`   publish
 
-The drift detector decides whether a round is worth its cost (`osd/control/drift.py`). A rollback
+The drift detector decides whether a round may bring something (`osd/control/drift.py`), and the
+payback meter whether that is worth what it takes (`osd/control/payback.py`). A rollback
 does not wait for a round: the trainer's replay runs beside the watch loop. The release store on
 disk decides what is current, and `wanted` in Redis follows it. Redis away, a full disk or a dead
 trainer ends no loop: each trouble is said once, then tried again with growing pauses.
@@ -29,6 +30,7 @@ from osd.control.canary import CanaryWatch
 from osd.control.drift import DriftDetector
 from osd.control.engine_terms import TermsKeeper
 from osd.control.feed_client import FeedClient
+from osd.control.payback import PaybackMeter
 from osd.control.protocols import Buffer, Feed, Trainer
 from osd.control.release_manager import ReleaseManager, as_it_lies
 from osd.control.replica_watch import ReplicaWatch
@@ -68,6 +70,7 @@ class ControlLoops:
         self._detector = DriftDetector(
             config.trainer, target_id, since=releases.began_at(target_id)
         )
+        self.payback = PaybackMeter(config.trainer)
         self.feed = FeedClient(registry, history, self._detector)
         tell = self.feed.tell
         self.replicas = ReplicaWatch(registry, tell, clock)
@@ -80,6 +83,7 @@ class ControlLoops:
         self._redis_outage, self._disk_outage = Outage(backoff_s), Outage(backoff_s)
         self._told_resting: bool | None = None
         """What was last said of it; None before the feed was read for the first time."""
+        self._num_wakes = 0
         self._waiting_since: float | None = None
         """When the first trace that is still new was seen."""
         self.buffer_stats: BufferStats | None = None
@@ -171,17 +175,30 @@ class ControlLoops:
 
     async def _tell_resting(self) -> None:
         """Say when training begins to rest, and why it goes on."""
-        before, is_resting = self._told_resting, self._detector.is_resting
+        is_changed = self._detector.num_wakes > self._num_wakes
+        self._num_wakes = self._detector.num_wakes
+        if is_changed:
+            self.payback.renew()
+        before = self._told_resting
+        is_resting = self._detector.is_resting or self.payback.is_resting
         self._told_resting = is_resting
         if before is None or before == is_resting:
             return
         now = self._clock.time()
         kind = "rests" if is_resting else "learns"
-        await self.feed.tell(Event(at=now, kind=kind, text=self._detector.decide(now).reason))
+        await self.feed.tell(Event(at=now, kind=kind, text=self._is_worth_it(now).reason))
+
+    def _is_worth_it(self, now: float) -> policy.Decision:
+        """Whether a round may bring something, and pays."""
+        found, pays = self._detector.decide(now), self.payback.decide(now)
+        is_settled = not found.ok or (pays.ok and self._detector.woken_by)
+        return found if is_settled else pays
 
     async def _observe(self) -> None:
         await self.replicas.refresh()
         self.buffer_stats = await asyncio.to_thread(self._buffer.stats)
+        is_training, now = self.phase == "training", self._clock.time()
+        self.payback.look(self.replicas.statuses, is_training=is_training, now=now)
         self._history.observe(self.replicas.statuses, self.buffer_stats)
 
     def _observe_health(self, *, is_redis_up: bool) -> None:
@@ -193,6 +210,7 @@ class ControlLoops:
                 is_alarmed=bool(self.alarm),
                 lagging=tuple(sorted(self.replicas.lagging)),
                 num_wanted=self.replicas.num_wanted,
+                payback=self.payback.figures(),
             )
         )
 
@@ -218,7 +236,7 @@ class ControlLoops:
             return False
         if not self.feed.is_caught_up:
             return False
-        worth = self._detector.decide(self._clock.time())
+        worth = self._is_worth_it(self._clock.time())
         if not worth.ok:
             self.phase_detail, self._waiting_since = worth.reason, None
             return False
@@ -238,4 +256,5 @@ class ControlLoops:
         self.phase, self.phase_detail = "waiting", ""
         if outcome is not None:
             first_on = self._canary.choose(self.replicas.lasting, base.target_id)
-            await self.releases.conclude(outcome, self.replicas.versions, first_on)
+            is_published = await self.releases.conclude(outcome, self.replicas.versions, first_on)
+            self.payback.add_round(outcome, is_published=is_published)

@@ -154,9 +154,9 @@ class ReleaseManager:
             Event(at=self._clock.time(), kind="canary_moved", text=text, version=version)
         )
 
-    async def conclude(self, outcome: RoundOutcome, serving: set[int], first_on: str = "") -> None:
+    async def conclude(self, outcome: RoundOutcome, serving: set[int], first_on: str = "") -> bool:
         """Publish the candidate of a round, or tell why not. `first_on` names the replica that is
-        to serve it first; "" = all at once."""
+        to serve it first; "" = all at once. Returns whether it was published."""
         try:
             outcome = await self._bring(outcome)
             async with self._lock:
@@ -183,6 +183,7 @@ class ReleaseManager:
                 )
             )
         await self._tell(presentable(outcome), event, *points)
+        return kind == "published"
 
     async def _bring(self, outcome: RoundOutcome) -> RoundOutcome:
         """Bring the candidate to this machine if it is to be published. Takes minutes where it is

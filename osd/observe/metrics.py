@@ -171,6 +171,16 @@ DEPLOYMENT = (
         "Rows of new traces by whether a round could train on them.",
         "kind",
     ),
+    _health(
+        "osd_round_taken_seconds",
+        "Time that a training round takes from the engines.",
+        lambda health: health.payback.taken_s if health.payback else None,
+    ),
+    _health(
+        "osd_round_saved_seconds",
+        "Time that it is expected to save them within trainer.payback_seconds.",
+        lambda health: health.payback.saved_s if health.payback else None,
+    ),
     _points("osd_trainer_failures_total", "Calls in which the trainer failed."),
     Series(
         "osd_swap_total",

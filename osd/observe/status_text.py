@@ -133,6 +133,12 @@ def _training(status: ServiceStatus, outcome: Event | None) -> Iterator[str]:
             "last round",
             f"{outcome.kind} {span(status.now - outcome.at)} ago: {outcome.text}",
         )
+    if (payback := status.payback) is not None:
+        yield _row(
+            "payback",
+            f"a round takes {payback.taken_s:.1f} s from the engines ({payback.slowdown:.2f}x as "
+            f"slow meanwhile), and may save {payback.saved_s:.1f} s in {span(payback.within_s)}",
+        )
     rounds, swaps, rollbacks = status.num_rounds, status.num_swaps, status.num_rollbacks
     yield _row(
         "so far",

@@ -35,11 +35,14 @@ from osd.records.service import (
     Health,
     Member,
     MetricPoint,
+    Payback,
     Place,
     ReplicaView,
     ServiceStatus,
 )
 from osd.records.speculation import (
+    FEWER_ERRORS,
+    DraftWorth,
     NetGain,
     PlanChange,
     PlanTotals,
@@ -70,6 +73,7 @@ from osd.records.wire import decode, encode
 
 __all__ = [
     "ACCEPTED",
+    "FEWER_ERRORS",
     "HOLDOUT_ONE_IN",
     "MAX_DOMAIN_LENGTH",
     "NO_TRACES",
@@ -84,6 +88,7 @@ __all__ = [
     "Counters",
     "DraftRelease",
     "DraftView",
+    "DraftWorth",
     "EngineTerms",
     "EvalReport",
     "Event",
@@ -91,8 +96,9 @@ __all__ = [
     "Health",
     "Member",
     "MetricPoint",
-    "Place",
     "NetGain",
+    "Payback",
+    "Place",
     "PlanChange",
     "PlanTotals",
     "RankReport",

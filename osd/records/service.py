@@ -33,6 +33,26 @@ class BufferStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Payback:
+    """What a training round takes from the engines, and what it is expected to save them, in
+    seconds of their time.
+
+    Example:
+        Payback(taken_s=2.1, saved_s=38.0, within_s=600.0, slowdown=1.18)
+    """
+
+    taken_s: float
+    saved_s: float
+    """Of the traffic expected within `within_s`, if it is like that of late."""
+    within_s: float
+    slowdown: float
+    """Time of a step while the trainer works, over that at rest, of the engine that suffers
+    most."""
+    is_resting: bool = False
+    """Whether training rests, since a round would not pay."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
     """Which parts of a service work, as its controller finds them.
 
@@ -49,6 +69,8 @@ class Health:
     """Replicas that have served another version than the wanted one for long."""
     num_wanted: int | None = None
     """Replicas that are to serve; None where others start them."""
+    payback: Payback | None = None
+    """None while it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,6 +257,8 @@ class ServiceStatus:
     """ok or away."""
     trainer_trouble: str = ""
     """Why it is away, as far as that is known."""
+    payback: Payback | None = None
+    """None while it is not known what a round takes, or brings."""
     last_round: RoundOutcome | None = None
     num_rounds: int = 0
     num_swaps: int = 0

@@ -34,13 +34,14 @@ from serving.speculation.step_seen import Stamp, StepSeen
 from serving.speculation.step_times import Shape, StepTimes
 from serving.speculation.sweep import Sweep
 from serving.speculation.trials import Trials
+from serving.speculation.worth import Worth
 
 STEPS_PER_DECISION = 4
 SETTINGS_KEY = "osd"
 """Key of the settings in vLLM's `additional_config`."""
 DECISIONS_PER_OPENING = 16
 """At every 16th decision all drafts are verified whole: a request that is never verified could
-never show that it has changed."""
+never show that it has changed. It is also asked then what the draft is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class Speculation:
         self._num_since_decision = STEPS_PER_DECISION
         self._probes = Probes()
         self._trials = Trials()
+        self._worth = Worth()
         self._sweep = Sweep(settings.k_max, settings.proposers)
 
     # -- requests ---------------------------------------------------------------------------------
@@ -186,6 +188,7 @@ class Speculation:
         self._num_decisions += 1
         if self._num_decisions % DECISIONS_PER_OPENING == 0:
             decided = decided._replace(plan=whole(decided.plan, load, self.times))
+            self._worth.add(load, plans, self.times)
         self._trials.note_use(load.batch, decided.plan)
         self.requests.set_caps(decided.plan, req_ids, load)
         self._decided, self._decided_for, self._num_since_decision = decided, load.batch, 0
@@ -252,6 +255,7 @@ class Speculation:
     def restart(self, predicted: float | None) -> None:
         """Another draft serves from now on."""
         self.requests.restart(predicted)
+        self._worth.restart()
         self._num_since_decision = STEPS_PER_DECISION
         self._probes.renew()
 
@@ -288,6 +292,8 @@ class Speculation:
             num_probes=self._probes.num,
             net=self.net.report(),
             num_cells=self.times.num_cells,
+            pace=self.times.pace,
+            worth=self._worth.report(),
             **self.accounts.report(),
             **self.requests.breakdown.report(),
         )

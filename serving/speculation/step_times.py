@@ -94,7 +94,6 @@ class StepTimes:
         self._corrections: dict[Key, float] = {}
         self._known_shapes: dict[tuple[Shape, ...], tuple[np.ndarray, list[Key]]] = {}
         self._pace = 1.0
-        """Factor by which every step now takes longer than remembered."""
         self._num_steps = 0
         self._num_since_fit = 0
         self._fitting: threading.Thread | None = None
@@ -102,6 +101,11 @@ class StepTimes:
     @property
     def is_fitted(self) -> bool:
         return self._fit is not None
+
+    @property
+    def pace(self) -> float:
+        """Factor by which every step now takes longer than remembered."""
+        return self._pace
 
     @property
     def num_cells(self) -> int:

@@ -16,7 +16,7 @@ from osd.config.schema import CaptureConfig, Config
 from osd.records import PLAIN
 from serving.replica import Replica
 from serving.speculation.goodput import Plan
-from serving.speculation.lazy_draft import lazy_draft
+from serving.speculation.sleep.runners import lazy_draft
 from serving.speculation.sleep.v1 import LazyDraftV1
 from serving.vllm import parts
 from serving.vllm.name import resolve

@@ -184,6 +184,8 @@ STATE = {
     "buffers.redis_writer._Tally",
     "trainer.loop._Progress",
     "osd.control.canary._Trial",
+    "osd.control.payback.Fading",
+    "osd.control.payback._Engine",
     "osd.control.replica_watch._Known",
     "osd.control.rollback._Judged",
     "osd.service.fleet.engines.Started",

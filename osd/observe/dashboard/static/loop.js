@@ -79,8 +79,14 @@ function trainer(status) {
     : ["waiting", status.phase_detail || "for new traces"];
   return {
     name: "Trainer", help: "What it is doing, and why", value, flows: isTraining, tone: status.trainer === "away" ? "bad" : status.paused ? "warn" : "",
-    lines: [[why, "Why"], ...(last ? lastRound(last) : [["no round yet", ""]])],
+    lines: [[why, "Why"], ...(last ? lastRound(last) : [["no round yet", ""]]), ...payback(status.payback)],
   };
+}
+
+function payback(found) {
+  if (!found) return [];
+  const help = `A round takes ${found.taken_s.toFixed(1)} s from the engines, whose steps take ${found.slowdown.toFixed(2)} times as long meanwhile. Its draft is expected to save ${found.saved_s.toFixed(1)} s of the next ${duration(found.within_s)} (trainer.payback_seconds). Where that is less, training rests`;
+  return [[`a round takes ${found.taken_s.toFixed(1)} s, may save ${found.saved_s.toFixed(1)} s`, help]];
 }
 
 function lastRound(last) {

@@ -37,6 +37,7 @@ from osd.records import (
     Event,
     Health,
     MetricPoint,
+    Payback,
     ReplicaStatus,
     RoundOutcome,
     SpeculationReport,
@@ -426,7 +427,13 @@ def test_what_prometheus_reads_is_what_the_table_says() -> None:
     stats = BufferStats(num_traces=1, num_holdout=1, num_bytes=1, num_put=1, oldest_at=0)
     history.observe([status(speculation=REPORT, **counts)], stats)
     history.observe_health(
-        Health(is_redis_up=True, is_trainer_up=True, is_alarmed=False, num_wanted=1)
+        Health(
+            is_redis_up=True,
+            is_trainer_up=True,
+            is_alarmed=False,
+            num_wanted=1,
+            payback=Payback(taken_s=2.0, saved_s=30.0, within_s=600.0, slowdown=1.2),
+        )
     )
     found = {family.name: family for family in text_string_to_metric_families(history.prometheus())}
     table = {series.name.removesuffix("_total"): series for series in SERIES.values()}

@@ -12,7 +12,7 @@ as many passes as k says.
 
 Only draft models with a KV cache of their own can sleep. EAGLE heads read hidden states of the
 target that are gone by then. What else keeps a draft awake is said in `why_not` of
-`sleep/v1.py` and `sleep/v2.py`. There vLLM's way is kept.
+`v1.py` and `v2.py`. There vLLM's way is kept.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from serving.speculation.lazy_draft import can_sleep
 from serving.speculation.sleep.lazy import LazyDraft
+from serving.speculation.sleep.runners import can_sleep
 
 V1 = "vllm.v1.worker.gpu_model_runner"
 V2 = "vllm.v1.worker.gpu.model_runner"

@@ -1,0 +1,231 @@
+"""Whether a round pays: what it takes and brings, from made-up heartbeats and rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from osd.config.schema import TrainerConfig
+from osd.control.payback import PaybackMeter
+from osd.records import (
+    NO_TRACES,
+    DraftWorth,
+    ReplicaStatus,
+    RoundOutcome,
+    SpeculationReport,
+)
+from tests.unit.osd.control.test_controller import World, make_outcome, replica
+
+
+@asynccontextmanager
+async def going_on(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """While the block runs."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class Deployment:
+    """Replicas that beat every second, and a trainer whose rounds take 10 seconds."""
+
+    def __init__(self, num: int = 1, **trainer: Any) -> None:
+        self.meter = PaybackMeter(TrainerConfig(**trainer))
+        self.now, self.names = 1000.0, [f"replica-{i}" for i in range(num)]
+        self.better, self.slowdown, self.idle = 1.1, 1.25, set[str]()
+
+    def beat(self, seconds: int, *, is_training: bool = False) -> None:
+        for _ in range(seconds):
+            self.now += 1
+            statuses = [self.status(name, is_training=is_training) for name in self.names]
+            self.meter.look(statuses, is_training=is_training, now=self.now)
+
+    def status(self, name: str, *, is_training: bool) -> ReplicaStatus:
+        report = SpeculationReport(
+            pace=0.9 * (self.slowdown if is_training else 1.0),
+            worth=DraftWorth(of_draft=1.5, of_better=self.better),
+        )
+        is_idle = name in self.idle
+        return replace(
+            replica(1, name), at=self.now, speculation=report, num_running=int(not is_idle)
+        )
+
+    def round(self, outcome: RoundOutcome | None = None, *, is_published: bool = True) -> None:
+        self.beat(10, is_training=True)
+        outcome = outcome or make_outcome("", 1)
+        self.meter.add_round(replace(outcome, seconds=10.0), is_published=is_published)
+        self.beat(10)
+
+
+def taken(slowdown: float) -> float:
+    """Of ten seconds that the trainer works."""
+    return 10 * (1 - 1 / slowdown)
+
+
+HALVED = math.log(0.3 / 0.6) / math.log(0.75)
+"""How often a quarter of the errors was removed by a round that brought α from 0.4 to 0.7."""
+
+
+def test_what_a_round_takes_and_saves() -> None:
+    here = Deployment()
+    here.beat(10)
+    assert here.meter.figures() is None and here.meter.decide(here.now).ok
+    here.round()
+    found = here.meter.figures()
+    assert found is not None
+    assert found.slowdown == pytest.approx(1.25)
+    assert found.taken_s == pytest.approx(taken(1.25))
+    removed = (0.7 * 1 + HALVED) / 1.7  # the newest round weighs more than what was expected
+    assert found.saved_s == pytest.approx(600 * (1 - 1.1**-removed))
+    assert not here.meter.is_resting and here.meter.decide(here.now).ok
+
+
+def test_a_trainer_on_a_machine_of_its_own_takes_nothing_and_never_rests() -> None:
+    here = Deployment()
+    here.slowdown, here.better = 0.99, 1.0
+    here.beat(10)
+    here.round()
+    found = here.meter.figures()
+    assert found is not None and (found.taken_s, found.saved_s, found.slowdown) == (0, 0, 1)
+    assert not here.meter.is_resting
+
+
+def test_idle_engines_lose_and_gain_nothing() -> None:
+    """Of two replicas one has no requests, and of its slowness nothing is known."""
+    here = Deployment(2)
+    here.beat(10)
+    here.round()
+    both = here.meter.figures()
+    here.idle = {"replica-1"}
+    here.beat(4000)
+    one = here.meter.figures()
+    assert both is not None and one is not None
+    assert (one.taken_s, one.saved_s) == pytest.approx((both.taken_s / 2, both.saved_s / 2))
+
+
+def test_it_rests_where_a_better_draft_gains_less_than_it_takes_and_wakes_where_it_gains_more() -> (
+    None
+):
+    here = Deployment()
+    here.better = 1.001  # the memory knows what is served
+    here.beat(10)
+    here.round()
+    assert here.meter.is_resting
+    decided = here.meter.decide(here.now)
+    assert not decided.ok
+    assert decided.reason.startswith("at rest: a round takes 2.0 s from the engines, and is ")
+    assert decided.reason.endswith("of the next 10 min (trainer.payback_seconds)")
+    here.better = 1.0 + 0.001 * taken(1.25) / here.meter.figures().saved_s * 1.1  # type: ignore[union-attr]
+    here.beat(1)
+    assert here.meter.is_resting, "it does not pay by a factor that would last"
+    here.better = 1.05  # the traffic has changed
+    here.beat(1)
+    assert not here.meter.is_resting and here.meter.decide(here.now).ok
+
+
+def test_rounds_that_bring_nothing_are_expected_to_bring_less_until_the_traffic_changes() -> None:
+    here = Deployment(payback_seconds=60)
+    here.beat(10)
+    here.round(is_published=False)
+    expected = []
+    for _ in range(8):
+        here.round(is_published=False)
+        expected.append(here.meter.figures().saved_s)  # type: ignore[union-attr]
+    assert expected == sorted(expected, reverse=True) and expected[-1] < 0.2 < expected[0]
+    assert here.meter.is_resting
+    here.meter.renew()
+    here.beat(1)
+    assert not here.meter.is_resting
+    assert here.meter.figures().saved_s == pytest.approx(60 * (1 - 1 / 1.1))  # type: ignore[union-attr]
+
+
+def test_a_rest_ends_for_one_round_after_a_long_time() -> None:
+    here = Deployment(max_idle_seconds=3600)
+    here.better = 1.0
+    here.beat(10)
+    here.round()
+    assert not here.meter.decide(here.now + 3500).ok
+    late = here.meter.decide(here.now + 3600)
+    assert late.ok and late.reason.startswith("no round for 1 h")
+
+
+def test_whoever_wants_it_trains_whatever_it_takes() -> None:
+    here = Deployment(payback_seconds=0)
+    here.better, here.slowdown = 1.0, 3.0
+    here.beat(10)
+    here.round()
+    assert not here.meter.is_resting and here.meter.decide(here.now).ok
+
+
+def test_what_nobody_has_measured_forbids_nothing() -> None:
+    """An engine of a fixed k says nothing of what a better draft gains; another one joined late."""
+    here = Deployment()
+    here.better = 1.0
+    here.beat(10)
+    here.round(replace(make_outcome("", 1), discarded=NO_TRACES))
+    assert here.meter.figures() is None, "a round without traces shows nothing of what one takes"
+    here.round()
+    assert here.meter.is_resting
+    here.names.append("replica-9")
+    here.beat(1)
+    assert here.meter.figures() is None and not here.meter.is_resting
+
+
+def test_the_first_seconds_of_a_round_say_nothing_of_its_pace() -> None:
+    here = Deployment()
+    here.beat(10)
+    slow, here.slowdown = here.slowdown, 1.0
+    here.beat(1, is_training=True)  # the pace has not followed yet
+    here.slowdown = slow
+    here.beat(9, is_training=True)
+    here.meter.add_round(make_outcome("", 1), is_published=True)
+    found = here.meter.figures()
+    assert found is not None and found.slowdown == pytest.approx(1.25)
+
+
+async def test_the_train_loop_rests_while_no_round_pays(tmp_path: Path) -> None:
+    world, better, beats = World(tmp_path), [1.0], Counter[bool]()
+
+    async def beat() -> None:
+        while True:
+            world.clock.now += 3
+            is_training = (await world.controller.status()).phase == "training"
+            beats[is_training] += 1
+            report = SpeculationReport(
+                pace=1.3 if is_training else 1.0, worth=DraftWorth(of_draft=2, of_better=better[0])
+            )
+            world.registry.living = [
+                replace(replica(1), at=world.clock.now, num_running=1, speculation=report)
+            ]
+            await asyncio.sleep(0.01)
+
+    async with world.running(), going_on(beat()):
+        await world.until(lambda: beats[False] > 30)
+        world.trainer.gate_open.clear()
+        world.trainer.rounds += [world.trainer.better] * 2
+        await world.until(lambda: beats[True] > 30)
+        world.trainer.gate_open.set()
+        await world.until(lambda: "rests" in world.kinds())
+        await world.a_few_looks()
+        assert world.trainer.calls == ["round from v1"]
+        status = await world.controller.status()
+        assert status.phase_detail.startswith("at rest: a round takes 0.2 s from the engines")
+        assert status.payback is not None and status.payback.slowdown == pytest.approx(1.3)
+        (said,) = [text for text in world.events() if text.startswith("rests")]
+        assert said == f"rests: {status.phase_detail}"
+        assert world.says("osd_round_saved_seconds 0.0")
+        better[0] = 1.2
+        await world.until(lambda: len(world.trainer.calls) == 2)
+        await world.until(lambda: world.kinds().count("learns") == 1)
+        (said,) = [text for text in world.events() if text.startswith("learns")]
+        assert said.startswith("learns: a round takes 0.2 s from the engines, and is expected to")
