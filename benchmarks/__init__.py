@@ -31,6 +31,7 @@ BENCHES = {
     "replayed for each contender.",
     "memory": "What the memory of served text gains, alone and beside the draft, over suffix "
     "decoding under the same control.",
+    "payback": "What training adds to a service that has a memory, its trainer free and charged.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import drift_names as names
 from benchmarks import lookup
+from benchmarks.charged import ChargedTraining
 from benchmarks.closed_loop import ClosedLoop
 from benchmarks.curve import Curve
 from benchmarks.learning import learn
@@ -70,10 +71,12 @@ def ours(setup: Setup, **trainer: object) -> Curve:
     )
 
 
-def served(setup: Setup, *, learns: bool) -> Curve:
+def served(
+    setup: Setup, *, learns: bool, is_charged: bool = False, max_rounds: int | None = None
+) -> Curve:
     """As `osd serve` serves by default: the closed loop decides what is proposed, and training
-    rests where it brings nothing. Without `learns`: the closed loop alone, over the draft there
-    is."""
+    rests where it brings nothing, and if it `is_charged` where it does not pay. Without `learns`:
+    the closed loop alone, over the draft there is."""
     loop = ClosedLoop(setup.requests, setup.config, _times(setup), seed=setup.seed)
     if learns:
         return learn(
@@ -85,6 +88,8 @@ def served(setup: Setup, *, learns: bool) -> Curve:
             arrivals=setup.arrivals,
             may_rest=True,
             server=loop,
+            charged=ChargedTraining(setup.config.trainer, loop) if is_charged else None,
+            max_rounds=max_rounds,
         )
     return _replayed(loop, setup)
 
@@ -237,5 +242,7 @@ CONTENDERS: dict[str, Contender] = {
     names.MEMORY: partial(alone, proposer="memory"),
     names.DRAFT_LOOP: partial(alone, proposer="draft"),
     names.SUFFIX_LOOP: suffix_alone,
+    names.CHARGED: partial(served, learns=True, is_charged=True),
+    **{name: partial(served, learns=True, max_rounds=num) for name, num in names.STOPPED.items()},
 }
 """By the names the report gives them."""

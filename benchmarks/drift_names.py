@@ -11,6 +11,10 @@ MEMORY, SUFFIX_LOOP = "memory, closed loop", "suffix decoding, closed loop"
 DRAFT_LOOP = "frozen draft without memory, closed loop"
 SOURCES = (MEMORY, DRAFT_LOOP, SUFFIX_LOOP)
 """One source alone, under the service's control: arms of the benchmark of the memory."""
+CHARGED = "ours, as served, where training is charged"
+STOPPED = {f"ours, stopped after {num} rounds": num for num in (1, 2, 4)}
+"""With the trainer's time counted as lost: trained while it pays, and so many rounds whether it
+pays or not. Arms of the benchmark of training."""
 OSD, OSD_TUNED = "OSD", "OSD, our rate"
 OSD_PUBLISHED = {"OSD, 1e-4 every 8": (8, 1e-4), "OSD, 1e-5 every 1": (1, 1e-5)}
 """Both pairs of (requests between updates, learning rate) of OSD's released scripts. Reported as

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.charged import ChargedTraining
 from benchmarks.curve import Curve
 from benchmarks.recording import Recorded, trace_of
 from benchmarks.served import TARGET_ID, EveryStep, Served, Server
@@ -36,13 +37,15 @@ def learn(
     arrivals: Sequence[float] | None = None,
     may_rest: bool = False,
     server: Server | None = None,
+    charged: ChargedTraining | None = None,
+    max_rounds: int | None = None,
 ) -> Curve:
     """Serve the requests; train whenever the configuration says so, as if training took no time.
 
     `arrivals`: seconds at which the requests end, by default one after the other each second.
     `may_rest`: training rests where it brings nothing, as in the service; without it every curve
     has the same rounds. `server`: how they are served, by default with k_max draft tokens in every
-    step.
+    step. `charged`: training rests where it does not pay. `max_rounds`: it ends after so many.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -66,14 +69,18 @@ def learn(
         buffer.put([_trace(config, requests[served.index], served, at, rng, serving)])
         detector.add(_window(served, at, serving.version, k))
         is_wanted = not may_rest or detector.decide(at).ok
+        is_wanted &= (charged is None or charged.pays()) and num_rounds != max_rounds
         if is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces:
             started, cpu_started = time.perf_counter(), time.process_time()
             outcome = trainer.run_round(serving)
             train_seconds += time.perf_counter() - started
-            train_cpu_s += time.process_time() - cpu_started
+            round_cpu_s = time.process_time() - cpu_started
+            train_cpu_s += round_cpu_s
             num_rounds += 1
             detector.add(outcome)
             is_better = should_publish(outcome, serving, config.gate, False).ok
+            if charged is not None:
+                charged.add_round(outcome, round_cpu_s, is_published=is_better)
             detector.add(Event(at=at, kind="published" if is_better else "refused", text=""))
             num_discarded += bool(outcome.discarded)
             paddings.append(outcome.padding)

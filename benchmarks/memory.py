@@ -75,6 +75,11 @@ def protocol(options: Options) -> Protocol:
 def run(options: Options) -> Result:
     """Time steps, record where the cache lacks it, then replay."""
     plan = protocol(options)
+    return summarise(plan, replay(options, plan))
+
+
+def replay(options: Options, plan: Protocol) -> Sequence[Row]:
+    """The raw rows: step times, and each contender on each schedule."""
     notebook = Notebook(options, plan)
     for arm, reason in plan.sizes["left_out"].items():
         options.say(f"left out: {arm}: {reason}")
@@ -106,13 +111,11 @@ def run(options: Options) -> Result:
                 f"{number} of {len(found)}: {row['schedule']}, seed {row['seed']}, "
                 f"{row['contender']}"
             )
-    return summarise(plan, notebook.rows)
+    return notebook.rows
 
 
-def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
-    """Figures from the raw rows."""
-    times = ModelledStepTimes.of([row for row in rows if "arm" in row])
-    figures: list[Figure] = []
+def contests(plan: Protocol, rows: Sequence[Row]) -> Iterator[Contest]:
+    """The curves of the raw rows, by schedule."""
     for name, schedule in _schedules(plan).items():
         curves = {
             arm: [
@@ -122,7 +125,13 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
             ]
             for arm in plan.arms
         }
-        figures += _of_schedule(Contest(name=name, schedule=schedule, curves=curves), times)
+        yield Contest(name=name, schedule=schedule, curves=curves)
+
+
+def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
+    """Figures from the raw rows."""
+    times = ModelledStepTimes.of([row for row in rows if "arm" in row])
+    figures = [figure for one in contests(plan, rows) for figure in _of_schedule(one, times)]
     return Result(protocol=plan, figures=tuple(figures))
 
 

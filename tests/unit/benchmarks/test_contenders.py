@@ -128,7 +128,12 @@ def test_the_ceiling_knows_the_language(draft: Path, tmp_path: Path) -> None:
 
 
 def test_every_name_has_its_contender() -> None:
-    assert tuple(contenders.CONTENDERS) == (*names.ALL, *names.SOURCES)
+    assert tuple(contenders.CONTENDERS) == (
+        *names.ALL,
+        *names.SOURCES,
+        names.CHARGED,
+        *names.STOPPED,
+    )
 
 
 def test_a_recording_survives_its_file(tmp_path: Path) -> None:
