@@ -28,10 +28,12 @@ from osd.service.plan import free_port
 SECONDS_OF_QUIET = 1.2
 """No training for so long: none is coming, as the control loop looks twice a second."""
 SECONDS_BETWEEN_LOOKS = 0.2
-SERVICE_ARMS = (names.FROZEN, names.OURS, names.OURS_LORA, names.SERVED)
+SERVICE_ARMS = (names.FROZEN, names.FROZEN_LOOP, names.OURS, names.OURS_LORA, names.SERVED)
+IN_CLOSED_LOOP = (names.FROZEN_LOOP, names.SERVED)
+"""As `osd serve` serves by default, trainer off and on."""
 LOOKUPS: dict[str, dict[str, Any]] = {names.NGRAM: {}, names.NGRAM_TUNED: names.LOOKUP_TUNED}
 """Arm -> what vLLM is told of n-gram lookup beside k."""
-ARMS = (names.FROZEN, *LOOKUPS, names.OURS, names.OURS_LORA, names.SERVED)
+ARMS = (names.FROZEN, *LOOKUPS, names.OURS, names.OURS_LORA, *IN_CLOSED_LOOP)
 
 
 @dataclass(slots=True)
@@ -105,7 +107,7 @@ def overrides(arm: str, config: Config, target: Path, draft: Path, directory: Pa
     found = [
         f"serving.target={target}",
         f"serving.draft={draft}",
-        f"speculation.mode={'auto' if arm == names.SERVED else 'fixed'}",
+        f"speculation.mode={'auto' if arm in IN_CLOSED_LOOP else 'fixed'}",
         f"serving.served_model_name={NAME}",
         f"deployment=drift-{os.getpid()}",
         f"data_dir={directory}",
@@ -113,8 +115,10 @@ def overrides(arm: str, config: Config, target: Path, draft: Path, directory: Pa
         "control.port=0",
         "serving.vllm.enable_prefix_caching=false",
     ]
+    if arm in names.UNTRAINED:
+        found += ["trainer.enabled=false"]
     if arm == names.FROZEN:
-        found += ["trainer.enabled=false", "capture.enabled=false"]
+        found += ["capture.enabled=false"]
     if arm == names.OURS_LORA:
         found += [
             "trainer.method=lora",

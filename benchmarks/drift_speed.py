@@ -40,11 +40,12 @@ from osd.errors import OSDError
 
 __all__ = ["protocol", "run", "summarise"]
 
-SCHEDULES = ("sharp",)
+ARMS = {"sharp": drift_arms.ARMS, "interleaved": drift_arms.IN_CLOSED_LOOP}
+"""Schedule -> who serves it."""
 CHUNK = 24
 STREAMS = 4
 SEED = 0
-QUICK_PHASES = (24, 96)
+QUICK_SCHEDULE, QUICK_PHASES = "sharp", (24, 96)
 """Requests of the phases of a quick run."""
 QUICK_ARMS = (names.NGRAM_TUNED, names.OURS)
 WARM_UP = 8
@@ -53,9 +54,9 @@ WARM_UP = 8
 
 def protocol(options: Options) -> Protocol:
     """What will be measured."""
-    schedules = {name: schedule for name, schedule in read_all().items() if name in SCHEDULES}
+    schedules = {name: schedule for name, schedule in read_all().items() if name in ARMS}
     if options.quick:
-        schedules = {name: schedule.shortened(QUICK_PHASES) for name, schedule in schedules.items()}
+        schedules = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE].shortened(QUICK_PHASES)}
     config = drift_jobs.base_config()
     return Protocol(
         bench="drift_speed",
@@ -84,7 +85,7 @@ def run(options: Options) -> Result:
     notebook = Notebook(options, plan)
     for name, tree in plan.sizes["schedules"].items():
         schedule = Schedule.model_validate(tree)
-        for arm in plan.arms:
+        for arm in (arm for arm in plan.arms if arm in ARMS[name]):
             options.say(f"{name}: {arm}")
             _measure(options, notebook, name, schedule, arm)
     return summarise(plan, notebook.rows)

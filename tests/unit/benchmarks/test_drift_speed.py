@@ -53,6 +53,9 @@ def test_what_each_service_is_told_can_be_loaded() -> None:
     }
     assert not loaded[names.FROZEN].trainer.enabled
     assert not loaded[names.FROZEN].capture.enabled
+    off, on = loaded[names.FROZEN_LOOP], loaded[names.SERVED]
+    assert not off.trainer.enabled
+    assert on.trainer.enabled and on.speculation == off.speculation and on.capture == off.capture
     assert loaded[names.OURS].trainer == config.trainer
     assert loaded[names.OURS_LORA].trainer.method == "lora"
     assert loaded[names.OURS_LORA].trainer.learning_rate == pytest.approx(
@@ -60,7 +63,8 @@ def test_what_each_service_is_told_can_be_loaded() -> None:
     )
     modes = {arm: each.speculation.mode for arm, each in loaded.items()}
     assert modes == {
-        arm: "auto" if arm == names.SERVED else "fixed" for arm in drift_arms.SERVICE_ARMS
+        arm: "auto" if arm in (names.SERVED, names.FROZEN_LOOP) else "fixed"
+        for arm in drift_arms.SERVICE_ARMS
     }
     assert {c.serving.vllm["enable_prefix_caching"] for c in loaded.values()} == {False}
 
