@@ -24,6 +24,7 @@ import msgspec
 from osd.errors import OSDError, ReleaseError
 from osd.exchange.registry import Registry
 from osd.records import (
+    NO_VERSION,
     CommitReport,
     DraftRelease,
     ReplicaStatus,
@@ -34,7 +35,6 @@ from osd.records import (
     WorkerReport,
 )
 from serving.activity import Activity
-from serving.capture.capture import NO_VERSION
 from serving.folding import MAX_SECONDS, Folding
 from serving.speculation.client import SpeculationClient
 from serving.swap.ranks import Ranks

@@ -15,8 +15,16 @@ from typing import Any
 
 from osd.config.schema import CaptureConfig
 from osd.errors import OSDError
-from osd.records import DraftRelease, RankReport, Trace, WorkerReport, decode, encode
-from serving.capture.capture import NO_VERSION, Capture
+from osd.records import (
+    NO_VERSION,
+    DraftRelease,
+    RankReport,
+    Trace,
+    WorkerReport,
+    decode,
+    encode,
+)
+from serving.capture.capture import Capture
 from serving.speculation.sleep.awake_note import AwakeNote
 from serving.speculation.sleep.runners import LazyDraft, lazy_draft, why_awake
 from serving.speculation.step_split import StepSplit

@@ -26,9 +26,8 @@ from osd.errors import OSDError
 from osd.exchange.registry import Registry
 from osd.exchange.transfer import DraftsHere, FetchedDrafts
 from osd.models import resolve
-from osd.records import DraftRelease, EngineTerms
+from osd.records import NO_VERSION, DraftRelease, EngineTerms
 from serving.activity import Activity
-from serving.capture.capture import NO_VERSION
 from serving.engine_loop import EngineLoop
 from serving.pull import Here
 from serving.vllm.server import call_core

@@ -22,7 +22,7 @@ from osd.demo.story import (
     STREAMS,
     Story,
 )
-from osd.records import SpecWindow, SwapReport, conditional_acceptance
+from osd.records import Counters, SpecWindow, SwapReport, conditional_acceptance
 from osd.service.launch import Service
 from osd.tiny.traffic import HOME
 
@@ -46,6 +46,7 @@ def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
         "k": {name: _rounded(f.k, 2) for name, f in windows.items()},
         "acceptance_rate": {name: _rounded(f.acceptance_rate) for name, f in windows.items()},
         "alpha": {name: _rounded(alpha(story.windows, runs)) for name, runs in runs_of.items()},
+        "token_shares": {name: token_shares(story.windows, runs) for name, runs in runs_of.items()},
         "tokens_per_second": {name: _rounded(f.tokens_per_second, 1) for name, f in arms.items()},
         "tpot_ms": {name: _rounded(f.tpot_ms, 2) for name, f in arms.items()},
         "requests": len(everything),
@@ -65,7 +66,9 @@ def report_of(story: Story, service: Service, seconds: float) -> dict[str, Any]:
         "draft_version": story.version,
         "target_parameters": _num_parameters(service.plan.target_dir),
         "seconds": round(seconds, 1),
-        "course": course([(HOME, story.home), (SHIFTED, story.shifted)], story.swaps),
+        "course": course(
+            [(HOME, story.home), (SHIFTED, story.shifted)], story.swaps, story.windows
+        ),
         "machine": machine.describe(),
         "versions": _versions(),
     }
@@ -103,16 +106,30 @@ def _swap_figures(swaps: Sequence[SwapReport]) -> dict[str, Any]:
 def alpha(windows: Sequence[SpecWindow], runs: Sequence[Sequence[Answer]]) -> float | None:
     """Conditional acceptance from the engine's own counts during these runs. Where k changes, the
     answers do not tell which draft tokens were tested."""
+    counted = _during(windows, runs)
+    accepted = sum(sum(w.num_accepted_tokens_per_pos) for w in counted)
+    return conditional_acceptance(accepted, sum(sum(w.num_tested_per_pos) for w in counted))
+
+
+def token_shares(
+    windows: Sequence[SpecWindow], runs: Sequence[Sequence[Answer]]
+) -> dict[str, float] | None:
+    """Who brought which share of the output tokens during these runs, by the engine's own counts
+    (`SOURCES`); None without any."""
+    total = Counters()
+    for window in _during(windows, runs):
+        total.add(window.counters)
+    shares = total.shares()
+    return {name: round(share, 3) for name, share in shares.items()} or None
+
+
+def _during(windows: Sequence[SpecWindow], runs: Sequence[Sequence[Answer]]) -> list[SpecWindow]:
     spans = [
         (min(a.started for a in run), max(a.started + a.seconds for a in run))
         for run in runs
         if run
     ]
-    counted = [
-        w for w in windows if any(start < w.at - w.seconds / 2 < end for start, end in spans)
-    ]
-    accepted = sum(sum(w.num_accepted_tokens_per_pos) for w in counted)
-    return conditional_acceptance(accepted, sum(sum(w.num_tested_per_pos) for w in counted))
+    return [w for w in windows if any(start < w.at - w.seconds / 2 < end for start, end in spans)]
 
 
 def _versions() -> dict[str, str]:

@@ -8,27 +8,32 @@ from typing import Any
 
 from osd.client.load import Answer, figures
 from osd.observe.report_page import Chart, Line, Mark, draw, page, section, table, text
-from osd.records import SwapReport
+from osd.records import SOURCES, Counters, SpecWindow, SwapReport
 
 POINT_EVERY = 12
 """Requests per point of a chart."""
+SOURCE_COLORS = {"target": "--load", "draft": "--rate", "memory": "--memory"}
 
 
 def course(
-    phases: Sequence[tuple[str, Sequence[Answer]]], swaps: Sequence[SwapReport]
+    phases: Sequence[tuple[str, Sequence[Answer]]],
+    swaps: Sequence[SwapReport],
+    windows: Sequence[SpecWindow] = (),
 ) -> dict[str, Any]:
     """How the live traffic went: columns over seconds since the first request, and marks.
 
     `phases`: each kind of traffic in order, by name, with its answers. A mark is a new draft (swap)
-    or another kind of traffic (shift).
+    or another kind of traffic (shift). `windows`: what the engine counted meanwhile.
     """
     began = min(a.started for _, answers in phases for a in answers)
-    points = _points(phases, began)
+    points = _points(phases, began, windows)
     columns = {name: [point[name] for point in points] for name in points[0]}
     return columns | {"marks": _marks(phases, swaps, began)}
 
 
-def _points(phases: Sequence[tuple[str, Sequence[Answer]]], began: float) -> list[dict[str, Any]]:
+def _points(
+    phases: Sequence[tuple[str, Sequence[Answer]]], began: float, windows: Sequence[SpecWindow]
+) -> list[dict[str, Any]]:
     points: list[dict[str, float | None]] = []
     num_requests = 0
     for _, answers in phases:
@@ -46,9 +51,25 @@ def _points(phases: Sequence[tuple[str, Sequence[Answer]]], began: float) -> lis
                     "k": found.k,
                     "tokens_per_second": found.tokens_per_second,
                     "tpot_ms": found.tpot_ms,
+                    **_tokens_per_step(windows, start, end),
                 }
             )
     return points
+
+
+def _tokens_per_step(
+    windows: Sequence[SpecWindow], start: float, end: float
+) -> dict[str, float | None]:
+    """Tokens that a step of a request yielded, by who brought them; None without any step."""
+    total = Counters()
+    for window in windows:
+        if start <= window.at - window.seconds / 2 < end:
+            total.add(window.counters)
+    tokens = total.by_source()
+    return {
+        f"tokens_{name}": round(tokens[name] / total.num_steps, 3) if total.num_steps else None
+        for name in SOURCES
+    }
 
 
 def _marks(
@@ -91,6 +112,7 @@ def summary(report: dict[str, Any]) -> dict[str, str]:
         f"({report['streams']} streams, same requests, training paused)",
         "TPOT": f"adapted draft {tpot['adapted_draft']} ms   "
         f"frozen draft {tpot['static_draft']} ms   no speculation {tpot['no_speculation']} ms",
+        "tokens by source": _by_source(report["token_shares"]),
         "speed-up": f"{speed['adapted_draft'] / plain:.2f}x over no speculation, "
         f"{speed['adapted_draft'] / static:.2f}x over the frozen draft",
         "swaps": f"{report['swaps']} while serving; the engine was blocked "
@@ -131,7 +153,8 @@ _READING = (
     f"A point is {POINT_EVERY} requests. A solid line is where the traffic changed, a dashed one "
     "where a new draft was swapped in. Engine and trainer share the machine here; speeds to "
     "compare, with training paused, stand below. Acceptance rate: accepted / drafted tokens. "
-    "k: draft tokens proposed per step of a request. TPOT: time per output token after the first."
+    "k: draft tokens proposed per step of a request. Tokens per step: output tokens by who brought "
+    "them. TPOT: time per output token after the first."
 )
 _TARGET = (
     "A cost-shaped copy of a tiny model: the same function, widened with zeros and idle layers, so "
@@ -168,11 +191,30 @@ def _charts(course: dict[str, Any]) -> tuple[Chart, ...]:
             height=200,
         ),
         chart("Draft tokens", line("k", "k", color="--k")),
+        chart(
+            "Tokens by source",
+            *(
+                line(f"tokens_{name}", f"{name}, tokens per step", color=color)
+                for name, color in SOURCE_COLORS.items()
+                if any(course[f"tokens_{name}"])
+            ),
+        ),
     )
 
 
 def _end(answer: Answer) -> float:
     return answer.started + answer.seconds
+
+
+def _by_source(shares: dict[str, dict[str, float] | None]) -> str:
+    """Like "at home target 35 %, draft 65 %   after the shift target 78 %, draft 22 %"."""
+    names = {"before_shift": "at home", "after_shift": "after the shift", "recovered": "recovered"}
+    said = []
+    for window, words in names.items():
+        found = {name: share for name, share in (shares[window] or {}).items() if share}
+        brought = ", ".join(f"{name} {100 * share:.0f} %" for name, share in found.items())
+        said.append(f"{words} {brought or 'not counted'}")
+    return "   ".join(said)
 
 
 def _kept_promises(releases: Sequence[dict[str, Any]]) -> str:

@@ -69,6 +69,14 @@ def _windows(name: str, text: str, counter: str) -> Series:
     return Series(name, "counter", text, ("draft", "domain"), SpecWindow, read)
 
 
+def _sources(name: str, text: str) -> Series:
+    def read(window: SpecWindow) -> Samples:
+        sources = window.counters.by_source()
+        return [((window.draft, window.domain, source), n) for source, n in sources.items()]
+
+    return Series(name, "counter", text, ("draft", "domain", "source"), SpecWindow, read)
+
+
 def _positions(name: str, text: str, counter: str) -> Series:
     def read(window: SpecWindow) -> Samples:
         return [((window.draft, str(i)), n) for i, n in enumerate(getattr(window, counter))]
@@ -126,6 +134,10 @@ DEPLOYMENT = (
     _windows("osd_spec_drafts_total", "Drafts proposed and verified.", "num_drafts"),
     _windows("osd_spec_draft_tokens_total", "Draft tokens proposed.", "num_draft_tokens"),
     _windows("osd_spec_accepted_tokens_total", "Draft tokens accepted.", "num_accepted_tokens"),
+    _sources(
+        "osd_spec_output_tokens_total",
+        "Output tokens, by who brought them: the target itself, the draft model, the memory.",
+    ),
     _positions(
         "osd_spec_position_tested_total",
         "Draft tokens at a position (0 = first) with all before them accepted.",

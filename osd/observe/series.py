@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from osd.observe.slots import Key, SpeculationTimes
-from osd.records import Counters
+from osd.records import SOURCES, Counters
 
 PARTS = ("draft", "verify", "sample", "other")
 COLUMNS = (
@@ -27,6 +27,10 @@ COLUMNS = (
     "net_low",
     "net_high",
     *(f"share_{part}" for part in PARTS),
+    "steps",
+    *(f"tokens_{source}" for source in SOURCES),
+    "verified_draft",
+    "verified_memory",
 )
 """Of every history answer."""
 MAX_LINES = 12
@@ -46,6 +50,7 @@ def columns(
     `at` is a bucket's start, `version` is the one most tokens came from, `k` the draft tokens
     proposed per request and step, `tokens_per_second` counts only the time in which a replica had
     work, and adds replicas up. `net_*` is the mean over replicas of what each had measured by then.
+    `tokens_*` are the output tokens by who brought them, in `steps` of a request.
     """
     by_bucket, steps_by_bucket = _buckets(counts, bucket_s), _buckets(steps, bucket_s)
     made: dict[str, list[Any]] = {name: [] for name in COLUMNS}
@@ -141,6 +146,10 @@ def _row(found: list[tuple[Key, Counters]]) -> dict[str, Any]:
         "version": version,
         "k": _k_used([counts for _, counts in found], k),
         "requests": total.num_finished,
+        "steps": total.num_steps,
+        "verified_draft": total.num_draft_tokens,
+        "verified_memory": total.num_memory_tokens,
+        **{f"tokens_{source}": num for source, num in total.by_source().items()},
     }
 
 

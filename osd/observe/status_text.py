@@ -28,6 +28,7 @@ def page(status: ServiceStatus, events: Sequence[Event]) -> str:
             *_headline(problems_of(status, events)),
             *_service(status),
             _row("recent", _figures(status.recent)),
+            *([_row("tokens", f"by source: {text}")] if (text := brought(status.recent)) else []),
             *_training(status, outcome),
             *_buffer(status),
             *_replicas(status),
@@ -120,6 +121,14 @@ def _figures(recent: Figures) -> str:
         _figure(recent.requests, "{:.0f} requests"),
     ]
     return f"{', '.join(part for part in parts if part)} in the last {span(recent.seconds)}"
+
+
+def brought(figures: Figures) -> str:
+    """Who brought which share of the tokens; "" where nobody but the target did."""
+    shares = {name: share for name, share in figures.shares().items() if share}
+    if not shares.keys() - {"target"}:
+        return ""
+    return ", ".join(f"{name} {percent(share, 1)}" for name, share in shares.items())
 
 
 def _figure(value: float | None, text: str) -> str:

@@ -12,6 +12,7 @@ Token ids are int32, times are seconds, `at` is Unix time. G draft tokens per st
 """
 
 from osd.records.acceptance import (
+    SOURCES,
     Counters,
     acceptance_length,
     acceptance_rate,
@@ -52,8 +53,10 @@ from osd.records.speculation import (
 )
 from osd.records.trace import (
     ACCEPTED,
+    BY_MEMORY,
     HOLDOUT_ONE_IN,
     MAX_DOMAIN_LENGTH,
+    NO_VERSION,
     PLAIN,
     REJECTED,
     TRACE_ARRAYS,
@@ -73,12 +76,15 @@ from osd.records.wire import decode, encode
 
 __all__ = [
     "ACCEPTED",
+    "BY_MEMORY",
     "FEWER_ERRORS",
     "HOLDOUT_ONE_IN",
     "MAX_DOMAIN_LENGTH",
     "NO_TRACES",
+    "NO_VERSION",
     "PLAIN",
     "REJECTED",
+    "SOURCES",
     "STEPS",
     "TRACE_ARRAYS",
     "BufferStats",

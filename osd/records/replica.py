@@ -46,8 +46,9 @@ class SpecWindow:
         SpecWindow(at=1.7e9, replica="replica-0", version=4, seconds=1.0, k=4, num_drafts=100,
                    num_draft_tokens=400, num_accepted_tokens=250,
                    num_accepted_tokens_per_pos=(90, 70, 50, 40),
-                   num_tested_per_pos=(100, 90, 70, 50), num_output_tokens=350, num_finished=8,
-                   decode_seconds=4.0, num_decode_tokens=320)
+                   num_tested_per_pos=(100, 90, 70, 50), num_output_tokens=408, num_finished=8,
+                   decode_seconds=4.0, num_decode_tokens=320, num_memory_tokens=80,
+                   num_accepted_memory_tokens=48)
     """
 
     at: float
@@ -70,6 +71,10 @@ class SpecWindow:
     num_captured: int = 0
     decode_seconds: float = 0.0
     num_decode_tokens: int = 0
+    num_memory_tokens: int = 0
+    num_accepted_memory_tokens: int = 0
+    num_cut_draft_tokens: int = 0
+    num_cut_memory_tokens: int = 0
     sent_at: float = 0.0
     """When it was sent, by the clock of `at`; 0 = not known."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from osd.records.acceptance import SOURCES, shares_of
 from osd.records.replica import ReplicaStatus
 from osd.records.speculation import SpeculationFigures
 from osd.records.training import DraftRelease, RoundOutcome
@@ -195,7 +196,8 @@ class Figures:
 
     Example:
         Figures(seconds=60.0, alpha=0.71, acceptance_rate=0.6, acceptance_length=3.4,
-                tokens_per_second=812.0, tpot_ms=9.1, k=3.8, requests=42)
+                tokens_per_second=812.0, tpot_ms=9.1, k=3.8, requests=42, tokens_target=410.0,
+                tokens_draft=330.0, tokens_memory=260.0)
     """
 
     seconds: float = 0.0
@@ -206,6 +208,14 @@ class Figures:
     tpot_ms: float | None = None
     k: float | None = None
     requests: float | None = None
+    tokens_target: float | None = None
+    """Output tokens of the target itself, of the draft model and of the memory."""
+    tokens_draft: float | None = None
+    tokens_memory: float | None = None
+
+    def shares(self) -> dict[str, float]:
+        """Who brought which share of the output tokens (`SOURCES`); {} without any."""
+        return shares_of({name: getattr(self, f"tokens_{name}") or 0.0 for name in SOURCES})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,10 @@ REJECTED, ACCEPTED, PLAIN = 0, 1, 2
 """`Trace.kind`: the draft token was rejected, was accepted, or nothing was proposed here (k = 0,
 bonus token)."""
 
+NO_VERSION, BY_MEMORY = 0, -1
+"""`Trace.draft_version` where a draft proposed that counts for no version, since a swap is not
+decided; and where the memory did."""
+
 HOLDOUT_ONE_IN = 8
 """One trace in so many is held out: the gate judges drafts on it, training never sees it."""
 
@@ -74,7 +78,7 @@ class Trace:
     kind: np.ndarray
     """int8[N]: REJECTED, ACCEPTED or PLAIN."""
     draft_ids: np.ndarray
-    """int32[N], the proposed token; -1 where nothing was proposed."""
+    """int32[N], the proposed token, whoever proposed it; -1 where nothing was proposed."""
     target_ids: np.ndarray
     """int32[N, K], most likely first."""
     target_logprobs: np.ndarray
@@ -85,7 +89,7 @@ class Trace:
     """float32[N] in (0, 1]: probability with which this row was kept; its loss weight is 1 /
     keep_prob."""
     draft_version: np.ndarray
-    """int32[N]: version of the draft that proposed here."""
+    """int32[N]: version of the draft that proposed here; or `BY_MEMORY`, or `NO_VERSION`."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from osd.config.schema import CaptureConfig
-from osd.records import ACCEPTED, PLAIN, REJECTED, Trace, clean_domain
+from osd.records import ACCEPTED, BY_MEMORY, NO_VERSION, PLAIN, REJECTED, Trace, clean_domain
 from serving.capture.budget import ByteBudget
 from serving.capture.pick import Landed, Picked
 from serving.capture.prefixes import StoredPrefixes
@@ -47,7 +47,7 @@ class Step:
     """`time.monotonic`"""
     req_ids: list[str]
     version_B: np.ndarray
-    """version of the draft that proposed, per request; 0 where none proposed"""
+    """version of the draft that proposed, per request; or `BY_MEMORY`, or `NO_VERSION`"""
     num_drafts_B: np.ndarray
     picked: Picked
 
@@ -219,11 +219,18 @@ class TraceAssembler:
             served_B[b] = served
             request.first_at = request.first_at or step.at
             request.last_at = step.at
-            num_drafts = num_drafts_B[b] if version_B[b] else 0
-            request.count_draft(num_drafts, num_emitted - 1)
-            version = version_B[b] or self._windows.last_version
+            version, num_accepted = version_B[b], num_emitted - 1
+            num_drafts = num_drafts_B[b] if version != NO_VERSION else 0
+            if version > NO_VERSION:
+                request.count_draft(num_drafts, num_accepted)
             self._windows.add_step(
-                version, request.domain, num_drafts, num_emitted - 1, served, request.is_judged
+                version if version > NO_VERSION else self._windows.last_version,
+                request.domain,
+                num_drafts,
+                num_accepted,
+                served,
+                is_judged=request.is_judged,
+                is_memory=version == BY_MEMORY,
             )
         return served_B
 

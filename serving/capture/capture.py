@@ -30,7 +30,7 @@ import torch
 
 from osd.config.schema import CaptureConfig
 from osd.errors import OSDError
-from osd.records import Trace
+from osd.records import BY_MEMORY, NO_VERSION, Trace
 from serving.capture.assemble import Schedule, Step, TraceAssembler, Unverified
 from serving.capture.pick import Lot, pick
 from serving.capture.rows import RowPool
@@ -47,9 +47,6 @@ SECONDS_TO_GATHER = 0.1
 and wake it each time."""
 HURRY_AT = 0.25
 """Share of a full queue at which the gathering ends early."""
-NO_VERSION = 0
-"""Version of draft tokens that belong to none: of the memory, and of a swap that is not decided.
-They count for no draft."""
 MAX_STEPS_TO_JUDGE = 64
 """Steps after which a draft that nobody verified is judged at the latest."""
 
@@ -160,7 +157,7 @@ class Capture:
             captured_B, self._random.random(step.sampled_BG.shape), keep_prob, self._config.top_k
         )
         if step.from_memory:
-            version_B[[req_id in step.from_memory for req_id in step.req_ids]] = NO_VERSION
+            version_B[[req_id in step.from_memory for req_id in step.req_ids]] = BY_MEMORY
         picked = self._pick(step, lot)
         return Step(
             time.monotonic(),

@@ -42,8 +42,8 @@ class _Tally:
 
 @dataclass(slots=True)
 class WindowCounter:
-    """Thread-safe. `num_drafts`, `num_draft_tokens` and `num_accepted_tokens` equal vLLM's own
-    counters. The counts per position leave out tokens beyond a request's end, which were not
+    """Thread-safe. Draft tokens and accepted tokens of draft model and memory together equal vLLM's
+    own counters. The counts per position leave out tokens beyond a request's end, which were not
     served."""
 
     num_speculative_tokens: int
@@ -65,10 +65,12 @@ class WindowCounter:
         num_accepted: int,
         num_served: int,
         is_judged: bool = True,
+        is_memory: bool = False,
     ) -> None:
-        """Count one request in one verification step. `num_served`: emitted tokens that were
-        served. Where `is_judged` is False, the counts per position, on which decisions rest, stay
-        as they are."""
+        """Count one request in one verification step. `num_drafts`, `num_accepted`: tokens that
+        were verified, and that were accepted, of the memory where `is_memory`. `num_served`:
+        emitted tokens that were served. Where `is_judged` is False, the counts per position, on
+        which decisions rest, stay as they are."""
         with self._lock:
             self.last_version = version
             now = self.clock()
@@ -78,11 +80,17 @@ class WindowCounter:
             counters = tally.counters
             counters.num_output_tokens += num_served
             counters.num_steps += 1
-            if num_drafts:
+            num_cut = max(0, num_accepted - num_served)
+            if is_memory:
+                counters.num_memory_tokens += num_drafts
+                counters.num_accepted_memory_tokens += num_accepted
+                counters.num_cut_memory_tokens += num_cut
+            elif num_drafts:
                 counters.num_drafts += 1
                 counters.num_draft_tokens += num_drafts
                 counters.num_accepted_tokens += num_accepted
-            if num_drafts and is_judged:
+                counters.num_cut_draft_tokens += num_cut
+            if num_drafts and is_judged and not is_memory:
                 tally.num_tested[min(num_served, num_drafts)] += 1
                 tally.num_accepted[min(num_served, num_accepted)] += 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,43 @@ def test_the_parts_of_a_step_over_time_add_up(lived: str, visit: Open) -> None:
     )
     assert {name.split()[0] for name in shares} == {"draft", "verify", "sample", "other"}
     assert sum(int(share.rstrip(" %")) for share in shares.values()) == pytest.approx(100, abs=2)
+
+
+def tokens_a_step(page: Any) -> dict[str, tuple[float, int]]:
+    """Source -> (tokens per step of a request, share in per cent), as the legend says it."""
+    text = " ".join(page.locator("#legend-sources").inner_text().split())
+    found = re.findall(r"(\w+) ([\d.]+) \((\d+) %\)", text)
+    return {name: (float(tokens), int(share)) for name, tokens, share in found}
+
+
+@pytest.mark.parametrize("range_s", ["5min", "24h"])
+def test_the_page_shows_who_brought_the_tokens(
+    scene: Scene, lived: str, url: str, visit: Open, range_s: str
+) -> None:
+    """Half of the steps are of the memory, which has 1.5 tokens accepted in each."""
+    for ago in range(60):
+        scene.history.add(window(time.time() - ago, 0.5))
+    page = visit(f"{url if range_s == '5min' else lived}/dashboard#range={range_s}")
+    page.wait_for_selector("#legend-sources b:has-text('%')")
+    shown = tokens_a_step(page)
+    assert list(shown) == ["memory", "draft", "target"], "as they stand on each other"
+    assert (shown["target"][0], shown["memory"][0]) == (1.0, 0.75)
+    assert sum(share for _, share in shown.values()) == pytest.approx(100, abs=1)
+    whole = sum(tokens for tokens, _ in shown.values())
+    assert shown["memory"][1] == pytest.approx(100 * 0.75 / whole, abs=1)
+    said = page.get_attribute("#chart-sources", "aria-label")
+    assert "memory: 0.75" in said and "draft: " in said
+
+
+def test_where_nothing_is_speculated_there_is_no_chart_of_sources(
+    scene: Scene, url: str, visit: Open
+) -> None:
+    scene.history.add(replace(window(time.time(), 0.0), num_accepted_memory_tokens=0))
+    page = visit(f"{url}/dashboard")
+    page.wait_for_selector("#legend-speed b:has-text('tok/s')")
+    assert page.locator("#figure-sources").is_hidden()
+    feed(scene, 0.8)
+    page.wait_for_selector("#figure-sources:not([hidden])")
 
 
 def test_nonsense_in_the_address_is_the_usual_page(scene: Scene, url: str, visit: Open) -> None:

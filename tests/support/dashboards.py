@@ -209,23 +209,27 @@ def alpha_at(at: float, number: int = 0) -> float:
 
 
 def counts(alpha: float, drafts: int = 600) -> Counters:
+    """The memory proposes in as many steps as the draft, and has 1.5 tokens accepted in each."""
     tested, accepted = [drafts], []
     for _ in range(4):
         accepted.append(round(alpha * tested[-1]))
         tested.append(accepted[-1])
+    from_memory = 3 * drafts // 2
     return Counters(
         60.0,
         2 * drafts,
         drafts,
         4 * drafts,
         sum(accepted),
-        drafts + sum(accepted),
+        2 * drafts + sum(accepted) + from_memory,
         30,
         30,
         drafts,
         0.02 * drafts,
         accepted,
         tested[:4],
+        2 * from_memory,
+        from_memory,
     )
 
 
@@ -313,7 +317,9 @@ def window(
         num_accepted_tokens=c.num_accepted_tokens,
         num_accepted_tokens_per_pos=tuple(c.num_accepted_tokens_per_pos),
         num_tested_per_pos=tuple(c.num_tested_per_pos),
-        num_steps=c.num_drafts,
+        num_steps=c.num_steps,
+        num_memory_tokens=c.num_memory_tokens,
+        num_accepted_memory_tokens=c.num_accepted_memory_tokens,
         num_output_tokens=c.num_output_tokens,
         num_finished=2,
         num_captured=2,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from osd.common.wording import counted, size, span
 from osd.observe.problems import last_outcome
-from osd.observe.status_text import trainer_state
+from osd.observe.status_text import brought, trainer_state
 from osd.observe.top.reading import Answers
 from osd.records import Event, ReplicaView, RoundOutcome, ServiceStatus
 
@@ -122,7 +122,12 @@ def _requests(status: ServiceStatus) -> list[Phrase]:
     now = status.figures
     rate = now.requests / now.seconds if now.requests else 0.0
     running = sum(replica.num_running for replica in status.replicas)
-    return [(f"{rate:.1f}/s", ""), (f"{running} running", "")]
+    sources = brought(now)
+    return [
+        (f"{rate:.1f}/s", ""),
+        (f"{running} running", ""),
+        *([(f"tokens: {sources}", "")] if sources else []),
+    ]
 
 
 def _rows(status: ServiceStatus) -> list[Phrase]:

@@ -1,4 +1,4 @@
-// Five charts on one time axis: acceptance, speed, gain, parts of a step, load. Drawn by uPlot from the columns of /osd/history.
+// Six charts on one time axis: acceptance, tokens by source, speed, gain, parts of a step, load. Drawn by uPlot from the columns of /osd/history.
 
 import { Marks, tell } from "./marks.js";
 import { smooth } from "./smoothing.js";
@@ -63,6 +63,23 @@ function stackedParts() {
   }));
 }
 
+const SOURCES = [["memory", "--memory"], ["draft", "--rate"], ["target", "--load"]]; // from the top of the stack down
+
+/** Tokens that a step of a request yields, by who brought them, on top of each other; the legend tells each one's own, and its share. */
+function stackedSources() {
+  const perStep = (s, source) => smooth((s[`tokens_${source}`] ?? []).map((n, row) => s.steps[row] ? n / s.steps[row] : null), null);
+  const sum = (columns, row) => columns.reduce((total, column) => total + column[row], 0);
+  const stacked = (columns) => columns[0].map((value, row) => value === null ? null : sum(columns, row));
+  const withShare = (s, source) => {
+    const all = SOURCES.map(([name]) => perStep(s, name));
+    return perStep(s, source).map((value, row) => value === null ? null : [value, value / (sum(all, row) || 1)]);
+  };
+  return SOURCES.map(([source, tone], i) => ({
+    label: source, color: tone, width: 1, area: i === SOURCES.length - 1, show: ([tokens, share]) => `${tokens.toFixed(2)} (${Math.round(100 * share)} %)`,
+    value: (s) => stacked(SOURCES.slice(i).map(([name]) => perStep(s, name))), told: (s) => withShare(s, source),
+  }));
+}
+
 const isLength = () => chosen("metric") === "acceptance_length";
 
 const CHARTS = [
@@ -70,6 +87,12 @@ const CHARTS = [
     name: "acceptance", height: [250, 210], labels: true,
     series: acceptanceSeries,
     left: { range: (_, low, high) => isLength() ? [1, Math.max(2, 1.1 * (high ?? 1))] : [0, 1], text: (v) => isLength() ? short(v) : `${Math.round(100 * v)} %` },
+  },
+  {
+    name: "sources", height: [120, 120],
+    series: stackedSources,
+    bands: SOURCES.slice(0, -1).map(([, tone], i) => ({ series: [i + 1, i + 2], tone })),
+    left: { range: (_, low, high) => [0, Math.max(2, 1.1 * (high ?? 1))], text: short },
   },
   {
     name: "speed", height: [160, 150],
@@ -175,9 +198,12 @@ export class Charts {
     this.compute();
     this.plots.forEach((plot, i) => plot.setData(this.data[i]));
     this.showValues(this.plots[0].cursor.idx ?? null);
-    for (const [name, column] of [["gain", "net_ratio"], ["parts", "share_verify"]]) {
-      document.getElementById(`figure-${name}`).hidden = !(history.series[column] ?? []).some((v) => v !== null);
-    }
+    const isSeen = (column, is) => (history.series[column] ?? []).some(is);
+    for (const [name, isShown] of [
+      ["sources", isSeen("tokens_draft", (n) => n > 0) || isSeen("tokens_memory", (n) => n > 0)],
+      ["gain", isSeen("net_ratio", (v) => v !== null)],
+      ["parts", isSeen("share_verify", (v) => v !== null)],
+    ]) document.getElementById(`figure-${name}`).hidden = !isShown;
     this.describe();
   }
 

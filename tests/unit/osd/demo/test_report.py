@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from osd.client.load import Answer
+from osd.demo.findings import token_shares
 from osd.demo.report import POINT_EVERY, course, html, summary
 from osd.demo.run import run
 from osd.demo.screen import Screen
 from osd.errors import ConfigError
 from osd.observe.report_page import STATIC
-from tests.support.reports import BEGAN, answers, report, swap
+from tests.support.reports import BEGAN, answers, report, swap, windows
 
 HOSTILE = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>&\"'"
 
@@ -73,13 +74,20 @@ def test_the_page_holds_what_was_found_on_what() -> None:
 
 
 def test_the_charts_hold_the_run_point_by_point() -> None:
-    acceptance, speed, k = Page(html(report())).charts
-    assert [line["label"] for chart in (acceptance, speed, k) for line in chart["lines"]] == [
+    acceptance, speed, k, sources = Page(html(report())).charts
+    assert [
+        line["label"] for chart in (acceptance, speed, k, sources) for line in chart["lines"]
+    ] == [
         "acceptance rate",
         "tokens/s",
         "TPOT",
         "k",
+        "target, tokens per step",
+        "draft, tokens per step",
+        "memory, tokens per step",
     ]
+    by_source = [line["values"] for line in sources["lines"]]
+    assert by_source == [12 * [1.0], 4 * [1.2] + 8 * [0.8], 4 * [0.0] + 8 * [0.6]]
     assert acceptance["x"] == [POINT_EVERY * (i + 0.5) for i in range(144 // POINT_EVERY)]
     assert acceptance["lines"][0]["values"] == pytest.approx(4 * [0.9] + 4 * [0.1] + 4 * [0.8])
     assert speed["lines"][0]["values"] == pytest.approx(12 * [21.0]), "a second each, of 21 tokens"
@@ -88,6 +96,35 @@ def test_the_charts_hold_the_run_point_by_point() -> None:
     marks = [(mark["at"], mark["label"], mark["kind"]) for mark in acceptance["marks"]]
     assert marks == [(48.0, "traffic: sql", "shift"), (70.0, "v2", "swap"), (100.0, "v3", "swap")]
     assert speed["marks"] == k["marks"] == acceptance["marks"]
+
+
+def test_a_memory_that_brought_nothing_has_no_line() -> None:
+    *_, sources = Page(html(report(from_memory=0))).charts
+    assert [line["label"].partition(",")[0] for line in sources["lines"]] == ["target", "draft"]
+
+
+def test_who_brought_the_tokens_is_one_line_of_the_summary() -> None:
+    assert summary(report())["tokens by source"] == (
+        "at home target 42 %, draft 58 %   after the shift target 83 %, draft 17 %   "
+        "recovered target 42 %, draft 33 %, memory 25 %"
+    )
+    none = dict.fromkeys(report()["token_shares"])
+    assert summary(report(token_shares=none))["tokens by source"].endswith("recovered not counted")
+
+
+def test_shares_are_of_the_tokens_served_during_the_runs() -> None:
+    """Not of those before, between and after: windows count where their middle lies."""
+    runs = [answers(10, BEGAN + 1, 0.5), answers(10, BEGAN + 61, 0.5)]
+    counted = [
+        *windows(1, BEGAN, 40, 40),
+        *windows(10, BEGAN + 1, 12, 3),
+        *windows(50, BEGAN + 11, 40, 40),
+        *windows(10, BEGAN + 61, 8, 7),
+        *windows(9, BEGAN + 71, 40, 40),
+    ]
+    assert token_shares(counted, runs) == {"target": 0.4, "draft": 0.4, "memory": 0.2}
+    assert sum((token_shares(counted, runs[:1]) or {}).values()) == pytest.approx(1, abs=0.002)
+    assert token_shares(counted, [[]]) is None
 
 
 def test_requests_that_overlap_count_where_they_end() -> None:
@@ -128,7 +165,7 @@ def test_text_from_elsewhere_stays_text() -> None:
     text = html(made)
     page, plain = Page(text), Page(html(report()))
     for parsed in (page, plain):
-        assert len([tag for tag, _ in parsed.tags if tag == "script"]) == 5
+        assert len([tag for tag, _ in parsed.tags if tag == "script"]) == 6
     assert not any(tag == "img" or "onerror" in attributes for tag, attributes in page.tags)
     assert page.charts[0]["marks"][-1]["label"] == HOSTILE
     assert "".join(page.shown).count("<img") == 3

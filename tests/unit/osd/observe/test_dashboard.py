@@ -364,7 +364,14 @@ async def test_real_history_gives_the_figures_the_page_shows(controller: FakeCon
         "num_drafts": 10,
         "num_draft_tokens": 40,
         "num_accepted_tokens": 20,
-        "num_output_tokens": 30,
+        "num_output_tokens": 34,
+    }
+    brought = {
+        "num_steps": 12,
+        "num_cut_draft_tokens": 2,
+        "num_memory_tokens": 9,
+        "num_accepted_memory_tokens": 6,
+        "num_cut_memory_tokens": 1,
     }
     positions = {"num_accepted_tokens_per_pos": (8, 6, 4, 2), "num_tested_per_pos": (10, 8, 6, 4)}
     decode = {"num_finished": 2, "decode_seconds": 0.5, "num_decode_tokens": 25}
@@ -378,6 +385,7 @@ async def test_real_history_gives_the_figures_the_page_shows(controller: FakeCon
             **counts,
             **positions,
             **decode,
+            **brought,
         )
     )
     history.add(
@@ -402,15 +410,21 @@ async def test_real_history_gives_the_figures_the_page_shows(controller: FakeCon
         "tested": 28,
         "acceptance_rate": 0.5,
         "acceptance_length": 3.0,
-        "tokens_per_second": 30.0,
+        "tokens_per_second": 34.0,
     }
     assert figures == {
         **expected,
         "tpot_ms": 20.0,
         "version": 3,
-        "k": 4,
+        "k": 3.33,
         "requests": 2,
         "seconds": 15.0,
+        "steps": 12,
+        "verified_draft": 40,
+        "verified_memory": 9,
+        "tokens_target": 11,
+        "tokens_draft": 18,
+        "tokens_memory": 5,
     }
     assert answer["series"]["alpha"] == [0.714286]
     assert [mark["version"] for mark in answer["marks"]] == [3]

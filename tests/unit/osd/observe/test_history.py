@@ -32,6 +32,7 @@ from osd.observe.slots import NARROW_FOR_S
 from osd.observe.speculation_metrics import SPECULATION
 from osd.observe.status import speculation_figures
 from osd.records import (
+    SOURCES,
     BufferStats,
     Counters,
     Event,
@@ -173,6 +174,12 @@ def test_series_follows_the_three_formulas() -> None:
         "version": 1,
         "k": 2,
         "requests": 2,
+        "steps": 0,
+        "verified_draft": 200,
+        "verified_memory": 0,
+        "tokens_target": 100,
+        "tokens_draft": 120,
+        "tokens_memory": 0,
     }
 
 
@@ -469,6 +476,29 @@ def test_prometheus_counts_windows_by_domain_and_position() -> None:
     assert found["osd_spec_accepted_tokens_total", "domain=code", "draft=default"] == 240
     assert found["osd_spec_position_tested_total", "draft=default", "position=1"] == 240
     assert found["osd_spec_position_accepted_total", "draft=default", "position=0"] == 240
+
+
+def test_prometheus_counts_output_tokens_by_who_brought_them() -> None:
+    """All of them are served: what was accepted beyond a request's end is in none."""
+    fields = {
+        "num_accepted_tokens": 30,
+        "num_cut_draft_tokens": 4,
+        "num_memory_tokens": 50,
+        "num_accepted_memory_tokens": 20,
+        "num_cut_memory_tokens": 1,
+    }
+    found = samples(
+        filled(
+            window(0.0, domain="sql", num_output_tokens=100, **fields),
+            window(1.0, domain="sql", num_output_tokens=10, num_accepted_tokens=0),
+        )
+    )
+    name, *labels = "osd_spec_output_tokens_total", "domain=sql", "draft=default"
+    assert {source: found[name, *labels, f"source={source}"] for source in SOURCES} == {
+        "target": 65,
+        "draft": 26,
+        "memory": 19,
+    }
 
 
 def test_prometheus_shows_an_acceptance_of_nothing() -> None:
@@ -1077,7 +1107,7 @@ def test_the_file_forgets_and_says_what_a_day_costs(path: Path) -> None:
         (
             "replica",
             (NOW + 60 * i, "replica-0", 3, 5),
-            Counters(1.0, *[123_456] * 8, 61.25, [9999] * 5, [99999] * 5),
+            Counters(1.0, *[123_456] * 8, 61.25, [9999] * 5, [99999] * 5, *[123_456] * 4),
         )
         for i in range(1440)
     ]

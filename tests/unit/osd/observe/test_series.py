@@ -90,6 +90,29 @@ def test_acceptances_are_of_all_that_is_in_the_bucket_and_rounded() -> None:
     )
 
 
+def test_tokens_are_told_by_who_brought_them_and_add_up() -> None:
+    """Of 80 accepted draft tokens 3 lay beyond the end of their requests, of the memory's 25
+    one."""
+    one = Counters(
+        num_steps=100,
+        num_drafts=70,
+        num_draft_tokens=280,
+        num_accepted_tokens=80,
+        num_output_tokens=200,
+        num_memory_tokens=60,
+        num_accepted_memory_tokens=25,
+        num_cut_draft_tokens=3,
+        num_cut_memory_tokens=1,
+    )
+    without = Counters(num_steps=40, num_output_tokens=40)
+    first, second = rows((key(0.0), one), (key(5.0, "b"), without), (key(10.0), without))
+    tokens = "tokens_target", "tokens_draft", "tokens_memory"
+    assert [first[name] for name in tokens] == [139, 77, 24]
+    assert sum(first[name] for name in tokens) == 240, "every output token, once"
+    assert (first["steps"], first["verified_draft"], first["verified_memory"]) == (140, 280, 60)
+    assert [second[name] for name in tokens] == [40, 0, 0]
+
+
 def test_a_bucket_without_anything_has_a_row_and_nothing_in_it() -> None:
     found = rows((key(5.0), Counters(num_finished=1)), (key(35.0), Counters(num_finished=1)))
     assert [row["at"] for row in found] == [0.0, 10.0, 20.0, 30.0]
@@ -122,7 +145,10 @@ def test_what_a_control_measured_is_the_mean_of_the_replicas_newest() -> None:
     assert (first["net_ratio"], first["net_low"], first["net_high"]) == (1.25, 1.0, 1.5)
     parts = ("draft", "verify", "sample", "other")
     assert [first[f"share_{part}"] for part in parts] == [1 / 16, 3 / 16, 4 / 16, 8 / 16]
-    assert second == {"at": 10.0, "requests": 1, "tested": 0, "version": 1}
+    nothing = dict.fromkeys((name for name in COLUMNS if name.startswith("tokens_")), 0)
+    del nothing["tokens_per_second"]
+    nothing |= dict.fromkeys(("tested", "steps", "verified_draft", "verified_memory"), 0)
+    assert second == {"at": 10.0, "requests": 1, "version": 1} | nothing
     assert third == second | {"at": 20.0}
 
 

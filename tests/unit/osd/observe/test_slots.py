@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from osd.observe.slots import Key, SlotTable, SpeculationTimes, floor
-from osd.records import Counters, SpecWindow
+from osd.records import Counters, SpecWindow, decode
 
 DAY = 86400.0
 """A time on the edge of every slot."""
@@ -33,17 +33,21 @@ def since(slots: SlotTable[Counters], at: float, bucket_s: float = 0.0) -> list[
     return [(key[0] - DAY, counts.num_drafts) for key, counts in slots.since(DAY + at, bucket_s)]
 
 
-EACH = Counters(1.5, 2, 3, 4, 5, 6, 7, 8, 9, 10.5, [11, 12], [13, 14])
+EACH = Counters(1.5, 2, 3, 4, 5, 6, 7, 8, 9, 10.5, [11, 12], [13, 14], 15, 16, 17, 18)
 """Another value in each field."""
 
 
 def test_each_field_is_summed_by_itself() -> None:
     total = Counters()
     total.add(EACH)
-    total.add(Counters(100.0, 200, 300, 400, 500, 600, 700, 800, 900, 1000.0, [1, 1, 5], [2, 2, 6]))
-    expected = Counters(
-        101.5, 202, 303, 404, 505, 606, 707, 808, 909, 1010.5, [12, 13, 5], [15, 16, 6]
+    more = [1100, 1200, 1300, 1400]
+    total.add(
+        Counters(100.0, 200, 300, 400, 500, 600, 700, 800, 900, 1000.0, [1, 1, 5], [2, 2, 6], *more)
     )
+    expected = Counters(
+        101.5, 202, 303, 404, 505, 606, 707, 808, 909, 1010.5, [12, 13, 5], [15, 16, 6],
+        1115, 1216, 1317, 1418,
+    )  # fmt: skip
     assert total == expected
     assert EACH.num_accepted_tokens_per_pos == [11, 12], "what was added stays as it was"
 
@@ -66,6 +70,10 @@ def test_a_window_becomes_counts_field_by_field() -> None:
         decode_seconds=10.5,
         num_accepted_tokens_per_pos=(11, 12),
         num_tested_per_pos=(13, 14),
+        num_memory_tokens=15,
+        num_accepted_memory_tokens=16,
+        num_cut_draft_tokens=17,
+        num_cut_memory_tokens=18,
     )
     assert window.counters == EACH
     assert SpecWindow.of(EACH, at=0.0, replica="r", version=1, k=2).counters == EACH
@@ -73,13 +81,46 @@ def test_a_window_becomes_counts_field_by_field() -> None:
 
 def test_counts_stand_in_files_as_they_always_did() -> None:
     """A file outlives the version that wrote it."""
-    assert msgspec.json.encode(EACH) == b"[1.5,2,3,4,5,6,7,8,9,10.5,[11,12],[13,14]]"
+    assert msgspec.json.encode(EACH) == b"[1.5,2,3,4,5,6,7,8,9,10.5,[11,12],[13,14],15,16,17,18]"
     assert msgspec.json.decode(b"[1.5,2,3]", type=Counters) == Counters(
         seconds=1.5, num_steps=2, num_drafts=3
     )
+    newer = msgspec.json.encode(EACH)[:-1] + b",19]"
+    assert msgspec.json.decode(newer, type=Counters) == EACH, "one that knows less reads it too"
     times = SpeculationTimes((1.3, None, 1.4), {"draft": 0.5})
     assert msgspec.json.encode(times) == b'[[1.3,null,1.4],{"draft":0.5}]'
     assert msgspec.json.decode(b'[[1.3,null,1.4],{"draft":0.5}]', type=SpeculationTimes) == times
+
+
+def test_what_an_earlier_version_counted_has_the_draft_and_the_target_as_its_sources() -> None:
+    """In the file, and in the feed while replicas of both versions serve."""
+    kept = b"[1.0,100,100,400,250,350,2,2,320,4.0,[90,70,50,40],[100,90,70,50]]"
+    counts = msgspec.json.decode(kept, type=Counters)
+    assert counts.by_source() == {"target": 100, "draft": 250, "memory": 0}
+    fields = {"at": 1.0, "replica": "r", "version": 4, "seconds": 1.0, "k": 4, "num_drafts": 100}
+    fields |= {"num_draft_tokens": 400, "num_accepted_tokens": 250, "num_output_tokens": 350}
+    fields |= {"num_accepted_tokens_per_pos": [250], "num_tested_per_pos": [310]}
+    earlier = decode(msgspec.json.encode(fields), SpecWindow)
+    later = decode(msgspec.json.encode(fields | {"num_of_tomorrow": 3}), SpecWindow)
+    assert earlier.counters.by_source() == {"target": 100, "draft": 250, "memory": 0}
+    assert later == earlier
+
+
+def test_parts_of_a_window_have_all_of_its_sources_and_none_below_nothing() -> None:
+    counts = Counters(
+        num_output_tokens=7,
+        num_accepted_tokens=5,
+        num_memory_tokens=9,
+        num_accepted_memory_tokens=4,
+        num_cut_draft_tokens=2,
+        num_cut_memory_tokens=3,
+    )
+    assert counts.by_source() == {"target": 3, "draft": 3, "memory": 1}
+    parts, total = counts.parts(5), Counters()
+    for part in parts:
+        total.add(part)
+    assert total == counts
+    assert all(num >= 0 for part in parts for num in part.by_source().values())
 
 
 def test_step_times_add_seconds_and_keep_what_was_measured_last() -> None:

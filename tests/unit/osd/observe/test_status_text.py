@@ -114,6 +114,21 @@ def first_line(text: str) -> str:
     return text.splitlines()[0]
 
 
+def test_who_brought_the_tokens_is_said_where_others_than_the_target_did() -> None:
+    def said(**tokens: float) -> str:
+        recent = {"seconds": 300.0, **{f"tokens_{name}": num for name, num in tokens.items()}}
+        lines = page(status(recent=recent), EVENTS).splitlines()
+        return next((line for line in lines if line.startswith("tokens")), "")
+
+    assert said(target=410.0, draft=330.0, memory=260.0) == (
+        "tokens      by source: target 41 %, draft 33 %, memory 26 %"
+    )
+    assert said(target=999.0, draft=0.0, memory=1.0) == (
+        "tokens      by source: target 100 %, memory under 1 %"
+    )
+    assert said(target=410.0, draft=0.0, memory=0.0) == said() == ""
+
+
 def test_replicas_that_come_and_go_are_shown_and_so_is_the_front_door() -> None:
     def member(name: str, state: str, why: str = "") -> dict[str, object]:
         return {"replica": name, "state": state, "since": NOW - 75, "why": why}

@@ -18,7 +18,7 @@ import torch
 
 from buffers.memory import MemoryTraceBuffer
 from osd.errors import CaptureError
-from osd.records import ACCEPTED, MAX_DOMAIN_LENGTH, PLAIN, REJECTED, SpecWindow, Trace
+from osd.records import ACCEPTED, BY_MEMORY, MAX_DOMAIN_LENGTH, PLAIN, REJECTED, SpecWindow, Trace
 from serving.capture.assemble import MAX_WAITING_BYTES, STORED_OVERHEAD, Schedule
 from serving.capture.budget import ByteBudget
 from serving.capture.capture import MAX_QUEUED_BYTES, MAX_STEPS_TO_JUDGE, SECONDS_TO_GATHER
@@ -26,6 +26,7 @@ from serving.capture.pick import Landed, pick_on_device
 from serving.capture.skips import skip_reason
 from serving.vllm.hooks import NewRequest, Proposed, Verification
 from tests.support.captures import (
+    VOCAB,
     Bench,
     Clock,
     make_capture,
@@ -35,6 +36,7 @@ from tests.support.captures import (
     verification,
 )
 from tests.support.paths import ROOT
+from trainer.batch import collate
 
 ONE_ROW_BYTES = (3 + 1) * 4 + 21 + 8 * 6
 """Of a trace of three tokens of prompt, one of output and one row of eight tokens: ids, the row's
@@ -137,7 +139,7 @@ def test_what_the_memory_proposes_is_captured_but_no_draft_is_credited_with_it(l
     line.verify(verification(8, [50, 13], 4))
     line.finish("r")
     trace = line.traces["r"]
-    assert trace.draft_version.tolist() == [1, 1, 0, 0, 0, 1, 1]
+    assert trace.draft_version.tolist() == [1, 1, *3 * [BY_MEMORY], 1, 1]
     assert trace.kind.tolist() == [
         ACCEPTED,
         REJECTED,
@@ -153,7 +155,29 @@ def test_what_the_memory_proposes_is_captured_but_no_draft_is_credited_with_it(l
     assert key == (1, "sql"), "its tokens count under the draft that served before"
     assert (window.num_drafts, window.num_draft_tokens, window.num_accepted_tokens) == (2, 8, 2)
     assert (window.num_steps, window.num_output_tokens) == (3, 7)
+    assert (window.num_memory_tokens, window.num_accepted_memory_tokens) == (4, 2)
+    assert window.counters.by_source() == {"target": 3, "draft": 2, "memory": 2}
     assert window.num_tested_per_pos == (2, 2, 0, 0)
+
+
+def test_what_the_memory_proposed_is_learnt_from_as_any_other_position() -> None:
+    """Rows are kept by whether what was verified was rejected, and weigh by how often such ones
+    are kept: so all positions count alike, whoever proposed."""
+    line, chance, num = Line(accepted_fraction=0.25, plain_fraction=0.25), 0.25, 400
+    for source in ("memory", "draft"):
+        names = [f"{source} {number}" for number in range(num)]
+        line.begin(*map(make_request, names))
+        shown = together(*(verification(3, [50, 51, 12], 4, name) for name in names))
+        line.capture.on_verify(replace(shown, from_memory=names if source == "memory" else ()))
+        line.finish(*names)
+        batch = collate([line.traces[name] for name in names], 64, VOCAB)
+        weight_S = np.bincount(batch.row_s_N, batch.weight_N, 5)[2:]
+        assert weight_S == pytest.approx(3 * [1 / 3], abs=4 * np.sqrt((1 / chance - 1) / num) / 3)
+        is_rejected_N = batch.row_s_N == 4
+        assert int(is_rejected_N.sum()) == num, "each of them is kept"
+        assert set(batch.label_ids_N[is_rejected_N].tolist()) == {12}
+        assert set(batch.target_ids_NK[is_rejected_N, 0].tolist()) == {13}, "the target's own"
+    line.capture.close()
 
 
 def test_drafts_of_a_swap_that_is_not_decided_count_for_no_version(line: Line) -> None:

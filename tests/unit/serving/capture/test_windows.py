@@ -68,6 +68,34 @@ def test_what_lies_beyond_the_end_of_a_request_counts_for_vllm_but_not_per_posit
     assert window.num_accepted_tokens_per_pos == (1, 1, 0, 0)
 
 
+def test_tokens_of_the_memory_are_counted_apart_and_judge_no_draft() -> None:
+    counter = WindowCounter(8)
+    counter.add_step(1, "", num_drafts=4, num_accepted=2, num_served=3)
+    counter.add_step(1, "", num_drafts=8, num_accepted=5, num_served=6, is_memory=True)
+    counter.add_step(1, "", num_drafts=0, num_accepted=0, num_served=1)
+    (window,) = counter.take("r", "default")
+    assert (window.num_drafts, window.num_draft_tokens, window.num_accepted_tokens) == (1, 4, 2)
+    assert (window.num_memory_tokens, window.num_accepted_memory_tokens) == (8, 5)
+    assert sum(window.num_tested_per_pos) == 3
+    assert window.counters.by_source() == {"target": 3, "draft": 2, "memory": 5}
+    assert (window.num_steps, window.num_output_tokens) == (3, 10)
+
+
+@pytest.mark.parametrize("is_memory", [False, True])
+@pytest.mark.parametrize(
+    ("num_served", "own", "others"), [(5, 1, 4), (4, 0, 4), (2, 0, 2), (1, 0, 1), (0, 0, 0)]
+)
+def test_an_accepted_token_beyond_the_end_was_brought_by_nobody(
+    is_memory: bool, num_served: int, own: int, others: int
+) -> None:
+    counter = WindowCounter(4)
+    counter.add_step(1, "", 4, 4, num_served, is_memory=is_memory)
+    (window,) = counter.take("r", "default")
+    assert window.num_accepted_tokens + window.num_accepted_memory_tokens == 4, "as vLLM counts"
+    proposed = {"draft": 0, "memory": others} if is_memory else {"draft": others, "memory": 0}
+    assert window.counters.by_source() == {"target": own, **proposed}
+
+
 def test_a_window_says_of_whom_and_when_it_is() -> None:
     clock = Clock()
     counter = WindowCounter(3, clock)
