@@ -31,6 +31,8 @@ BENCHES = {
     "replayed for each contender.",
     "memory": "What the memory of served text gains, alone and beside the draft, over suffix "
     "decoding under the same control.",
+    "memory_cost": "What the memory of served text costs where it finds nothing: CPU per token, at "
+    "batch 1, 16 and 64.",
     "payback": "What training adds to a service that has a memory, its trainer free and charged.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",

@@ -56,12 +56,16 @@ class Loaded:
         settings: dict[str, Any] | None,
         speculates: bool,
         is_async: bool = False,
+        batch: int = MAX_STREAMS,
     ) -> None:
         from benchmarks import vllm_engine as vllm
         from serving.speculation.sleep.runners import lazy_draft
         from serving.speculation.step_split import StepSplit
 
-        options: dict[str, Any] = {"worker_extension_cls": "", "kv_cache_memory_bytes": 96 << 20}
+        options: dict[str, Any] = {
+            "worker_extension_cls": "",
+            "kv_cache_memory_bytes": 6 * batch << 20,
+        }
         if not speculates:
             options["speculative_config"] = None
         if settings is not None:
@@ -71,7 +75,7 @@ class Loaded:
             }
         with vllm.scheduling(is_async):
             self._engine = engine.Engine(
-                target, models.release(draft, 1), k=k, batch=MAX_STREAMS, **options
+                target, models.release(draft, 1), k=k, batch=batch, **options
             )
         self._running: dict[str, int] = {}
         """Requests in flight, and the tokens that they still want."""
@@ -85,6 +89,21 @@ class Loaded:
     def command(self, name: str, argument: Any = None) -> Any:
         """Of the control (`serving/speculation/scheduler.py`)."""
         return json.loads(self._core.scheduler.osd_command(name, json.dumps(argument)))
+
+    def meter(self) -> Callable[[], float]:
+        """From now on the CPU seconds that the control takes in the scheduler's thread, so far."""
+        scheduler, spent = self._core.scheduler, [0.0]
+        own = scheduler._osd_guard
+
+        def guard(act: Callable[[], Any]) -> Any:
+            started = time.thread_time()
+            try:
+                return own(act)
+            finally:
+                spent[0] += time.thread_time() - started
+
+        scheduler._osd_guard = guard
+        return lambda: spent[0]
 
     def swap(self, directory: Path) -> None:
         """Another draft, told to the control as a replica tells it, without a prediction."""
@@ -104,6 +123,7 @@ class Loaded:
         is_over: Callable[[], bool] = lambda: False,
         *,
         goes_on: bool = False,
+        temperature: float = 0.0,
     ) -> Driven:
         """Keep the streams of each phase busy with the prompts from `first` on, until its tokens
         are there or, asked before every step, it is over. Requests that are not finished then are
@@ -116,7 +136,8 @@ class Loaded:
             goal = found.num_tokens + num_tokens
             while found.num_tokens < goal and not is_over():
                 while len(running) < streams:
-                    vllm.add_greedy(llm, str(index), prompts[index % len(prompts)], OUTPUT_TOKENS)
+                    prompt = prompts[index % len(prompts)]
+                    vllm.add(llm, str(index), prompt, OUTPUT_TOKENS, temperature)
                     running[str(index)] = OUTPUT_TOKENS
                     index += 1
                 for req_id, tokens in vllm.step(llm).items():

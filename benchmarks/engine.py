@@ -93,7 +93,7 @@ class Engine:
         """All prompts in flight together until each has its tokens, or `is_over`, asked after each
         step, says so."""
         for i, prompt in enumerate(prompts):
-            self._vllm.add_greedy(self.llm, str(i), prompt, num_tokens)
+            self._vllm.add(self.llm, str(i), prompt, num_tokens)
         found = Burst(outputs={str(i): [] for i in range(len(prompts))})
         last: dict[str, float] = {}
         started, cpu_started = time.perf_counter(), time.thread_time()

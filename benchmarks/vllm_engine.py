@@ -10,7 +10,7 @@ from typing import Any
 
 def engine_in_process(model: str, extra: Mapping[str, Any]) -> Any:
     """vLLM's `LLM` with engine core and worker in this process, to be stepped by hand:
-    `add_greedy`, `step`."""
+    `add`, `step`."""
     from vllm import LLM
 
     return LLM(model=model, distributed_executor_backend="uni", skip_tokenizer_init=True, **extra)
@@ -36,13 +36,15 @@ def scheduling(is_async: bool) -> Iterator[None]:
         platform.check_and_update_config = own
 
 
-def add_greedy(llm: Any, req_id: str, prompt_ids: list[int], num_tokens: int) -> None:
-    """Queue a request for exactly `num_tokens` tokens at temperature 0."""
+def add(
+    llm: Any, req_id: str, prompt_ids: list[int], num_tokens: int, temperature: float = 0.0
+) -> None:
+    """Queue a request for exactly `num_tokens` tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
-        temperature=0.0,
+        temperature=temperature,
         max_tokens=num_tokens,
         ignore_eos=True,
         detokenize=False,

@@ -66,13 +66,13 @@ class Proposals:
     def redraft(self, req_ids: Iterable[str], drafts: list[list[int]], requests: Any) -> None:
         """Change in place what the next step verifies."""
         osd = self._osd
-        may_look_up = osd.memory is not None
+        may_look_up, passes = osd.memory is not None, osd.present.passes
         if not may_look_up and not osd.has_caps and all(len(d) <= osd.present.k for d in drafts):
             return
         for i, req_id in enumerate(req_ids):
             # Near the end of the draft's context vLLM hands out k_max zeros, whatever k is.
-            whole, cap = drafts[i][: osd.present.passes], osd.cap(req_id)
-            if cap < len(drafts[i]):
+            whole = drafts[i][:passes]
+            if drafts[i] and (cap := osd.cap(req_id)) < len(drafts[i]):
                 drafts[i] = whole[:cap]
             self._from_memory.discard(req_id)
             request = requests.get(req_id) if may_look_up else None

@@ -56,8 +56,10 @@ class Lookups:
 
     def add(self, survival_M: np.ndarray) -> None:
         row_M = self.survival_RM[self._num % len(self.survival_RM)]
-        row_M[: len(survival_M)] = survival_M
-        row_M[len(survival_M) :] = 0.0
+        num = len(survival_M)
+        row_M[num:] = 0.0
+        if num:
+            row_M[:num] = survival_M
         self._num += 1
 
     def completed(self, others: Lookups) -> np.ndarray:
@@ -204,9 +206,9 @@ class Requests:
         found = self._memory.propose(req_id, self._memory.k, LEAST_SURVIVAL)
         request.lookups.add(found.survival_K)
         self._lookups.add(found.survival_K)
-        request.found = float(found.survival_K.sum())
+        request.found = float(found.survival_K.sum()) if found.tokens else 0.0
         self.has_changed |= self._level.add(request.found)
-        if not (plan.is_mixed or plan.proposer == "memory"):
+        if not found.tokens or not (plan.is_mixed or plan.proposer == "memory"):
             return []
         num = int(np.searchsorted(-found.survival_K, -plan.price, "right"))
         num = min(num, request.client_cap)

@@ -69,7 +69,7 @@ class Level:
         self._variance = (1 - share) * (self._variance + share * off * off)
         if self._num < 2 * NUM_RECENT:
             return False
-        now = float(np.mean(self._recent))
+        now = sum(self._recent) / NUM_RECENT
         usual = math.sqrt(max(self._variance, MIN_VARIANCE) / NUM_RECENT)
         if abs(now - self._mean) < CHANGE * usual:
             return False

@@ -1,0 +1,142 @@
+"""`osd bench memory_cost`: what the memory takes where it finds nothing.
+
+Two engines that differ in `speculation.proposers` alone write text that nobody wrote before: they
+sample at a temperature at which any token may come. The control decides as it serves; it comes to
+use neither draft nor memory. What the control takes in the scheduler's thread is metered apart,
+since a share of a step depends on the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.record import Goal, Notebook, Options, Protocol, Row
+from benchmarks.result import Figure, Result, Spread
+from benchmarks.stats import estimate, median_ratio
+
+K_MAX = 5
+ON, OFF = "memory on", "memory off"
+MOST = {OFF: K_MAX, ON: 8}
+"""Tokens that an engine keeps room for (`speculation.k_max`, `speculation.memory_k_max`)."""
+TEMPERATURE = 20.0
+TOKENS = {1: 192, 16: 768, 64: 3072}
+"""Requests that decode together -> tokens of a turn."""
+STEPS_MS = (20, 40)
+"""Steps of a target, of which the memory's time is said as a share."""
+CPU = "CPU seconds per token, memory on / off"
+CONTROL_US = "CPU of the control per token"
+MEMORY_US = "CPU of the memory per token"
+VERIFIED = "tokens of the memory verified per output token"
+
+
+def protocol(options: Options) -> Protocol:
+    """What will be measured."""
+    return Protocol(
+        bench="memory_cost",
+        question="What does the memory cost on text in which it finds nothing?",
+        arms=(OFF, ON),
+        order="Both engines in one process take turns with the same prompts; who is first changes "
+        "from pair to pair.",
+        sizes={
+            "num_pairs": 3 if options.quick else 24,
+            "num_warm": 2 if options.quick else 4,
+            "batches": [1, 64] if options.quick else list(TOKENS),
+            "tokens": {str(batch): num for batch, num in TOKENS.items()},
+            "temperature": TEMPERATURE,
+            "k_max": K_MAX,
+            "target": "the tiny target at the cost of a model of 77 M parameters",
+        },
+        goals=(Goal(figure=CPU, at_most=1.03), Goal(figure=VERIFIED, at_most=0.01)),
+    )
+
+
+def run(options: Options) -> Result:
+    """Measure all pairs."""
+    from benchmarks import engine
+
+    engine.prepare()
+    from benchmarks import control_engines as engines
+    from osd.tiny.models import ensure, ensure_cost_shaped
+
+    plan = protocol(options)
+    notebook = Notebook(options, plan)
+    target, draft, prompts = ensure_cost_shaped(), ensure().draft, engines.home_prompts()
+    # The memory's engine last: it imports numba, beside which no other can start.
+    proposers = {OFF: ["draft"], ON: ["draft", "memory"]}
+    loaded = {
+        arm: engines.Loaded(
+            target,
+            draft,
+            k=MOST[arm],
+            settings=engines.settings(K_MAX) | {"proposers": proposers[arm], "is_alone": True},
+            speculates=True,
+            batch=max(plan.sizes["batches"]),
+        )
+        for arm in plan.arms
+    }
+    meters = {arm: one.meter() for arm, one in loaded.items()}
+    first = 0
+    for batch in plan.sizes["batches"]:
+        options.say(f"batch {batch}: {plan.sizes['num_pairs']} pairs")
+        for pair in range(-plan.sizes["num_warm"], plan.sizes["num_pairs"]):
+            first += 1000
+            for arm in plan.arms if pair % 2 else plan.arms[::-1]:
+                row = _turn(loaded[arm], meters[arm], batch, prompts, first)
+                if pair >= 0:
+                    notebook.add(batch=batch, arm=arm, pair=pair, **row)
+    return summarise(plan, notebook.rows)
+
+
+def _turn(engine: Any, meter: Any, batch: int, prompts: Any, first: int) -> Row:
+    control_s, verified = meter(), _verified(engine)
+    phases = ((batch, TOKENS[batch]),)
+    driven = engine.drive(phases, prompts, first, temperature=TEMPERATURE)
+    return {
+        "cpu_seconds": driven.cpu_seconds,
+        "control_cpu_seconds": meter() - control_s,
+        "num_tokens": driven.num_tokens,
+        "num_verified": _verified(engine) - verified,
+    }
+
+
+def _verified(engine: Any) -> int:
+    return int(engine.command("report")["sources"]["memory"][0])
+
+
+def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
+    """CPU per token with the memory over that without, and what the memory takes."""
+    figures, spread = list[Figure](), []
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        group = f"batch {batch}"
+        mine = {
+            arm: [r for r in rows if (r["batch"], r["arm"]) == (batch, arm)] for arm in (OFF, ON)
+        }
+        cpu = {arm: [r["cpu_seconds"] / r["num_tokens"] for r in mine[arm]] for arm in mine}
+        control = {
+            arm: [1e6 * r["control_cpu_seconds"] / r["num_tokens"] for r in mine[arm]]
+            for arm in mine
+        }
+        memory = [on - off for on, off in zip(control[ON], control[OFF], strict=True)]
+        verified = [r["num_verified"] / r["num_tokens"] for r in mine[ON]]
+        ratio = median_ratio(cpu[ON], cpu[OFF])
+        figures.append(Figure.of(group, CPU, ratio))
+        for arm in mine:
+            name = f"{CONTROL_US}, {arm}"
+            figures.append(Figure.of(group, name, estimate(control[arm]), "µs"))
+        figures.append(Figure.of(group, MEMORY_US, estimate(memory), "µs"))
+        figures += [
+            Figure.of(
+                group,
+                f"CPU of the memory in a step over a step of {ms} ms",
+                estimate([us * batch / (1000 * ms) for us in memory]),
+            )
+            for ms in STEPS_MS
+        ]
+        without = estimate([1e3 * batch * seconds for seconds in cpu[OFF]])
+        figures.append(Figure.of(group, "CPU of a step, memory off", without, "ms"))
+        figures.append(Figure.of(group, VERIFIED, estimate(verified)))
+        observed = tuple(on / off for on, off in zip(cpu[ON], cpu[OFF], strict=True))
+        spread.append((group, ratio, observed))
+    drawing = Spread(title=CPU, unit="ratio", rows=tuple(spread), reference=1.0)
+    return Result(protocol=plan, figures=tuple(figures), drawings=(drawing,))
