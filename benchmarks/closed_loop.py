@@ -243,7 +243,7 @@ class ClosedLoop:
             self._propose(one, stamp.plan)
 
     def _served(self, one: _Running) -> None:
-        self.speculation.requests.served(one.name, one.tokens[: one.num_tokens])
+        self.speculation.requests.served([(one.name, one.tokens[: one.num_tokens])])
 
     def _propose(self, one: _Running, plan: Plan) -> None:
         """At the end of a step."""

@@ -1,14 +1,16 @@
 """`osd bench memory_cost`: what the memory takes where it finds nothing.
 
-Two engines that differ in `speculation.proposers` alone write text that nobody wrote before: they
-sample at a temperature at which any token may come. The control decides as it serves; it comes to
+Two engines that differ in `speculation.proposers` alone write text that nobody wrote before: of
+their target, any token may come next. The control decides as it serves; it comes to
 use neither draft nor memory. What the control takes in the scheduler's thread is metered apart,
 since a share of a step depends on the model.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.record import Goal, Notebook, Options, Protocol, Row
@@ -19,7 +21,6 @@ K_MAX = 5
 ON, OFF = "memory on", "memory off"
 MOST = {OFF: K_MAX, ON: 8}
 """Tokens that an engine keeps room for (`speculation.k_max`, `speculation.memory_k_max`)."""
-TEMPERATURE = 20.0
 TOKENS = {1: 192, 16: 768, 64: 3072}
 """Requests that decode together -> tokens of a turn."""
 STEPS_MS = (20, 40)
@@ -43,9 +44,9 @@ def protocol(options: Options) -> Protocol:
             "num_warm": 2 if options.quick else 4,
             "batches": [1, 64] if options.quick else list(TOKENS),
             "tokens": {str(batch): num for batch, num in TOKENS.items()},
-            "temperature": TEMPERATURE,
             "k_max": K_MAX,
-            "target": "the tiny target at the cost of a model of 77 M parameters",
+            "target": "the tiny target at the cost of a model of 77 M parameters, with a last "
+            "norm of a hundredth",
         },
         goals=(Goal(figure=CPU, at_most=1.03), Goal(figure=VERIFIED, at_most=0.01)),
     )
@@ -57,24 +58,10 @@ def run(options: Options) -> Result:
 
     engine.prepare()
     from benchmarks import control_engines as engines
-    from osd.tiny.models import ensure, ensure_cost_shaped
 
     plan = protocol(options)
     notebook = Notebook(options, plan)
-    target, draft, prompts = ensure_cost_shaped(), ensure().draft, engines.home_prompts()
-    # The memory's engine last: it imports numba, beside which no other can start.
-    proposers = {OFF: ["draft"], ON: ["draft", "memory"]}
-    loaded = {
-        arm: engines.Loaded(
-            target,
-            draft,
-            k=MOST[arm],
-            settings=engines.settings(K_MAX) | {"proposers": proposers[arm], "is_alone": True},
-            speculates=True,
-            batch=max(plan.sizes["batches"]),
-        )
-        for arm in plan.arms
-    }
+    loaded, prompts = _engines(max(plan.sizes["batches"])), engines.home_prompts()
     meters = {arm: one.meter() for arm, one in loaded.items()}
     first = 0
     for batch in plan.sizes["batches"]:
@@ -88,10 +75,33 @@ def run(options: Options) -> Result:
     return summarise(plan, notebook.rows)
 
 
+def _engines(batch: int) -> dict[str, Any]:
+    from benchmarks import control_engines as engines
+    from benchmarks import models
+    from osd.tiny.models import ensure, ensure_cost_shaped
+
+    draft, settings = ensure().draft, engines.settings(K_MAX) | {"is_alone": True}
+    # The memory's engine last: it imports numba, beside which no other can start.
+    proposers = {OFF: ["draft"], ON: ["draft", "memory"]}
+    with tempfile.TemporaryDirectory(prefix="osd-bench-") as directory:
+        target = models.copy_undecided(ensure_cost_shaped(), Path(directory))
+        return {
+            arm: engines.Loaded(
+                target,
+                draft,
+                k=MOST[arm],
+                settings=settings | {"proposers": who},
+                speculates=True,
+                batch=batch,
+            )
+            for arm, who in proposers.items()
+        }
+
+
 def _turn(engine: Any, meter: Any, batch: int, prompts: Any, first: int) -> Row:
     control_s, verified = meter(), _verified(engine)
     phases = ((batch, TOKENS[batch]),)
-    driven = engine.drive(phases, prompts, first, temperature=TEMPERATURE)
+    driven = engine.drive(phases, prompts, first, temperature=1.0)
     return {
         "cpu_seconds": driven.cpu_seconds,
         "control_cpu_seconds": meter() - control_s,

@@ -77,6 +77,21 @@ def copy_with_noise(source: Path, directory: Path, noise: float, *, seed: int = 
     return directory
 
 
+def copy_undecided(source: Path, directory: Path) -> Path:
+    """The same model at the same cost, but for its last norm: every token is about as likely as any
+    other."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source / "config.json", directory / "config.json")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] *= 0.01
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 def release(directory: Path, version: int) -> DraftRelease:
     """The model in `directory` as a release, as the swap wants it."""
     return DraftRelease(

@@ -8,7 +8,7 @@ many bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,13 @@ class SuffixMemory:
         self._tokens[req_id] = list(prompt)
         self._cache.start_request(req_id, self._tokens[req_id])
 
-    def advance(self, req_id: str, tokens: Sequence[int]) -> None:
+    def advance_all(
+        self, served: Iterable[tuple[str, Sequence[int]]], k: int = 0, least: float = 0.0
+    ) -> None:
+        for req_id, tokens in served:
+            self._advance(req_id, tokens)
+
+    def _advance(self, req_id: str, tokens: Sequence[int]) -> None:
         for (proposed, kind), token in zip(self._looks.pop(req_id, []), tokens, strict=False):
             self._tried[kind] = self._tried[kind] * KEEP + 1.0
             self._right[kind] = self._right[kind] * KEEP + (proposed == token)

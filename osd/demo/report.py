@@ -106,7 +106,7 @@ def summary(report: dict[str, Any]) -> dict[str, str]:
         f"(frozen first draft, same requests: {rate['static_control']})",
         "k chosen": f"at home {k['before_shift']}   after the shift {k['after_shift']}   "
         f"recovered {k['recovered']}   "
-        f"(frozen first draft: {k['static_control']}; at most {report['k_max']})",
+        f"(frozen first draft: {k['static_control']}; of a draft at most {report['k_max']})",
         "tokens/s": f"adapted draft {speed['adapted_draft']}   "
         f"frozen draft {speed['static_draft']}   no speculation {speed['no_speculation']}   "
         f"({report['streams']} streams, same requests, training paused)",

@@ -88,8 +88,7 @@ class Proposals:
         verified."""
         known = self._osd.requests
         if self._osd.memory is not None:
-            for request in requests:
-                known.served(request.request_id, request.all_token_ids)
+            known.served((request.request_id, request.all_token_ids) for request in requests)
         judged, known.judged = known.judged, []
         self._untold = (self._untold + judged)[-MAX_UNTOLD:]
         return judged

@@ -10,7 +10,7 @@ look-ups.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,7 +38,9 @@ class Remembers(Protocol):
     def begin(
         self, req_id: str, prompt: Sequence[int], *, scope: str = "", is_kept: bool = True
     ) -> None: ...
-    def advance(self, req_id: str, tokens: Sequence[int]) -> None: ...
+    def advance_all(
+        self, served: Iterable[tuple[str, Sequence[int]]], k: int = 0, least: float = 0.0
+    ) -> None: ...
     def propose(self, req_id: str, k: int, least: float = 0.0) -> Found: ...
     def end(self, req_id: str) -> None: ...
     def work(self) -> None: ...
@@ -113,6 +115,8 @@ class Requests:
         self.has_changed = False
         """Whether the traffic has changed, by what the memory finds, since this was last unset."""
         self._requests: dict[str, _Request] = {}
+        self._is_asked = False
+        """Whether the memory was asked since requests were last served: it will be again."""
 
     # -- requests come and go ---------------------------------------------------------------------
 
@@ -203,6 +207,7 @@ class Requests:
         if request is None or request.lookups is None or self._memory is None:
             return []
         assert self._lookups is not None
+        self._is_asked = True
         found = self._memory.propose(req_id, self._memory.k, LEAST_SURVIVAL)
         request.lookups.add(found.survival_K)
         self._lookups.add(found.survival_K)
@@ -235,14 +240,19 @@ class Requests:
         if request is not None and request.is_counted:
             self._unverified.add(req_id, step, num_tokens, num_outputs, draft, request.found)
 
-    def served(self, req_id: str, tokens: Sequence[int]) -> None:
-        """The request now has these tokens, from its prompt on."""
-        self.judged += self._unverified.served(req_id, tokens)
-        request = self._requests.get(req_id)
-        if request is None or request.lookups is None or self._memory is None:
-            return
-        self._memory.advance(req_id, tokens[request.num_seen :])
-        request.num_seen = len(tokens)
+    def served(self, answers: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Requests now have these tokens, each from its prompt on."""
+        new = []
+        for req_id, tokens in answers:
+            self.judged += self._unverified.served(req_id, tokens)
+            request = self._requests.get(req_id)
+            if request is not None and request.lookups is not None:
+                new.append((req_id, tokens[request.num_seen :]))
+                request.num_seen = len(tokens)
+        if self._memory is not None:
+            k = self._memory.k if self._is_asked else 0
+            self._memory.advance_all(new, k, LEAST_SURVIVAL)
+        self._is_asked = False
 
     def learn(self, step: StepSeen) -> tuple[int, int]:
         """Learn what a step accepted. Returns how many first tokens of the draft model were tested

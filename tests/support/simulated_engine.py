@@ -7,7 +7,7 @@ choice is known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,7 +47,9 @@ class FakeMemory:
         self, req_id: str, prompt: Sequence[int], *, scope: str = "", is_kept: bool = True
     ) -> None: ...
 
-    def advance(self, req_id: str, tokens: Sequence[int]) -> None: ...
+    def advance_all(
+        self, served: Iterable[tuple[str, Sequence[int]]], k: int = 0, least: float = 0.0
+    ) -> None: ...
 
     def propose(self, req_id: str, k: int, least: float = 0.0) -> Found:
         self.num_lookups += 1
@@ -149,7 +151,7 @@ class SimulatedEngine:
         for req_id, num, right in zip(ids, drafted, accepted, strict=True):
             self.num_verified["memory" if req_id in from_memory else "draft"] += num
             self._num_tokens[req_id] += 1 + right
-            self.control.requests.served(req_id, range(self._num_tokens[req_id]))
+            self.control.requests.served([(req_id, range(self._num_tokens[req_id]))])
         judged, self.control.requests.judged = self.control.requests.judged, []
         seen = StepSeen(
             ids,

@@ -1,7 +1,7 @@
 """The kernels, compiled by numba where it can be imported.
 
-A function of `kernels.py` calls others of it by name. Its compiled copy finds their compiled copies
-under the same names, so that one text serves both ways.
+A function of `kernels.py` or `step.py` calls others by name. Its compiled copy finds their compiled
+copies under the same names, so that one text serves both ways.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from multiprocessing import parent_process
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from serving.speculation.memory import kernels
+from serving.speculation.memory import kernels, step
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +21,13 @@ class Kernels(NamedTuple):
     """What the memory calls."""
 
     propose: Callable[..., int]
-    learn: Callable[..., None]
-    remember: Callable[..., None]
+    propose_all: Callable[..., None]
+    advance: Callable[..., int]
+    remember: Callable[..., int]
     forget: Callable[..., None]
 
 
-PLAIN = Kernels(kernels.propose, kernels.learn, kernels.remember, kernels.forget)
+PLAIN = Kernels(kernels.propose, step.propose_all, step.advance, kernels.remember, kernels.forget)
 
 
 def best(is_alone: bool = False) -> Kernels:
@@ -51,12 +52,12 @@ def compiled() -> Kernels:
     without numba."""
     import numba
 
+    scope: dict[str, Any] = vars(kernels) | vars(step)
     functions = {
         name: each
-        for name, each in vars(kernels).items()
-        if isinstance(each, FunctionType) and each.__module__ == kernels.__name__
+        for name, each in scope.items()
+        if isinstance(each, FunctionType) and each.__module__ in (kernels.__name__, step.__name__)
     }
-    scope: dict[str, Any] = dict(vars(kernels))
     for name, plain in functions.items():
         copy = FunctionType(plain.__code__, scope, name, plain.__defaults__)
         copy.__module__, copy.__qualname__ = plain.__module__, plain.__qualname__

@@ -56,12 +56,14 @@ class Level:
     draft that is not used may be good for it."""
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=NUM_RECENT)
+        self._recent: deque[float] = deque([0.0] * NUM_RECENT)
+        self._sum = 0.0
         self._num, self._mean, self._variance = 0, 0.0, 0.0
 
     def add(self, found: float) -> bool:
         """A look-up found so many tokens. Whether that is a change; it is told of once."""
         self._recent.append(found)
+        self._sum += found - self._recent.popleft()
         self._num += 1
         share = max(1 / self._num, 1 / NUM_USUAL)
         off = found - self._mean
@@ -69,7 +71,7 @@ class Level:
         self._variance = (1 - share) * (self._variance + share * off * off)
         if self._num < 2 * NUM_RECENT:
             return False
-        now = sum(self._recent) / NUM_RECENT
+        now = self._sum / NUM_RECENT
         usual = math.sqrt(max(self._variance, MIN_VARIANCE) / NUM_RECENT)
         if abs(now - self._mean) < CHANGE * usual:
             return False

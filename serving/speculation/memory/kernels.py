@@ -97,6 +97,18 @@ def suffix_keys(token_T: np.ndarray, end: int, scope: int, key_O: np.ndarray) ->
     return num
 
 
+def fetch(table: Table, key_O: np.ndarray, num: int) -> int:
+    """Read where the entries of the contexts may be. Tables are larger than caches: memory is
+    waited for once, as no read depends on another, and what follows finds all of it at hand."""
+    read = 0
+    for o in range(num):
+        first = bucket(table, int(key_O[o]))
+        read += int(table.key_E[first]) ^ int(table.seen_E[first])
+        read ^= int(table.count_EN[first, 0]) + int(table.token_EN[first, 0])
+        read ^= int(table.token_EN[first + WAYS // 2, 0])
+    return read
+
+
 def find(table: Table, key: int) -> int:
     """The entry of a key; -1 when there is none."""
     first = bucket(table, key)
@@ -284,16 +296,17 @@ def learn(
     end: int,
     scopes: tuple[int, int],
     now: int,
-) -> None:
+) -> int:
     """Tokens `first` to `end` were served: judge what would have been said of each, and remember it
-    as the request's own."""
-    key_O = np.empty(NUM_ORDERS, np.int64)
+    as the request's own. Returns what was fetched, so that it is."""
+    shared_O, own_O = np.empty(NUM_ORDERS, np.int64), np.empty(NUM_ORDERS, np.int64)
+    read = 0
     for at in range(first, end):
         served = int(token_T[at])
-        num = suffix_keys(token_T, at, scopes[SHARED], key_O)
-        shared_look = look(shared, key_O, num)
-        num = suffix_keys(token_T, at, scopes[OWN], key_O)
-        own_look = look(own, key_O, num)
+        num = suffix_keys(token_T, at, scopes[SHARED], shared_O)
+        suffix_keys(token_T, at, scopes[OWN], own_O)
+        read ^= fetch(shared, shared_O, num) ^ fetch(own, own_O, num)
+        shared_look, own_look = look(shared, shared_O, num), look(own, own_O, num)
         shared_token, shared_chance = opinion(cells, SHARED, shared_look)
         own_token, own_chance = opinion(cells, OWN, own_look)
         token, _, cell = joint(cells, own_token, own_chance, shared_token, shared_chance)
@@ -302,15 +315,20 @@ def learn(
         judge_look(cells, SHARED, shared_look, served)
         judge_look(cells, OWN, own_look, served)
         for order in range(num):
-            add(own, int(key_O[order]), served, now)
+            add(own, int(own_O[order]), served, now)
+    return read
 
 
-def remember(table: Table, token_T: np.ndarray, first: int, end: int, scope: int, now: int) -> None:
-    """Tokens `first` to `end` followed what stands before them."""
-    key_O = np.empty(NUM_ORDERS, np.int64)
+def remember(table: Table, token_T: np.ndarray, first: int, end: int, scope: int, now: int) -> int:
+    """Tokens `first` to `end` followed what stands before them. Returns what was fetched, so that
+    it is."""
+    key_O, read = np.empty(NUM_ORDERS, np.int64), 0
     for at in range(first, end):
-        for order in range(suffix_keys(token_T, at, scope, key_O)):
+        num = suffix_keys(token_T, at, scope, key_O)
+        read ^= fetch(table, key_O, num)
+        for order in range(num):
             add(table, int(key_O[order]), int(token_T[at]), now)
+    return read
 
 
 def forget(table: Table, token_T: np.ndarray, end: int, scope: int) -> None:

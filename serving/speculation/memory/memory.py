@@ -33,6 +33,7 @@ from serving.speculation.memory.kernels import (
     Cells,
     Table,
 )
+from serving.speculation.memory.step import Proposed, Windows
 
 BYTES_PER_ENTRY = 8 + 8 + NUM_NEXT * (4 + 2)
 OWN_SHARE = 0.25
@@ -41,6 +42,10 @@ MAX_PROMPT = 1 << 15
 """Last tokens of a prompt that are remembered."""
 TOKENS_PER_STEP = {True: 4096, False: 64}
 """Tokens of a prompt, and of earlier answers, that are remembered in one step, compiled or not."""
+CACHE_LINE = 64
+"""Bytes."""
+SLOTS = 16
+"""Running requests that there is room for at first."""
 MAX_WAITING = 1 << 20
 """Tokens of earlier answers that may wait; the oldest are left out."""
 
@@ -59,10 +64,16 @@ NOTHING = Found([], np.zeros(0))
 class _Request:
     """Tokens of a running request, and how far they are remembered."""
 
-    __slots__ = ("is_kept", "num_own", "num_tokens", "own", "shared", "token_T")
+    __slots__ = (
+        "is_kept", "num_own", "num_tokens", "own", "proposal", "shared", "slot", "token_T",
+    )  # fmt: skip
 
     def __init__(self, prompt: Sequence[int], room: int, shared: int, own: int, is_kept: bool):
         prompt = prompt[-MAX_PROMPT:]
+        self.slot = 0
+        """of its window"""
+        self.proposal = (0, 0, 0)
+        """(which, tokens it was made behind, its row) of the newest that was made for many"""
         self.num_tokens = len(prompt)
         self.num_own = 0
         """Tokens that its own table knows."""
@@ -91,6 +102,8 @@ class Memory:
         self._num_begun = self._now = 0
         self._found_K, self._survival_K = np.zeros(k, np.int64), np.zeros(k)
         self._requests: dict[str, _Request] = {}
+        self._windows, self._free_slots = Windows.empty(SLOTS, k), list(range(SLOTS))
+        self._num_proposed = 0
         self.clear()
         if kernels is not PLAIN:
             self._compile()
@@ -104,6 +117,9 @@ class Memory:
         self._waiting: deque[tuple[np.ndarray, int, int]] = deque()
         """(tokens, how many are remembered, scope) of earlier answers"""
         self._num_waiting = 0
+        self._num_proposed += 1
+        self._proposed, self._asked = Proposed(*(np.zeros(0),) * 3), (0, 0.0)
+        """The newest proposals for many, and the (k, least) they were made for."""
         for request in self._requests.values():
             request.num_own = request.num_tokens
 
@@ -117,29 +133,28 @@ class Memory:
         if req_id not in self._requests:
             self._num_begun += 1
             shared, own = self._scope(f"shared {scope}"), self._scope(f"own {self._num_begun}")
-            self._requests[req_id] = _Request(prompt, self.k, shared, own, is_kept)
+            self._requests[req_id] = request = _Request(prompt, self.k, shared, own, is_kept)
+            self._open_window(request)
 
     def advance(self, req_id: str, tokens: Sequence[int]) -> None:
         """The request was served these tokens."""
-        request = self._requests.get(req_id)
-        if request is None or not len(tokens):
-            return
-        self._now += 1
-        first = request.num_tokens
-        request.append(tokens, self.k)
-        if request.num_own < first:  # its prompt is still being remembered
-            self._remember_own(request, first)
-        if request.num_own == first:
-            scopes = request.shared, request.own
-            self._kernels.learn(
-                self._shared, self._own, self._cells, request.token_T, first, request.num_tokens,
-                scopes, self._now,
-            )  # fmt: skip
-            request.num_own = request.num_tokens
-        if request.is_kept:
-            self._kernels.remember(
-                self._shared, request.token_T, first, request.num_tokens, request.shared, self._now
-            )
+        self.advance_all([(req_id, tokens)])
+
+    def advance_all(
+        self, served: Iterable[tuple[str, Sequence[int]]], k: int = 0, least: float = 0.0
+    ) -> None:
+        """Requests were served these tokens. With k, what may follow now is looked up as well, for
+        all of them at once, and `propose` has it ready."""
+        step: list[tuple[_Request, Sequence[int]]] = []
+        for req_id, tokens in served:
+            if (request := self._requests.get(req_id)) is not None and len(tokens):
+                while len(tokens) > self.k + 1:  # more than its window has room for
+                    self._advance([(request, tokens[: self.k + 1])])
+                    tokens = tokens[self.k + 1 :]
+                step.append((request, tokens))
+        slot_B = self._advance(step)
+        if k := min(k, self.k):
+            self._propose([request for request, _ in step], slot_B, k, least)
 
     def propose(self, req_id: str, k: int, least: float = 0.0) -> Found:
         """Up to k tokens that may follow, as long as they are accepted with a probability of at
@@ -147,6 +162,12 @@ class Memory:
         request, k = self._requests.get(req_id), min(k, self.k)
         if request is None or k <= 0:
             return NOTHING
+        number, at, b = request.proposal
+        if (number, at) == (self._num_proposed, request.num_tokens) and self._asked == (k, least):
+            num_B, found_BK, survival_BK = self._proposed
+            if not (num := int(num_B[b])):
+                return NOTHING
+            return Found(found_BK[b, :num].tolist(), survival_BK[b, :num])
         found_K, survival_K = self._found_K[:k], self._survival_K[:k]
         num = self._kernels.propose(
             self._shared, self._own, self._cells, request.token_T, request.num_tokens,
@@ -159,6 +180,11 @@ class Memory:
         request = self._requests.pop(req_id, None)
         if request is None:
             return
+        self._windows.token_SW[request.slot] = 0
+        self._free_slots.append(request.slot)
+        number, _, b = request.proposal
+        if number == self._num_proposed:
+            self._proposed.found_BK[b] = 0
         if not request.is_kept:
             self._kernels.forget(self._own, request.token_T, request.num_own, request.own)
 
@@ -191,12 +217,67 @@ class Memory:
 
     # -- inside -----------------------------------------------------------------------------------
 
+    def _advance(self, step: Sequence[tuple[_Request, Sequence[int]]]) -> np.ndarray:
+        """Returns the slots of the requests."""
+        self._now += 1
+        slots, ends, learns = list[int](), list[int](), list[bool]()
+        all_tokens = list[int]()
+        for request, tokens in step:
+            first = request.num_tokens
+            request.append(tokens, self.k)
+            if request.num_own < first:  # its prompt is still being remembered
+                self._remember_own(request, first)
+            learns.append(request.num_own == first)
+            if learns[-1]:
+                request.num_own = request.num_tokens
+            all_tokens += tokens
+            slots.append(request.slot)
+            ends.append(len(all_tokens))
+        slot_B = np.array(slots, np.int64)
+        if slots:
+            self._kernels.advance(
+                self._shared, self._own, self._cells, self._windows, slot_B,
+                np.array(ends, np.int64), np.array(all_tokens, np.int32),
+                np.array(learns, np.bool_), self._now,
+            )  # fmt: skip
+        return slot_B
+
+    def _propose(
+        self, requests: Sequence[_Request], slot_B: np.ndarray, k: int, least: float
+    ) -> None:
+        num = len(requests)
+        self._proposed = Proposed(
+            np.zeros(num, np.int64), np.zeros((num, k), np.int64), np.zeros((num, k))
+        )
+        self._num_proposed += 1
+        self._asked = k, least
+        for b, request in enumerate(requests):
+            request.proposal = self._num_proposed, request.num_tokens, b
+        if num:
+            self._kernels.propose_all(
+                self._shared, self._own, self._cells, self._windows, slot_B, least, self._proposed
+            )
+
+    def _open_window(self, request: _Request) -> None:
+        if not self._free_slots:
+            num = len(self._windows.num_S)
+            more = Windows.empty(num, self.k)
+            self._windows = Windows(*map(np.concatenate, zip(self._windows, more, strict=True)))
+            self._free_slots += range(num, 2 * num)
+        request.slot = slot = self._free_slots.pop()
+        last_W = request.token_T[max(0, request.num_tokens - LONGEST) : request.num_tokens]
+        self._windows.token_SW[slot, : len(last_W)] = last_W
+        self._windows.num_S[slot] = len(last_W)
+        self._windows.scope_S2[slot] = request.shared, request.own
+        self._windows.is_kept_S[slot] = request.is_kept
+
     def _compile(self) -> None:
         """Each kernel is compiled when it is first called, which may take seconds: not while
         somebody waits for an answer."""
         for is_kept in (True, False):
             self.begin("", [1, 2, 1], is_kept=is_kept)
-            self.advance("", [2, 1, 2])
+            self.advance_all([("", [2, 1, 2])], 1)
+            self.advance("", [1])
             self.propose("", 1)
             self.end("")
         self.work()
@@ -226,8 +307,19 @@ class Memory:
 def _table(num: int) -> Table:
     num = max(num // WAYS, 1) * WAYS
     return Table(
-        np.full(num, -1, np.int64),
-        np.full(num, -1, np.int64),
-        np.zeros((num, NUM_NEXT), np.int32),
-        np.zeros((num, NUM_NEXT), np.uint16),
+        _lines(num, np.int64, -1),
+        _lines(num, np.int64, -1),
+        _lines(num * NUM_NEXT, np.int32, 0).reshape(num, NUM_NEXT),
+        _lines(num * NUM_NEXT, np.uint16, 0).reshape(num, NUM_NEXT),
     )
+
+
+def _lines(num: int, dtype: type[np.generic], value: int) -> np.ndarray:
+    """An array that begins where a line of the cache does, so that a bucket lies in as few as it
+    can."""
+    num_bytes = num * np.dtype(dtype).itemsize
+    raw_N = np.empty(num_bytes + CACHE_LINE, np.uint8)
+    start = -raw_N.ctypes.data % CACHE_LINE
+    found_N = raw_N[start : start + num_bytes].view(dtype)
+    found_N[:] = value
+    return found_N

@@ -3,7 +3,7 @@ one who does not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -31,14 +31,19 @@ class Knows:
         self.served: dict[str, list[int]] = {}
         self.ended: list[str] = []
         self.num_lookups = 0
+        self.looked_ahead: list[int] = []
 
     def begin(
         self, req_id: str, prompt: Sequence[int], *, scope: str = "", is_kept: bool = True
     ) -> None:
         self.prompts[req_id], self.served[req_id] = [*prompt], []
 
-    def advance(self, req_id: str, tokens: Sequence[int]) -> None:
-        self.served[req_id] += tokens
+    def advance_all(
+        self, served: Iterable[tuple[str, Sequence[int]]], k: int = 0, least: float = 0.0
+    ) -> None:
+        self.looked_ahead.append(k)
+        for req_id, tokens in served:
+            self.served[req_id] += tokens
 
     def propose(self, req_id: str, k: int, least: float = 0.0) -> Found:
         self.num_lookups += 1
@@ -277,16 +282,27 @@ def test_the_memory_hears_every_token_of_a_request_once() -> None:
     memory = Knows()
     control = controlled(memory)
     served = control.requests.served
-    served("a", [1, 2, 3, 4])
-    served("b", [1, 2, 3, 8, 9])
-    served("a", [1, 2, 3, 4])
-    served("a", [1, 2, 3, 4, 5, 6])
-    served("unknown", [1])
+    served([("a", [1, 2, 3, 4]), ("b", [1, 2, 3, 8, 9])])
+    served([("a", [1, 2, 3, 4])])
+    served([("unknown", [1]), ("a", [1, 2, 3, 4, 5, 6])])
     assert memory.prompts == {"a": [1, 2, 3], "b": [1, 2, 3]}
     assert memory.served == {"a": [4, 5, 6], "b": [8, 9]}
     control.end("a")
     control.end("unknown")
     assert memory.ended == ["a"]
+
+
+def test_the_memory_looks_up_all_at_once_while_it_is_asked() -> None:
+    """Not in a net window, in which nobody asks it."""
+    memory = Knows()
+    control = controlled(memory)
+    text = [1, 2, 3]
+    for is_asked in (False, True, True, False, False, True):
+        text = [*text, 4]
+        control.requests.served([("a", text)])
+        if is_asked:
+            control.look_up("a")
+    assert memory.looked_ahead == [0, 0, 8, 8, 0, 0]
 
 
 # -- what is learnt of the draft ------------------------------------------------------------------
@@ -317,7 +333,7 @@ def estimate(*, is_judged: bool) -> float:
             control.requests.add_unverified("a", i, at, at - 3, draft)
             is_right = random.random() < 0.97
         text += [*range(at, at + 1 + is_right)]
-        control.requests.served("a", text)
+        control.requests.served([("a", text)])
         judged, control.requests.judged = control.requests.judged, []
         one = [int(is_right)]
         seen = StepSeen(
@@ -340,7 +356,7 @@ def unverified(control: Speculation, draft: Sequence[int], served: Sequence[int]
     control.look_up("a")
     at = 3
     control.requests.add_unverified("a", 1, at, 0, draft)
-    control.requests.served("a", [1, 2, 3, *served])
+    control.requests.served([("a", [1, 2, 3, *served])])
     judged, control.requests.judged = control.requests.judged, []
     seen = StepSeen(["a"], [0], [0], stamp, stamp, DraftWork(2), 100, False, 0.01, [at], [0])
     seen.from_memory, seen.judged = {"a"}, judged
@@ -377,7 +393,7 @@ def test_requests_that_are_not_counted_say_nothing_of_drafts_that_nobody_verifie
     control.begin("x", is_counted=False)
     control.requests.add_unverified("x", 1, 0, 0, [4, 5])
     control.requests.add_unverified("unknown", 1, 0, 0, [4, 5])
-    control.requests.served("x", [4, 5])
+    control.requests.served([("x", [4, 5])])
     assert control.requests.judged == []
 
 
@@ -394,7 +410,7 @@ def test_another_draft_is_compared_with_nothing_of_the_one_before() -> None:
     assert after.memory_BRM is not None and before.memory_BRM is not None
     assert after.ratio_BR is not None and (after.ratio_BR == 1.0).all()
     assert np.array_equal(after.memory_BRM, before.memory_BRM)
-    control.requests.served("a", [1, 2, 3, 4, 5, 6])
+    control.requests.served([("a", [1, 2, 3, 4, 5, 6])])
     assert control.requests.judged == [], "that one was the old draft's"
     stamp = control.plan(["a"], 100)
     for _ in range(5):  # verified, and right as often as is expected of the new one: 0.2 + 0.04
@@ -420,7 +436,7 @@ def test_a_probe_learns_from_what_was_served_in_its_place() -> None:
         else:
             control.look_up("a")
         text += [*range(len(text), len(text) + 3)]
-        control.requests.served("a", text)
+        control.requests.served([("a", text)])
         judged, control.requests.judged = control.requests.judged, []
         seen = StepSeen(
             ["a"], [8], [2], stamp, stamp, DraftWork(), 100, False, 0.01, [len(text) - 3], [5]

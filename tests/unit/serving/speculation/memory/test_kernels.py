@@ -226,6 +226,7 @@ COMPILED = """
 import json, sys
 import numpy as np
 from serving.speculation.memory.compiled import PLAIN, compiled
+from serving.speculation.memory.step import Proposed, Windows
 from tests.unit.serving.speculation.memory.test_kernels import cells, table
 rng, found = np.random.default_rng(3), []
 text = np.concatenate([rng.integers(0, 9, 120), np.arange(300, 360), np.arange(300, 360)])
@@ -234,12 +235,24 @@ for kernels in (PLAIN, compiled()):
     for start in range(0, len(text), 40):
         token_T = np.zeros(60, np.int32)
         token_T[:40] = text[start : start + 40]
-        kernels.learn(shared, own, judged, token_T, 0, 40, (7, 9), start)
+        kernels.remember(own, token_T, 0, 40, 9, start)
         kernels.remember(shared, token_T, 0, 40, 7, start)
         ids, survival = np.zeros(8, np.int64), np.zeros(8)
         num = kernels.propose(shared, own, judged, token_T, 40, (7, 9), 0.01, ids, survival)
         said.append([ids[:num].tolist(), survival[:num].tolist()])
     kernels.forget(own, token_T, 40, 9)
+    windows = Windows.empty(2, 8)
+    windows.scope_S2[:] = [[7, 9], [7, 11]]
+    windows.is_kept_S[:] = True, False
+    proposed = Proposed(np.zeros(2, np.int64), np.zeros((2, 8), np.int64), np.zeros((2, 8)))
+    slot_B, end_B = np.array([1, 0]), np.array([3, 7])
+    for start in range(0, 100, 7):
+        some = text[start : start + 7].astype(np.int32)
+        learns_B = np.array([True, start % 2 == 0])
+        kernels.advance(shared, own, judged, windows, slot_B, end_B, some, learns_B, start)
+        kernels.propose_all(shared, own, judged, windows, slot_B, 0.01, proposed)
+        said.append([[*map(int, proposed.num_B)], proposed.survival_BK.tolist()])
+    said.append([windows.token_SW.tolist(), proposed.found_BK.tolist()])
     found.append([said, [int(a.sum()) for a in (*shared, *own)], judged.tried_C.tolist()])
 print(json.dumps(found))
 """

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from serving.speculation.memory import memory as module
+from serving.speculation.memory.kernels import Table
 from serving.speculation.memory.memory import BYTES_PER_ENTRY, Memory
 
 SECRET = [901, 902, 903, 904, 905, 906]
@@ -42,8 +43,19 @@ def holds(one: Memory, tokens: Sequence[int]) -> bool:
     """Whether any array of it holds such a token."""
     waiting = [token_T for token_T, *_ in one._waiting]
     running = [request.token_T for request in one._requests.values()]
-    tables = [one._shared.token_EN, one._own.token_EN]
-    return any(np.isin(tokens, array).any() for array in (*tables, *waiting, *running))
+    at_hand = [one._shared.token_EN, one._own.token_EN, one._windows.token_SW]
+    at_hand += [one._proposed.found_BK, one._found_K]
+    return any(np.isin(tokens, array).any() for array in (*at_hand, *waiting, *running))
+
+
+def contents(table: Table) -> dict[int, dict[int, int]]:
+    """Key -> next token -> times."""
+    entries = zip(table.key_E.tolist(), table.token_EN.tolist(), table.count_EN, strict=True)
+    return {
+        key: {token: int(num) for token, num in zip(tokens, counts, strict=True) if num}
+        for key, tokens, counts in entries
+        if key >= 0
+    }
 
 
 def test_an_answer_is_proposed_to_a_later_request() -> None:
@@ -180,6 +192,75 @@ def test_chances_are_learnt_where_nothing_is_proposed() -> None:
         one.end(f"r{n}")
     assert max(survival[:60]) > 0.6
     assert np.mean(survival[-400:]) < 0.4
+
+
+def test_all_requests_of_a_step_at_once_are_as_one_after_another() -> None:
+    """Of many requests, more than there is room for at first, some of which come and go, are not
+    kept, or have a prompt that takes many steps."""
+    together, apart, rng = memory(1 << 24), memory(1 << 24), np.random.default_rng(4)
+    together._secret = apart._secret  # keys alike
+    running: list[str] = []
+    for number in range(120):
+        if number < 60 and number % 2 == 0:
+            name, prompt = f"r{number}", rng.integers(0, 6, 3 * number).tolist()
+            for one in (together, apart):
+                one.begin(name, prompt, scope=f"{number % 3}", is_kept=number % 10 > 0)
+            running.append(name)
+        if number > 60 and len(running) > 3:
+            gone = running.pop(int(rng.integers(len(running))))
+            together.end(gone)
+            apart.end(gone)
+        served = [(name, rng.integers(0, 6, int(rng.integers(0, 10))).tolist()) for name in running]
+        together.advance_all(served, 8, 0.05)
+        for name, tokens in served:
+            apart.advance(name, tokens)
+        for name in running:
+            first, second = (one.propose(name, 8, 0.05) for one in (together, apart))
+            assert first.tokens == second.tokens
+            assert first.survival_K.tolist() == second.survival_K.tolist()
+        for one in (together, apart):
+            one.work()
+    assert len(together._windows.num_S) > module.SLOTS
+    assert contents(together._shared) == contents(apart._shared)
+    assert contents(together._own) == contents(apart._own)
+    assert (together._cells.right_C == apart._cells.right_C).all()
+    assert together._cells.tried_C.sum() > 1000
+
+
+def test_many_tokens_at_once_are_as_few_at_a_time() -> None:
+    text, whole, parts = [*range(20, 60), *range(20, 40)], memory(k=3), memory(k=3)
+    for one in (whole, parts):
+        one.begin("a", [1, 2])
+    whole.advance_all([("a", text)], 3, 0.05)
+    for start in range(0, len(text), 2):
+        parts.advance("a", text[start : start + 2])
+    assert whole.propose("a", 3, 0.05).tokens == [40, 41, 42]
+    assert parts.propose("a", 3, 0.05).tokens == [40, 41, 42]
+
+
+def test_what_was_looked_up_for_all_holds_until_anything_changes() -> None:
+    one = memory()
+    served(one, "a", [1, 2], SECRET)
+    for name in ("b", "c"):
+        one.begin(name, [7])
+    one.advance_all([("b", SECRET[:2]), ("c", SECRET[:3])], 8, 0.05)
+    assert one.propose("b", 8, 0.05).tokens == SECRET[2:]
+    assert one.propose("c", 8, 0.05).tokens == SECRET[3:]
+    assert one.propose("b", 2, 0.05).tokens == SECRET[2:4], "another length"
+    assert one.propose("b", 8, 1.0).tokens == [], "another chance"
+    one.advance("c", SECRET[3:4])
+    assert one.propose("c", 8, 0.05).tokens == SECRET[4:]
+    one.clear()
+    assert one.propose("b", 8, 0.05).tokens == [], "what was looked up is gone as well"
+
+
+def test_what_was_looked_up_for_a_request_goes_with_it() -> None:
+    one = memory()
+    one.begin("a", [7, *SECRET], is_kept=False)
+    one.advance_all([("a", SECRET[:2])], 8, 0.05)
+    assert holds(one, SECRET) and one._proposed.num_B[0] > 0
+    one.end("a")
+    assert not holds(one, SECRET)
 
 
 def test_a_repeated_name_goes_on_as_it_was() -> None:
