@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from osd.config.schema import CaptureConfig, Config
-from osd.records import PLAIN
+from osd.records import BY_MEMORY, PLAIN, Counters, SpecWindow, decode
 from serving.replica import Replica
 from serving.speculation.goodput import Plan
 from serving.speculation.sleep.runners import lazy_draft
@@ -359,9 +359,13 @@ def test_what_the_memory_gets_accepted_is_not_credited_to_the_draft(
     assert len(traces) == 4
     for trace in traces:
         assert trace.num_drafts == trace.num_draft_tokens == trace.num_accepted_tokens == 0
+        assert set(trace.draft_version[trace.kind != PLAIN].tolist()) == {BY_MEMORY}
     windows = json.loads(controlled.rpc("osd_report", "test", "default"))["windows"]
     counts = [window["num_draft_tokens"] + window["num_accepted_tokens"] for window in windows]
     assert sum(counts) == 0
+    assert sum(window["num_accepted_memory_tokens"] for window in windows) == sum(
+        entry["accepted"] for entry in log
+    )
 
 
 # ------------------------------------------------------------------------------------ when it fails
@@ -453,9 +457,10 @@ def test_tokens_of_the_memory_and_of_the_draft_are_verified_in_one_step(
     log = controlled.command("log", False)
     assert any(0 < entry["from_memory"] < entry["batch"] for entry in log), "in one step"
     after = controlled.command("report")
-    verified = {
-        name: after["sources"][name][0] - before["sources"][name][0] for name in after["sources"]
-    }
+    verified, accepted = (
+        {name: now[i] - before["sources"][name][i] for name, now in after["sources"].items()}
+        for i in (0, 1)
+    )
     assert min(verified.values()) > 20
     controlled.generate(some[:1], ignore_eos=True, max_tokens=1)  # a step that tells the worker
     controlled.traces()
@@ -463,6 +468,15 @@ def test_tokens_of_the_memory_and_of_the_draft_are_verified_in_one_step(
     after = controlled.command("report")
     of_draft = sum(window["num_draft_tokens"] for window in windows)
     assert of_draft == verified["draft"]
+    total = Counters()
+    for window in windows:
+        total.add(decode(json.dumps(window), SpecWindow).counters)
+    assert total.num_memory_tokens == verified["memory"]
+    assert total.num_accepted_memory_tokens == accepted["memory"] > 0
+    assert total.num_accepted_tokens == accepted["draft"]
+    brought = total.by_source()
+    assert sum(brought.values()) == total.num_output_tokens == 6 * LONG["max_tokens"] + 1
+    assert 0 < brought["memory"] <= accepted["memory"] and brought["draft"] > 0
     tested = sum(sum(window["num_tested_per_pos"]) for window in windows)
     by_control = sum(after["tested_per_position"]) - sum(before["tested_per_position"])
     assert tested == pytest.approx(by_control, abs=12), "both judge the same drafts"
