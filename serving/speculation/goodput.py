@@ -86,6 +86,11 @@ class Load(NamedTuple):
     """int: draft tokens that the client of each request allows. Fewer requests than `batch` where
     some are not known."""
 
+    @property
+    def has_found(self) -> bool:
+        """Whether the memory found anything lately."""
+        return self.memory_BRM is not None and bool(self.memory_BRM.any())
+
 
 def candidates(load: Load, times: StepTimes) -> list[Plan]:
     """Every possible plan with its predicted goodput, `off` first. Drafts are verified in part
@@ -101,14 +106,14 @@ def _in_part(load: Load, plans: list[Plan], times: StepTimes, off_s: float) -> l
 
     The price is what a token's time brings in a step that verifies all. Where that is far more than
     is good, a token is far cheaper in a step that is narrower; other prices are tried as well where
-    the memory, which has one plan alone, may propose."""
+    the memory, which has one plan alone, finds anything."""
     priced = [
         plan._replace(price=plan.goodput * times.seconds_per_token(shape_of(load, plan)))
         for plan in plans
     ]
     in_part = _predicted(load, priced, times, off_s)
     best = [max(pair, key=_goodput) for pair in zip(plans, in_part, strict=True)]
-    if load.memory_BRM is None or not any(plan.price for plan in priced):
+    if not load.has_found or not any(plan.price for plan in priced):
         return best
     num = len(PRICES)
     foreseen = _foresee(load, plans * num, np.repeat(PRICES, len(plans)), times, off_s)
@@ -172,7 +177,7 @@ def expected(
         price_P = np.array([plan.price for plan in plans])
     passes_P = np.array([plan.passes for plan in plans])
     num_PB, gain_PB = _of_draft(load, passes_P, price_P)
-    if load.memory_BRM is None:
+    if load.memory_BRM is None or not load.has_found:
         return gain_PB.sum(1), num_PB.sum(1)
     price_P111, price_P11 = price_P[:, None, None, None], price_P[:, None, None]
     place_M = np.arange(load.memory_BRM.shape[2])

@@ -498,6 +498,18 @@ def test_as_much_of_the_memory_is_verified_as_delivers_most(
     assert plan.goodput >= 0.9 * best
 
 
+@pytest.mark.parametrize("per_token", [0.0001, 0.001])
+def test_beside_a_memory_that_finds_nothing_the_draft_is_planned_as_without_one(
+    per_token: float,
+) -> None:
+    times = Stepped(per_token)
+    beside = TWICE._replace(memory_BRM=np.zeros((2, 2, 3)))
+    alone = TWICE._replace(memory_BRM=None, ratio_BR=None)
+    plans = [plan._replace(is_mixed=False) for plan in candidates(beside, times)]
+    assert [plan for plan in plans if plan.proposer != "memory"] == candidates(alone, times)
+    assert of(beside, Plan("memory", 3), MIXED) == [(0, 0), *of(alone, MIXED)]
+
+
 def test_a_memory_that_finds_nothing_is_not_tried() -> None:
     """It makes the same steps as nothing does."""
     times = Linear(0.001)

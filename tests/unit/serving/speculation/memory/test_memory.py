@@ -197,8 +197,8 @@ def test_chances_are_learnt_where_nothing_is_proposed() -> None:
 def test_all_requests_of_a_step_at_once_are_as_one_after_another() -> None:
     """Of many requests, more than there is room for at first, some of which come and go, are not
     kept, or have a prompt that takes many steps."""
-    together, apart, rng = memory(1 << 24), memory(1 << 24), np.random.default_rng(4)
-    together._secret = apart._secret  # keys alike
+    together, apart, rng = memory(1 << 25), memory(1 << 25), np.random.default_rng(4)
+    together._secret = apart._secret = b"the same for both"[:16]
     running: list[str] = []
     for number in range(120):
         if number < 60 and number % 2 == 0:
