@@ -80,3 +80,18 @@ def test_fleet(tmp_path: Path) -> None:
         assert 33_000 < found["bytes per trace in memory"] < 40_000
         assert found["its main thread's CPU per trace"] > 5
     assert {goal["met"] for goal in result["goals"]} <= {True, False}
+
+
+@pytest.mark.timeout(400)
+def test_memory_cost(tmp_path: Path) -> None:
+    _, figures = bench("memory_cost", tmp_path)
+    for batch in (1, 64):
+        found = {name: f["value"] for (of, name), f in figures.items() if of == f"batch {batch}"}
+        assert 0.7 < found["CPU seconds per token, memory on / off"] < 1.3
+        assert found["tokens of the memory verified per output token"] < 0.05, "it finds nothing"
+        with_it, without = (
+            found[f"CPU of the control per token, memory {state}"] for state in ("on", "off")
+        )
+        assert with_it > without > 0
+        share = found["CPU of the memory in a step over a step of 40 ms"]
+        assert share == pytest.approx(batch * (with_it - without) / 40_000, rel=0.5)
