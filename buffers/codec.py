@@ -104,8 +104,8 @@ def encode_trace(trace: Trace) -> bytes:
     return data + _CRC.pack(zlib.crc32(data))
 
 
-def decode_trace(data: bytes) -> Trace:
-    """The trace, with writable arrays of its own.
+def decode_trace(data: bytes, *, is_shared: bool = False) -> Trace:
+    """The trace, with writable arrays of its own. `is_shared` is not among its bytes.
 
     Raises `UnknownSchema` for another schema version and `CorruptTrace` for any other defect. The
     length of `data` bounds the memory used, whatever `data` claims.
@@ -118,6 +118,7 @@ def decode_trace(data: bytes) -> Trace:
         raise CorruptTrace(f"header: {error}") from None
     sizes = _check_arrays(header.arrays, body_end - head_end)
     values: dict[str, Any] = {name: getattr(header, name) for name in _SCALARS}
+    values["is_shared"] = is_shared
     offset = head_end
     for array, size in zip(header.arrays, sizes, strict=True):
         flat = np.frombuffer(data, np.dtype(array.dtype), math.prod(array.shape), offset)

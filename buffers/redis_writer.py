@@ -56,6 +56,7 @@ class _Packed(NamedTuple):
     is_holdout: bool
     at: str
     payload: bytes
+    is_shared: bool
 
 
 @dataclass(slots=True)
@@ -164,7 +165,8 @@ class RedisWriter:
         except ValueError as error:
             logger.debug("%s", error)
             return None
-        return _Packed(domain, trace.is_holdout, repr(float(trace.finished_at)), payload)
+        at = repr(float(trace.finished_at))
+        return _Packed(domain, trace.is_holdout, at, payload, trace.is_shared)
 
     def _store(self, packed: list[_Packed], tally: _Tally) -> None:
         refused = self._send(packed, tally)
@@ -208,7 +210,7 @@ class RedisWriter:
         group = sorted(group, key=lambda one: one.is_holdout)
         args: list[Any] = [*self._capacities, sum(not one.is_holdout for one in group)]
         for one in group:
-            args += [one.at, one.payload]
+            args += [one.at, one.payload, int(one.is_shared)]
         return scripts.PUT, [self._keys.train(domain), self._keys.holdout(domain)], args
 
     def _make_room(self) -> None:

@@ -37,7 +37,8 @@ class Unreadable:
         reasons: dict[int, str] = {}
         for entry_id, fields in rows:
             seq = int(entry_id.split(b"-")[0])
-            trace, reason = _decode((fields or {}).get(b"p", b""))
+            fields = fields or {}
+            trace, reason = _decode(fields.get(b"p", b""), fields.get(b"s") == b"1")
             entries.append(Entry(trace.finished_at if trace else UNREADABLE_AT, seq, trace))
             if reason:
                 reasons[seq] = reason
@@ -72,10 +73,10 @@ class Unreadable:
             self._link.script(scripts.COUNT, [self._keys.unreadable], [reason, num])
 
 
-def _decode(data: bytes) -> tuple[Trace | None, str]:
+def _decode(data: bytes, is_shared: bool = False) -> tuple[Trace | None, str]:
     """The trace, or the reason why it cannot be decoded."""
     try:
-        return decode_trace(data), ""
+        return decode_trace(data, is_shared=is_shared), ""
     except UnknownSchema:
         return None, "schema"
     except CorruptTrace:

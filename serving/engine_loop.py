@@ -20,6 +20,7 @@ from osd.records import DraftRelease
 from serving.activity import Activity
 from serving.pull import DraftPuller, Here, as_it_lies
 from serving.speculation.client import SpeculationClient
+from serving.speculation.memory.warm import Recent, Warming
 from serving.speculation.profile import profile_path
 from serving.swap.ranks import Ranks
 from serving.vllm import parts
@@ -30,6 +31,9 @@ from serving.worker import trace_settings
 logger = logging.getLogger(__name__)
 
 MAX_PAUSE = 30.0
+SECONDS_TO_WARM = 5.0
+"""How long an engine's first request may wait for what was served before; the rest comes while it
+serves."""
 
 
 class EngineLoop:
@@ -57,6 +61,7 @@ class EngineLoop:
         off: dict[str, str] | None = None,
         awake_note: str = "",
         heard: tuple[bool, bool] = (True, True),
+        recent: Recent | None = None,
     ) -> None:
         self._engine, self._config = engine, config
         self._name, self._url = name, url
@@ -64,6 +69,7 @@ class EngineLoop:
         self._registry, self._sink = registry, sink
         self._is_controlled, self._awake_note = is_controlled, awake_note
         self._activity, self._here, self._heard = activity, here, heard
+        self._recent = recent
         self._off = {} if off is None else off
         self._puller: DraftPuller | None = None
         self.speculation_client: SpeculationClient | None = None
@@ -112,9 +118,20 @@ class EngineLoop:
                 k=k,
                 release=self._release,
                 speculation_client=self.speculation_client,
+                warming=self._warming(),
                 off=self._off,
                 here=self._here,
             )
+            if may_measure:
+                await self._puller.warm(SECONDS_TO_WARM)
+
+    def _warming(self) -> Warming | None:
+        """None where nothing is remembered of requests."""
+        is_kept = self._config.capture.enabled and self._heard[1]
+        if self._recent is None or self.speculation_client is None or not is_kept:
+            return None
+        assert self._registry is not None
+        return Warming(self._recent, self.speculation_client, self._registry, self._config)
 
     @property
     def seconds_between_looks(self) -> float:

@@ -37,6 +37,7 @@ from osd.records import (
 from serving.activity import Activity
 from serving.folding import MAX_SECONDS, Folding
 from serving.speculation.client import SpeculationClient
+from serving.speculation.memory.warm import Warming
 from serving.swap.ranks import Ranks
 from serving.vllm import names
 
@@ -93,11 +94,12 @@ class DraftPuller:
         k: int,
         release: DraftRelease,
         speculation_client: SpeculationClient | None = None,
+        warming: Warming | None = None,
         off: Mapping[str, str] | None = None,
         here: Here = lambda release: release,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._speculation_client = speculation_client
+        self._speculation_client, self._warming = speculation_client, warming
         self._off = dict(off or {})
         uncontrolled = self._off.get("control", "")
         self._speculation = SpeculationReport(problem=uncontrolled) if uncontrolled else None
@@ -127,6 +129,22 @@ class DraftPuller:
         if "swap" not in self._off and self._is_on("swap"):
             await self._swap_if_wanted()
         await self._report_if_due()
+        if self._warming is not None:
+            await self._warming.go_on(self._num_purges)
+
+    async def warm(self, seconds: float) -> None:
+        """Fill the engine's memory as far as it can be within about so many seconds. What is left
+        comes with `look`."""
+        deadline = self._clock() + seconds
+        if self._warming is None:
+            return
+        await self._forget_if_purged()
+        if self._num_purges is None:
+            logger.warning("the memory begins empty: Redis is away, or the engine does not answer")
+        while self._num_purges is not None and not self._warming.is_done:
+            if self._clock() > deadline:
+                return
+            await self._warming.go_on(self._num_purges)
 
     async def finish(self) -> None:
         """Send what has been counted. Nothing is served any more."""

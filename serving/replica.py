@@ -30,6 +30,7 @@ from serving.engine_loop import EngineLoop, look_after
 from serving.headers import HeadersToXargs
 from serving.pull import Here, as_it_lies, release_to_start
 from serving.speculation.client import room_for_drafts, settings_for
+from serving.speculation.memory.warm import Recent
 from serving.vllm import fixes, names, parts
 from serving.vllm.server import (
     build_engine_and_app,
@@ -53,7 +54,7 @@ class Replica:
     `sink` is passed to the worker extension. `draft_release` is what to start with where Redis
     names no other; None serves the target without speculation, capture and swap. `awake_note` is a
     file (`serving/speculation/sleep/awake_note.py`); "" = none is kept. `here` gives a release its
-    path on this machine.
+    path on this machine. `recent`: what the memory begins with; None = nothing.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Replica:
         sink: dict[str, Any],
         awake_note: str = "",
         here: Here = as_it_lies,
+        recent: Recent | None = None,
     ) -> None:
         self.name = name
         self._config = config
@@ -79,7 +81,7 @@ class Replica:
         self._extension = worker_extension
         self._sink = sink
         self._awake_note = awake_note
-        self._here = here
+        self._here, self._recent = here, recent
         self._beside: EngineLoop | None = None
         self._is_controlled = False
         self._off: dict[str, str] = {}
@@ -228,6 +230,7 @@ class Replica:
             here=self._here,
             off=self._off,
             awake_note=self._awake_note,
+            recent=self._recent,
         )
         await self._beside.start()
 

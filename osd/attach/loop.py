@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from buffers.recent import recent
 from osd.attach.fetch import read_over_http
 from osd.common.model_directory import WEIGHTS, digests
 from osd.config.schema import CaptureConfig, Config
@@ -135,6 +136,12 @@ class AttachedLoop:
         """Install the hooks, deaf to what is switched off."""
         config = self._config(terms)
         is_controlled = "control" not in self._off
+        sink = {
+            "url": self._redis_url,
+            "deployment": self._deployment,
+            "target_id": self._target_id,
+            **terms.buffer,
+        }
         beside = EngineLoop(
             self._engine,
             config,
@@ -143,12 +150,8 @@ class AttachedLoop:
             release=own,
             target_id=self._target_id,
             registry=self._registry,
-            sink={
-                "url": self._redis_url,
-                "deployment": self._deployment,
-                "target_id": self._target_id,
-                **terms.buffer,
-            },
+            sink=sink,
+            recent=recent(sink),
             is_controlled=is_controlled,
             activity=self._activity,
             here=self._here(config, own),

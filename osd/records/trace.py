@@ -93,6 +93,9 @@ class Trace:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    is_shared: bool = False
+    """Whether requests of others may be proposed this answer: its own request is known to have had
+    no `cache_salt`. Stored beside the encoded trace, in the replay buffer alone."""
 
     def __post_init__(self) -> None:
         for name, (dtype, ndim) in TRACE_ARRAYS.items():

@@ -124,6 +124,7 @@ class ReplicaActor:
         registry = Registry(redis_url, config.deployment)
         begin_log(Path(log_dir), name, registry)
         server.prepare_environment()
+        from buffers.recent import recent
         from osd.releases.store import what_serves
         from osd.service.worker import QUALIFIED_NAME
         from serving.pull import as_it_lies
@@ -132,6 +133,7 @@ class ReplicaActor:
         if config.has_front_door:
             config = behind_front_door(config)
         is_home = cluster.node_id() == home
+        sink = buffer_settings(config, redis_url, target_id)
         if is_home and draft_release is not None:
             draft_release = what_serves(config.releases_path, draft_release)
         self._replica = Replica(
@@ -142,7 +144,8 @@ class ReplicaActor:
             draft_release=draft_release,
             registry=registry,
             worker_extension=QUALIFIED_NAME,
-            sink=buffer_settings(config, redis_url, target_id),
+            sink=sink,
+            recent=recent(sink),
             awake_note=str(awake_note(config, name, is_restart=was_restarted())),
             here=as_it_lies if is_home else drafts_here(config, patience=PATIENCE),
         )

@@ -138,6 +138,7 @@ class RunningRequest:
             num_drafts=self.num_drafts,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
+            is_shared=params.is_shared,
         )
 
 

@@ -14,7 +14,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,13 @@ class SpeculationClient:
     async def forget(self) -> bool:
         """Empty the memory. Whether it is empty."""
         return await self._call("forget") is not None
+
+    async def remember(self, answers: Sequence[tuple[list[int], list[int]]]) -> int | None:
+        """Have the memory know these earlier answers: (end of the prompt, answer), the oldest
+        first. Returns how many of their tokens wait until more is asked of it; None where no memory
+        answers."""
+        waiting = await self._call("remember", list(answers))
+        return None if waiting is None else int(waiting)
 
     async def report(self) -> SpeculationReport:
         """What the control says of itself; an empty one when it does not answer."""

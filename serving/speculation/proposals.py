@@ -5,7 +5,8 @@
     what was served ────► the memory; drafts that nobody verified are judged
 
 The worker is told with each step (`osd_from_memory`, `osd_judged` of vLLM's output): it counts
-tokens of the memory apart, and unverified drafts as if they had been verified.
+tokens of the memory apart, and unverified drafts as if they had been verified. It is told of new
+requests whose traces may warm a memory (`osd_shared`), since it does not see their `cache_salt`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from osd.records import clean_domain
 from serving.capture.skips import may_be_kept
 from serving.speculation.control import Settings, Speculation
+from serving.speculation.memory.memory import Memory
 from serving.speculation.memory.unverified import Judged
 from serving.speculation.requests import whole_number
 
@@ -32,6 +34,8 @@ class Proposals:
         """Share of the requests that are remembered beyond their end."""
         self._from_memory: set[str] = set()
         """Requests whose present draft tokens are the memory's."""
+        self._shared: set[str] = set()
+        """Requests whose answers others may be proposed, whoever asks."""
         self._num_steps = 0
         self._untold: list[Judged] = []
 
@@ -39,13 +43,15 @@ class Proposals:
         """A request has come, as vLLM's scheduler knows it."""
         params = request.sampling_params
         extra = (params.extra_args if params is not None else None) or {}
+        if (scope := scope_of(request)) == SHARED:
+            self._shared.add(request.request_id)
         self._osd.begin(
             request.request_id,
             domain=clean_domain(str(extra.get("osd_domain", ""))),
             client_cap=0 if is_undrafted else whole_number(extra.get("osd_spec_k")),
             is_counted=not extra.get("osd_calibration"),
             prompt=list(request.all_token_ids),
-            scope=scope_of(request),
+            scope=scope,
             is_kept=may_be_kept(request, extra, self.memory_fraction),
         )
 
@@ -57,6 +63,8 @@ class Proposals:
         from_memory = frozenset(self._from_memory & verified.keys()) if self._from_memory else ()
         output.osd_step = self._num_steps
         output.osd_from_memory = tuple(from_memory)
+        new = (request.req_id for request in output.scheduled_new_reqs)
+        output.osd_shared = tuple(req_id for req_id in new if req_id in self._shared)
         output.osd_judged = [
             (one.req_id, one.step, one.num_drafted, one.num_accepted) for one in self._untold
         ]
@@ -100,10 +108,35 @@ class Proposals:
     def end(self, req_id: str) -> None:
         """The request has gone."""
         self._from_memory.discard(req_id)
+        self._shared.discard(req_id)
         self._osd.end(req_id)
+
+    def remember(self, answers: Iterable[tuple[list[int], list[int]]]) -> int | None:
+        """What was served before this engine started, and may be proposed to whoever asks: (end of
+        the prompt, answer), the oldest first. Returns how many tokens wait to be remembered, of
+        which each call remembers some; None without a memory."""
+        memory = self._osd.memory
+        if not isinstance(memory, Memory):
+            return None
+        memory.remember(answers, SHARED)
+        memory.work()
+        return memory.num_waiting
+
+    def forget(self) -> None:
+        """Empty the memory."""
+        if self._osd.memory is not None:
+            self._osd.memory.clear()
 
 
 def scope_of(request: Any) -> str:
     """Who may be proposed what a request is served: those with its salt and its adapter."""
     lora = getattr(request, "lora_request", None)
-    return repr((request.cache_salt or "", "" if lora is None else lora.lora_name))
+    return _scope(request.cache_salt or "", "" if lora is None else lora.lora_name)
+
+
+def _scope(salt: str, adapter: str) -> str:
+    return repr((salt, adapter))
+
+
+SHARED = _scope("", "")
+"""The scope of requests that have neither."""

@@ -70,8 +70,7 @@ class Controlled(Undrafted):
         config = self.vllm_config  # type: ignore[attr-defined]
         settings = settings_of(config.additional_config)
         largest_k: int = self.num_spec_tokens  # type: ignore[attr-defined]
-        most = min(settings.memory_k_max, largest_k)
-        settings = replace(settings, memory_k_max=most)
+        settings = replace(settings, memory_k_max=min(settings.memory_k_max, largest_k))
         self._osd_left_out: dict[str, str] = {}
         if (reason := self._osd_no_memory()) and "memory" in settings.proposers:
             logger.warning("the memory is left out of speculation.proposers: %s", reason)
@@ -152,7 +151,7 @@ class Controlled(Undrafted):
 
     def osd_command(self, name: str, argument: str) -> str:
         """`report`, `sweep`, `end_sweep`, `sweep_steps_left`, `rows`, `load_rows`, `restart`,
-        `force`, `forget`, `keep`, `hold` or `log`.
+        `force`, `forget`, `remember`, `keep`, `hold` or `log`.
 
         Arguments and results are JSON text.
         """
@@ -184,8 +183,9 @@ class Controlled(Undrafted):
             case "force":
                 self.osd.force(Plan(*given) if given else None)
             case "forget":
-                if self.osd.memory is not None:
-                    self.osd.memory.clear()
+                self._osd_proposals.forget()
+            case "remember":
+                result = self._osd_proposals.remember(given)
             case "keep":
                 self._osd_proposals.memory_fraction = float(given)
             case "hold":

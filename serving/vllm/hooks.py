@@ -40,6 +40,8 @@ class NewRequest:
     extra_args: Mapping[str, Any]
     skip_reason: str
     """Why its logits must not be captured, as in `SKIP_REASONS`; "" when they may."""
+    is_shared: bool = False
+    """Whether the scheduler says that its answer may be proposed to requests of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,9 @@ class VerificationHook:
                 self._listener.on_proposed(Proposed(step, scheduler_output.osd_judged))
             new, finished = scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids
             if self.is_listening and (new or finished):
-                self._listener.on_schedule([new_request(r) for r in new], set(finished))
+                shared = getattr(scheduler_output, "osd_shared", ())
+                requests = [new_request(r, r.req_id in shared) for r in new]
+                self._listener.on_schedule(requests, set(finished))
         return self._execute_model(scheduler_output, *args, **kwargs)
 
     def _listen_v1(self) -> Callable[[], None]:
@@ -300,7 +304,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def new_request(data: Any) -> NewRequest:
+def new_request(data: Any, is_shared: bool = False) -> NewRequest:
     """A request as the scheduler announces it (`NewRequestData`)."""
     params = data.sampling_params
     if params is None:
@@ -318,4 +322,5 @@ def new_request(data: Any) -> NewRequest:
         stop_ids=frozenset(stop_ids),
         extra_args=params.extra_args or {},
         skip_reason=unfit(data),
+        is_shared=is_shared,
     )

@@ -138,11 +138,11 @@ def test_its_windows_and_swaps_count(registry: Registry) -> None:
     )
 
 
-def test_its_traces_are_trained_on(server: EmbeddedValkey, raw: Any) -> None:
+def test_its_traces_are_trained_on_and_shared_with_nobody(server: EmbeddedValkey, raw: Any) -> None:
     with closing(RedisTraceBuffer(url=server.url, deployment="here", target_id=TARGET)) as buffer:
         assert buffer.num_unread({}) == 1
         (trace,), _ = buffer.read({}, 10)
-    assert (trace.target_id, trace.num_rows) == (TARGET, 15)
+    assert (trace.target_id, trace.num_rows, trace.is_shared) == (TARGET, 15, False)
     batch = collate([trace], 256, VOCABULARY)
     assert len(batch.row_s_N) == trace.num_rows
     assert is_believable(trace).all(), "each row belongs to the token that was served"
@@ -281,7 +281,11 @@ def test_it_reads_what_is_written_now(record: Any) -> None:
 
 
 def test_it_reads_the_traces_that_are_written_now(server: EmbeddedValkey, raw: Any) -> None:
-    """The same trace is the same bytes."""
+    """The same trace is the same bytes, under the same name; what is new stands behind them."""
+    stream = f"osd:here:{{default:}}:{TARGET}:train"
     with closing(RedisTraceBuffer(url=server.url, deployment="here", target_id=TARGET)) as buffer:
         (trace,), _ = buffer.read({}, 10)
-    assert encode_trace(trace) == base64.b64decode(EARLIER["trace"]["p"])
+        buffer.put([replace(trace, is_shared=True)])
+    (_, earlier), (_, now) = raw.xrange(stream)
+    assert encode_trace(trace) == now[b"p"] == base64.b64decode(EARLIER["trace"]["p"])
+    assert list(now.items())[:2] == list(earlier.items())

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
+from buffers import recent
 from buffers.base import Cursor, TraceBuffer, holdout_capacity
 from buffers.memory import MemoryTraceBuffer
+from buffers.recent import newest_shared
 from buffers.redis_stream import RedisTraceBuffer
 from osd.config.schema import BufferConfig
 from osd.records import clean_domain, encode
@@ -216,6 +218,48 @@ def test_a_cursor_ahead_of_the_buffer_comes_back_to_it(buffer: TraceBuffer):
     _, cursor = buffer.read(ahead, 10)
     buffer.put(make_traces(2, start=5))
     assert read_all(buffer, cursor) == ids(make_traces(2, start=5))
+
+
+# -- what may be proposed to others ----------------------------------------------------------------
+
+
+def test_whether_a_trace_may_be_shared_comes_back_with_it(buffer: TraceBuffer):
+    traces = [make_trace(index=i, is_shared=i % 3 == 0, domain="ab"[i % 2]) for i in range(12)]
+    held_out = make_traces(2, start=20, holdout=True, is_shared=True)
+    buffer.put([*traces, *held_out])
+    shared = {trace.trace_id: trace.is_shared for trace in [*traces, *held_out]}
+    read, cursor = buffer.read({}, 99)
+    for got in (read, buffer.sample(12, np.random.default_rng(0), cursor), buffer.holdout(9)):
+        assert len(got) in (12, 2)
+        assert {trace.trace_id: trace.is_shared for trace in got}.items() <= shared.items()
+
+
+def newest(buffer: TraceBuffer, num_tokens: int) -> list[str]:
+    return [name for some in newest_shared(buffer, num_tokens) for name in ids(some)]
+
+
+def test_the_newest_that_may_be_shared_are_found_oldest_first(buffer: TraceBuffer):
+    traces = [make_trace(index=i, is_shared=i % 4 > 0, domain="ab"[i % 2]) for i in range(200)]
+    buffer.put([*traces, *make_traces(3, start=300, holdout=True, is_shared=True)])
+    assert newest(buffer, 10_000) == ids([trace for trace in traces if trace.is_shared])
+    assert newest(buffer, 60 * 8 - 1) == ids([trace for trace in traces[140:] if trace.is_shared])
+
+
+def test_no_more_are_read_than_a_number_and_those_that_come_meanwhile_are_left(
+    buffer: TraceBuffer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(recent, "MOST", 70)
+    buffer.put(traces := make_traces(100, is_shared=True))
+    found = newest_shared(buffer, 10_000)
+    read = ids(next(found))
+    buffer.put(make_traces(50, start=100, is_shared=True))
+    assert read + [name for some in found for name in ids(some)] == ids(traces[30:])
+
+
+def test_an_empty_buffer_has_nothing_to_share(buffer: TraceBuffer):
+    assert newest(buffer, 10_000) == []
+    buffer.put(make_traces(3, num_output=0, num_rows=0, is_shared=True))
+    assert newest(buffer, 10_000) == []
 
 
 # -- bounds ---------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from serving.speculation.memory.kernels import (
     LONGEST,
     NUM_CELLS,
     NUM_NEXT,
+    NUM_ORDERS,
     WAYS,
     Cells,
     Table,
@@ -302,6 +303,11 @@ class Memory:
         """What the keys of a scope begin with. Nobody outside can find two names with the same."""
         digest = blake2b(name.encode(), key=self._secret, digest_size=KEY_BITS // 8)
         return int.from_bytes(digest.digest())
+
+
+def num_tokens_of(max_bytes: int) -> int:
+    """How many tokens of answers fill what a memory of this size has for them."""
+    return int((1 - OWN_SHARE) * max_bytes) // BYTES_PER_ENTRY // NUM_ORDERS
 
 
 def _table(num: int) -> Table:

@@ -628,6 +628,65 @@ async def test_what_was_purged_is_forgotten_once_and_until_it_is(pulled: Pulled)
     assert asked == [True, False, False, True, True]
 
 
+class FakeWarming:
+    """Needs `left` parts, of some seconds each, and hears for which purges the engine forgot."""
+
+    def __init__(self, left: int, pulled: Pulled | None = None) -> None:
+        self.left, self.pulled = left, pulled
+        self.heard: list[int | None] = []
+
+    @property
+    def is_done(self) -> bool:
+        return not self.left
+
+    async def go_on(self, num_purges: int | None) -> None:
+        self.heard.append(num_purges)
+        assert self.pulled is not None
+        self.pulled.now += 1.0
+        if num_purges is not None:
+            self.left = max(0, self.left - 1)
+
+
+def warmed(left: int) -> tuple[Pulled, FakeWarming]:
+    warming = FakeWarming(left)
+    warming.pulled = Pulled(warming=warming)
+    return warming.pulled, warming
+
+
+async def test_a_memory_is_filled_before_the_first_request_and_once_the_engine_forgot() -> None:
+    pulled, warming = warmed(3)
+    await pulled.puller.warm(60.0)
+    assert warming.heard == [7, 7, 7]
+    assert pulled.speculation_client.forgotten == [True]
+    await pulled.look(5)
+    assert pulled.speculation_client.forgotten == [True], "it does not forget what came since"
+
+
+async def test_what_there_was_no_time_for_comes_while_it_serves() -> None:
+    pulled, warming = warmed(5)
+    await pulled.puller.warm(1.5)
+    assert warming.heard == [7, 7]
+    for _ in range(3):
+        await pulled.look()
+    assert warming.is_done
+
+
+async def test_while_redis_is_away_no_engine_waits_for_its_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pulled, warming = warmed(3)
+    pulled.registry.is_away = True
+    await pulled.puller.warm(60.0)
+    await pulled.look(5)
+    assert warming.left == 3
+    assert [record.message for record in caplog.records] == [
+        "the memory begins empty: Redis is away, or the engine does not answer"
+    ]
+    pulled.registry.is_away = False
+    await pulled.look(5)
+    assert warming.left == 2
+
+
 async def test_an_engine_without_control_has_nothing_to_forget() -> None:
     pulled = Pulled(speculation_client=None)
     await pulled.look()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 
 from osd.config.schema import Config
 from osd.errors import SwapError
-from osd.records import DraftRelease, RankReport, encode
+from osd.records import DraftRelease, RankReport, Trace, WorkerReport, encode
+from serving import engine_loop
 from serving import replica as of_replica
 from serving.activity import Activity
 from serving.engine_loop import EngineLoop
@@ -27,6 +30,8 @@ class Engine:
         self.off, self.calls = off, list[tuple[str, tuple[Any, ...]]]()
         self.refused = ""
         """Why the last rank does not take the hooks."""
+        self.answer = ""
+        """The core's to all that it is asked."""
         self.vllm_config = SimpleNamespace(speculative_config=object())
         self.engine_core = SimpleNamespace(call_utility_async=self._call_utility)
 
@@ -37,10 +42,12 @@ class Engine:
             return [encode(RankReport(version=1, refused=why)).decode() for why in refused]
         if method == "osd_parts_off":
             return [json.dumps(off) for off in self.off]
+        if method == "osd_report":
+            return [encode(WorkerReport()).decode()] * len(self.off)
         return [""] * len(self.off)
 
     async def _call_utility(self, method: str, *args: Any) -> str:
-        return ""
+        return self.answer
 
     def asked(self, method: str) -> list[tuple[Any, ...]]:
         return [args for name, args in self.calls if name == method]
@@ -53,6 +60,7 @@ def replica(engine: Engine | None = None, **serving: Any) -> Any:
     made._sink, made._target_id, made._target_dir, made._extension = {}, "t", "/t", "x.Y"
     made._awake_note, made.name, made._engine = "/data/replica-0.awake", "replica-0", engine
     made._activity, made._here, made._beside = Activity(), as_it_lies, None
+    made._recent = None
     return made
 
 
@@ -97,6 +105,50 @@ async def test_an_engine_may_begin_deaf_and_without_a_permit(
     assert (told["is_observed"], told["is_captured"]) == (True, False)
     assert engine.asked("osd_undrafted") == []
     assert await loop.go_back(RELEASE) is False, "nothing is pulled"
+
+
+@pytest.mark.parametrize(
+    "has_recent, is_captured, is_controlled, is_warmed",
+    [
+        (True, True, True, True),
+        (False, True, True, False),
+        (True, False, True, False),
+        (True, True, False, False),
+    ],
+)
+async def test_a_memory_is_filled_where_requests_are_captured_and_speculation_is_controlled(
+    has_recent: bool,
+    is_captured: bool,
+    is_controlled: bool,
+    is_warmed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine({})
+    config = Config.model_validate({"speculation": {"mode": "fixed"}})
+    monkeypatch.setattr(engine_loop, "profile_path", lambda *_: Path("/nowhere"))
+    asked: list[int] = []
+
+    def recent(num_tokens: int) -> Iterator[list[Trace]]:
+        asked.append(num_tokens)
+        return iter(())
+
+    engine.answer = "0"
+    loop = EngineLoop(
+        engine,
+        config,
+        name="gpu-2-8000",
+        url="",
+        release=RELEASE,
+        target_id="t",
+        registry=SimpleNamespace(num_purges=lambda: 0),  # type: ignore[arg-type]
+        sink={},
+        is_controlled=is_controlled,
+        activity=Activity(),
+        heard=(True, is_captured),
+        recent=recent if has_recent else None,
+    )
+    await loop.start(permits=False)
+    assert bool(asked) == is_warmed
 
 
 async def test_where_all_can_none_is_told() -> None:

@@ -51,6 +51,15 @@ def test_each_position_is_there_once_with_its_own_row() -> None:
     assert trace.target_ids[:, 0].tolist() == [11, 12, 13, 14, 15]
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_trace_says_whether_its_answer_may_be_shared(is_shared: bool) -> None:
+    bench = Bench()
+    bench.begin(make_request(is_shared=is_shared))
+    bench.add(step(3, [10]))
+    bench.finish("r")
+    assert bench.only_trace().is_shared is is_shared
+
+
 def test_a_replay_replaces_what_it_computes_again() -> None:
     """The engine threw away the step at positions 4 to 8 and came back with other tokens and fewer
     rows."""

@@ -113,8 +113,10 @@ class PlainScheduler:
             r.request_id: min(r.chunk, r.num_tokens - r.num_computed) or 1 + len(r.spec_token_ids)
             for r in self.running
         }
+        new = [SimpleNamespace(req_id=r.request_id) for r in self.running if not r.num_computed]
         output = SimpleNamespace(
             given=given,
+            scheduled_new_reqs=new,
             num_scheduled_tokens=num,
             scheduled_spec_decode_tokens=verified,
             num_invalid_spec_tokens=None,
@@ -888,6 +890,41 @@ def test_what_may_be_remembered_of_a_request() -> None:
         bench.add("a", [4, 5, 6], **given)  # type: ignore[arg-type]
         (told,) = bench.osd.remembered
         assert told == {"prompt": [4, 5, 6], "scope": scope, "is_kept": is_kept}, given
+
+
+def test_the_worker_is_told_once_of_new_requests_whose_answers_others_may_be_proposed() -> None:
+    bench = Bench()
+    told = []
+    bench.add("a")
+    bench.add("b", cache_salt="tenant")
+    bench.add("c", lora_request=SimpleNamespace(lora_name="one"))
+    for req_id in ("d", "e"):
+        told.append(bench.step().osd_shared)
+        bench.add(req_id)
+    told.append(bench.step().osd_shared)
+    assert told == [("a",), ("d",), ("e",)]
+    bench.scheduler.ending = {"a", "b", "c", "d", "e"}
+    bench.step()
+    bench.add("a", cache_salt="tenant")
+    assert bench.step().osd_shared == (), "another request of the same name"
+
+
+def test_what_was_served_before_the_start_is_proposed_to_those_without_a_salt() -> None:
+    bench = Bench()
+    bench.osd.force(Plan("memory", 3))
+    assert bench.command("remember", [[[1, 2], [61, 62, 63]], [[2], [*range(200, 300)]]]) == 39
+    assert [bench.command("remember", []) for _ in range(2)] == [0, 0]
+    bench.add("a", [1, 2])
+    bench.add("b", [1, 2], cache_salt="tenant")
+    bench.step({"a": [61], "b": [61]})
+    assert [r.spec_token_ids for r in bench.scheduler.running] == [[62, 63], []]
+    bench.scheduler.ending = {"a", "b"}
+    bench.step()
+    bench.command("forget")
+    bench.add("c", [1, 2])
+    bench.step({"c": [61]})
+    assert bench.scheduler.running[0].spec_token_ids == []
+    assert Bench(proposers=["draft"]).command("remember", []) is None, "there is none"
 
 
 def test_only_a_share_of_the_requests_is_remembered() -> None:

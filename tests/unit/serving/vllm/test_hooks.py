@@ -181,9 +181,11 @@ class Ear:
         self.steps: list[Verification] = []
         self.failures: list[Exception] = []
         self.new: list[str] = []
+        self.shared: list[str] = []
 
     def on_schedule(self, new: list[NewRequest], finished: set[str]) -> None:
         self.new += [request.req_id for request in new]
+        self.shared += [request.req_id for request in new if request.is_shared]
 
     def on_verify(self, step: Verification) -> None:
         self.steps.append(step)
@@ -227,6 +229,19 @@ def test_steps_of_a_v1_runner_that_pass_by_the_rejection_sampler_are_heard() -> 
     hook.remove()
     runner._sample(logits()[:3], None)
     assert len(ear.steps) == 1 and ear.failures == []
+
+
+@pytest.mark.parametrize("told, shared", [({"osd_shared": ("b",)}, ["b"]), ({}, [])])
+def test_answers_may_be_shared_where_the_scheduler_says_so(
+    told: dict[str, Any], shared: list[str]
+) -> None:
+    ear, runner = Ear(), V1Runner()
+    VerificationHook(runner, ear)
+    from tests.unit.serving.capture.test_assemble import announced
+
+    new = [announced(req_id="a"), announced(req_id="b")]
+    runner.execute_model(SimpleNamespace(scheduled_new_reqs=new, finished_req_ids=set(), **told))
+    assert ear.failures == [] and ear.new == ["a", "b"] and ear.shared == shared
 
 
 def test_a_copy_of_logits_that_fails_ends_capture_and_no_request() -> None:
