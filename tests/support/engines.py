@@ -168,7 +168,7 @@ class Engine:
         """Stages, waits and commits, as a replica does. Returns the answer or the error."""
         return asdict(asyncio.run(self.ranks.swap(release))[1])
 
-    def add(self, prompt_ids: Sequence[int], **sampling: Any) -> str:
+    def add(self, prompt_ids: Sequence[int], *, cache_salt: str = "", **sampling: Any) -> str:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -177,9 +177,12 @@ class Engine:
         defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "detokenize": False}
         # Otherwise the samples of one request come one by one.
         defaults["output_kind"] = RequestOutputKind.FINAL_ONLY
+        prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)}
+        if cache_salt:
+            prompt["cache_salt"] = cache_salt
         self.llm.llm_engine.add_request(
             req_id,
-            {"prompt_token_ids": list(prompt_ids)},
+            prompt,
             SamplingParams(**{**defaults, **sampling}),
         )
         return req_id

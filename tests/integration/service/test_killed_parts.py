@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from contextlib import suppress
@@ -115,6 +116,9 @@ def test_a_killed_engine_comes_back_with_the_newest_draft(
     wait_until(is_back, 600, "it is back")
     print(f"engine killed, serving again after {time.monotonic() - clock:.1f} s")
     wait_for_version(service.control_url, version)
+    cold, warm = begun_with(service)
+    print(f"its memory began with {warm} tokens of earlier answers")
+    assert cold == 0 and warm > 1000
     wait_until(lambda: "replica_back" in kinds_of_events(service), 10, "its return is told")
     assert kinds_of_events(service).count("replica_lost") == 1
     wait_until(lambda: not alive(old), 30, "nothing of the old engine is left")
@@ -124,6 +128,12 @@ def test_a_killed_engine_comes_back_with_the_newest_draft(
     served = acceptance.alpha((acceptance.served_counts(service, version) - before)[None])
     replayed = acceptance.replayed_counts(current(service), PROMPTS * 2, answers)
     assert served == pytest.approx(acceptance.alpha(replayed), abs=0.003)
+
+
+def begun_with(service: Service) -> list[int]:
+    """Tokens that the memory of the replica began with, at each of its starts."""
+    log = (service.log_dir / "replica-0.log").read_text()
+    return [int(num) for num in re.findall(r"the memory begins with (\d+) tokens of \d+ ", log)]
 
 
 def kinds_of_events(service: Service) -> list[str]:
