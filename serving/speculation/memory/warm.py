@@ -5,8 +5,8 @@ buffer.
                                                                        between two steps
 
 Traces that are purged must not come back. The engine forgets with each purge that the replica hears
-of, in the same loop as this runs in; so it suffices that nothing is handed on of what was read
-before a purge and is handed on after it.
+of, in the same loop as this runs in; so it suffices that no part is handed on of what was read
+before a purge was noted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from osd.config.schema import Config
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 TOKENS_PER_CALL = 512
 """Tokens of answers that the engine is given between two steps: some milliseconds."""
+SECONDS_AT_ONCE = 0.1
+"""Then the replica looks after its draft and its heartbeat again."""
 
 Recent = Callable[[int], Iterator[list[Trace]]]
 """`recent(num_tokens)`: the newest traces that may be shared, with about so many tokens of answers,
@@ -47,9 +50,11 @@ class Warming:
         speculation = config.speculation
         self.is_done = speculation.mode == "off" or "memory" not in speculation.proposers
         self._traces: Iterator[list[Trace]] = iter(())
+        self._parts: deque[list[Answer]] = deque()
+        """Read, and not handed on yet."""
         self._begin = lambda: recent(num_tokens_of(speculation.memory_bytes))
         self._num_purges: int | None = None
-        self._num_answers = self._num_tokens = 0
+        self._num_tokens = 0
         self._started_at = 0.0
 
     async def go_on(self, num_purges: int | None) -> None:
@@ -61,6 +66,9 @@ class Warming:
             await self._go_on(num_purges)
         except OSDError as error:
             self._end(f"the rest is left out: {error}")
+        except Exception:  # an engine starts and serves without it
+            logger.exception("the memory could not be filled")
+            self.is_done = True
 
     async def _go_on(self, num_purges: int) -> None:
         if self._num_purges is None:
@@ -69,33 +77,37 @@ class Warming:
                 return
             self._num_purges, self._traces = num_purges, self._begin()
             self._started_at = time.monotonic()
-        traces = await asyncio.to_thread(next, self._traces, None)
-        if traces is None:
-            self._end("")
-        elif await asyncio.to_thread(self._registry.num_purges) != self._num_purges:
-            self._end("traces were purged meanwhile")
-        else:
-            await self._hand_on([answer_of(trace) for trace in traces])
+        if not self._parts:
+            traces = await asyncio.to_thread(next, self._traces, None)
+            if traces is None:
+                return self._end("")
+            self._parts.extend(parts([answer_of(trace) for trace in traces], TOKENS_PER_CALL))
+        if await asyncio.to_thread(self._registry.num_purges) != self._num_purges:
+            return self._end("traces were purged meanwhile")
+        return await self._hand_on()
 
-    async def _hand_on(self, answers: Sequence[Answer]) -> None:
-        for some in parts(answers, TOKENS_PER_CALL):
+    async def _hand_on(self) -> None:
+        until = time.monotonic() + SECONDS_AT_ONCE
+        while self._parts:
+            some = self._parts.popleft()
             waiting = await self._client.remember(some)
             while waiting:  # without numba, little is remembered at a time
                 waiting = await self._client.remember([])
             if waiting is None:
                 return self._end("the engine does not answer")
-            self._num_answers += len(some)
             self._num_tokens += sum(len(answer) for _, answer in some)
+            if time.monotonic() >= until:
+                break
         return None
 
     def _end(self, why: str) -> None:
         self.is_done = True
         self._traces = iter(())
+        self._parts.clear()
         logger.log(
             logging.WARNING if why else logging.INFO,
-            "the memory begins with %d tokens of %d earlier answers, after %.1f s%s",
+            "the memory begins with %d tokens of answers from before, after %.1f s%s",
             self._num_tokens,
-            self._num_answers,
             time.monotonic() - self._started_at,
             f" ({why})" if why else "",
         )

@@ -15,6 +15,7 @@ from osd.config.schema import Config
 from osd.errors import ReplayBufferError
 from osd.records import Trace
 from serving.speculation.client import SpeculationClient
+from serving.speculation.memory import warm
 from serving.speculation.memory.kernels import LONGEST, ORDERS
 from serving.speculation.memory.memory import BYTES_PER_ENTRY, Memory, num_tokens_of
 from serving.speculation.memory.warm import Recent, Warming, answer_of, parts
@@ -104,7 +105,7 @@ async def test_what_is_purged_after_it_was_read_does_not_come_in(
         await finish(world.warming())
     assert world.memory is not None and not holds(world.memory, SECRET)
     assert [record.message for record in caplog.records] == [
-        "the memory begins with 0 tokens of 0 earlier answers, after 0.0 s (traces were purged "
+        "the memory begins with 0 tokens of answers from before, after 0.0 s (traces were purged "
         "meanwhile)"
     ]
 
@@ -159,7 +160,7 @@ async def test_where_the_buffer_is_away_the_engine_starts_cold_and_says_so_once(
     assert [(record.levelname, record.message) for record in caplog.records] == [
         (
             "WARNING",
-            "the memory begins with 6 tokens of 1 earlier answers, after 0.0 s (the rest is left "
+            "the memory begins with 6 tokens of answers from before, after 0.0 s (the rest is left "
             "out: Redis is away)",
         )
     ]
@@ -199,9 +200,33 @@ def test_the_engine_gets_a_few_tokens_at_a_time_each_after_what_it_follows() -> 
 async def test_an_answer_that_comes_in_pieces_is_known_over_their_seams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from serving.speculation.memory import warm
-
     monkeypatch.setattr(warm, "TOKENS_PER_CALL", 4)
     world = World([served(0, SECRET)])
     await finish(world.warming())
     assert world.knows(SECRET)
+
+
+async def test_a_heartbeat_need_not_wait_for_long_answers_and_what_waits_can_be_purged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warm, "SECONDS_AT_ONCE", 0.0)
+    monkeypatch.setattr(warm, "TOKENS_PER_CALL", 64)
+    world = World([served(0, [*range(1000, 1640)]), served(1, SECRET)])
+    warming = world.warming()
+    for num in range(1, 4):
+        await warming.go_on(3)
+        assert world.num_calls == 1 + num, "one part after the other"
+    assert world.knows([*range(1000, 1010)]) and world.num_read == 2
+    world.purge()
+    await finish(warming)
+    assert world.memory is not None and not holds(world.memory, SECRET)
+
+
+async def test_what_cannot_be_foreseen_costs_the_memory_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def wrong(num_tokens: int) -> Iterator[list[Trace]]:
+        raise ZeroDivisionError
+
+    await finish(World([]).warming(wrong))
+    assert [record.message for record in caplog.records] == ["the memory could not be filled"]
