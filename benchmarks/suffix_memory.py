@@ -66,7 +66,10 @@ class SuffixMemory:
         self._cache.add_active_response(req_id, list(tokens))
         self._tokens[req_id] += tokens
 
-    def propose(self, req_id: str, k: int, least: float = 0.0) -> Found:
+    def propose(
+        self, req_id: str, k: int, least: float = 0.0, *, ahead: Sequence[int] = ()
+    ) -> Found:
+        assert not ahead, "its loop is told of all tokens before it proposes"
         found, survival, before = [], [], 1.0
         self._looks[req_id] = self._look(req_id, min(k, self.k))
         for token, kind in self._looks[req_id]:

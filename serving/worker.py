@@ -25,6 +25,7 @@ from osd.records import (
     encode,
 )
 from serving.capture.capture import Capture
+from serving.speculation.memory.in_worker import AskV1, AskV2, ask_in_worker
 from serving.speculation.sleep.awake_note import AwakeNote
 from serving.speculation.sleep.runners import LazyDraft, lazy_draft, why_awake
 from serving.speculation.step_split import StepSplit
@@ -82,6 +83,7 @@ class WorkerExtension:
     osd_hook: hooks.VerificationHook | None
     osd_split: StepSplit
     osd_lazy_draft: LazyDraft | None
+    osd_ask: AskV1 | AskV2 | None
     osd_off: dict[str, str]
     osd_awake: str
     osd_sink_stats: Callable[[], dict[str, int]]
@@ -122,10 +124,11 @@ class WorkerExtension:
         self.osd_hook = None
         if self.osd_is_first_rank:
             self.osd_start_capture(release, options)
-        self.osd_lazy_draft, self.osd_awake = None, ""
+        self.osd_lazy_draft, self.osd_awake, self.osd_ask = None, "", None
         if options.get("is_controlled"):
             path = options.get("awake_note")
             self.osd_let_sleep(AwakeNote(Path(path) if path else None))
+            self.osd_let_ask()
         return encode(first).decode()
 
     def osd_make_swapper(self, release: DraftRelease) -> DraftSwapper[Weights]:
@@ -179,6 +182,15 @@ class WorkerExtension:
         if self.osd_lazy_draft is not None:
             self.osd_lazy_draft.before_ending = note.write
         return None
+
+    def osd_let_ask(self) -> None:
+        """Let this worker ask the memory within its steps, where the scheduler cannot."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        own: parts.Part = "memory_v2" if hooks.is_v2(runner) else "memory"
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        self.osd_ask = parts.start(
+            self.osd_off, "memory", lambda: ask_in_worker(config, runner), own
+        )
 
     def osd_stay_awake(self) -> None:
         """The draft of some rank cannot sleep, so no rank's does: they run it together."""

@@ -44,5 +44,5 @@ def check_left_out(
     """Whether the memory can propose, as far as it is known before an engine runs."""
     if "memory" in config.speculation.proposers:
         why = why_no_memory(config.serving.vllm, distribution, environ)
-        text = f"cannot propose: {why}" if why else "may propose: steps follow one another"
+        text = f"cannot propose: {why}" if why else "may propose"
         yield Check("memory", None, text)

@@ -203,6 +203,13 @@ class Speculation:
         return self.requests.cap(req_id, self.present)
 
     @property
+    def may_memory_propose(self) -> bool:
+        """Whether anything that the memory finds now may be verified."""
+        return self.memory is not None and (
+            self.present.is_mixed or self.present.proposer == "memory"
+        )
+
+    @property
     def present(self) -> Plan:
         """The plan of the newest step."""
         return self._newest.plan
@@ -212,13 +219,13 @@ class Speculation:
         """Whether any request may get fewer draft tokens than the plan says."""
         return self.present.price > 0 or self.requests.has_cap_below(self.present.k)
 
-    def look_up(self, req_id: str) -> list[int]:
+    def look_up(self, req_id: str, ahead: Sequence[int] = ()) -> list[int]:
         """What the memory proposes for a request in the place of the draft; nothing where the draft
         proposes. A net window without speculation has nothing to do with it: it costs what an
-        engine without speculation costs."""
+        engine without speculation costs. `ahead`: tokens that were sampled, and not served yet."""
         if self._newest.reason == "net window":
             return []
-        return self.requests.look_up(req_id, self.present)
+        return self.requests.look_up(req_id, self.present, ahead)
 
     # -- after a step -----------------------------------------------------------------------------
 

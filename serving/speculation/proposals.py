@@ -1,8 +1,13 @@
-"""Whose tokens the next step verifies, request by request, in an engine whose scheduler sees them.
+"""Whose tokens the next step verifies, request by request.
 
     draft tokens come ──► the memory looks up ──► the draft's, cut to what is worth verifying,
                                                   or the memory's
     what was served ────► the memory; drafts that nobody verified are judged
+
+Where the scheduler is given the draft tokens before it schedules the next step, it changes them
+(`redraft`). Where it is not, under asynchronous scheduling and with the V2 model runner, the worker
+asks within its step (`propose`, `serving/speculation/memory/in_worker.py`). What was sampled since
+the scheduler was last told of any is *in flight*: it is looked up, but not yet remembered.
 
 The worker is told with each step (`osd_from_memory`, `osd_judged` of vLLM's output): it counts
 tokens of the memory apart, and unverified drafts as if they had been verified. It is told of new
@@ -11,18 +16,40 @@ requests whose traces may warm a memory (`osd_shared`), since it does not see th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from osd.records import clean_domain
 from serving.capture.skips import may_be_kept
 from serving.speculation.control import Settings, Speculation
+from serving.speculation.memory.compiled import best
 from serving.speculation.memory.memory import Memory
 from serving.speculation.memory.unverified import Judged
 from serving.speculation.requests import whole_number
 
 MAX_UNTOLD = 4096
 """Judged drafts that wait for a step with which the worker is told of them."""
+
+
+class Sampled(Protocol):
+    """What a step sampled, on its way from the device."""
+
+    @property
+    def req_ids(self) -> Sequence[str]:
+        """All requests of the step, in its order."""
+
+    def tokens(self) -> Mapping[str, Sequence[int]]:
+        """By request; none where the step ended within its prompt. Waits for the device."""
+
+
+class Drafts(Protocol):
+    """Draft tokens on the device, for the requests of a step in its order."""
+
+    def row(self, b: int) -> Sequence[int]:
+        """Of one request. They are read when they are asked for, in a later step."""
+
+    def replace(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Put other tokens, maybe more of them, into some rows."""
 
 
 class Proposals:
@@ -32,11 +59,17 @@ class Proposals:
         self._osd = osd
         self.memory_fraction = settings.memory_fraction
         """Share of the requests that are remembered beyond their end."""
+        self.is_asked_by_worker = False
+        """Whether the worker asks within its step."""
         self._from_memory: set[str] = set()
         """Requests whose present draft tokens are the memory's."""
         self._shared: set[str] = set()
         """Requests whose answers others may be proposed, whoever asks."""
         self._num_steps = 0
+        self._in_flight: dict[int, Sampled | None] = {}
+        """By the number of the step; None where it is not known what it sampled."""
+        self._not_asked: set[int] = set()
+        """Steps in flight at whose end nobody waited for what they sampled."""
         self._untold: list[Judged] = []
 
     def begin(self, request: Any, is_undrafted: bool) -> None:
@@ -61,6 +94,9 @@ class Proposals:
         self._num_steps += 1
         verified = output.scheduled_spec_decode_tokens
         from_memory = frozenset(self._from_memory & verified.keys()) if self._from_memory else ()
+        self._from_memory.difference_update(output.num_scheduled_tokens)
+        if self.is_asked_by_worker and output.num_scheduled_tokens:
+            self._in_flight[self._num_steps] = None
         output.osd_step = self._num_steps
         output.osd_from_memory = tuple(from_memory)
         new = (request.req_id for request in output.scheduled_new_reqs)
@@ -73,6 +109,11 @@ class Proposals:
 
     def redraft(self, req_ids: Iterable[str], drafts: list[list[int]], requests: Any) -> None:
         """Change in place what the next step verifies."""
+        if self.is_asked_by_worker:  # which has changed it, and knows how much is verified
+            for i, req_id in enumerate(req_ids):
+                if (request := requests.get(req_id)) is not None:
+                    drafts[i] = drafts[i][: len(request.spec_token_ids)]
+            return
         osd = self._osd
         may_look_up, passes = osd.memory is not None, osd.present.passes
         if not may_look_up and not osd.has_caps and all(len(d) <= osd.present.k for d in drafts):
@@ -88,8 +129,32 @@ class Proposals:
                 continue
             self._from_memory.add(req_id)
             drafts[i] = found
-            at, num_outputs = request.num_tokens, request.num_output_tokens
-            osd.requests.add_unverified(req_id, self._num_steps, at, num_outputs, whole)
+            self._add_unverified(request, whole)
+
+    def propose(self, sampled: Sampled, drafts: Drafts, requests: Any) -> None:
+        """As `redraft`, within the worker's step, which has just sampled: what the memory finds
+        goes into the drafts, and the scheduler expects as many tokens of each request."""
+        self._in_flight[self._num_steps] = sampled
+        passes, rows = self._osd.present.passes, dict[int, list[int]]()
+        if self._osd.may_memory_propose:
+            rows = self._found_ahead(sampled, requests)
+            for b in rows:
+                if passes:
+                    req_id = sampled.req_ids[b]
+                    num_ahead = len(self._ahead(req_id))
+                    self._add_unverified(requests[req_id], drafts.row(b), num_ahead)
+            drafts.replace(rows)
+        else:
+            self._not_asked.add(self._num_steps)
+        for b, req_id in enumerate(sampled.req_ids):
+            self._from_memory.discard(req_id)
+            request = requests.get(req_id)
+            if request is None or request.is_finished() or request.is_prefill_chunk:
+                continue
+            num = len(rows[b]) if b in rows else min(passes, self._osd.cap(req_id))
+            request.spec_token_ids = [-1] * num
+            if b in rows:
+                self._from_memory.add(req_id)
 
     def served(self, requests: Iterable[Any]) -> list[Judged]:
         """These requests have new tokens. Returns what is known since of drafts that nobody
@@ -101,9 +166,23 @@ class Proposals:
         self._untold = (self._untold + judged)[-MAX_UNTOLD:]
         return judged
 
+    def told(self, output: Any, requests: Iterable[Any]) -> None:
+        """The scheduler was told what a step sampled. Where nobody waited for it, what the memory
+        would have found is noted now."""
+        step = output.osd_step
+        for done in [each for each in self._in_flight if each <= step]:
+            del self._in_flight[done]
+        if step in self._not_asked:
+            self._not_asked = {each for each in self._not_asked if each > step}
+            for request in requests:
+                self._osd.look_up(request.request_id)
+
     def let_go(self) -> None:
-        """From now on the draft model's tokens are verified, whoever proposed before."""
+        """From now on the draft model's tokens are verified, whoever proposed before. What is in
+        flight is not known."""
         self._from_memory.clear()
+        if self.is_asked_by_worker:
+            self._in_flight[self._num_steps] = None
 
     def end(self, req_id: str) -> None:
         """The request has gone."""
@@ -126,6 +205,38 @@ class Proposals:
         """Empty the memory."""
         if self._osd.memory is not None:
             self._osd.memory.clear()
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _found_ahead(self, sampled: Sampled, requests: Any) -> dict[int, list[int]]:
+        if None in self._in_flight.values():
+            return {}
+        rows, tokens = dict[int, list[int]](), sampled.tokens()
+        for b, req_id in enumerate(sampled.req_ids):
+            request = requests.get(req_id) if tokens.get(req_id) else None
+            if request is None or request.is_finished() or request.is_prefill_chunk:
+                continue
+            if found := self._osd.look_up(req_id, self._ahead(req_id)):
+                rows[b] = found
+        return rows
+
+    def _ahead(self, req_id: str) -> list[int]:
+        """Tokens of a request in flight."""
+        steps = filter(None, self._in_flight.values())
+        return [token for step in steps for token in step.tokens().get(req_id, ())]
+
+    def _add_unverified(self, request: Any, draft: Sequence[int], num_ahead: int = 0) -> None:
+        at, num_outputs = request.num_tokens + num_ahead, request.num_output_tokens + num_ahead
+        self._osd.requests.add_unverified(
+            request.request_id, self._num_steps, at, num_outputs, draft
+        )
+
+
+def memory_of(settings: Settings) -> Memory | None:
+    """The memory of an engine; None where it may not propose."""
+    if "memory" not in settings.proposers or settings.mode == "off":
+        return None
+    return Memory(settings.memory_bytes, settings.memory_k_max, best(settings.is_alone))
 
 
 def scope_of(request: Any) -> str:

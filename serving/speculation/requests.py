@@ -41,7 +41,9 @@ class Remembers(Protocol):
     def advance_all(
         self, served: Iterable[tuple[str, Sequence[int]]], k: int = 0, least: float = 0.0
     ) -> None: ...
-    def propose(self, req_id: str, k: int, least: float = 0.0) -> Found: ...
+    def propose(
+        self, req_id: str, k: int, least: float = 0.0, *, ahead: Sequence[int] = ()
+    ) -> Found: ...
     def end(self, req_id: str) -> None: ...
     def work(self) -> None: ...
     def clear(self) -> None: ...
@@ -200,15 +202,16 @@ class Requests:
         """Whether any client allows fewer draft tokens."""
         return any(request.client_cap < k for request in self._requests.values())
 
-    def look_up(self, req_id: str, plan: Plan) -> list[int]:
+    def look_up(self, req_id: str, plan: Plan, ahead: Sequence[int] = ()) -> list[int]:
         """What the memory proposes for a request in the place of the draft; nothing where the draft
-        proposes. What would be found is noted all the same."""
+        proposes. What would be found is noted all the same. `ahead`: tokens that were sampled, and
+        not served yet."""
         request = self._requests.get(req_id)
         if request is None or request.lookups is None or self._memory is None:
             return []
         assert self._lookups is not None
-        self._is_asked = True
-        found = self._memory.propose(req_id, self._memory.k, LEAST_SURVIVAL)
+        self._is_asked |= not ahead  # of tokens in flight nothing can be looked up beforehand
+        found = self._memory.propose(req_id, self._memory.k, LEAST_SURVIVAL, ahead=ahead)
         request.lookups.add(found.survival_K)
         self._lookups.add(found.survival_K)
         request.found = float(found.survival_K.sum()) if found.tokens else 0.0
@@ -225,6 +228,10 @@ class Requests:
             if worth <= gain - plan.price * self._cap(request, plan):
                 return []
         return found.tokens[:num]
+
+    def found(self, req_ids: Iterable[str]) -> dict[str, float]:
+        """How many tokens the newest look-up of each request expects to be accepted."""
+        return {r: self._requests[r].found for r in req_ids if r in self._requests}
 
     def can_show_acceptance(self, req_ids: Sequence[str]) -> bool:
         """Whether verifying a draft of any of these requests would teach anything."""
@@ -278,7 +285,8 @@ class Requests:
             self.breakdown.add_step(drafted_B * counted_B, accepted_B * counted_B, lengths, outputs)
         for b, request in enumerate(requests):
             if drafted_B[b] and request.lookups is not None:
-                self._learn_beside(request, request.found, drafted_B[b], accepted_B[b])
+                found = step.found.get(step.req_ids[known[b]], request.found)
+                self._learn_beside(request, found, drafted_B[b], accepted_B[b])
         for one in step.judged:
             self._learn_of_unverified(one)
         return num_tested + len(step.judged), num_accepted + sum(

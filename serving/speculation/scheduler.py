@@ -5,7 +5,8 @@ what it brought.
                                (`dynamic_sd_lookup`)
     update_from_output()       drafted and accepted tokens and the step's time go to `control.py`
     update_draft_token_ids()   the memory is asked, and drafts are cut to what is worth verifying
-                               (`proposals.py`)
+                               (`proposals.py`); under asynchronous scheduling, and with the V2
+                               model runner, the worker asks (`osd_propose`)
 
 vLLM loads `controlled_scheduler` by name (`scheduler_cls`) in the process of the engine core. The
 replica asks for reports through `EngineCore.osd_speculation`. Importing this module imports nothing
@@ -13,10 +14,6 @@ of vLLM.
 
 A request never fails because of the control. Its first error ends it, is logged once, and leaves
 the engine at its largest k (in mode `off` at 0).
-
-Under asynchronous scheduling, and with the V2 model runner, drafts never reach the scheduler. k is
-still chosen per step, but the memory is left out, and requests differ in k only by their
-placeholders.
 """
 
 from __future__ import annotations
@@ -27,14 +24,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 
-from serving.speculation.control import Settings, Speculation, settings_of
+from serving.speculation.control import Speculation, settings_of
 from serving.speculation.goodput import Plan
-from serving.speculation.memory.compiled import best
-from serving.speculation.memory.memory import Memory
-from serving.speculation.proposals import Proposals
+from serving.speculation.proposals import Drafts, Proposals, Sampled, memory_of
 from serving.speculation.step_seen import (
     DraftWork,
     Scheduled,
@@ -48,6 +44,7 @@ from serving.speculation.step_seen import (
 from serving.speculation.step_times import padded_sizes
 from serving.vllm import names
 from serving.vllm.name import resolve
+from serving.vllm.schedules import asks_in_worker, why_left_out
 from serving.vllm.undrafted import Undrafted
 
 logger = logging.getLogger(__name__)
@@ -69,16 +66,18 @@ class Controlled(Undrafted):
         super().__init__(*args, **kwargs)
         config = self.vllm_config  # type: ignore[attr-defined]
         settings = settings_of(config.additional_config)
-        largest_k: int = self.num_spec_tokens  # type: ignore[attr-defined]
-        settings = replace(settings, memory_k_max=min(settings.memory_k_max, largest_k))
+        is_v2, largest_k = self.use_v2_model_runner, int(self.num_spec_tokens)  # type: ignore[attr-defined]
+        most = min(settings.memory_k_max, largest_k)
+        settings = replace(settings, memory_k_max=most)
         self._osd_left_out: dict[str, str] = {}
-        if (reason := self._osd_no_memory()) and "memory" in settings.proposers:
+        if (reason := why_left_out(config, is_v2=is_v2)) and "memory" in settings.proposers:
             logger.warning("the memory is left out of speculation.proposers: %s", reason)
             others = tuple(p for p in settings.proposers if p != "memory")
             settings = replace(settings, proposers=others)
             self._osd_left_out = {"memory": reason}
         self.osd = Speculation(settings, padded=padded_sizes(config), memory=memory_of(settings))
         self._osd_proposals = Proposals(self.osd, settings)
+        self.is_asked_by_worker = self.osd.memory is not None and asks_in_worker(config, is_v2)
         self._osd_problem = ""
         self._osd_resting_k = 0 if settings.mode == "off" else largest_k
         self._osd_lookups: dict[int, list[int]] = {}
@@ -88,11 +87,12 @@ class Controlled(Undrafted):
         """The stamp of the step that proposes what the next one verifies."""
         self._osd_drafting = DraftWork(self.osd.present.passes)
         """What the draft does at the end of that step."""
-        self._osd_drafts_late = drafts_after_results(config, self.use_v2_model_runner)
+        self._osd_drafts_late = drafts_after_results(config, is_v2)
         self._osd_steps = StepClock(is_inline=runs_inline(config))
         self._osd_is_held = settings.is_held
         self._osd_own_s = 0.0
         """Time that the control itself has taken since the last step was read."""
+        IN_THIS_PROCESS.add(self)
 
     # -- vLLM's methods ---------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Controlled(Undrafted):
             scheduler_output, model_runner_output, *args, **kwargs
         )
         if seen is not None:
-            self._osd_guard(lambda: self._osd_learn(seen, running))
+            self._osd_guard(lambda: self._osd_learn(scheduler_output, seen, running))
         self._osd_guard(self._osd_close)
         return outputs
 
@@ -146,6 +146,18 @@ class Controlled(Undrafted):
         super()._update_after_schedule(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self.IS_ASYNC and not self._osd_is_held:
             self._osd_guard(lambda: self._osd_cut_placeholders(scheduler_output))
+
+    # -- from the worker --------------------------------------------------------------------------
+
+    def osd_begin_to_ask(self) -> None:
+        """From now on the worker asks within its steps."""
+        self._osd_proposals.is_asked_by_worker = True
+        self._osd_proposals.let_go()
+
+    def osd_propose(self, sampled: Sampled, drafts: Drafts) -> None:
+        """Within the worker's step, which has sampled and drafted."""
+        if not self._osd_is_held:
+            self._osd_guard(lambda: self._osd_proposals.propose(sampled, drafts, self.requests))
 
     # -- from the replica -------------------------------------------------------------------------
 
@@ -198,17 +210,6 @@ class Controlled(Undrafted):
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _osd_no_memory(self) -> str:
-        """Why the memory cannot propose in this engine; "" when it can."""
-        if self.IS_ASYNC:
-            return "the engine schedules asynchronously"
-        if self.use_v2_model_runner:
-            return "the V2 model runner keeps draft tokens on the device"
-        speculative = getattr(self.vllm_config, "speculative_config", None)  # type: ignore[attr-defined]
-        if getattr(speculative, "draft_sample_method", "") == "probabilistic":
-            return "drafts are sampled, and verified by their own probabilities"
-        return ""
-
     def _osd_guard(self, act: Callable[[], Any]) -> Any:
         if self._osd_problem:
             return None
@@ -259,6 +260,8 @@ class Controlled(Undrafted):
         self._osd_steps.begin(step, is_idle=not self._osd_open)
         self._osd_open[id(output)] = step
         step.from_memory = self._osd_proposals.scheduled(output)
+        if self.osd.memory is not None:
+            step.found = self.osd.requests.found(output.scheduled_spec_decode_tokens)
         if output.num_scheduled_tokens:
             self._osd_proposed_by, self._osd_drafting = stamp, drafting
         else:  # nothing runs, and nothing is proposed
@@ -292,11 +295,12 @@ class Controlled(Undrafted):
             seen.num_outputs.append(request.num_output_tokens)
             seen.context += request.num_tokens
             seen.num_surplus += num_surplus(request, emitted, self.max_model_len)
-        seen.from_memory = step.from_memory
+        seen.from_memory, seen.found = step.from_memory, step.found
         return seen
 
-    def _osd_learn(self, seen: StepSeen, running: list[Any]) -> None:
+    def _osd_learn(self, output: Any, seen: StepSeen, running: list[Any]) -> None:
         seen.judged = self._osd_proposals.served(running)
+        self._osd_proposals.told(output, running)
         self.osd.observe(seen)
 
     def _osd_close(self) -> None:
@@ -313,17 +317,14 @@ class Controlled(Undrafted):
                 request.spec_token_ids = [-1] * cap
 
 
+IN_THIS_PROCESS: WeakSet[Controlled] = WeakSet()
+"""Schedulers that a worker beside them may ask."""
+
+
 class ControlledAsync(Controlled):
     """Mixed into vLLM's asynchronous scheduler, for engines that schedule ahead."""
 
     IS_ASYNC = True
-
-
-def memory_of(settings: Settings) -> Memory | None:
-    """The memory of an engine; None where it may not propose."""
-    if "memory" not in settings.proposers or settings.mode == "off":
-        return None
-    return Memory(settings.memory_bytes, settings.memory_k_max, best(settings.is_alone))
 
 
 def controlled_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ tells the control."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,6 +55,8 @@ class Scheduled:
     """What of the draft's work lies within the step's time."""
     from_memory: frozenset[str] = frozenset()
     """Requests whose draft tokens are the memory's."""
+    found: Mapping[str, float] = field(default_factory=dict)
+    """Tokens of each request that the memory expected to be accepted."""
     follows: bool = False
     """Whether the step before it was still running or had just ended."""
     has_ended: bool = False
@@ -122,6 +124,8 @@ class StepSeen:
     """how much of `seconds` the control took for itself"""
     from_memory: Collection[str] = ()
     """requests whose draft tokens are the memory's"""
+    found: Mapping[str, float] = field(default_factory=dict)
+    """request -> tokens that the memory expected to be accepted, where it was asked"""
     judged: Sequence[Judged] = ()
     """what is known since the step before of drafts that nobody verified"""
 

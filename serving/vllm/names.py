@@ -19,12 +19,14 @@ Part = Literal[
     "swap",
     "control",
     "sleep",
+    "memory",
     "split",
     "repairs",
     "requests",
     "undrafted",
     "capture_v2",
     "sleep_v2",
+    "memory_v2",
     "undrafted_v2",
 ]
 
@@ -218,6 +220,22 @@ NAMES: dict[Part, tuple[Name, ...]] = {
             has=("query_start_loc_cpu", "seq_lens_cpu_upper_bound", "block_table_tensor"),
         ),
         Name(FORWARD_CONTEXT, takes=("attn_metadata", "vllm_config")),
+    ),
+    "memory": (
+        Name(
+            f"{_RUNNER}.propose_draft_token_ids",
+            takes=("self", "scheduler_output", "sampled_token_ids"),
+        ),
+        Name(
+            f"{_RUNNER}._copy_draft_token_ids_to_cpu",
+            says=("self.prev_num_spec_tokens = self._draft_token_ids.shape[1]",),
+        ),
+        Name(
+            f"{_RUNNER}._prepare_input_ids",
+            says=("prev_index * self.prev_num_spec_tokens", "range(start, start + draft_len)"),
+        ),
+        Name("vllm.v1.request:Request.__init__", says=("self.spec_token_ids",)),
+        Name("vllm.v1.request:Request.__init__", says=("self.is_prefill_chunk =",)),
     ),
     "split": (
         Name("vllm.v1.utils:record_function_or_nullcontext", ("name",), says=("_PROFILER_FUNC",)),

@@ -141,6 +141,27 @@ NAMES_V2: dict[str, tuple[Name, ...]] = {
             says=("num_speculative_tokens=num_spec_tokens",),
         ),
     ),
+    "memory_v2": (
+        Name(
+            f"{_V2}.model_runner:GPUModelRunner.postprocess_sampled",
+            takes=("self", "idx_mapping", "sampled_tokens", "num_sampled"),
+        ),
+        Name(
+            f"{_V2}.model_runner:GPUModelRunner.sample_tokens",
+            says=(
+                "self.postprocess_sampled(",
+                "self.req_states.draft_tokens[input_batch.idx_mapping] = draft_tokens",
+                "self.draft_tokens_handler.set_draft_tokens(",
+            ),
+        ),
+        Name(
+            f"{_V2}.spec_decode.utils:DraftTokensHandler.set_draft_tokens",
+            takes=("self", "input_batch", "draft_tokens"),
+        ),
+        Name(f"{_V2}.input_batch:InputBatch", has=("req_ids", "idx_mapping_np")),
+        Name("vllm.v1.request:Request.__init__", says=("self.spec_token_ids",)),
+        Name("vllm.v1.request:Request.__init__", says=("self.is_prefill_chunk =",)),
+    ),
     "undrafted_v2": (
         *UNDRAFTED,
         Name(LOGPROBS, has=("selected_token_ranks",)),

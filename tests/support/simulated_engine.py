@@ -51,7 +51,9 @@ class FakeMemory:
         self, served: Iterable[tuple[str, Sequence[int]]], k: int = 0, least: float = 0.0
     ) -> None: ...
 
-    def propose(self, req_id: str, k: int, least: float = 0.0) -> Found:
+    def propose(
+        self, req_id: str, k: int, least: float = 0.0, *, ahead: Sequence[int] = ()
+    ) -> Found:
         self.num_lookups += 1
         if self._random.random() >= self._found(req_id):
             return NOTHING

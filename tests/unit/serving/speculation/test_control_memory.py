@@ -45,7 +45,9 @@ class Knows:
         for req_id, tokens in served:
             self.served[req_id] += tokens
 
-    def propose(self, req_id: str, k: int, least: float = 0.0) -> Found:
+    def propose(
+        self, req_id: str, k: int, least: float = 0.0, *, ahead: Sequence[int] = ()
+    ) -> Found:
         self.num_lookups += 1
         survival_K = np.array(self.survival.get(req_id, [])[:k])
         survival_K = survival_K[survival_K >= least]

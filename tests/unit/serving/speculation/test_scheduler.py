@@ -19,18 +19,18 @@ from osd.records import encode
 from serving.speculation.control import Settings, Speculation, settings_of
 from serving.speculation.goodput import OFF, Plan
 from serving.speculation.probes import PROBE_STEPS
-from serving.speculation.proposals import Proposals
+from serving.speculation.proposals import Proposals, memory_of
 from serving.speculation.requests import whole_number
 from serving.speculation.scheduler import (
     Controlled,
     ControlledAsync,
     controlled_class,
     controlled_scheduler,
-    memory_of,
 )
 from serving.speculation.step_seen import MAX_IDLE_SECONDS, DraftWork, Stamp, StepSeen
 from serving.speculation.step_times import Shape, padded_sizes
 from serving.speculation.sweep import SWEEP_STEPS
+from serving.vllm.schedules import OTHER_PROCESSES
 
 K = 4
 STEP_S = 0.010
@@ -201,7 +201,12 @@ class Overheard(Speculation):
 
 
 def vllm_config(
-    *, padded: Sequence[int] = (), is_async: bool = False, device: str = "cuda", **settings: Any
+    *,
+    padded: Sequence[int] = (),
+    is_async: bool = False,
+    device: str = "cuda",
+    executor: str = "uni",
+    **settings: Any,
 ) -> Any:
     mode = SimpleNamespace(name="PIECEWISE" if padded else "NONE")
     return SimpleNamespace(
@@ -211,7 +216,7 @@ def vllm_config(
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=8, async_scheduling=is_async),
         device_config=SimpleNamespace(device_type=device),
-        parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
+        parallel_config=SimpleNamespace(distributed_executor_backend=executor),
     )
 
 
@@ -1037,23 +1042,25 @@ def test_only_a_scheduler_that_runs_ahead_cuts_placeholders() -> None:
 
 
 @pytest.mark.parametrize(
-    "is_async, is_v2, reason",
+    "is_async, is_v2, executor, reason",
     [
-        (True, False, "the engine schedules asynchronously"),
-        (True, True, "the engine schedules asynchronously"),
-        (False, True, "the V2 model runner keeps draft tokens on the device"),
-        (False, False, ""),
+        *((is_async, is_v2, "uni", "") for is_async in (True, False) for is_v2 in (True, False)),
+        (True, False, "mp", OTHER_PROCESSES),
+        (True, True, "mp", OTHER_PROCESSES),
+        (False, True, "mp", OTHER_PROCESSES),
+        (False, False, "mp", ""),
     ],
 )
 @pytest.mark.parametrize("proposers", [("draft", "memory"), ("memory",), ("draft",)])
-def test_the_memory_is_left_out_where_the_scheduler_sees_no_drafts_and_a_warning_says_so(
+def test_the_memory_is_left_out_where_workers_keep_the_drafts_and_a_warning_says_so(
     is_async: bool,
     is_v2: bool,
+    executor: str,
     reason: str,
     proposers: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bench = Bench(is_async=is_async, is_v2=is_v2, proposers=list(proposers))
+    bench = Bench(is_async=is_async, is_v2=is_v2, executor=executor, proposers=list(proposers))
     kept = tuple(p for p in proposers if p != "memory" or not reason)
     assert bench.osd.settings == Settings(k_max=K, memory_k_max=K, proposers=kept)
     is_left_out = f"the memory is left out of speculation.proposers: {reason}"

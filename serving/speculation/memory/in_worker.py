@@ -1,0 +1,214 @@
+"""The memory proposes within the worker's step, where draft tokens never reach the scheduler.
+
+    target samples ──► its tokens begin their way to the host
+    draft runs ──────► (meanwhile)
+    tokens are there ► the scheduler's own `Proposals` look up, in this process and thread
+                   ──► rows of the draft tokens are replaced on the device, and the scheduler
+                       expects as many tokens of each request as were found
+
+The host waits for what the target sampled in each step that may verify what the memory finds; the
+draft runs meanwhile. In other steps it waits for nothing. Worker and scheduler must be one process:
+so it is with one rank, unless another executor is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from serving.speculation.scheduler import IN_THIS_PROCESS, Controlled
+from serving.vllm.hooks import is_v2, to_device
+
+
+def ask_in_worker(config: Any, runner: Any) -> AskV1 | AskV2 | None:
+    """Let the model runner of an engine with this configuration of vLLM's ask the memory; None
+    where the scheduler asks, or nobody."""
+    beside = [each for each in IN_THIS_PROCESS if each.vllm_config is config]  # type: ignore[attr-defined]
+    if not beside or not beside[0].is_asked_by_worker:
+        return None
+    ask = AskV2(runner, beside[0]) if is_v2(runner) else AskV1(runner, beside[0])
+    beside[0].osd_begin_to_ask()
+    return ask
+
+
+class AskV1:
+    """Wraps `propose_draft_token_ids` of a V1 model runner, whatever wrapped it before."""
+
+    def __init__(self, runner: Any, scheduler: Controlled) -> None:
+        self._runner, self._scheduler = runner, scheduler
+        self._propose = runner.propose_draft_token_ids
+        runner.propose_draft_token_ids = self.propose
+
+    def propose(self, scheduler_output: Any, sampled: Any, *given: Any, **named: Any) -> Any:
+        """As vLLM's. Returns draft tokens [B, longest row]."""
+        on_its_way = self._scheduler._osd_guard(lambda: self._sampled(sampled))
+        drafts = self._propose(scheduler_output, sampled, *given, **named)
+        if on_its_way is None or not isinstance(drafts, torch.Tensor):
+            return drafts
+        changed = DraftsV1(drafts)
+        self._scheduler.osd_propose(on_its_way, changed)
+        return changed.tokens
+
+    def _sampled(self, sampled: torch.Tensor) -> Sampled:
+        batch = self._runner.input_batch
+        is_partial = self._runner.discard_request_mask.np[: batch.num_reqs].copy()
+        return Sampled(batch.req_ids[: batch.num_reqs], sampled, is_partial)
+
+
+class AskV2:
+    """Wraps `postprocess_sampled` of a V2 model runner, and `set_draft_tokens` of its handler of
+    draft tokens."""
+
+    def __init__(self, runner: Any, scheduler: Controlled) -> None:
+        self._runner, self._scheduler = runner, scheduler
+        self._postprocess = runner.postprocess_sampled
+        self._set = runner.draft_tokens_handler.set_draft_tokens
+        self._copy: HostCopy | None = None
+        runner.postprocess_sampled = self.postprocess
+        runner.draft_tokens_handler.set_draft_tokens = self.set_draft_tokens
+
+    def postprocess(
+        self, idx: Any, sampled: torch.Tensor, num_sampled: torch.Tensor, *given: Any, **named: Any
+    ) -> None:
+        """As vLLM's."""
+        self._copy = self._scheduler._osd_guard(lambda: HostCopy(emitted(sampled, num_sampled)))
+        self._postprocess(idx, sampled, num_sampled, *given, **named)
+
+    def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
+        """As vLLM's, which is told of [B, longest row]."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            states, index_B = self._runner.req_states.draft_tokens, input_batch.idx_mapping_np
+            changed = DraftsV2(draft_tokens, states, index_B)
+            self._scheduler.osd_propose(Sampled(input_batch.req_ids, copy), changed)
+            draft_tokens = changed.tokens
+        self._set(input_batch, draft_tokens)
+
+
+def emitted(sampled_BG: torch.Tensor, num_B: torch.Tensor) -> torch.Tensor:
+    """[B, G + 1]: −1 behind the tokens that count, where vLLM leaves what was there before."""
+    offset_G = torch.arange(sampled_BG.shape[1], device=sampled_BG.device)
+    return torch.where(offset_G < num_B[:, None], sampled_BG, -1)
+
+
+class HostCopy:
+    """A copy on the host, for which nobody waits before it is read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        self._rows: list[list[int]] | None = None
+        if tensor.device.type != "cuda":
+            self._tensor = tensor.to("cpu", copy=True)
+            return
+        self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._tensor.copy_(tensor, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def rows(self) -> list[list[int]]:
+        """Waits for the device when it is first called."""
+        if self._rows is None:
+            if self._done is not None:
+                self._done.synchronize()
+            self._rows = self._tensor.tolist()
+        return self._rows
+
+
+class Sampled:
+    """What a step sampled: [B, G + 1], −1 behind a request's last token."""
+
+    def __init__(
+        self,
+        req_ids: Sequence[str],
+        sampled: torch.Tensor | HostCopy,
+        is_partial_B: np.ndarray | None = None,
+    ) -> None:
+        self.req_ids = list(req_ids)
+        self._copy = sampled if isinstance(sampled, HostCopy) else HostCopy(sampled)
+        self._is_partial_B = is_partial_B
+        self._tokens: dict[str, list[int]] | None = None
+
+    def tokens(self) -> Mapping[str, Sequence[int]]:
+        """By request. A step that ended within the prompt of one sampled nothing for it."""
+        if self._tokens is None:
+            self._tokens = {
+                req_id: [token for token in row if token >= 0]
+                for b, (req_id, row) in enumerate(zip(self.req_ids, self._copy.rows(), strict=True))
+                if self._is_partial_B is None or not self._is_partial_B[b]
+            }
+        return self._tokens
+
+
+class DraftsV1:
+    """Draft tokens of a V1 runner's step."""
+
+    def __init__(self, drafts: torch.Tensor) -> None:
+        self.tokens = drafts
+        self._drafted = drafts
+        self._copy: HostCopy | None = None
+
+    def row(self, b: int) -> Sequence[int]:
+        """The draft's tokens for one request."""
+        if self._copy is None:
+            self._copy = HostCopy(self._drafted)
+        return Row(self._copy, b, int(self._drafted.shape[1]))
+
+    def replace(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Put other tokens into some rows, which get longer where needed."""
+        if not rows:
+            return
+        rows_R, new_RW = padded(rows, self.tokens)
+        num, k = self._drafted.shape
+        width = max(k, new_RW.shape[1])
+        tokens = self._drafted.new_zeros(num, width)
+        tokens[:, :k] = self._drafted
+        tokens[rows_R, : new_RW.shape[1]] = new_RW
+        self.tokens = tokens
+
+
+class DraftsV2(DraftsV1):
+    """Draft tokens of a V2 runner's step. The runner reads them from a table of all its
+    requests."""
+
+    def __init__(self, drafts: torch.Tensor, table: torch.Tensor, index_B: np.ndarray) -> None:
+        super().__init__(drafts)
+        self._table, self._index_B = table, index_B
+
+    def replace(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """As above, and in the table."""
+        super().replace(rows)
+        if rows:
+            at = {int(self._index_B[b]): tokens for b, tokens in rows.items()}
+            index_R, new_RW = padded(at, self._table)
+            self._table[index_R, : new_RW.shape[1]] = new_RW
+
+
+class Row(Sequence[int]):
+    """Some tokens of a copy, read when one of them is asked for."""
+
+    def __init__(self, copy: HostCopy, b: int, length: int) -> None:
+        self._copy, self._b, self._length = copy, b, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._copy.rows()[self._b][: self._length][index]
+
+
+def padded(
+    rows: Mapping[int, Sequence[int]], like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int64 [R], [R, W]): which rows, and their tokens with zeros behind them, on the device."""
+    new_RW = np.zeros((len(rows), max(map(len, rows.values()))), np.int64)
+    for r, tokens in enumerate(rows.values()):
+        new_RW[r, : len(tokens)] = tokens
+    index_R = np.fromiter(rows, np.int64, len(rows))
+    return to_device(index_R, like.device), to_device(new_RW, like.device).to(like.dtype)
