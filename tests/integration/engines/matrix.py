@@ -90,7 +90,17 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_min_tokens_end_where_they_should",
     ),
     "a client may limit k for its request": ("test_a_client_may_cap_its_own_request",),
-    "the memory proposes": ("test_the_memory_proposes_or_is_left_out_with_a_reason",),
+    "the memory proposes what was served before, to whom it may, beside the draft or while it "
+    "sleeps, and is counted apart": (
+        "test_the_memory_proposes_or_is_left_out_with_a_reason",
+        "test_what_was_served_before_is_proposed_while_the_draft_sleeps",
+        "test_tokens_of_the_memory_and_of_the_draft_in_one_step_are_counted_apart",
+        "test_tokens_are_the_targets_while_draft_and_memory_take_turns",
+        "test_another_request_is_proposed_what_it_may_be",
+    ),
+    "... and requests are preempted meanwhile": (
+        "test_preempted_requests_keep_their_tokens_while_the_memory_proposes",
+    ),
     "the draft makes as many passes as k says, and none at k = 0": (
         "test_the_draft_makes_as_many_passes_as_k_says",
         "test_a_window_without_speculation_holds_no_pass_of_the_draft",
@@ -141,6 +151,7 @@ INSTEAD = {
 """A test that reaches into the worker's process -> the one that asks the same of several ranks."""
 
 NOT_OF_RANKS = (
+    "test_preempted_requests_keep_their_tokens_while_the_memory_proposes",
     "test_a_preempted_request_leaves_the_trace_of_an_undisturbed_one",
     "test_after_a_sleep_the_draft_proposes_what_it_would_have",
     "test_without_catching_up_it_proposes_something_else",

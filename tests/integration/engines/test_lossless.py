@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from serving.speculation.goodput import Plan
 from serving.vllm.hooks import is_v2
 from tests.integration.conftest import release_of
 from tests.integration.serving.test_capture import keep_all, target
@@ -22,8 +23,8 @@ __all__ = ["target"]
 LONG = {"ignore_eos": True, "max_tokens": 48}
 
 
-def plans_of(engine: Engine) -> list[tuple[str, int]]:
-    memory = [] if engine.way.no_memory else [("memory", engine.k)]
+def plans_of(engine: Engine) -> list[tuple[Any, ...]]:
+    memory = [("memory", engine.k), ("memory", 2), tuple(Plan("draft", 3, is_mixed=True))]
     return [("off", 0), *(("draft", k) for k in range(1, engine.k + 1)), *memory]
 
 
