@@ -49,7 +49,7 @@ EITHER = f"cells at {LOW} of the best fixed (lower bound), or at {MOST_CPU} of i
 
 
 def protocol(options: Options, *, is_async: bool = False) -> Protocol:
-    """What will be measured. Engines that schedule asynchronously are measured without the memory."""
+    """What will be measured; of engines that schedule asynchronously, without the memory."""
     from benchmarks.control_engines import LOADS, NOISE, OUTPUT_TOKENS
 
     loads = {name: LOADS[name] for name in (("4 streams",) if options.quick else LOADS)}

@@ -97,6 +97,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_tokens_of_the_memory_and_of_the_draft_in_one_step_are_counted_apart",
         "test_tokens_are_the_targets_while_draft_and_memory_take_turns",
         "test_another_request_is_proposed_what_it_may_be",
+        "test_penalties_count_tokens_of_the_memory",
+        "test_at_temperature_one_tokens_of_the_memory_follow_the_target",
     ),
     "... and requests are preempted meanwhile": (
         "test_preempted_requests_keep_their_tokens_while_the_memory_proposes",

@@ -7,12 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from serving.speculation.goodput import Plan
 from serving.speculation.memory.memory import Memory
+from tests.integration.serving.test_capture import keep_all, target
 from tests.support.engines import Engine
+from tests.support.fit import misfit_of
 from tests.support.pairs import VOCABULARY
 from tests.support.reference import Reference
+
+__all__ = ["target"]
 
 LONG = {"ignore_eos": True, "max_tokens": 40}
 MIXED = list(Plan("draft", 3, is_mixed=True))
@@ -27,12 +32,14 @@ def memory(engine: Engine) -> Memory:
     return memory
 
 
-def served(engine: Engine, plan: list[Any], prompts: Sequence[Sequence[int]]) -> Any:
+def served(
+    engine: Engine, plan: list[Any], prompts: Sequence[Sequence[int]], **sampling: Any
+) -> Any:
     """(answers, log of the steps, (verified, accepted) by whose tokens they were)."""
     engine.command("force", plan)
     before = engine.command("report")["sources"]
     engine.command("log", True)
-    answers = engine.generate(prompts, **LONG)
+    answers = engine.generate(prompts, **{**LONG, **sampling})
     log = engine.command("log", False)
     after = engine.command("report")["sources"]
     counts = {
@@ -84,6 +91,30 @@ def test_tokens_of_the_memory_and_of_the_draft_in_one_step_are_counted_apart(
     assert tested > 1.2 * sum(
         min(step["drafted"], step["accepted"] + 1) for step in log if not step["from_memory"]
     )
+
+
+def test_penalties_count_tokens_of_the_memory(
+    engine: Engine, plain: Reference, prompts: list[list[int]], memory: Memory
+) -> None:
+    some, penalties = prompts[:2], {"repetition_penalty": 1.3, "presence_penalty": 0.5}
+    want = plain.generate(some, **LONG, **penalties)
+    for _ in range(2):
+        answers, _, counts = served(engine, ["memory", engine.k], some, **penalties)
+        assert answers == want
+    assert counts["memory"][1] > 0.8 * counts["memory"][0] > 20
+
+
+def test_at_temperature_one_tokens_of_the_memory_follow_the_target(
+    engine: Engine, target: torch.nn.Module, prompts: list[list[int]], memory: Memory
+) -> None:
+    keep_all(engine)
+    warm: dict[str, Any] = {"max_tokens": 80, "temperature": 1.0}
+    verified = [served(engine, ["memory", engine.k], prompts, **warm)[2] for _ in range(2)]
+    assert sum(counts["memory"][0] for counts in verified) > 300
+    assert sum(counts["draft"][0] for counts in verified) == 0
+    traces = engine.traces()
+    assert misfit_of(target, traces, 1.0) > 1e-4
+    assert misfit_of(target, traces, 0.7) < 1e-6, "samples are too few to tell temperatures apart"
 
 
 def test_tokens_are_the_targets_while_draft_and_memory_take_turns(
