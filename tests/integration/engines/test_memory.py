@@ -79,7 +79,7 @@ def test_tokens_of_the_memory_and_of_the_draft_in_one_step_are_counted_apart(
     assert answers == plain.generate(some, **LONG)
     assert any(0 < step["from_memory"] < step["batch"] for step in log), "in one step"
     assert min(verified for verified, _ in counts.values()) > 20
-    assert counts["memory"][1] > 0.8 * counts["memory"][0]
+    assert counts["memory"][1] > 0.6 * counts["memory"][0]
     engine.generate(some[:1], ignore_eos=True, max_tokens=1)  # a step that tells the worker
     engine.traces()
     windows = json.loads(engine.rpc("osd_report", "test", "default"))["windows"]
@@ -189,15 +189,15 @@ def test_preempted_requests_keep_their_tokens_while_the_memory_proposes(
         return own(request, *given, **named)
 
     tight.scheduler._preempt_request = preempt
-    tight.command("force", ["memory", tight.k])
     try:
         for _ in range(2):
-            assert tight.generate(crowd, **LONG) == plain.generate(crowd, **LONG)
+            answers, _, counts = served(tight, ["memory", tight.k], crowd)
+            assert answers == plain.generate(crowd, **LONG)
     finally:
         del tight.scheduler._preempt_request
         tight.command("force", ["draft", tight.k])
     assert preempted, "the cache is too small for all of them"
-    verified, accepted = tight.command("report")["sources"]["memory"]
-    assert accepted > 0.5 * verified > 50
+    verified, accepted = counts["memory"]
+    assert accepted > 0.8 * verified > 50, "it knows the answers by then"
     assert tight.command("report")["problem"] == ""
     tight.traces()
