@@ -171,15 +171,16 @@ class Replica:
             extra["distributed_executor_backend"] = "mp"
         extra["served_model_name"] = [serving.served_model_name or serving.target]
         if self._release is not None:
+            room = room_for_drafts(self._config, names.engine_version())
             extra["worker_extension_cls"] = self._extension
             extra["speculative_config"] = {
                 "method": "draft_model",
                 "model": self._release.path,
-                "num_speculative_tokens": room_for_drafts(self._config, names.engine_version()),
+                "num_speculative_tokens": room,
             }
             extra |= self._control_arguments()
             if self._is_controlled:
-                extra["speculative_config"] |= graphs_for_every_k(self._config.speculation.k_max)
+                extra["speculative_config"] |= graphs_for_every_k(room)
         if problem := parts.problem_with("server"):
             raise ConfigError(
                 f"{names.engine_version()} cannot be served: {problem}; "

@@ -29,7 +29,8 @@ def prepare_environment(environ: Any = os.environ) -> None:
 
 def graphs_for_every_k(k_max: int, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Part of `speculative_config` with which the V2 model runner captures CUDA graphs for every
-    number of draft tokens from 0 to k_max; {} for V1, which would give up its full graphs.
+    number of draft tokens that a step may verify, the memory's included: from 0 to k_max; {} for
+    V1, which would give up its full graphs.
 
     It is vLLM's table of draft tokens by number of requests: k_max for one, then 0, 1 and so on,
     and k_max for all beyond. The control writes its own k over it in every step. vLLM cuts it at
