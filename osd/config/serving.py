@@ -195,6 +195,8 @@ class SpeculationConfig(Section):
     """Size of the memory in each engine; what was longest not seen goes first. A request is
     remembered beyond its end if it may be captured, and proposed only to requests with the same
     `cache_salt`."""
+    memory_by_domain: bool = False
+    """Whether an answer is proposed only to requests with the same label (`X-OSD-Domain`)."""
     calibration_seconds: float = Field(20, ge=0, le=60)
     """Longest time an engine's start may take to measure its steps. 0 = learn from traffic alone.
     What was measured is kept for the next start on the same hardware with the same models and

@@ -52,6 +52,7 @@ def settings_for(config: Config, release: DraftRelease) -> dict[str, Any]:
         "is_alone": True,
         "memory_k_max": speculation.memory_k_max,
         "memory_bytes": speculation.memory_bytes,
+        "memory_by_domain": speculation.memory_by_domain,
         "memory_fraction": capture.request_fraction if capture.enabled else 0.0,
     }
 
@@ -91,10 +92,10 @@ class SpeculationClient:
         """Empty the memory. Whether it is empty."""
         return await self._call("forget") is not None
 
-    async def remember(self, answers: Sequence[tuple[list[int], list[int]]]) -> int | None:
-        """Have the memory know these earlier answers: (end of the prompt, answer), the oldest
-        first. Returns how many of their tokens wait until more is asked of it; None where no memory
-        answers."""
+    async def remember(self, answers: Sequence[tuple[list[int], list[int], str]]) -> int | None:
+        """Have the memory know these earlier answers: (end of the prompt, answer, domain), the
+        oldest first. Returns how many of their tokens wait until more is asked of it; None where no
+        memory answers."""
         waiting = await self._call("remember", list(answers))
         return None if waiting is None else int(waiting)
 

@@ -60,6 +60,8 @@ class Settings:
     memory_bytes: int = 64 << 20
     memory_fraction: float = 1.0
     """Share of the requests that are remembered beyond their end."""
+    memory_by_domain: bool = False
+    """Whether requests of different classes are proposed nothing of each other's."""
     is_alone: bool = False
     """Whether no other engine will start in this process (`memory/compiled.py`)."""
     is_held: bool = False

@@ -56,7 +56,7 @@ class Proposals:
     """One per engine."""
 
     def __init__(self, osd: Speculation, settings: Settings) -> None:
-        self._osd = osd
+        self._osd, self._is_by_domain = osd, settings.memory_by_domain
         self.memory_fraction = settings.memory_fraction
         """Share of the requests that are remembered beyond their end."""
         self.is_asked_by_worker = False
@@ -76,15 +76,17 @@ class Proposals:
         """A request has come, as vLLM's scheduler knows it."""
         params = request.sampling_params
         extra = (params.extra_args if params is not None else None) or {}
-        if (scope := scope_of(request)) == SHARED:
+        salt, adapter = request.cache_salt or "", adapter_of(request)
+        if not salt and not adapter:
             self._shared.add(request.request_id)
+        domain = clean_domain(str(extra.get("osd_domain", "")))
         self._osd.begin(
             request.request_id,
-            domain=clean_domain(str(extra.get("osd_domain", ""))),
+            domain=domain,
             client_cap=0 if is_undrafted else whole_number(extra.get("osd_spec_k")),
             is_counted=not extra.get("osd_calibration"),
             prompt=list(request.all_token_ids),
-            scope=scope,
+            scope=self._scope(salt, adapter, domain),
             is_kept=may_be_kept(request, extra, self.memory_fraction),
         )
 
@@ -190,14 +192,15 @@ class Proposals:
         self._shared.discard(req_id)
         self._osd.end(req_id)
 
-    def remember(self, answers: Iterable[tuple[list[int], list[int]]]) -> int | None:
+    def remember(self, answers: Iterable[tuple[list[int], list[int], str]]) -> int | None:
         """What was served before this engine started, and may be proposed to whoever asks: (end of
-        the prompt, answer), the oldest first. Returns how many tokens wait to be remembered, of
-        which each call remembers some; None without a memory."""
+        the prompt, answer, domain), the oldest first. Returns how many tokens wait to be
+        remembered, of which each call remembers some; None without a memory."""
         memory = self._osd.memory
         if not isinstance(memory, Memory):
             return None
-        memory.remember(answers, SHARED)
+        for prompt, answer, domain in answers:
+            memory.remember([(prompt, answer)], self._scope("", "", domain))
         memory.work()
         return memory.num_waiting
 
@@ -207,6 +210,11 @@ class Proposals:
             self._osd.memory.clear()
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _scope(self, salt: str, adapter: str, domain: str) -> str:
+        """Who may be proposed what a request is served: those with its salt and its adapter, and if
+        that is configured its class."""
+        return scope(salt, adapter, domain if self._is_by_domain else "")
 
     def _found_ahead(self, sampled: Sampled, requests: Any) -> dict[int, list[int]]:
         if None in self._in_flight.values():
@@ -239,15 +247,12 @@ def memory_of(settings: Settings) -> Memory | None:
     return Memory(settings.memory_bytes, settings.memory_k_max, best(settings.is_alone))
 
 
-def scope_of(request: Any) -> str:
-    """Who may be proposed what a request is served: those with its salt and its adapter."""
+def adapter_of(request: Any) -> str:
+    """The LoRA adapter with which the target answers; "" = none."""
     lora = getattr(request, "lora_request", None)
-    return _scope(request.cache_salt or "", "" if lora is None else lora.lora_name)
+    return "" if lora is None else str(lora.lora_name)
 
 
-def _scope(salt: str, adapter: str) -> str:
-    return repr((salt, adapter))
-
-
-SHARED = _scope("", "")
-"""The scope of requests that have neither."""
+def scope(salt: str = "", adapter: str = "", domain: str = "") -> str:
+    """A name for those who share."""
+    return repr((salt, adapter, domain))

@@ -125,8 +125,12 @@ class Memory:
         self._num_proposed += 1
         self._proposed, self._asked = Proposed(*(np.zeros(0),) * 3), (0, 0.0)
         """The newest proposals for many, and the (k, least) they were made for."""
+        self._found_K[:] = 0
         for request in self._requests.values():
             request.num_own = request.num_tokens
+            request.token_T[request.num_tokens :] = 0  # what was proposed to it
+            slot, windows = request.slot, self._windows
+            windows.token_SW[slot, windows.num_S[slot] :] = 0
 
     # -- requests ---------------------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ SECONDS_AT_ONCE = 0.1
 Recent = Callable[[int], Iterator[list[Trace]]]
 """`recent(num_tokens)`: the newest traces that may be shared, with about so many tokens of answers,
 the oldest first, some at a time. Blocking. Raises `OSDError`."""
-Answer = tuple[list[int], list[int]]
-"""End of the prompt, answer."""
+Answer = tuple[list[int], list[int], str]
+"""End of the prompt, answer, domain."""
 
 
 class Warming:
@@ -95,7 +95,7 @@ class Warming:
                 waiting = await self._client.remember([])
             if waiting is None:
                 return self._end("the engine does not answer")
-            self._num_tokens += sum(len(answer) for _, answer in some)
+            self._num_tokens += sum(len(answer) for _, answer, _ in some)
             if time.monotonic() >= until:
                 break
         return None
@@ -115,7 +115,7 @@ class Warming:
 
 def answer_of(trace: Trace) -> Answer:
     """What is remembered of a trace."""
-    return trace.prompt_ids[-LONGEST:].tolist(), trace.output_ids.tolist()
+    return trace.prompt_ids[-LONGEST:].tolist(), trace.output_ids.tolist(), trace.domain
 
 
 def parts(answers: Sequence[Answer], size: int) -> Iterator[list[Answer]]:
@@ -123,14 +123,14 @@ def parts(answers: Sequence[Answer], size: int) -> Iterator[list[Answer]]:
     follows."""
     part: list[Answer] = []
     num = 0
-    for prompt, answer in answers:
+    for prompt, answer, domain in answers:
         for start in range(0, len(answer), size):
             piece = answer[start : start + size]
             if part and num + len(piece) > size:
                 yield part
                 part, num = [], 0
             before = [*prompt, *answer[max(0, start - LONGEST) : start]][-LONGEST:]
-            part.append((before, piece))
+            part.append((before, piece, domain))
             num += len(piece)
     if part:
         yield part

@@ -237,6 +237,7 @@ def test_the_scheduler_gets_what_the_configuration_says() -> None:
         "proposers": ["memory"],
         "memory_k_max": 12,
         "memory_bytes": 2 << 20,
+        "memory_by_domain": True,
     }
     config = Config.model_validate(
         {"speculation": speculation, "capture": {"request_fraction": 0.25}}
@@ -251,6 +252,7 @@ def test_the_scheduler_gets_what_the_configuration_says() -> None:
         2.0,
         memory_k_max=12,
         memory_bytes=2 << 20,
+        memory_by_domain=True,
         memory_fraction=0.25,
         is_alone=True,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from serving.speculation.goodput import OFF, Plan
+from serving.speculation.proposals import scope
 from tests.unit.serving.speculation.test_scheduler import Bench, Request
 
 MEMORY, MIXED, DRAFT = Plan("memory", 3), Plan("draft", 2, is_mixed=True), Plan("draft", 2)
@@ -57,7 +58,7 @@ def bench() -> Ahead:
     """Where 61, 62, … 69 was served before."""
     bench = Ahead(predicted=0.5)
     bench.osd.force(MEMORY)
-    bench.osd.memory.remember([([], list(range(61, 70)))] * 4, "('', '')")  # type: ignore[union-attr]
+    bench.osd.memory.remember([([], list(range(61, 70)))] * 4, scope())  # type: ignore[union-attr]
     bench.osd.memory.work()  # type: ignore[union-attr]
     return bench
 
@@ -180,7 +181,7 @@ def test_the_v2_runners_scheduler_verifies_as_many_as_the_worker_says() -> None:
     bench.scheduler.osd_begin_to_ask()
     bench.scheduler._osd_proposals._in_flight.clear()
     bench.osd.force(MEMORY)
-    bench.osd.memory.remember([([], [61, 62, 63])] * 4, "('', '')")  # type: ignore[union-attr]
+    bench.osd.memory.remember([([], [61, 62, 63])] * 4, scope())  # type: ignore[union-attr]
     bench.osd.memory.work()  # type: ignore[union-attr]
     a, b = bench.add("a", [1, 2]), bench.add("b", [3])
     output = bench.scheduler.schedule()

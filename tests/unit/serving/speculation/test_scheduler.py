@@ -19,7 +19,7 @@ from osd.records import encode
 from serving.speculation.control import Settings, Speculation, settings_of
 from serving.speculation.goodput import OFF, Plan
 from serving.speculation.probes import PROBE_STEPS
-from serving.speculation.proposals import Proposals, memory_of
+from serving.speculation.proposals import Proposals, memory_of, scope
 from serving.speculation.requests import whole_number
 from serving.speculation.scheduler import (
     Controlled,
@@ -883,18 +883,23 @@ def test_a_draft_is_judged_over_several_steps_and_by_the_end_of_its_request() ->
 def test_what_may_be_remembered_of_a_request() -> None:
     """The same that may be captured, and by scope."""
     lora = SimpleNamespace(lora_name="one")
-    for given, is_kept, scope in (
-        ({}, True, "('', '')"),
-        ({"extra": {"osd_capture": "off"}}, False, "('', '')"),
-        ({"cache_salt": "tenant"}, True, "('tenant', '')"),
-        ({"lora_request": lora}, False, "('', 'one')"),
-        ({"mm_features": ("image",)}, False, "('', '')"),
-        ({"prompt_embeds": "tensor"}, False, "('', '')"),
+    labelled = {"extra": {"osd_domain": "law"}}
+    for given, is_kept, who in (
+        ({}, True, scope()),
+        ({"extra": {"osd_capture": "off"}}, False, scope()),
+        ({"cache_salt": "tenant"}, True, scope(salt="tenant")),
+        ({"lora_request": lora}, False, scope(adapter="one")),
+        ({"mm_features": ("image",)}, False, scope()),
+        ({"prompt_embeds": "tensor"}, False, scope()),
+        (labelled, True, scope()),
     ):
         bench = Bench()
         bench.add("a", [4, 5, 6], **given)  # type: ignore[arg-type]
         (told,) = bench.osd.remembered
-        assert told == {"prompt": [4, 5, 6], "scope": scope, "is_kept": is_kept}, given
+        assert told == {"prompt": [4, 5, 6], "scope": who, "is_kept": is_kept}, given
+    bench = Bench(memory_by_domain=True)
+    bench.add("a", [4, 5, 6], **labelled)  # type: ignore[arg-type]
+    assert bench.osd.remembered[0]["scope"] == scope(domain="law") != scope()
 
 
 def test_the_worker_is_told_once_of_new_requests_whose_answers_others_may_be_proposed() -> None:
@@ -917,7 +922,8 @@ def test_the_worker_is_told_once_of_new_requests_whose_answers_others_may_be_pro
 def test_what_was_served_before_the_start_is_proposed_to_those_without_a_salt() -> None:
     bench = Bench()
     bench.osd.force(Plan("memory", 3))
-    assert bench.command("remember", [[[1, 2], [61, 62, 63]], [[2], [*range(200, 300)]]]) == 39
+    answers = [[[1, 2], [61, 62, 63], "law"], [[2], [*range(200, 300)], ""]]
+    assert bench.command("remember", answers) == 39
     assert [bench.command("remember", []) for _ in range(2)] == [0, 0]
     bench.add("a", [1, 2])
     bench.add("b", [1, 2], cache_salt="tenant")
@@ -930,6 +936,17 @@ def test_what_was_served_before_the_start_is_proposed_to_those_without_a_salt() 
     bench.step({"c": [61]})
     assert bench.scheduler.running[0].spec_token_ids == []
     assert Bench(proposers=["draft"]).command("remember", []) is None, "there is none"
+
+
+def test_what_was_served_before_the_start_is_proposed_by_domain_if_that_is_configured() -> None:
+    bench = Bench(memory_by_domain=True)
+    bench.osd.force(Plan("memory", 3))
+    bench.command("remember", [[[1, 2], [61, 62, 63], "law"]] * 4)
+    bench.add("a", [1, 2], extra={"osd_domain": "law"})
+    bench.add("b", [1, 2], extra={"osd_domain": "code"})
+    bench.add("c", [1, 2])
+    bench.step({"a": [61], "b": [61], "c": [61]})
+    assert [r.spec_token_ids for r in bench.scheduler.running] == [[62, 63], [], []]
 
 
 def test_only_a_share_of_the_requests_is_remembered() -> None:

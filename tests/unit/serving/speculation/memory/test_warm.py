@@ -19,7 +19,7 @@ from serving.speculation.memory import warm
 from serving.speculation.memory.kernels import LONGEST, ORDERS
 from serving.speculation.memory.memory import BYTES_PER_ENTRY, Memory, num_tokens_of
 from serving.speculation.memory.warm import Recent, Warming, answer_of, parts
-from serving.speculation.proposals import SHARED
+from serving.speculation.proposals import scope
 from tests.support.builders import make_trace
 from tests.unit.serving.speculation.memory.test_memory import SECRET, asked, holds
 
@@ -27,7 +27,12 @@ OTHER = [801, 802, 803, 804, 805, 806]
 
 
 def served(index: int, answer: list[int], **given: Any) -> Trace:
-    given = {"is_shared": True, "prompt_ids": [1, 2, 3], "output_ids": answer} | given
+    given = {
+        "is_shared": True,
+        "domain": "chat",
+        "prompt_ids": [1, 2, 3],
+        "output_ids": answer,
+    } | given
     return make_trace(index=index, num_output=0, num_rows=0, **given)
 
 
@@ -48,7 +53,8 @@ class World:
         self.num_calls += 1
         if self.memory is None or not self.answers:
             return "null"
-        self.memory.remember(json.loads(argument), SHARED)
+        for prompt, answer, domain in json.loads(argument):
+            self.memory.remember([(prompt, answer)], scope(domain=domain))
         self.memory.work()
         return str(self.memory.num_waiting)
 
@@ -71,9 +77,9 @@ class World:
         client = SpeculationClient(self.engine, config)
         return Warming(recent or self.recent, client, self, config)  # type: ignore[arg-type]
 
-    def knows(self, answer: list[int], scope: str = SHARED) -> bool:
+    def knows(self, answer: list[int], who: str = scope(domain="chat")) -> bool:
         assert self.memory is not None
-        return asked(self.memory, [7, 8], answer[:2], scope=scope) == answer[2:]
+        return asked(self.memory, [7, 8], answer[:2], scope=who) == answer[2:]
 
 
 async def finish(warming: Warming, purges: int | None = 3) -> None:
@@ -86,7 +92,7 @@ async def test_what_was_served_before_is_proposed_and_to_nobody_with_a_salt() ->
     world = World([served(0, SECRET)])
     await finish(world.warming())
     assert world.knows(SECRET)
-    assert not world.knows(SECRET, "('salt', '')")
+    assert not world.knows(SECRET, scope(salt="salt", domain="chat"))
 
 
 async def test_what_may_not_be_shared_does_not_come_in() -> None:
@@ -190,11 +196,12 @@ async def test_as_much_is_read_as_the_memory_has_room_for() -> None:
 def test_the_engine_gets_a_few_tokens_at_a_time_each_after_what_it_follows() -> None:
     traces = [served(0, [*range(100, 125)]), served(1, SECRET), served(2, []), served(3, OTHER)]
     calls = list(parts([answer_of(trace) for trace in traces], size=10))
-    assert [sum(len(answer) for _, answer in call) for call in calls] == [10, 10, 5, 6, 6]
-    before, tokens = calls[1][0]
+    assert [sum(len(answer) for _, answer, _ in call) for call in calls] == [10, 10, 5, 6, 6]
+    before, tokens, domain = calls[1][0]
+    assert domain == traces[0].domain == "chat"
     assert tokens == [*range(110, 120)]
     assert before == [1, 2, 3, *range(100, 110)][-LONGEST:]
-    assert [*calls[3], *calls[4]] == [([1, 2, 3], SECRET), ([1, 2, 3], OTHER)]
+    assert [*calls[3], *calls[4]] == [([1, 2, 3], SECRET, "chat"), ([1, 2, 3], OTHER, "chat")]
 
 
 async def test_an_answer_that_comes_in_pieces_is_known_over_their_seams(
