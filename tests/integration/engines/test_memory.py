@@ -198,6 +198,6 @@ def test_preempted_requests_keep_their_tokens_while_the_memory_proposes(
         tight.command("force", ["draft", tight.k])
     assert preempted, "the cache is too small for all of them"
     verified, accepted = counts["memory"]
-    assert accepted > 0.8 * verified > 50, "it knows the answers by then"
+    assert accepted > 0.6 * verified > 50, "it knows the answers by then"
     assert tight.command("report")["problem"] == ""
     tight.traces()
