@@ -64,7 +64,7 @@ class Loaded:
 
         options: dict[str, Any] = {
             "worker_extension_cls": "",
-            "kv_cache_memory_bytes": 6 * batch << 20,
+            "kv_cache_memory_bytes": 8 * batch << 20,
         }
         if not speculates:
             options["speculative_config"] = None

@@ -203,9 +203,8 @@ class Requests:
         return any(request.client_cap < k for request in self._requests.values())
 
     def look_up(self, req_id: str, plan: Plan, ahead: Sequence[int] = ()) -> list[int]:
-        """What the memory proposes for a request in the place of the draft; nothing where the draft
-        proposes. What would be found is noted all the same. `ahead`: tokens that were sampled, and
-        not served yet."""
+        """What the memory proposes in the place of the draft; nothing where the draft proposes, but
+        it is noted what is found. `ahead`: tokens that were sampled, and not served yet."""
         request = self._requests.get(req_id)
         if request is None or request.lookups is None or self._memory is None:
             return []

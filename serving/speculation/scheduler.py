@@ -67,8 +67,7 @@ class Controlled(Undrafted):
         config = self.vllm_config  # type: ignore[attr-defined]
         settings = settings_of(config.additional_config)
         is_v2, largest_k = self.use_v2_model_runner, int(self.num_spec_tokens)  # type: ignore[attr-defined]
-        most = min(settings.memory_k_max, largest_k)
-        settings = replace(settings, memory_k_max=most)
+        settings = replace(settings, memory_k_max=min(settings.memory_k_max, largest_k))
         self._osd_left_out: dict[str, str] = {}
         if (reason := why_left_out(config, is_v2=is_v2)) and "memory" in settings.proposers:
             logger.warning("the memory is left out of speculation.proposers: %s", reason)
