@@ -220,13 +220,15 @@ def shape_of(load: Load, plan: Plan) -> Shape:
 
 
 def choose(plans: Sequence[Plan], present: Plan) -> Plan:
-    """The best of `candidates`, or the present plan if no other is clearly better."""
-    best = max(plans, key=_goodput)
-    if best.goodput <= plans[0].goodput * (1 + HYSTERESIS):
-        best = plans[0]  # a plan that gains next to nothing is not worth it
+    """The best of `candidates`, or the present plan if no other is clearly better, and `off` is not
+    better at all."""
+    off, best = plans[0], max(plans, key=_goodput)
+    if best.goodput <= off.goodput * (1 + HYSTERESIS):
+        best = off  # a plan that gains next to nothing is not worth it
     for plan in plans:
         if (plan.proposer, plan.k) == (present.proposer, present.k):
-            return plan if best.goodput <= plan.goodput * (1 + HYSTERESIS) else best
+            is_near = best.goodput <= plan.goodput * (1 + HYSTERESIS)
+            return plan if is_near and plan.goodput >= off.goodput else best
     return best
 
 

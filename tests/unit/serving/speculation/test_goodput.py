@@ -193,7 +193,7 @@ def test_the_present_choice_is_judged_by_what_it_promises_now() -> None:
     now = Plan("draft", 2, 50.0)
     better = Plan("off", 0, 80.0)
     assert choose([better, now], Plan("draft", 2, 200.0)) == better
-    assert choose([Plan("off", 0, 50.5), now], Plan("draft", 2, 10.0)) == now
+    assert choose([Plan("off", 0, 50.0), now], Plan("draft", 2, 10.0)) == now
 
 
 def test_what_nobody_predicted_promises_nothing_and_cuts_nothing() -> None:
@@ -217,9 +217,8 @@ def test_what_gains_next_to_nothing_is_left_out() -> None:
     assert choose(plans, Plan("draft", 1)).proposer == "off"
     assert choose([plans[0], Plan("memory", 2, 102.0)], Plan("draft", 1)).proposer == "off"
     assert choose([plans[0], Plan("memory", 2, 102.1)], Plan("draft", 1)).proposer == "memory"
-    # Even where the present choice gains a little: it is left, as soon as it is clearly worse than
-    # nothing.
-    for goodput, proposer in ((99.0, "draft"), (98.0, "off")):
+    # Even where the present choice gains a little: it is left, as soon as it is worse than nothing.
+    for goodput, proposer in ((100.0, "draft"), (99.9, "off")):
         choice = choose([plans[0], Plan("draft", 1, goodput), plans[1]], Plan("draft", 1))
         assert choice.proposer == proposer
 
