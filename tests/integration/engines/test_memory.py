@@ -11,6 +11,7 @@ import torch
 
 from serving.speculation.goodput import Plan
 from serving.speculation.memory.memory import Memory
+from serving.speculation.proposals import scope
 from tests.integration.serving.test_capture import keep_all, target
 from tests.support.engines import Engine
 from tests.support.fit import misfit_of
@@ -79,7 +80,7 @@ def test_tokens_of_the_memory_and_of_the_draft_in_one_step_are_counted_apart(
     assert answers == plain.generate(some, **LONG)
     assert any(0 < step["from_memory"] < step["batch"] for step in log), "in one step"
     assert min(verified for verified, _ in counts.values()) > 20
-    assert counts["memory"][1] > 0.6 * counts["memory"][0]
+    assert counts["memory"][1] > 0.4 * counts["memory"][0], "it knows half of the text"
     engine.generate(some[:1], ignore_eos=True, max_tokens=1)  # a step that tells the worker
     engine.traces()
     windows = json.loads(engine.rpc("osd_report", "test", "default"))["windows"]
@@ -170,7 +171,7 @@ def proposed(
     """What the memory proposes to a later request that has begun like this: its prompt is another
     one, of which it knows nothing."""
     memory = engine.scheduler.osd.memory
-    memory.begin("asked", [VOCABULARY - 1], scope=repr((salt or "", "")))
+    memory.begin("asked", [VOCABULARY - 1], scope=scope(salt or ""))
     try:
         memory.advance("asked", answer)
         return list(memory.propose("asked", 4).tokens)
