@@ -88,7 +88,6 @@ def test_memory_cost(tmp_path: Path) -> None:
     for batch in (1, 64):
         found = {name: f["value"] for (of, name), f in figures.items() if of == f"batch {batch}"}
         assert 0.7 < found["CPU seconds per token, memory on / off"] < 1.3
-        assert found["tokens of the memory verified per output token"] < 0.05, "it finds nothing"
         with_it, without = (
             found[f"CPU of the control per token, memory {state}"] for state in ("on", "off")
         )
