@@ -27,7 +27,7 @@ KEEP_PACE, KEEP_BUSY, KEEP_ROUND = 0.98, 0.997, 0.7
 """Weight that evidence keeps after one more heartbeat, heartbeat, and round."""
 MIN_SAMPLES = 5.0
 """Heartbeats that show a pace."""
-SETTLE_S = 2.0
+SETTLE_S = 0.7
 """Seconds in which the pace follows a beginning or an end of training."""
 PRIOR = 1.0
 """Times that a round of a draft of which nothing is known is expected to remove the share
@@ -96,14 +96,17 @@ class PaybackMeter:
         self._removed = self._nothing_known()
         self._rounds_at = 0.0
         """End of the newest round."""
-        self._was_training, self._changed_at = False, 0.0
+        self._was_training, self._changed_at, self._changed_before = False, 0.0, 0.0
+        """Whether the trainer worked in the last look, since when that is so, and since when it was
+        the other way round before."""
         self.is_resting = False
 
     def look(self, statuses: Iterable[ReplicaStatus], *, is_training: bool, now: float) -> None:
         """Take the newest heartbeat of each living replica."""
         if is_training != self._was_training:
             self._rounds_at = now if self._was_training else self._rounds_at
-            self._was_training, self._changed_at = is_training, now
+            self._was_training = is_training
+            self._changed_before, self._changed_at = self._changed_at, now
         living = {status.replica: status for status in statuses}
         self._engines = {name: self._engines.get(name) or _Engine() for name in living}
         for name, status in living.items():
@@ -174,8 +177,12 @@ class PaybackMeter:
             return
         if report.worth is not None:
             engine.of_better = report.worth.of_better
-        if status.num_running and status.at - self._changed_at >= SETTLE_S:
-            paces = engine.training if self._was_training else engine.resting
+        # A heartbeat may have been sent before the trainer began or ended.
+        is_late = status.at < self._changed_at
+        since = self._changed_before if is_late else self._changed_at
+        if status.num_running and status.at - since >= SETTLE_S:
+            was_training = self._was_training is not is_late
+            paces = engine.training if was_training else engine.resting
             paces.add(math.log(max(report.pace, 1e-3)))
 
     def _rest_or_wake(self) -> None:

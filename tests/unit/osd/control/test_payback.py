@@ -25,6 +25,22 @@ from osd.records import (
 from tests.unit.osd.control.test_controller import World, make_outcome, replica
 
 
+def test_a_heartbeat_counts_for_the_time_at_which_it_was_sent() -> None:
+    """Rounds of a second, which are over when the heartbeat sent in them is read."""
+    here = Deployment()
+    here.beat(10)
+    for _ in range(8):
+        known, begun = here.status("replica-0", is_training=False), here.now + 0.1
+        here.meter.look([known], is_training=True, now=begun)
+        here.now = begun + 0.9
+        sent = here.status("replica-0", is_training=True)
+        here.meter.look([sent], is_training=False, now=begun + 1)
+        here.beat(3)
+    here.meter.add_round(make_outcome("", 1), is_published=True)
+    found = here.meter.figures()
+    assert found is not None and found.slowdown == pytest.approx(1.25)
+
+
 @asynccontextmanager
 async def going_on(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """While the block runs."""
