@@ -172,8 +172,10 @@ class Controller:
         drafts in the store: anchors outlive the buffer, so each may have learnt from the traces.
         """
         purge = partial(self._buffer.purge, domain=domain, before=before, all_targets=True)
-        num_purged = await asyncio.to_thread(purge)
-        await asyncio.to_thread(self._registry.note_purge)
+        try:
+            num_purged = await asyncio.to_thread(purge)
+        finally:  # some may be gone where it failed
+            await asyncio.to_thread(self._registry.note_purge)
         drafts = await self._releases.describe()
         learnt = [draft.version for draft in drafts if draft.num_steps]
         text = f"{num_purged} traces deleted"

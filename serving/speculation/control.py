@@ -290,7 +290,9 @@ class Speculation:
     # -- what it says of itself -------------------------------------------------------------------
 
     def report(self) -> SpeculationReport:
-        """Counters since the start, and the newest changes of plan."""
+        """Counters since the start, newest changes of plan. What waits in the memory goes on."""
+        if self.memory is not None:
+            self.memory.work()
         return SpeculationReport(
             mode=self.settings.mode,
             plan=self.present.name,

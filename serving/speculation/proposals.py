@@ -61,8 +61,11 @@ class Proposals:
         """Share of the requests that are remembered beyond their end."""
         self.is_asked_by_worker = False
         """Whether the worker asks within its step."""
+        self.is_left_to_worker = False
+        """Whether nobody else can: what the memory finds would not be what is verified."""
         self._from_memory: set[str] = set()
         """Requests whose present draft tokens are the memory's."""
+        self._known: set[str] = set()
         self._shared: set[str] = set()
         """Requests whose answers others may be proposed, whoever asks."""
         self._num_steps = 0
@@ -74,10 +77,15 @@ class Proposals:
 
     def begin(self, request: Any, is_undrafted: bool) -> None:
         """A request has come, as vLLM's scheduler knows it."""
+        if request.request_id in self._known:
+            self.end(request.request_id)  # another of this name, of whose end nobody has told
+        self._known.add(request.request_id)
         params = request.sampling_params
         extra = (params.extra_args if params is not None else None) or {}
+        # What a session says later stands among its tokens as if it had been served.
+        is_session = bool(getattr(request, "resumable", False))
         salt, adapter = request.cache_salt or "", adapter_of(request)
-        if not salt and not adapter:
+        if not salt and not adapter and not is_session:
             self._shared.add(request.request_id)
         domain = clean_domain(str(extra.get("osd_domain", "")))
         self._osd.begin(
@@ -87,7 +95,7 @@ class Proposals:
             is_counted=not extra.get("osd_calibration"),
             prompt=list(request.all_token_ids),
             scope=self._scope(salt, adapter, domain),
-            is_kept=may_be_kept(request, extra, self.memory_fraction),
+            is_kept=not is_session and may_be_kept(request, extra, self.memory_fraction),
         )
 
     def scheduled(self, output: Any) -> frozenset[str]:
@@ -117,7 +125,8 @@ class Proposals:
                     drafts[i] = drafts[i][: len(request.spec_token_ids)]
             return
         osd = self._osd
-        may_look_up, passes = osd.memory is not None, osd.present.passes
+        may_look_up = osd.memory is not None and not self.is_left_to_worker
+        passes = osd.present.passes
         if not may_look_up and not osd.has_caps and all(len(d) <= osd.present.k for d in drafts):
             return
         for i, req_id in enumerate(req_ids):
@@ -127,7 +136,9 @@ class Proposals:
                 drafts[i] = whole[:cap]
             self._from_memory.discard(req_id)
             request = requests.get(req_id) if may_look_up else None
-            if request is None or request.is_finished() or not (found := osd.look_up(req_id)):
+            if request is None or request.is_finished() or request.is_prefill_chunk:
+                continue
+            if not (found := osd.look_up(req_id)):
                 continue
             self._from_memory.add(req_id)
             drafts[i] = found
@@ -188,8 +199,8 @@ class Proposals:
 
     def end(self, req_id: str) -> None:
         """The request has gone."""
-        self._from_memory.discard(req_id)
-        self._shared.discard(req_id)
+        for names in (self._known, self._from_memory, self._shared):
+            names.discard(req_id)
         self._osd.end(req_id)
 
     def remember(self, answers: Iterable[tuple[list[int], list[int], str]]) -> int | None:

@@ -76,9 +76,10 @@ class Controlled(Undrafted):
             self._osd_left_out = {"memory": reason}
         self.osd = Speculation(settings, padded=padded_sizes(config), memory=memory_of(settings))
         self._osd_proposals = Proposals(self.osd, settings)
-        self.is_asked_by_worker = self.osd.memory is not None and asks_in_worker(config, is_v2)
+        is_left = self.osd.memory is not None and asks_in_worker(config, is_v2)
+        self.is_asked_by_worker = self._osd_proposals.is_left_to_worker = is_left
         self._osd_problem = ""
-        self._osd_resting_k = 0 if settings.mode == "off" else largest_k
+        self._osd_resting_k = 0 if settings.mode == "off" else min(largest_k, settings.k_max)
         self._osd_lookups: dict[int, list[int]] = {}
         self._osd_open: dict[int, Scheduled] = {}
         """By the id of vLLM's output."""
@@ -97,7 +98,9 @@ class Controlled(Undrafted):
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         added = super().add_request(request, *args, **kwargs)
-        self._osd_guard(lambda: self._osd_begin(request))
+        if self.requests.get(request.request_id) is request:  # else more of a session
+            begin, why = self._osd_proposals.begin, self._osd_why_undrafted
+            self._osd_guard(lambda: begin(request, bool(why(request))))
         return added
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,9 +228,6 @@ class Controlled(Undrafted):
             return None
         finally:
             self._osd_own_s += self.osd_clock() - started
-
-    def _osd_begin(self, request: Any) -> None:
-        self._osd_proposals.begin(request, bool(self._osd_why_undrafted(request)))
 
     def _osd_plan(self) -> Stamp:
         decoding = [r for r in self.running if r.num_output_tokens > 0]

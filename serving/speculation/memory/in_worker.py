@@ -80,9 +80,16 @@ class AskV2:
     def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
         """As vLLM's, which is told of [B, longest row]."""
         copy, self._copy = self._copy, None
-        if copy is not None:
-            states, index_B = self._runner.req_states.draft_tokens, input_batch.idx_mapping_np
-            changed = DraftsV2(draft_tokens, states, index_B)
+        changed = (
+            None
+            if copy is None
+            else self._scheduler._osd_guard(
+                lambda: DraftsV2(
+                    draft_tokens, self._runner.req_states.draft_tokens, input_batch.idx_mapping_np
+                )
+            )
+        )
+        if copy is not None and changed is not None:
             self._scheduler.osd_propose(Sampled(input_batch.req_ids, copy), changed)
             draft_tokens = changed.tokens
         self._set(input_batch, draft_tokens)

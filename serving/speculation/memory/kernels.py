@@ -331,9 +331,9 @@ def remember(table: Table, token_T: np.ndarray, first: int, end: int, scope: int
     return read
 
 
-def forget(table: Table, token_T: np.ndarray, end: int, scope: int) -> None:
-    """Take out all that `remember` or `learn` added of these tokens."""
+def forget(table: Table, token_T: np.ndarray, first: int, end: int, scope: int) -> None:
+    """Take out all that `remember` or `learn` added of tokens `first` to `end`."""
     key_O = np.empty(NUM_ORDERS, np.int64)
-    for at in range(end):
+    for at in range(first, end):
         for order in range(suffix_keys(token_T, at, scope, key_O)):
             take_out(table, int(key_O[order]))

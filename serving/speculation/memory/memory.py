@@ -34,15 +34,15 @@ from serving.speculation.memory.kernels import (
     Cells,
     Table,
 )
+from serving.speculation.memory.running import Running
 from serving.speculation.memory.step import Proposed, Windows
 
 BYTES_PER_ENTRY = 8 + 8 + NUM_NEXT * (4 + 2)
 OWN_SHARE = 0.25
 """Share of the bytes for running requests."""
-MAX_PROMPT = 1 << 15
-"""Last tokens of a prompt that are remembered."""
-TOKENS_PER_STEP = {True: 4096, False: 64}
-"""Tokens of a prompt, and of earlier answers, that are remembered in one step, compiled or not."""
+TOKENS_PER_STEP = {True: 1024, False: 64}
+"""Tokens of prompts that are remembered in one step, and as many of earlier answers, or that are
+taken out again, compiled or not: some 2 ms."""
 CACHE_LINE = 64
 """Bytes."""
 SLOTS = 16
@@ -62,51 +62,18 @@ class Found(NamedTuple):
 NOTHING = Found([], np.zeros(0))
 
 
-class _Request:
-    """Tokens of a running request, and how far they are remembered."""
-
-    __slots__ = (
-        "is_kept", "num_own", "num_tokens", "own", "proposal", "shared", "slot", "token_T",
-    )  # fmt: skip
-
-    def __init__(self, prompt: Sequence[int], room: int, shared: int, own: int, is_kept: bool):
-        prompt = prompt[-MAX_PROMPT:]
-        self.slot = 0
-        """of its window"""
-        self.proposal = (0, 0, 0)
-        """(which, tokens it was made behind, its row) of the newest that was made for many"""
-        self.num_tokens = len(prompt)
-        self.num_own = 0
-        """Tokens that its own table knows."""
-        self.token_T = np.zeros(len(prompt) + 256 + room, np.int32)
-        self.token_T[: len(prompt)] = prompt
-        self.shared, self.own, self.is_kept = shared, own, is_kept
-
-    def write(self, tokens: Sequence[int], room: int) -> int:
-        """Put tokens behind those it has, without counting them. Returns where they end."""
-        end = self.num_tokens + len(tokens)
-        if end + room > len(self.token_T):
-            longer_T = np.zeros(2 * end + room, np.int32)
-            longer_T[: self.num_tokens] = self.token_T[: self.num_tokens]
-            self.token_T = longer_T
-        self.token_T[self.num_tokens : end] = tokens
-        return end
-
-    def append(self, tokens: Sequence[int], room: int) -> None:
-        self.num_tokens = self.write(tokens, room)
-
-
 class Memory:
     """One per engine, in the scheduler's thread. `k`: most tokens of a proposal."""
 
     def __init__(self, max_bytes: int, k: int, kernels: Kernels = PLAIN) -> None:
         self.k = k
         self._max_bytes, self._kernels = max_bytes, kernels
-        self._num_per_step = TOKENS_PER_STEP[kernels is not PLAIN]
+        self._num_per_step = self._left = TOKENS_PER_STEP[kernels is not PLAIN]
+        """Tokens of prompts that may still be remembered in this step: `_left`."""
         self._secret = secrets.token_bytes(16)
         self._num_begun = self._now = 0
         self._found_K, self._survival_K = np.zeros(k, np.int64), np.zeros(k)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Running] = {}
         self._windows, self._free_slots = Windows.empty(SLOTS, k), list(range(SLOTS))
         self._num_proposed = 0
         self.clear()
@@ -122,6 +89,8 @@ class Memory:
         self._waiting: deque[tuple[np.ndarray, int, int]] = deque()
         """(tokens, how many are remembered, scope) of earlier answers"""
         self._num_waiting = 0
+        self._leaving: deque[tuple[Running, int]] = deque()
+        """Requests that have gone and leave nothing, and how many of their tokens are taken out"""
         self._num_proposed += 1
         self._proposed, self._asked = Proposed(*(np.zeros(0),) * 3), (0, 0.0)
         """The newest proposals for many, and the (k, least) they were made for."""
@@ -142,7 +111,7 @@ class Memory:
         if req_id not in self._requests:
             self._num_begun += 1
             shared, own = self._scope(f"shared {scope}"), self._scope(f"own {self._num_begun}")
-            self._requests[req_id] = request = _Request(prompt, self.k, shared, own, is_kept)
+            self._requests[req_id] = request = Running(prompt, self.k, shared, own, is_kept)
             self._open_window(request)
 
     def advance(self, req_id: str, tokens: Sequence[int]) -> None:
@@ -154,7 +123,8 @@ class Memory:
     ) -> None:
         """Requests were served these tokens. With k, what may follow now is looked up as well, for
         all of them at once, and `propose` has it ready."""
-        step: list[tuple[_Request, Sequence[int]]] = []
+        step: list[tuple[Running, Sequence[int]]] = []
+        self._left = self._num_per_step
         for req_id, tokens in served:
             if (request := self._requests.get(req_id)) is not None and len(tokens):
                 while len(tokens) > self.k + 1:  # more than its window has room for
@@ -200,7 +170,8 @@ class Memory:
         if number == self._num_proposed:
             self._proposed.found_BK[b] = 0
         if not request.is_kept:
-            self._kernels.forget(self._own, request.token_T, request.num_own, request.own)
+            self._leaving.append((request, 0))
+            self._left -= self._take_out(self._left)
 
     def remember(
         self, answers: Iterable[tuple[Sequence[int], Sequence[int]]], scope: str = ""
@@ -212,8 +183,9 @@ class Memory:
             self._await(token_T, first, len(token_T), self._scope(f"shared {scope}"))
 
     def work(self) -> None:
-        """Remember some of the earlier answers: to be called once a step."""
-        left = self._num_per_step
+        """Take out what is left of requests that have gone, and remember some of the earlier
+        answers: to be called once a step, and now and then between steps."""
+        left = self._num_per_step - self._take_out(self._num_per_step)
         while self._waiting and left > 0:
             token_T, done, scope = self._waiting.popleft()
             end = min(done + left, len(token_T))
@@ -231,7 +203,7 @@ class Memory:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _advance(self, step: Sequence[tuple[_Request, Sequence[int]]]) -> np.ndarray:
+    def _advance(self, step: Sequence[tuple[Running, Sequence[int]]]) -> np.ndarray:
         """Returns the slots of the requests."""
         self._now += 1
         slots, ends, learns = list[int](), list[int](), list[bool]()
@@ -257,7 +229,7 @@ class Memory:
         return slot_B
 
     def _propose(
-        self, requests: Sequence[_Request], slot_B: np.ndarray, k: int, least: float
+        self, requests: Sequence[Running], slot_B: np.ndarray, k: int, least: float
     ) -> None:
         num = len(requests)
         self._proposed = Proposed(
@@ -272,7 +244,7 @@ class Memory:
                 self._shared, self._own, self._cells, self._windows, slot_B, least, self._proposed
             )
 
-    def _open_window(self, request: _Request) -> None:
+    def _open_window(self, request: Running) -> None:
         if not self._free_slots:
             num = len(self._windows.num_S)
             more = Windows.empty(num, self.k)
@@ -297,8 +269,22 @@ class Memory:
         self.work()
         self.clear()
 
-    def _remember_own(self, request: _Request, end: int) -> None:
-        end = min(end, request.num_own + self._num_per_step)
+    def _take_out(self, most: int) -> int:
+        """Of requests that have gone. Nobody finds these entries, by whose keys they stand. Returns
+        how many tokens were taken out, at most so many."""
+        num = 0
+        while self._leaving and num < most:
+            request, done = self._leaving.popleft()
+            end = min(done + most - num, request.num_own)
+            self._kernels.forget(self._own, request.token_T, done, end, request.own)
+            num += end - done
+            if end < request.num_own:
+                self._leaving.appendleft((request, end))
+        return num
+
+    def _remember_own(self, request: Running, end: int) -> None:
+        end = min(end, request.num_own + self._left)
+        self._left -= end - request.num_own
         self._kernels.remember(
             self._own, request.token_T, request.num_own, end, request.own, self._now
         )

@@ -96,6 +96,14 @@ def test_where_it_finds_nothing_nothing_is_verified(bench: Ahead) -> None:
     assert output.osd_from_memory == ()
 
 
+def test_a_client_may_limit_what_is_verified_of_the_draft(bench: Ahead) -> None:
+    bench.osd.force(DRAFT)
+    request = bench.add("a", [1, 2], extra={"osd_spec_k": 1})
+    other = bench.add("b", [1, 2])
+    bench.run({"a": [5], "b": [5]})
+    assert [len(r.spec_token_ids) for r in (request, other)] == [1, 2]
+
+
 def test_request_by_request_the_memory_or_the_draft(bench: Ahead) -> None:
     bench.osd.force(MIXED)
     a, b = bench.add("a", [1, 2]), bench.add("b", [3, 4])

@@ -67,6 +67,7 @@ class Request:
     lora_request: Any = None
     mm_features: tuple[Any, ...] = ()
     prompt_embeds: Any = None
+    resumable: bool = False
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = list(self.all_token_ids)
@@ -101,6 +102,10 @@ class PlainScheduler:
         self.placeholders: list[int] = []
 
     def add_request(self, request: Request, *given: Any) -> Any:
+        session = self.requests.get(request.request_id)
+        if session is not None and session.resumable:
+            session.all_token_ids += request.all_token_ids
+            return ("added", *given)
         self.running.append(request)
         self.requests[request.request_id] = request
         return ("added", *given)
@@ -900,6 +905,44 @@ def test_what_may_be_remembered_of_a_request() -> None:
     bench = Bench(memory_by_domain=True)
     bench.add("a", [4, 5, 6], **labelled)  # type: ignore[arg-type]
     assert bench.osd.remembered[0]["scope"] == scope(domain="law") != scope()
+
+
+def test_another_request_of_the_same_name_has_nothing_of_the_first() -> None:
+    """Its client was aborted, and nobody has told of it yet."""
+    bench = Bench()
+    bench.osd.force(Plan("memory", 3))
+    first = bench.add("x", [1, 2])
+    bench.scheduler.running.remove(first)
+    del bench.scheduler.requests["x"]
+    bench.add("x", [1, 2], cache_salt="tenant")
+    assert bench.step({"x": [61, 62, 63, 64]}).osd_shared == ()
+    bench.add("y", [1, 2])
+    bench.step({"y": [61, 62]})
+    assert bench.scheduler.requests["y"].spec_token_ids == [], "what the tenant was served"
+
+
+def test_what_a_session_says_is_nobody_elses() -> None:
+    bench = Bench()
+    bench.osd.force(Plan("memory", 3))
+    bench.add("x", [1, 2], resumable=True)
+    assert bench.step({"x": [9]}).osd_shared == ()
+    bench.add("x", [43, 44, 45, 46])
+    bench.step({"x": [10]})
+    assert [told["is_kept"] for told in bench.osd.remembered] == [False], "it is no other request"
+    bench.add("y", [1, 2])
+    bench.step({"y": [43, 44]})
+    assert bench.scheduler.requests["y"].spec_token_ids == []
+
+
+def test_drafts_within_a_prompt_are_judged_by_nothing() -> None:
+    bench = Bench()
+    bench.osd.force(Plan("draft", 2, is_mixed=True))
+    bench.command("remember", [[[1, 2], [61, 62, 63], ""]] * 4)
+    request = bench.add("a", [1, 2], chunk=1)
+    drafts = [[7, 7]]
+    request.num_computed = 1
+    bench.scheduler._osd_proposals.redraft(["a"], drafts, bench.scheduler.requests)
+    assert drafts == [[7, 7]] and not bench.osd.requests._unverified._open
 
 
 def test_the_worker_is_told_once_of_new_requests_whose_answers_others_may_be_proposed() -> None:

@@ -217,7 +217,7 @@ def test_a_proposal_ends_where_it_is_unlikely_enough() -> None:
 def test_what_is_forgotten_is_neither_proposed_nor_there() -> None:
     text, shared, own = np.array([101, 102, 103, 104], np.int32), table(), table()
     kernels.remember(own, text, 0, 4, SCOPES[OWN], 1)
-    kernels.forget(own, text, 4, SCOPES[OWN])
+    kernels.forget(own, text, 0, 4, SCOPES[OWN])
     assert proposed(shared, own, [101, 102], 3)[0] == []
     assert not np.isin([102, 103, 104], own.token_EN).any()
 
@@ -240,7 +240,7 @@ for kernels in (PLAIN, compiled()):
         ids, survival = np.zeros(8, np.int64), np.zeros(8)
         num = kernels.propose(shared, own, judged, token_T, 40, (7, 9), 0.01, ids, survival)
         said.append([ids[:num].tolist(), survival[:num].tolist()])
-    kernels.forget(own, token_T, 40, 9)
+    kernels.forget(own, token_T, 0, 40, 9)
     windows = Windows.empty(2, 8)
     windows.scope_S2[:] = [[7, 9], [7, 11]]
     windows.is_kept_S[:] = True, False

@@ -9,7 +9,7 @@ import pytest
 
 from serving.speculation.memory import memory as module
 from serving.speculation.memory.kernels import Table
-from serving.speculation.memory.memory import BYTES_PER_ENTRY, Memory
+from serving.speculation.memory.memory import BYTES_PER_ENTRY, TOKENS_PER_STEP, Memory
 
 SECRET = [901, 902, 903, 904, 905, 906]
 
@@ -43,6 +43,7 @@ def holds(one: Memory, tokens: Sequence[int]) -> bool:
     """Whether any array of it holds such a token."""
     waiting = [token_T for token_T, *_ in one._waiting]
     running = [request.token_T for request in one._requests.values()]
+    running += [request.token_T for request, _ in one._leaving]
     at_hand = [one._shared.token_EN, one._own.token_EN, one._windows.token_SW]
     at_hand += [one._proposed.found_BK, one._found_K]
     return any(np.isin(tokens, array).any() for array in (*at_hand, *waiting, *running))
@@ -194,10 +195,55 @@ def test_chances_are_learnt_where_nothing_is_proposed() -> None:
     assert np.mean(survival[-400:]) < 0.4
 
 
+def test_the_prompts_of_many_requests_are_remembered_a_few_tokens_a_step_together() -> None:
+    one = memory()
+    names = [f"r{n}" for n in range(8)]
+    for n, name in enumerate(names):
+        one.begin(name, [10 * n + i % 5 for i in range(40)])
+    known = []
+    for _ in range(7):
+        one.advance_all([(name, [1]) for name in names])
+        known.append(sum(one._requests[name].num_own for name in names))
+    steps = np.diff([0, *known[:4]])
+    most = TOKENS_PER_STEP[False]
+    assert most <= steps.min() and steps.max() <= most + len(names), "and what they are served"
+    assert known[-1] == sum(one._requests[name].num_tokens for name in names)
+    one.advance("r7", [70, 71])
+    assert one.propose("r7", 3).tokens == [72, 73, 74]
+
+
+def test_what_leaves_nothing_is_taken_out_a_few_tokens_a_step() -> None:
+    """Also where the engine is idle."""
+    one = memory()
+    one.begin("a", SECRET * 60, is_kept=False)
+    while one._requests["a"].num_own < 6 * 60:
+        one.advance("a", [1])
+    one.end("a")
+    assert holds(one, SECRET[3:]), "it takes more than one step"
+    for _ in range(len(SECRET) * 60 // TOKENS_PER_STEP[False] + 1):
+        one.work()
+    assert not holds(one, SECRET) and contents(one._own) == {}
+
+
+def test_what_waits_is_forgotten_with_the_rest() -> None:
+    """Answers that are not remembered yet, and requests of which not all is taken out."""
+    one = memory()
+    one.remember([([], SECRET * 60)])
+    one.begin("a", SECRET * 60, is_kept=False)
+    one.advance("a", [1])
+    one.end("a")
+    assert one.num_waiting
+    one.clear()
+    assert one.num_waiting == 0 and not holds(one, SECRET)
+    one.work()
+    assert contents(one._shared) == contents(one._own) == {}
+
+
 def test_all_requests_of_a_step_at_once_are_as_one_after_another() -> None:
-    """Of many requests, more than there is room for at first, some of which come and go, are not
-    kept, or have a prompt that takes many steps."""
+    """Of many requests, more than there is room for at first, some of which come and go or are not
+    kept."""
     together, apart, rng = memory(1 << 25), memory(1 << 25), np.random.default_rng(4)
+    together._num_per_step = apart._num_per_step = 1 << 20
     together._secret = apart._secret = b"the same for both"[:16]
     running: list[str] = []
     for number in range(120):
