@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from benchmarks.closed_loop import ClosedLoop
 from osd.config.schema import TrainerConfig
-from osd.control.payback import MIN_SAMPLES, SETTLE_S, PaybackMeter
+from osd.control.payback import PaybackMeter
 from osd.records import ReplicaStatus, RoundOutcome, SpeculationReport
 
 WITHIN_S = 60.0
@@ -43,12 +43,12 @@ class ChargedTraining:
 
     def add_round(self, outcome: RoundOutcome, cpu_s: float, *, is_published: bool) -> None:
         """A round took so many seconds of the core."""
-        for _ in range(int(MIN_SAMPLES) + 3):
+        for _ in range(3):
             self._beat(is_training=True)
         self._meter.add_round(replace(outcome, seconds=cpu_s), is_published=is_published)
 
     def _beat(self, *, is_training: bool) -> None:
-        self._now = max(self._loop.clock, self._now + SETTLE_S)
+        self._now = max(self._loop.clock, self._now + 1.0)
         worth = self._loop.speculation.report().worth
         report = SpeculationReport(pace=STANDSTILL if is_training else 1.0, worth=worth)
         status = replace(STATUS, at=self._now, speculation=report)

@@ -125,6 +125,7 @@ class DriftDetector:
         self.woken_by = ""
         """Why the last rest ended; "" when there was none."""
         self.num_wakes = 0
+        """Times there was another draft to improve, or other traffic, at rest or not."""
 
     def add(self, record: SpecWindow | SwapReport | RoundOutcome | Event | MetricPoint) -> None:
         """Take one record of the feed."""
@@ -188,7 +189,7 @@ class DriftDetector:
                 watched.settle()
 
     def _wake(self, why: str) -> None:
+        self.num_wakes += 1
         if self.is_resting:
             self.is_resting, self.woken_by = False, why
-            self.num_wakes += 1
         self._num_fruitless = 0

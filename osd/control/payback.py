@@ -1,7 +1,7 @@
 """Whether a training round pays: what it takes from the engines, against what it is expected to
 save them.
 
-    heartbeats ─► pace while training, over pace at rest ─► slowdown ─┐
+    heartbeats ─► pace in a round, over that just before ─► slowdown ─┐
     rounds ─────► how long they take ─────────────────────────────────┴─► taken
     rounds ─────► errors of the draft that they remove ───────────────┐
     heartbeats ─► speed with a draft of fewer errors ─────────────────┴─► saved, within
@@ -9,26 +9,38 @@ save them.
 
 Both are seconds of the engines' time, idle time left out. A trainer on a machine of its own takes
 nothing; one that shares a core, or a GPU, slows every step down while it works. What is not
-measured yet forbids nothing: the first rounds show it.
+measured yet forbids nothing: the first rounds show it. Engines that cannot tell (a fixed k) are
+left out. What rounds show is their median: one may fall on a machine that was suspended.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from statistics import median
 
 from osd.common.wording import span
 from osd.config.schema import TrainerConfig
 from osd.control.policy import Decision
 from osd.records import FEWER_ERRORS, NO_TRACES, Payback, ReplicaStatus, RoundOutcome
 
-KEEP_PACE, KEEP_BUSY, KEEP_ROUND = 0.98, 0.997, 0.7
-"""Weight that evidence keeps after one more heartbeat, heartbeat, and round."""
-MIN_SAMPLES = 5.0
-"""Heartbeats that show a pace."""
+KEEP_PACE, KEEP_BUSY, KEEP_ROUND = 0.8, 0.997, 0.7
+"""Weight that evidence keeps after one more heartbeat at rest, heartbeat, and round."""
+MIN_AT_REST = 1.5
+"""Weight of the heartbeats between two rounds, two at least, that show the pace without the
+trainer."""
+NEWEST_ROUNDS = 9
+"""Rounds that count of what they take."""
 SETTLE_S = 0.7
 """Seconds in which the pace follows a beginning or an end of training."""
+LATE_S = 3.0
+"""Seconds after a round in which heartbeats are read that were sent in it."""
+MOST_REST_S = 6.0
+"""Seconds that a round waits, at most, for engines to show their pace without it."""
+MIN_BUSY = 0.02
+"""An engine that has requests in fewer of its heartbeats neither loses nor gains."""
 PRIOR = 1.0
 """Times that a round of a draft of which nothing is known is expected to remove the share
 `FEWER_ERRORS` of its errors. It weighs as much as a round."""
@@ -61,22 +73,34 @@ class Fading:
 
 @dataclass(slots=True)
 class _Engine:
-    """What the heartbeats of a replica have shown."""
+    """What the heartbeats of a replica have shown. Paces are logarithms."""
 
-    training: Fading = field(default_factory=lambda: Fading(KEEP_PACE))
-    """Logarithm of the pace while the trainer works."""
-    resting: Fading = field(default_factory=lambda: Fading(KEEP_PACE))
     busy: Fading = field(default_factory=lambda: Fading(KEEP_BUSY))
     """Share of the heartbeats with requests."""
+    at_rest: Fading = field(default_factory=lambda: Fading(KEEP_PACE))
+    """Since the newest round."""
+    before: float | None = None
+    """At rest, just before the newest round."""
+    within: Fading = field(default_factory=lambda: Fading(1.0))
+    """In the newest round."""
+    rounds: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST_ROUNDS))
+    """How much the pace was higher in a round than before."""
     of_better: float | None = None
     seen_at: float = 0.0
 
     @property
     def slowdown(self) -> float | None:
         """Time of a step while the trainer works, over that at rest."""
-        if min(self.training.weight, self.resting.weight) < MIN_SAMPLES:
-            return None
-        return math.exp(max(self.training.mean - self.resting.mean, 0.0))
+        return math.exp(max(median(self.rounds), 0.0)) if self.rounds else None
+
+    def begin_round(self) -> None:
+        self.before = self.at_rest.mean if self.at_rest.weight >= MIN_AT_REST else None
+        self.at_rest, self.within = Fading(KEEP_PACE), Fading(1.0)
+
+    def end_round(self) -> None:
+        if self.before is not None and self.within.weight:
+            self.rounds.append(self.within.mean - self.before)
+        self.before = None
 
 
 class PaybackMeter:
@@ -92,33 +116,38 @@ class PaybackMeter:
     def __init__(self, trainer: TrainerConfig) -> None:
         self._within_s, self._max_idle_s = trainer.payback_seconds, trainer.max_idle_seconds
         self._engines: dict[str, _Engine] = {}
-        self._round_s = Fading(KEEP_ROUND)
+        """Of all replicas there ever were: one that is away for a moment has not changed."""
+        self._living: list[_Engine] = []
+        self._round_s: deque[float] = deque(maxlen=NEWEST_ROUNDS)
         self._removed = self._nothing_known()
         self._rounds_at = 0.0
         """End of the newest round."""
-        self._was_training, self._changed_at, self._changed_before = False, 0.0, 0.0
-        """Whether the trainer worked in the last look, since when that is so, and since when it was
-        the other way round before."""
+        self._is_training, self._changed_at = False, 0.0
+        self._has_outcome = False
+        """Whether the newest round has ended with one, and its paces are not settled yet."""
         self.is_resting = False
 
     def look(self, statuses: Iterable[ReplicaStatus], *, is_training: bool, now: float) -> None:
         """Take the newest heartbeat of each living replica."""
-        if is_training != self._was_training:
-            self._rounds_at = now if self._was_training else self._rounds_at
-            self._was_training = is_training
-            self._changed_before, self._changed_at = self._changed_at, now
+        if is_training != self._is_training:
+            self._change(is_training, now)
         living = {status.replica: status for status in statuses}
-        self._engines = {name: self._engines.get(name) or _Engine() for name in living}
         for name, status in living.items():
-            if status.at > self._engines[name].seen_at:
-                self._add(self._engines[name], status)
-        self._rest_or_wake()
+            engine = self._engines.setdefault(name, _Engine())
+            if status.at != engine.seen_at:
+                self._add(engine, status)
+        if self._has_outcome and not is_training and now - self._changed_at >= LATE_S:
+            self._settle()
+        if living:
+            self._living = [self._engines[name] for name in living]
+            self._rest_or_wake()
 
     def add_round(self, outcome: RoundOutcome, *, is_published: bool) -> None:
         """A round has ended. Errors that it removed count where its draft serves."""
         if outcome.discarded == NO_TRACES:
             return
-        self._round_s.add(outcome.seconds)
+        self._has_outcome = True
+        self._round_s.append(outcome.seconds)
         removed, report = 0.0, outcome.eval
         if is_published and report is not None:
             left = (1 - report.alpha_candidate) / max(1 - report.alpha_base, 1e-6)
@@ -132,6 +161,8 @@ class PaybackMeter:
 
     def decide(self, now: float) -> Decision:
         """Whether a round pays now, and why."""
+        if self._within_s and self._must_rest_first(now):
+            return Decision(False, "the engines' pace without the trainer is being measured")
         found, waited = self.figures(), now - self._rounds_at
         if found is None:
             return Decision(True, "learning")
@@ -145,22 +176,18 @@ class PaybackMeter:
 
     def figures(self) -> Payback | None:
         """None while it is not known what a round takes, or brings."""
-        engines = [
-            (engine.busy.mean, engine.slowdown, engine.of_better)
-            for engine in self._engines.values()
-        ]
         measured = [
-            (busy, slowdown, better)
-            for busy, slowdown, better in engines
-            if slowdown is not None and better is not None
+            (engine.busy.mean, engine.slowdown, engine.of_better)
+            for engine in self._living
+            if engine.slowdown is not None and engine.of_better is not None
         ]
-        if not measured or len(measured) < len(engines) or not self._round_s.weight:
+        if not self._within_s or not measured or not self._round_s:
             return None
         removed = self._removed.mean
         taken = sum(busy * (1 - 1 / slowdown) for busy, slowdown, _ in measured)
         saved = sum(busy * (1 - better**-removed) for busy, _, better in measured)
         return Payback(
-            taken_s=taken * self._round_s.mean,
+            taken_s=taken * median(self._round_s),
             saved_s=saved * self._within_s,
             within_s=self._within_s,
             slowdown=max(slowdown for _, slowdown, _ in measured),
@@ -168,6 +195,24 @@ class PaybackMeter:
         )
 
     # Inside
+
+    def _change(self, is_training: bool, now: float) -> None:
+        if is_training:
+            self._settle()
+            for engine in self._engines.values():
+                engine.begin_round()
+        else:
+            self._rounds_at = now
+        self._is_training, self._changed_at = is_training, now
+
+    def _settle(self) -> None:
+        """All is known of the newest round. One without an outcome shows nothing: its trainer may
+        have failed long before it was given up."""
+        for engine in self._engines.values():
+            if self._has_outcome:
+                engine.end_round()
+            engine.before = None
+        self._has_outcome = False
 
     def _add(self, engine: _Engine, status: ReplicaStatus) -> None:
         engine.seen_at = status.at
@@ -177,16 +222,27 @@ class PaybackMeter:
             return
         if report.worth is not None:
             engine.of_better = report.worth.of_better
-        # A heartbeat may have been sent before the trainer began or ended.
-        is_late = status.at < self._changed_at
-        since = self._changed_before if is_late else self._changed_at
-        if status.num_running and status.at - since >= SETTLE_S:
-            was_training = self._was_training is not is_late
-            paces = engine.training if was_training else engine.resting
-            paces.add(math.log(max(report.pace, 1e-3)))
+        if not status.num_running or report.pace is None:
+            return
+        pace = math.log(max(report.pace, 1e-3))
+        if status.at < self._changed_at:  # it was sent before the trainer began or ended
+            if not self._is_training:
+                engine.within.add(pace)
+        elif status.at - self._changed_at >= SETTLE_S:
+            (engine.within if self._is_training else engine.at_rest).add(pace)
+
+    def _must_rest_first(self, now: float) -> bool:
+        """Whether a round that begins now would show nothing of what rounds take."""
+        return now - self._changed_at < MOST_REST_S and any(
+            engine.slowdown is None
+            and engine.of_better is not None
+            and engine.busy.mean >= MIN_BUSY
+            and engine.at_rest.weight < MIN_AT_REST
+            for engine in self._living
+        )
 
     def _rest_or_wake(self) -> None:
-        found = self.figures() if self._within_s else None
+        found = self.figures()
         if found is None:
             self.is_resting = False
         else:

@@ -107,8 +107,9 @@ class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):
     net: NetGain = NetGain()
     num_cells: int = 0
     """Kinds of step whose time is known."""
-    pace: float = 1.0
-    """Time of a step now, over that of a step of the same kind as it is remembered."""
+    pace: float | None = None
+    """Time of a step now, over that of a step of the same kind as it is remembered; None while no
+    kind is well known."""
     worth: DraftWorth | None = None
     """None while nothing is known of it."""
     plans: dict[str, PlanTotals] = {}

@@ -93,7 +93,7 @@ class StepTimes:
         self._fit: np.ndarray | None = None
         self._corrections: dict[Key, float] = {}
         self._known_shapes: dict[tuple[Shape, ...], tuple[np.ndarray, list[Key]]] = {}
-        self._pace = 1.0
+        self._pace, self._is_paced = 1.0, False
         self._num_steps = 0
         self._num_since_fit = 0
         self._fitting: threading.Thread | None = None
@@ -103,9 +103,10 @@ class StepTimes:
         return self._fit is not None
 
     @property
-    def pace(self) -> float:
-        """Factor by which every step now takes longer than remembered."""
-        return self._pace
+    def pace(self) -> float | None:
+        """Factor by which every step now takes longer than remembered; None while no step was of a
+        well-known shape."""
+        return self._pace if self._is_paced else None
 
     @property
     def num_cells(self) -> int:
@@ -208,6 +209,7 @@ class StepTimes:
         expected = float(self.predict([shape._replace(context=0)], shape.context)[0])
         off = min(max(math.log(max(seconds, 1e-9) / expected), -MAX_OFF), MAX_OFF)
         self._pace *= math.exp(PACE_GAIN * off)
+        self._is_paced = True
 
     def _remember(self, shape: Shape, seconds: float) -> int:
         key = key_of(shape)

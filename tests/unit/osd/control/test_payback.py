@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from osd.config.schema import TrainerConfig
-from osd.control.payback import PaybackMeter
+from osd.control.payback import MAX_REMOVED, MOST_REST_S, PaybackMeter
 from osd.records import (
     NO_TRACES,
     DraftWorth,
+    Payback,
     ReplicaStatus,
     RoundOutcome,
     SpeculationReport,
@@ -25,20 +26,53 @@ from osd.records import (
 from tests.unit.osd.control.test_controller import World, make_outcome, replica
 
 
-def test_a_heartbeat_counts_for_the_time_at_which_it_was_sent() -> None:
-    """Rounds of a second, which are over when the heartbeat sent in them is read."""
-    here = Deployment()
-    here.beat(10)
-    for _ in range(8):
-        known, begun = here.status("replica-0", is_training=False), here.now + 0.1
-        here.meter.look([known], is_training=True, now=begun)
-        here.now = begun + 0.9
-        sent = here.status("replica-0", is_training=True)
-        here.meter.look([sent], is_training=False, now=begun + 1)
-        here.beat(3)
-    here.meter.add_round(make_outcome("", 1), is_published=True)
-    found = here.meter.figures()
-    assert found is not None and found.slowdown == pytest.approx(1.25)
+class Deployment:
+    """Replicas that beat every second, and a trainer whose rounds take 10 seconds."""
+
+    def __init__(self, *, num_replicas: int = 1, **trainer: Any) -> None:
+        self.meter = PaybackMeter(TrainerConfig(**trainer))
+        self.now, self.names = 1000.0, [f"replica-{i}" for i in range(num_replicas)]
+        self.better, self.slowdown, self.pace = 1.1, 1.25, 0.9
+        self.idle, self.fixed, self.spared = set[str](), set[str](), set[str]()
+
+    def beat(self, seconds: int, *, is_training: bool = False) -> None:
+        for _ in range(seconds):
+            self.now += 1
+            statuses = [self.status(name, is_training=is_training) for name in self.names]
+            self.meter.look(statuses, is_training=is_training, now=self.now)
+
+    def status(self, name: str, *, is_training: bool) -> ReplicaStatus:
+        is_slowed = is_training and name not in self.spared
+        worth = DraftWorth(of_draft=1.5, of_better=self.better)
+        report = SpeculationReport(
+            pace=self.pace * (self.slowdown if is_slowed else 1.0),
+            worth=None if name in self.fixed else worth,
+        )
+        is_idle = name in self.idle
+        return replace(
+            replica(1, name), at=self.now, speculation=report, num_running=int(not is_idle)
+        )
+
+    def round(
+        self,
+        outcome: RoundOutcome | None = None,
+        *,
+        is_published: bool = True,
+        seconds: float = 10.0,
+    ) -> None:
+        self.beat(10, is_training=True)
+        outcome = outcome or make_outcome("", 1)
+        self.meter.add_round(replace(outcome, seconds=seconds), is_published=is_published)
+        self.beat(10)
+
+
+def taken(slowdown: float) -> float:
+    """Of ten seconds that the trainer works."""
+    return 10 * (1 - 1 / slowdown)
+
+
+HALVED = math.log(0.3 / 0.6) / math.log(0.75)
+"""How often a quarter of the errors was removed by a round that brought α from 0.4 to 0.7."""
 
 
 @asynccontextmanager
@@ -52,58 +86,66 @@ async def going_on(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-class Deployment:
-    """Replicas that beat every second, and a trainer whose rounds take 10 seconds."""
-
-    def __init__(self, num: int = 1, **trainer: Any) -> None:
-        self.meter = PaybackMeter(TrainerConfig(**trainer))
-        self.now, self.names = 1000.0, [f"replica-{i}" for i in range(num)]
-        self.better, self.slowdown, self.idle = 1.1, 1.25, set[str]()
-
-    def beat(self, seconds: int, *, is_training: bool = False) -> None:
-        for _ in range(seconds):
-            self.now += 1
-            statuses = [self.status(name, is_training=is_training) for name in self.names]
-            self.meter.look(statuses, is_training=is_training, now=self.now)
-
-    def status(self, name: str, *, is_training: bool) -> ReplicaStatus:
-        report = SpeculationReport(
-            pace=0.9 * (self.slowdown if is_training else 1.0),
-            worth=DraftWorth(of_draft=1.5, of_better=self.better),
-        )
-        is_idle = name in self.idle
-        return replace(
-            replica(1, name), at=self.now, speculation=report, num_running=int(not is_idle)
-        )
-
-    def round(self, outcome: RoundOutcome | None = None, *, is_published: bool = True) -> None:
-        self.beat(10, is_training=True)
-        outcome = outcome or make_outcome("", 1)
-        self.meter.add_round(replace(outcome, seconds=10.0), is_published=is_published)
-        self.beat(10)
+def after_rounds(num: int = 2, **given: Any) -> Deployment:
+    """As many rounds as it takes to know what they take."""
+    here = Deployment(**given)
+    here.beat(10)
+    for _ in range(num):
+        here.round()
+    return here
 
 
-def taken(slowdown: float) -> float:
-    """Of ten seconds that the trainer works."""
-    return 10 * (1 - 1 / slowdown)
-
-
-HALVED = math.log(0.3 / 0.6) / math.log(0.75)
-"""How often a quarter of the errors was removed by a round that brought α from 0.4 to 0.7."""
+def figures(here: Deployment) -> Payback:
+    found = here.meter.figures()
+    assert found is not None
+    return found
 
 
 def test_what_a_round_takes_and_saves() -> None:
-    here = Deployment()
-    here.beat(10)
+    here = after_rounds(0)
     assert here.meter.figures() is None and here.meter.decide(here.now).ok
     here.round()
-    found = here.meter.figures()
-    assert found is not None
+    assert figures(here).slowdown == pytest.approx(1.25)
+    here.round()
+    found = figures(here)
     assert found.slowdown == pytest.approx(1.25)
     assert found.taken_s == pytest.approx(taken(1.25))
-    removed = (0.7 * 1 + HALVED) / 1.7  # the newest round weighs more than what was expected
+    # The newer a round, the more it weighs against what was expected.
+    removed = (0.49 * 1 + 0.7 * HALVED + HALVED) / (0.49 + 0.7 + 1)
     assert found.saved_s == pytest.approx(600 * (1 - 1.1**-removed))
     assert not here.meter.is_resting and here.meter.decide(here.now).ok
+
+
+def test_a_pace_that_wanders_is_held_against_that_just_before() -> None:
+    here = Deployment()
+    here.beat(10)
+    for _ in range(6):
+        here.beat(10, is_training=True)
+        here.meter.add_round(make_outcome("", 1), is_published=True)
+        here.pace *= 1.25  # from now on it is as slow at rest as it was in the round
+        here.beat(10)
+    assert figures(here).slowdown == pytest.approx(1.25)
+
+
+def test_one_odd_round_changes_nothing() -> None:
+    """On a machine that was suspended, say."""
+    here = after_rounds(4)
+    usual = figures(here)
+    slow, here.slowdown = here.slowdown, 50.0
+    here.round(seconds=7200.0)
+    here.slowdown = slow
+    here.round()
+    assert figures(here).taken_s == pytest.approx(usual.taken_s)
+
+
+def test_a_round_that_failed_shows_nothing_of_what_one_takes() -> None:
+    """Its trainer was away for most of it."""
+    here = after_rounds()
+    here.slowdown = 1.0
+    for _ in range(9):
+        here.beat(60, is_training=True)
+        here.beat(10)
+    assert figures(here).slowdown == pytest.approx(1.25)
 
 
 def test_a_trainer_on_a_machine_of_its_own_takes_nothing_and_never_rests() -> None:
@@ -111,37 +153,46 @@ def test_a_trainer_on_a_machine_of_its_own_takes_nothing_and_never_rests() -> No
     here.slowdown, here.better = 0.99, 1.0
     here.beat(10)
     here.round()
-    found = here.meter.figures()
-    assert found is not None and (found.taken_s, found.saved_s, found.slowdown) == (0, 0, 1)
+    here.round()
+    found = figures(here)
+    assert (found.taken_s, found.saved_s, found.slowdown) == (0, 0, 1)
     assert not here.meter.is_resting
 
 
 def test_idle_engines_lose_and_gain_nothing() -> None:
-    """Of two replicas one has no requests, and of its slowness nothing is known."""
-    here = Deployment(2)
-    here.beat(10)
-    here.round()
-    both = here.meter.figures()
+    here = after_rounds(num_replicas=2)
+    both = figures(here)
     here.idle = {"replica-1"}
     here.beat(4000)
-    one = here.meter.figures()
-    assert both is not None and one is not None
+    one = figures(here)
     assert (one.taken_s, one.saved_s) == pytest.approx((both.taken_s / 2, both.saved_s / 2))
+
+
+def test_the_engine_that_suffers_most_is_named() -> None:
+    here = Deployment(num_replicas=2)
+    here.spared = {"replica-1"}
+    here.beat(10)
+    here.round()
+    here.round()
+    assert figures(here).slowdown == pytest.approx(1.25)
+    assert figures(here).taken_s == pytest.approx(taken(1.25))
 
 
 def test_it_rests_where_a_better_draft_gains_less_than_it_takes_and_wakes_where_it_gains_more() -> (
     None
 ):
     here = Deployment()
-    here.better = 1.001  # the memory knows what is served
+    here.better = 1.0005  # the memory knows what is served
     here.beat(10)
+    here.round()
     here.round()
     assert here.meter.is_resting
     decided = here.meter.decide(here.now)
     assert not decided.ok
     assert decided.reason.startswith("at rest: a round takes 2.0 s from the engines, and is ")
     assert decided.reason.endswith("of the next 10 min (trainer.payback_seconds)")
-    here.better = 1.0 + 0.001 * taken(1.25) / here.meter.figures().saved_s * 1.1  # type: ignore[union-attr]
+    found = figures(here)
+    here.better = 1 + 0.0005 * 1.1 * found.taken_s / found.saved_s
     here.beat(1)
     assert here.meter.is_resting, "it does not pay by a factor that would last"
     here.better = 1.05  # the traffic has changed
@@ -156,19 +207,34 @@ def test_rounds_that_bring_nothing_are_expected_to_bring_less_until_the_traffic_
     expected = []
     for _ in range(8):
         here.round(is_published=False)
-        expected.append(here.meter.figures().saved_s)  # type: ignore[union-attr]
+        expected.append(figures(here).saved_s)
     assert expected == sorted(expected, reverse=True) and expected[-1] < 0.2 < expected[0]
     assert here.meter.is_resting
     here.meter.renew()
     here.beat(1)
     assert not here.meter.is_resting
-    assert here.meter.figures().saved_s == pytest.approx(60 * (1 - 1 / 1.1))  # type: ignore[union-attr]
+    assert figures(here).saved_s == pytest.approx(60 * (1 - 1 / 1.1))
+
+
+def test_a_draft_that_got_worse_by_the_gates_numbers_removed_nothing() -> None:
+    here = after_rounds()
+    outcome = make_outcome("", 1)
+    assert outcome.eval is not None
+    worse = replace(outcome, eval=replace(outcome.eval, alpha_candidate=0.1))
+    perfect = replace(outcome, eval=replace(outcome.eval, alpha_candidate=1.0))
+    for _ in range(30):
+        here.round(worse)
+    assert figures(here).saved_s == pytest.approx(0.0, abs=0.01)
+    for _ in range(30):
+        here.round(perfect)
+    assert figures(here).saved_s == pytest.approx(600 * (1 - 1.1**-MAX_REMOVED), rel=1e-3)
 
 
 def test_a_rest_ends_for_one_round_after_a_long_time() -> None:
     here = Deployment(max_idle_seconds=3600)
     here.better = 1.0
     here.beat(10)
+    here.round()
     here.round()
     assert not here.meter.decide(here.now + 3500).ok
     late = here.meter.decide(here.now + 3600)
@@ -180,33 +246,80 @@ def test_whoever_wants_it_trains_whatever_it_takes() -> None:
     here.better, here.slowdown = 1.0, 3.0
     here.beat(10)
     here.round()
-    assert not here.meter.is_resting and here.meter.decide(here.now).ok
+    here.round()
+    assert here.meter.figures() is None
+    assert not here.meter.is_resting and here.meter.decide(here.now) == (True, "learning")
 
 
-def test_what_nobody_has_measured_forbids_nothing() -> None:
-    """An engine of a fixed k says nothing of what a better draft gains; another one joined late."""
-    here = Deployment()
-    here.better = 1.0
+def test_engines_that_cannot_tell_are_left_out() -> None:
+    """One of a fixed k, one that joined late, one that is away for a moment."""
+    here = Deployment(num_replicas=2)
+    here.better, here.fixed = 1.0, {"replica-1"}
     here.beat(10)
     here.round(replace(make_outcome("", 1), discarded=NO_TRACES))
-    assert here.meter.figures() is None, "a round without traces shows nothing of what one takes"
+    here.round()
     here.round()
     assert here.meter.is_resting
+    before = figures(here)
     here.names.append("replica-9")
     here.beat(1)
-    assert here.meter.figures() is None and not here.meter.is_resting
+    assert figures(here) == before and here.meter.is_resting
+    here.meter.look([], is_training=False, now=here.now + 1)
+    here.beat(1)
+    assert here.meter.is_resting
+    alone = Deployment()
+    alone.fixed = {"replica-0"}
+    alone.beat(10)
+    alone.round()
+    alone.round()
+    assert alone.meter.figures() is None and alone.meter.decide(alone.now).ok
 
 
-def test_the_first_seconds_of_a_round_say_nothing_of_its_pace() -> None:
+def test_the_first_moment_of_a_round_says_nothing_of_its_pace() -> None:
     here = Deployment()
     here.beat(10)
-    slow, here.slowdown = here.slowdown, 1.0
-    here.beat(1, is_training=True)  # the pace has not followed yet
-    here.slowdown = slow
-    here.beat(9, is_training=True)
+    for _ in range(2):
+        slow, here.slowdown = here.slowdown, 1.0
+        here.beat(1, is_training=True)  # the pace has not followed yet
+        here.slowdown = slow
+        here.beat(9, is_training=True)
+        here.meter.add_round(make_outcome("", 1), is_published=True)
+        here.beat(10)
+    assert figures(here).slowdown == pytest.approx(1.25)
+
+
+def test_a_heartbeat_counts_for_the_time_at_which_it_was_sent() -> None:
+    """Rounds of a second, which are over when the heartbeat sent in them is read."""
+    here = Deployment()
+    here.beat(10)
+    for _ in range(2):
+        known, begun = here.status("replica-0", is_training=False), here.now + 0.1
+        here.meter.look([known], is_training=True, now=begun)
+        here.now = begun + 0.9
+        sent = here.status("replica-0", is_training=True)
+        here.meter.add_round(make_outcome("", 1), is_published=True)
+        here.meter.look([sent], is_training=False, now=begun + 1)
+        here.beat(5)
+    assert figures(here).slowdown == pytest.approx(1.25)
+
+
+def test_rounds_wait_a_moment_while_the_pace_without_them_is_not_known() -> None:
+    """Else, one right after the other, they would never show what they take."""
+    here = Deployment()
+    here.beat(10)
+    here.beat(10, is_training=True)
     here.meter.add_round(make_outcome("", 1), is_published=True)
-    found = here.meter.figures()
-    assert found is not None and found.slowdown == pytest.approx(1.25)
+    here.beat(1)
+    waits = here.meter.decide(here.now)
+    assert not waits.ok and "is being measured" in waits.reason
+    assert here.meter.decide(here.now + MOST_REST_S).ok, "but not for long"
+    here.beat(2)
+    assert here.meter.decide(here.now).ok
+    here.idle = {"replica-0"}
+    here.beat(4000)
+    here.beat(3, is_training=True)
+    here.beat(1)
+    assert here.meter.decide(here.now).ok, "nobody is slowed down"
 
 
 async def test_the_train_loop_rests_while_no_round_pays(tmp_path: Path) -> None:
@@ -228,10 +341,11 @@ async def test_the_train_loop_rests_while_no_round_pays(tmp_path: Path) -> None:
     async with world.running(), going_on(beat()):
         await world.until(lambda: beats[False] > 30)
         world.trainer.gate_open.clear()
-        world.trainer.rounds += [world.trainer.better] * 2
+        world.trainer.rounds.append(world.trainer.better)
         await world.until(lambda: beats[True] > 30)
         world.trainer.gate_open.set()
         await world.until(lambda: "rests" in world.kinds())
+        world.trainer.rounds.append(world.trainer.better)
         await world.a_few_looks()
         assert world.trainer.calls == ["round from v1"]
         status = await world.controller.status()
