@@ -41,7 +41,7 @@ def bench_page() -> str:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name, num_charts", [("demo", 3), ("bench", 1)])
+@pytest.mark.parametrize("name, num_charts", [("demo", 4), ("bench", 1)])
 def test_the_charts_are_drawn(
     browser: Any, tmp_path: Path, name: str, num_charts: int, scheme: str
 ) -> None:
