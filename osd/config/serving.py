@@ -187,8 +187,8 @@ class SpeculationConfig(Section):
     `speculation.memory_k_max`."""
     proposers: list[Literal["draft", "memory"]] = Field(["draft", "memory"], min_length=1)
     """Who may propose: the draft model, and the memory: what followed the same words in this
-    request, or in answers to earlier ones. The memory is left out
-    where several workers schedule asynchronously or run the V2 model runner."""
+    request, or in answers to earlier ones. The memory is left out where several workers schedule
+    asynchronously or run the V2 model runner."""
     memory_k_max: int = Field(8, ge=1, le=32)
     """Most draft tokens of the memory per step."""
     memory_bytes: int = Field(64 << 20, ge=1 << 20)

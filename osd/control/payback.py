@@ -39,6 +39,8 @@ LATE_S = 3.0
 """Seconds after a round in which heartbeats are read that were sent in it."""
 MOST_REST_S = 6.0
 """Seconds that a round waits, at most, for engines to show their pace without it."""
+MAX_PACE = 1e9
+"""A heartbeat that says more, or as much less, is no measurement."""
 MIN_BUSY = 0.02
 """An engine that has requests in fewer of its heartbeats neither loses nor gains."""
 PRIOR = 1.0
@@ -220,11 +222,11 @@ class PaybackMeter:
         report = status.speculation
         if report is None:
             return
-        if report.worth is not None:
-            engine.of_better = report.worth.of_better
-        if not status.num_running or report.pace is None:
+        if report.worth is not None and math.isfinite(report.worth.of_better):
+            engine.of_better = max(report.worth.of_better, 1.0)
+        if not status.num_running or report.pace is None or not math.isfinite(report.pace):
             return
-        pace = math.log(max(report.pace, 1e-3))
+        pace = math.log(min(max(report.pace, 1 / MAX_PACE), MAX_PACE))
         if status.at < self._changed_at:  # it was sent before the trainer began or ended
             if not self._is_training:
                 engine.within.add(pace)

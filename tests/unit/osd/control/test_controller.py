@@ -120,6 +120,7 @@ class FakeBuffer:
         self.purged: list[tuple[str | None, float | None]] = []
         """(domain, before) of each purge"""
         self.is_failing = False
+        self.meanwhile: Callable[[], object] = lambda: None
 
     def stats(self) -> BufferStats:
         return STATS
@@ -128,6 +129,7 @@ class FakeBuffer:
         self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False
     ) -> int:
         assert all_targets
+        self.meanwhile()
         self.purged.append((domain, before))
         if self.is_failing:
             raise ReplayBufferError("no answer within 15 s")
@@ -963,6 +965,20 @@ async def test_a_purge_says_what_may_have_learnt_from_what_is_gone(world: World)
     assert said[0] == "purged: 17 traces deleted"
     assert said[1] == "purged: 17 traces deleted; drafts that may have learnt from them: v2, v3"
     assert world.buffer.purged == [("sql", 12.5), (None, None)]
+
+
+async def test_engines_forget_after_the_traces_are_gone_and_where_some_may_be(
+    world: World,
+) -> None:
+    """Before, what is not gone yet could be remembered again."""
+    told_by_then: list[int] = []
+    world.buffer.meanwhile = lambda: told_by_then.append(world.registry.num_purges)
+    async with world.running():
+        await world.controller.purge()
+        world.buffer.is_failing = True
+        with pytest.raises(ReplayBufferError):
+            await world.controller.purge()
+    assert told_by_then == [0, 1] and world.registry.num_purges == 2
 
 
 async def disappoint(world: World) -> None:

@@ -23,7 +23,7 @@ from osd.records import (
     RoundOutcome,
     SpeculationReport,
 )
-from tests.unit.osd.control.test_controller import World, make_outcome, replica
+from tests.unit.osd.control.test_controller import World, make_outcome, no_gain, replica
 
 
 class Deployment:
@@ -275,6 +275,18 @@ def test_engines_that_cannot_tell_are_left_out() -> None:
     assert alone.meter.figures() is None and alone.meter.decide(alone.now).ok
 
 
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf, -3.0, 0.0, 1e308])
+def test_rubbish_in_a_heartbeat_ends_nothing(rubbish: float) -> None:
+    here = after_rounds()
+    pace, better, here.pace, here.better = here.pace, here.better, rubbish, rubbish
+    here.round()
+    assert isinstance(here.meter.decide(here.now).ok, bool)
+    here.pace, here.better = pace, better
+    for _ in range(4):
+        here.round()
+    assert figures(here).slowdown == pytest.approx(1.25)
+
+
 def test_the_first_moment_of_a_round_says_nothing_of_its_pace() -> None:
     here = Deployment()
     here.beat(10)
@@ -359,3 +371,15 @@ async def test_the_train_loop_rests_while_no_round_pays(tmp_path: Path) -> None:
         await world.until(lambda: world.kinds().count("learns") == 1)
         (said,) = [text for text in world.events() if text.startswith("learns")]
         assert said.startswith("learns: a round takes 0.2 s from the engines, and is expected to")
+
+
+async def test_another_draft_to_improve_makes_earlier_rounds_void(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async with world.running():
+        await world.publish(2)
+        world.trainer.rounds += [no_gain] * 3
+        await world.until(lambda: world.kinds().count("refused") == 3)
+        meter = world.controller._loops.payback
+        await world.until(lambda: meter._removed.mean < 1)
+        await world.controller.promote(1)
+        await world.until(lambda: meter._removed.mean == 1)
