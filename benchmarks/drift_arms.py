@@ -19,6 +19,7 @@ import psutil
 
 from benchmarks import drift_names as names
 from benchmarks import servers
+from benchmarks.charged import WITHIN_S
 from benchmarks.drift_jobs import PRESET, base_config
 from benchmarks.serving import NAME, SECONDS_TO_SETTLE
 from osd.client.http import Client
@@ -115,6 +116,8 @@ def overrides(arm: str, config: Config, target: Path, draft: Path, directory: Pa
         "control.port=0",
         "serving.vllm.enable_prefix_caching=false",
     ]
+    if arm in IN_CLOSED_LOOP:
+        found += [f"trainer.payback_seconds={WITHIN_S}"]
     if arm in names.UNTRAINED:
         found += ["trainer.enabled=false"]
     if arm == names.FROZEN:

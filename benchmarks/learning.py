@@ -69,7 +69,8 @@ def learn(
         buffer.put([_trace(config, requests[served.index], served, at, rng, serving)])
         detector.add(_window(served, at, serving.version, k))
         is_wanted = not may_rest or detector.decide(at).ok
-        is_wanted &= (charged is None or charged.pays()) and num_rounds != max_rounds
+        is_wanted &= charged is None or charged.pays(detector.num_wakes)
+        is_wanted &= num_rounds != max_rounds
         if is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces:
             started, cpu_started = time.perf_counter(), time.process_time()
             outcome = trainer.run_round(serving)

@@ -39,9 +39,9 @@ from serving.speculation.worth import Worth
 STEPS_PER_DECISION = 4
 SETTINGS_KEY = "osd"
 """Key of the settings in vLLM's `additional_config`."""
-DECISIONS_PER_OPENING = 16
-"""At every 16th decision all drafts are verified whole: a request that is never verified could
-never show that it has changed. It is also asked then what the draft is worth."""
+DECISIONS_PER_OPENING, DECISIONS_PER_WORTH = 16, 4
+"""At every 16th all drafts are verified whole: a request that never is could never show that it has
+changed. At every fourth it is asked what the draft is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,7 @@ class Speculation:
         self._newest = self._decided = Stamp(self._resting_plan(), settings.mode)
         self._told = self._newest.plan
         """The newest plan, sweeps left out."""
-        self._batch = self._decided_for = 0
-        self._num_decisions = 0
+        self._batch = self._decided_for = self._num_decisions = 0
         self._num_since_decision = STEPS_PER_DECISION
         self._probes = Probes()
         self._trials = Trials()
@@ -190,6 +189,7 @@ class Speculation:
         self._num_decisions += 1
         if self._num_decisions % DECISIONS_PER_OPENING == 0:
             decided = decided._replace(plan=whole(decided.plan, load, self.times))
+        if self._num_decisions % DECISIONS_PER_WORTH == 0:
             self._worth.add(load, plans, self.times)
         self._trials.note_use(load.batch, decided.plan)
         self.requests.set_caps(decided.plan, req_ids, load)

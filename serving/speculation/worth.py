@@ -21,6 +21,8 @@ from serving.speculation.step_times import StepTimes
 
 KEEP = 0.97
 """Weight that an estimate keeps after one more."""
+LEAST_WEIGHT = 3.5
+"""Of four estimates: fewer say nothing."""
 
 
 class Worth:
@@ -46,8 +48,8 @@ class Worth:
         self._weight = self._of_draft = self._of_better = 0.0
 
     def report(self) -> DraftWorth | None:
-        """None while nothing is known."""
-        if not self._weight:
+        """None while little is known."""
+        if self._weight < LEAST_WEIGHT:
             return None
         return DraftWorth(
             of_draft=math.exp(self._of_draft / self._weight),

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from osd.config.schema import TrainerConfig
-from osd.control.payback import MAX_REMOVED, MOST_REST_S, PaybackMeter
+from osd.control.payback import MOST_REST_S, PaybackMeter
+from osd.control.round_effects import KEEP_ROUND, SHOWS_IN
 from osd.records import (
     NO_TRACES,
     DraftWorth,
@@ -27,12 +28,14 @@ from tests.unit.osd.control.test_controller import World, make_outcome, no_gain,
 
 
 class Deployment:
-    """Replicas that beat every second, and a trainer whose rounds take 10 seconds."""
+    """Replicas that beat every second, and a trainer whose rounds take 10 seconds. With a draft of
+    theirs an engine is so many times faster (`brings`)."""
 
     def __init__(self, *, num_replicas: int = 1, **trainer: Any) -> None:
         self.meter = PaybackMeter(TrainerConfig(**trainer))
         self.now, self.names = 1000.0, [f"replica-{i}" for i in range(num_replicas)]
         self.better, self.slowdown, self.pace = 1.1, 1.25, 0.9
+        self.version, self.draft, self.brings = 1, 1.5, 1.04
         self.idle, self.fixed, self.spared = set[str](), set[str](), set[str]()
 
     def beat(self, seconds: int, *, is_training: bool = False) -> None:
@@ -43,14 +46,17 @@ class Deployment:
 
     def status(self, name: str, *, is_training: bool) -> ReplicaStatus:
         is_slowed = is_training and name not in self.spared
-        worth = DraftWorth(of_draft=1.5, of_better=self.better)
+        worth = DraftWorth(of_draft=self.draft, of_better=self.better)
         report = SpeculationReport(
             pace=self.pace * (self.slowdown if is_slowed else 1.0),
             worth=None if name in self.fixed else worth,
         )
         is_idle = name in self.idle
         return replace(
-            replica(1, name), at=self.now, speculation=report, num_running=int(not is_idle)
+            replica(self.version, name),
+            at=self.now,
+            speculation=report,
+            num_running=int(not is_idle),
         )
 
     def round(
@@ -63,16 +69,15 @@ class Deployment:
         self.beat(10, is_training=True)
         outcome = outcome or make_outcome("", 1)
         self.meter.add_round(replace(outcome, seconds=seconds), is_published=is_published)
-        self.beat(10)
+        self.beat(1)  # the draft is on its way
+        if is_published:
+            self.version, self.draft = self.version + 1, self.draft * self.brings
+        self.beat(9)
 
 
 def taken(slowdown: float) -> float:
     """Of ten seconds that the trainer works."""
     return 10 * (1 - 1 / slowdown)
-
-
-HALVED = math.log(0.3 / 0.6) / math.log(0.75)
-"""How often a quarter of the errors was removed by a round that brought α from 0.4 to 0.7."""
 
 
 @asynccontextmanager
@@ -111,8 +116,11 @@ def test_what_a_round_takes_and_saves() -> None:
     assert found.slowdown == pytest.approx(1.25)
     assert found.taken_s == pytest.approx(taken(1.25))
     # The newer a round, the more it weighs against what was expected.
-    removed = (0.49 * 1 + 0.7 * HALVED + HALVED) / (0.49 + 0.7 + 1)
-    assert found.saved_s == pytest.approx(600 * (1 - 1.1**-removed))
+    prior = KEEP_ROUND**2
+    gain = (prior * math.log(1.1) + KEEP_ROUND * math.log(1.04) + math.log(1.04)) / (
+        prior + KEEP_ROUND + 1
+    )
+    assert found.saved_s == pytest.approx(600 * (1 - math.exp(-gain)))
     assert not here.meter.is_resting and here.meter.decide(here.now).ok
 
 
@@ -150,7 +158,7 @@ def test_a_round_that_failed_shows_nothing_of_what_one_takes() -> None:
 
 def test_a_trainer_on_a_machine_of_its_own_takes_nothing_and_never_rests() -> None:
     here = Deployment()
-    here.slowdown, here.better = 0.99, 1.0
+    here.slowdown, here.better, here.brings = 0.99, 1.0, 1.0
     here.beat(10)
     here.round()
     here.round()
@@ -182,7 +190,7 @@ def test_it_rests_where_a_better_draft_gains_less_than_it_takes_and_wakes_where_
     None
 ):
     here = Deployment()
-    here.better = 1.0005  # the memory knows what is served
+    here.better, here.brings = 1.0005, 1.0  # the memory knows what is served
     here.beat(10)
     here.round()
     here.round()
@@ -216,23 +224,71 @@ def test_rounds_that_bring_nothing_are_expected_to_bring_less_until_the_traffic_
     assert figures(here).saved_s == pytest.approx(60 * (1 - 1 / 1.1))
 
 
-def test_a_draft_that_got_worse_by_the_gates_numbers_removed_nothing() -> None:
-    here = after_rounds()
+def test_what_a_draft_brings_counts_not_what_its_gate_promises() -> None:
+    """Beside a memory, a draft that errs far less may make nothing faster."""
+    here = Deployment()
+    here.brings = 1.0
+    here.beat(10)
     outcome = make_outcome("", 1)
-    assert outcome.eval is not None
-    worse = replace(outcome, eval=replace(outcome.eval, alpha_candidate=0.1))
-    perfect = replace(outcome, eval=replace(outcome.eval, alpha_candidate=1.0))
-    for _ in range(30):
-        here.round(worse)
-    assert figures(here).saved_s == pytest.approx(0.0, abs=0.01)
-    for _ in range(30):
-        here.round(perfect)
-    assert figures(here).saved_s == pytest.approx(600 * (1 - 1.1**-MAX_REMOVED), rel=1e-3)
+    assert outcome.eval is not None and outcome.eval.alpha_candidate > outcome.eval.alpha_base + 0.2
+    expected = []
+    for _ in range(12):
+        here.round(outcome)
+        expected.append(figures(here).saved_s)
+    assert expected == sorted(expected, reverse=True) and here.meter.is_resting
+    here.brings = 1.02
+    for _ in range(12):
+        here.round(outcome)
+    assert figures(here).saved_s == pytest.approx(600 * (1 - 1 / 1.02), rel=0.05)
+    assert not here.meter.is_resting
+
+
+def test_a_draft_that_makes_engines_slower_brings_nothing() -> None:
+    here = after_rounds(6, payback_seconds=60)
+    here.draft, here.brings = 20.0, 0.9
+    here.beat(1)
+    for _ in range(6):
+        here.round()
+    assert figures(here).saved_s == 0.0 and here.meter.is_resting
+
+
+def test_only_engines_that_serve_the_new_draft_show_what_it_brings() -> None:
+    """On trial, or refused by an engine: what the others say is of the old one."""
+    here = after_rounds(0)
+    before = here.better
+    here.beat(10, is_training=True)
+    here.meter.add_round(make_outcome("", 1), is_published=True)
+    here.draft = 1.1  # the traffic has changed, the version has not
+    here.beat(10)
+    assert figures(here).saved_s == pytest.approx(600 * (1 - 1 / before))
+
+
+def test_a_draft_shows_what_it_brings_at_first() -> None:
+    """Later, the traffic has changed what it is worth."""
+    here = after_rounds(4)
+    before = figures(here).saved_s
+    here.beat(SHOWS_IN)
+    here.draft *= 2
+    here.beat(5)
+    assert figures(here).saved_s == before
+
+
+def test_a_round_waits_a_moment_for_what_the_last_one_brought() -> None:
+    here = after_rounds(4)
+    here.beat(10, is_training=True)
+    here.meter.add_round(make_outcome("", 1), is_published=True)
+    here.beat(3)
+    waits = here.meter.decide(here.now)
+    assert not waits.ok and "brought is being measured" in waits.reason
+    assert here.meter.decide(here.now + MOST_REST_S).ok, "but not for long"
+    here.version += 1
+    here.beat(1)
+    assert here.meter.decide(here.now).ok
 
 
 def test_a_rest_ends_for_one_round_after_a_long_time() -> None:
     here = Deployment(max_idle_seconds=3600)
-    here.better = 1.0
+    here.better = here.brings = 1.0
     here.beat(10)
     here.round()
     here.round()
@@ -254,7 +310,8 @@ def test_whoever_wants_it_trains_whatever_it_takes() -> None:
 def test_engines_that_cannot_tell_are_left_out() -> None:
     """One of a fixed k, one that joined late, one that is away for a moment."""
     here = Deployment(num_replicas=2)
-    here.better, here.fixed = 1.0, {"replica-1"}
+    here.better = here.brings = 1.0
+    here.fixed = {"replica-1"}
     here.beat(10)
     here.round(replace(make_outcome("", 1), discarded=NO_TRACES))
     here.round()
@@ -320,7 +377,7 @@ def test_rounds_wait_a_moment_while_the_pace_without_them_is_not_known() -> None
     here = Deployment()
     here.beat(10)
     here.beat(10, is_training=True)
-    here.meter.add_round(make_outcome("", 1), is_published=True)
+    here.meter.add_round(make_outcome("", 1), is_published=False)
     here.beat(1)
     waits = here.meter.decide(here.now)
     assert not waits.ok and "is being measured" in waits.reason
@@ -373,13 +430,16 @@ async def test_the_train_loop_rests_while_no_round_pays(tmp_path: Path) -> None:
         assert said.startswith("learns: a round takes 0.2 s from the engines, and is expected to")
 
 
-async def test_another_draft_to_improve_makes_earlier_rounds_void(tmp_path: Path) -> None:
-    world = World(tmp_path)
+async def test_another_draft_to_improve_makes_earlier_rounds_void(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, renewed = World(tmp_path), list[str]()
+    meter = world.controller._loops.payback
+    monkeypatch.setattr(meter, "renew", lambda: renewed.append("renewed"))
     async with world.running():
         await world.publish(2)
         world.trainer.rounds += [no_gain] * 3
         await world.until(lambda: world.kinds().count("refused") == 3)
-        meter = world.controller._loops.payback
-        await world.until(lambda: meter._removed.mean < 1)
+        num_before = len(renewed)
         await world.controller.promote(1)
-        await world.until(lambda: meter._removed.mean == 1)
+        await world.until(lambda: len(renewed) == num_before + 1)
