@@ -34,6 +34,7 @@ BENCHES = {
     "memory_cost": "What the memory of served text costs where it finds nothing: CPU per token, at "
     "batch 1, 16 and 64.",
     "payback": "What training adds to a service that has a memory, its trainer free and charged.",
+    "languages": "Whether prose in five languages has anything to learn that cannot be looked up.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "

@@ -1,13 +1,15 @@
-"""The two families of models that the drift benchmark serves, each with its own kinds of traffic.
+"""The families of models that the drift benchmark serves, each with its own kinds of traffic.
 
 `tiny` has synthetic text and answers greedily. `natural` continues the standard library's source,
-with sampling.
+with sampling. So does `prose`, with books and manual pages in five languages out of Debian's
+packages; `prose-1` and `prose-2` are the same from other first weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ TRAINING, FIRST_SERVED = 0, 1
 """Blocks of traffic that never meet: one to train the ceiling on, one for each seed of the
 benchmark."""
 BLOCK_SIZE = 1200
-"""Requests of one domain in a block."""
+"""Requests of one domain in a block, where a family has no other size."""
 TINY_SEED = 30_000
 """Traffic seed of block 0. The tiny models learnt from seeds below 1000."""
 NATURAL_SEED = 3
@@ -39,14 +41,16 @@ class Family:
     """(domain, block, n) -> the first n requests of it."""
     temperature: float
     max_tokens: int
+    block_size: int = BLOCK_SIZE
+    """Requests of one domain in a block."""
 
     def prompts(self, domain: str, block: int, num: int) -> list[str]:
         """The first `num` prompts of a domain in a block. Raises `ConfigError` when they are not
         all different."""
-        if num > BLOCK_SIZE:
+        if num > self.block_size:
             raise ConfigError(
-                f"{num} requests of {domain}: a schedule may ask for {BLOCK_SIZE} of a domain at "
-                "most"
+                f"{num} requests of {domain}: a schedule may ask for {self.block_size} of a domain "
+                "at most"
             )
         found = [request.prompt for request in self.requests(domain, block, num)]
         if len(set(found)) < num:
@@ -120,6 +124,54 @@ def _natural_requests(domain: str, block: int, num: int) -> Sequence[Any]:
     return requests(domain, num, NATURAL_SEED, block * BLOCK_SIZE)
 
 
+def _prose_domains() -> Sequence[str]:
+    from benchmarks.prose.corpus import DOMAINS
+
+    return DOMAINS
+
+
+def _prose_home() -> str:
+    from benchmarks.prose.corpus import HOME
+
+    return HOME
+
+
+def _prose_models(seed: int) -> tuple[Path, Path]:
+    from benchmarks.prose.models import ensure_prose
+
+    found = ensure_prose(seed)
+    return found.target, found.draft
+
+
+def _prose_costly(seed: int) -> Path:
+    from benchmarks.prose.models import ensure_prose_cost_shaped
+
+    return ensure_prose_cost_shaped(seed)
+
+
+def _prose_requests(domain: str, block: int, num: int) -> Sequence[Any]:
+    from benchmarks.prose.traffic import requests
+
+    return requests(domain, block, num)
+
+
+def _prose(name: str, seed: int) -> Family:
+    return Family(
+        name=name,
+        domains=_prose_domains,
+        home=_prose_home,
+        models=partial(_prose_models, seed),
+        costly_target=partial(_prose_costly, seed),
+        requests=_prose_requests,
+        temperature=0.7,
+        max_tokens=96,
+        block_size=576,
+    )
+
+
+PROSE = ("prose", "prose-1", "prose-2")
+"""By the seed of the models."""
+
 FAMILIES = {
     "tiny": Family(
         name="tiny",
@@ -141,5 +193,6 @@ FAMILIES = {
         temperature=0.7,
         max_tokens=96,
     ),
+    **{name: _prose(name, seed) for seed, name in enumerate(PROSE)},
 }
 """By the names a schedule uses."""

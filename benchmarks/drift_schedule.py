@@ -56,7 +56,7 @@ class Schedule(_Part):
     """A file of `configs/drift`."""
 
     family: str
-    """The models that serve, and with them the domains there are: tiny or natural."""
+    """The models that serve, and with them the domains there are: tiny, natural or prose."""
     requests_per_second: float | None = Field(None, gt=0)
     """When requests arrive; none = as fast as they are served."""
     phases: tuple[Phase, ...] = Field(min_length=1)

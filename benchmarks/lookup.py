@@ -1,4 +1,5 @@
-"""Drafts without a model, replayed: vLLM's n-gram proposer (prompt lookup), and suffix decoding.
+"""Drafts without a model, replayed: vLLM's n-gram proposer (prompt lookup), suffix decoding, and
+the service's memory.
 
 They search the earlier text for the last tokens, and propose the tokens that followed there. When a
 step has nothing to propose, the target makes one token, as without speculation.
@@ -12,6 +13,7 @@ import numpy as np
 
 from benchmarks.curve import Curve, StepCounts
 from benchmarks.recording import Recorded
+from serving.speculation.requests import Remembers
 
 VLLM_NGRAM = 5
 """vLLM's `prompt_lookup_min` and `prompt_lookup_max` where neither is given."""
@@ -99,6 +101,38 @@ class _Suffix:
             min_token_prob=SUFFIX_MIN_PROBABILITY,
         )
         return list(found.token_ids)
+
+
+def remembered(requests: Sequence[Recorded], memory: Remembers, k: int, least: float) -> Curve:
+    """What a memory alone would have been accepted, one request after the other: up to k tokens a
+    step, cut where one is accepted with a probability below `least`."""
+    counts = []
+    for request in requests:
+        memory.begin(request.name, [int(token) for token in request.prompt_ids])
+        view = _Remembered(memory, request, k, least)
+        counts.append(walk(request.output_ids, view))
+        view.tell(len(request.output_ids))
+        memory.end(request.name)
+        memory.work()
+    return Curve.of(counts)
+
+
+class _Remembered:
+    """One request's view of the memory, which is told the output as it comes."""
+
+    def __init__(self, memory: Remembers, request: Recorded, k: int, least: float) -> None:
+        self._memory, self._request, self._k, self._least = memory, request, k, least
+        self._num_known = 0
+
+    def tell(self, at: int) -> None:
+        """The answer has so many tokens."""
+        new = [int(token) for token in self._request.output_ids[self._num_known : at]]
+        self._memory.advance_all([(self._request.name, new)])
+        self._num_known = at
+
+    def __call__(self, at: int) -> Sequence[int]:
+        self.tell(at)
+        return self._memory.propose(self._request.name, self._k, self._least).tokens
 
 
 def walk(output_ids: np.ndarray, propose: Propose) -> StepCounts:
