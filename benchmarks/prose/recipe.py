@@ -17,7 +17,10 @@ TARGET_SOURCES = (
     *(TINY / f"{name}.py" for name in ("tokenizer", "training", "muon")),
 )
 """Files whose text changes the target, beside those of its text (`corpus.SOURCES`)."""
-DRAFT_SOURCES = (HERE / "draft.py", HERE.parent / "natural" / "sampling.py")
+DRAFT_SOURCES = (
+    *(HERE / f"{name}.py" for name in ("draft", "traffic")),
+    HERE.parent / "natural" / "sampling.py",
+)
 """Files whose text changes a draft of a target."""
 SEEDS = (0, 1, 2)
 """Of models. They differ in their first weights and in the order of their lessons."""

@@ -35,13 +35,14 @@ TRAINING = 0
 """The block of training pages."""
 
 
-def requests(domain: str, block: int, num: int) -> list[Request]:
+def requests(domain: str, block: int, num: int, directory: Path | None = None) -> list[Request]:
     """The first `num` requests of a domain in a block; the answer is left to the target.
 
-    Raises `ConfigError` where the pages have fewer.
+    `directory`: what `write` filled, the cache's by default. Raises `ConfigError` where the pages
+    have fewer.
     """
     side, start = ("train", 0) if block == TRAINING else ("serve", (block - 1) * BLOCK_SIZE)
-    found = _prompts(domain)[side]
+    found = _prompts(domain, directory)[side]
     if start + num > len(found):
         raise ConfigError(
             f"{domain}, block {block}: the pages have {len(found)} prompts, {start + num} were "
@@ -52,13 +53,16 @@ def requests(domain: str, block: int, num: int) -> list[Request]:
 
 
 @cache
-def _prompts(domain: str) -> dict[str, list[str]]:
+def _prompts(domain: str, directory: Path | None) -> dict[str, list[str]]:
     if domain not in DOMAINS:
         raise ValueError(f"domain {domain!r}: must be one of {', '.join(DOMAINS)}")
+    return dict(json.loads(((directory or _cached()) / f"{domain}.json").read_text()))
+
+
+def _cached() -> Path:
     pages = corpus.corpus()
     name = f"prose-prompts-{pages.name.rsplit('-', 1)[1]}-{sha256(Path(__file__))[:16]}"
-    found = build_once(name, lambda out: write(pages, out))
-    return dict(json.loads((found / f"{domain}.json").read_text()))
+    return build_once(name, lambda out: write(pages, out))
 
 
 def write(pages: Path, out: Path) -> None:
