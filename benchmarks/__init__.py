@@ -35,6 +35,8 @@ BENCHES = {
     "batch 1, 16 and 64.",
     "payback": "What training adds to a service that has a memory, its trainer free and charged.",
     "languages": "Whether prose in five languages has anything to learn that cannot be looked up.",
+    "online": "Whether learning online pays on prose in five languages, over the same service "
+    "without a trainer and rivals that learn otherwise.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "

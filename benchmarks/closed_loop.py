@@ -164,8 +164,12 @@ class ClosedLoop:
     def swap(self, draft: str | Path, predicted: float | None) -> None:
         """Requests under way go on as with the draft they began with: a new one would read what the
         old one left in its KV cache, and be worse than it is."""
-        self._model = load_draft(draft)
+        self.serve_with(load_draft(draft))
         self.speculation.restart(predicted)
+
+    def serve_with(self, model: RowModel) -> None:
+        """As `swap`, of a draft that changes little by little: what is known of it goes on."""
+        self._model = model
 
     def serve(self) -> Iterator[Served]:
         coming = iter(range(len(self._requests)))

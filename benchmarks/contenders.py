@@ -23,6 +23,7 @@ from benchmarks.served import TARGET_ID, counts_of, matches_of
 from benchmarks.step_times import ModelledStepTimes
 from benchmarks.suffix_memory import SuffixMemory
 from osd.config.schema import Config
+from osd.records import Trace
 from trainer.distiller import Distiller
 from trainer.draft import export_draft, load_draft
 
@@ -91,13 +92,13 @@ def served(
             charged=ChargedTraining(setup.config.trainer, loop) if is_charged else None,
             max_rounds=max_rounds,
         )
-    return _replayed(loop, setup)
+    return replayed(loop, setup)
 
 
 def alone(setup: Setup, proposer: str) -> Curve:
     """One proposer under the closed loop: the draft there is, or the memory."""
     config = _with_proposers(setup.config, [proposer])
-    return _replayed(ClosedLoop(setup.requests, config, _times(setup), seed=setup.seed), setup)
+    return replayed(ClosedLoop(setup.requests, config, _times(setup), seed=setup.seed), setup)
 
 
 def suffix_alone(setup: Setup) -> Curve:
@@ -107,10 +108,11 @@ def suffix_alone(setup: Setup) -> Curve:
     memory = SuffixMemory(given.memory_bytes, given.memory_k_max, float(np.mean(sizes)))
     config = _with_proposers(setup.config, ["memory"])
     loop = ClosedLoop(setup.requests, config, _times(setup), seed=setup.seed, memory=memory)
-    return _replayed(loop, setup)
+    return replayed(loop, setup)
 
 
-def _replayed(loop: ClosedLoop, setup: Setup) -> Curve:
+def replayed(loop: ClosedLoop, setup: Setup) -> Curve:
+    """Served to the end with the draft there is."""
     loop.swap(setup.draft, None)
     ended = sorted(loop.serve(), key=lambda one: one.index)
     return Curve.of(
@@ -139,15 +141,7 @@ def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
     """
     torch.manual_seed(setup.seed)
     rng = np.random.default_rng(setup.seed)
-    changes = {
-        "method": "full",
-        "loss": "forward_kl",
-        "learning_rate": learning_rate,
-        "weight_decay": 0.0,
-        "warmup_steps": 0,
-        "max_grad_norm": 1e9,
-    }
-    distiller = Distiller(load_draft(setup.draft), setup.config.trainer.model_copy(update=changes))
+    distiller = distiller_of_osd(setup, learning_rate)
     counts, cpu_s, waiting, spent, num_updates = [], [], [], 0.0, 0
     for request, at in zip(setup.requests, setup.arrivals, strict=True):
         matches = matches_of(distiller.model, request)
@@ -176,15 +170,21 @@ def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
     )
 
 
-def train_ceiling(config: Config, draft: Path, requests: Sequence[Recorded], out: Path) -> None:
-    """What the draft can be: the same step, loss and peak rate, many passes over a recording of all
-    domains.
+def distiller_of_osd(setup: Setup, learning_rate: float) -> Distiller:
+    """What learns as OSD's released code does."""
+    changes = {
+        "method": "full",
+        "loss": "forward_kl",
+        "learning_rate": learning_rate,
+        "weight_decay": 0.0,
+        "warmup_steps": 0,
+        "max_grad_norm": 1e9,
+    }
+    return Distiller(load_draft(setup.draft), setup.config.trainer.model_copy(update=changes))
 
-    Every position counts, and the rate falls to zero along a cosine: nothing here has to be learnt
-    in passing.
-    """
-    torch.set_num_threads(config.trainer.num_threads)
-    distiller = Distiller(load_draft(draft), config.trainer.model_copy(update={"method": "full"}))
+
+def train_ceiling(config: Config, draft: Path, requests: Sequence[Recorded], out: Path) -> None:
+    """What the draft can be: offline, on every position of a recording of all domains."""
     rng = np.random.default_rng(config.trainer.seed)
     traces = [
         trace_of(
@@ -198,6 +198,15 @@ def train_ceiling(config: Config, draft: Path, requests: Sequence[Recorded], out
         )
         for request in requests
     ]
+    train_offline(config, draft, traces, out)
+
+
+def train_offline(config: Config, draft: Path, traces: Sequence[Trace], out: Path) -> None:
+    """The same step, loss and peak rate as online, in many passes. The rate falls to zero along a
+    cosine: nothing here has to be learnt in passing."""
+    torch.set_num_threads(config.trainer.num_threads)
+    distiller = Distiller(load_draft(draft), config.trainer.model_copy(update={"method": "full"}))
+    rng = np.random.default_rng(config.trainer.seed)
     size = config.trainer.batch_size
     num_steps = CEILING_EPOCHS * -(-len(traces) // size)
     step = 0
@@ -205,9 +214,8 @@ def train_ceiling(config: Config, draft: Path, requests: Sequence[Recorded], out
         order = rng.permutation(len(traces))
         for start in range(0, len(traces), size):
             rate = 0.5 * (1 + np.cos(np.pi * step / num_steps))
-            distiller.step(
-                distiller.collate([traces[i] for i in order[start : start + size]]), step, rate
-            )
+            chosen = [traces[i] for i in order[start : start + size]]
+            distiller.step(distiller.collate(chosen), step, rate)
             step += 1
     export_draft(distiller.model, draft, out)
 

@@ -82,11 +82,11 @@ def run_one(
 ) -> Row:
     """One contender over one schedule, from the cached recordings; the ceiling learnt from so many
     of each domain."""
-    from benchmarks import contenders, drift_recordings
+    from benchmarks import contenders, drift_recordings, rivals
 
     _one_thread()
     coming = arrivals(schedule, name, seed)
-    if contender == names.CEILING:
+    if contender in (names.CEILING, names.STATIC):
         draft = ceiling(schedule.family, schedule.domains, ceiling_requests)
     else:
         draft = FAMILIES[schedule.family].models()[1]
@@ -100,7 +100,7 @@ def run_one(
             seed=seed,
             times=times,
         )
-        curve = contenders.CONTENDERS[contender](setup)
+        curve = (contenders.CONTENDERS | rivals.RIVALS)[contender](setup)
     return {"schedule": name, "seed": seed, "contender": contender, **curve.as_row()}
 
 

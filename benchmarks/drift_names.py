@@ -15,6 +15,15 @@ CHARGED = "ours, as served, where training is charged"
 STOPPED = {f"ours, stopped after {num} rounds": num for num in (1, 2, 4)}
 """With the trainer's time counted as lost: trained while it pays, and so many rounds whether it
 pays or not. Arms of the benchmark of training."""
+AGAIN = "frozen draft, closed loop, once more"
+STATIC = "one draft for all domains, closed loop"
+NIGHTLY = "trained offline at night, closed loop"
+OSD_LOOP = {
+    "OSD, 1e-5, closed loop": (8, 1e-5),
+    "OSD, 1e-4, closed loop": (8, 1e-4),
+    "OSD, 1e-3, closed loop": (8, 1e-3),
+}
+"""Arms of the benchmark of online learning."""
 OSD, OSD_TUNED = "OSD", "OSD, our rate"
 OSD_PUBLISHED = {"OSD, 1e-4 every 8": (8, 1e-4), "OSD, 1e-5 every 1": (1, 1e-5)}
 """Both pairs of (requests between updates, learning rate) of OSD's released scripts. Reported as

@@ -22,7 +22,7 @@ from buffers.memory import MemoryTraceBuffer
 from osd.config.schema import Config
 from osd.control.drift import DriftDetector
 from osd.control.policy import predicted_alpha, should_publish
-from osd.records import DraftRelease, Event, SpecWindow, Trace
+from osd.records import Event, SpecWindow, Trace
 from osd.releases.store import ReleaseStore
 from trainer.loop import Trainer
 
@@ -66,7 +66,9 @@ def learn(
     for served in server.serve():
         ended.append(served)
         at = max(at, float(served.index) if arrivals is None else arrivals[served.index])
-        buffer.put([_trace(config, requests[served.index], served, at, rng, serving)])
+        version = serving.version
+        trace = captured(config, requests[served.index], served, rng, at=at, version=version)
+        buffer.put([trace])
         detector.add(_window(served, at, serving.version, k))
         is_wanted = not may_rest or detector.decide(at).ok
         is_wanted &= charged is None or charged.pays(detector.num_wakes)
@@ -109,14 +111,16 @@ def learn(
     )
 
 
-def _trace(
+def captured(
     config: Config,
     request: Recorded,
     served: Served,
-    at: float,
     rng: np.random.Generator,
-    serving: DraftRelease,
+    *,
+    at: float = 0.0,
+    version: int = 1,
 ) -> Trace:
+    """What capture keeps of a request as it was served."""
     return trace_of(
         request,
         served.kind_T,
@@ -125,7 +129,7 @@ def _trace(
         accepted_fraction=config.capture.accepted_fraction,
         plain_fraction=config.capture.plain_fraction,
         rng=rng,
-        draft_version=serving.version,
+        draft_version=version,
     )
 
 

@@ -64,3 +64,21 @@ def quantile(values: Sequence[float], q: float) -> float:
     """The smallest value that at least a share `q` of the values does not exceed: of 12 values, p99
     is the largest."""
     return float(np.quantile(np.asarray(values, float), q, method="inverted_cdf"))
+
+
+def hierarchical(
+    values: Sequence[Sequence[float]], confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """Ends of the bootstrap interval of a mean over models and, within each, over traffic:
+    `values[model][traffic]`. Models are drawn first, then traffic of each (Davison & Hinkley,
+    1997, section 3.8). Raises `ValueError` without two of both."""
+    if len(values) < 2 or min(map(len, values)) < 2:
+        raise ValueError(f"{[len(one) for one in values]} values per model say nothing of chance")
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(NUM_RESAMPLES):
+        models = rng.integers(0, len(values), len(values))
+        means = [np.mean(rng.choice(np.asarray(values[m], float), len(values[m]))) for m in models]
+        found.append(float(np.mean(means)))
+    low, high = np.quantile(found, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)

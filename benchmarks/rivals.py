@@ -1,0 +1,115 @@
+"""Other ways to have a draft for changing traffic, under the service's own control of speculation
+and beside its memory: what learning online is held against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from benchmarks import drift_names as names
+from benchmarks.closed_loop import ClosedLoop
+from benchmarks.contenders import Contender, Setup, distiller_of_osd, replayed, train_offline
+from benchmarks.curve import Curve
+from benchmarks.learning import captured
+from benchmarks.served import Served
+from osd.records import Trace
+
+NIGHT = 192
+"""Requests of a day."""
+AGAIN = 1000
+"""Added to the seed of the control."""
+
+
+def again(setup: Setup) -> Curve:
+    """The service with its trainer off once more, with other noise: how far two alike differ."""
+    return replayed(_loop(replace(setup, seed=setup.seed + AGAIN)), setup)
+
+
+def nightly(setup: Setup) -> Curve:
+    """Trained offline once a night, from the first draft, on the traces of all days so far: the
+    same that the trainer gets. Nights take no time here; their CPU seconds are kept."""
+    torch.manual_seed(setup.seed)
+    rng, loop = np.random.default_rng(setup.seed), _loop(setup)
+    loop.swap(setup.draft, None)
+    ended: list[Served] = []
+    traces: list[Trace] = []
+    cpu_s = np.zeros(len(setup.requests))
+    spent, num_nights = 0.0, 0
+    for one in loop.serve():
+        ended.append(one)
+        traces.append(captured(setup.config, setup.requests[one.index], one, rng))
+        if len(ended) % NIGHT == 0 and len(ended) < len(setup.requests):
+            started, num_nights = time.process_time(), num_nights + 1
+            out = setup.directory / f"night-{num_nights}"
+            with_rows = [trace for trace in traces if trace.num_rows]
+            train_offline(setup.config, setup.draft, with_rows, out)
+            spent += time.process_time() - started
+            loop.swap(out, None)
+        cpu_s[one.index] = spent
+    return _curve(ended, cpu_s, num_nights)
+
+
+def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
+    """OSD's recipe (`contenders.osd`): what an update has learnt serves the next requests."""
+    torch.manual_seed(setup.seed)
+    rng, loop = np.random.default_rng(setup.seed), _loop(setup)
+    loop.swap(setup.draft, None)
+    distiller = distiller_of_osd(setup, learning_rate)
+    ended: list[Served] = []
+    waiting: list[Trace] = []
+    cpu_s = np.zeros(len(setup.requests))
+    spent, num_updates = 0.0, 0
+    config = setup.config.model_copy(
+        update={
+            "capture": setup.config.capture.model_copy(
+                update={"accepted_fraction": 0.0, "plain_fraction": 0.0}
+            )
+        }
+    )
+    for one in loop.serve():
+        ended.append(one)
+        waiting.append(captured(config, setup.requests[one.index], one, rng))
+        if len(waiting) == every:
+            started = time.process_time()
+            if rejected := [trace for trace in waiting if trace.num_rows]:
+                distiller.step(distiller.collate(rejected), 0)
+                num_updates += 1
+            spent += time.process_time() - started
+            waiting = []
+            loop.serve_with(distiller.model)
+        cpu_s[one.index] = spent
+    return _curve(ended, cpu_s, num_updates)
+
+
+def _loop(setup: Setup) -> ClosedLoop:
+    assert setup.times is not None, "the control decides by step times"
+    return ClosedLoop(setup.requests, setup.config, setup.times, seed=setup.seed)
+
+
+def _curve(ended: Sequence[Served], cpu_s: np.ndarray, num_rounds: int) -> Curve:
+    """`cpu_s`: float [requests], by place; 0 where a request ended before anything was learnt."""
+    in_order = sorted(ended, key=lambda one: one.index)
+    return Curve.of(
+        [one.counts for one in in_order],
+        np.maximum.accumulate(cpu_s).tolist(),
+        num_rounds=num_rounds,
+        num_published=num_rounds,
+        seconds=np.array([one.seconds for one in in_order], float),
+    )
+
+
+RIVALS: dict[str, Contender] = {
+    names.AGAIN: again,
+    names.STATIC: lambda setup: replayed(_loop(setup), setup),
+    names.NIGHTLY: nightly,
+    **{
+        name: partial(osd, every=every, learning_rate=rate)
+        for name, (every, rate) in names.OSD_LOOP.items()
+    },
+}
+"""By the names the report gives them."""
