@@ -9,7 +9,8 @@ since a share of a step depends on the model.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ CPU = "CPU seconds per token, memory on / off"
 CONTROL_US = "CPU of the control per token"
 MEMORY_US = "CPU of the memory per token"
 VERIFIED = "tokens of the memory verified per output token"
+MOST_FREQUENT = "share of the most frequent token, at most"
+"""Of the tokens of a turn: shows whether any token came next."""
 
 
 def protocol(options: Options) -> Protocol:
@@ -58,7 +61,10 @@ def run(options: Options) -> Result:
 
     engine.prepare()
     from benchmarks import control_engines as engines
+    from serving.vllm.fixes import fix_cpu_sampling
 
+    # Without it, a step that verifies anything samples text that repeats itself.
+    fix_cpu_sampling()
     plan = protocol(options)
     notebook = Notebook(options, plan)
     loaded, prompts = _engines(max(plan.sizes["batches"])), engines.home_prompts()
@@ -107,7 +113,14 @@ def _turn(engine: Any, meter: Any, batch: int, prompts: Any, first: int) -> Row:
         "control_cpu_seconds": meter() - control_s,
         "num_tokens": driven.num_tokens,
         "num_verified": _verified(engine) - verified,
+        "most_frequent": _most_frequent(driven.outputs.values()),
     }
+
+
+def _most_frequent(answers: Iterable[Sequence[int]]) -> float:
+    """Share of the token that came most often."""
+    counts = Counter(token for answer in answers for token in answer)
+    return max(counts.values()) / counts.total()
 
 
 def _verified(engine: Any) -> int:
@@ -146,6 +159,8 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
         without = estimate([1e3 * batch * seconds for seconds in cpu[OFF]])
         figures.append(Figure.of(group, "CPU of a step, memory off", without, "ms"))
         figures.append(Figure.of(group, VERIFIED, estimate(verified)))
+        most = max(row["most_frequent"] for arm in mine for row in mine[arm])
+        figures.append(Figure(group=group, name=MOST_FREQUENT, value=most))
         observed = tuple(on / off for on, off in zip(cpu[ON], cpu[OFF], strict=True))
         spread.append((group, ratio, observed))
     drawing = Spread(title=CPU, unit="ratio", rows=tuple(spread), reference=1.0)

@@ -94,3 +94,4 @@ def test_memory_cost(tmp_path: Path) -> None:
         assert with_it > without > 0
         share = found["CPU of the memory in a step over a step of 40 ms"]
         assert share == pytest.approx(batch * (with_it - without) / 40_000, rel=0.5)
+        assert found["share of the most frequent token, at most"] < 0.04, "any token came next"

@@ -28,6 +28,7 @@ def rows(batch: int, extra_us: float) -> list[Row]:
                     "control_cpu_seconds": 1e-6 * us * 100 * batch,
                     "num_tokens": 100 * batch,
                     "num_verified": 0 if arm == bench.OFF else batch,
+                    "most_frequent": 0.01 if arm == bench.OFF else 0.01 * pair,
                 }
             )
     return found
@@ -49,6 +50,7 @@ def test_what_it_takes_is_said_by_itself_and_as_a_share(tmp_path: Path) -> None:
     assert figure(result, 64, shares.format(20)) == pytest.approx(0.032)
     assert figure(result, 1, shares.format(40)) == pytest.approx(0.001)
     assert figure(result, 64, bench.VERIFIED) == pytest.approx(0.01)
+    assert figure(result, 64, bench.MOST_FREQUENT) == pytest.approx(0.09)
     assert [is_met for goal, _, is_met in result.verdicts() if goal.figure == bench.CPU] == [
         True,
         True,
