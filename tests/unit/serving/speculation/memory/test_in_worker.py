@@ -20,6 +20,7 @@ from serving.speculation.memory.in_worker import (
     ask_in_worker,
     emitted,
 )
+from serving.speculation.scheduler import IN_THIS_PROCESS
 
 DRAFTED = torch.tensor([[1, 2], [3, 4], [5, 6]])
 
@@ -117,6 +118,20 @@ def test_the_v1_runner_gets_what_was_found(scheduler: Asked, row: list[int]) -> 
     assert scheduler.sampled == [{"a": [4]}], "the prompt of b has not ended"
 
 
+def test_which_prompts_have_not_ended_is_known_as_of_the_step_that_sampled() -> None:
+    mask = np.array([False, True, True])
+
+    def draft(output: Any, sampled: torch.Tensor) -> torch.Tensor:
+        mask[:] = [True, False, False]  # the runner uses its buffer again
+        return DRAFTED[:2]
+
+    runner, scheduler = v1_runner(DRAFTED), Asked()
+    runner.discard_request_mask.np, runner.propose_draft_token_ids = mask, draft
+    AskV1(runner, scheduler)  # type: ignore[arg-type]
+    runner.propose_draft_token_ids("output", torch.tensor([[4, -1], [5, 6]]))
+    assert scheduler.sampled == [{"a": [4]}]
+
+
 def test_a_v1_runner_that_drafts_on_the_host_asks_nobody() -> None:
     runner, scheduler = v1_runner([[1], [2]]), Asked([7])
     AskV1(runner, scheduler)  # type: ignore[arg-type]
@@ -146,6 +161,30 @@ def test_the_v2_runner_gets_what_was_found_and_tells_its_scheduler() -> None:
     assert table[3].tolist() == [7, 8, 9, 0]
     runner.draft_tokens_handler.set_draft_tokens(batch, DRAFTED[:2])
     assert told[-1] == [[1, 2], [3, 4]], "a step of which nothing was heard is left alone"
+
+
+class Beside:
+    """A scheduler in the worker's process."""
+
+    def __init__(self) -> None:
+        self.vllm_config, self.is_asked_by_worker, self.num_begun = SimpleNamespace(), True, 0
+
+    def osd_begin_to_ask(self) -> None:
+        self.num_begun += 1
+
+
+def test_a_worker_asks_the_scheduler_of_its_own_engine() -> None:
+    own, other = Beside(), Beside()
+    for scheduler in (own, other):
+        IN_THIS_PROCESS.add(scheduler)  # type: ignore[arg-type]
+    for mine, others in ((own, other), (other, own)):
+        assert isinstance(ask_in_worker(mine.vllm_config, v1_runner(DRAFTED)), AskV1)
+        assert (mine.num_begun, others.num_begun) == (1, 0)
+        mine.num_begun = 0
+    runner = v1_runner(DRAFTED)
+    drafts = runner.propose_draft_token_ids
+    assert ask_in_worker(SimpleNamespace(), runner) is None, "its own engine has none"
+    assert runner.propose_draft_token_ids is drafts and own.num_begun == other.num_begun == 0
 
 
 def test_a_worker_without_a_scheduler_beside_it_asks_nobody() -> None:

@@ -213,6 +213,14 @@ async def test_an_answer_that_comes_in_pieces_is_known_over_their_seams(
     assert world.knows(SECRET)
 
 
+async def test_an_engine_that_remembers_little_at_a_time_is_waited_for() -> None:
+    long = [*range(1000, 1640)]
+    world = World([served(0, long), served(1, SECRET)])
+    await finish(world.warming())
+    assert world.memory is not None and world.memory.num_waiting == 0
+    assert world.knows(long[-5:]) and world.knows(SECRET)
+
+
 async def test_a_heartbeat_need_not_wait_for_long_answers_and_what_waits_can_be_purged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
