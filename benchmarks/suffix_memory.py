@@ -52,7 +52,11 @@ class SuffixMemory:
         self._cache.start_request(req_id, self._tokens[req_id])
 
     def advance_all(
-        self, served: Iterable[tuple[str, Sequence[int]]], k: int = 0, least: float = 0.0
+        self,
+        served: Iterable[tuple[str, Sequence[int]]],
+        k: int = 0,
+        least: float = 0.0,
+        num: int | None = None,
     ) -> None:
         for req_id, tokens in served:
             self._advance(req_id, tokens)

@@ -207,9 +207,7 @@ class Speculation:
     @property
     def may_memory_propose(self) -> bool:
         """Whether anything that the memory finds now may be verified."""
-        return self.memory is not None and (
-            self.present.is_mixed or self.present.proposer == "memory"
-        )
+        return self.memory is not None and self.present.may_memory_propose
 
     @property
     def present(self) -> Plan:

@@ -61,6 +61,11 @@ class Plan(NamedTuple):
         return self.k if self.proposer == "draft" else 0
 
     @property
+    def may_memory_propose(self) -> bool:
+        """Whether anything that the memory finds may be verified."""
+        return self.is_mixed or self.proposer == "memory"
+
+    @property
     def name(self) -> str:
         """`draft 3`, `memory 8`, `off`."""
         return self.proposer if self.proposer == "off" else f"{self.proposer} {self.k}"
@@ -181,7 +186,7 @@ def expected(
         return gain_PB.sum(1), num_PB.sum(1)
     price_P111, price_P11 = price_P[:, None, None, None], price_P[:, None, None]
     place_M = np.arange(load.memory_BRM.shape[2])
-    may_propose_P = np.array([plan.is_mixed or plan.proposer == "memory" for plan in plans])
+    may_propose_P = np.array([plan.may_memory_propose for plan in plans])
     kept_PBRM = load.memory_BRM >= np.maximum(price_P111, LEAST_SURVIVAL)
     kept_PBRM &= place_M < load.allowed_B[:, None, None]
     found_PBR, width_PBR = (load.memory_BRM * kept_PBRM).sum(3), kept_PBRM.sum(3)

@@ -174,7 +174,8 @@ class Proposals:
         verified."""
         known = self._osd.requests
         if self._osd.memory is not None:
-            known.served((request.request_id, request.all_token_ids) for request in requests)
+            tokens = ((request.request_id, request.all_token_ids) for request in requests)
+            known.served(tokens, self._osd.may_memory_propose)
         judged, known.judged = known.judged, []
         self._untold = (self._untold + judged)[-MAX_UNTOLD:]
         return judged

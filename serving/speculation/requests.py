@@ -20,14 +20,16 @@ from serving.speculation.acceptance_breakdown import AcceptanceBreakdown
 from serving.speculation.estimates import UNKNOWN, Acceptance, Watch
 from serving.speculation.goodput import LEAST_SURVIVAL, Load, Plan, draft_of
 from serving.speculation.memory.hybrid import Hybrid, Level
+from serving.speculation.memory.lookups import (
+    NUM_LOOKUPS,
+    NUM_LOOKUPS_OF_ALL,
+    Lookups,
+    Turns,
+    found_lately,
+)
 from serving.speculation.memory.memory import Found
 from serving.speculation.memory.unverified import Judged, Unverified
 from serving.speculation.step_seen import StepSeen
-
-NUM_LOOKUPS = 8
-"""Newest look-ups by which it is estimated what the memory will find for a request."""
-NUM_LOOKUPS_OF_ALL = 64
-"""Newest look-ups of all requests, which stand for those that a request has not had yet."""
 
 
 class Remembers(Protocol):
@@ -39,7 +41,11 @@ class Remembers(Protocol):
         self, req_id: str, prompt: Sequence[int], *, scope: str = "", is_kept: bool = True
     ) -> None: ...
     def advance_all(
-        self, served: Iterable[tuple[str, Sequence[int]]], k: int = 0, least: float = 0.0
+        self,
+        served: Iterable[tuple[str, Sequence[int]]],
+        k: int = 0,
+        least: float = 0.0,
+        num: int | None = None,
     ) -> None: ...
     def propose(
         self, req_id: str, k: int, least: float = 0.0, *, ahead: Sequence[int] = ()
@@ -47,33 +53,6 @@ class Remembers(Protocol):
     def end(self, req_id: str) -> None: ...
     def work(self) -> None: ...
     def clear(self) -> None: ...
-
-
-class Lookups:
-    """What the memory found lately: the survival of its tokens, 0 where it found none."""
-
-    __slots__ = ("_num", "survival_RM")
-
-    def __init__(self, num: int, length: int) -> None:
-        self.survival_RM = np.zeros((num, length))
-        self._num = 0
-
-    def add(self, survival_M: np.ndarray) -> None:
-        row_M = self.survival_RM[self._num % len(self.survival_RM)]
-        num = len(survival_M)
-        row_M[num:] = 0.0
-        if num:
-            row_M[:num] = survival_M
-        self._num += 1
-
-    def completed(self, others: Lookups) -> np.ndarray:
-        """float [R, M]: with the newest of others, as long as there are too few."""
-        missing = len(self.survival_RM) - self._num
-        if missing <= 0 or not others._num:
-            return self.survival_RM
-        newest = np.arange(others._num - missing, others._num) % len(others.survival_RM)
-        newest = newest % min(others._num, len(others.survival_RM))
-        return np.concatenate([self.survival_RM[: self._num], others.survival_RM[newest]])
 
 
 @dataclass(slots=True)
@@ -119,6 +98,7 @@ class Requests:
         self._requests: dict[str, _Request] = {}
         self._is_asked = False
         """Whether the memory was asked since requests were last served: it will be again."""
+        self._turns = Turns()
 
     # -- requests come and go ---------------------------------------------------------------------
 
@@ -209,13 +189,15 @@ class Requests:
         if request is None or request.lookups is None or self._memory is None:
             return []
         assert self._lookups is not None
+        if not plan.may_memory_propose and not self._turns.is_due(req_id):
+            return []
         self._is_asked |= not ahead  # of tokens in flight nothing can be looked up beforehand
         found = self._memory.propose(req_id, self._memory.k, LEAST_SURVIVAL, ahead=ahead)
         request.lookups.add(found.survival_K)
         self._lookups.add(found.survival_K)
         request.found = float(found.survival_K.sum()) if found.tokens else 0.0
         self.has_changed |= self._level.add(request.found)
-        if not found.tokens or not (plan.is_mixed or plan.proposer == "memory"):
+        if not found.tokens or not plan.may_memory_propose:
             return []
         num = int(np.searchsorted(-found.survival_K, -plan.price, "right"))
         num = min(num, request.client_cap)
@@ -246,9 +228,12 @@ class Requests:
         if request is not None and request.is_counted:
             self._unverified.add(req_id, step, num_tokens, num_outputs, draft, request.found)
 
-    def served(self, answers: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Requests now have these tokens, each from its prompt on."""
-        new = []
+    def served(
+        self, answers: Iterable[tuple[str, Sequence[int]]], may_memory_propose: bool = True
+    ) -> None:
+        """Requests now have these tokens, each from its prompt on. Where the memory may not propose
+        what may follow them, few are looked up."""
+        new: list[tuple[str, Sequence[int]]] = []
         for req_id, tokens in answers:
             self.judged += self._unverified.served(req_id, tokens)
             request = self._requests.get(req_id)
@@ -256,8 +241,9 @@ class Requests:
                 new.append((req_id, tokens[request.num_seen :]))
                 request.num_seen = len(tokens)
         if self._memory is not None:
+            new, num = self._turns.begin(new, is_unused=not may_memory_propose)
             k = self._memory.k if self._is_asked else 0
-            self._memory.advance_all(new, k, LEAST_SURVIVAL)
+            self._memory.advance_all(new, k, LEAST_SURVIVAL, num)
         self._is_asked = False
 
     def learn(self, step: StepSeen) -> tuple[int, int]:
@@ -330,12 +316,7 @@ class Requests:
     def _found_lately(self, requests: Sequence[_Request]) -> np.ndarray | None:
         if self._lookups is None or not requests:
             return None
-        nothing = np.zeros((NUM_LOOKUPS, self._lookups.survival_RM.shape[1]))
-        found_BRM = np.stack(
-            [r.lookups.completed(self._lookups) if r.lookups else nothing for r in requests]
-        )
-        # Many requests show by few look-ups of each what few requests show by many.
-        return found_BRM[:, : max(NUM_LOOKUPS_OF_ALL // len(requests), 1)]
+        return found_lately([request.lookups for request in requests], self._lookups)
 
     def _known(self, req_ids: Sequence[str]) -> list[_Request]:
         return [self._requests[r] for r in req_ids if r in self._requests]

@@ -48,7 +48,11 @@ class FakeMemory:
     ) -> None: ...
 
     def advance_all(
-        self, served: Iterable[tuple[str, Sequence[int]]], k: int = 0, least: float = 0.0
+        self,
+        served: Iterable[tuple[str, Sequence[int]]],
+        k: int = 0,
+        least: float = 0.0,
+        num: int | None = None,
     ) -> None: ...
 
     def propose(

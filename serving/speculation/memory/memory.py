@@ -119,10 +119,14 @@ class Memory:
         self.advance_all([(req_id, tokens)])
 
     def advance_all(
-        self, served: Iterable[tuple[str, Sequence[int]]], k: int = 0, least: float = 0.0
+        self,
+        served: Iterable[tuple[str, Sequence[int]]],
+        k: int = 0,
+        least: float = 0.0,
+        num: int | None = None,
     ) -> None:
         """Requests were served these tokens. With k, what may follow now is looked up as well, for
-        all of them at once, and `propose` has it ready."""
+        the first `num` of them at once (None = all), and `propose` has it ready."""
         step: list[tuple[Running, Sequence[int]]] = []
         self._left = self._num_per_step
         for req_id, tokens in served:
@@ -133,7 +137,7 @@ class Memory:
                 step.append((request, tokens))
         slot_B = self._advance(step)
         if k := min(k, self.k):
-            self._propose([request for request, _ in step], slot_B, k, least)
+            self._propose([request for request, _ in step[:num]], slot_B[:num], k, least)
 
     def propose(
         self, req_id: str, k: int, least: float = 0.0, *, ahead: Sequence[int] = ()

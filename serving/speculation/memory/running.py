@@ -41,4 +41,9 @@ class Running:
         return end
 
     def append(self, tokens: Sequence[int], room: int) -> None:
-        self.num_tokens = self.write(tokens, room)
+        if self.num_tokens + len(tokens) + room > len(self.token_T):
+            self.num_tokens = self.write(tokens, room)
+            return
+        for token in tokens:  # few: one by one they take less time than together
+            self.token_T[self.num_tokens] = token
+            self.num_tokens += 1

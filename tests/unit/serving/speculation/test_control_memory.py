@@ -10,8 +10,8 @@ import pytest
 
 from serving.speculation.control import STEPS_PER_DECISION, Settings, Speculation
 from serving.speculation.goodput import OFF, Plan, expected
+from serving.speculation.memory.lookups import NUM_LOOKUPS, NUM_UNUSED
 from serving.speculation.memory.memory import Found
-from serving.speculation.requests import NUM_LOOKUPS
 from serving.speculation.step_seen import DraftWork, StepSeen
 from tests.support.simulated_engine import StepTime
 from tests.unit.serving.speculation.test_control_steps import planned, rows, starts
@@ -39,7 +39,11 @@ class Knows:
         self.prompts[req_id], self.served[req_id] = [*prompt], []
 
     def advance_all(
-        self, served: Iterable[tuple[str, Sequence[int]]], k: int = 0, least: float = 0.0
+        self,
+        served: Iterable[tuple[str, Sequence[int]]],
+        k: int = 0,
+        least: float = 0.0,
+        num: int | None = None,
     ) -> None:
         self.looked_ahead.append(k)
         for req_id, tokens in served:
@@ -305,6 +309,30 @@ def test_the_memory_looks_up_all_at_once_while_it_is_asked() -> None:
         if is_asked:
             control.look_up("a")
     assert memory.looked_ahead == [0, 0, 8, 8, 0, 0]
+
+
+def test_where_it_may_not_propose_few_are_looked_up_in_a_step_and_each_in_turn() -> None:
+    memory = Knows(5)
+    control = controlled(memory, plan=OFF)
+    names = [f"r{b}" for b in range(3 * NUM_UNUSED)]
+    for req_id in names:
+        control.begin(req_id, prompt=[1])
+        memory.survival[req_id] = [0.5]
+
+    def step() -> int:
+        control.plan(names, 200)
+        before = memory.num_lookups
+        control.requests.served([(r, [1, 2]) for r in names], control.may_memory_propose)
+        for req_id in names:
+            control.look_up(req_id)
+        return memory.num_lookups - before
+
+    assert [step() for _ in range(2)] == [NUM_UNUSED] * 2
+    assert list(control.requests.found(names).values()).count(0.5) == 2 * NUM_UNUSED
+    assert step() == NUM_UNUSED
+    assert set(control.requests.found(names).values()) == {0.5}, "each once in three steps"
+    control.force(Plan("memory", 5))
+    assert step() == len(names), "all of which may be proposed"
 
 
 # -- what is learnt of the draft ------------------------------------------------------------------

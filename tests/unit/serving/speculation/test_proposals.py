@@ -130,7 +130,7 @@ def test_where_the_memory_may_not_propose_nobody_waits_and_it_is_still_known_wha
     assert [step.num_waits for step in steps] == [0, 0, 0]
     assert len(request.spec_token_ids) == plan.passes
     found = bench.osd.requests._requests["a"].lookups
-    assert found is not None and (found.survival_RM.sum(1) > 0).sum() == 2, "of those told of"
+    assert found is not None and (found.newest(8).sum(1) > 0).sum() == 2, "of those told of"
     bench.osd.force(MEMORY)
     _, step = bench.run({"a": [64]})
     assert step.rows == {0: [65, 66, 67]}, "and nothing in flight was lost"

@@ -300,6 +300,17 @@ def test_what_was_looked_up_for_all_holds_until_anything_changes() -> None:
     assert one.propose("b", 8, 0.05).tokens == [], "what was looked up is gone as well"
 
 
+def test_as_many_are_looked_up_as_are_asked_for_and_the_others_when_they_are() -> None:
+    one = memory()
+    served(one, "a", [1, 2], SECRET)
+    for name in ("b", "c"):
+        one.begin(name, [7])
+    one.advance_all([("b", SECRET[:2]), ("c", SECRET[:3])], 8, 0.05, 1)
+    assert len(one._proposed.num_B) == 1
+    assert one.propose("b", 8, 0.05).tokens == SECRET[2:]
+    assert one.propose("c", 8, 0.05).tokens == SECRET[3:]
+
+
 def test_what_was_looked_up_for_a_request_goes_with_it() -> None:
     one = memory()
     one.begin("a", [7, *SECRET], is_kept=False)
