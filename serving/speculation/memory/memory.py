@@ -170,6 +170,7 @@ class Memory:
             return
         self._windows.token_SW[request.slot] = 0
         self._free_slots.append(request.slot)
+        self._found_K[:] = 0
         number, _, b = request.proposal
         if number == self._num_proposed:
             self._proposed.found_BK[b] = 0

@@ -284,6 +284,21 @@ def test_many_tokens_at_once_are_as_few_at_a_time() -> None:
     assert parts.propose("a", 3, 0.05).tokens == [40, 41, 42]
 
 
+def test_a_long_answer_is_known_from_its_beginning_and_leaves_nothing() -> None:
+    """Token by token, beyond the room that there was at first."""
+    text, one = [*range(1000, 1700)], memory(1 << 22)
+    one.begin("a", [1, 2], is_kept=False)
+    for token in text:
+        one.advance("a", [token])
+    assert one._requests["a"].token_T[2 : 2 + len(text)].tolist() == text
+    one.advance("a", text[:3])
+    assert one.propose("a", 8).tokens == text[3:11]
+    one.end("a")
+    for _ in range(99):
+        one.work()
+    assert not holds(one, text)
+
+
 def test_what_was_looked_up_for_all_holds_until_anything_changes() -> None:
     one = memory()
     served(one, "a", [1, 2], SECRET)
