@@ -217,7 +217,7 @@ class Speculation:
     @property
     def has_caps(self) -> bool:
         """Whether any request may get fewer draft tokens than the plan says."""
-        return self.present.price > 0 or self.requests.has_cap_below(self.present.k)
+        return self.present.draft_price > 0 or self.requests.has_cap_below(self.present.k)
 
     def look_up(self, req_id: str, ahead: Sequence[int] = ()) -> list[int]:
         """What the memory proposes for a request in the place of the draft; nothing where the draft

@@ -54,11 +54,19 @@ class Plan(NamedTuple):
     """Draft tokens of all requests that are verified, predicted."""
     is_mixed: bool = False
     """Whether the memory proposes where it is worth more than the draft."""
+    is_whole: bool = False
+    """Whether all tokens of the draft are verified, whatever their price. The memory's never are:
+    what it would have got accepted is known without."""
 
     @property
     def passes(self) -> int:
         """Passes of the draft model."""
         return self.k if self.proposer == "draft" else 0
+
+    @property
+    def draft_price(self) -> float:
+        """The price by which the draft is cut."""
+        return 0.0 if self.is_whole else self.price
 
     @property
     def may_memory_propose(self) -> bool:
@@ -116,8 +124,11 @@ def _in_part(load: Load, plans: list[Plan], times: StepTimes, off_s: float) -> l
         plan._replace(price=plan.goodput * times.seconds_per_token(shape_of(load, plan)))
         for plan in plans
     ]
-    in_part = _predicted(load, priced, times, off_s)
-    best = [max(pair, key=_goodput) for pair in zip(plans, in_part, strict=True)]
+    wholes, in_part = plans, _predicted(load, priced, times, off_s)
+    if load.memory_BRM is not None:
+        wholes = [plan._replace(is_whole=True) for plan in priced]
+        wholes = _predicted(load, wholes, times, off_s) if load.has_found else wholes
+    best = [max(pair, key=_goodput) for pair in zip(wholes, in_part, strict=True)]
     if not load.has_found or not any(plan.price for plan in priced):
         return best
     num = len(PRICES)
@@ -181,7 +192,8 @@ def expected(
     if price_P is None:
         price_P = np.array([plan.price for plan in plans])
     passes_P = np.array([plan.passes for plan in plans])
-    num_PB, gain_PB = _of_draft(load, passes_P, price_P)
+    is_whole_P = np.array([plan.is_whole for plan in plans], np.bool_)
+    num_PB, gain_PB = _of_draft(load, passes_P, np.where(is_whole_P, 0.0, price_P))
     if load.memory_BRM is None or not load.has_found:
         return gain_PB.sum(1), num_PB.sum(1)
     price_P111, price_P11 = price_P[:, None, None, None], price_P[:, None, None]
@@ -201,7 +213,7 @@ def expected(
 def draft_of(load: Load, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     """(int [B]: tokens of each request's draft that are verified under the plan, float [B]: how
     many of them are accepted)."""
-    num_PB, gain_PB = _of_draft(load, np.array([plan.passes]), np.array([plan.price]))
+    num_PB, gain_PB = _of_draft(load, np.array([plan.passes]), np.array([plan.draft_price]))
     return num_PB[0], gain_PB[0]
 
 
@@ -239,10 +251,10 @@ def choose(plans: Sequence[Plan], present: Plan) -> Plan:
 
 def whole(plan: Plan, load: Load, times: StepTimes) -> Plan:
     """The plan, with all of the draft's tokens verified, and what that promises."""
-    if not plan.passes or not plan.price:
+    if not plan.passes or not plan.draft_price:
         return plan
     off_s = float(times.predict((shape_of(load, OFF),), load.context)[0])
-    return _predicted(load, [plan._replace(price=0.0)], times, off_s)[0]
+    return _predicted(load, [plan._replace(is_whole=True)], times, off_s)[0]
 
 
 def unmeasured(

@@ -165,7 +165,7 @@ class Requests:
 
     def set_caps(self, plan: Plan, req_ids: Sequence[str], load: Load) -> None:
         """Decide how many draft tokens of each request are verified under a plan."""
-        if not plan.passes or not (plan.price > 0 or plan.is_mixed):
+        if not plan.passes or not (plan.draft_price > 0 or plan.is_mixed):
             return
         assert load.draft_BG is not None
         num_B, gain_B = draft_of(load, plan)
@@ -295,7 +295,7 @@ class Requests:
 
     def _cap(self, request: _Request, plan: Plan) -> int:
         allowed = min(plan.passes, request.client_cap)
-        return min(allowed, request.cap) if plan.price > 0 else allowed
+        return min(allowed, request.cap) if plan.draft_price > 0 else allowed
 
     def _gain(self, request: _Request, plan: Plan) -> float:
         if request.gain is None:

@@ -110,6 +110,18 @@ def test_what_is_worth_less_than_its_price_is_no_part_of_it() -> None:
     assert control.look_up("b") == TOKENS[:1]
 
 
+def test_where_the_draft_is_verified_whole_the_memory_is_cut_all_the_same() -> None:
+    """A probe shows what the draft is worth; what the memory gets accepted is known without."""
+    memory = Knows(a=[0.25, 0.2], b=[0.9, 0.25])
+    hopeless, plan = Settings(k_max=2, predicted=0.05), MIXED._replace(price=0.3, is_whole=True)
+    control = controlled(memory, hopeless, plan=plan)
+    assert (control.look_up("a"), control.look_up("b")) == ([], TOKENS[:1])
+    requests, cut = control.requests, plan._replace(is_whole=False)
+    requests.set_caps(cut, ["a", "b"], requests.load(["a", "b"], 200))
+    assert (requests.cap("a", cut), requests.cap("a", plan)) == (0, 2)
+    assert not control.has_caps
+
+
 def test_a_decided_plan_is_for_each_request_what_is_worth_most_there() -> None:
     """And the draft is cut as far as its tokens are worth it."""
     memory = Knows(a=[0.95, 0.9, 0.85, 0.8, 0.75])

@@ -122,7 +122,7 @@ def test_another_batch_or_other_proposers_are_other_steps() -> None:
     ]
     assert [plan.name for plan in candidates(MEMORY_ONLY, times)] == ["off", "memory 3"]
     assert candidates(MEMORY_ONLY, times)[1] == (
-        "memory", 3, pytest.approx(3.8 / 0.11), 0.11, 0.0, 5.0, False
+        "memory", 3, pytest.approx(3.8 / 0.11), 0.11, 0.0, 5.0, False, True
     )  # fmt: skip
     assert candidates(one, times) == [
         Plan("off", 0, 1 / 0.08, 0.08),
@@ -197,8 +197,8 @@ def test_the_present_choice_is_judged_by_what_it_promises_now() -> None:
 
 
 def test_what_nobody_predicted_promises_nothing_and_cuts_nothing() -> None:
-    assert OFF == ("off", 0, 0.0, 0.0, 0.0, 0.0, False)
-    assert Plan("draft", 2) == ("draft", 2, 0.0, 0.0, 0.0, 0.0, False)
+    assert OFF == ("off", 0, 0.0, 0.0, 0.0, 0.0, False, False)
+    assert Plan("draft", 2) == ("draft", 2, 0.0, 0.0, 0.0, 0.0, False, False)
 
 
 def test_the_memory_with_the_same_k_is_another_choice() -> None:
@@ -302,10 +302,11 @@ def test_a_draft_token_must_be_worth_the_time_of_its_verification() -> None:
         pytest.approx(price),
         5.0,
         False,
+        False,
     )
     assert cut(SURVIVAL_BG, plan) == [2, 3], "0.242 is less than 0.25 and more than 0.1"
     assert whole(plan, DRAFT_ONLY, times) == (
-        "draft", 3, pytest.approx(5.25 / 0.13), pytest.approx(0.13), 0.0, 6.0, False
+        "draft", 3, pytest.approx(5.25 / 0.13), pytest.approx(0.13), plan.price, 6.0, False, True
     )  # fmt: skip
     assert whole(OFF, DRAFT_ONLY, times) == OFF
 
@@ -504,9 +505,24 @@ def test_beside_a_memory_that_finds_nothing_the_draft_is_planned_as_without_one(
     times = Stepped(per_token)
     beside = TWICE._replace(memory_BRM=np.zeros((2, 2, 3)))
     alone = TWICE._replace(memory_BRM=None, ratio_BR=None)
-    plans = [plan._replace(is_mixed=False) for plan in candidates(beside, times)]
+    plans = [
+        plan._replace(is_mixed=False, is_whole=False, price=plan.draft_price)
+        for plan in candidates(beside, times)
+    ]
     assert [plan for plan in plans if plan.proposer != "memory"] == candidates(alone, times)
     assert of(beside, Plan("memory", 3), MIXED) == [(0, 0), *of(alone, MIXED)]
+
+
+@pytest.mark.parametrize("found", [0.0, 0.6])
+def test_what_the_memory_finds_has_its_price_where_the_draft_is_verified_whole(
+    found: float,
+) -> None:
+    times = Linear(0.001)
+    load = TWICE._replace(memory_BRM=np.full((2, 2, 3), found))
+    for plan in candidates(load, times)[1:]:
+        assert plan.price > 0.5 * plan.goodput * 0.001, "what its time would bring"
+        shown = whole(plan, load, times)
+        assert shown.price == plan.price and (not plan.passes or shown.draft_price == 0)
 
 
 def test_a_memory_that_finds_nothing_is_not_tried() -> None:
