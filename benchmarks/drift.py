@@ -93,7 +93,11 @@ def protocol(options: Options) -> Protocol:
 
 def run(options: Options) -> Result:
     """Record, train ceilings, then run every contender over every schedule."""
-    plan = protocol(options)
+    return replay(options, protocol(options))
+
+
+def replay(options: Options, plan: Protocol) -> Result:
+    """What a protocol of this bench says, whatever its schedules, seeds and arms."""
     notebook = Notebook(options, plan)
     for arm, reason in plan.sizes["left_out"].items():
         options.say(f"left out: {arm}: {reason}")

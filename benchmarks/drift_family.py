@@ -2,13 +2,14 @@
 
 `tiny` has synthetic text and answers greedily. `natural` continues the standard library's source,
 with sampling. So does `prose`, with books and manual pages in five languages out of Debian's
-packages; `prose-1` and `prose-2` are the same from other first weights.
+packages; `prose-1` and `prose-2` are the same from other first weights, and `prose-agent` is the
+same target, asked a few things again and again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,18 @@ def _prose(name: str, seed: int) -> Family:
     )
 
 
+def _agent_domains() -> Sequence[str]:
+    from benchmarks.prose.agent import DOMAIN
+
+    return (DOMAIN,)
+
+
+def _agent_requests(domain: str, block: int, num: int) -> Sequence[Any]:
+    from benchmarks.prose.agent import requests
+
+    return requests(block, num)
+
+
 PROSE = ("prose", "prose-1", "prose-2")
 """By the seed of the models."""
 
@@ -194,5 +207,11 @@ FAMILIES = {
         max_tokens=96,
     ),
     **{name: _prose(name, seed) for seed, name in enumerate(PROSE)},
+    "prose-agent": replace(
+        _prose("prose-agent", 0),
+        domains=_agent_domains,
+        requests=_agent_requests,
+        temperature=0.0,
+    ),
 }
 """By the names a schedule uses."""

@@ -35,7 +35,7 @@ def ensure_target(given: TargetRecipe = TARGET, progress: bool = True) -> Path:
     """
     name = _target_name(given)
     pages = corpus()
-    checkpoint = cache_root() / "prose-checkpoints" / f"{name}.pt"
+    checkpoint = cache_root() / "prose-checkpoints" / f"{name}.safetensors"
     return build_once(
         name,
         lambda directory: run_build(

@@ -10,7 +10,6 @@ step. Legend as in `osd.tiny.training`: B sequences, A predicted tokens of the b
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from benchmarks.natural.text import SourceFile
+from benchmarks.prose.checkpoint import resume, save
 from osd.tiny.muon import Muon
 from osd.tiny.tokenizer import train_tokenizer
 from osd.tiny.training import Batch, Example, Report, answer_logits, collate, make_model
@@ -101,7 +101,7 @@ def train_target(
         return F.cross_entropy(logits_AV.float(), one.labels)
 
     optimizers = _optimizers(model, learning_rate)
-    first, losses = _resume(checkpoint, model, optimizers)
+    first, losses = resume(checkpoint, model, optimizers)
     report(first)
     warmup, saved = max(1, steps // 20), time.monotonic()
     model.train()
@@ -118,7 +118,7 @@ def train_target(
         losses = [*losses[-9:], loss.item()]
         report(1)
         if time.monotonic() - saved >= every_s:
-            _save(checkpoint, model, optimizers, step + 1, losses)
+            save(checkpoint, model, optimizers, step + 1, losses)
             saved = time.monotonic()
     model.eval()
     assert all(map(math.isfinite, losses)), "training diverged"
@@ -138,34 +138,6 @@ def _optimizers(model: LlamaForCausalLM, learning_rate: float) -> list[Any]:
         Muon(matrices, lr=learning_rate),
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-
-
-def _save(
-    checkpoint: Path, model: LlamaForCausalLM, optimizers: list[Any], step: int, losses: list[float]
-) -> None:
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    aside = checkpoint.with_suffix(".tmp")
-    state = {
-        "model": model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "step": step,
-        "losses": losses,
-    }
-    torch.save(state, aside)
-    os.replace(aside, checkpoint)
-
-
-def _resume(
-    checkpoint: Path, model: LlamaForCausalLM, optimizers: list[Any]
-) -> tuple[int, list[float]]:
-    """(the next step, the last losses). The file is complete or absent."""
-    if not checkpoint.exists():
-        return 0, []
-    state = torch.load(checkpoint, weights_only=True)
-    model.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    return state["step"], state["losses"]
 
 
 def fresh_target(recipe: Any, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:

@@ -42,14 +42,19 @@ def requests(domain: str, block: int, num: int, directory: Path | None = None) -
     have fewer.
     """
     side, start = ("train", 0) if block == TRAINING else ("serve", (block - 1) * BLOCK_SIZE)
+    chosen = some(domain, side, start, num, directory)
+    return [Request(domain=domain, prompt=prompt, answer="") for prompt in chosen]
+
+
+def some(domain: str, side: str, start: int, num: int, directory: Path | None = None) -> list[str]:
+    """`num` prompts of a domain from the `start`-th on. `side`: train or serve."""
     found = _prompts(domain, directory)[side]
     if start + num > len(found):
         raise ConfigError(
-            f"{domain}, block {block}: the pages have {len(found)} prompts, {start + num} were "
-            "asked for; ask for fewer requests or another block"
+            f"{domain}, to {side}: the pages have {len(found)} prompts, {start + num} were asked "
+            "for; ask for fewer requests or an earlier block"
         )
-    chosen = found[start : start + num]
-    return [Request(domain=domain, prompt=prompt, answer="") for prompt in chosen]
+    return found[start : start + num]
 
 
 @cache

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.drift_family import BLOCK_SIZE, FAMILIES, FIRST_SERVED, TRAINING
+from benchmarks.drift_prose import SCHEDULES
+from benchmarks.drift_recordings import CHUNK
 from benchmarks.drift_schedule import Phase, Schedule, arrivals, read, read_all, returns, shifts
 from osd.errors import ConfigError
 
@@ -58,6 +60,30 @@ def test_a_schedule_takes_each_stream_from_its_beginning_without_gaps() -> None:
             assert indices == list(range(len(indices)))
             assert len(indices) <= BLOCK_SIZE
         assert coming == arrivals(schedule, name, seed=1)
+
+
+def test_the_schedules_of_prose_are_a_latin_square_and_controls() -> None:
+    found = read_all(SCHEDULES)
+    languages = ["en", "de", "fr", "es", "ru"]
+    rows = [[*found[f"sharp-{row}"].domains] for row in range(1, 6)]
+    for places in (rows, zip(*rows, strict=True)):
+        assert all(sorted(one) == sorted(languages) for one in places)
+    assert {found[f"alone-{language}"].domains for language in languages} == {
+        (language,) for language in languages
+    }
+    assert sorted(found["interleaved"].domains) == sorted(languages)
+    assert found["topic-de"].domains == ("de", "de-man")
+    assert found["agent"].family == "prose-agent"
+    for name, schedule in found.items():
+        size = FAMILIES[schedule.family].block_size
+        for seed in range(3):
+            coming = Counter(arrival.domain for arrival in arrivals(schedule, name, seed))
+            assert all(-(-num // CHUNK) * CHUNK <= size for num in coming.values()), name
+
+
+def test_a_family_has_blocks_of_its_own_size() -> None:
+    with pytest.raises(ConfigError, match="577 requests of de: a schedule may ask for 576 of"):
+        FAMILIES["prose"].prompts("de", FIRST_SERVED, 577)
 
 
 def test_each_phase_brings_its_own_traffic() -> None:

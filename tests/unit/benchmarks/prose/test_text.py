@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.prose import corpus, packages, traffic
+from benchmarks.prose import agent, corpus, packages, traffic
 from benchmarks.prose.corpus import DOMAINS, is_prose, pages, split
 from benchmarks.prose.html import paragraphs_of_html
 from benchmarks.prose.manual import arguments, paragraphs_of_manual
@@ -160,10 +160,21 @@ def test_blocks_lie_on_their_side_and_too_many_prompts_are_one_clear_error(writt
     for block, side in ((traffic.TRAINING, "train"), (1, "serve")):
         found = traffic.requests("de", block, 3, directory)
         assert [one.prompt for one in found] == _prompts(written, "de")[side][:3]
-    with pytest.raises(ConfigError, match=r"de, block 2: the pages have \d+ prompts, 577 were"):
+    with pytest.raises(ConfigError, match=r"de, to serve: the pages have \d+ prompts, 577 were"):
         traffic.requests("de", 2, 1, directory)
     with pytest.raises(ValueError, match="domain 'it': must be one of en, de, "):
         traffic.requests("it", 1, 1, directory)
+
+
+def test_an_agent_calls_the_same_tasks_in_words_of_its_own(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "TASKS_FROM", 8)
+    monkeypatch.setattr(agent, "TASKS", 3)
+    found = [one.prompt for one in agent.requests(1, 7, written / "prompts")]
+    tasks = _prompts(written, agent.HOME)["serve"][8:11]
+    assert [prompt.split(". ", 1)[1] for prompt in found] == [*tasks, *tasks, tasks[0]]
+    assert len({prompt.split(" (")[0] for prompt in found}) == 7
 
 
 def test_the_hash_follows_versions(tmp_path: Path) -> None:
