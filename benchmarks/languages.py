@@ -112,12 +112,12 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
             mean_with_interval(domain, name, [row[key] for row in mine])
             for key, name in PLAIN_FIGURES.items()
         ]
-        for arm in plan.arms:
-            if arm in (FROZEN, OFFLINE):
-                alphas = [row["alpha"][arm] for row in mine]
-                figures.append(mean_with_interval(domain, f"alpha, {arm}", alphas))
-            lengths = [row["tokens_per_step"][arm] for row in mine]
-            figures.append(mean_with_interval(domain, f"tokens per step, {arm}", lengths))
+        for key, name in (("alpha", "alpha"), ("tokens_per_step", "tokens per step")):
+            figures += [
+                mean_with_interval(domain, f"{name}, {arm}", [row[key][arm] for row in mine])
+                for arm in plan.arms
+                if mine and all(arm in row[key] for row in mine)
+            ]
         if domain != plan.sizes["home"]:
             figures += _compared(domain, mine)
     return Result(protocol=plan, figures=tuple(figures))

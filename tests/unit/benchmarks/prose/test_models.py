@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.natural.training import nats_per_token
-from benchmarks.prose import corpus, draft, target
+from benchmarks.prose import corpus, draft, models, packages, target
 from benchmarks.prose.build import build_draft, build_target
 from benchmarks.prose.corpus import DOMAINS, HOME, split
 from benchmarks.prose.recipe import (
@@ -142,10 +142,34 @@ def test_a_built_target_has_learnt_every_domain_and_its_draft_the_target(
     for domain in (HOME, "ru"):
         prompts = draft.lesson_prompts(split(domain, pages).train, 16, domain, seed=7)
         lessons = collate(draft.answered(model, tokenizer, prompts, 7, lambda done: None))
-        before, after = (
-            F.cross_entropy(answer_logits(one, lessons), lessons.labels) for one in (fresh, student)
+        untaught, taught = (
+            float(F.cross_entropy(answer_logits(one, lessons), lessons.labels))
+            for one in (fresh, student)
         )
-        assert after < before - 0.5, domain
+        assert taught < untaught - 0.5, domain
+
+
+def test_models_are_built_once_from_the_text_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSD_CACHE_DIR", str(tmp_path))
+    write_tree(tmp_path / packages.cache_name())
+    few, few_of_draft = replace(SMALL, steps=2), replace(SMALL_DRAFT, steps=2, answers=4)
+    checkpoints = tmp_path / "prose-checkpoints"
+    checkpoints.mkdir()
+    found = models.ensure_draft(few_of_draft, few, progress=False)
+    built = {path.name for path in tmp_path.glob("prose-*")}
+    assert {name.rsplit("-", 1)[0] for name in built} == {
+        *("prose-packages", "prose-corpus", "prose-target", "prose-draft"),
+        "prose",  # its checkpoints
+    }
+    assert not list(checkpoints.iterdir())
+    student, _ = draft.load(found)
+    assert student.config.hidden_size == few_of_draft.shape.hidden_size
+    written = (found / "model.safetensors").stat().st_mtime_ns
+    assert models.ensure_draft(few_of_draft, few, progress=False) == found
+    assert (found / "model.safetensors").stat().st_mtime_ns == written
+    assert {path.name for path in tmp_path.glob("prose-*")} == built
 
 
 def test_foreign_lessons_are_shared_among_the_other_languages() -> None:
