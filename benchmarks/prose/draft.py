@@ -19,6 +19,7 @@ from benchmarks.natural.sampling import sampled_answers
 from benchmarks.natural.text import SourceFile
 from benchmarks.prose.corpus import HOME, LANGUAGES
 from benchmarks.prose.recipe import DraftRecipe
+from benchmarks.prose.target import has_bfloat16
 from benchmarks.prose.traffic import TEMPERATURE, pieces
 from osd.tiny.tokenizer import chat_prompt
 from osd.tiny.training import Batch, Example, Report, answer_logits, batches, make_model, train
@@ -70,9 +71,11 @@ def distil(
     data = batches(_again_and_again(lessons, rng), recipe.batch, rng)
 
     def loss_of(batch: Batch) -> Tensor:
-        with torch.no_grad():
-            teacher_AV = answer_logits(target, batch).log_softmax(-1)
-        student_AV = answer_logits(model, batch).log_softmax(-1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16()):
+            with torch.no_grad():
+                teacher_AV = answer_logits(target, batch)
+            student_AV = answer_logits(model, batch)
+        student_AV, teacher_AV = (one.float().log_softmax(-1) for one in (student_AV, teacher_AV))
         return F.kl_div(student_AV, teacher_AV, log_target=True, reduction="batchmean")
 
     train(model, data, loss_of, recipe.steps, recipe.learning_rate, report)

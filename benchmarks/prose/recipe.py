@@ -58,9 +58,9 @@ class DraftRecipe:
 
 
 SIZES = {
-    "0.4M": (Shape(hidden_size=64, intermediate_size=192, num_layers=2), 400),
-    "1M": (Shape(hidden_size=128, intermediate_size=384, num_layers=2), 500),
-    "2M": (Shape(hidden_size=192, intermediate_size=512, num_layers=3), 700),
+    "0.4M": (Shape(hidden_size=64, intermediate_size=192, num_layers=2), 600),
+    "1M": (Shape(hidden_size=128, intermediate_size=384, num_layers=2), 700),
+    "2M": (Shape(hidden_size=192, intermediate_size=512, num_layers=3), 1000),
 }
 """Name -> shape and steps of a draft: 0.37, 0.95 and 2.1 M parameters. Larger ones need longer."""
 FOREIGN = (0.0, 0.01, 0.05, 0.2)
