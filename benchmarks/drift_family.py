@@ -2,18 +2,20 @@
 
 `tiny` has synthetic text and answers greedily. `natural` continues the standard library's source,
 with sampling. So does `prose`, with books and manual pages in five languages out of Debian's
-packages; `prose-1` and `prose-2` are the same from other first weights, and `prose-agent` is the
-same target, asked a few things again and again.
+packages; `prose-1` and `prose-2` are the same from other first weights, names like `prose-2M-20%`
+have another draft, and `prose-agent` is asked a few things again and again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.prose.recipe import FOREIGN, SIZE, SIZES
 from osd.errors import ConfigError
 
 TRAINING, FIRST_SERVED = 0, 1
@@ -24,6 +26,9 @@ BLOCK_SIZE = 1200
 TINY_SEED = 30_000
 """Traffic seed of block 0. The tiny models learnt from seeds below 1000."""
 NATURAL_SEED = 3
+
+PROSE = ("prose", "prose-1", "prose-2")
+"""By the seed of the models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +49,8 @@ class Family:
     max_tokens: int
     block_size: int = BLOCK_SIZE
     """Requests of one domain in a block."""
+    recorded_as: str = ""
+    """Family with the same target and traffic, whose recordings it shares; empty = its own."""
 
     def prompts(self, domain: str, block: int, num: int) -> list[str]:
         """The first `num` prompts of a domain in a block. Raises `ConfigError` when they are not
@@ -137,11 +144,12 @@ def _prose_home() -> str:
     return HOME
 
 
-def _prose_models(seed: int) -> tuple[Path, Path]:
-    from benchmarks.prose.models import ensure_prose
+def _prose_models(seed: int, size: str, foreign: float) -> tuple[Path, Path]:
+    from benchmarks.prose.models import ensure_draft, ensure_target
+    from benchmarks.prose.recipe import TargetRecipe, draft_recipe
 
-    found = ensure_prose(seed)
-    return found.target, found.draft
+    target = TargetRecipe(seed=seed)
+    return ensure_target(target), ensure_draft(draft_recipe(size, foreign, seed), target)
 
 
 def _prose_costly(seed: int) -> Path:
@@ -156,18 +164,27 @@ def _prose_requests(domain: str, block: int, num: int) -> Sequence[Any]:
     return requests(domain, block, num)
 
 
-def _prose(name: str, seed: int) -> Family:
+def _prose(name: str, seed: int, size: str = SIZE, foreign: float = 0.0) -> Family:
     return Family(
         name=name,
         domains=_prose_domains,
         home=_prose_home,
-        models=partial(_prose_models, seed),
+        models=partial(_prose_models, seed, size, foreign),
         costly_target=partial(_prose_costly, seed),
         requests=_prose_requests,
         temperature=0.7,
         max_tokens=96,
         block_size=576,
+        recorded_as=PROSE[seed] if name != PROSE[seed] else "",
     )
+
+
+def _prose_drafts() -> Iterator[Family]:
+    """The same targets with each other draft, as `prose-1-2M-20%`."""
+    for seed, base in enumerate(PROSE):
+        for size, foreign in product(SIZES, FOREIGN):
+            if (size, foreign) != (SIZE, 0.0):
+                yield _prose(f"{base}-{size}-{foreign:.0%}", seed, size, foreign)
 
 
 def _agent_domains() -> Sequence[str]:
@@ -181,9 +198,6 @@ def _agent_requests(domain: str, block: int, num: int) -> Sequence[Any]:
 
     return requests(block, num)
 
-
-PROSE = ("prose", "prose-1", "prose-2")
-"""By the seed of the models."""
 
 FAMILIES = {
     "tiny": Family(
@@ -212,6 +226,8 @@ FAMILIES = {
         domains=_agent_domains,
         requests=_agent_requests,
         temperature=0.0,
+        recorded_as="",
     ),
+    **{one.name: one for one in _prose_drafts()},
 }
 """By the names a schedule uses."""

@@ -68,7 +68,8 @@ def _chunk(
     chosen = FAMILIES[family]
     settings = [FORMAT, TOP_K, chosen.max_tokens, chosen.temperature, prompts]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    name = f"recordings/{_fingerprint(target)}/{family}-{domain}-{block}-{number}-{key}"
+    stream = f"{chosen.recorded_as or family}-{domain}-{block}-{number}"
+    name = f"recordings/{_fingerprint(target)}/{stream}-{key}"
 
     def build(directory: Path) -> None:
         recorded = record(

@@ -64,7 +64,8 @@ class Schedule(_Part):
     @model_validator(mode="after")
     def _knows_its_domains(self) -> Schedule:
         if self.family not in FAMILIES:
-            raise ValueError(f"family must be one of {', '.join(FAMILIES)}, not {self.family!r}")
+            names = ", ".join(name for name, one in FAMILIES.items() if not one.recorded_as)
+            raise ValueError(f"family must be one of {names}, not {self.family!r}")
         known = FAMILIES[self.family].domains()
         for domain in self.domains:
             if domain not in known:

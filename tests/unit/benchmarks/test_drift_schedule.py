@@ -81,6 +81,15 @@ def test_the_schedules_of_prose_are_a_latin_square_and_controls() -> None:
             assert all(-(-num // CHUNK) * CHUNK <= size for num in coming.values()), name
 
 
+def test_another_draft_is_another_family_with_the_same_recordings() -> None:
+    large = FAMILIES["prose-1-2M-20%"]
+    assert large.recorded_as == "prose-1"
+    assert large.models.args == (1, "2M", 0.2)  # type: ignore[attr-defined]
+    assert FAMILIES["prose-1"].recorded_as == FAMILIES["prose-agent"].recorded_as == ""
+    assert len([name for name in FAMILIES if name.startswith("prose-0.4M")]) == 4
+    assert "prose-1M-0%" not in FAMILIES  # that is prose
+
+
 def test_a_family_has_blocks_of_its_own_size() -> None:
     with pytest.raises(ConfigError, match="577 requests of de: a schedule may ask for 576 of"):
         FAMILIES["prose"].prompts("de", FIRST_SERVED, 577)
