@@ -29,7 +29,6 @@ BENCHES = {
     "recording.",
     "drift": "Whose draft tokens are accepted when the traffic changes: eight schedules, "
     "replayed for each contender.",
-    "drift_prose": "As `drift`, on prose in five languages and when only the topic changes.",
     "memory": "What the memory of served text gains, alone and beside the draft, over suffix "
     "decoding under the same control.",
     "memory_cost": "What the memory of served text costs where it finds nothing: CPU per token, at "

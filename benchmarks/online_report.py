@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks import drift_names as names
 from benchmarks.curve import Curve
 from benchmarks.drift_contest import mean_with_interval
+from benchmarks.drift_family import FAMILIES
 from benchmarks.drift_schedule import Schedule
 from benchmarks.record import Protocol, Row
 from benchmarks.result import Figure, Result
@@ -89,7 +90,10 @@ def _contest(plan: Protocol, rows: Sequence[Row], name: str, price: str) -> Cont
     return Contest(
         f"{name}, price {price}",
         Schedule.model_validate(plan.sizes["schedules"][name]),
-        {arm: [curves(arm, model) for model in plan.sizes["models"]] for arm in plan.arms},
+        {
+            arm: [found for model in plan.sizes["models"] if (found := curves(arm, model))]
+            for arm in plan.arms
+        },
     )
 
 
@@ -116,16 +120,18 @@ def _tables(contest: Contest) -> Iterator[Figure]:
 
 def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator[Figure]:
     """`is_free`: the trainer's seconds are no seconds of this price."""
-    end, phases = contest.schedule.num_requests, contest.schedule.phases
+    end = contest.schedule.num_requests
+    home = FAMILIES[contest.schedule.family].home()
     mean = partial(_mean, confidence=confidence)
     group = f"{contest.name}: compared"
-    for number in range(1, len(phases)):
+    for number, phase in enumerate(contest.schedule.phases):
         start, stop = _last_third(contest.schedule, number)
-        if phases[number].mix == phases[0].mix:
-            ratios = contest.ratios(names.SERVED, OFF, speed, start, stop)
-            yield mean(group, HOME_AGAIN, ratios)
+        if phase.mix.keys() == {home}:
+            if number:
+                ratios = contest.ratios(names.SERVED, OFF, speed, start, stop)
+                yield mean(group, HOME_AGAIN, ratios)
             continue
-        where = f"{group}, {phases[number].name}"
+        where = f"{group}, {phase.name}"
         yield mean(where, LAST_THIRD, contest.ratios(names.SERVED, OFF, speed, start, stop))
         if names.AGAIN in contest.curves:
             yield mean(where, ALIKE, contest.ratios(names.AGAIN, OFF, speed, start, stop))

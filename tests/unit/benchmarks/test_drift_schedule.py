@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.drift_family import BLOCK_SIZE, FAMILIES, FIRST_SERVED, TRAINING
-from benchmarks.drift_prose import SCHEDULES
 from benchmarks.drift_recordings import CHUNK
 from benchmarks.drift_schedule import Phase, Schedule, arrivals, read, read_all, returns, shifts
+from benchmarks.online import SCHEDULES
 from osd.errors import ConfigError
 
 
@@ -68,9 +68,12 @@ def test_the_schedules_of_prose_are_a_latin_square_and_controls() -> None:
     rows = [[*found[f"sharp-{row}"].domains] for row in range(1, 6)]
     for places in (rows, zip(*rows, strict=True)):
         assert all(sorted(one) == sorted(languages) for one in places)
-    assert {found[f"alone-{language}"].domains for language in languages} == {
-        (language,) for language in languages
-    }
+    for language in languages[1:]:
+        assert [one.mix for one in found[f"home-and-{language}"].phases] == [
+            {"en": 1},
+            {language: 1},
+            {"en": 1},
+        ]
     assert sorted(found["interleaved"].domains) == sorted(languages)
     assert found["topic-de"].domains == ("de", "de-man")
     assert found["agent"].family == "prose-agent"

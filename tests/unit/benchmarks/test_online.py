@@ -12,7 +12,6 @@ from benchmarks import drift_names as names
 from benchmarks import online, online_report, rivals
 from benchmarks.contenders import Setup
 from benchmarks.curve import Curve, StepCounts
-from benchmarks.drift_schedule import Schedule, read_all
 from benchmarks.record import Options, Protocol, Row
 from benchmarks.result import Figure
 from benchmarks.stats import hierarchical
@@ -164,26 +163,3 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
     assert not [f for f in result.figures if f.name == online_report.WHOLE and "H100" in f.group], (
         "CPU seconds of this trainer are none of a GPU"
     )
-
-
-def test_the_schedules_have_enough_prompts_and_a_home() -> None:
-    schedules = read_all(online.SCHEDULES)
-    assert {"german", "interleaved", "topic", "sharp-1"} <= schedules.keys()
-    for name, schedule in schedules.items():
-        assert schedule.family == "prose" and schedule.phases[0].mix == {"en": 1}, name
-        needed = dict.fromkeys(schedule.domains, 0.0)
-        for phase in schedule.phases:
-            for domain, share in phase.shares(0).items():
-                needed[domain] += 1.3 * share * phase.requests
-        assert max(needed.values()) <= 576, name
-
-
-def test_every_language_stands_once_in_every_place_of_the_sharp_schedules() -> None:
-    orders = [
-        [phase.name for phase in schedule.phases[1:]]
-        for name, schedule in sorted(read_all(online.SCHEDULES).items())
-        if name.startswith("sharp")
-    ]
-    assert len(orders) == 4
-    assert all(len(set(place)) == 4 for place in zip(*orders, strict=True))
-    assert all(isinstance(Schedule.model_validate(SCHEDULE), Schedule) for _ in orders)
