@@ -26,24 +26,14 @@ import numpy as np
 from benchmarks.curve import Curve
 from benchmarks.drift_family import FAMILIES, FIRST_SERVED
 from benchmarks.drift_jobs import base_config, ceiling, prepare
+from benchmarks.harm_forged import noise, poison
+from benchmarks.harm_report import AGAINST, GAINED, WINDOW, summarise
 from benchmarks.record import Goal, Notebook, Options, Protocol, Row
 from benchmarks.recording import Recorded
-from benchmarks.result import Figure, Lines, Result
+from benchmarks.result import Result
 
 FAMILY = "tiny"
 OTHER = "sql"
-WINDOW = 100
-"""Requests of the rest over which α is compared."""
-NOISE_TOKENS = 40
-
-
-AGAINST = {
-    "frozen": "α on the rest, learnt - frozen, worst window",
-    "unpoisoned": "α on the rest, learnt - learnt without poison, worst window",
-}
-
-GAINED = "α on the other domain, learnt - frozen"
-"""What is poisoned must still be learnt from, else nothing was at stake."""
 
 
 def protocol(options: Options) -> Protocol:
@@ -95,7 +85,7 @@ def poisoned(plan: Protocol, seed: int, sly: float = 0.0) -> Row:
     home, other = _recorded(seed, plan.sizes["requests"] // 2)
     honest = [request for pair in zip(home, other, strict=True) for request in pair]
     vocabulary = 1 + max(int(request.target_ids.max()) for request in honest)
-    stored = [_poison(request, vocabulary, rng, sly) for request in honest]
+    stored = [poison(request, vocabulary, rng, sly) for request in honest]
     home_places, other_places = range(0, len(honest), 2), range(1, len(honest), 2)
     row = _both(_named(honest), _named(stored), seed, home_places, other_places)
     return row | {
@@ -110,7 +100,7 @@ def hostile(plan: Protocol, seed: int) -> Row:
     rng = np.random.default_rng(seed)
     home, _ = _recorded(seed, plan.sizes["requests"] // 2)
     vocabulary = 1 + max(int(request.target_ids.max()) for request in home)
-    mixed = _named([request for own in home for request in (own, _noise(own, vocabulary, rng))])
+    mixed = _named([request for own in home for request in (own, noise(own, vocabulary, rng))])
     return _both(mixed, mixed, seed, range(0, len(mixed), 2))
 
 
@@ -153,48 +143,6 @@ def _named(requests: Sequence[Recorded]) -> list[Recorded]:
     return [replace(request, name=f"request-{place}") for place, request in enumerate(requests)]
 
 
-def _poison(request: Recorded, vocabulary: int, rng: np.random.Generator, sly: float) -> Recorded:
-    """Half of the rows are as sure of themselves as before, of random tokens; but a share `sly` of
-    these leaves the likeliest token where it is, which is what was served, and gives almost as much
-    to a random one."""
-    num, width = request.target_ids.shape
-    lot_T = rng.random((num,))
-    shift_T1 = rng.integers(1, vocabulary, (num, 1))  # tokens of a row stay different ones
-    ids = ((request.target_ids + shift_T1) % vocabulary).astype(request.target_ids.dtype)
-    has_first_T: np.ndarray = np.equal(ids, request.target_ids[:, :1]).any(1)
-    is_sly_T = (lot_T < 0.5 * sly) & ~has_first_T
-    ids[is_sly_T, 0] = request.target_ids[is_sly_T, 0]
-    flat = np.full(width, -15.0)
-    flat[:2] = np.log(0.53), np.log(0.45)
-    return replace(
-        request,
-        target_ids=np.where((lot_T < 0.5)[:, None], ids, request.target_ids),
-        target_logprobs=np.where(is_sly_T[:, None], flat, request.target_logprobs).astype(
-            np.float16
-        ),
-        tail_logprob=np.where(is_sly_T, np.log(0.02), request.tail_logprob).astype(np.float32),
-    )
-
-
-def _noise(like: Recorded, vocabulary: int, rng: np.random.Generator) -> Recorded:
-    """Random prompt and answer, and a target that was sure of every token of it."""
-    num, width = NOISE_TOKENS, like.target_ids.shape[1]
-    output = rng.integers(0, vocabulary, num).astype(np.int32)
-    targets = ((output[:, None] + np.arange(width)) % vocabulary).astype(like.target_ids.dtype)
-    logprobs = np.full((num, width), -12.0, np.float16)
-    logprobs[:, 0] = -0.01
-    prompt = rng.integers(0, vocabulary, len(like.prompt_ids)).astype(np.int32)
-    tail = np.full(num, -9.0, np.float32)
-    return replace(
-        like,
-        prompt_ids=prompt,
-        output_ids=output,
-        target_ids=targets,
-        target_logprobs=logprobs,
-        tail_logprob=tail,
-    )
-
-
 def _both(honest: Sequence[Recorded], stored: Sequence[Recorded], seed: int, *rest: range) -> Row:
     """Counts per request of a draft that learns from `stored`, and of one that does not; tokens
     served are the same. `rest`: the requests that count, each kind by itself, so that none pays for
@@ -224,144 +172,3 @@ def _fixed(draft: Path, requests: Sequence[Recorded]) -> Curve:
 
 def _counts(curve: Curve) -> dict[str, list[int]]:
     return {name: curve.counts[name].tolist() for name in ("tested", "accepted")}
-
-
-# From rows to figures
-
-
-def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
-    """One group of figures per scenario; the worst of the seeds where a goal is a bound."""
-    figures: list[Figure] = []
-    for name in ("poisoned", "sly", "hostile"):
-        mine = [row for row in rows if row["scenario"] == name]
-        others = [other for other in AGAINST if other in mine[0]]
-        figures += [
-            *(
-                Figure(
-                    group=name,
-                    name=AGAINST[other],
-                    value=min(min(_differences(row, other)) for row in mine),
-                    n=len(mine),
-                )
-                for other in others
-            ),
-            *_means(name, mine, {f"α on the rest, {arm}": arm for arm in ("learnt", *others)}),
-            Figure(
-                group=name,
-                name="rounds",
-                value=float(np.mean([row["rounds"] for row in mine])),
-                n=len(mine),
-            ),
-            Figure(
-                group=name,
-                name="publications",
-                value=float(np.mean([len(row["published_at"]) for row in mine])),
-                n=len(mine),
-            ),
-        ]
-        if name != "hostile":
-            gains = [
-                alpha(row["learnt"], row["rest"][-1]) - alpha(row["frozen"], row["rest"][-1])
-                for row in mine
-            ]
-            figures.append(Figure(group=name, name=GAINED, value=min(gains), n=len(gains)))
-    figures += _return(plan, [row for row in rows if row["scenario"] == "return"])
-    figures += _steady(plan, [row for row in rows if row["scenario"] == "steady"])
-    return Result(
-        protocol=plan,
-        figures=tuple(figures),
-        drawings=tuple(_drawing(rows, name) for name in SCENARIOS),
-    )
-
-
-def alpha(counts: dict[str, list[int]], places: Sequence[int]) -> float:
-    """Conditional acceptance over some requests."""
-    tested = sum(counts["tested"][i] for i in places)
-    return sum(counts["accepted"][i] for i in places) / max(tested, 1)
-
-
-def _differences(row: Row, other: str) -> list[float]:
-    """α learnt less that of the other draft, in each window of each kind of the rest."""
-    windows = [
-        places[i : i + WINDOW]
-        for places in row["rest"]
-        for i in range(0, len(places) - WINDOW + 1, WINDOW // 2)
-    ]
-    return [alpha(row["learnt"], w) - alpha(row[other], w) for w in windows]
-
-
-def _means(group: str, rows: Sequence[Row], names: dict[str, str]) -> list[Figure]:
-    kinds = range(len(rows[0]["rest"]))
-    return [
-        Figure(
-            group=group,
-            name=name + (f", kind {kind + 1}" if len(kinds) > 1 else ""),
-            value=float(np.mean([alpha(r[arm], r["rest"][kind]) for r in rows])),
-            n=len(rows),
-        )
-        for name, arm in names.items()
-        for kind in kinds
-    ]
-
-
-def _return(plan: Protocol, rows: Sequence[Row]) -> list[Figure]:
-    home, other = plan.sizes["home_before"], plan.sizes["other"]
-    before, reached = range(home - min(home, 100), home), range(home + other - 100, home + other)
-    at_once = range(home + other, home + other + min(50, plan.sizes["home_after"]))
-    kept = [alpha(r["learnt"], at_once) / alpha(r["learnt"], before) for r in rows]
-    learnt = [alpha(r["learnt"], reached) / alpha(r["ceiling"], reached) for r in rows]
-    return [
-        Figure(
-            group="return", name="α at once on return over α before", value=min(kept), n=len(kept)
-        ),
-        Figure(
-            group="return",
-            name="α reached on the other domain over its ceiling",
-            value=min(learnt),
-            n=len(rows),
-        ),
-        Figure(
-            group="return",
-            name="α reached on the other domain, mean",
-            value=float(np.mean([alpha(r["learnt"], reached) for r in rows])),
-            n=len(rows),
-        ),
-    ]
-
-
-def _steady(plan: Protocol, rows: Sequence[Row]) -> list[Figure]:
-    half = plan.sizes["steady"] // 2
-    late = [sum(at >= half for at in row["published_at"]) for row in rows]
-    return [
-        Figure(
-            group="steady", name="publications in the second half", value=max(late), n=len(rows)
-        ),
-        Figure(
-            group="steady",
-            name="rounds",
-            value=float(np.mean([row["rounds"] for row in rows])),
-            n=len(rows),
-        ),
-        Figure(
-            group="steady",
-            name="rounds if training never rested",
-            value=plan.sizes["steady"] // base_config().trainer.min_new_traces,
-            n=len(rows),
-        ),
-    ]
-
-
-def _drawing(rows: Sequence[Row], name: str) -> Lines:
-    row = next(row for row in rows if row["scenario"] == name)
-    places = sorted(place for kind in row["rest"] for place in kind)
-    lines: dict[str, tuple[tuple[float, float], ...]] = {}
-    for arm in ("learnt", "frozen", "ceiling"):
-        if arm in row:
-            windows = [places[max(0, i - 24) : i + 1] for i in range(24, len(places), 8)]
-            lines[arm] = tuple((float(w[-1]), alpha(row[arm], w)) for w in windows)
-    return Lines(
-        title=f"{name}: α over the last 25 requests of the rest",
-        x_label="request",
-        y_label="α",
-        lines=lines,
-    )

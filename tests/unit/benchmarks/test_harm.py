@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import harm, soak
+from benchmarks import harm, harm_forged, harm_report, soak
 from benchmarks.record import Options
 from benchmarks.result import Result
 
@@ -122,12 +122,13 @@ def test_the_worst_window_counts_not_the_mean(tmp_path: Path) -> None:
         harmed("return", back, [0.9] * 400, ceiling=counts([1.0] * 400)),
         harmed("steady", [0.9] * 200, [0.9] * 200),
     ]
-    result = harm.summarise(plan, rows)
+    result = harm_report.summarise(plan, rows)
     found = {(figure.group, figure.name): figure.value for figure in result.figures}
     worst = "α on the rest, learnt - frozen, worst window"
     assert found["poisoned", worst] == pytest.approx(-0.4)
     assert found["hostile", worst] == 0
-    assert found["sly", worst] == pytest.approx(found["sly", harm.GAINED]) == pytest.approx(0.1)
+    gained = found["sly", harm_report.GAINED]
+    assert found["sly", worst] == pytest.approx(gained) == pytest.approx(0.1)
     assert found["return", "α at once on return over α before"] == pytest.approx(0.85 / 0.9)
     assert found["return", "α reached on the other domain over its ceiling"] == pytest.approx(0.5)
     assert found["steady", "publications in the second half"] == 0
@@ -138,7 +139,7 @@ def test_the_worst_window_counts_not_the_mean(tmp_path: Path) -> None:
     }
     assert met == {
         worst: False,
-        harm.GAINED: False,
+        harm_report.GAINED: False,
         "α at once on return over α before": True,
         "α reached on the other domain over its ceiling": False,
         "publications in the second half": True,
@@ -148,7 +149,7 @@ def test_the_worst_window_counts_not_the_mean(tmp_path: Path) -> None:
 def test_one_kind_that_pays_for_another_is_seen(tmp_path: Path) -> None:
     learnt, frozen = [0.5, 0.9] * 100, [0.8, 0.1] * 100
     row = harmed("poisoned", learnt, frozen, rest=[list(range(0, 200, 2)), list(range(1, 200, 2))])
-    assert min(harm._differences(row, "frozen")) == pytest.approx(-0.3)
+    assert min(harm_report.differences(row, "frozen")) == pytest.approx(-0.3)
 
 
 @pytest.mark.parametrize("sly", [0.0, 0.5])
@@ -164,7 +165,7 @@ def test_poison_and_noise_leave_the_served_tokens_alone(sly: float) -> None:
         target_logprobs=np.full((300, 4), np.log(0.25), np.float16),
         tail_logprob=np.full(300, -20.0, np.float32),
     )
-    poisoned = harm._poison(request, 1000, rng, sly)
+    poisoned = harm_forged.poison(request, 1000, rng, sly)
     assert np.array_equal(poisoned.output_ids, request.output_ids)
     changed = (poisoned.target_ids != request.target_ids).any(1).mean()
     assert changed == pytest.approx(0.5, abs=0.1)
@@ -179,8 +180,8 @@ def test_poison_and_noise_leave_the_served_tokens_alone(sly: float) -> None:
     assert all(len(set(row)) == len(row) for row in poisoned.target_ids.tolist()), (
         "else the trainer leaves it out"
     )
-    noise = harm._noise(request, 1000, rng)
+    noise = harm_forged.noise(request, 1000, rng)
     assert all(len(set(row)) == len(row) for row in noise.target_ids.tolist())
     for values in (noise.output_ids, noise.target_ids, noise.tail_logprob):
-        assert len(values) == harm.NOISE_TOKENS
+        assert len(values) == harm_forged.NOISE_TOKENS
     assert np.array_equal(noise.target_ids[:, 0], noise.output_ids)
