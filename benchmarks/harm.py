@@ -5,9 +5,9 @@ Recorded requests come one by one and without labels. The project's trainer and 
 with the settings of the tiny preset, and replay counts the acceptance of each draft.
 
     poisoned    two domains in turns; half of all stored rows have random tokens instead of the
-                target's; and the same without poison
+                target's; and the same without poison, candidates averaged or not
     sly         the same, but half of the poisoned rows keep the served token, and are wrong about
-                the next one
+                the next one; and the same where candidates are not averaged
     hostile     home traffic; every second request is of a client that sends and gets noise
     return      home, then another domain, then home again
     steady      home alone, long after there is anything left to learn
@@ -18,8 +18,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,20 +78,20 @@ def run(options: Options) -> Result:
     return summarise(plan, notebook.rows)
 
 
-def poisoned(plan: Protocol, seed: int, sly: float = 0.0) -> Row:
-    """All requests are users'; half of what is learnt from is wrong, a share of that not to be told
-    from the text."""
-    rng = np.random.default_rng(seed)
-    home, other = _recorded(seed, plan.sizes["requests"] // 2)
-    honest = [request for pair in zip(home, other, strict=True) for request in pair]
-    vocabulary = 1 + max(int(request.target_ids.max()) for request in honest)
-    stored = [poison(request, vocabulary, rng, sly) for request in honest]
-    home_places, other_places = range(0, len(honest), 2), range(1, len(honest), 2)
-    row = _both(_named(honest), _named(stored), seed, home_places, other_places)
-    return row | {
-        "unpoisoned": _both(_named(honest), _named(honest), seed, home_places, other_places)[
-            "learnt"
-        ]
+def poisoned(plan: Protocol, seed: int) -> Row:
+    """All requests are users'; half of what is learnt from is random."""
+    honest, stored, kinds = _two_domains(plan, seed, sly=0.0)
+    return _both(honest, stored, seed, *kinds) | {
+        "unpoisoned": _counts(_learn(honest, seed)),
+        "unpoisoned, not averaged": _counts(_learn(honest, seed, averaging_rate=1.0)),
+    }
+
+
+def sly(plan: Protocol, seed: int) -> Row:
+    """The same, but half of what is wrong is not to be told from the text."""
+    honest, stored, kinds = _two_domains(plan, seed, sly=0.5)
+    return _both(honest, stored, seed, *kinds) | {
+        "not averaged": _counts(_learn(stored, seed, averaging_rate=1.0))
     }
 
 
@@ -124,7 +124,7 @@ def steady(plan: Protocol, seed: int) -> Row:
 
 SCENARIOS: dict[str, Callable[[Protocol, int], Row]] = {
     "poisoned": poisoned,
-    "sly": partial(poisoned, sly=0.5),
+    "sly": sly,
     "hostile": hostile,
     "return": comes_back,
     "steady": steady,
@@ -138,6 +138,20 @@ def _recorded(seed: int, num: int) -> tuple[list[Recorded], list[Recorded]]:
     return take(FAMILY, home, block, num), take(FAMILY, OTHER, block, num)
 
 
+def _two_domains(
+    plan: Protocol, seed: int, sly: float
+) -> tuple[list[Recorded], list[Recorded], tuple[range, range]]:
+    """Requests of two domains in turns, the same with half of all rows poisoned, and the places of
+    each domain."""
+    rng = np.random.default_rng(seed)
+    home, other = _recorded(seed, plan.sizes["requests"] // 2)
+    honest = [request for pair in zip(home, other, strict=True) for request in pair]
+    vocabulary = 1 + max(int(request.target_ids.max()) for request in honest)
+    stored = [poison(request, vocabulary, rng, sly) for request in honest]
+    places = range(0, len(honest), 2), range(1, len(honest), 2)
+    return _named(honest), _named(stored), places
+
+
 def _named(requests: Sequence[Recorded]) -> list[Recorded]:
     """By their place: nothing tells what they are."""
     return [replace(request, name=f"request-{place}") for place, request in enumerate(requests)]
@@ -147,19 +161,25 @@ def _both(honest: Sequence[Recorded], stored: Sequence[Recorded], seed: int, *re
     """Counts per request of a draft that learns from `stored`, and of one that does not; tokens
     served are the same. `rest`: the requests that count, each kind by itself, so that none pays for
     another's gain unseen."""
-    from benchmarks.learning import learn
-
-    draft = FAMILIES[FAMILY].models()[1]
-    with tempfile.TemporaryDirectory(prefix="osd-harm-") as directory:
-        learnt = learn(base_config(), draft, stored, Path(directory), seed=seed, may_rest=True)
+    learnt = _learn(stored, seed)
     return {
         "learnt": _counts(learnt),
-        "frozen": _counts(_fixed(draft, honest)),
+        "frozen": _counts(_fixed(FAMILIES[FAMILY].models()[1], honest)),
         "rest": [list(places) for places in rest],
         "rounds": learnt.num_rounds,
         "published_at": learnt.notes.get("published_at", []),
         "train_seconds": learnt.train_seconds,
     }
+
+
+def _learn(stored: Sequence[Recorded], seed: int, **trainer: Any) -> Curve:
+    """`trainer`: settings in place of the preset's."""
+    from benchmarks.learning import learn
+
+    config, draft = base_config(), FAMILIES[FAMILY].models()[1]
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)})
+    with tempfile.TemporaryDirectory(prefix="osd-harm-") as directory:
+        return learn(config, draft, stored, Path(directory), seed=seed, may_rest=True)
 
 
 def _fixed(draft: Path, requests: Sequence[Recorded]) -> Curve:

@@ -17,6 +17,10 @@ AGAINST = {
     "unpoisoned": "α on the rest, learnt - learnt without poison, worst window",
 }
 
+NOT_AVERAGED = "not averaged"
+WITHOUT = "α on the rest, learnt not averaged - frozen, worst window"
+"""What poison does where candidates are the trained weights themselves."""
+
 GAINED = "α on the other domain, learnt - frozen"
 """What is poisoned must still be learnt from, else nothing was at stake."""
 
@@ -37,7 +41,7 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
                 )
                 for other in others
             ),
-            *_means(name, mine, {f"α on the rest, {arm}": arm for arm in ("learnt", *others)}),
+            *_means(name, mine, {f"α on the rest, {arm}": arm for arm in _arms(mine[0])}),
             Figure(
                 group=name,
                 name="rounds",
@@ -51,6 +55,9 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
                 n=len(mine),
             ),
         ]
+        if NOT_AVERAGED in mine[0]:
+            worst = min(min(differences(row, "frozen", NOT_AVERAGED)) for row in mine)
+            figures.append(Figure(group=name, name=WITHOUT, value=worst, n=len(mine)))
         if name != "hostile":
             gains = [
                 alpha(row["learnt"], row["rest"][-1]) - alpha(row["frozen"], row["rest"][-1])
@@ -72,14 +79,18 @@ def alpha(counts: dict[str, list[int]], places: Sequence[int]) -> float:
     return sum(counts["accepted"][i] for i in places) / max(tested, 1)
 
 
-def differences(row: Row, other: str) -> list[float]:
+def _arms(row: Row) -> list[str]:
+    return [arm for arm, counts in row.items() if isinstance(counts, dict)]
+
+
+def differences(row: Row, other: str, learnt: str = "learnt") -> list[float]:
     """α learnt less that of the other draft, in each window of each kind of the rest."""
     windows = [
         places[i : i + WINDOW]
         for places in row["rest"]
         for i in range(0, len(places) - WINDOW + 1, WINDOW // 2)
     ]
-    return [alpha(row["learnt"], w) - alpha(row[other], w) for w in windows]
+    return [alpha(row[learnt], w) - alpha(row[other], w) for w in windows]
 
 
 def _means(group: str, rows: Sequence[Row], names: dict[str, str]) -> list[Figure]:
@@ -147,7 +158,7 @@ def _drawing(rows: Sequence[Row], name: str) -> Lines:
     row = next(row for row in rows if row["scenario"] == name)
     places = sorted(place for kind in row["rest"] for place in kind)
     lines: dict[str, tuple[tuple[float, float], ...]] = {}
-    for arm in ("learnt", "frozen", "ceiling"):
+    for arm in ("learnt", NOT_AVERAGED, "frozen", "ceiling"):
         if arm in row:
             windows = [places[max(0, i - 24) : i + 1] for i in range(24, len(places), 8)]
             lines[arm] = tuple((float(w[-1]), alpha(row[arm], w)) for w in windows)

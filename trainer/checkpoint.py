@@ -6,6 +6,7 @@ checkpoints/12/model.safetensors       working weights, float32; with LoRA witho
 checkpoints/12/config.json             the model's configuration
 checkpoints/12/adapter.safetensors     A and B of every adapter; empty without LoRA
 checkpoints/12/optimizer.safetensors   AdamW's moments, "3.exp_avg"
+checkpoints/12/average.safetensors     the weights averaged over rounds, float32; empty without
 """
 
 from __future__ import annotations
@@ -68,9 +69,15 @@ class Checkpoint:
     """A plain model, without the adapters."""
     moments: dict[str, Tensor]
     adapters: dict[str, Tensor]
+    average: dict[str, Tensor]
 
 
-def save_checkpoint(directory: Path, state: TrainerState, distiller: Distiller) -> None:
+def save_checkpoint(
+    directory: Path,
+    state: TrainerState,
+    distiller: Distiller,
+    average: dict[str, Tensor] | None = None,
+) -> None:
     """Write the state after round `state.round`. Raises `OSDError` when the disk is full or
     read-only."""
     hf = distiller.model.hf
@@ -78,6 +85,7 @@ def save_checkpoint(directory: Path, state: TrainerState, distiller: Distiller) 
         hf.save_pretrained(aside, state_dict=adapter.below(hf))
         save_file(adapter.adapters(hf), aside / "adapter.safetensors")
         save_file(moments_of(distiller.optimizer), aside / "optimizer.safetensors")
+        save_file(average or {}, aside / "average.safetensors")
         (aside / "state.json").write_bytes(encode(state))
     point_to(directory / "latest", str(state.round))
     prune(directory, state.round, KEEP)
@@ -93,6 +101,7 @@ def load_checkpoint(directory: Path) -> Checkpoint | None:
                 model=load_draft(path),
                 moments=load_file(path / "optimizer.safetensors"),
                 adapters=load_file(path / "adapter.safetensors"),
+                average=load_file(path / "average.safetensors"),
             )
         except (OSError, ValueError, SafetensorError, ReleaseError) as error:
             logger.warning("checkpoint %s cannot be used (%s)", path, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +100,16 @@ def load_draft(path: str | Path) -> RowModel:
     return RowModel(hf.eval())
 
 
-def export_draft(model: RowModel, base: str | Path, out: Path) -> dict[str, str]:
+def export_draft(
+    model: RowModel, base: str | Path, out: Path, weights: Mapping[str, Tensor] | None = None
+) -> dict[str, str]:
     """Write the draft to `out` with the files, tensor names, shapes and dtypes of its base. Return
     the sha256 of each file by its name.
 
-    A sharded base becomes one `model.safetensors`. Tensors of the base that the model does not know
-    are copied.
+    `weights`, where given, stand in place of the model's own. A sharded base becomes one
+    `model.safetensors`. Tensors of the base that the model does not know are copied.
     """
-    weights = adapter.merged(model.hf)
+    weights = weights or adapter.merged(model.hf)
     stored = _checkpoint_tensors(Path(base))
     own_name = names_in_model(model.hf, stored, weights)
     tensors: dict[str, Tensor] = {}

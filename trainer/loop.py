@@ -2,7 +2,8 @@
 
     TraceBuffer ─read───► fresh ──┐
                 └─sample─► replay ┴► collate ─► loss ─► AdamW ─► did the held-out loss rise?
-        no:  candidates/N ─► evaluate on held-out traces ─► checkpoints/N ─► RoundOutcome
+        no:  average with earlier rounds ─► candidates/N ─► evaluate on held-out traces
+             ─► checkpoints/N ─► RoundOutcome
         yes: undo, halve the learning rate ───────────────► checkpoints/N ─► RoundOutcome
 
 Waits for nothing: a round takes the traces that are there. A trainer that is killed starts again
@@ -287,7 +288,8 @@ class Trainer:
     def _export_and_evaluate(self, base: DraftRelease) -> _Result:
         number = self._working.state.round
         candidate = self._candidates / str(number)
-        files = export_draft(self._working.distiller.model, base.path, candidate)
+        weights = self._working.average()
+        files = export_draft(self._working.distiller.model, base.path, candidate, weights)
         prune(self._candidates, number, KEEP_CANDIDATES)
         report = self._evaluator.compare(candidate, base)
         if report is not None and report.diff_high < 0:

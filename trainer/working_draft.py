@@ -5,13 +5,21 @@
     base (a release) ─┘
 
 A round is all or nothing: weights, moments and cursor reach the disk together, after it.
+
+Candidates are not made of the weights themselves but of their exponential moving average over the
+rounds, which begins with the base. Each round fits its own traces too closely, in a direction of
+its own; the average keeps what the rounds agree on.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from osd.config.schema import TrainerConfig
 from osd.records import DraftRelease
@@ -39,6 +47,8 @@ class WorkingDraft:
     ) -> None:
         self._config, self._checkpoints = config, checkpoints
         self._distiller: Distiller | None = None
+        self._average: dict[str, Tensor] = {}
+        """float32, on the CPU; {} when nothing is averaged, or not yet."""
         self._is_mid_round = False
         self._is_from_base = False
         """Whether this round began with its base's weights, not with those of the last
@@ -76,13 +86,14 @@ class WorkingDraft:
     def finish_round(self, cursor: dict[str, int], seen: ReplayState) -> None:
         """Save the round. Raises `OSDError` when the disk does not take it."""
         self.state = replace(self.state, cursor=cursor, replay=seen)
-        save_checkpoint(self._checkpoints, self.state, self.distiller)
+        save_checkpoint(self._checkpoints, self.state, self.distiller, self._average)
         self._is_mid_round = False
 
     def start_from(self, base: DraftRelease) -> None:
         """Take the weights of a release, with a fresh optimizer."""
         model = load_draft(base.path)
         weights = adapter.below(model.hf)
+        self._average = _on_cpu(weights) if self._config.averaging_rate < 1 else {}
         self._distiller_on(model).restart(weights, {})
         self._is_from_base = True
         self.state = replace(self.state, base_version=base.version, candidate_sha256="")
@@ -96,6 +107,20 @@ class WorkingDraft:
             weights = adapter.below(found.model.hf)
             self.distiller.restart(weights, found.moments, found.adapters)
 
+    @torch.no_grad()
+    def average(self) -> Mapping[str, Tensor]:
+        """The weights of this round's candidate: the last one's, moved towards the trained ones.
+        To be called once a round."""
+        trained = adapter.merged(self.distiller.model.hf)
+        if self._config.averaging_rate == 1:
+            return trained
+        trained = _on_cpu(trained)
+        for name, value in self._average.items():
+            if value.is_floating_point():
+                trained[name] = value.lerp(trained[name], self._config.averaging_rate)
+        self._average = trained
+        return trained
+
     def note_candidate(self, sha256: str) -> None:
         """Remember the weights of this round's candidate: they may come back as a release."""
         self.state = replace(self.state, candidate_sha256=sha256)
@@ -108,13 +133,13 @@ class WorkingDraft:
 
     def _resume(self) -> None:
         """Go to the newest checkpoint of this draft and target; without one, to the beginning."""
-        self._is_mid_round = False
+        self._is_mid_round, self._average = False, {}
         draft, target_id = self.state.draft, self.state.target_id
         self.state = TrainerState(draft=draft, target_id=target_id)
         found = load_checkpoint(self._checkpoints)
         if found is None or (found.state.draft, found.state.target_id) != (draft, target_id):
             return
-        self.state = found.state
+        self.state, self._average = found.state, found.average
         weights = adapter.below(found.model.hf)
         distiller = self._distiller_on(found.model)
         try:
@@ -137,3 +162,8 @@ class WorkingDraft:
         """Whether the weights grew from `base`, or `base` is their last candidate, published."""
         is_published = base.sha256 == self.state.candidate_sha256
         return base.version == self.state.base_version or is_published
+
+
+def _on_cpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that no step changes."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in weights.items()}

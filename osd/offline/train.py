@@ -113,7 +113,10 @@ def _run_rounds(
     total = job.epochs * len(traces.training)
     size = max(job.config.trainer.max_new_traces, math.ceil(total / MAX_ROUNDS))
     curves = job.config.trainer.tracker_dir or str(free_name(job.out, "curves"))
-    config = job.config.trainer.model_copy(update={"max_new_traces": size, "tracker_dir": curves})
+    config = job.config.trainer.model_copy(
+        # The last round alone makes the draft: nothing is served before that could be harmed.
+        update={"max_new_traces": size, "tracker_dir": curves, "averaging_rate": 1.0}
+    )
     buffer, k = traces.buffer(), job.config.speculation.k_max
     trainer = Trainer(config, job.config.gate, k, buffer, work, traces.target_id)
     kept: list[RoundOutcome] = []
