@@ -326,7 +326,7 @@ def test_old_candidates_and_checkpoints_are_pruned(tmp_path: Path, base: DraftRe
 def taught(tmp_path: Path, base: DraftRelease) -> tuple[Trainer, MemoryTraceBuffer, RoundOutcome]:
     """A trainer after its first round, with as many traces again waiting."""
     buffer = buffer_with(*chain_traces(64), *chain_traces(16, start=500, holdout=True))
-    trainer = trainer_at(tmp_path / "taught", buffer)
+    trainer = trainer_at(tmp_path / "taught", buffer, averaging_rate=1.0)
     outcome = trainer.run_round(base)
     buffer.put(chain_traces(64, start=64))
     assert outcome.loss_last < outcome.loss_first / 2

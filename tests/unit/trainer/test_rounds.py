@@ -99,7 +99,12 @@ def moved(before: str | Path, now: str | Path) -> torch.Tensor:
 
 
 RATE = 0.02
-SLOWLY: dict[str, Any] = {"replay_batches": 0, "warmup_steps": 4, "learning_rate": 4 * RATE}
+SLOWLY: dict[str, Any] = {
+    "replay_batches": 0,
+    "warmup_steps": 4,
+    "learning_rate": 4 * RATE,
+    "averaging_rate": 1.0,
+}
 """A round on a single trace is one step, at a quarter of the rate: AdamW without memory moves every
 weight by as much, with memory by no more."""
 
