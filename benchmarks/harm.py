@@ -7,7 +7,7 @@ with the settings of the tiny preset, and replay counts the acceptance of each d
     poisoned    two domains in turns; half of all stored rows have random tokens instead of the
                 target's; and the same without poison, candidates averaged or not
     sly         the same, but half of the poisoned rows keep the served token, and are wrong about
-                the next one; and the same where candidates are not averaged
+                the next one; and the same where candidates are averaged
     hostile     home traffic; every second request is of a client that sends and gets noise
     return      home, then another domain, then home again
     steady      home alone, long after there is anything left to learn
@@ -27,13 +27,15 @@ from benchmarks.curve import Curve
 from benchmarks.drift_family import FAMILIES, FIRST_SERVED
 from benchmarks.drift_jobs import base_config, ceiling, prepare
 from benchmarks.harm_forged import noise, poison
-from benchmarks.harm_report import AGAINST, GAINED, WINDOW, summarise
+from benchmarks.harm_report import AGAINST, AVERAGED, GAINED, WINDOW, WITH, summarise
 from benchmarks.record import Goal, Notebook, Options, Protocol, Row
 from benchmarks.recording import Recorded
 from benchmarks.result import Result
 
 FAMILY = "tiny"
 OTHER = "sql"
+RATE = 0.25
+"""Averaging of candidates over rounds, where they are averaged."""
 
 
 def protocol(options: Options) -> Protocol:
@@ -58,6 +60,7 @@ def protocol(options: Options) -> Protocol:
         },
         goals=(
             Goal(figure=AGAINST["frozen"], at_least=-0.02),
+            Goal(figure=WITH, at_least=-0.02),
             Goal(figure=GAINED, at_least=0.1),
             Goal(figure="α at once on return over α before", at_least=0.9),
             Goal(figure="α reached on the other domain over its ceiling", at_least=0.9),
@@ -83,7 +86,7 @@ def poisoned(plan: Protocol, seed: int) -> Row:
     honest, stored, kinds = _two_domains(plan, seed, sly=0.0)
     return _both(honest, stored, seed, *kinds) | {
         "unpoisoned": _counts(_learn(honest, seed)),
-        "unpoisoned, not averaged": _counts(_learn(honest, seed, averaging_rate=1.0)),
+        "unpoisoned, averaged": _counts(_learn(honest, seed, averaging_rate=RATE)),
     }
 
 
@@ -91,7 +94,7 @@ def sly(plan: Protocol, seed: int) -> Row:
     """The same, but half of what is wrong is not to be told from the text."""
     honest, stored, kinds = _two_domains(plan, seed, sly=0.5)
     return _both(honest, stored, seed, *kinds) | {
-        "not averaged": _counts(_learn(stored, seed, averaging_rate=1.0))
+        AVERAGED: _counts(_learn(stored, seed, averaging_rate=RATE))
     }
 
 

@@ -17,9 +17,9 @@ AGAINST = {
     "unpoisoned": "α on the rest, learnt - learnt without poison, worst window",
 }
 
-NOT_AVERAGED = "not averaged"
-WITHOUT = "α on the rest, learnt not averaged - frozen, worst window"
-"""What poison does where candidates are the trained weights themselves."""
+AVERAGED = "averaged"
+WITH = "α on the rest, learnt and averaged - frozen, worst window"
+"""What poison does where candidates are weights averaged over rounds."""
 
 GAINED = "α on the other domain, learnt - frozen"
 """What is poisoned must still be learnt from, else nothing was at stake."""
@@ -55,9 +55,9 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
                 n=len(mine),
             ),
         ]
-        if NOT_AVERAGED in mine[0]:
-            worst = min(min(differences(row, "frozen", NOT_AVERAGED)) for row in mine)
-            figures.append(Figure(group=name, name=WITHOUT, value=worst, n=len(mine)))
+        if AVERAGED in mine[0]:
+            worst = min(min(differences(row, "frozen", AVERAGED)) for row in mine)
+            figures.append(Figure(group=name, name=WITH, value=worst, n=len(mine)))
         if name != "hostile":
             gains = [
                 alpha(row["learnt"], row["rest"][-1]) - alpha(row["frozen"], row["rest"][-1])
@@ -158,7 +158,7 @@ def _drawing(rows: Sequence[Row], name: str) -> Lines:
     row = next(row for row in rows if row["scenario"] == name)
     places = sorted(place for kind in row["rest"] for place in kind)
     lines: dict[str, tuple[tuple[float, float], ...]] = {}
-    for arm in ("learnt", NOT_AVERAGED, "frozen", "ceiling"):
+    for arm in ("learnt", AVERAGED, "frozen", "ceiling"):
         if arm in row:
             windows = [places[max(0, i - 24) : i + 1] for i in range(24, len(places), 8)]
             lines[arm] = tuple((float(w[-1]), alpha(row[arm], w)) for w in windows)

@@ -109,10 +109,11 @@ class TrainerConfig(Section):
     num_anchors: int = Field(256, ge=0)
     """Traces kept as anchors: a uniform sample of all there ever were, also when the buffer has
     long let go of them. One replayed trace in eight is an anchor. 0 = none."""
-    averaging_rate: float = Field(0.25, gt=0, le=1)
-    """A candidate is not what one round learnt: its weights are the last candidate's, moved by this
-    share towards the trained ones. Less of what was learnt from noise or from poison is served
-    then, and less is forgotten; new traffic is learnt a round or two later. 1 = the trained weights
+    averaging_rate: float = Field(1.0, gt=0, le=1)
+    """Below 1, a candidate is not what one round learnt: its weights are the last candidate's,
+    moved by this share towards the trained ones. Less of what was learnt from noise or from poison
+    is served then, and less is forgotten; new traffic is learnt a round or two later. 0.25 is for a
+    service whose clients are not trusted ([what it brings](benchmarks.md)). 1 = the trained weights
     themselves, as always with `osd train` and `osd distil`."""
     seed: int = 0
     """Seed of sampling in the trainer."""

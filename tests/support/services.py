@@ -52,7 +52,6 @@ def settings(deployment: str, data_dir: Path, target: Path, draft: Path) -> list
         "trainer.min_new_traces=24",
         "trainer.replay_batches=2",
         "trainer.patience_rounds=0",  # tests wait for rounds
-        "trainer.averaging_rate=1.0",  # one round shows
         "gate.min_holdout_traces=4",
         # Tests choose drafts by hand and send requests that are not captured: no rollback on that.
         "gate.rollback_min_tested=1000000",

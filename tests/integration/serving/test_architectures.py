@@ -35,7 +35,7 @@ from trainer.draft import load_draft
 from trainer.evaluate import ReplayCounts, replay
 from trainer.loop import Trainer
 
-TRAINING = TrainerConfig(device="cpu", learning_rate=3e-3, min_new_traces=16, averaging_rate=1.0)
+TRAINING = TrainerConfig(device="cpu", learning_rate=3e-3, min_new_traces=16)
 GATE = GateConfig(min_holdout_traces=4)
 CAPTURE = CaptureConfig(top_k=16, max_bytes_per_second=1 << 40)
 

@@ -117,7 +117,7 @@ def test_the_worst_window_counts_not_the_mean(tmp_path: Path) -> None:
     back = [0.9] * 150 + [0.5] * 200 + [0.85] * 50
     rows = [
         harmed("poisoned", dip, [0.8] * 300),
-        harmed("sly", [0.9] * 300, [0.8] * 300, **{harm_report.NOT_AVERAGED: counts(dip)}),
+        harmed("sly", [0.9] * 300, [0.8] * 300, **{harm_report.AVERAGED: counts(dip)}),
         harmed("hostile", [0.8] * 300, [0.8] * 300),
         harmed("return", back, [0.9] * 400, ceiling=counts([1.0] * 400)),
         harmed("steady", [0.9] * 200, [0.9] * 200),
@@ -127,8 +127,8 @@ def test_the_worst_window_counts_not_the_mean(tmp_path: Path) -> None:
     worst = "α on the rest, learnt - frozen, worst window"
     assert found["poisoned", worst] == pytest.approx(-0.4)
     assert found["hostile", worst] == 0
-    assert found["sly", harm_report.WITHOUT] == pytest.approx(-0.4)
-    assert found["sly", "α on the rest, not averaged"] == pytest.approx(2.2 / 3)
+    assert found["sly", harm_report.WITH] == pytest.approx(-0.4)
+    assert found["sly", "α on the rest, averaged"] == pytest.approx(2.2 / 3)
     gained = found["sly", harm_report.GAINED]
     assert found["sly", worst] == pytest.approx(gained) == pytest.approx(0.1)
     assert found["return", "α at once on return over α before"] == pytest.approx(0.85 / 0.9)
