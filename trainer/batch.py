@@ -131,10 +131,15 @@ def collate(
 
 
 def collate_outputs(
-    traces: Sequence[Trace], max_length: int, vocab_size: int, *, packed: bool = True
+    traces: Sequence[Trace],
+    max_length: int,
+    vocab_size: int,
+    *,
+    packed: bool = True,
+    first: int = 1,
 ) -> RowBatch:
-    """Every output token except the first of each trace: prefill produces it, so no draft ever
-    proposes it.
+    """Every output token of each trace from index `first` on; by default all but the very first:
+    prefill produces it, so no draft ever proposes it.
 
     Rows of one trace are consecutive and in order. An output longer than `max_length` loses its
     start.
@@ -148,7 +153,7 @@ def collate_outputs(
         num_prompt = len(trace.prompt_ids)
         located.append(
             _locate(
-                trace, np.arange(num_prompt + 1, num_prompt + len(trace.output_ids)), max_length
+                trace, np.arange(num_prompt + first, num_prompt + len(trace.output_ids)), max_length
             )
         )
     return RowBatch(**_sequences(traces, located, packed))

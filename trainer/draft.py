@@ -29,7 +29,7 @@ WEIGHTS_NAME = "model.safetensors"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Weights in any format, and the index of sharded weights. The export copies all other files of the
 base's directory."""
-_LOADING = threading.Lock()
+LOADING = threading.Lock()
 """Transformers sets process-wide switches while it loads a model, and drafts are evaluated and
 trained in different threads."""
 
@@ -79,13 +79,13 @@ def load_draft(path: str | Path) -> RowModel:
     """
     try:
         stored = _checkpoint_tensors(Path(path))
-        with _LOADING:
+        with LOADING:
             hf = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, local_files_only=True
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ReleaseError(
-            f"{path}: not a draft model that can be loaded ({_first_line(error)})"
+            f"{path}: not a draft model that can be loaded ({first_line(error)})"
         ) from error
     parameters = dict(hf.named_parameters(remove_duplicate=False))
     names = set(names_in_model(hf, stored, parameters).values())
@@ -193,5 +193,6 @@ def _can_pack(hf: PreTrainedModel) -> bool:
         return torch.allclose(packed_SV, alone_SV, atol=1e-4, rtol=1e-4)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, cut after its first line."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -2,6 +2,7 @@
 
     TraceBuffer ─read───► fresh ──┐
                 └─sample─► replay ┴► collate ─► loss ─► AdamW ─► did the held-out loss rise?
+                (some answered anew by the draft: `trainer.sampling`)
         no:  average with earlier rounds ─► candidates/N ─► evaluate on held-out traces
              ─► checkpoints/N ─► RoundOutcome
         yes: undo, halve the learning rate ───────────────► checkpoints/N ─► RoundOutcome
@@ -30,12 +31,14 @@ from osd.errors import ReleaseError
 from osd.exchange.transfer import read_part
 from osd.records import NO_TRACES, DraftRelease, EvalReport, RoundOutcome, Trace
 from trainer.batch import TrainBatch, trainable
-from trainer.distiller import Distiller
+from trainer.distiller import Distiller, accelerator
 from trainer.draft import export_draft
 from trainer.evaluator import Evaluator
 from trainer.files import prune
 from trainer.guard import LossGuard, has_risen
 from trainer.replay import ReplayMix
+from trainer.sampling.student import SamplingCost, StudentSampler
+from trainer.sampling.teacher import Teacher
 from trainer.trackers import open_trackers, point
 from trainer.working_draft import WorkingDraft
 
@@ -79,6 +82,7 @@ class _Progress:
     holdout: tuple[float, float] | None = None
     """Mean loss over the watched traces before and after; None when there were too few."""
     has_risen: bool = False
+    sampled: SamplingCost = SamplingCost()
 
     def add(self, loss: float, batch: TrainBatch) -> None:
         self.losses.append(loss)
@@ -121,7 +125,9 @@ class Trainer:
         directory: Path,
         target_id: str,
         draft: str = "default",
+        teacher: Teacher | None = None,
     ) -> None:
+        """`teacher`: the target, which `trainer.sampling` student and mixed need."""
         torch.set_num_threads(config.num_threads)
         disable_progress_bar()
         directory = Path(directory)
@@ -130,6 +136,7 @@ class Trainer:
         self._evaluator = Evaluator(config, gate, k, buffer)
         self._guard = LossGuard(config, gate, buffer)
         self._mix = ReplayMix(config, buffer)
+        self._student = _student(config, teacher)
         self._trackers = open_trackers(config, directory, target_id)
         self._working = WorkingDraft(config, directory / "checkpoints", draft, target_id)
 
@@ -197,7 +204,7 @@ class Trainer:
         progress = _Progress()
         watched = self._guard.watched(distiller.model.vocab_size) if new.traces else []
         before = self._guard.losses(distiller, watched)
-        for index, (traces, num_steps) in enumerate(self._batches(distiller, new)):
+        for index, (traces, num_steps) in enumerate(self._batches(distiller, new, progress)):
             batch = distiller.collate(traces)
             loss = distiller.step(batch, index, self._working.state.rate_scale)
             if loss is None:
@@ -212,17 +219,24 @@ class Trainer:
             progress.has_risen = has_risen(before, after)
         return progress
 
-    def _batches(self, distiller: Distiller, new: _NewTraces) -> Iterator[tuple[list[Trace], int]]:
+    def _batches(
+        self, distiller: Distiller, new: _NewTraces, progress: _Progress
+    ) -> Iterator[tuple[list[Trace], int]]:
         """The traces of each step, and the number of steps that the round is expected to have.
 
         Replayed traces are drawn part by part: those of a large round would not fit in memory.
         """
         vocab_size, size, rng = distiller.model.vocab_size, self._config.batch_size, self._rng(0)
-        fresh, seen = new.traces, self._working.state.replay
+        fresh, seen, sampling_rng = new.traces, self._working.state.replay, self._rng(2)
         done = 0
         for start in range(0, len(fresh), PART):
             part, num_left = fresh[start : start + PART], max(0, len(fresh) - start - PART)
             pool, _ = trainable(self._mix.pool(part, new.end, seen, rng), vocab_size)
+            if self._student is not None:
+                pool, cost = self._student.replace(
+                    distiller.model.hf, pool, distiller.max_length, sampling_rng
+                )
+                progress.sampled += cost
             steps = [pool[i : i + size] for i in range(0, len(pool), size)]
             num_steps = done + len(steps) + round(len(steps) * num_left / len(part))
             for traces in steps:
@@ -266,6 +280,9 @@ class Trainer:
             padding=progress.padding,
             num_new_rows=sum(trace.num_rows for trace in new.traces),
             num_contradicting=new.num_contradicting,
+            num_student_traces=progress.sampled.num_traces,
+            sampling_cpu_s=progress.sampled.sampling_cpu_s,
+            scoring_cpu_s=progress.sampled.scoring_cpu_s,
         )
 
     def _keep_or_discard(self, base: DraftRelease, progress: _Progress) -> _Result:
@@ -309,3 +326,12 @@ class Trainer:
     def _draw(self, outcome: RoundOutcome, num_tokens: int) -> None:
         for tracker in self._trackers:
             tracker.log(self._working.state.round, point(outcome, num_tokens))
+
+
+def _student(config: TrainerConfig, teacher: Teacher | None) -> StudentSampler | None:
+    """Who answers prompts anew, on the trainer's device; None where only served text is learnt."""
+    if config.sampling == "teacher":
+        return None
+    assert teacher is not None, f"trainer.sampling={config.sampling} needs the target"
+    teacher.device = accelerator(config).device
+    return StudentSampler(config, teacher)

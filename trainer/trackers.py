@@ -71,11 +71,22 @@ def point(outcome: RoundOutcome, num_tokens: int) -> Point:
             "tokens_per_second": num_tokens / outcome.seconds,
             "rows": outcome.num_tokens,
             "seconds": outcome.seconds,
+            **_of_sampling(outcome),
         }
     measured: Point = {name: value for name, value in trained.items() if value is not None}
     return measured | {
         "is_candidate": float(not outcome.discarded),
         "outcome": outcome.discarded or "candidate",
+    }
+
+
+def _of_sampling(outcome: RoundOutcome) -> dict[str, float | None]:
+    if not outcome.num_student_traces:
+        return {}
+    return {
+        "student_traces": outcome.num_student_traces,
+        "cpu_seconds/sampling": outcome.sampling_cpu_s,
+        "cpu_seconds/scoring": outcome.scoring_cpu_s,
     }
 
 

@@ -68,6 +68,14 @@ class TrainerConfig(Section):
         "lk_hybrid",
     ] = "forward_kl"
     """What the draft minimises at the captured rows; the formulas stand in `trainer/loss.py`."""
+    sampling: Literal["teacher", "student", "mixed"] = "teacher"
+    """Who wrote the answers that the draft learns from. teacher = the target: what was served.
+    student = the draft, which answers the stored prompts anew at their temperature. mixed = both.
+    For the last two the trainer loads the target beside the draft, to ask what it thinks of text
+    that was never served: memory for its weights, and time in every round. On the traffic measured
+    here they do not pay ([benchmarks](benchmarks.md#osd-bench-sampling))."""
+    student_fraction: float = Field(0.5, gt=0, lt=1)
+    """Share of a round's traces whose answer is the draft's, with `trainer.sampling=mixed`."""
     learning_rate: float = Field(1e-4, gt=0)
     """Peak learning rate of AdamW. A round that made things worse halves it; later rounds let it
     recover."""

@@ -240,6 +240,8 @@ def _is_finite(outcome: RoundOutcome, report: EvalReport) -> bool:
         outcome.loss_first,
         outcome.loss_last,
         outcome.seconds,
+        outcome.sampling_cpu_s,
+        outcome.scoring_cpu_s,
         outcome.trace_age_mean_s,
         outcome.trace_age_max_s,
         report.alpha_base,

@@ -16,11 +16,13 @@ from osd.errors import ConfigError
 from osd.models import resolve
 from osd.models.compatibility import check_pair
 from osd.models.draft_cost import draft_cost
+from osd.models.teacher import check_teacher, is_needed
 from osd.service.plan import max_model_len
 
 
 def check_models(config: Config) -> Iterator[Check]:
-    """Target, draft, whether they fit, what the draft costs. A broken check is the last one."""
+    """Target, draft, whether they fit, what the draft costs, and whether the trainer can load the
+    target where it has to. A broken check is the last one."""
     if not config.serving.target and not config.serving.draft:
         yield Check(
             "models",
@@ -39,6 +41,8 @@ def check_models(config: Config) -> Iterator[Check]:
     yield fit
     if fit.ok:
         yield cost
+    if fit.ok and is_needed(config):
+        yield _teacher(config, found[0])
 
 
 def _find(value: str, name: str) -> tuple[Check, Path | None]:
@@ -98,6 +102,13 @@ def _fit(config: Config, target: Path, draft: Path) -> Check:
     except ConfigError as error:
         return Check("fit", False, str(error))
     return Check("fit", True, f"the draft can propose each of the target's {num_tokens} tokens")
+
+
+def _teacher(config: Config, target: Path) -> Check:
+    try:
+        return Check("teacher", True, check_teacher(config, target))
+    except ConfigError as error:
+        return Check("teacher", False, str(error))
 
 
 def _cost(config: Config, target: Path, draft: Path) -> Check:

@@ -33,7 +33,10 @@ def write_report(
         "num_damaged": recorded.num_skipped,
         **{
             name: getattr(outcome, name)
-            for name in ("num_steps", "num_tokens", "loss_first", "loss_last", "seconds")
+            for name in (
+                *("num_steps", "num_tokens", "loss_first", "loss_last", "seconds"),
+                *("num_student_traces", "sampling_cpu_s", "scoring_cpu_s"),
+            )
         },
         "eval": asdict(outcome.eval) if outcome.eval else None,
     }

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from osd.errors import ConfigError, OSDError
 from osd.models import resolve
 from osd.models.checkpoint_files import weight_files
 from osd.models.compatibility import read_config, vocab_size
+from osd.models.teacher import check_teacher, dtype_of
 from osd.models.vocab_padding import write_fitting
 from osd.offline import recorded
 from osd.offline.recorded import Recorded, Say
@@ -34,6 +36,9 @@ from osd.offline.report import describe, judgement, write_report
 from osd.records import HOLDOUT_ONE_IN, DraftRelease, RoundOutcome
 from osd.releases.store import ReleaseStore
 from trainer import trackers
+
+if TYPE_CHECKING:
+    from trainer.sampling.teacher import Teacher
 
 MAX_ROUNDS = 50
 """Each round ends with writing and evaluating a candidate, so more traces make rounds longer."""
@@ -64,12 +69,28 @@ def check_out(out: Path) -> None:
 
 
 def check_draft(config: Config) -> Path:
-    """The directory of the draft to begin with. Raises `ConfigError` when it cannot be trained, or
-    when a tracker is not installed."""
+    """The directory of the draft to begin with. Raises `ConfigError` when it cannot be trained,
+    when a tracker is not installed, or when the target cannot be its teacher."""
     trackers.check_installed(config.trainer.trackers)
+    check_sampling(config)
     draft = resolve.resolve(config.serving.draft, "serving.draft")
     weight_files(draft)
     return draft
+
+
+def check_sampling(config: Config) -> Path | None:
+    """The directory of the target where `trainer.sampling` needs it. Raises `ConfigError`."""
+    sampling = config.trainer.sampling
+    if sampling == "teacher":
+        return None
+    if not config.serving.target:
+        raise ConfigError(
+            f"trainer.sampling={sampling}: needs the target that the traces were recorded from; "
+            "set serving.target, or use trainer.sampling=teacher"
+        )
+    target = resolve.resolve(config.serving.target, "serving.target")
+    check_teacher(config, target, is_offline=True)
+    return target
 
 
 def run(job: Job, traces: Sequence[Path], say: Say, warn: Say) -> int:
@@ -118,7 +139,9 @@ def _run_rounds(
         update={"max_new_traces": size, "tracker_dir": curves, "averaging_rate": 1.0}
     )
     buffer, k = traces.buffer(), job.config.speculation.k_max
-    trainer = Trainer(config, job.config.gate, k, buffer, work, traces.target_id)
+    trainer = Trainer(
+        config, job.config.gate, k, buffer, work, traces.target_id, teacher=_teacher(job, traces)
+    )
     kept: list[RoundOutcome] = []
     undone: list[RoundOutcome] = []
     with progress("training", total, "traces") as advance:
@@ -164,6 +187,9 @@ def _sum(outcomes: list[RoundOutcome]) -> RoundOutcome:
         num_tokens=sum(o.num_tokens for o in outcomes),
         loss_first=outcomes[0].loss_first,
         seconds=sum(o.seconds for o in outcomes),
+        num_student_traces=sum(o.num_student_traces for o in outcomes),
+        sampling_cpu_s=sum(o.sampling_cpu_s for o in outcomes),
+        scoring_cpu_s=sum(o.scoring_cpu_s for o in outcomes),
     )
 
 
@@ -186,6 +212,29 @@ def _check_vocabulary(draft: Path, traces: Recorded) -> None:
             f"serving.draft={draft}: has {size} tokens, the traces hold token {largest}; "
             "use a draft with the tokenizer of the target they were recorded from"
         )
+
+
+def _teacher(job: Job, traces: Recorded) -> Teacher | None:
+    """The target that the traces were recorded from, where `trainer.sampling` needs it. Raises
+    `ConfigError`."""
+    from trainer.sampling.teacher import Teacher
+
+    config = job.config
+    target = check_sampling(config)
+    if target is None:
+        return None
+    if (found := resolve.fingerprint(target)) != traces.target_id:
+        raise ConfigError(
+            f"serving.target={target}: is target {found}, and the traces were recorded from "
+            f"{traces.target_id}; give that one, or use trainer.sampling=teacher"
+        )
+    own = vocab_size(read_config(job.draft), job.draft)
+    if own != (num := vocab_size(read_config(target), target)):
+        raise ConfigError(
+            f"trainer.sampling={config.trainer.sampling}: the draft has {own} tokens, the target "
+            f"{num}; use a draft that `osd serve` has published, which is fitted to the target"
+        )
+    return Teacher(target, top_k=config.capture.top_k, dtype=dtype_of(config))
 
 
 def check_holdout(num: int, what: str, gate: GateConfig, force: bool) -> None:

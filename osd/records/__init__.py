@@ -54,6 +54,7 @@ from osd.records.speculation import (
 from osd.records.trace import (
     ACCEPTED,
     BY_MEMORY,
+    BY_STUDENT,
     HOLDOUT_ONE_IN,
     MAX_DOMAIN_LENGTH,
     NO_VERSION,
@@ -77,6 +78,7 @@ from osd.records.wire import decode, encode
 __all__ = [
     "ACCEPTED",
     "BY_MEMORY",
+    "BY_STUDENT",
     "FEWER_ERRORS",
     "HOLDOUT_ONE_IN",
     "MAX_DOMAIN_LENGTH",

@@ -16,9 +16,10 @@ REJECTED, ACCEPTED, PLAIN = 0, 1, 2
 """`Trace.kind`: the draft token was rejected, was accepted, or nothing was proposed here (k = 0,
 bonus token)."""
 
-NO_VERSION, BY_MEMORY = 0, -1
+NO_VERSION, BY_MEMORY, BY_STUDENT = 0, -1, -2
 """`Trace.draft_version` where a draft proposed that counts for no version, since a swap is not
-decided; and where the memory did."""
+decided; where the memory did; and where nothing was served at all: the trainer sampled the text
+from the draft. Such traces live for a round, and are never stored."""
 
 HOLDOUT_ONE_IN = 8
 """One trace in so many is held out: the gate judges drafts on it, training never sees it."""
@@ -89,7 +90,8 @@ class Trace:
     """float32[N] in (0, 1]: probability with which this row was kept; its loss weight is 1 /
     keep_prob."""
     draft_version: np.ndarray
-    """int32[N]: version of the draft that proposed here; or `BY_MEMORY`, or `NO_VERSION`."""
+    """int32[N]: version of the draft that proposed here; or `BY_MEMORY`, `BY_STUDENT` or
+    `NO_VERSION`."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

@@ -97,6 +97,12 @@ class RoundOutcome:
     """Rows of new traces that could be trained on."""
     num_contradicting: int = 0
     """Rows of new traces that were left out because they contradict the text that was served."""
+    num_student_traces: int = 0
+    """Traces trained on whose answer the draft had sampled (`trainer.sampling`)."""
+    sampling_cpu_s: float = 0.0
+    """CPU seconds that sampling these answers took, a part of the round."""
+    scoring_cpu_s: float = 0.0
+    """CPU seconds that the target took to label them, a part of the round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from osd.config.schema import Config, TrainerConfig
 from osd.errors import AwayError, ConfigError, OSDError
@@ -27,6 +27,9 @@ from osd.service.fleet import room
 from osd.service.logs import PartLogs, begin_log
 from osd.service.plan import free_port
 from serving.vllm import server
+
+if TYPE_CHECKING:
+    from trainer.sampling.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +164,20 @@ class ReplicaActor:
         self._replica.close()
 
 
+def teacher_here(config: Config, target_id: str) -> Teacher | None:
+    """The target as the trainer's teacher, where `trainer.sampling` needs one."""
+    from osd.models import teacher
+    from trainer.sampling.teacher import Teacher
+
+    if not teacher.is_needed(config):
+        return None
+    return Teacher(
+        target_here(config, target_id),
+        top_k=config.capture.top_k,
+        dtype=teacher.dtype_of(config),
+    )
+
+
 def limit_gpu_memory(config: TrainerConfig) -> None:
     """Limit this process to its share of a GPU that it shares with an engine."""
     import torch
@@ -183,6 +200,7 @@ class TrainerActor:
         from trainer.loop import Trainer
 
         limit_gpu_memory(config.trainer)
+        teacher = teacher_here(config, target_id)
         self._here = drafts_here(config)
         self._pace = Pace(config.trainer.duty_cycle, busy_replicas(registry))
         self._trainer = Trainer(
@@ -192,6 +210,7 @@ class TrainerActor:
             RedisTraceBuffer(**buffer_settings(config, redis_url, target_id)),
             config.checkpoint_path / target_id,
             target_id,
+            teacher=teacher,
         )
 
     def machine(self) -> str:

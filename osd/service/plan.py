@@ -18,7 +18,7 @@ from osd.config.schema import Config
 from osd.config.serving import ReplicasConfig, SpeculationConfig, argument
 from osd.errors import ConfigError, ReleaseError
 from osd.exchange.redis_url import is_loopback, mask_url, names_its_own_machine
-from osd.models import resolve
+from osd.models import resolve, teacher
 from osd.models.compatibility import check_pair
 from osd.models.vocab_padding import write_fitting
 from osd.records import DraftRelease
@@ -60,7 +60,10 @@ def check(config: Config) -> tuple[Path, Path, int]:
     check_attached(config)
     target = resolve.resolve(config.serving.target, "serving.target")
     draft = resolve.resolve(config.serving.draft, "serving.draft")
-    return target, draft, check_pair(target, draft, max_model_len(config))
+    num_tokens = check_pair(target, draft, max_model_len(config))
+    if teacher.is_needed(config):
+        teacher.check_teacher(config, target)
+    return target, draft, num_tokens
 
 
 def check_remote_parts(config: Config) -> None:

@@ -16,6 +16,7 @@ from tests.integration.conftest import release_of
 from tests.support.engines import Engine
 from tests.support.pairs import Pair
 from trainer.batch import is_believable
+from trainer.sampling.teacher import Teacher
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,30 @@ def test_rows_equal_a_plain_forward_pass_of_the_target(
     assert assert_rows_are_the_targets(target, traces) == sum(len(o) for o in outputs)
     kinds = np.concatenate([t.kind for t in traces])
     assert min((kinds == kind).sum() for kind in (REJECTED, ACCEPTED, PLAIN)) > 10
+
+
+def test_the_trainers_teacher_gives_the_rows_that_were_captured(
+    engine: Engine, pair: Pair, prompts: list[list[int]]
+) -> None:
+    """Within 0.02 and 0.2 % of log-probabilities in float16, from all requests packed together."""
+    keep_all(engine)
+    engine.generate(prompts, ignore_eos=True)
+    captured = engine.traces()
+    texts = [trace.with_rows(trace.position < 0) for trace in captured]
+    top_k = captured[0].target_ids.shape[1]
+    labelled = Teacher(pair.target, top_k=top_k, dtype="float32").label(texts)
+    for trace, found in zip(captured, labelled, strict=True):
+        assert found.position.tolist() == trace.position.tolist()
+        np.testing.assert_allclose(
+            found.target_logprobs.astype(np.float32),
+            trace.target_logprobs.astype(np.float32),
+            atol=2e-2,
+            rtol=2e-3,
+        )
+        np.testing.assert_allclose(found.tail_logprob, trace.tail_logprob, atol=2e-3)
+        # Tokens alike but where two are as likely as each other.
+        swapped_NK = found.target_ids != trace.target_ids
+        assert swapped_NK.mean() < 0.01
 
 
 def test_rows_stay_right_under_chunked_prefill_and_prefix_cache_hits(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from osd.config import reading
 from osd.errors import ConfigError
 from osd.offline import train
-from osd.records import NO_TRACES
+from osd.records import NO_TRACES, RoundOutcome
 from osd.service.launch import Service
 from tests.support.tiny_drafts import TARGET_ID, chain_traces, release_of, save_draft
 from tests.support.tiny_rounds import buffer_with, config, trainer_at
-from trainer.trackers import NUM_WAITING, Tracker, check_installed
+from trainer.trackers import NUM_WAITING, Tracker, check_installed, point
 
 
 def is_absent(package: str) -> bool:
@@ -91,6 +92,28 @@ def test_each_rounds_figures_stand_in_the_event_file(tmp_path: Path) -> None:
         for event in events.Tensors("outcome/text_summary")
     ]
     assert outcomes == ["candidate", "candidate", NO_TRACES]
+
+
+def test_what_student_sampling_took_is_drawn_where_there_was_any() -> None:
+    plain = RoundOutcome(
+        base_version=1,
+        path="here",
+        num_steps=8,
+        num_tokens=9,
+        loss_first=2.0,
+        loss_last=1.0,
+        seconds=3.0,
+        trace_age_mean_s=1.0,
+        trace_age_max_s=1.0,
+        eval=None,
+    )
+    sampled = replace(plain, num_student_traces=36, sampling_cpu_s=1.5, scoring_cpu_s=0.5)
+    drawn = point(sampled, 90).items() - point(plain, 90).items()
+    assert dict(drawn) == {
+        "student_traces": 36,
+        "cpu_seconds/sampling": 1.5,
+        "cpu_seconds/scoring": 0.5,
+    }
 
 
 def test_offline_training_leaves_its_curves_beside_the_draft(tmp_path: Path) -> None:

@@ -224,6 +224,7 @@ def test_should_publish(
     "field",
     [
         *("loss_first", "loss_last", "seconds", "trace_age_mean_s", "trace_age_max_s"),
+        *("sampling_cpu_s", "scoring_cpu_s"),
         *(
             "eval.alpha_base",
             "eval.alpha_candidate",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from buffers.codec import encode_trace
 from buffers.trace_file import write_traces
 from osd.config import reading
 from osd.errors import ConfigError, OSDError
+from osd.models import resolve
 from osd.offline import recorded
 from osd.offline.prompts import read_prompts
 from osd.offline.report import REPORT
@@ -75,6 +77,37 @@ def alpha(directory: Path, traces: list[Trace]) -> float:
     value = replay(load_draft(directory), traces, 4, max_length=64).alpha
     assert value is not None
     return value
+
+
+# Student sampling
+
+
+def test_the_draft_also_learns_from_its_own_text_where_the_target_is_there(
+    train: Run, tmp_path: Path
+) -> None:
+    target = save_draft(tmp_path / "target", seed=3, scale=0.3)
+    target_id = resolve.fingerprint(target)
+    traces = [replace(trace, target_id=target_id) for trace in TRAINING + HELD_OUT]
+    file = write(tmp_path / "a.traces", traces, target_id)
+    settings = (f"serving.target={target}", "trainer.sampling=mixed")
+    assert train(file, epochs=1, settings=settings, force=True) == 0
+    report = json.loads((train.out / REPORT).read_text())
+    assert report["num_student_traces"] == 64 * 9 / 2, "traces, replay, share"
+    assert 0 < report["sampling_cpu_s"] < report["seconds"]
+    assert 0 < report["scoring_cpu_s"] < report["seconds"]
+
+
+def test_student_sampling_without_the_target_or_with_another_is_refused(
+    train: Run, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "a.traces", TRAINING + HELD_OUT)
+    with pytest.raises(ConfigError, match="trainer.sampling=student: needs the target that the"):
+        train(file, settings=("trainer.sampling=student",))
+    other = save_draft(tmp_path / "other", seed=4)
+    settings = (f"serving.target={other}", "trainer.sampling=student")
+    with pytest.raises(ConfigError, match=f"and the traces were recorded from {TARGET_ID}; give"):
+        train(file, settings=settings)
+    assert not train.out.exists()
 
 
 # What it makes

@@ -8,18 +8,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from osd.config.schema import Config
-from osd.errors import AwayError, OSDError, ReplayBufferError
+from osd.errors import AwayError, ConfigError, OSDError, ReplayBufferError
+from osd.models import resolve
 from osd.service import actors
 from osd.service.actors import (
     RemoteMethods,
     ReplicaActor,
     TrainerActor,
     awake_note,
+    teacher_here,
 )
 from osd.service.fleet import room
+from tests.support.tiny_drafts import chain_traces, save_draft
 
 
 class Handle:
@@ -170,3 +174,18 @@ def test_what_is_replayed_over_there_is_fetched_first(actor: TrainerActor) -> No
     heard: Any = actor._trainer
     actor.evaluate_releases(["v1", "v2"], 9)  # type: ignore[list-item]
     assert heard.heard == [(["v1 here", "v2 here"], 9)]
+
+
+def test_the_trainers_target_is_the_one_that_serves_in_the_engines_type(tmp_path: Path) -> None:
+    target = save_draft(tmp_path / "target", dtype=torch.bfloat16)
+    serving = {"target": str(target), "vllm": {"dtype": "float32"}}
+    settings = {"serving": serving, "capture": {"top_k": 4}}
+    config = Config.model_validate(settings | {"trainer": {"sampling": "student"}})
+    teacher = teacher_here(config, resolve.fingerprint(target))
+    assert teacher is not None
+    (row, *_) = teacher.label(chain_traces(1))
+    assert row.target_ids.shape[1] == 4
+    assert teacher.model.hf.dtype == torch.float32
+    with pytest.raises(ConfigError, match="another model on"):
+        teacher_here(config, "0123456789abcdef")
+    assert teacher_here(Config.model_validate(settings), resolve.fingerprint(target)) is None

@@ -1,0 +1,108 @@
+"""Whether the trainer can load the target as a teacher (`trainer.sampling`), by its files and by
+what this machine has. Nothing is loaded."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from osd.common.wording import size
+from osd.config.schema import Config
+from osd.config.serving import argument
+from osd.errors import ConfigError
+from osd.models.compatibility import read_config
+from osd.models.draft_cost import DTYPE_BYTES
+
+DTYPES = {"float": "float32", "half": "float16"}
+"""vLLM's other names of types, as torch calls them."""
+OTHER_WEIGHTS = {
+    "enable_lora": "requests may be answered by an adapter of the target",
+    "quantization": "the engine serves quantised weights",
+    "hf_overrides": "the engine serves the target with another configuration",
+}
+"""Arguments of `serving.vllm` under which the served target is not the one in its directory."""
+
+
+def dtype_of(config: Config) -> str:
+    """The type that the teacher computes in: the engine's where it is set, else that of the
+    target's checkpoint ("auto")."""
+    dtype = str(argument(config.serving.vllm, "dtype") or "auto")
+    return DTYPES.get(dtype, dtype)
+
+
+def is_needed(config: Config) -> bool:
+    """Whether the trainer asks the target itself."""
+    return config.trainer.enabled and config.trainer.sampling != "teacher"
+
+
+def check_teacher(config: Config, target: Path, *, is_offline: bool = False) -> str:
+    """What loading the target will take, in words. Raises `ConfigError` where the trainer cannot
+    load it, or its rows would not be those of the target that serves.
+
+    is_offline: training runs here, without a service
+    """
+    if (resource := config.ray.trainer_resource) and not is_offline:
+        raise _wrong(
+            config,
+            f"the trainer runs on another machine (ray.trainer_resource={resource}), of which is "
+            "not known whether it has the target and the memory for it",
+        )
+    for name, why in OTHER_WEIGHTS.items():
+        if value := argument(config.serving.vllm, name):
+            raise _wrong(config, f"{why} (serving.vllm.{name}={value}), which the trainer has not")
+    if "quantization_config" in read_config(target):
+        raise _wrong(config, f"serving.target={target} is quantised, which the trainer cannot load")
+    needed = _weights(config, target)
+    room, where, num_copies = _room(config, is_offline)
+    if needed * num_copies > room:
+        engine = ", and the engine as much" if num_copies > 1 else ""
+        raise _wrong(
+            config,
+            f"the target's weights take {size(needed)} in the trainer{engine}, and {size(room)} "
+            f"{where}",
+        )
+    return f"{size(needed)} of weights in the trainer; {size(room)} {where}"
+
+
+def _wrong(config: Config, what: str) -> ConfigError:
+    return ConfigError(
+        f"trainer.sampling={config.trainer.sampling}: {what}; use trainer.sampling=teacher, which "
+        "learns from what was served"
+    )
+
+
+def _weights(config: Config, target: Path) -> int:
+    """Bytes of the target's weights once the trainer has loaded them."""
+    files = [*target.glob("model*.safetensors")] or [*target.glob("*.safetensors")]
+    stored = sum(file.stat().st_size for file in files)
+    of_file = read_config(target)
+    own = DTYPE_BYTES.get(str(of_file.get("dtype") or of_file.get("torch_dtype")))
+    asked = DTYPE_BYTES.get(dtype_of(config))
+    return stored * asked // own if own and asked else stored
+
+
+def _room(config: Config, is_offline: bool) -> tuple[int, str, int]:
+    """Bytes that there are, where; and how many copies of the target they have to hold."""
+    gpus = _gpu_bytes()
+    if config.trainer.device != "cpu" and gpus:
+        if config.trainer.num_gpus >= 1:
+            return max(gpus), "has the GPU", 1
+        share = config.trainer.gpu_memory_fraction
+        return int(max(gpus) * share), f"of a GPU are its own (gpu_memory_fraction={share:g})", 1
+    is_elsewhere = is_offline or config.serving.engines != "own" or config.ray.replica_resource
+    num_engines = 0 if is_elsewhere or gpus else config.serving.replicas.max
+    return psutil.virtual_memory().available, "of memory are free here", 1 + num_engines
+
+
+def _gpu_bytes() -> list[int]:
+    """Memory of each visible NVIDIA GPU."""
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return []
+    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    lines = answer.stdout.split() if answer.returncode == 0 else []
+    return [int(line) << 20 for line in lines if line.isdigit()]

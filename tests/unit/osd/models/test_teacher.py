@@ -1,0 +1,136 @@
+"""What is said, before anything is started, where the trainer cannot load the target."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from osd.config import reading
+from osd.config.schema import Config
+from osd.doctor.pair_checks import check_models
+from osd.errors import ConfigError
+from osd.models.teacher import check_teacher, dtype_of, is_needed
+from osd.service import plan
+from tests.support.pairs import Pair, build_pair
+
+LEARNS_ITSELF = "use trainer.sampling=teacher, which learns from what was served"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def config_of(pair: Pair, *overrides: str, sampling: str = "student") -> Config:
+    given = [f"serving.target={pair.target}", f"serving.draft={pair.draft}"]
+    given += [f"trainer.sampling={sampling}", *overrides]
+    return reading.load(None, given, environ={}).config
+
+
+def refused(config: Config, target: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_teacher(config, target)
+    line = str(caught.value)
+    assert line.startswith("trainer.sampling=student: ") and line.endswith(f"; {LEARNS_ITSELF}")
+    assert "\n" not in line
+    return line
+
+
+def test_a_target_that_fits_is_said_with_its_size(pair: Pair) -> None:
+    text = check_teacher(config_of(pair), pair.target)
+    assert "of weights in the trainer; " in text and text.endswith("of memory are free here")
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("ray.trainer_resource=train", "another machine (ray.trainer_resource=train)"),
+        (
+            "serving.vllm.enable_lora=true",
+            "an adapter of the target (serving.vllm.enable_lora=True)",
+        ),
+        ("serving.vllm.quantization=fp8", "quantised weights (serving.vllm.quantization=fp8)"),
+    ],
+)
+def test_another_target_than_the_trainer_would_load(pair: Pair, override: str, said: str) -> None:
+    assert said in refused(config_of(pair, override), pair.target)
+
+
+def test_a_quantised_checkpoint(pair: Pair, tmp_path: Path) -> None:
+    config = json.loads((pair.target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
+    assert "is quantised" in refused(config_of(pair), tmp_path)
+
+
+def sparse(directory: Path, num_bytes: int, config: Mapping[str, object]) -> Path:
+    """A model whose weights are of that size, and take no room on the disk."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    with (directory / "model.safetensors").open("wb") as file:
+        os.truncate(file.fileno(), num_bytes)
+    return directory
+
+
+def test_memory_has_to_hold_it_twice_beside_an_engine_on_the_cpu(
+    pair: Pair, tmp_path: Path
+) -> None:
+    third = psutil.virtual_memory().available // 3
+    whole = json.loads((pair.target / "config.json").read_text())
+    small, large = sparse(tmp_path / "s", third, whole), sparse(tmp_path / "l", 2 * third, whole)
+    check_teacher(config_of(pair), small)
+    line = refused(config_of(pair), large)
+    assert " in the trainer, and the engine as much, and " in line
+    assert " of memory are free here" in line
+    # Without an engine here there is room; and in half as many bytes a number there is, too.
+    check_teacher(config_of(pair), large, is_offline=True)
+    halved = whole | {"dtype": "float32"}
+    larger = sparse(tmp_path / "h", 2 * third, halved)
+    check_teacher(config_of(pair, "serving.vllm.dtype=bfloat16"), larger)
+
+
+def test_a_gpu_has_to_hold_it_in_the_share_of_the_trainer(pair: Pair, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 1024\n")
+    program.chmod(0o755)
+    whole = json.loads((pair.target / "config.json").read_text())
+    large = sparse(tmp_path / "l", 300 << 20, whole)
+    line = refused(config_of(pair), large)
+    assert "take 300.0 MiB in the trainer, and 204.8 MiB of a GPU are its own" in line
+    check_teacher(config_of(pair, "trainer.gpu_memory_fraction=0.4"), large)
+    check_teacher(config_of(pair, "trainer.num_gpus=1"), large)
+
+
+def test_it_computes_in_the_type_of_the_engine(pair: Pair) -> None:
+    assert dtype_of(config_of(pair)) == "auto"
+    for given, name in (("half", "float16"), ("bfloat16", "bfloat16"), ("float", "float32")):
+        dtype = dtype_of(config_of(pair, f"serving.vllm.dtype={given}"))
+        assert dtype == name and isinstance(getattr(torch, dtype), torch.dtype)
+
+
+def test_served_text_alone_needs_no_target_in_the_trainer(pair: Pair) -> None:
+    assert not is_needed(config_of(pair, sampling="teacher"))
+    assert not is_needed(config_of(pair, "trainer.enabled=false"))
+    assert is_needed(config_of(pair, sampling="mixed"))
+
+
+def test_the_service_says_it_before_it_starts_and_the_doctor_too(pair: Pair) -> None:
+    lora = "serving.vllm.enable_lora=true"
+    with pytest.raises(ConfigError, match="trainer.sampling=student: requests may be answered by"):
+        plan.check(config_of(pair, lora))
+    plan.check(config_of(pair, lora, sampling="teacher"))
+    said = {check.name: check for check in check_models(config_of(pair, lora))}
+    assert said["teacher"].ok is False and LEARNS_ITSELF in said["teacher"].text
+    fine = {check.name: check for check in check_models(config_of(pair))}
+    assert fine["teacher"].ok is True
+    assert "teacher" not in {c.name for c in check_models(config_of(pair, sampling="teacher"))}

@@ -1,0 +1,1 @@
+"""Text that the draft samples itself, labelled by the target: student sampling."""
