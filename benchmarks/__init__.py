@@ -27,6 +27,7 @@ BENCHES = {
     "changes": "How soon the closed loop finds the best choice again when load or draft change.",
     "ablation": "Which part of the trainer's recipe matters: one change at a time, over a "
     "recording.",
+    "sampling": "Whose text a draft should learn from: the target's, its own, or both.",
     "drift": "Whose draft tokens are accepted when the traffic changes: eight schedules, "
     "replayed for each contender.",
     "memory": "What the memory of served text gains, alone and beside the draft, over suffix "

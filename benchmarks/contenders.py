@@ -43,6 +43,8 @@ class Setup:
     directory: Path
     """For what it writes; empty."""
     seed: int
+    target: Path | None = None
+    """Who answered, for a trainer that asks it again."""
     times: ModelledStepTimes | None = None
     """What steps take, for who decides by them."""
 
@@ -69,6 +71,7 @@ def ours(setup: Setup, **trainer: object) -> Curve:
         setup.directory,
         seed=setup.seed,
         arrivals=setup.arrivals,
+        target=setup.target,
     )
 
 
@@ -252,5 +255,7 @@ CONTENDERS: dict[str, Contender] = {
     names.SUFFIX_LOOP: suffix_alone,
     names.CHARGED: partial(served, learns=True, is_charged=True),
     **{name: partial(served, learns=True, max_rounds=num) for name, num in names.STOPPED.items()},
+    names.OURS_STUDENT: partial(ours, sampling="student"),
+    names.OURS_MIXED: partial(ours, sampling="mixed"),
 }
 """By the names the report gives them."""

@@ -86,10 +86,9 @@ def run_one(
 
     _one_thread()
     coming = arrivals(schedule, name, seed)
+    target, draft = FAMILIES[schedule.family].models()
     if contender in (names.CEILING, names.STATIC):
         draft = ceiling(schedule.family, schedule.domains, ceiling_requests)
-    else:
-        draft = FAMILIES[schedule.family].models()[1]
     with tempfile.TemporaryDirectory(prefix="osd-drift-") as directory:
         setup = contenders.Setup(
             config=base_config(),
@@ -98,6 +97,7 @@ def run_one(
             arrivals=[arrival.at for arrival in coming],
             directory=Path(directory),
             seed=seed,
+            target=target,
             times=times,
         )
         curve = (contenders.CONTENDERS | rivals.RIVALS)[contender](setup)

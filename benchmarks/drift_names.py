@@ -4,6 +4,9 @@ heavy."""
 FROZEN, CEILING, NGRAM, SUFFIX = "frozen draft", "ceiling", "n-gram", "suffix decoding"
 NGRAM_TUNED, SUFFIX_LONG = "n-gram, 1 to 5", "suffix decoding, k 24"
 OURS, OURS_LORA = "ours", "ours, LoRA"
+SAMPLED = (OURS_STUDENT, OURS_MIXED) = "ours, student-sampled", "ours, mixed"
+"""Learning from answers that the draft samples and the target labels, all or half of them: arms of
+the benchmark of sampling."""
 SERVED, FROZEN_LOOP = "ours, as served", "frozen draft, closed loop"
 """With k chosen by the closed loop, as `osd serve` does by default: all others propose a fixed
 k."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from osd.control.policy import predicted_alpha, should_publish
 from osd.records import Event, SpecWindow, Trace
 from osd.releases.store import ReleaseStore
 from trainer.loop import Trainer
+from trainer.sampling.student import SamplingCost
+from trainer.sampling.teacher import Teacher
 
 
 def learn(
@@ -39,6 +42,7 @@ def learn(
     server: Server | None = None,
     charged: ChargedTraining | None = None,
     max_rounds: int | None = None,
+    target: Path | None = None,
 ) -> Curve:
     """Serve the requests; train whenever the configuration says so, as if training took no time.
 
@@ -46,6 +50,7 @@ def learn(
     `may_rest`: training rests where it brings nothing, as in the service; without it every curve
     has the same rounds. `server`: how they are served, by default with k_max draft tokens in every
     step. `charged`: training rests where it does not pay. `max_rounds`: it ends after so many.
+    `target`: the trainer's teacher, which `trainer.sampling` student and mixed need.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -53,11 +58,15 @@ def learn(
     buffer = MemoryTraceBuffer(target_id=TARGET_ID, max_traces=config.buffer.max_traces)
     store = ReleaseStore(directory / "releases")
     serving = store.publish(draft, parent=0, target_id=TARGET_ID)
-    trainer = Trainer(config.trainer, config.gate, k, buffer, directory / "trainer", TARGET_ID)
+    teacher = Teacher(target, top_k=config.capture.top_k) if target is not None else None
+    trainer = Trainer(
+        config.trainer, config.gate, k, buffer, directory / "trainer", TARGET_ID, teacher=teacher
+    )
     detector = DriftDetector(config.trainer, TARGET_ID)
     server = server or EveryStep(requests, k)
     server.swap(serving.path, None)
     paddings: list[float] = []
+    sampled = SamplingCost()
     ended: list[Served] = []
     cpu_s = np.zeros(len(requests))
     num_rounds = num_published = num_discarded = 0
@@ -87,6 +96,11 @@ def learn(
             detector.add(Event(at=at, kind="published" if is_better else "refused", text=""))
             num_discarded += bool(outcome.discarded)
             paddings.append(outcome.padding)
+            sampled += SamplingCost(
+                num_traces=outcome.num_student_traces,
+                sampling_cpu_s=outcome.sampling_cpu_s,
+                scoring_cpu_s=outcome.scoring_cpu_s,
+            )
             if is_better:
                 serving = store.publish(
                     outcome.path, parent=serving.version, target_id=TARGET_ID, outcome=outcome
@@ -107,7 +121,7 @@ def learn(
         train_seconds=train_seconds,
         padding=float(np.mean(paddings)) if paddings else 0.0,
         seconds=None if None in seconds else np.array(seconds, float),
-        notes={"published_at": published_at},
+        notes={"published_at": published_at, **asdict(sampled)},
     )
 
 

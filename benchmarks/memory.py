@@ -83,7 +83,7 @@ def replay(options: Options, plan: Protocol) -> Sequence[Row]:
     notebook = Notebook(options, plan)
     for arm, reason in plan.sizes["left_out"].items():
         options.say(f"left out: {arm}: {reason}")
-    schedules = _schedules(plan)
+    schedules = schedules_of(plan)
     for family in dict.fromkeys(schedule.family for schedule in schedules.values()):
         FAMILIES[family].models()
     options.say("timing steps of the cost-shaped target")
@@ -96,7 +96,7 @@ def replay(options: Options, plan: Protocol) -> Sequence[Row]:
     runs = [(name, seed) for name in schedules for seed in plan.sizes["seeds"]]
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=spawn, initializer=jobs.prepare) as pool:
         options.say("recording the target's answers, where they are not in the cache")
-        recorded = [pool.submit(jobs.record_stream, *one) for one in _streams(schedules, runs)]
+        recorded = [pool.submit(jobs.record_stream, *one) for one in streams_of(schedules, runs)]
         for stream in recorded:
             stream.result()
         found = [
@@ -116,7 +116,7 @@ def replay(options: Options, plan: Protocol) -> Sequence[Row]:
 
 def contests(plan: Protocol, rows: Sequence[Row]) -> Iterator[Contest]:
     """The curves of the raw rows, by schedule."""
-    for name, schedule in _schedules(plan).items():
+    for name, schedule in schedules_of(plan).items():
         curves = {
             arm: [
                 Curve.from_row(row)
@@ -186,11 +186,11 @@ def _speed(curve: Curve, start: int, stop: int | None) -> float:
     return float(curve.total("tokens", start, stop) / curve.seconds[start:stop].sum())
 
 
-def _schedules(plan: Protocol) -> dict[str, Schedule]:
+def schedules_of(plan: Protocol) -> dict[str, Schedule]:
     return {n: Schedule.model_validate(tree) for n, tree in plan.sizes["schedules"].items()}
 
 
-def _streams(
+def streams_of(
     schedules: dict[str, Schedule], runs: Sequence[tuple[str, int]]
 ) -> list[tuple[str, str, int, int]]:
     """(family, domain, block, requests) of all that must be recorded."""

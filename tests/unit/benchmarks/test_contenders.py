@@ -133,7 +133,27 @@ def test_every_name_has_its_contender() -> None:
         *names.SOURCES,
         names.CHARGED,
         *names.STOPPED,
+        *names.SAMPLED,
     )
+
+
+def test_whose_text_is_learnt_and_what_sampling_took(draft: Path, tmp_path: Path) -> None:
+    """A target that knows another language than the recorded answers shows who was asked."""
+    target = save_draft(tmp_path / "target", seed=3, scale=0.3)
+    alphas = {}
+    for arm in (names.OURS, *names.SAMPLED):
+        (tmp_path / arm).mkdir()
+        setup = replace(a_setup(draft, tmp_path / arm, 40), target=target)
+        curve = contenders.CONTENDERS[arm](setup)
+        assert curve.num_rounds == 2
+        num_trained = (16 + 16) * (1 + setup.config.trainer.replay_batches)
+        share = {names.OURS: 0, names.OURS_MIXED: 0.5, names.OURS_STUDENT: 1}[arm]
+        assert curve.notes["num_traces"] == share * num_trained
+        spent = [curve.notes["sampling_cpu_s"], curve.notes["scoring_cpu_s"]]
+        assert min(spent) > 0 if share else spent == [0, 0]
+        assert sum(spent) < curve.cpu_s[-1]
+        alphas[arm] = curve.alpha(32)
+    assert alphas[names.OURS] > alphas[names.OURS_STUDENT] + 0.2
 
 
 def test_a_recording_survives_its_file(tmp_path: Path) -> None:
