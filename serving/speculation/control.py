@@ -339,8 +339,9 @@ class Speculation:
         k = min(PROBE_K, self.settings.k_max)
         promised = next(plan for plan in plans if plan.passes == k)
         plan = whole(promised, load, self.times)
-        is_due = self._probes.is_due(plans[0].seconds, plan.seconds, self.requests.has_changed)
-        if not is_due:
+        best = max(each.goodput for each in plans)
+        as_long_s = plan.seconds * plan.goodput / best
+        if not self._probes.is_due(as_long_s, plan.seconds, self.requests.has_changed):
             return False
         self.requests.has_changed = False
         self._probes.begin(plan, expected=float(load.draft_BG[:, 0].mean()))

@@ -128,7 +128,7 @@ def _in_part(load: Load, plans: list[Plan], times: StepTimes, off_s: float) -> l
     if load.memory_BRM is not None:
         wholes = [plan._replace(is_whole=True) for plan in priced]
         wholes = _predicted(load, wholes, times, off_s) if load.has_found else wholes
-    best = [max(pair, key=_goodput) for pair in zip(wholes, in_part, strict=True)]
+    best = [max(pair, key=_goodput) for pair in zip(in_part, wholes, strict=True)]
     if not load.has_found or not any(plan.price for plan in priced):
         return best
     num = len(PRICES)

@@ -15,7 +15,8 @@ MAX_TRIALS = 2
 """Trials of a plan while its time is unknown. More would not help: a memory that finds nothing
 never makes the step that was asked for."""
 STEPS_TO_RETRY = 400
-"""Steps after which a plan that was not chosen is tried again, since its evidence is old."""
+"""Steps after which a plan that was not chosen is tried again, since its evidence is old. One plan
+in so many: each is worth little."""
 MAX_TRIED = 1024
 
 
@@ -25,6 +26,7 @@ class Trials:
     def __init__(self) -> None:
         self._num_steps = 0
         self._num_since_trial = 0
+        self._retried_at = 0
         self._used: dict[tuple[int, str, int], tuple[int, int]] = {}
         """(batch, proposer, k) -> its trials, and the step in which it was last chosen"""
 
@@ -42,12 +44,16 @@ class Trials:
             num_trials, used_at = self._used.get((load.batch, plan.proposer, plan.k), (0, 0))
             is_new = num_known < ENOUGH_STEPS and num_trials < MAX_TRIALS
             can_be_seen = num_known > 0 or plan.proposer == "draft"
-            return is_new or (can_be_seen and self._num_steps - used_at >= STEPS_TO_RETRY)
+            is_old = self._num_steps - max(used_at, self._retried_at) >= STEPS_TO_RETRY
+            return is_new or (can_be_seen and is_old)
 
         trial = unmeasured(plans, load, times, is_due)
         if trial is not None:
             key = load.batch, trial.proposer, trial.k
-            self._used[key] = self._used.get(key, (0, 0))[0] + 1, self._num_steps
+            num_trials, used_at = self._used.get(key, (0, 0))
+            if self._num_steps - used_at >= STEPS_TO_RETRY:
+                self._retried_at = self._num_steps
+            self._used[key] = num_trials + 1, self._num_steps
             self._num_since_trial = 0
         return trial
 

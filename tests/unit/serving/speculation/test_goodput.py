@@ -122,7 +122,7 @@ def test_another_batch_or_other_proposers_are_other_steps() -> None:
     ]
     assert [plan.name for plan in candidates(MEMORY_ONLY, times)] == ["off", "memory 3"]
     assert candidates(MEMORY_ONLY, times)[1] == (
-        "memory", 3, pytest.approx(3.8 / 0.11), 0.11, 0.0, 5.0, False, True
+        "memory", 3, pytest.approx(3.8 / 0.11), 0.11, 0.0, 5.0, False, False
     )  # fmt: skip
     assert candidates(one, times) == [
         Plan("off", 0, 1 / 0.08, 0.08),
@@ -306,7 +306,8 @@ def test_a_draft_token_must_be_worth_the_time_of_its_verification() -> None:
     )
     assert cut(SURVIVAL_BG, plan) == [2, 3], "0.242 is less than 0.25 and more than 0.1"
     assert whole(plan, DRAFT_ONLY, times) == (
-        "draft", 3, pytest.approx(5.25 / 0.13), pytest.approx(0.13), plan.price, 6.0, False, True
+        "draft", 3, pytest.approx(5.25 / 0.13), pytest.approx(0.13), pytest.approx(price), 6.0,
+        False, True,
     )  # fmt: skip
     assert whole(OFF, DRAFT_ONLY, times) == OFF
 
