@@ -255,6 +255,7 @@ class ClosedLoop:
         one.found = self.speculation.look_up(one.name)
         if one.found:
             one.num_proposed = len(one.found)
+        if one.found or not one.num_proposed:
             # What the draft would propose is known by where it is right.
             right = self._draft_of(one, plan.passes)
             self.speculation.requests.add_unverified(one.name, 0, one.num_tokens, one.at, right)

@@ -28,7 +28,7 @@ from osd.records import SpeculationReport
 from serving.speculation.accounts import Accounts
 from serving.speculation.goodput import OFF, Load, Plan, candidates, choose, whole
 from serving.speculation.net import NetWindows
-from serving.speculation.probes import PROBE_K, Probes
+from serving.speculation.probes import PROBE_K, PROBE_SHARE, WATCHED_SHARE, Probes
 from serving.speculation.requests import Remembers, Requests
 from serving.speculation.step_seen import Stamp, StepSeen
 from serving.speculation.step_times import Shape, StepTimes
@@ -102,7 +102,7 @@ class Speculation:
         """The newest plan, sweeps left out."""
         self._batch = self._decided_for = self._num_decisions = 0
         self._num_since_decision = STEPS_PER_DECISION
-        self._probes = Probes()
+        self._probes = Probes(PROBE_SHARE if memory is None else WATCHED_SHARE)
         self._trials = Trials()
         self._worth = Worth()
         self._sweep = Sweep(settings.k_max, settings.proposers)
@@ -336,12 +336,11 @@ class Speculation:
         """Begin a probe of the draft, if one is due and would show anything."""
         if load.draft_BG is None or not self.requests.can_show_acceptance(req_ids):
             return False
-        k = min(PROBE_K, self.settings.k_max)
-        promised = next(plan for plan in plans if plan.passes == k)
-        plan = whole(promised, load, self.times)
-        best = max(each.goodput for each in plans)
-        as_long_s = plan.seconds * plan.goodput / best
-        if not self._probes.is_due(as_long_s, plan.seconds, self.requests.has_changed):
+        promised = next(plan for plan in plans if plan.passes == PROBE_K)
+        # With a memory, what is not worth verifying is judged by what was served (`proposals.py`).
+        plan = whole(promised, load, self.times) if self.memory is None else promised
+        best_s = plan.seconds * plan.goodput / max(each.goodput for each in plans)
+        if not self._probes.is_due(best_s, plan.seconds, self.requests.has_changed):
             return False
         self.requests.has_changed = False
         self._probes.begin(plan, expected=float(load.draft_BG[:, 0].mean()))

@@ -270,9 +270,16 @@ def unmeasured(
     least = NEARLY * max(plan.goodput for plan in plans)
     # A trial of less than the whole would show no more of what its step takes.
     near = [p for p in plans if p.goodput >= least and whole(p, load, times).goodput >= least]
-    due = [plan for plan in near if is_due(plan, times.num_steps(shape_of(load, plan)))]
+    due = [plan for plan in near if is_due(plan, _num_known(plan, load, times))]
     best = max(due, key=_goodput, default=None)
     return None if best is None else whole(best, load, times)
+
+
+def _num_known(plan: Plan, load: Load, times: StepTimes) -> int:
+    """Steps of the plan's kind. Where the memory proposes too, hardly two are equally wide."""
+    if plan.is_mixed:
+        return times.num_steps_of(load.batch, plan.passes)
+    return times.num_steps(shape_of(load, plan))
 
 
 def _goodput(plan: Plan) -> float:

@@ -138,11 +138,11 @@ class Proposals:
             request = requests.get(req_id) if may_look_up else None
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue
-            if not (found := osd.look_up(req_id)):
-                continue
-            self._from_memory.add(req_id)
-            drafts[i] = found
-            self._add_unverified(request, whole)
+            if found := osd.look_up(req_id):
+                self._from_memory.add(req_id)
+                drafts[i] = found
+            if found or not drafts[i]:
+                self._add_unverified(request, whole)
 
     def propose(self, sampled: Sampled, drafts: Drafts, requests: Any) -> None:
         """As `redraft`, within the worker's step, which has just sampled: what the memory finds
@@ -151,11 +151,10 @@ class Proposals:
         passes, rows = self._osd.present.passes, dict[int, list[int]]()
         if self._osd.may_memory_propose:
             rows = self._found_ahead(sampled, requests)
-            for b in rows:
-                if passes:
-                    req_id = sampled.req_ids[b]
-                    num_ahead = len(self._ahead(req_id))
-                    self._add_unverified(requests[req_id], drafts.row(b), num_ahead)
+            for b, req_id in enumerate(sampled.req_ids if passes else ()):
+                is_verified = b not in rows and self._osd.cap(req_id) > 0
+                if not is_verified and (request := requests.get(req_id)) is not None:
+                    self._add_unverified(request, drafts.row(b), len(self._ahead(req_id)))
             drafts.replace(rows)
         else:
             self._not_asked.add(self._num_steps)

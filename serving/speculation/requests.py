@@ -223,9 +223,9 @@ class Requests:
     def add_unverified(
         self, req_id: str, step: int, num_tokens: int, num_outputs: int, draft: Sequence[int]
     ) -> None:
-        """This draft was proposed in the step, and the memory's tokens will be verified."""
+        """This draft was proposed in the step; the memory's tokens or none will be verified."""
         request = self._requests.get(req_id)
-        if request is not None and request.is_counted:
+        if request is not None and request.is_counted and request.client_cap:
             self._unverified.add(req_id, step, num_tokens, num_outputs, draft, request.found)
 
     def served(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -95,6 +95,8 @@ class StepTimes:
         self._known_shapes: dict[tuple[Shape, ...], tuple[np.ndarray, list[Key]]] = {}
         self._pace, self._is_paced = 1.0, False
         self._num_steps = 0
+        self._num_seen: Counter[tuple[int, int]] = Counter()
+        """(batch, draft passes) -> steps"""
         self._num_since_fit = 0
         self._fitting: threading.Thread | None = None
 
@@ -162,6 +164,10 @@ class StepTimes:
         cell = self._cells.get(key_of(shape))
         return len(cell.seconds) if cell is not None else 0
 
+    def num_steps_of(self, batch: int, drafted: int) -> int:
+        """Steps that were seen of a batch and so many draft passes, of whatever width."""
+        return self._num_seen[batch, drafted]
+
     def seconds_per_token(self, shape: Shape) -> float:
         """Seconds of one more verified token at this shape; with CUDA graphs its share of a larger
         one. 0 before the first fit."""
@@ -216,6 +222,7 @@ class StepTimes:
         cell = self._cells.pop(key, None) or _Cell()
         self._cells[key] = cell  # the newest last
         self._num_steps += 1
+        self._num_seen[shape.batch, shape.drafted] += 1
         if self._num_steps - cell.seen_at > STALE_STEPS:
             cell.forget_all_but(STALE_SIZE)
         cell.seen_at = self._num_steps

@@ -23,7 +23,7 @@ KEEP = 0.998
 
 NUM_RECENT, NUM_USUAL = 48, 512
 """Look-ups that are now, and those that they are held against."""
-CHANGE, MIN_VARIANCE = 4.0, 0.1
+CHANGE, MIN_VARIANCE = 3.0, 0.1
 """Standard errors that make a change, and the least variance that these are of."""
 
 

@@ -489,3 +489,47 @@ def test_a_probe_learns_from_what_was_served_in_its_place() -> None:
             break
     assert (control.report().num_probes or 0) >= 1
     assert believed(control) > 0.5
+
+
+def test_a_draft_that_nobody_verified_is_judged_where_the_memory_found_nothing() -> None:
+    """It is cut to nothing, and right all the same: so it is found out without verifying it."""
+    control = controlled(Knows(), Settings(k_max=2, predicted=0.02), MIXED._replace(price=0.3))
+    control.force(None)
+    text = [1, 2, 3]
+    while believed(control) < 0.5 and len(text) < 700:
+        stamp = control.plan(["a"], 100)
+        assert control.look_up("a") == []
+        if stamp.plan.passes and stamp.reason == "probe":
+            assert control.cap("a") == 0, "it is not worth verifying"
+            control.requests.add_unverified("a", 1, len(text), len(text) - 3, [len(text)])
+        text.append(len(text))
+        control.requests.served([("a", text)])
+        judged, control.requests.judged = control.requests.judged, []
+        seen = StepSeen(["a"], [0], [0], stamp, stamp, DraftWork(), 100, False, 0.01, [len(text)])
+        seen.judged = judged
+        control.observe(seen)
+    assert believed(control) > 0.5 and control.report().num_probes
+
+
+def test_of_a_request_whose_client_allows_no_draft_tokens_none_is_judged() -> None:
+    control = controlled(Knows())
+    control.begin("capped", client_cap=0, prompt=[1, 2, 3])
+    for req_id in ("a", "capped"):
+        control.requests.add_unverified(req_id, 1, 3, 0, [4, 5])
+        control.requests.served([(req_id, [1, 2, 3, 4, 5])])
+    assert [one.req_id for one in control.requests.judged] == ["a"]
+
+
+def test_an_engine_with_a_memory_probes_less_often() -> None:
+    """The memory tells of changed traffic."""
+    num = {}
+    for name, memory in (("alone", None), ("beside", Knows())):
+        control = controlled(memory, Settings(k_max=2, predicted=0.02), None)
+        control.requests.restart(0.02)
+        control._probes.add_step(64, 0, None)  # the draft is known
+        for _ in range(3000):
+            stamp = control.plan(["a"], 100)
+            control.look_up("a")
+            control.observe(StepSeen(["a"], [0], [0], stamp, stamp, DraftWork(), 100, False, 0.02))
+        num[name] = control.report().num_probes or 0
+    assert 2.5 * num["beside"] <= num["alone"] and num["beside"] > 0, num

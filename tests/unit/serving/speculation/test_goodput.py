@@ -450,6 +450,26 @@ def test_what_a_client_allows_holds_for_the_memory() -> None:
     assert of(load, MIXED, Plan("memory", 3)) == [((0.9 + 0.5) / 2, 1), (0.9 / 2, 0.5)]
 
 
+def test_a_plan_that_cuts_nothing_weighs_what_verification_takes_all_the_same() -> None:
+    """What the memory finds next may be long."""
+    sure = of_draft(np.array([[0.95, 0.9, 0.86]]), 1, 100)._replace(
+        memory_BRM=np.array([[[0.9, 0.0, 0.0]]]), ratio_BR=np.ones((1, 1))
+    )
+    plan = candidates(sure, Linear(0.01))[-1]
+    assert plan.name == "draft 3" and plan.is_mixed
+    assert draft_of(sure, plan)[0].tolist() == [3] and plan.price > 0
+
+
+def test_a_plan_that_verifies_drafts_whole_cuts_what_the_memory_finds() -> None:
+    found = np.array([[[0.9, 0.5, 0.06]]])
+    poor = of_draft(np.array([[0.1, 0.05, 0.01]]), 1, 100)._replace(
+        memory_BRM=np.concatenate([found, 0 * found], 1), ratio_BR=np.ones((1, 2))
+    )
+    plan = Plan("draft", 3, price=0.3, is_mixed=True)
+    assert expected(poor, [plan])[1] == pytest.approx([1.0]), "two tokens or none"
+    assert expected(poor, [whole(plan, poor, Linear(0.01))])[1] == pytest.approx([2.5]), "or three"
+
+
 def test_a_token_of_the_memory_must_be_worth_its_whole_price() -> None:
     """Its survival is measured; and what is hardly ever right is left out however cheap it is."""
     load = MEMORY_ONLY._replace(memory_BRM=np.array([[[0.5, 0.4, 0.3]], [[0.06, 0.05, 0.04]]]))

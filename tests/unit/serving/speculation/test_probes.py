@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from serving.speculation.goodput import Plan
-from serving.speculation.probes import PROBE_K, PROBE_STEPS, Probe, Probes
+from serving.speculation.probes import PROBE_K, PROBE_STEPS, WATCHED_SHARE, Probe, Probes
 
-TWO = Plan("draft", PROBE_K)
+ONE = Plan("draft", PROBE_K)
 
 
 def known() -> Probes:
@@ -17,16 +17,16 @@ def known() -> Probes:
     return probes
 
 
-def steps_until_due(off_s: float, probe_s: float, probes: Probes) -> int:
+def steps_until_due(best_s: float, probe_s: float, probes: Probes) -> int:
     num = 0
-    while not probes.is_due(off_s, probe_s):
+    while not probes.is_due(best_s, probe_s):
         probes.add_step(0, 0, None)
         num += 1
     return num
 
 
 @pytest.mark.parametrize(
-    ("off_s", "probe_s", "steps"),
+    ("best_s", "probe_s", "steps"),
     [
         # 4 steps (one more catches up) of 2.0125 ms: 1 % of 80.5 times 10 ms.
         (0.010, 0.0120125, 80),
@@ -37,8 +37,14 @@ def steps_until_due(off_s: float, probe_s: float, probes: Probes) -> int:
         (0.010, 1.000, 2000),
     ],
 )
-def test_probes_take_one_percent_of_the_time(off_s: float, probe_s: float, steps: int) -> None:
-    assert steps_until_due(off_s, probe_s, known()) == steps
+def test_probes_take_one_percent_of_the_time(best_s: float, probe_s: float, steps: int) -> None:
+    assert steps_until_due(best_s, probe_s, known()) == steps
+
+
+def test_where_a_memory_tells_of_changes_probes_take_a_quarter_of_that() -> None:
+    probes = Probes(WATCHED_SHARE)
+    probes.add_step(64, 32, None)
+    assert steps_until_due(0.010, 0.0120125, probes) == 322
 
 
 @pytest.mark.parametrize("last", [1, 40])
@@ -59,18 +65,18 @@ def test_a_new_draft_may_take_a_tenth_of_the_time_until_64_of_its_tokens_were_te
 def begun(probes: Probes, expected: float) -> Probe:
     """A probe all of whose steps have drafted."""
     num_before = probes.num
-    probes.begin(TWO, expected)
+    probes.begin(ONE, expected)
     assert (probes.num, probes.has_steps_left) == (num_before + 1, True)
     taken = [probes.take() for _ in range(PROBE_STEPS)]
     assert taken[0] is not None and taken == [taken[0]] * PROBE_STEPS
     assert (probes.take(), probes.has_steps_left) == (None, False)
-    assert taken[0].plan == TWO
+    assert taken[0].plan == ONE
     return taken[0]
 
 
 def test_a_step_that_ran_nothing_is_taken_again() -> None:
     probes = known()
-    probes.begin(TWO, 0.5)
+    probes.begin(ONE, 0.5)
     probe = probes.take()
     probes.give_back(probe)
     assert [probes.take() for _ in range(PROBE_STEPS + 1)] == [probe] * PROBE_STEPS + [None]
@@ -90,8 +96,8 @@ def test_a_new_draft_ends_the_probe_of_the_one_before_it() -> None:
     assert [probes.add_step(4, 0, new) for _ in range(3)] == [False, False, True]
 
 
-def test_a_probe_is_three_steps_of_two_tokens() -> None:
-    assert (PROBE_K, PROBE_STEPS) == (2, 3)
+def test_a_probe_is_three_steps_of_one_token() -> None:
+    assert (PROBE_K, PROBE_STEPS) == (1, 3)
     probes = Probes()
     assert probes.take() is None
     probe = begun(probes, 0.5)
