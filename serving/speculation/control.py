@@ -179,9 +179,9 @@ class Speculation:
         load = self.requests.load(req_ids, context)
         plans = candidates(load, self.times)
         decided = Stamp(choose(plans, self._decided.plan), "goodput")
-        if decided.plan.passes:
-            self.requests.has_changed = False  # the draft shows by itself what it is worth
         is_probe = not decided.plan.passes and self._begin_probe(plans, req_ids, load)
+        if decided.plan.passes or is_probe:
+            self.requests.has_changed = False  # the draft shows by itself what it is worth
         if load.batch != self._decided_for:
             decided = decided._replace(reason="load")
         elif not is_probe and (trial := self._trials.next(plans, load, self.times)):
@@ -337,12 +337,12 @@ class Speculation:
         if load.draft_BG is None or not self.requests.can_show_acceptance(req_ids):
             return False
         promised = next(plan for plan in plans if plan.passes == PROBE_K)
-        # With a memory, what is not worth verifying is judged by what was served (`proposals.py`).
-        plan = whole(promised, load, self.times) if self.memory is None else promised
+        # With a memory, what is not verified is judged by what was served (`proposals.py`).
+        plan = promised if self.memory else whole(promised, load, self.times)
         best_s = plan.seconds * plan.goodput / max(each.goodput for each in plans)
         if not self._probes.is_due(best_s, plan.seconds, self.requests.has_changed):
             return False
-        self.requests.has_changed = False
         self._probes.begin(plan, expected=float(load.draft_BG[:, 0].mean()))
+        self.requests.set_caps(plan, req_ids, load)
         self._trials.note_use(load.batch, plan)
         return True

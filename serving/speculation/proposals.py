@@ -150,11 +150,7 @@ class Proposals:
         self._in_flight[self._num_steps] = sampled
         passes, rows = self._osd.present.passes, dict[int, list[int]]()
         if self._osd.may_memory_propose:
-            rows = self._found_ahead(sampled, requests)
-            for b, req_id in enumerate(sampled.req_ids if passes else ()):
-                is_verified = b not in rows and self._osd.cap(req_id) > 0
-                if not is_verified and (request := requests.get(req_id)) is not None:
-                    self._add_unverified(request, drafts.row(b), len(self._ahead(req_id)))
+            rows = self._found_ahead(sampled, drafts, requests)
             drafts.replace(rows)
         else:
             self._not_asked.add(self._num_steps)
@@ -227,7 +223,7 @@ class Proposals:
         that is configured its class."""
         return scope(salt, adapter, domain if self._is_by_domain else "")
 
-    def _found_ahead(self, sampled: Sampled, requests: Any) -> dict[int, list[int]]:
+    def _found_ahead(self, sampled: Sampled, drafts: Drafts, requests: Any) -> dict[int, list[int]]:
         if None in self._in_flight.values():
             return {}
         rows, tokens = dict[int, list[int]](), sampled.tokens()
@@ -235,8 +231,11 @@ class Proposals:
             request = requests.get(req_id) if tokens.get(req_id) else None
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue
-            if found := self._osd.look_up(req_id, self._ahead(req_id)):
+            ahead = self._ahead(req_id)
+            if found := self._osd.look_up(req_id, ahead):
                 rows[b] = found
+            if self._osd.present.passes and (found or not self._osd.cap(req_id)):
+                self._add_unverified(request, drafts.row(b), len(ahead))
         return rows
 
     def _ahead(self, req_id: str) -> list[int]:

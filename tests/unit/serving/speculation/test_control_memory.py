@@ -493,8 +493,8 @@ def test_a_probe_learns_from_what_was_served_in_its_place() -> None:
 
 def test_a_draft_that_nobody_verified_is_judged_where_the_memory_found_nothing() -> None:
     """It is cut to nothing, and right all the same: so it is found out without verifying it."""
-    control = controlled(Knows(), Settings(k_max=2, predicted=0.02), MIXED._replace(price=0.3))
-    control.force(None)
+    costly = Settings(k_max=2, predicted=0.02)
+    control = controlled(Knows(), costly, None, lambda b, t, p: 0.02 + 0.005 * t + 0.0005 * p)
     text = [1, 2, 3]
     while believed(control) < 0.5 and len(text) < 700:
         stamp = control.plan(["a"], 100)
@@ -524,12 +524,13 @@ def test_an_engine_with_a_memory_probes_less_often() -> None:
     """The memory tells of changed traffic."""
     num = {}
     for name, memory in (("alone", None), ("beside", Knows())):
-        control = controlled(memory, Settings(k_max=2, predicted=0.02), None)
-        control.requests.restart(0.02)
+        settings = Settings(k_max=2, predicted=0.02)
+        control = controlled(memory, settings, None, lambda b, t, p: 0.02 + 0.01 * p)
         control._probes.add_step(64, 0, None)  # the draft is known
         for _ in range(3000):
             stamp = control.plan(["a"], 100)
             control.look_up("a")
-            control.observe(StepSeen(["a"], [0], [0], stamp, stamp, DraftWork(), 100, False, 0.02))
+            work = DraftWork()
+            control.observe(StepSeen(["a"], [0], [0], stamp, stamp, work, 100, False, 0.02, [9]))
         num[name] = control.report().num_probes or 0
     assert 2.5 * num["beside"] <= num["alone"] and num["beside"] > 0, num

@@ -120,6 +120,19 @@ def test_request_by_request_the_memory_or_the_draft(bench: Ahead) -> None:
     assert judged.num_tokens == 3, "two of the prompt, and one in flight when it was proposed"
 
 
+def test_a_draft_that_is_not_worth_verifying_is_judged_by_what_was_served(bench: Ahead) -> None:
+    bench.osd.force(MIXED._replace(price=0.9))
+    request = bench.add("a", [1, 2])
+    bench.osd.requests._requests["a"].cap = 0
+    bench.run({"a": [5]})
+    assert request.spec_token_ids == []
+    bench.osd.force(MEMORY)
+    for tokens in ([50], [7], [8]):
+        bench.run({"a": tokens})
+    (judged,) = bench.seen.judged
+    assert (judged.num_drafted, judged.num_accepted, judged.num_tokens) == (2, 1, 3)
+
+
 @pytest.mark.parametrize("plan", [OFF, DRAFT])
 def test_where_the_memory_may_not_propose_nobody_waits_and_it_is_still_known_what_it_would(
     bench: Ahead, plan: Plan

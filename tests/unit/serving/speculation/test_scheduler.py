@@ -871,6 +871,19 @@ def test_a_draft_in_whose_place_the_memory_proposed_is_judged_by_what_was_served
     assert bench.step().osd_judged == [], "told once"
 
 
+def test_a_draft_that_is_not_worth_verifying_is_judged_by_what_was_served() -> None:
+    bench = Bench(predicted=0.5)
+    bench.osd.force(MIXED._replace(price=0.9))
+    bench.add("a", [1, 2])
+    bench.osd.requests._requests["a"].cap = 0
+    bench.step({"a": [3]})
+    bench.osd.force(OFF)
+    output = bench.step({"a": [50]})
+    assert "a" not in output.scheduled_spec_decode_tokens and not bench.seen.judged
+    bench.step({"a": [7]})
+    assert [(j.num_drafted, j.num_accepted) for j in bench.seen.judged] == [(2, 1)]
+
+
 def test_a_draft_is_judged_over_several_steps_and_by_the_end_of_its_request() -> None:
     bench = Bench(predicted=0.5)
     bench.osd.force(MIXED)
