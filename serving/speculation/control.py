@@ -11,8 +11,7 @@ is given. Its parts keep it honest:
     sweep, trials   steps taken to learn what they cost (`sweep.py`, `trials.py`)
     probes          an unused draft is tried now and then; a surprise voids all older evidence
                     (`probes.py`)
-    what was served judges what nobody verified: the memory's tokens (`memory/`), and drafts in
-                    whose place it proposed (`memory/unverified.py`)
+    what was served judges what nobody verified: tokens of the memory and of drafts (`memory/`)
     net windows     now and then the whole engine runs without speculation between two windows with
                     it, so that the gain is measured and not modelled (`net.py`)
 """
@@ -102,7 +101,7 @@ class Speculation:
         """The newest plan, sweeps left out."""
         self._batch = self._decided_for = self._num_decisions = 0
         self._num_since_decision = STEPS_PER_DECISION
-        self._probes = Probes(PROBE_SHARE if memory is None else WATCHED_SHARE)
+        self._probes = Probes()
         self._trials = Trials()
         self._worth = Worth()
         self._sweep = Sweep(settings.k_max, settings.proposers)
@@ -194,8 +193,7 @@ class Speculation:
         self._trials.note_use(load.batch, decided.plan)
         self.requests.set_caps(decided.plan, req_ids, load)
         self._decided, self._decided_for, self._num_since_decision = decided, load.batch, 0
-        self.accounts.add_decision(time.perf_counter() - started)
-        return None
+        return self.accounts.add_decision(time.perf_counter() - started)
 
     # -- at the end of a step ---------------------------------------------------------------------
 
@@ -336,11 +334,13 @@ class Speculation:
         """Begin a probe of the draft, if one is due and would show anything."""
         if load.draft_BG is None or not self.requests.can_show_acceptance(req_ids):
             return False
-        promised = next(plan for plan in plans if plan.passes == PROBE_K)
-        # With a memory, what is not verified is judged by what was served (`proposals.py`).
-        plan = promised if self.memory else whole(promised, load, self.times)
-        best_s = plan.seconds * plan.goodput / max(each.goodput for each in plans)
-        if not self._probes.is_due(best_s, plan.seconds, self.requests.has_changed):
+        plan = next(plan for plan in plans if plan.passes == PROBE_K)
+        if self.memory is None:  # which would let it be judged by what was served
+            plan = whole(plan, load, self.times)
+        rate, proposer = max((each.goodput, each.proposer) for each in plans)
+        share = WATCHED_SHARE if proposer == "memory" else PROBE_SHARE
+        best_s = plan.seconds * plan.goodput / rate
+        if not self._probes.is_due(best_s, plan.seconds, self.requests.has_changed, share):
             return False
         self._probes.begin(plan, expected=float(load.draft_BG[:, 0].mean()))
         self.requests.set_caps(plan, req_ids, load)

@@ -16,7 +16,7 @@ PROBE_STEPS = 3
 PROBE_K = 1
 """Whether a first token is right is known after the step, whoever's tokens it verifies."""
 PROBE_SHARE, WATCHED_SHARE = 0.01, 0.0025
-"""Share of the time that probes may take; and where a memory tells of changed traffic."""
+"""Share of the time that probes may take; and while a memory proposes, which tells of changes."""
 MIN_STEPS_TO_PROBE, MAX_STEPS_TO_PROBE = 50, 2000
 FRESH_TESTS = 64
 """First tokens to be tested of a new draft before it is probed as rarely as a known one."""
@@ -50,8 +50,7 @@ class Probe:
 class Probes:
     """Counts steps without the draft, and what probes show."""
 
-    def __init__(self, share: float = PROBE_SHARE) -> None:
-        self._share = share
+    def __init__(self) -> None:
         self.num = 0
         """Probes begun."""
         self._num_untested = 0
@@ -65,7 +64,13 @@ class Probes:
         """Whether the next step belongs to a probe."""
         return self._probe is not None and self._probe.num_to_draft > 0
 
-    def is_due(self, best_s: float, probe_s: float, has_changed: bool = False) -> bool:
+    def is_due(
+        self,
+        best_s: float,
+        probe_s: float,
+        has_changed: bool = False,
+        share: float = PROBE_SHARE,
+    ) -> bool:
         """Whether to probe now, so that probes take their share of the time. `probe_s`: seconds of
         a step that tries the draft; `best_s`: in which the best plan delivers as many tokens.
         `has_changed`: the traffic has, and a probe is worth more than that."""
@@ -74,7 +79,7 @@ class Probes:
         if has_changed and self._num_untested >= MIN_STEPS_TO_PROBE:
             return True
         extra_s = (PROBE_STEPS + 1) * (probe_s - best_s)
-        every = extra_s / ((FRESH_SHARE if self._num_fresh else self._share) * best_s)
+        every = extra_s / ((FRESH_SHARE if self._num_fresh else share) * best_s)
         return self._num_untested >= int(min(max(every, MIN_STEPS_TO_PROBE), MAX_STEPS_TO_PROBE))
 
     def begin(self, plan: Plan, expected: float) -> None:

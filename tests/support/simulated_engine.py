@@ -192,6 +192,7 @@ class SimulatedEngine:
         if found := self.control.look_up(req_id):
             self._drafted[req_id] = len(found)
             self._from_memory.add(req_id)
+        if plan.passes and (found or not self._drafted[req_id]):
             at = self._num_tokens[req_id]
             right = self._accept(plan.passes, self._alpha(req_id))
             # The token behind n tokens is n. One draft token is wrong, unless all are right.

@@ -177,7 +177,7 @@ CONSTANTS = [
     ("control.md", r"steps of it with k = (\d+)", "serving/speculation", "PROBE_K"),
     ("control.md", r"\(([\d.]+) standard deviations\)", "serving/speculation", "SURPRISE"),
     ("control.md", r"aims at (\d+) % of", "serving/speculation", "PROBE_SHARE"),
-    ("control.md", r"beside a memory ([\d.]+) %;", "serving/speculation", "WATCHED_SHARE"),
+    ("control.md", r"memory proposes ([\d.]+) %;", "serving/speculation", "WATCHED_SHARE"),
     ("control.md", r"%; (\d+) % until", "serving/speculation", "FRESH_SHARE"),
     ("control.md", r"newest (\d+) look-ups", "serving/speculation", "NUM_RECENT"),
     ("control.md", r"look-ups did \((\d+) standard", "serving/speculation", "CHANGE"),

@@ -518,19 +518,3 @@ def test_of_a_request_whose_client_allows_no_draft_tokens_none_is_judged() -> No
         control.requests.add_unverified(req_id, 1, 3, 0, [4, 5])
         control.requests.served([(req_id, [1, 2, 3, 4, 5])])
     assert [one.req_id for one in control.requests.judged] == ["a"]
-
-
-def test_an_engine_with_a_memory_probes_less_often() -> None:
-    """The memory tells of changed traffic."""
-    num = {}
-    for name, memory in (("alone", None), ("beside", Knows())):
-        settings = Settings(k_max=2, predicted=0.02)
-        control = controlled(memory, settings, None, lambda b, t, p: 0.02 + 0.01 * p)
-        control._probes.add_step(64, 0, None)  # the draft is known
-        for _ in range(3000):
-            stamp = control.plan(["a"], 100)
-            control.look_up("a")
-            work = DraftWork()
-            control.observe(StepSeen(["a"], [0], [0], stamp, stamp, work, 100, False, 0.02, [9]))
-        num[name] = control.report().num_probes or 0
-    assert 2.5 * num["beside"] <= num["alone"] and num["beside"] > 0, num
