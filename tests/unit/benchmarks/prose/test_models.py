@@ -143,7 +143,7 @@ def test_a_built_target_has_learnt_every_domain_and_its_draft_the_target(
         prompts = draft.lesson_prompts(split(domain, pages).train, 16, domain, seed=7)
         lessons = collate(draft.answered(model, tokenizer, prompts, 7, lambda done: None))
         untaught, taught = (
-            float(F.cross_entropy(answer_logits(one, lessons), lessons.labels))
+            F.cross_entropy(answer_logits(one, lessons), lessons.labels).item()
             for one in (fresh, student)
         )
         assert taught < untaught - 0.5, domain
