@@ -43,8 +43,8 @@ class Fading:
     total: float = 0.0
 
     def add(self, value: float) -> None:
-        self.weight = self.keep * self.weight + 1
-        self.total = self.keep * self.total + value
+        more = self.and_also(value)
+        self.weight, self.total = more.weight, more.total
 
     def and_also(self, value: float) -> Fading:
         """What it would be with one more."""
@@ -101,6 +101,8 @@ class Gain:
     """Whether a draft was published that has not shown itself yet."""
     num_shown: int = 0
     """Heartbeats in which it has."""
+    is_begun: bool = False
+    """Whether a round was seen to begin that has not ended."""
 
     @property
     def of_round(self) -> float | None:
@@ -114,9 +116,13 @@ class Gain:
 
     def begin_round(self, version: int) -> None:
         self._settle()
-        self.before = version, self.of_draft
+        self.before, self.is_begun = (version, self.of_draft), True
 
     def end_round(self, *, is_published: bool) -> None:
+        """One that nobody saw begin, as it was over at once, shows nothing."""
+        if not self.is_begun:
+            return
+        self.is_begun = False
         self.is_awaited, self.num_shown = is_published and self.before[1] is not None, 0
         if not is_published:
             self.newest = 0.0

@@ -273,6 +273,17 @@ def test_a_draft_shows_what_it_brings_at_first() -> None:
     assert figures(here).saved_s == before
 
 
+def test_a_round_too_short_to_be_seen_says_nothing_of_what_drafts_bring() -> None:
+    """What the draft before it brought is kept, and not counted again."""
+    here = after_rounds(3)
+    before = figures(here).saved_s
+    for is_published in (False, True):
+        here.meter.add_round(make_outcome("", 1), is_published=is_published)
+        here.version += is_published
+        here.beat(10)
+        assert figures(here).saved_s == before
+
+
 def test_a_round_waits_a_moment_for_what_the_last_one_brought() -> None:
     here = after_rounds(4)
     here.beat(10, is_training=True)
