@@ -25,7 +25,7 @@ from benchmarks.suffix_memory import SuffixMemory
 from osd.config.schema import Config
 from osd.records import Trace
 from trainer.distiller import Distiller
-from trainer.draft import export_draft, load_draft
+from trainer.draft import RowModel, export_draft, load_draft
 
 CEILING_EPOCHS = 24
 """Passes of the ceiling over its recording."""
@@ -134,7 +134,7 @@ def _times(setup: Setup) -> ModelledStepTimes:
     return setup.times
 
 
-def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
+class OsdLearner:
     """OSD's published recipe (arXiv 2310.07177 and its released code), trained on the position it
     means.
 
@@ -142,48 +142,62 @@ def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
     constant rate, no warm-up, no clipping; then they are forgotten. No replay, no held-out
     requests, no gate: what was learnt serves at once.
     """
-    torch.manual_seed(setup.seed)
-    rng = np.random.default_rng(setup.seed)
-    distiller = distiller_of_osd(setup, learning_rate)
-    counts, cpu_s, waiting, spent, num_updates = [], [], [], 0.0, 0
-    for request, at in zip(setup.requests, setup.arrivals, strict=True):
-        matches = matches_of(distiller.model, request)
-        counts.append(counts_of(matches, setup.k))
-        waiting.append(
-            trace_of(
-                request,
-                kinds(matches, setup.k, len(request.output_ids)),
-                at=at,
-                target_id=TARGET_ID,
-                accepted_fraction=0.0,
-                plain_fraction=0.0,
-                rng=rng,
-            )
+
+    def __init__(self, setup: Setup, every: int, learning_rate: float) -> None:
+        torch.manual_seed(setup.seed)
+        changes = {
+            "method": "full",
+            "loss": "forward_kl",
+            "learning_rate": learning_rate,
+            "weight_decay": 0.0,
+            "warmup_steps": 0,
+            "max_grad_norm": 1e9,
+        }
+        self._distiller = Distiller(
+            load_draft(setup.draft), setup.config.trainer.model_copy(update=changes)
         )
-        if len(waiting) == every:
-            started = time.process_time()
-            if rejected := [trace for trace in waiting if trace.num_rows]:
-                distiller.step(distiller.collate(rejected), 0)
-                num_updates += 1
-            spent += time.process_time() - started
-            waiting = []
-        cpu_s.append(spent)
-    return Curve.of(
-        counts, cpu_s, num_rounds=num_updates, num_published=num_updates, train_seconds=spent
-    )
+        self._every, self._rng = every, np.random.default_rng(setup.seed)
+        self._waiting: list[Trace] = []
+        self.num_updates, self.cpu_s = 0, 0.0
+
+    @property
+    def model(self) -> RowModel:
+        """The draft as it is now."""
+        return self._distiller.model
+
+    def add(self, request: Recorded, kind_T: np.ndarray, at: float = 0.0) -> None:
+        """A request has been served. `kind_T`: how each token of its answer came about."""
+        trace = trace_of(
+            request,
+            kind_T,
+            at=at,
+            target_id=TARGET_ID,
+            accepted_fraction=0.0,
+            plain_fraction=0.0,
+            rng=self._rng,
+        )
+        self._waiting.append(trace)
+        if len(self._waiting) < self._every:
+            return
+        started = time.process_time()
+        if rejected := [trace for trace in self._waiting if trace.num_rows]:
+            self._distiller.step(self._distiller.collate(rejected), 0)
+            self.num_updates += 1
+        self.cpu_s += time.process_time() - started
+        self._waiting = []
 
 
-def distiller_of_osd(setup: Setup, learning_rate: float) -> Distiller:
-    """What learns as OSD's released code does."""
-    changes = {
-        "method": "full",
-        "loss": "forward_kl",
-        "learning_rate": learning_rate,
-        "weight_decay": 0.0,
-        "warmup_steps": 0,
-        "max_grad_norm": 1e9,
-    }
-    return Distiller(load_draft(setup.draft), setup.config.trainer.model_copy(update=changes))
+def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
+    """OSD's recipe, k draft tokens in every step."""
+    learner = OsdLearner(setup, every, learning_rate)
+    counts, cpu_s = [], []
+    for request, at in zip(setup.requests, setup.arrivals, strict=True):
+        matches = matches_of(learner.model, request)
+        counts.append(counts_of(matches, setup.k))
+        learner.add(request, kinds(matches, setup.k, len(request.output_ids)), at)
+        cpu_s.append(learner.cpu_s)
+    num = learner.num_updates
+    return Curve.of(counts, cpu_s, num_rounds=num, num_published=num, train_seconds=learner.cpu_s)
 
 
 def train_ceiling(config: Config, draft: Path, requests: Sequence[Recorded], out: Path) -> None:

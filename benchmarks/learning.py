@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +23,9 @@ from buffers.memory import MemoryTraceBuffer
 from osd.config.schema import Config
 from osd.control.drift import DriftDetector
 from osd.control.policy import predicted_alpha, should_publish
-from osd.records import Event, SpecWindow, Trace
+from osd.records import DraftRelease, Event, RoundOutcome, SpecWindow, Trace
 from osd.releases.store import ReleaseStore
 from trainer.loop import Trainer
-from trainer.sampling.student import SamplingCost
 from trainer.sampling.teacher import Teacher
 
 
@@ -65,63 +64,75 @@ def learn(
     detector = DriftDetector(config.trainer, TARGET_ID)
     server = server or EveryStep(requests, k)
     server.swap(serving.path, None)
-    paddings: list[float] = []
-    sampled = SamplingCost()
+    rounds: list[_Round] = []
     ended: list[Served] = []
     cpu_s = np.zeros(len(requests))
-    num_rounds = num_published = num_discarded = 0
-    published_at: list[int] = []
-    at = train_seconds = train_cpu_s = 0.0
+    at = spent = 0.0
     for served in server.serve():
         ended.append(served)
         at = max(at, float(served.index) if arrivals is None else arrivals[served.index])
         version = serving.version
         trace = captured(config, requests[served.index], served, rng, at=at, version=version)
         buffer.put([trace])
-        detector.add(_window(served, at, serving.version, k))
+        detector.add(_window(served, at, version, k))
         is_wanted = not may_rest or detector.decide(at).ok
         is_wanted &= charged is None or charged.pays(detector.num_wakes)
-        is_wanted &= num_rounds != max_rounds
+        is_wanted &= len(rounds) != max_rounds
         if is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces:
-            started, cpu_started = time.perf_counter(), time.process_time()
-            outcome = trainer.run_round(serving)
-            train_seconds += time.perf_counter() - started
-            round_cpu_s = time.process_time() - cpu_started
-            train_cpu_s += round_cpu_s
-            num_rounds += 1
-            detector.add(outcome)
-            is_better = should_publish(outcome, serving, config.gate, False).ok
+            one = _run_round(trainer, serving, config, served.index)
+            rounds.append(one)
+            spent += one.cpu_s
+            detector.add(one.outcome)
             if charged is not None:
-                charged.add_round(outcome, round_cpu_s, is_published=is_better)
-            detector.add(Event(at=at, kind="published" if is_better else "refused", text=""))
-            num_discarded += bool(outcome.discarded)
-            paddings.append(outcome.padding)
-            sampled += SamplingCost(
-                num_traces=outcome.num_student_traces,
-                sampling_cpu_s=outcome.sampling_cpu_s,
-                scoring_cpu_s=outcome.scoring_cpu_s,
-            )
-            if is_better:
+                charged.add_round(one.outcome, one.cpu_s, is_published=one.is_published)
+            detector.add(Event(at=at, kind="published" if one.is_published else "refused", text=""))
+            if one.is_published:
                 serving = store.publish(
-                    outcome.path, parent=serving.version, target_id=TARGET_ID, outcome=outcome
+                    one.outcome.path, parent=version, target_id=TARGET_ID, outcome=one.outcome
                 )
                 store.prune(2, {serving.version})
                 server.swap(serving.path, predicted_alpha(serving))
-                num_published += 1
-                published_at.append(served.index)
-        cpu_s[served.index] = train_cpu_s
-    ended.sort(key=lambda served: served.index)
-    seconds = [served.seconds for served in ended]
+        cpu_s[served.index] = spent
+    return _curve(ended, cpu_s, rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    outcome: RoundOutcome
+    seconds: float
+    cpu_s: float
+    is_published: bool
+    index: int
+    """Of the request after which it ran."""
+
+
+def _run_round(trainer: Trainer, serving: DraftRelease, config: Config, index: int) -> _Round:
+    started, cpu_started = time.perf_counter(), time.process_time()
+    outcome = trainer.run_round(serving)
+    seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+    is_better = should_publish(outcome, serving, config.gate, False).ok
+    return _Round(outcome, seconds, cpu_s, is_better, index)
+
+
+def _curve(ended: Sequence[Served], cpu_s: np.ndarray, rounds: Sequence[_Round]) -> Curve:
+    in_order = sorted(ended, key=lambda served: served.index)
+    seconds = [served.seconds for served in in_order]
+    outcomes = [one.outcome for one in rounds]
     return Curve.of(
-        [served.counts for served in ended],
+        [served.counts for served in in_order],
         np.maximum.accumulate(cpu_s).tolist(),
-        num_rounds=num_rounds,
-        num_published=num_published,
-        num_discarded=num_discarded,
-        train_seconds=train_seconds,
-        padding=float(np.mean(paddings)) if paddings else 0.0,
+        num_rounds=len(rounds),
+        num_published=sum(one.is_published for one in rounds),
+        num_discarded=sum(bool(outcome.discarded) for outcome in outcomes),
+        train_seconds=sum(one.seconds for one in rounds),
+        padding=float(np.mean([outcome.padding for outcome in outcomes])) if outcomes else 0.0,
         seconds=None if None in seconds else np.array(seconds, float),
-        notes={"published_at": published_at, **asdict(sampled)},
+        notes={
+            "published_at": [one.index for one in rounds if one.is_published],
+            "num_traces": sum(outcome.num_student_traces for outcome in outcomes),
+            "sampling_cpu_s": sum(outcome.sampling_cpu_s for outcome in outcomes),
+            "scoring_cpu_s": sum(outcome.scoring_cpu_s for outcome in outcomes),
+        },
     )
 
 

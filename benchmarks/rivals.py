@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import drift_names as names
 from benchmarks.closed_loop import ClosedLoop
-from benchmarks.contenders import Contender, Setup, distiller_of_osd, replayed, train_offline
+from benchmarks.contenders import Contender, OsdLearner, Setup, replayed, train_offline
 from benchmarks.curve import Curve
 from benchmarks.learning import captured
 from benchmarks.served import Served
@@ -55,35 +55,17 @@ def nightly(setup: Setup) -> Curve:
 
 
 def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
-    """OSD's recipe (`contenders.osd`): what an update has learnt serves the next requests."""
-    torch.manual_seed(setup.seed)
-    rng, loop = np.random.default_rng(setup.seed), _loop(setup)
+    """OSD's recipe: what an update has learnt serves the next requests."""
+    learner, loop = OsdLearner(setup, every, learning_rate), _loop(setup)
     loop.swap(setup.draft, None)
-    distiller = distiller_of_osd(setup, learning_rate)
     ended: list[Served] = []
-    waiting: list[Trace] = []
     cpu_s = np.zeros(len(setup.requests))
-    spent, num_updates = 0.0, 0
-    config = setup.config.model_copy(
-        update={
-            "capture": setup.config.capture.model_copy(
-                update={"accepted_fraction": 0.0, "plain_fraction": 0.0}
-            )
-        }
-    )
     for one in loop.serve():
         ended.append(one)
-        waiting.append(captured(config, setup.requests[one.index], one, rng))
-        if len(waiting) == every:
-            started = time.process_time()
-            if rejected := [trace for trace in waiting if trace.num_rows]:
-                distiller.step(distiller.collate(rejected), 0)
-                num_updates += 1
-            spent += time.process_time() - started
-            waiting = []
-            loop.serve_with(distiller.model)
-        cpu_s[one.index] = spent
-    return _curve(ended, cpu_s, num_updates)
+        learner.add(setup.requests[one.index], one.kind_T)
+        loop.serve_with(learner.model)
+        cpu_s[one.index] = learner.cpu_s
+    return _curve(ended, cpu_s, learner.num_updates)
 
 
 def _loop(setup: Setup) -> ClosedLoop:
