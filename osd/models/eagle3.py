@@ -1,0 +1,183 @@
+"""EAGLE-3 heads as files: what their `config.json` says, and which tensors they hold. No torch.
+
+Two tools make them, and vLLM serves both:
+
+    SpecForge     Llama's keys beside `draft_vocab_size`;   tensors `midlayer.*`, `fc`, `norm`, ...
+    speculators   Llama's keys in `transformer_layer_config`; tensors `layers.0.*`, `fc`, ...
+
+A head is one decoder layer over the target's hidden states (arXiv 2503.01840):
+
+    taps of the target ─► fc ─┐
+    embedding of next token ──┴► layer ─► norm ─► lm_head over the draft vocabulary ─► d2t ─► token
+
+Legend: H hidden size of the head, F of its feed-forward, A attention heads x head size, D draft
+vocabulary, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from osd.errors import ConfigError
+from osd.models.compatibility import read_config
+
+Form = Literal["specforge", "speculators"]
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
+"""As SpecForge, vLLM and speculators name a head of one Llama layer."""
+LAYER = "transformer_layer_config"
+TAPS = "eagle_aux_hidden_state_layer_ids"
+D2T, T2D, EMBEDDING, LM_HEAD = "d2t", "t2d", "embed_tokens.weight", "lm_head.weight"
+MAPS = (D2T, T2D)
+"""Tensors that map the draft vocabulary to the target's. They stay as they are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadSpec:
+    """A head as its `config.json` describes it.
+
+    Example:
+        HeadSpec(form="specforge", layer={"hidden_size": 4096, ...}, hidden_size=4096,
+                 target_hidden_size=4096, vocab_size=128256, draft_vocab_size=32000,
+                 taps=(2, 16, 29), norm_before_residual=False, norm_before_fc=False,
+                 has_fc_norm=False, norm_output=False)
+    """
+
+    form: Form
+    layer: Mapping[str, Any]
+    """The keys of a Llama configuration: sizes, rotary embedding, epsilon."""
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    """Tokens of the target."""
+    draft_vocab_size: int
+    taps: tuple[int, ...]
+    """Layers of the target before which its hidden states are read (transformers'
+    `hidden_states[L]`); () = vLLM's default, `default_taps`."""
+    norm_before_residual: bool
+    """Whether the residual starts after the norm of the hidden states, not before it."""
+    norm_before_fc: bool
+    """One norm over all taps before `fc`."""
+    has_fc_norm: bool
+    """A norm of its own for each tap."""
+    norm_output: bool
+    """Whether the next draft token sees the normed hidden state, not the one before the norm."""
+
+    @property
+    def num_taps(self) -> int:
+        return len(self.taps) or 3
+
+    def taps_in(self, num_layers: int) -> tuple[int, ...]:
+        """The taps in a target of so many layers, ascending, as the engine concatenates them."""
+        return tuple(sorted(set(self.taps))) or default_taps(num_layers)
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """What vLLM reads where the head names no layers (its
+    `get_eagle3_default_aux_hidden_state_layers`).
+
+    Example:
+        default_taps(8) == (2, 4, 5)
+    """
+    return 2, num_layers // 2, num_layers - 3
+
+
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` describes an EAGLE-3 head that is served: one Llama layer."""
+    return config.get("speculators_model_type") == "eagle3" or bool(
+        set(config.get("architectures") or ()) & set(ARCHITECTURES[:2])
+    )
+
+
+def read_spec(directory: Path) -> HeadSpec:
+    """The head in a directory. Raises `ConfigError` where a key is missing or is not served."""
+    return spec_of(read_config(directory), directory)
+
+
+def spec_of(config: Mapping[str, Any], where: Path) -> HeadSpec:
+    """The head that a `config.json` describes. Raises `ConfigError` as `read_spec` does."""
+    form: Form = "speculators" if LAYER in config else "specforge"
+    layer: Mapping[str, Any] = config[LAYER] if form == "speculators" else config
+    eagle = config.get("eagle_config") or {}
+    _check_layer(layer, where)
+    hidden = _number(layer, "hidden_size", where)
+    return HeadSpec(
+        form=form,
+        layer=layer,
+        hidden_size=hidden,
+        target_hidden_size=config.get("target_hidden_size") or hidden,
+        vocab_size=_number(layer, "vocab_size", where),
+        draft_vocab_size=config.get("draft_vocab_size") or _number(layer, "vocab_size", where),
+        taps=tuple(config.get(TAPS) or eagle.get(TAPS) or ()),
+        # vLLM takes True where a head of speculators does not say.
+        norm_before_residual=bool(config.get("norm_before_residual", form == "speculators")),
+        norm_before_fc=bool(eagle.get("norm_before_fc", config.get("norm_before_fc", False))),
+        has_fc_norm=bool(config.get("fc_norm", False)),
+        norm_output=bool(config.get("norm_output", False)),
+    )
+
+
+def _check_layer(layer: Mapping[str, Any], where: Path) -> None:
+    kind, num = layer.get("model_type", "llama"), layer.get("num_hidden_layers", 1)
+    if kind != "llama" or num != 1:
+        raise ConfigError(
+            f"serving.draft={where}: is an EAGLE-3 head of {num} {kind} layer(s), and only heads "
+            "of one Llama layer are served; use such a head, or a draft model"
+        )
+
+
+def _number(layer: Mapping[str, Any], key: str, where: Path) -> int:
+    value = layer.get(key)
+    if not isinstance(value, int):
+        raise ConfigError(
+            f"{where / 'config.json'}: has no {key}; give a head as SpecForge or speculators save "
+            "it"
+        )
+    return value
+
+
+def canonical(name: str) -> str:
+    """A tensor's name in the trainer and the engine, from its name in either form.
+
+    Example:
+        canonical("midlayer.mlp.up_proj.weight") == "layers.0.mlp.up_proj.weight"
+    """
+    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+
+
+def shapes(spec: HeadSpec) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape of each tensor that a head must hold. `embed_tokens.weight` [V, H],
+    `d2t` int64 [D] and `t2d` bool [V] may stand beside them; without `d2t` D must be V."""
+    size, num_heads = spec.hidden_size, int(spec.layer["num_attention_heads"])
+    head = int(spec.layer.get("head_dim") or size // num_heads)
+    queries, inner = num_heads * head, int(spec.layer["intermediate_size"])
+    keys = int(spec.layer.get("num_key_value_heads") or num_heads) * head
+    taps = spec.target_hidden_size * spec.num_taps
+    layer = {
+        "self_attn.q_proj.weight": (queries, 2 * size),
+        "self_attn.k_proj.weight": (keys, 2 * size),
+        "self_attn.v_proj.weight": (keys, 2 * size),
+        "self_attn.o_proj.weight": (size, queries),
+        "mlp.gate_proj.weight": (inner, size),
+        "mlp.up_proj.weight": (inner, size),
+        "mlp.down_proj.weight": (size, inner),
+        "hidden_norm.weight": (size,),
+        "input_layernorm.weight": (size,),
+        "post_attention_layernorm.weight": (size,),
+    }
+    if spec.layer.get("attention_bias"):
+        layer |= {
+            f"self_attn.{p}_proj.bias": (n,)
+            for p, n in zip("qkv", (queries, keys, keys), strict=True)
+        }
+    found = {f"layers.0.{name}": shape for name, shape in layer.items()}
+    found |= {"fc.weight": (size, taps), "norm.weight": (size,)}
+    found[LM_HEAD] = (spec.draft_vocab_size, size)
+    if spec.norm_before_fc:
+        found["input_norm.weight"] = (taps,)
+    if spec.has_fc_norm:
+        norm = (spec.target_hidden_size,)
+        found |= {f"fc_norm.{tap}.weight": norm for tap in range(spec.num_taps)}
+    return found
