@@ -32,7 +32,7 @@ from serving.speculation.proposals import memory_of
 from serving.speculation.requests import Remembers
 from serving.speculation.step_seen import DraftWork, Stamp, StepSeen
 from serving.speculation.step_times import CELL_SIZE, Shape
-from trainer.draft import RowModel, load_draft
+from trainer.draft import Draft, load_draft
 
 NOISE = 0.05
 """Standard deviation of the logarithm of a step's time."""
@@ -154,7 +154,7 @@ class ClosedLoop:
         self._requests, self._times = requests, times
         self._k_max = given.k_max
         self._rng = np.random.default_rng(seed)
-        self._model: RowModel | None = None
+        self._model: Draft | None = None
         self._running: list[_Running] = []
         self._proposed_by = Stamp(self.speculation.present, given.mode)
         """The stamp of the step that proposed what the next step verifies."""
@@ -167,7 +167,7 @@ class ClosedLoop:
         self.serve_with(load_draft(draft))
         self.speculation.restart(predicted)
 
-    def serve_with(self, model: RowModel) -> None:
+    def serve_with(self, model: Draft) -> None:
         """As `swap`, of a draft that changes little by little: what is known of it goes on."""
         self._model = model
 

@@ -25,7 +25,7 @@ from benchmarks.suffix_memory import SuffixMemory
 from osd.config.schema import Config
 from osd.records import Trace
 from trainer.distiller import Distiller
-from trainer.draft import RowModel, export_draft, load_draft
+from trainer.draft import Draft, export_draft, load_draft
 
 CEILING_EPOCHS = 24
 """Passes of the ceiling over its recording."""
@@ -161,7 +161,7 @@ class OsdLearner:
         self.num_updates, self.cpu_s = 0, 0.0
 
     @property
-    def model(self) -> RowModel:
+    def model(self) -> Draft:
         """The draft as it is now."""
         return self._distiller.model
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.curve import StepCounts
 from benchmarks.recording import Recorded, kinds
-from trainer.draft import RowModel, load_draft
+from trainer.draft import Draft, load_draft
 from trainer.evaluate import count_steps, is_match
 
 TARGET_ID = "recorded"
@@ -57,7 +57,7 @@ class EveryStep:
 
     def __init__(self, requests: Sequence[Recorded], k: int) -> None:
         self._requests, self._k = requests, k
-        self._model: RowModel | None = None
+        self._model: Draft | None = None
 
     def swap(self, draft: str | Path, predicted: float | None) -> None:
         self._model = load_draft(draft)
@@ -71,7 +71,7 @@ class EveryStep:
             yield Served(index=index, counts=counts, of_the_draft=counts, kind_T=kind_T)
 
 
-def matches_of(model: RowModel, request: Recorded) -> np.ndarray:
+def matches_of(model: Draft, request: Recorded) -> np.ndarray:
     """bool [T - 1]: where the draft's argmax is the served token, from the second output token
     on."""
     return is_match(model, request.bare_trace(TARGET_ID), max_length=UNLIMITED)

@@ -14,25 +14,29 @@ from contextlib import contextmanager
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trainer.eagle3.layer import Eagle3Head
+
+Body = PreTrainedModel | Eagle3Head
+"""The module that holds a draft's weights."""
 ADAPTER = "default"
 
 
-def add_lora(hf: PreTrainedModel, rank: int, alpha: int) -> None:
+def add_lora(hf: Body, rank: int, alpha: int) -> None:
     """Freeze the model and add adapters to all its linear layers except the output layer. B is 0 at
     first, so the model's output does not change."""
     with _fixed_seed():
         inject_adapter_in_model(
-            LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"), hf, ADAPTER
+            LoraConfig(r=rank, lora_alpha=alpha, target_modules=_linear_layers(hf)), hf, ADAPTER
         )
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 
 
 @torch.no_grad()
-def merged(hf: PreTrainedModel) -> dict[str, Tensor]:
+def merged(hf: Body) -> dict[str, Tensor]:
     """The state of the plain model, each adapter folded into the weight of its layer."""
     deltas = {f"{name}.weight": _delta(layer) for name, layer in _layers(hf)}
     return {
@@ -40,14 +44,14 @@ def merged(hf: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def below(hf: PreTrainedModel) -> dict[str, Tensor]:
+def below(hf: Body) -> dict[str, Tensor]:
     """The state of the plain model without what the adapters add."""
     return {
         plain_name(name): value for name, value in hf.state_dict().items() if ".lora_" not in name
     }
 
 
-def restart_from(hf: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+def restart_from(hf: Body, weights: Mapping[str, Tensor]) -> None:
     """Take the weights of a plain model, and reset the adapters so that they do nothing."""
     own = hf.state_dict()
     hf.load_state_dict(
@@ -58,13 +62,13 @@ def restart_from(hf: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
             layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
 
-def adapters(hf: PreTrainedModel) -> dict[str, Tensor]:
+def adapters(hf: Body) -> dict[str, Tensor]:
     """A, B and the scale α / r of every layer; empty without adapters."""
     scales = {f"{name}.scale": torch.tensor(layer.scaling[ADAPTER]) for name, layer in _layers(hf)}
     return scales | {name: value for name, value in hf.state_dict().items() if ".lora_" in name}
 
 
-def restore(hf: PreTrainedModel, found: Mapping[str, Tensor]) -> None:
+def restore(hf: Body, found: Mapping[str, Tensor]) -> None:
     """Restore the values of A and B. Raises `ValueError` when they are of another rank, scale or
     model."""
     own = adapters(hf)
@@ -93,11 +97,19 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
+def _linear_layers(hf: Body) -> str | list[str]:
+    """All but the output layer, as peft takes them."""
+    if isinstance(hf, PreTrainedModel):
+        return "all-linear"
+    head = hf.get_output_embeddings()
+    return [name for name, m in hf.named_modules() if isinstance(m, nn.Linear) and m is not head]
+
+
 def _delta(layer: LoraLayer) -> Tensor:
     """(α / r) B A, as peft computes it for this kind of layer."""
     delta: Tensor = layer.get_delta_weight(ADAPTER)  # type: ignore[attr-defined]  # every subclass has it
     return delta
 
 
-def _layers(hf: PreTrainedModel) -> list[tuple[str, LoraLayer]]:
+def _layers(hf: Body) -> list[tuple[str, LoraLayer]]:
     return [(name, module) for name, module in hf.named_modules() if isinstance(module, LoraLayer)]

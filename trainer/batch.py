@@ -65,6 +65,8 @@ class RowBatch:
     """int64; index of the trace a row belongs to; ascending."""
     num_tokens: int
     """Tokens in the batch without padding."""
+    features_BSF: Tensor | None = None
+    """The target's hidden states, for a head."""
 
     @property
     def num_rows(self) -> int:

@@ -23,7 +23,8 @@ from osd.errors import ReleaseError
 from osd.records import decode, encode
 from trainer import adapter
 from trainer.distiller import Distiller
-from trainer.draft import RowModel, load_draft
+from trainer.draft import Draft, load_draft
+from trainer.eagle3.features import TargetFeatures
 from trainer.files import numbered, point_to, prune, write_aside
 from trainer.optimizer import moments_of
 from trainer.replay import ReplayState
@@ -65,7 +66,7 @@ class Checkpoint:
     """What a finished round left on disk."""
 
     state: TrainerState
-    model: RowModel
+    model: Draft
     """A plain model, without the adapters."""
     moments: dict[str, Tensor]
     adapters: dict[str, Tensor]
@@ -82,7 +83,7 @@ def save_checkpoint(
     read-only."""
     hf = distiller.model.hf
     with write_aside(directory / str(state.round)) as aside:
-        hf.save_pretrained(aside, state_dict=adapter.below(hf))
+        distiller.model.save(aside, adapter.below(hf))
         save_file(adapter.adapters(hf), aside / "adapter.safetensors")
         save_file(moments_of(distiller.optimizer), aside / "optimizer.safetensors")
         save_file(average or {}, aside / "average.safetensors")
@@ -91,14 +92,15 @@ def save_checkpoint(
     prune(directory, state.round, KEEP)
 
 
-def load_checkpoint(directory: Path) -> Checkpoint | None:
-    """The newest readable checkpoint; None when there is none."""
+def load_checkpoint(directory: Path, features: TargetFeatures | None = None) -> Checkpoint | None:
+    """The newest readable checkpoint; None when there is none. `features`: for heads, of their
+    target."""
     for path in _candidates(directory):
         try:
             state = decode((path / "state.json").read_bytes(), TrainerState)
             return Checkpoint(
                 state=state,
-                model=load_draft(path),
+                model=load_draft(path, features),
                 moments=load_file(path / "optimizer.safetensors"),
                 adapters=load_file(path / "adapter.safetensors"),
                 average=load_file(path / "average.safetensors"),

@@ -15,8 +15,8 @@ from osd.errors import ConfigError
 from osd.records import Trace
 from trainer import adapter
 from trainer.batch import TrainBatch, collate, to_device
-from trainer.draft import RowModel
-from trainer.loss import LOSSES, coarsen, weighted_mean
+from trainer.draft import Draft
+from trainer.loss import LOSSES, weighted_mean
 from trainer.optimizer import restore_moments
 
 
@@ -26,7 +26,7 @@ class Distiller:
     With `trainer.method` lora the given model gets adapters, and only they are trained.
     """
 
-    def __init__(self, model: RowModel, config: TrainerConfig) -> None:
+    def __init__(self, model: Draft, config: TrainerConfig) -> None:
         self.model = model
         self.max_length = min(config.max_length, model.max_length)
         self._config = config
@@ -54,16 +54,18 @@ class Distiller:
         restore_moments(self.optimizer, moments)
 
     def collate(self, traces: Sequence[Trace]) -> TrainBatch:
-        """The batch, within the length and vocabulary of this draft."""
-        return collate(traces, self.max_length, self.model.vocab_size, packed=self.model.can_pack)
+        """The batch, within the length and vocabulary of this draft, with all that it reads."""
+        batch = collate(traces, self.max_length, self.model.vocab_size, packed=self.model.can_pack)
+        return self.model.prepared(batch)
 
     def losses(self, batch: TrainBatch) -> Tensor:
         """float32 [N], on the device."""
         batch = to_device(batch, self._accelerator.device)
-        logits_NV = self._prepared(*batch.inputs)
-        return self._loss(
-            coarsen(logits_NV, batch.target_ids_NK, batch.target_logprobs_NK, batch.tail_logprob_N)
-        )
+        logits = self._prepared(*self.model.inputs(batch))
+        loss_N = torch.zeros(batch.num_rows, device=self._accelerator.device)
+        for share_N, both in self.model.distances(logits, batch):
+            loss_N = loss_N + share_N * self._loss(both)
+        return loss_N
 
     def step(self, batch: TrainBatch, index: int, scale: float = 1.0) -> float | None:
         """Take the `index`-th optimizer step of a round, at `scale` times the configured learning

@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,10 +20,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from osd.common.model_directory import digests
-from osd.errors import ReleaseError
+from osd.errors import ConfigError, ReleaseError
+from osd.models import eagle3
+from osd.models.compatibility import read_config
 from trainer import adapter
-from trainer.files import write_aside
+from trainer.batch import Batch, RowBatch, TrainBatch
+from trainer.eagle3.files import load_head
+from trainer.eagle3.head import HeadModel
+from trainer.files import checkpoint_tensors, write_aside
+from trainer.loss import Coarse, coarsen
 from trainer.names import names_in_model
+
+if TYPE_CHECKING:
+    from trainer.eagle3.features import TargetFeatures
 
 WEIGHTS_NAME = "model.safetensors"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -57,6 +66,18 @@ class RowModel(torch.nn.Module):
         """Tokens in the model's context."""
         return int(getattr(self.hf.config, "max_position_embeddings", None) or 2**31)
 
+    def names_in_model(self, stored: Collection[str], known: Collection[str]) -> dict[str, str]:
+        """Name in the checkpoint -> name in the model."""
+        return names_in_model(self.hf, stored, known)
+
+    def prepared(self, batch: Batch) -> Batch:
+        """The batch with all that the draft reads, which tokens alone are."""
+        return batch
+
+    def inputs(self, batch: RowBatch) -> tuple[Tensor, ...]:
+        """What `forward` takes."""
+        return batch.inputs
+
     def forward(
         self, ids_BS: Tensor, position_ids_BS: Tensor, row_b_N: Tensor, row_s_N: Tensor
     ) -> Tensor:
@@ -70,20 +91,44 @@ class RowModel(torch.nn.Module):
         hidden_BSH = self.hf.base_model(**inputs).last_hidden_state
         return self.hf.get_output_embeddings()(hidden_BSH[row_b_N, row_s_N])
 
+    def distances(self, logits_NV: Tensor, batch: TrainBatch) -> Iterator[tuple[Tensor, Coarse]]:
+        """The draft and the target at each row, which has the whole share [N]: what a model
+        proposes does not depend on where its draft began."""
+        both = coarsen(
+            logits_NV, batch.target_ids_NK, batch.target_logprobs_NK, batch.tail_logprob_N
+        )
+        yield torch.ones_like(batch.weight_N), both
 
-def load_draft(path: str | Path) -> RowModel:
-    """The draft in `path`, float32, on the CPU, without dropout.
+    def proposals(self, batch: RowBatch) -> Tensor:
+        """int64 [1, N]: the ids that the draft would propose."""
+        ids_N: Tensor = self(*batch.inputs).argmax(-1)
+        return ids_N[None]
+
+    def save(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write a plain model of these weights, for `load_draft`."""
+        self.hf.save_pretrained(directory, state_dict=dict(weights))
+
+
+Draft = RowModel | HeadModel
+"""What is trained: both kinds have the same methods."""
+
+
+def load_draft(path: str | Path, features: TargetFeatures | None = None) -> Draft:
+    """The draft in `path`, float32, on the CPU, without dropout. `features`: of the target, which a
+    head reads.
 
     Raises `ReleaseError` when it cannot be read, or when its checkpoint lacks a parameter under the
     name that the model gives it, because such a draft could not be exported again.
     """
     try:
-        stored = _checkpoint_tensors(Path(path))
+        stored = checkpoint_tensors(Path(path))
+        if eagle3.is_eagle3(read_config(Path(path))):
+            return load_head(Path(path), features)
         with LOADING:
             hf = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, local_files_only=True
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, ConfigError) as error:
         raise ReleaseError(
             f"{path}: not a draft model that can be loaded ({first_line(error)})"
         ) from error
@@ -94,14 +139,13 @@ def load_draft(path: str | Path) -> RowModel:
     if missing:
         raise ReleaseError(
             f"{path}: the checkpoint has no {missing[0]} ({len(missing)} such); use one with "
-            "tensors named as in "
-            f"{type(hf).__name__}"
+            f"tensors named as in {type(hf).__name__}"
         )
     return RowModel(hf.eval())
 
 
 def export_draft(
-    model: RowModel, base: str | Path, out: Path, weights: Mapping[str, Tensor] | None = None
+    model: Draft, base: str | Path, out: Path, weights: Mapping[str, Tensor] | None = None
 ) -> dict[str, str]:
     """Write the draft to `out` with the files, tensor names, shapes and dtypes of its base. Return
     the sha256 of each file by its name.
@@ -110,8 +154,8 @@ def export_draft(
     `model.safetensors`. Tensors of the base that the model does not know are copied.
     """
     weights = weights or adapter.merged(model.hf)
-    stored = _checkpoint_tensors(Path(base))
-    own_name = names_in_model(model.hf, stored, weights)
+    stored = checkpoint_tensors(Path(base))
+    own_name = model.names_in_model(stored, weights)
     tensors: dict[str, Tensor] = {}
     for name, (file, dtype) in stored.items():
         if own_name[name] in weights:
@@ -132,35 +176,6 @@ def export_draft(
                 shutil.copyfile(path, aside / path.name)
         written = digests(aside)
     return written
-
-
-def _checkpoint_tensors(directory: Path) -> dict[str, tuple[Path, torch.dtype]]:
-    """Tensor name -> (file, dtype) over all safetensors files of a checkpoint."""
-    files = sorted(directory.glob("model*.safetensors"))
-    if not files:
-        raise ReleaseError(
-            f"{directory}: holds no safetensors file; convert the draft to safetensors first"
-        )
-    found: dict[str, tuple[Path, torch.dtype]] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                found[name] = (file, _DTYPES[opened.get_slice(name).get_dtype()])
-    return found
-
-
-_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def _has_plain_head(hf: PreTrainedModel) -> bool:

@@ -21,7 +21,7 @@ from osd.config.schema import GateConfig
 from osd.records import ClassReport, EvalReport, Trace, conditional_acceptance
 from trainer.batch import collate_outputs, to_device
 from trainer.classes import classes_of
-from trainer.draft import RowModel
+from trainer.draft import Draft
 
 
 class ReplayCounts(NamedTuple):
@@ -55,44 +55,66 @@ def can_replay(trace: Trace) -> bool:
 
 
 def replay(
-    model: RowModel, traces: Sequence[Trace], k: int, *, max_length: int, batch_size: int = 8
+    model: Draft, traces: Sequence[Trace], k: int, *, max_length: int, batch_size: int = 8
 ) -> ReplayCounts:
     """Tested and accepted draft tokens per trace and position, for k tokens that `model` drafts
     greedily in every step."""
-    tested_RG = np.zeros((len(traces), k), np.int64)
-    accepted_RG = np.zeros((len(traces), k), np.int64)
+    return replay_all([model], traces, k, max_length=max_length, batch_size=batch_size)[0]
+
+
+def replay_all(
+    models: Sequence[Draft],
+    traces: Sequence[Trace],
+    k: int,
+    *,
+    max_length: int,
+    batch_size: int = 8,
+) -> list[ReplayCounts]:
+    """`replay` of several drafts of one kind. What they read of the target is computed once."""
+    found = [np.zeros((2, len(traces), k), np.int64) for _ in models]
     order = np.argsort([len(t.prompt_ids) + len(t.output_ids) for t in traces], kind="stable")
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        matches = _matches(model, [traces[r] for r in chosen], max_length)
-        for r, is_match in zip(chosen, matches, strict=True):
-            tested_RG[r], accepted_RG[r] = count_steps(is_match, k)
-    return ReplayCounts(tested_RG=tested_RG, accepted_RG=accepted_RG)
+        matches = _matches(models, [traces[r] for r in chosen], max_length)
+        for counts, of_model in zip(found, matches, strict=True):
+            for r, is_match_GT in zip(chosen, of_model, strict=True):
+                counts[:, r] = count_steps(is_match_GT, k)
+    return [ReplayCounts(tested_RG=tested, accepted_RG=accepted) for tested, accepted in found]
 
 
-def count_steps(is_match_T: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+def count_steps(is_match_GT: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Walk an output in verification steps: (tested [k], accepted [k]).
 
-    `is_match_T` says, from the second output token on, whether the draft's argmax equals the served
-    token. A step tests up to k tokens (fewer at the end) and accepts the leading matches. The next
-    step begins after them and the one token that the target adds.
+    `is_match_GT` says, from the second output token on, whether what the draft proposes at depth g
+    of its step equals the served token. [1, T] or [T] where all depths propose alike. A step tests
+    up to k tokens (fewer at the end) and accepts the leading matches. The next step begins after
+    them and the one token that the target adds.
     """
     tested, accepted = np.zeros(k, np.int64), np.zeros(k, np.int64)
-    mismatches = np.append(np.flatnonzero(~is_match_T), len(is_match_T))
+    run_T = _leading_matches(np.atleast_2d(is_match_GT), k)
     at = 0
-    while at < len(is_match_T):
-        num_drafted = min(k, len(is_match_T) - at)
-        first_mismatch = int(mismatches[np.searchsorted(mismatches, at)])
-        num_accepted = min(first_mismatch - at, num_drafted)
+    while at < len(run_T):
+        num_drafted, num_accepted = min(k, len(run_T) - at), int(run_T[at])
         accepted[:num_accepted] += 1
         tested[: min(num_accepted + 1, num_drafted)] += 1
         at += num_accepted + 1
     return tested, accepted
 
 
+def _leading_matches(is_match_GT: np.ndarray, k: int) -> np.ndarray:
+    """int64 [T]: draft tokens accepted in a step that begins there."""
+    num_depths, num_tokens = is_match_GT.shape
+    is_run_T, run_T = np.ones(num_tokens, bool), np.zeros(num_tokens, np.int64)
+    for depth in range(k):
+        ahead_T = is_match_GT[min(depth, num_depths - 1), depth:]
+        is_run_T &= np.pad(ahead_T, (0, num_tokens - len(ahead_T)))
+        run_T += is_run_T
+    return run_T
+
+
 def compare(
-    candidate: RowModel,
-    base: RowModel,
+    candidate: Draft,
+    base: Draft,
     traces: Sequence[Trace],
     k: int,
     gate: GateConfig,
@@ -102,8 +124,9 @@ def compare(
     seed: int = 0,
 ) -> EvalReport:
     """Replay both drafts on the same traces; α of each, and the difference with its interval."""
-    counts_candidate = replay(candidate, traces, k, max_length=max_length, batch_size=batch_size)
-    counts_base = replay(base, traces, k, max_length=max_length, batch_size=batch_size)
+    counts_candidate, counts_base = replay_all(
+        [candidate, base], traces, k, max_length=max_length, batch_size=batch_size
+    )
     diff_I = bootstrap_diff(
         counts_candidate, counts_base, gate.num_bootstrap, np.random.default_rng(seed)
     )
@@ -168,20 +191,27 @@ def _class_reports(
     return found
 
 
-def is_match(model: RowModel, trace: Trace, max_length: int) -> np.ndarray:
-    """bool [T − 1]; whether the draft's argmax is the served token, from the second output token
-    on."""
-    return _matches(model, [trace], max_length)[0]
+def is_match(model: Draft, trace: Trace, max_length: int) -> np.ndarray:
+    """bool [T − 1]; whether the first token that the draft proposes in a step is the served token,
+    from the second output token on."""
+    of_depth_GT = _matches([model], [trace], max_length)[0][0]
+    is_match_T: np.ndarray = of_depth_GT[0]
+    return is_match_T
 
 
 @torch.no_grad()
-def _matches(model: RowModel, traces: list[Trace], max_length: int) -> list[np.ndarray]:
-    """`is_match` of each trace."""
-    device = next(model.parameters()).device
-    max_length = min(max_length, model.max_length)
-    batch = to_device(
-        collate_outputs(traces, max_length, model.vocab_size, packed=model.can_pack), device
-    )
-    is_match_N = (model(*batch.inputs).argmax(-1) == batch.label_ids_N).cpu().numpy()
+def _matches(
+    models: Sequence[Draft], traces: list[Trace], max_length: int
+) -> list[list[np.ndarray]]:
+    """Per draft and trace, bool [G, T − 1]: whether what it proposes at depth g is the served
+    token, from the second output token on."""
+    first = models[0]
+    max_length = min([max_length, *(model.max_length for model in models)])
+    batch = collate_outputs(traces, max_length, first.vocab_size, packed=first.can_pack)
+    batch = to_device(first.prepared(batch), next(first.parameters()).device)
     bounds = np.searchsorted(batch.trace_N.cpu().numpy(), np.arange(1, len(traces)))
-    return np.split(is_match_N, bounds)
+    found = []
+    for model in models:
+        is_match_GN = (model.proposals(batch) == batch.label_ids_N).cpu().numpy()
+        found.append(np.split(is_match_GN, bounds, axis=1))
+    return found

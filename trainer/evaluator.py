@@ -10,11 +10,12 @@ from osd.config.schema import GateConfig, TrainerConfig
 from osd.records import DraftRelease, EvalReport, Trace
 from trainer.batch import check_tokens, well_formed
 from trainer.distiller import accelerator
-from trainer.draft import RowModel, load_draft
-from trainer.evaluate import can_replay, compare, replay
+from trainer.draft import Draft, load_draft
+from trainer.evaluate import can_replay, compare, replay_all
 
 if TYPE_CHECKING:
     from buffers.base import TraceBuffer
+    from trainer.eagle3.features import TargetFeatures
 
 
 class Evaluator:
@@ -24,9 +25,15 @@ class Evaluator:
     """
 
     def __init__(
-        self, config: TrainerConfig, gate: GateConfig, k: int, buffer: TraceBuffer
+        self,
+        config: TrainerConfig,
+        gate: GateConfig,
+        k: int,
+        buffer: TraceBuffer,
+        features: TargetFeatures | None = None,
     ) -> None:
         self._config, self._gate, self._k, self._buffer = config, gate, k, buffer
+        self._features = features
         self._device = accelerator(config).device
 
     def compare(self, candidate: Path, base: DraftRelease) -> EvalReport | None:
@@ -54,18 +61,15 @@ class Evaluator:
         traces = self._holdout(num_traces, min(model.vocab_size for model in models.values()))
         if not traces:
             return {}
-        return {version: self._alpha(model, traces) for version, model in models.items()}
-
-    def _alpha(self, model: RowModel, traces: Sequence[Trace]) -> float:
-        alpha = replay(
-            model,
+        counts = replay_all(
+            list(models.values()),
             traces,
             self._k,
             max_length=self._config.max_length,
             batch_size=self._config.batch_size,
-        ).alpha
-        assert alpha is not None, "every trace has a token to test"
-        return alpha
+        )
+        alphas = {v: of_model.alpha for v, of_model in zip(models, counts, strict=True)}
+        return {v: alpha for v, alpha in alphas.items() if alpha is not None}
 
     def _holdout(self, num: int, vocab_size: int) -> list[Trace]:
         """Those of the newest `num` held-out traces that can be replayed; none when they are too
@@ -74,5 +78,5 @@ class Evaluator:
         traces = well_formed(newest, check_tokens, vocab_size)
         return traces if len(traces) >= self._gate.min_holdout_traces else []
 
-    def _load(self, path: str | Path) -> RowModel:
-        return load_draft(path).to(self._device)
+    def _load(self, path: str | Path) -> Draft:
+        return load_draft(path, self._features).to(self._device)

@@ -1,4 +1,5 @@
-"""Directories that are complete or absent: written aside, renamed, and pointed to last."""
+"""Directories that are complete or absent: written aside, renamed, and pointed to last. And the
+tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 
 from osd.common.files import fsync, replace_file
-from osd.errors import OSDError
+from osd.errors import OSDError, ReleaseError
 
 
 @contextmanager
@@ -76,3 +78,32 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
 def _remove(path: Path) -> None:
     if path.exists():
         shutil.rmtree(path)
+
+
+def checkpoint_tensors(directory: Path) -> dict[str, tuple[Path, torch.dtype]]:
+    """Tensor name -> (file, dtype) over all safetensors files of a checkpoint."""
+    files = sorted(directory.glob("model*.safetensors"))
+    if not files:
+        raise ReleaseError(
+            f"{directory}: holds no safetensors file; convert the draft to safetensors first"
+        )
+    found: dict[str, tuple[Path, torch.dtype]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                found[name] = (file, _DTYPES[opened.get_slice(name).get_dtype()])
+    return found
+
+
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from osd.config.schema import GateConfig, TrainerConfig
 from osd.records import Trace
-from trainer.batch import trainable
+from trainer.batch import TrainBatch, trainable
 from trainer.distiller import Distiller
 from trainer.loss import weighted_mean
 
@@ -26,6 +26,13 @@ LEAST_RISE = 0.02
 """A rise must also exceed this share of the loss."""
 
 
+class Watched(NamedTuple):
+    """Held-out traces that are measured together."""
+
+    batch: TrainBatch
+    num_traces: int
+
+
 class LossGuard:
     """Measures a working draft on the newest held-out traces."""
 
@@ -38,15 +45,19 @@ class LossGuard:
         traces, _ = trainable(newest, vocab_size)
         return traces if len(traces) >= self._gate.min_holdout_traces else []
 
+    def batches(self, distiller: Distiller, traces: Sequence[Trace]) -> list[Watched]:
+        """The traces as batches, to be measured more than once."""
+        size = self._config.batch_size
+        parts = [traces[i : i + size] for i in range(0, len(traces), size)]
+        return [Watched(distiller.collate(some), len(some)) for some in parts]
+
     @torch.no_grad()
-    def losses(self, distiller: Distiller, traces: Sequence[Trace]) -> np.ndarray:
+    def losses(self, distiller: Distiller, batches: Sequence[Watched]) -> np.ndarray:
         """float64 [traces]; the mean loss of each trace, 0 for a trace whose weights are 0."""
         values: list[float] = []
-        for start in range(0, len(traces), self._config.batch_size):
-            some = traces[start : start + self._config.batch_size]
-            batch = distiller.collate(some)
+        for batch, num_traces in batches:
             loss_N, weight_N, trace_N = distiller.losses(batch).cpu(), batch.weight_N, batch.trace_N
-            for index in range(len(some)):
+            for index in range(num_traces):
                 here_N = trace_N == index
                 total = float(weight_N[here_N].sum())
                 values.append(

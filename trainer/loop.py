@@ -32,7 +32,8 @@ from osd.exchange.transfer import read_part
 from osd.records import NO_TRACES, DraftRelease, EvalReport, RoundOutcome, Trace
 from trainer.batch import TrainBatch, trainable
 from trainer.distiller import Distiller, accelerator
-from trainer.draft import export_draft
+from trainer.draft import RowModel, export_draft
+from trainer.eagle3.features import TargetFeatures
 from trainer.evaluator import Evaluator
 from trainer.files import prune
 from trainer.guard import LossGuard, has_risen
@@ -127,18 +128,22 @@ class Trainer:
         draft: str = "default",
         teacher: Teacher | None = None,
     ) -> None:
-        """`teacher`: the target, which `trainer.sampling` student and mixed need."""
+        """`teacher`: the target, which heads, and `trainer.sampling` student and mixed, need."""
         torch.set_num_threads(config.num_threads)
         disable_progress_bar()
-        directory = Path(directory)
         self._config, self._buffer = config, buffer
         self._candidates = directory / "candidates"
-        self._evaluator = Evaluator(config, gate, k, buffer)
+        if teacher is not None:
+            teacher.device = accelerator(config).device
+        self._features = TargetFeatures(teacher, k) if teacher is not None else None
+        self._evaluator = Evaluator(config, gate, k, buffer, self._features)
         self._guard = LossGuard(config, gate, buffer)
         self._mix = ReplayMix(config, buffer)
         self._student = _student(config, teacher)
         self._trackers = open_trackers(config, directory, target_id)
-        self._working = WorkingDraft(config, directory / "checkpoints", draft, target_id)
+        self._working = WorkingDraft(
+            config, directory / "checkpoints", draft, target_id, self._features
+        )
 
     def run_round(
         self, base: DraftRelease, on_step: OnStep | None = None, *, line: int = 0
@@ -151,13 +156,17 @@ class Trainer:
         Raises `OSDError` when the disk does not take candidate or checkpoint, and `ReleaseError`
         when `base` cannot be loaded. After any error the next round begins as if this one had not.
         """
-        started = time.monotonic()
+        started, features_s = time.monotonic(), self._features_cpu_s()
         distiller = self._working.begin_round(base, line)
         new = self._read_new(distiller.model.vocab_size)
         progress = self._train(distiller, new, on_step)
         outcome = self._conclude(base, new, progress)
         self._finish(new)
-        outcome = replace(outcome, seconds=time.monotonic() - started)
+        outcome = replace(
+            outcome,
+            seconds=time.monotonic() - started,
+            features_cpu_s=self._features_cpu_s() - features_s,
+        )
         self._draw(outcome, progress.num_tokens)
         return outcome
 
@@ -202,7 +211,8 @@ class Trainer:
     def _train(self, distiller: Distiller, new: _NewTraces, on_step: OnStep | None) -> _Progress:
         """Step over new and replayed traces. Stop at the first step that is not finite."""
         progress = _Progress()
-        watched = self._guard.watched(distiller.model.vocab_size) if new.traces else []
+        traces = self._guard.watched(distiller.model.vocab_size) if new.traces else []
+        watched = self._guard.batches(distiller, traces)
         before = self._guard.losses(distiller, watched)
         for index, (traces, num_steps) in enumerate(self._batches(distiller, new, progress)):
             batch = distiller.collate(traces)
@@ -233,6 +243,7 @@ class Trainer:
             part, num_left = fresh[start : start + PART], max(0, len(fresh) - start - PART)
             pool, _ = trainable(self._mix.pool(part, new.end, seen, rng), vocab_size)
             if self._student is not None:
+                assert isinstance(distiller.model, RowModel), "a head has no answers of its own"
                 pool, cost = self._student.replace(
                     distiller.model.hf, pool, distiller.max_length, sampling_rng
                 )
@@ -323,6 +334,9 @@ class Trainer:
         )
         self._working.finish_round(new.end, seen)
 
+    def _features_cpu_s(self) -> float:
+        return self._features.cpu_s if self._features is not None else 0.0
+
     def _draw(self, outcome: RoundOutcome, num_tokens: int) -> None:
         for tracker in self._trackers:
             tracker.log(self._working.state.round, point(outcome, num_tokens))
@@ -333,5 +347,4 @@ def _student(config: TrainerConfig, teacher: Teacher | None) -> StudentSampler |
     if config.sampling == "teacher":
         return None
     assert teacher is not None, f"trainer.sampling={config.sampling} needs the target"
-    teacher.device = accelerator(config).device
     return StudentSampler(config, teacher)

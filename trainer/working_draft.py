@@ -24,9 +24,10 @@ from torch import Tensor
 from osd.config.schema import TrainerConfig
 from osd.records import DraftRelease
 from trainer import adapter
-from trainer.checkpoint import TrainerState, load_checkpoint, save_checkpoint
+from trainer.checkpoint import Checkpoint, TrainerState, load_checkpoint, save_checkpoint
 from trainer.distiller import Distiller
-from trainer.draft import RowModel, load_draft
+from trainer.draft import Draft, load_draft
+from trainer.eagle3.features import TargetFeatures
 from trainer.replay import ReplayState
 
 logger = logging.getLogger(__name__)
@@ -43,9 +44,14 @@ class WorkingDraft:
     """
 
     def __init__(
-        self, config: TrainerConfig, checkpoints: Path, draft: str, target_id: str
+        self,
+        config: TrainerConfig,
+        checkpoints: Path,
+        draft: str,
+        target_id: str,
+        features: TargetFeatures | None = None,
     ) -> None:
-        self._config, self._checkpoints = config, checkpoints
+        self._config, self._checkpoints, self._features = config, checkpoints, features
         self._distiller: Distiller | None = None
         self._average: dict[str, Tensor] = {}
         """float32, on the CPU; {} when nothing is averaged, or not yet."""
@@ -91,7 +97,7 @@ class WorkingDraft:
 
     def start_from(self, base: DraftRelease) -> None:
         """Take the weights of a release, with a fresh optimizer."""
-        model = load_draft(base.path)
+        model = load_draft(base.path, self._features)
         weights = adapter.below(model.hf)
         self._average = _on_cpu(weights) if self._config.averaging_rate < 1 else {}
         self._distiller_on(model).restart(weights, {})
@@ -100,7 +106,7 @@ class WorkingDraft:
 
     def undo_round(self, base: DraftRelease) -> None:
         """Go back to the weights before this round."""
-        found = None if self._is_from_base else load_checkpoint(self._checkpoints)
+        found = None if self._is_from_base else self._load()
         if found is None:
             self.start_from(base)
         else:
@@ -136,7 +142,7 @@ class WorkingDraft:
         self._is_mid_round, self._average = False, {}
         draft, target_id = self.state.draft, self.state.target_id
         self.state = TrainerState(draft=draft, target_id=target_id)
-        found = load_checkpoint(self._checkpoints)
+        found = self._load()
         if found is None or (found.state.draft, found.state.target_id) != (draft, target_id):
             return
         self.state, self._average = found.state, found.average
@@ -153,7 +159,10 @@ class WorkingDraft:
             self.state = replace(self.state, base_version=None, candidate_sha256="")
         logger.info("trainer resumes after round %d", self.state.round)
 
-    def _distiller_on(self, model: RowModel) -> Distiller:
+    def _load(self) -> Checkpoint | None:
+        return load_checkpoint(self._checkpoints, self._features)
+
+    def _distiller_on(self, model: Draft) -> Distiller:
         """The distiller; the first call makes it of this model, which may get adapters."""
         self._distiller = self._distiller or Distiller(model, self._config)
         return self._distiller

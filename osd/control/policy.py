@@ -242,6 +242,7 @@ def _is_finite(outcome: RoundOutcome, report: EvalReport) -> bool:
         outcome.seconds,
         outcome.sampling_cpu_s,
         outcome.scoring_cpu_s,
+        outcome.features_cpu_s,
         outcome.trace_age_mean_s,
         outcome.trace_age_max_s,
         report.alpha_base,

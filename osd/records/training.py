@@ -103,6 +103,9 @@ class RoundOutcome:
     """CPU seconds that sampling these answers took, a part of the round."""
     scoring_cpu_s: float = 0.0
     """CPU seconds that the target took to label them, a part of the round."""
+    features_cpu_s: float = 0.0
+    """CPU seconds that computing the target's features took, which a head is trained on; a part of
+    the round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

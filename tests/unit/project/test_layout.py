@@ -161,6 +161,7 @@ def annotations(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 STATE = {
+    "trainer.eagle3.layer.Chain",
     "osd.demo.story.Story",
     "osd.control.drift.FadingAlpha",
     "osd.control.drift.Watched",

@@ -96,6 +96,25 @@ def test_steps_by_hand(matches: str, k: int, tested: list[int], accepted: list[i
     assert [counts.tolist() for counts in count_steps(is_match_T, k)] == [tested, accepted]
 
 
+@pytest.mark.parametrize(
+    ("depths", "k", "tested", "accepted"),
+    [
+        # One line per depth: whether what is proposed there, in a step that began so many tokens
+        # earlier, equals the served token.
+        (["11111", "00000"], 2, [3, 2], [3, 0]),  # steps begin at 0, 2 and 4
+        (["11111", "01000"], 2, [2, 2], [2, 1]),  # at 0 and 3
+        (["10010", "11100", "00100"], 3, [2, 1, 1], [1, 1, 1]),  # at 0 and (rejected) 4
+        (["1111", "0101", "1111"], 3, [1, 1, 1], [1, 1, 1]),  # all of it in one
+        (["0000", "1111"], 2, [4, 0], [0, 0]),  # a later depth alone is nothing
+    ],
+)
+def test_steps_of_a_head_by_hand(
+    depths: list[str], k: int, tested: list[int], accepted: list[int]
+) -> None:
+    is_match_GT = np.array([[char == "1" for char in depth] for depth in depths])
+    assert [counts.tolist() for counts in count_steps(is_match_GT, k)] == [tested, accepted]
+
+
 def test_what_has_one_token_was_never_drafted() -> None:
     assert [can_replay(chain_traces(1, num_output=num)[0]) for num in (0, 1, 2)] == [
         False,

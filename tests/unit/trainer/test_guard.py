@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -112,7 +112,7 @@ def test_the_loss_of_a_trace_does_not_depend_on_its_company(
     guard = LossGuard(config(batch_size=batch_size), GATE, buffer_with())
     distiller = Distiller(load_draft(save_draft(tmp_path / "draft", scale=0.3)), config())
     traces = [*chain_traces(4), *chain_traces(4, start=4, step=7, num_output=5)]
-    losses = guard.losses(distiller, traces)
+    losses = guard.losses(distiller, guard.batches(distiller, traces))
     expected = []
     for trace in traces:
         # By hand: KL of (0.97, 0.02, rest 0.01) to softmax, weighted by 1 / keep_prob.
@@ -145,6 +145,11 @@ class Weighs:
         return batch.label_ids_N.float()
 
 
+def measured(distiller: Weighs, traces: list[Trace], **fields: Any) -> np.ndarray:
+    guard, weighs = LossGuard(config(**fields), GATE, buffer_with()), cast(Distiller, distiller)
+    return guard.losses(weighs, guard.batches(weighs, traces))
+
+
 def test_losses_are_means_by_the_weights_of_rows_in_batches_of_the_configured_size() -> None:
     def trace(index: int, keep_prob: Sequence[float]) -> Trace:
         rows = np.arange(len(keep_prob))
@@ -160,7 +165,7 @@ def test_losses_are_means_by_the_weights_of_rows_in_batches_of_the_configured_si
         trace(2, [0.5, 1.0]),
         trace(3, [0.25, 0.25]),
     ]
-    losses = LossGuard(config(batch_size=3), GATE, buffer_with()).losses(distiller, traces)  # type: ignore[arg-type]
+    losses = measured(distiller, traces, batch_size=3)
     assert losses == pytest.approx([(10 + 40 + 120) / 7, 10, 40 / 3, 15])
     assert distiller.batch_sizes == [3, 1]
 
@@ -168,7 +173,7 @@ def test_losses_are_means_by_the_weights_of_rows_in_batches_of_the_configured_si
 def test_a_trace_that_weighs_nothing_beside_another_ends_no_round() -> None:
     # No capture keeps so little; who else writes to the buffer may.
     heavy = chain_trace(0, keep_prob=np.full(12, 1.4e-45))
-    losses = LossGuard(config(), GATE, buffer_with()).losses(Weighs(), [heavy, chain_trace(1)])  # type: ignore[arg-type]
+    losses = measured(Weighs(), [heavy, chain_trace(1)])
     assert losses == pytest.approx([heavy.output_ids.mean(), 0])
 
 
