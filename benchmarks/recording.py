@@ -46,21 +46,8 @@ class Recorded:
 
     def bare_trace(self, target_id: str) -> Trace:
         """The tokens alone, without rows."""
-        nothing = np.zeros(0)
-        return Trace(
-            trace_id=self.name,
-            target_id=target_id,
-            finished_at=0.0,
-            prompt_ids=self.prompt_ids,
-            output_ids=self.output_ids,
-            position=nothing,
-            kind=nothing,
-            draft_ids=nothing,
-            target_ids=np.zeros((0, 1)),
-            target_logprobs=np.zeros((0, 1)),
-            tail_logprob=nothing,
-            keep_prob=nothing,
-            draft_version=nothing,
+        return Trace.of_text(
+            self.prompt_ids, self.output_ids, trace_id=self.name, target_id=target_id
         )
 
 

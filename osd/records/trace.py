@@ -143,6 +143,13 @@ class Trace:
     def num_rows(self) -> int:
         return len(self.position)
 
+    @classmethod
+    def of_text(cls, prompt_ids: Any, output_ids: Any, **fields: Any) -> Trace:
+        """A prompt and its answer as token ids, without rows."""
+        values: dict[str, Any] = {"trace_id": "", "target_id": "", "finished_at": 0.0}
+        values |= {name: np.zeros(0) for name in _ROW_ARRAYS}
+        return cls(**values | fields | {"prompt_ids": prompt_ids, "output_ids": output_ids})
+
     def with_rows(self, keep_N: np.ndarray) -> Trace:
         """The same request with some of its rows. keep_N: bool."""
         return (
