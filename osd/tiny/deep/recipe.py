@@ -1,0 +1,30 @@
+"""The recipe of the deep tiny models: what differs from the tiny pair's, and a hash over both.
+
+Tokenizer, traffic, mix of domains and draft are the tiny pair's (`osd.tiny.recipe`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from osd.tiny import recipe
+from osd.tiny.recipe import Shape
+
+SOURCES = ("recipe.py", "build.py")
+"""Files of this package whose text changes the models, beside those of the tiny pair."""
+
+TARGET = Shape(hidden_size=128, intermediate_size=352, num_layers=8)
+"""A head reads its hidden states before layers 2, 4 and 5."""
+TARGET_STEPS = 340
+TARGET_BATCH = 24
+TARGET_LEARNING_RATE = 0.02
+
+
+def recipe_hash() -> str:
+    """16 hex digits that change with the tiny pair's hash, or a file of `SOURCES`."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256(recipe.recipe_hash().encode())
+    for name in SOURCES:
+        digest.update(name.encode() + b"\0" + (here / name).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
