@@ -52,12 +52,28 @@ def train_target(tokenizer: PreTrainedTokenizerFast, report: Report) -> LlamaFor
     pools = {domain: examples(tokenizer, domain, pair.TRAIN_SEED) for domain in pair.TARGET_MIX}
     mixed = (next(pools[domain]) for domain in cycle(pair.TARGET_MIX))
     data = batches(mixed, recipe.TARGET_BATCH, Random(0))
+    shares = _decay_shares(recipe.TARGET_STEPS)
 
     def loss_of(batch: Batch) -> Tensor:
+        _shrink(model, next(shares))
         return cross_entropy(answer_logits(model, batch), batch.labels)
 
     train(model, data, loss_of, recipe.TARGET_STEPS, recipe.TARGET_LEARNING_RATE, report)
     return model
+
+
+def _decay_shares(steps: int) -> Iterator[float]:
+    """What each step takes off the matrices: in proportion to the learning rate, which falls
+    linearly to zero."""
+    for step in range(steps):
+        yield recipe.TARGET_WEIGHT_DECAY * recipe.TARGET_LEARNING_RATE * (1 - step / steps)
+
+
+def _shrink(model: LlamaForCausalLM, share: float) -> None:
+    """Weight decay of the matrices of all layers, beside the optimizer's step."""
+    for parameter in model.model.layers.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(1 - share)
 
 
 def _texts() -> Iterator[str]:
