@@ -89,11 +89,12 @@ class ServingConfig(Section):
     """What is switched on in attached engines: counting, capture, new drafts, k decided step by
     step. `osd steps` changes it while they run."""
     target: str = ""
-    """Directory or hub name of the target model. "tiny" = the small model the project builds
-    itself."""
+    """Directory or hub name of the target model, or one of the small models the project builds
+    itself: tiny (two layers), tiny-deep (eight), or either at the cost of a real model:
+    tiny-cost-shaped, tiny-deep-cost-shaped."""
     draft: str = ""
-    """Directory or hub name of the draft to start with. "tiny" = the small draft the project builds
-    itself."""
+    """Directory or hub name of the draft to start with, or one of the small drafts the project
+    builds itself: tiny, tiny-deep."""
     served_model_name: str = ""
     """Name clients use for the model; empty = the target as given."""
     host: str = "127.0.0.1"

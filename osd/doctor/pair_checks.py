@@ -13,7 +13,7 @@ from osd.common.wording import percent, size
 from osd.config.schema import Config
 from osd.doctor.checks import Check
 from osd.errors import ConfigError
-from osd.models import resolve
+from osd.models import built_in, resolve
 from osd.models.compatibility import check_pair
 from osd.models.draft_cost import draft_cost
 from osd.models.teacher import check_teacher, is_needed
@@ -51,7 +51,7 @@ def _find(value: str, name: str) -> tuple[Check, Path | None]:
     except ConfigError as error:
         return Check(name, False, str(error)), None
     if path is None:
-        how = "built" if value in resolve.BUILT_IN else "downloaded"
+        how = "built" if value in built_in.NAMES else "downloaded"
         return Check(
             name, None, f"{value}: not on this machine yet, {how} when it is first served"
         ), None
@@ -63,9 +63,9 @@ def locate(name: str, key: str) -> Path | None:
 
     Raises `ConfigError` for a model that can never be found, as `osd.models.resolve.resolve` does.
     """
-    if name in resolve.BUILT_IN and not _is_built(name):
+    if name in built_in.NAMES and not built_in.is_built(name):
         return None
-    if name in resolve.BUILT_IN or not _is_hub_name(name):
+    if name in built_in.NAMES or not _is_hub_name(name):
         return resolve.resolve(name, key)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -86,14 +86,6 @@ def _is_hub_name(name: str) -> bool:
         not (path.is_dir() or path.is_absolute() or name.startswith((".", "~")))
         and name.count("/") == 1
     )
-
-
-def _is_built(name: str) -> bool:
-    from osd.common.files import cache_root
-    from osd.tiny import recipe
-
-    is_there = (cache_root() / f"tiny-{recipe.recipe_hash()}").is_dir()
-    return is_there and (name == resolve.TINY or any(cache_root().glob("wide-*")))
 
 
 def _fit(config: Config, target: Path, draft: Path) -> Check:

@@ -7,12 +7,7 @@ import struct
 from pathlib import Path
 
 from osd.errors import ConfigError
-
-TINY = "tiny"
-TINY_COST_SHAPED = "tiny-cost-shaped"
-BUILT_IN = (TINY, TINY_COST_SHAPED)
-"""Names of the models that the project builds itself: the tiny pair, and the tiny target with the
-cost of a real model."""
+from osd.models import built_in
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -35,8 +30,8 @@ def resolve(name: str, key: str) -> Path:
         raise ConfigError(
             f"{key} is not set: give models, as in `osd serve ./target --draft ./draft`"
         )
-    if name in BUILT_IN:
-        return _built_in(name, key)
+    if name in built_in.NAMES:
+        return built_in.directory_of(name, key)
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -67,17 +62,6 @@ def cached(name: str, revision: str | None = None, cache_dir: str | None = None)
             f"{name}: no directory, and not in the hub's cache ({type(error).__name__}); give "
             "models by their directories"
         ) from None
-
-
-def _built_in(name: str, key: str) -> Path:
-    from osd.tiny import models as tiny
-
-    if name == TINY_COST_SHAPED:
-        if key == "serving.draft":
-            raise ConfigError(f"{key}={name}: is a target, not a draft; use {TINY!r}")
-        return tiny.ensure_cost_shaped()
-    built = tiny.ensure()
-    return built.draft if key == "serving.draft" else built.target
 
 
 def _download(name: str, key: str) -> Path:

@@ -30,6 +30,11 @@ MAX_BUILD_THREADS = 4
 COST_SHAPED_HIDDEN_SIZE = 768
 COST_SHAPED_NUM_LAYERS = 8
 COST_SHAPED_INTERMEDIATE_SIZE = 3072
+COST_SHAPED_SIZES = (
+    COST_SHAPED_HIDDEN_SIZE,
+    COST_SHAPED_NUM_LAYERS,
+    COST_SHAPED_INTERMEDIATE_SIZE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +46,27 @@ class TinyModels:
     recipe_hash: str
 
 
+def cache_name() -> str:
+    """Where the tiny models lie in the cache."""
+    return f"tiny-{recipe.recipe_hash()}"
+
+
 def ensure(progress: bool = True) -> TinyModels:
     """The tiny models. The first call with this recipe builds them (minutes on two cores).
 
     `progress`: show a bar while building. Raises `ConfigError` when the cache is not writable.
     """
-    name = recipe.recipe_hash()
     root = build_once(
-        f"tiny-{name}", lambda directory: run_build("osd.tiny.build", directory, progress=progress)
+        cache_name(), lambda directory: run_build("osd.tiny.build", directory, progress=progress)
     )
-    return TinyModels(target=root / "target", draft=root / "draft", recipe_hash=name)
+    return TinyModels(
+        target=root / "target", draft=root / "draft", recipe_hash=recipe.recipe_hash()
+    )
+
+
+def cost_shaped_cache_name() -> str:
+    """Where the cost-shaped target of the default sizes lies in the cache."""
+    return cost_shaped_name("wide", recipe.recipe_hash(), COST_SHAPED_SIZES)
 
 
 def ensure_cost_shaped(
@@ -72,9 +88,6 @@ def cost_shaped(
     from osd.tiny import widen
 
     hidden_size, num_layers, intermediate_size = sizes
-    source = hashlib.sha256(
-        Path(widen.__file__).read_bytes() + models.recipe_hash.encode()
-    ).hexdigest()[:16]
 
     def build(directory: Path) -> None:
         with stages(progress) as begin:
@@ -87,7 +100,15 @@ def cost_shaped(
                 intermediate_size=intermediate_size,
             )
 
-    return build_once(f"{prefix}-{source}-{hidden_size}x{num_layers}x{intermediate_size}", build)
+    return build_once(cost_shaped_name(prefix, models.recipe_hash, sizes), build)
+
+
+def cost_shaped_name(prefix: str, recipe_hash: str, sizes: tuple[int, int, int]) -> str:
+    """Where a widened target of a recipe lies in the cache."""
+    from osd.tiny import widen
+
+    source = Path(widen.__file__).read_bytes() + recipe_hash.encode()
+    return f"{prefix}-{hashlib.sha256(source).hexdigest()[:16]}-{'x'.join(map(str, sizes))}"
 
 
 def run_build(module: str, directory: Path, *arguments: str, progress: bool) -> None:

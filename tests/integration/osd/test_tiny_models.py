@@ -5,17 +5,21 @@ from __future__ import annotations
 import ast
 import sqlite3
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from osd.tiny.models import TinyModels, ensure, ensure_cost_shaped
+from osd.tiny import models as tiny
+from osd.tiny.deep import models as deep
+from osd.tiny.models import TinyModels
 from osd.tiny.text_sql import SCHEMAS
 from osd.tiny.tokenizer import chat_prompt
 from osd.tiny.traffic import DOMAINS, HOME, requests
-from osd.tiny.training import Example, answer_logits, collate
+from osd.tiny.training import Batch, Example, answer_logits, collate
 from osd.tiny.widen import widen
 from tests.support.greedy import greedy_answers
 
@@ -23,17 +27,23 @@ SERVED_SEED = 1001
 NUM = 64
 MAX_NLL = {"arithmetic": 0.35, "sql": 0.15, "python": 0.12, "finance": 0.35}
 """Mean negative log-likelihood per answer token, in nats, of answers never seen."""
+TAPS = (2, 4, 5)
+"""Where an EAGLE-3 head reads a target of eight layers."""
+
+
+@pytest.fixture(scope="module", params=[tiny, deep], ids=["tiny", "deep"])
+def built(request: pytest.FixtureRequest) -> Any:
+    """The module that builds a pair."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def models() -> TinyModels:
-    return ensure()
+def models(built: Any) -> TinyModels:
+    return built.ensure()
 
 
 @pytest.fixture(scope="module")
 def tokenizer(models: TinyModels) -> Any:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(models.target)
 
 
@@ -58,7 +68,7 @@ def answers(target: Any, tokenizer: Any) -> dict[str, list[Example]]:
 
 
 def test_sizes(target: Any, draft: Any) -> None:
-    assert 2_000_000 <= target.num_parameters() <= 4_000_000
+    assert 1_500_000 <= target.num_parameters() <= 4_000_000
     assert 300_000 <= draft.num_parameters() <= 500_000
 
 
@@ -88,13 +98,7 @@ def test_chat_template_marks_every_turn(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_target_knows_every_domain(target: Any, tokenizer: Any, domain: str) -> None:
-    pairs = [
-        Example(
-            chat_prompt(tokenizer, r.prompt), tokenizer.encode(r.answer, add_special_tokens=False)
-        )
-        for r in requests(domain, NUM, SERVED_SEED)
-    ]
-    batch = collate(pairs)
+    batch = _held_out(tokenizer, domain)
     with torch.no_grad():
         nll = torch.nn.functional.cross_entropy(answer_logits(target, batch), batch.labels)
     assert nll.item() < MAX_NLL[domain]
@@ -145,12 +149,17 @@ def test_draft_has_room_for_another_domain(
     assert _replay(draft, answers[HOME])[0] >= 0.80
 
 
-@pytest.mark.parametrize("size", [(384, 5, 1000), None], ids=["small", "default"])
+@pytest.mark.parametrize("size", [(384, 9, 1000), None], ids=["small", "default"])
 def test_cost_shaped_target_computes_the_same(
-    models: TinyModels, target: Any, answers: dict[str, list[Example]], tmp_path: Path, size: Any
+    built: Any,
+    models: TinyModels,
+    target: Any,
+    answers: dict[str, list[Example]],
+    tmp_path: Path,
+    size: Any,
 ) -> None:
     if size is None:
-        path = ensure_cost_shaped()
+        path = built.ensure_cost_shaped()
     else:
         hidden, layers, intermediate = size
         path = widen(
@@ -177,6 +186,24 @@ def test_cost_shaped_target_computes_the_same(
     assert [e.answer_ids for e in greedy_answers(wide, prompts)] == expected
 
 
+@pytest.mark.parametrize("domain", [HOME, "sql"])
+def test_taps_of_the_deep_target_tell_a_head_different_things(domain: str) -> None:
+    """Each holds more of the next token than the one before."""
+    directory = deep.ensure().target
+    model, batch = _load(directory), _held_out(AutoTokenizer.from_pretrained(directory), domain)
+    with torch.no_grad():
+        states = model(input_ids=batch.input_ids, output_hidden_states=True).hidden_states
+        taps = [states[tap][batch.is_source] for tap in TAPS]
+        hits = [
+            (model.lm_head(model.model.norm(tap)).argmax(-1) == batch.labels).float().mean().item()
+            for tap in taps
+        ]
+    assert hits == sorted(hits)
+    for lower, upper in pairwise(taps):
+        change = upper - lower
+        assert (change.norm(dim=-1) / lower.norm(dim=-1)).mean() > 0.1
+
+
 def test_impossible_widths_are_refused(models: TinyModels, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"hidden_size 400: must be a multiple of the head size 32"
@@ -186,9 +213,20 @@ def test_impossible_widths_are_refused(models: TinyModels, tmp_path: Path) -> No
         widen(models.target, tmp_path, hidden_size=512, num_layers=1, intermediate_size=1024)
 
 
-def _load(directory: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+def _held_out(tokenizer: Any, domain: str) -> Batch:
+    """Requests never seen and the answers the target was taught."""
+    return collate(
+        [
+            Example(
+                chat_prompt(tokenizer, r.prompt),
+                tokenizer.encode(r.answer, add_special_tokens=False),
+            )
+            for r in requests(domain, NUM, SERVED_SEED)
+        ]
+    )
 
+
+def _load(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory).eval()
 
 

@@ -1,0 +1,54 @@
+"""The models that the project builds itself, by the names under which they are served.
+
+target                    draft that fits it
+tiny                      tiny           two layers, and a draft that knows one domain
+tiny-cost-shaped          tiny           the same answers at the cost of a real model
+tiny-deep                 tiny-deep      eight layers, and a draft that knows the same domain
+tiny-deep-cost-shaped     tiny-deep      the same answers at the cost of a real model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from osd.common.files import cache_root
+from osd.errors import ConfigError
+from osd.tiny import models as tiny
+from osd.tiny.deep import models as deep
+
+TARGETS: Mapping[str, Callable[[], Path]] = {
+    "tiny": lambda: tiny.ensure().target,
+    "tiny-cost-shaped": lambda: tiny.ensure_cost_shaped(),
+    "tiny-deep": lambda: deep.ensure().target,
+    "tiny-deep-cost-shaped": lambda: deep.ensure_cost_shaped(),
+}
+"""Name -> what builds the target where it is missing, and gives its directory."""
+DRAFTS: Mapping[str, Callable[[], Path]] = {
+    "tiny": lambda: tiny.ensure().draft,
+    "tiny-deep": lambda: deep.ensure().draft,
+}
+"""The same for `serving.draft`."""
+NAMES = frozenset({*TARGETS, *DRAFTS})
+_CACHED: Mapping[str, Callable[[], str]] = {
+    "tiny": tiny.cache_name,
+    "tiny-cost-shaped": tiny.cost_shaped_cache_name,
+    "tiny-deep": deep.cache_name,
+    "tiny-deep-cost-shaped": deep.cost_shaped_cache_name,
+}
+
+
+def directory_of(name: str, key: str) -> Path:
+    """The directory of a model of `NAMES`, built first where it is missing.
+
+    key: configuration key of `name`. Raises `ConfigError` for a target in a draft's place.
+    """
+    models = DRAFTS if key == "serving.draft" else TARGETS
+    if name not in models:
+        raise ConfigError(f"{key}={name}: is a target, not a draft; use {' or '.join(DRAFTS)}")
+    return models[name]()
+
+
+def is_built(name: str) -> bool:
+    """Whether a model of `NAMES` lies in the cache. Nothing is built."""
+    return (cache_root() / _CACHED[name]()).is_dir()

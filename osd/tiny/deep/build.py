@@ -1,0 +1,96 @@
+"""`python -m osd.tiny.deep.build DIRECTORY`: trains the deep tiny target and its draft into
+`DIRECTORY/target` and `DIRECTORY/draft`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from osd.common.progress import stages
+from osd.tiny import recipe as pair
+from osd.tiny.deep import recipe
+from osd.tiny.quiet import quiet_transformers
+from osd.tiny.tokenizer import train_tokenizer
+from osd.tiny.traffic import DOMAINS, requests
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from osd.tiny.training import Batch, Report
+
+
+def build(directory: Path, progress: bool) -> None:
+    """Train tokenizer, target and draft, and save them."""
+    with stages(progress) as begin:
+        begin("deep tiny models: loading torch")
+        from osd.tiny.training import train_draft
+
+        begin("deep tiny models: tokenizer")
+        tokenizer = train_tokenizer(_texts(), pair.VOCAB_SIZE)
+        advance = begin("deep tiny models: target", recipe.TARGET_STEPS, "steps")
+        target = train_target(tokenizer, advance)
+        advance = begin("deep tiny models: draft", pair.DRAFT_STEPS, "steps")
+        draft = train_draft(tokenizer, target, advance)
+    for model, name in ((target, "target"), (draft, "draft")):
+        with quiet_transformers():
+            model.save_pretrained(directory / name)
+            tokenizer.save_pretrained(directory / name)
+
+
+def train_target(tokenizer: PreTrainedTokenizerFast, report: Report) -> LlamaForCausalLM:
+    """The deep target, trained on all domains."""
+    from torch.nn.functional import cross_entropy
+
+    from osd.tiny.training import answer_logits, batches, examples, make_model, train
+
+    model = make_model(recipe.TARGET, tokenizer, seed=1)
+    pools = {domain: examples(tokenizer, domain, pair.TRAIN_SEED) for domain in pair.TARGET_MIX}
+    mixed = (next(pools[domain]) for domain in cycle(pair.TARGET_MIX))
+    data = batches(mixed, recipe.TARGET_BATCH, Random(0))
+    shares = _decay_shares(recipe.TARGET_STEPS)
+
+    def loss_of(batch: Batch) -> Tensor:
+        _shrink(model, next(shares))
+        return cross_entropy(answer_logits(model, batch), batch.labels)
+
+    train(model, data, loss_of, recipe.TARGET_STEPS, recipe.TARGET_LEARNING_RATE, report)
+    return model
+
+
+def _decay_shares(steps: int) -> Iterator[float]:
+    """What each step takes off the matrices: in proportion to the learning rate, which falls
+    linearly to zero."""
+    for step in range(steps):
+        yield recipe.TARGET_WEIGHT_DECAY * recipe.TARGET_LEARNING_RATE * (1 - step / steps)
+
+
+def _shrink(model: LlamaForCausalLM, share: float) -> None:
+    """Weight decay of the matrices of all layers, beside the optimizer's step."""
+    for parameter in model.model.layers.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(1 - share)
+
+
+def _texts() -> Iterator[str]:
+    """The texts of the tiny pair's tokenizer, so that both have the same."""
+    for domain in DOMAINS:
+        for request in requests(domain, pair.NUM_TOKENIZER_REQUESTS, pair.TRAIN_SEED):
+            yield request.prompt
+            yield request.answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m osd.tiny.deep.build", description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    arguments = parser.parse_args()
+    build(arguments.directory, progress=not arguments.quiet)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Names of built-in models: each leads to its directory in the cache, and to no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from osd.errors import ConfigError
+from osd.models import built_in
+from osd.models.resolve import resolve
+from osd.tiny import models as tiny
+from osd.tiny.deep import models as deep
+from osd.tiny.deep import recipe as deep_recipe
+
+PAIR, DEEP = tiny.cache_name(), deep.cache_name()
+WIDE, DEEP_WIDE = tiny.cost_shaped_cache_name(), deep.cost_shaped_cache_name()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OSD_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "place"),
+    [
+        ("serving.target", "tiny", f"{PAIR}/target"),
+        ("serving.draft", "tiny", f"{PAIR}/draft"),
+        ("serving.target", "tiny-cost-shaped", WIDE),
+        ("serving.target", "tiny-deep", f"{DEEP}/target"),
+        ("serving.draft", "tiny-deep", f"{DEEP}/draft"),
+        ("serving.target", "tiny-deep-cost-shaped", DEEP_WIDE),
+    ],
+)
+def test_a_name_is_found_where_it_was_built(cache: Path, key: str, name: str, place: str) -> None:
+    own = place.split("/")[0]
+    for other in {PAIR, WIDE, DEEP, DEEP_WIDE} - {own}:
+        (cache / other).mkdir()
+    assert not built_in.is_built(name)
+    (cache / own).mkdir()
+    assert built_in.is_built(name)
+    assert resolve(name, key) == cache / place
+
+
+@pytest.mark.parametrize("name", sorted(built_in.NAMES))
+def test_what_another_recipe_built_does_not_count(cache: Path, name: str) -> None:
+    for other in ("tiny-0", "wide-0-768x8x3072", "deep-0", "deep-wide-0-768x8x3072"):
+        (cache / other).mkdir()
+    assert not built_in.is_built(name)
+
+
+@pytest.mark.parametrize("name", ["tiny-cost-shaped", "tiny-deep-cost-shaped"])
+def test_a_target_is_no_draft(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^serving.draft={name}: is a target, .*tiny-deep$"):
+        resolve(name, "serving.draft")
+
+
+def test_each_recipe_has_a_place_of_its_own() -> None:
+    here = Path(deep_recipe.__file__).parent
+    assert set(deep_recipe.SOURCES) <= {file.name for file in here.glob("*.py")}
+    assert len({PAIR, WIDE, DEEP, DEEP_WIDE}) == 4
