@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -97,6 +98,13 @@ def stop(deployment: DeploymentOption = None) -> None:
     typer.echo(f"{stop_service(deployment)} has stopped")
 
 
+class DemoDraft(StrEnum):
+    """What learns in `osd demo`."""
+
+    MODEL = "model"
+    EAGLE3 = "eagle3"
+
+
 @app.command(epilog="Example:  osd demo --html report.html")
 def demo(
     report: Annotated[
@@ -108,10 +116,15 @@ def demo(
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the run's data directory and say where it is.")
     ] = False,
+    draft: Annotated[
+        DemoDraft,
+        typer.Option(help="What learns: a draft model, or an EAGLE-3 head on a deeper target."),
+    ] = DemoDraft.MODEL,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
 ) -> None:
     """Tiny models, real vLLM, drifting traffic: acceptance and speed fall, and recover as the draft
     learns."""
-    from osd.demo.run import run
+    from osd.demo.run import PAIRS, run
 
-    sys.exit(run(report_path=report, html_path=html, keep=keep, overrides=overrides or []))
+    given = [*PAIRS[draft.value], *(overrides or [])]
+    sys.exit(run(report_path=report, html_path=html, keep=keep, overrides=given))

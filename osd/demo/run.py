@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -21,6 +21,11 @@ from osd.demo.story import play
 from osd.errors import ConfigError
 from osd.service.launch import Service
 
+PAIRS: Mapping[str, Sequence[str]] = {
+    "model": (),
+    "eagle3": ("serving.target=tiny-deep-cost-shaped", "serving.draft=tiny-eagle3-cost-shaped"),
+}
+"""What learns -> overrides of the preset."""
 PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny-cpu.yaml"
 
 

@@ -5,6 +5,8 @@ tiny                      tiny           two layers, and a draft that knows one 
 tiny-cost-shaped          tiny           the same answers at the cost of a real model
 tiny-deep                 tiny-deep      eight layers, and a draft that knows the same domain
 tiny-deep-cost-shaped     tiny-deep      the same answers at the cost of a real model
+
+Both deep targets have an EAGLE-3 head too: tiny-eagle3, and tiny-eagle3-cost-shaped.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from osd.common.files import cache_root
 from osd.errors import ConfigError
 from osd.tiny import models as tiny
+from osd.tiny.deep import head
 from osd.tiny.deep import models as deep
 
 TARGETS: Mapping[str, Callable[[], Path]] = {
@@ -27,6 +30,8 @@ TARGETS: Mapping[str, Callable[[], Path]] = {
 DRAFTS: Mapping[str, Callable[[], Path]] = {
     "tiny": lambda: tiny.ensure().draft,
     "tiny-deep": lambda: deep.ensure().draft,
+    "tiny-eagle3": lambda: head.ensure(),
+    "tiny-eagle3-cost-shaped": lambda: head.ensure_cost_shaped(),
 }
 """The same for `serving.draft`."""
 NAMES = frozenset({*TARGETS, *DRAFTS})
@@ -35,6 +40,8 @@ _CACHED: Mapping[str, Callable[[], str]] = {
     "tiny-cost-shaped": tiny.cost_shaped_cache_name,
     "tiny-deep": deep.cache_name,
     "tiny-deep-cost-shaped": deep.cost_shaped_cache_name,
+    "tiny-eagle3": head.cache_name,
+    "tiny-eagle3-cost-shaped": head.cost_shaped_cache_name,
 }
 
 
@@ -45,7 +52,8 @@ def directory_of(name: str, key: str) -> Path:
     """
     models = DRAFTS if key == "serving.draft" else TARGETS
     if name not in models:
-        raise ConfigError(f"{key}={name}: is a target, not a draft; use {' or '.join(DRAFTS)}")
+        what = "a target, not a draft" if name in TARGETS else "a draft, not a target"
+        raise ConfigError(f"{key}={name}: is {what}; use {' or '.join(models)}")
     return models[name]()
 
 

@@ -1,0 +1,53 @@
+"""The tiny EAGLE-3 head of the deep target: built on first use, then found in the cache.
+
+The trainer makes it, which stands above this room, so it is built in a process of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from osd.tiny import models
+from osd.tiny.cache import build_once
+from osd.tiny.deep import models as deep
+from osd.tiny.deep import recipe
+from osd.tiny.widen_head import widen_head
+
+MODULE = "osd.offline.tiny_head"
+SOURCES = ("tiny_head.py", "first_head.py")
+"""Files of `osd/offline` whose text changes the head."""
+
+
+def cache_name() -> str:
+    """Where the head lies in the cache."""
+    here = Path(__file__).parents[2] / "offline"
+    digest = hashlib.sha256(recipe.recipe_hash().encode())
+    for name in SOURCES:
+        digest.update((here / name).read_bytes() + b"\0")
+    return f"deep-head-{digest.hexdigest()[:16]}"
+
+
+def cost_shaped_cache_name() -> str:
+    """Where the head of the cost-shaped target lies in the cache."""
+    return f"{cache_name()}-{deep.cost_shaped_cache_name()}"
+
+
+def ensure(progress: bool = True) -> Path:
+    """Directory of the head of the deep target."""
+    target = str(deep.ensure(progress).target)
+
+    def build(directory: Path) -> None:
+        models.run_build(MODULE, directory, "--target", target, progress=progress)
+
+    return build_once(cache_name(), build) / "head"
+
+
+def ensure_cost_shaped(progress: bool = True) -> Path:
+    """Directory of the same head for `deep.ensure_cost_shaped`."""
+    head, target = ensure(progress), deep.ensure_cost_shaped(progress)
+    return build_once(cost_shaped_cache_name(), lambda directory: _widen(head, target, directory))
+
+
+def _widen(head: Path, target: Path, directory: Path) -> None:
+    widen_head(head, target, directory)
