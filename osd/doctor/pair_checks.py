@@ -14,8 +14,9 @@ from osd.config.schema import Config
 from osd.doctor.checks import Check
 from osd.errors import ConfigError
 from osd.models import built_in, resolve
-from osd.models.compatibility import check_pair
 from osd.models.draft_cost import draft_cost
+from osd.models.eagle3 import read_spec
+from osd.models.fit import check_fit, is_head
 from osd.models.teacher import check_teacher, is_needed
 from osd.service.plan import max_model_len
 
@@ -41,8 +42,8 @@ def check_models(config: Config) -> Iterator[Check]:
     yield fit
     if fit.ok:
         yield cost
-    if fit.ok and is_needed(config):
-        yield _teacher(config, found[0])
+    if fit.ok and is_needed(config, is_head=is_head(found[1])):
+        yield _teacher(config, *found)
 
 
 def _find(value: str, name: str) -> tuple[Check, Path | None]:
@@ -90,15 +91,19 @@ def _is_hub_name(name: str) -> bool:
 
 def _fit(config: Config, target: Path, draft: Path) -> Check:
     try:
-        num_tokens = check_pair(target, draft, max_model_len(config))
+        num_tokens = check_fit(target, draft, max_model_len(config))
     except ConfigError as error:
         return Check("fit", False, str(error))
-    return Check("fit", True, f"the draft can propose each of the target's {num_tokens} tokens")
+    what = f"the draft can propose each of the target's {num_tokens} tokens"
+    if is_head(draft):
+        num = read_spec(draft).draft_vocab_size
+        what = f"the EAGLE-3 head can propose {num} of the target's {num_tokens} tokens"
+    return Check("fit", True, what)
 
 
-def _teacher(config: Config, target: Path) -> Check:
+def _teacher(config: Config, target: Path, draft: Path) -> Check:
     try:
-        return Check("teacher", True, check_teacher(config, target))
+        return Check("teacher", True, check_teacher(config, target, is_head=is_head(draft)))
     except ConfigError as error:
         return Check("teacher", False, str(error))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from osd.common.model_directory import WEIGHTS
 from osd.errors import ConfigError
@@ -110,8 +110,19 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     return found
 
 
+class Described(Protocol):
+    """What the header of a file says of a tensor."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
 def write_checkpoint(
-    path: Path, tensors: Mapping[str, StoredTensor], content: Callable[[str], Iterator[bytes]]
+    path: Path, tensors: Mapping[str, Described], content: Callable[[str], Iterator[bytes]]
 ) -> None:
     """Write these tensors to one safetensors file. `content(name)` yields the bytes of one."""
     # Wide types first: every tensor then begins at a multiple of its width, which readers that map
@@ -135,13 +146,13 @@ def write_checkpoint(
             _write(file, name, tensors[name], content(name))
 
 
-def _write(file: BinaryIO, name: str, tensor: StoredTensor, chunks: Iterator[bytes]) -> None:
+def _write(file: BinaryIO, name: str, tensor: Described, chunks: Iterator[bytes]) -> None:
     written = sum(file.write(chunk) for chunk in chunks)
     assert written == tensor.num_bytes, (
         f"{name}: {written} bytes written, {tensor.num_bytes} promised"
     )
 
 
-def _width(tensor: StoredTensor) -> int:
+def _width(tensor: Described) -> int:
     """Bytes per number."""
     return tensor.num_bytes // max(1, prod(tensor.shape))

@@ -9,8 +9,8 @@ from typing import Any
 
 from osd.errors import ConfigError
 from osd.models import vocabulary
-from osd.models.checkpoint_files import weight_files
-from osd.models.heads import draft_head
+from osd.models.checkpoint_files import stored_tensors
+from osd.models.heads import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -23,33 +23,36 @@ CONTEXT_KEYS = (
     "max_seq_length",
 )
 """Keys of `config.json` for the context length. vLLM takes the smallest."""
+LAYER_OF_A_HEAD = "transformer_layer_config"
+"""Key of `config.json` under which heads of speculators hold the keys of a model."""
 UNSCALED_ROPE = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
 """Rotary scalings whose context length is already scaled in `config.json` (vLLM's
 `_get_and_verify_max_len`)."""
 
 
 def check_pair(target: Path, draft: Path, max_model_len: int | None = None) -> int:
-    """Raise `ConfigError` unless the draft can propose tokens to the target.
+    """Raise `ConfigError` unless the draft model can propose tokens to the target.
 
     max_model_len: context that the target serves, in tokens; None (or vLLM's -1) = its own
 
     Returns the target's number of tokens, to which `osd/models/vocab_padding.py` fits the draft.
     """
-    if not any(target.glob("*.safetensors")):
-        raise ConfigError(
-            f"serving.target={target}: no *.safetensors there; give a complete model directory"
-        )
-    weight_files(draft)
+    check_target(target)
+    if "fc.weight" in stored_tensors(draft):
+        raise ConfigError(refusal(draft, "an EAGLE-1 or EAGLE-2 head (it holds fc.weight)"))
     configs = {path: read_config(path) for path in (target, draft)}
-    if what := draft_head(configs[draft]):
-        raise ConfigError(
-            f"serving.draft={draft}: is a draft head ({what}), and heads are not served; use a "
-            "draft model of its own"
-        )
     check_context(configs[target], configs[draft], draft, max_model_len)
     return check_vocabulary(
         target, draft, vocab_size(configs[target], target), vocab_size(configs[draft], draft)
     )
+
+
+def check_target(target: Path) -> None:
+    """Raise `ConfigError` when the target has no weights."""
+    if not any(target.glob("*.safetensors")):
+        raise ConfigError(
+            f"serving.target={target}: no *.safetensors there; give a complete model directory"
+        )
 
 
 def check_vocabulary(target: Path, draft: Path, num_target: int, num_draft: int) -> int:
@@ -94,7 +97,11 @@ def _check_sizes_alone(without: Path, draft: Path, num_target: int, num_draft: i
 
 
 def check_context(
-    target: dict[str, Any], draft: dict[str, Any], where: Path, max_model_len: int | None
+    target: dict[str, Any],
+    draft: dict[str, Any],
+    where: Path,
+    max_model_len: int | None,
+    remedy: str = "use a draft with more",
 ) -> None:
     """Raise `ConfigError` when the target serves longer contexts than the draft has.
 
@@ -107,7 +114,7 @@ def check_context(
         raise ConfigError(
             f"serving.draft={where}: has a context of {own} tokens, the target serves {served}, "
             "and one longer request would stop speculation for all; set "
-            f"serving.vllm.max_model_len={own}, or use a draft with more"
+            f"serving.vllm.max_model_len={own}, or {remedy}"
         )
 
 
@@ -136,7 +143,8 @@ def vocab_size(config: dict[str, Any], directory: Path) -> int:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """`config.json`, with the part for text of a multimodal model on top. Raises `ConfigError`."""
+    """`config.json`, with the part for text of a multimodal model on top, and below it that for the
+    layer of a head. Raises `ConfigError`."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -144,4 +152,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: cannot be read ({error}); give a model in Hugging Face format"
         ) from None
-    return {**config, **(config.get("text_config") or {})}
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: is no mapping; give a model in Hugging Face format")
+    layer, text = (config.get(key) or {} for key in (LAYER_OF_A_HEAD, "text_config"))
+    return {**layer, **config, **text}

@@ -6,14 +6,17 @@ bytes per token is therefore its share of the cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from osd.errors import ConfigError
-from osd.models.checkpoint_files import stored_tensors
+from osd.models.checkpoint_files import Described, stored_tensors
 from osd.models.compatibility import read_config
+from osd.models.eagle3 import EMBEDDING, T2D, is_eagle3
+from osd.models.head_files import has_targets_embedding, head_tensors
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 STORED_FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -46,7 +49,7 @@ def draft_cost(target: Path, draft: Path, vllm: dict[str, Any]) -> DraftCost:
     cache = str(settings.get("kv_cache_dtype", "auto"))
     cached = 1 if "8" in cache and "fp" in cache else DTYPE_BYTES.get(cache, served)
     return DraftCost(
-        weights=weight_bytes(draft, served),
+        weights=_weight_bytes(_held(target, draft, configs[1]), served),
         draft_kv=kv_bytes_per_token(configs[1], draft, cached),
         target_kv=kv_bytes_per_token(configs[0], target, cached),
     )
@@ -77,9 +80,18 @@ def kv_bytes_per_token(config: dict[str, Any], where: Path, dtype_bytes: int) ->
     return int(2 * layers * kv_heads * head_dim * dtype_bytes)
 
 
-def weight_bytes(directory: Path, dtype_bytes: int) -> int:
-    """Bytes of a model's weights once loaded. Raises `ConfigError` for a damaged checkpoint."""
-    tensors = stored_tensors(directory).values()
+def _held(target: Path, draft: Path, config: dict[str, Any]) -> list[Described]:
+    """The tensors that an engine keeps for a draft: of a head, what it does not share with the
+    target. Raises `ConfigError` for a damaged checkpoint."""
+    if not is_eagle3(config):
+        return list(stored_tensors(draft).values())
+    tensors = head_tensors(draft)
+    left_out = {T2D} | ({EMBEDDING} if has_targets_embedding(target, tensors) else set())
+    return [tensor for name, tensor in tensors.items() if name not in left_out]
+
+
+def _weight_bytes(tensors: Iterable[Described], dtype_bytes: int) -> int:
+    """Bytes of tensors once loaded."""
     return sum(
         prod(t.shape) * dtype_bytes if t.dtype in STORED_FLOATS else t.num_bytes for t in tensors
     )

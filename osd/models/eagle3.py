@@ -1,9 +1,9 @@
 """EAGLE-3 heads as files: what their `config.json` says, and which tensors they hold. No torch.
 
-Two tools make them, and vLLM serves both:
+Three tools make them, in two forms, and vLLM serves both:
 
-    SpecForge     Llama's keys beside `draft_vocab_size`;   tensors `midlayer.*`, `fc`, `norm`, ...
-    speculators   Llama's keys in `transformer_layer_config`; tensors `layers.0.*`, `fc`, ...
+    EAGLE, SpecForge   Llama's keys beside `draft_vocab_size`;     tensors `midlayer.*`, `fc`, ...
+    speculators        Llama's keys in `transformer_layer_config`; tensors `layers.0.*`, `fc`, ...
 
 A head is one decoder layer over the target's hidden states (arXiv 2503.01840):
 
@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from osd.errors import ConfigError
-from osd.models.compatibility import read_config
+from osd.models.compatibility import LAYER_OF_A_HEAD, read_config
+from osd.models.heads import is_parallel
 
 Form = Literal["specforge", "speculators"]
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
 """As SpecForge, vLLM and speculators name a head of one Llama layer."""
-LAYER = "transformer_layer_config"
+LAYER = LAYER_OF_A_HEAD
 TAPS = "eagle_aux_hidden_state_layer_ids"
 D2T, T2D, EMBEDDING, LM_HEAD = "d2t", "t2d", "embed_tokens.weight", "lm_head.weight"
 MAPS = (D2T, T2D)
@@ -86,9 +87,14 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
     """Whether a `config.json` describes an EAGLE-3 head that is served: one Llama layer."""
-    return config.get("speculators_model_type") == "eagle3" or bool(
-        set(config.get("architectures") or ()) & set(ARCHITECTURES[:2])
-    )
+    names = set(config.get("architectures") or ())
+    if is_parallel(config):
+        return False
+    if (kind := config.get("speculators_model_type")) is not None:
+        return bool(kind == "eagle3")
+    # EAGLE's own heads have the name of a whole model.
+    is_eagles_own = names == {"LlamaForCausalLM"} and "draft_vocab_size" in config
+    return is_eagles_own or bool(names & set(ARCHITECTURES[:2]))
 
 
 def read_spec(directory: Path) -> HeadSpec:
@@ -96,13 +102,15 @@ def read_spec(directory: Path) -> HeadSpec:
     return spec_of(read_config(directory), directory)
 
 
-def spec_of(config: Mapping[str, Any], where: Path) -> HeadSpec:
+def spec_of(config: dict[str, Any], where: Path) -> HeadSpec:
     """The head that a `config.json` describes. Raises `ConfigError` as `read_spec` does."""
     form: Form = "speculators" if LAYER in config else "specforge"
     layer: Mapping[str, Any] = config[LAYER] if form == "speculators" else config
     eagle = config.get("eagle_config") or {}
     _check_layer(layer, where)
     hidden = _number(layer, "hidden_size", where)
+    for key in ("num_attention_heads", "intermediate_size"):
+        _number(layer, key, where)
     return HeadSpec(
         form=form,
         layer=layer,
@@ -110,12 +118,12 @@ def spec_of(config: Mapping[str, Any], where: Path) -> HeadSpec:
         target_hidden_size=config.get("target_hidden_size") or hidden,
         vocab_size=_number(layer, "vocab_size", where),
         draft_vocab_size=config.get("draft_vocab_size") or _number(layer, "vocab_size", where),
-        taps=tuple(config.get(TAPS) or eagle.get(TAPS) or ()),
+        taps=_taps(config.get(TAPS) or eagle.get(TAPS) or (), where),
         # vLLM takes True where a head of speculators does not say.
-        norm_before_residual=bool(config.get("norm_before_residual", form == "speculators")),
-        norm_before_fc=bool(eagle.get("norm_before_fc", config.get("norm_before_fc", False))),
-        has_fc_norm=bool(config.get("fc_norm", False)),
-        norm_output=bool(config.get("norm_output", False)),
+        norm_before_residual=_flag(config, "norm_before_residual", form == "speculators", where),
+        norm_before_fc=_flag(config | eagle, "norm_before_fc", False, where),
+        has_fc_norm=_flag(config, "fc_norm", False, where),
+        norm_output=_flag(config, "norm_output", False, where),
     )
 
 
@@ -136,6 +144,24 @@ def _number(layer: Mapping[str, Any], key: str, where: Path) -> int:
             "it"
         )
     return value
+
+
+def _flag(config: Mapping[str, Any], key: str, usual: bool, where: Path) -> bool:
+    value = config.get(key, usual)
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"{where / 'config.json'}: {key} is {value!r}, and must be true or false; correct it"
+        )
+    return value
+
+
+def _taps(value: Any, where: Path) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(type(layer) is int for layer in value):
+        raise ConfigError(
+            f"{where / 'config.json'}: {TAPS} is {value!r}, and must be a list of layers of the "
+            "target; correct it"
+        )
+    return tuple(value)
 
 
 def canonical(name: str) -> str:
@@ -170,7 +196,7 @@ def shapes(spec: HeadSpec) -> dict[str, tuple[int, ...]]:
     if spec.layer.get("attention_bias"):
         layer |= {
             f"self_attn.{p}_proj.bias": (n,)
-            for p, n in zip("qkv", (queries, keys, keys), strict=True)
+            for p, n in zip("qkvo", (queries, keys, keys, size), strict=True)
         }
     found = {f"layers.0.{name}": shape for name, shape in layer.items()}
     found |= {"fc.weight": (size, taps), "norm.weight": (size,)}

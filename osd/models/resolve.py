@@ -8,6 +8,8 @@ from pathlib import Path
 
 from osd.errors import ConfigError
 from osd.models import built_in
+from osd.models.compatibility import read_config
+from osd.models.eagle3 import is_eagle3
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -15,6 +17,8 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
 )
+PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+"""What is fetched of a model from the hub."""
 SAMPLE_BYTES = 1 << 16
 SAMPLES_PER_FILE = 64
 
@@ -68,16 +72,23 @@ def _download(name: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-            )
-        )
+        found = Path(snapshot_download(name, allow_patterns=PATTERNS))
+        if _is_pickled_head(found):
+            snapshot_download(name, allow_patterns=[*PATTERNS, "pytorch_model*.bin"])
+        return found
     except Exception as error:  # noqa: BLE001  the hub's client raises many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"{key}={name}: no such directory, and the hub does not give it ({reason})"
         ) from None
+
+
+def _is_pickled_head(directory: Path) -> bool:
+    """Whether a head was fetched without weights: some have them in torch's format alone."""
+    try:
+        return not any(directory.glob("*.safetensors")) and is_eagle3(read_config(directory))
+    except ConfigError:
+        return False
 
 
 def fingerprint(directory: Path) -> str:
@@ -90,7 +101,8 @@ def fingerprint(directory: Path) -> str:
     for name in ("config.json", *TOKENIZER_FILES):
         file = directory / name
         digest.update(name.encode() + (file.read_bytes() if file.is_file() else b"-"))
-    for file in sorted(directory.glob("*.safetensors")):
+    weights = [*directory.glob("*.safetensors")] or [*directory.glob("pytorch_model*.bin")]
+    for file in sorted(weights):
         digest.update(file.name.encode() + struct.pack("<q", file.stat().st_size))
         with file.open("rb") as data:
             step = max(file.stat().st_size // SAMPLES_PER_FILE, SAMPLE_BYTES)

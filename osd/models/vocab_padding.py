@@ -33,17 +33,23 @@ from osd.models.checkpoint_files import (
     write_checkpoint,
 )
 from osd.models.compatibility import read_config, vocab_size
+from osd.models.eagle3 import is_eagle3
+from osd.models.head_files import write_head
 
 IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 NUMBERS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 def write_fitting(source: Path, aside: Path, num_tokens: int) -> None:
-    """Copy the draft in `source` to `aside` as one file of weights with `num_tokens` rows.
+    """Copy the draft in `source` to `aside` as one file of weights with `num_tokens` rows. A head
+    has the target's rows already.
 
     Memory use does not grow with the draft: its weights are copied in pieces. Raises `ConfigError`
     for a damaged draft.
     """
+    if is_eagle3(read_config(source)):
+        write_head(source, aside)
+        return
     own = vocab_size(read_config(source), source)
     tensors = stored_tensors(source)
     if own == num_tokens and weight_files(source) == [source / WEIGHTS]:

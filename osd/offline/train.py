@@ -28,6 +28,8 @@ from osd.errors import ConfigError, OSDError
 from osd.models import resolve
 from osd.models.checkpoint_files import weight_files
 from osd.models.compatibility import read_config, vocab_size
+from osd.models.fit import is_head
+from osd.models.head_fit import check_parts
 from osd.models.teacher import check_teacher, dtype_of
 from osd.models.vocab_padding import write_fitting
 from osd.offline import recorded
@@ -70,26 +72,33 @@ def check_out(out: Path) -> None:
 
 def check_draft(config: Config) -> Path:
     """The directory of the draft to begin with. Raises `ConfigError` when it cannot be trained,
-    when a tracker is not installed, or when the target cannot be its teacher."""
+    when a tracker is not installed, or when the trainer needs the target and cannot have it."""
     trackers.check_installed(config.trainer.trackers)
-    check_sampling(config)
     draft = resolve.resolve(config.serving.draft, "serving.draft")
-    weight_files(draft)
+    target = check_target(config, draft)
+    if not is_head(draft):
+        weight_files(draft)
+    elif target is not None:
+        check_parts(target, draft)
     return draft
 
 
-def check_sampling(config: Config) -> Path | None:
-    """The directory of the target where `trainer.sampling` needs it. Raises `ConfigError`."""
+def check_target(config: Config, draft: Path) -> Path | None:
+    """The directory of the target where `trainer.sampling` or a head needs it. Raises
+    `ConfigError`."""
     sampling = config.trainer.sampling
-    if sampling == "teacher":
+    if sampling == "teacher" and not is_head(draft):
         return None
     if not config.serving.target:
         raise ConfigError(
-            f"trainer.sampling={sampling}: needs the target that the traces were recorded from; "
-            "set serving.target, or use trainer.sampling=teacher"
+            f"serving.draft={draft}: is a head, which learns from the hidden states of the target "
+            "that the traces were recorded from; set serving.target"
+            if is_head(draft)
+            else f"trainer.sampling={sampling}: needs the target that the traces were recorded "
+            "from; set serving.target, or use trainer.sampling=teacher"
         )
     target = resolve.resolve(config.serving.target, "serving.target")
-    check_teacher(config, target, is_offline=True)
+    check_teacher(config, target, is_head=is_head(draft), is_offline=True)
     return target
 
 
@@ -215,18 +224,19 @@ def _check_vocabulary(draft: Path, traces: Recorded) -> None:
 
 
 def _teacher(job: Job, traces: Recorded) -> Teacher | None:
-    """The target that the traces were recorded from, where `trainer.sampling` needs it. Raises
+    """The target that the traces were recorded from, where the trainer needs it. Raises
     `ConfigError`."""
     from trainer.sampling.teacher import Teacher
 
     config = job.config
-    target = check_sampling(config)
+    target = check_target(config, job.draft)
     if target is None:
         return None
     if (found := resolve.fingerprint(target)) != traces.target_id:
+        way_out = "" if is_head(job.draft) else ", or use trainer.sampling=teacher"
         raise ConfigError(
             f"serving.target={target}: is target {found}, and the traces were recorded from "
-            f"{traces.target_id}; give that one, or use trainer.sampling=teacher"
+            f"{traces.target_id}; give that one{way_out}"
         )
     own = vocab_size(read_config(job.draft), job.draft)
     if own != (num := vocab_size(read_config(target), target)):

@@ -164,12 +164,12 @@ class ReplicaActor:
         self._replica.close()
 
 
-def teacher_here(config: Config, target_id: str) -> Teacher | None:
-    """The target as the trainer's teacher, where `trainer.sampling` needs one."""
+def teacher_here(config: Config, target_id: str, *, is_head: bool = False) -> Teacher | None:
+    """The target as the trainer's teacher, where `trainer.sampling` or a head needs one."""
     from osd.models import teacher
     from trainer.sampling.teacher import Teacher
 
-    if not teacher.is_needed(config):
+    if not teacher.is_needed(config, is_head=is_head):
         return None
     return Teacher(
         target_here(config, target_id),
@@ -190,7 +190,9 @@ class TrainerActor:
     """`trainer.loop.Trainer` in a process of its own, at low priority when it runs on a CPU.
     Releases come to its machine, and candidates are read from it."""
 
-    def __init__(self, config: Config, *, redis_url: str, target_id: str, log_dir: str) -> None:
+    def __init__(
+        self, config: Config, *, redis_url: str, target_id: str, is_head: bool, log_dir: str
+    ) -> None:
         registry = Registry(redis_url, config.deployment)
         begin_log(Path(log_dir), TRAINER_NAME, registry)
         if not config.trainer.num_gpus:
@@ -200,7 +202,7 @@ class TrainerActor:
         from trainer.loop import Trainer
 
         limit_gpu_memory(config.trainer)
-        teacher = teacher_here(config, target_id)
+        teacher = teacher_here(config, target_id, is_head=is_head)
         self._here = drafts_here(config)
         self._pace = Pace(config.trainer.duty_cycle, busy_replicas(registry))
         self._trainer = Trainer(

@@ -249,7 +249,7 @@ class Service:
         return cluster.start_actor(
             TrainerActor,
             self.config,
-            self._arguments(),
+            self._arguments() | {"is_head": self.plan.is_head},
             num_gpus=self.config.trainer.num_gpus,
             name=TRAINER_NAME,
             resource=self.config.ray.trainer_resource,

@@ -19,7 +19,7 @@ from osd.config.serving import ReplicasConfig, SpeculationConfig, argument
 from osd.errors import ConfigError, ReleaseError
 from osd.exchange.redis_url import is_loopback, mask_url, names_its_own_machine
 from osd.models import resolve, teacher
-from osd.models.compatibility import check_pair
+from osd.models.fit import check_fit, is_head
 from osd.models.vocab_padding import write_fitting
 from osd.records import DraftRelease
 from osd.releases.store import ReleaseStore
@@ -39,6 +39,8 @@ class ServicePlan:
     target_dir: Path
     target_id: str
     release: DraftRelease
+    is_head: bool
+    """Whether the draft is a head, which learns from the target's hidden states."""
 
 
 def plan(config: Config) -> ServicePlan:
@@ -48,7 +50,7 @@ def plan(config: Config) -> ServicePlan:
     config = with_free_ports(config)
     target_id = resolve.fingerprint(target)
     release = first_release(config, draft, target_id, num_tokens)
-    return ServicePlan(config, target, target_id, release)
+    return ServicePlan(config, target, target_id, release, is_head(draft))
 
 
 def check(config: Config) -> tuple[Path, Path, int]:
@@ -60,9 +62,11 @@ def check(config: Config) -> tuple[Path, Path, int]:
     check_attached(config)
     target = resolve.resolve(config.serving.target, "serving.target")
     draft = resolve.resolve(config.serving.draft, "serving.draft")
-    num_tokens = check_pair(target, draft, max_model_len(config))
-    if teacher.is_needed(config):
-        teacher.check_teacher(config, target)
+    num_tokens = check_fit(target, draft, max_model_len(config))
+    if is_head(draft):
+        check_head_here(config)
+    if teacher.is_needed(config, is_head=is_head(draft)):
+        teacher.check_teacher(config, target, is_head=is_head(draft))
     return target, draft, num_tokens
 
 
@@ -156,6 +160,15 @@ def check_attached(config: Config) -> None:
         )
 
 
+def check_head_here(config: Config) -> None:
+    """Engines of others are attached with draft models alone."""
+    if config.serving.engines == "attached":
+        raise ConfigError(
+            f"serving.draft={config.serving.draft}: is a head, and engines that are attached learn "
+            "with draft models alone; leave out serving.engines=attached, or use a draft model"
+        )
+
+
 def max_model_len(config: Config) -> int | None:
     """The context length that the configuration asks for; None = the target's own."""
     vllm = {key.replace("-", "_"): value for key, value in config.serving.vllm.items()}
@@ -213,7 +226,8 @@ def first_release(config: Config, draft: Path, target_id: str, num_tokens: int) 
     """The release to serve first: the pinned or the current one of this target.
 
     Without any, `draft` is published, fitted to the target's `num_tokens`. The log warns when the
-    release began with another draft.
+    release began with another draft. Raises `ConfigError` when that was a head and `draft` is a
+    model of its own, or the other way round: they are served and trained in different ways.
     """
     try:
         store = ReleaseStore(config.releases_path)
@@ -228,6 +242,7 @@ def first_release(config: Config, draft: Path, target_id: str, num_tokens: int) 
             release = store.publish(
                 draft, parent=0, target_id=target_id, origin=origin, copy=fitting
             )
+        _refuse_other_kind(release, draft)
         if release.origin not in ("", origin):
             logger.warning(
                 "v%d serves, which comes of another draft: %s is not used; to begin with it, name "
@@ -239,6 +254,16 @@ def first_release(config: Config, draft: Path, target_id: str, num_tokens: int) 
     except ReleaseError as error:
         key = "releases.dir" if config.releases.dir else "data_dir"
         raise ConfigError(f"{key}: {error}; choose another with {key}=DIRECTORY") from None
+
+
+def _refuse_other_kind(release: DraftRelease, draft: Path) -> None:
+    if is_head(Path(release.path)) != is_head(draft):
+        kinds = ("a draft model", "a head")
+        raise ConfigError(
+            f"serving.draft={draft}: is {kinds[is_head(draft)]}, and v{release.version}, which "
+            f"serves this target, is {kinds[not is_head(draft)]}; to begin with it, name another "
+            "deployment=NAME (or data_dir=DIRECTORY)"
+        )
 
 
 def newest_undamaged(store: ReleaseStore, target_id: str) -> DraftRelease | None:

@@ -200,15 +200,3 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (draft / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="model-00002-of-00002.safetensors is missing"):
         check_pair(target, draft)
-
-
-def test_a_draft_head_is_refused(tmp_path: Path) -> None:
-    target = model_at(tmp_path / "t", WORDS)
-    head = model_at(tmp_path / "h", WORDS, architectures=["LlamaForCausalLMEagle3"])
-    with pytest.raises(ConfigError) as error:
-        check_pair(target, head)
-    assert str(error.value) == (
-        f"serving.draft={head}: is a draft head (LlamaForCausalLMEagle3), and heads are not "
-        "served; "
-        "use a draft model of its own"
-    )

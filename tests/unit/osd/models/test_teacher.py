@@ -17,6 +17,8 @@ from osd.doctor.pair_checks import check_models
 from osd.errors import ConfigError
 from osd.models.teacher import check_teacher, dtype_of, is_needed
 from osd.service import plan
+from tests.support.deep_llama import deep_llama
+from tests.support.heads import write_head
 from tests.support.pairs import Pair, build_pair
 
 LEARNS_ITSELF = "use trainer.sampling=teacher, which learns from what was served"
@@ -119,9 +121,14 @@ def test_it_computes_in_the_type_of_the_engine(pair: Pair) -> None:
 
 
 def test_served_text_alone_needs_no_target_in_the_trainer(pair: Pair) -> None:
-    assert not is_needed(config_of(pair, sampling="teacher"))
-    assert not is_needed(config_of(pair, "trainer.enabled=false"))
-    assert is_needed(config_of(pair, sampling="mixed"))
+    assert not is_needed(config_of(pair, sampling="teacher"), is_head=False)
+    assert not is_needed(config_of(pair, "trainer.enabled=false"), is_head=False)
+    assert is_needed(config_of(pair, sampling="mixed"), is_head=False)
+
+
+def test_a_head_always_needs_it_where_it_is_trained(pair: Pair) -> None:
+    assert is_needed(config_of(pair, sampling="teacher"), is_head=True)
+    assert not is_needed(config_of(pair, "trainer.enabled=false"), is_head=True)
 
 
 def test_the_service_says_it_before_it_starts_and_the_doctor_too(pair: Pair) -> None:
@@ -134,3 +141,75 @@ def test_the_service_says_it_before_it_starts_and_the_doctor_too(pair: Pair) -> 
     fine = {check.name: check for check in check_models(config_of(pair))}
     assert fine["teacher"].ok is True
     assert "teacher" not in {c.name for c in check_models(config_of(pair, sampling="teacher"))}
+
+
+@pytest.fixture(scope="module")
+def with_head(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target, and a head as its draft."""
+    where = tmp_path_factory.mktemp("with-head")
+    target = deep_llama(where / "target")
+    head = write_head(where / "head", target, draft_vocab_size=40)
+    return Pair(target=target, draft=head, stranger=head)
+
+
+def said_at_start(config: Config) -> str:
+    """What the service says, which is what the doctor says."""
+    with pytest.raises(ConfigError) as caught:
+        plan.check(config)
+    said = {check.name: check for check in check_models(config)}
+    assert said["fit"].ok is True
+    assert said["teacher"].ok is False and said["teacher"].text == str(caught.value)
+    return str(caught.value)
+
+
+FROZEN = "use trainer.enabled=false, which serves the head as it is, or let the trainer have the"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["serving.vllm.enable_lora=true"], "requests may be answered by an adapter"),
+        (["serving.vllm.quantization=fp8"], "the engine serves quantised weights"),
+        (
+            ["ray.trainer_resource=train", "ray.address=h:1", "buffer.redis_url=redis://10.0.0.2"],
+            "the trainer runs on another machine (ray.trainer_resource=train)",
+        ),
+    ],
+)
+def test_a_head_is_not_trained_without_the_target(
+    with_head: Pair, overrides: list[str], why: str
+) -> None:
+    line = said_at_start(config_of(with_head, *overrides, sampling="teacher"))
+    assert line.startswith(f"serving.draft={with_head.draft}: is a head, which learns from the ")
+    assert why in line and FROZEN in line and "\n" not in line
+    frozen = config_of(with_head, *overrides, "trainer.enabled=false", sampling="teacher")
+    assert plan.check(frozen)[1] == with_head.draft
+    said = {check.name: check for check in check_models(frozen)}
+    assert "teacher" not in said
+    assert said["fit"].text == "the EAGLE-3 head can propose 40 of the target's 96 tokens"
+
+
+def test_a_target_too_large_for_the_trainer_of_a_head(with_head: Pair, tmp_path: Path) -> None:
+    whole = json.loads((with_head.target / "config.json").read_text())
+    large = sparse(tmp_path / "l", 2 * psutil.virtual_memory().available // 3, whole)
+    config = config_of(with_head, sampling="teacher")
+    with pytest.raises(ConfigError, match=f"in the trainer, and the engine as much, .*; {FROZEN}"):
+        check_teacher(config, large, is_head=True)
+    huge = sparse(tmp_path / "h", 2 * psutil.virtual_memory().total, whole)
+    with pytest.raises(ConfigError, match="; train where the target as it was served can be"):
+        check_teacher(config, huge, is_head=True, is_offline=True)
+
+
+@pytest.mark.parametrize("sampling", ["student", "mixed"])
+def test_a_head_learns_from_what_was_served_alone(with_head: Pair, sampling: str) -> None:
+    line = said_at_start(config_of(with_head, sampling=sampling))
+    assert line == (
+        f"trainer.sampling={sampling}: an EAGLE-3 head learns from what was served alone; use "
+        "trainer.sampling=teacher"
+    )
+
+
+def test_engines_of_others_have_no_heads(with_head: Pair) -> None:
+    attached = ["serving.engines=attached", "buffer.redis_url=redis://10.0.0.2"]
+    with pytest.raises(ConfigError, match="is a head, and engines that are attached learn with"):
+        plan.check(config_of(with_head, *attached, sampling="teacher"))

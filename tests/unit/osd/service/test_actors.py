@@ -188,4 +188,6 @@ def test_the_trainers_target_is_the_one_that_serves_in_the_engines_type(tmp_path
     assert teacher.model.hf.dtype == torch.float32
     with pytest.raises(ConfigError, match="another model on"):
         teacher_here(config, "0123456789abcdef")
-    assert teacher_here(Config.model_validate(settings), resolve.fingerprint(target)) is None
+    served_alone = Config.model_validate(settings)
+    assert teacher_here(served_alone, resolve.fingerprint(target)) is None
+    assert teacher_here(served_alone, resolve.fingerprint(target), is_head=True) is not None
