@@ -16,6 +16,7 @@ app = typer.Typer()
 
 @app.command(
     epilog="Examples:  osd serve ./llama-8b --draft ./llama-160m    "
+    "osd serve ./llama-8b --draft ./llama-8b-eagle3    "
     "osd serve --config configs/tiny-cpu.yaml serving.port=9000"
 )
 def serve(
@@ -24,7 +25,7 @@ def serve(
         typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides."),
     ] = None,
     draft: Annotated[
-        str | None, typer.Option(help="Draft model: directory, hub name, or tiny.")
+        str | None, typer.Option(help="Draft model or EAGLE-3 head: directory, hub name, or tiny.")
     ] = None,
     config: ConfigOption = None,
     port: Annotated[int | None, typer.Option(help="Service port.")] = None,
@@ -71,7 +72,7 @@ def profile(
         typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides."),
     ] = None,
     draft: Annotated[
-        str | None, typer.Option(help="Draft model: directory, hub name, or tiny.")
+        str | None, typer.Option(help="Draft model or EAGLE-3 head: directory, hub name, or tiny.")
     ] = None,
     config: ConfigOption = None,
     again: Annotated[

@@ -64,7 +64,10 @@ def export(
     recorded.export(client_of(url, deployment), file, force=force, say=typer.echo)
 
 
-@app.command(epilog="Example:  osd train --traces monday.traces --draft ./draft --out ./draft-2")
+@app.command(
+    epilog="Examples:  osd train --traces monday.traces --draft ./draft --out ./draft-2    "
+    "osd train --traces monday.traces --draft ./head --out ./head-2 serving.target=./llama-8b"
+)
 def train(
     traces: Annotated[list[Path], typer.Option(help="File of traces; more may follow.")],
     out: OutOption,

@@ -93,8 +93,9 @@ class ServingConfig(Section):
     itself: tiny (two layers), tiny-deep (eight), or either at the cost of a real model:
     tiny-cost-shaped, tiny-deep-cost-shaped."""
     draft: str = ""
-    """Directory or hub name of the draft to start with, or one of the small drafts the project
-    builds itself: tiny, tiny-deep."""
+    """Directory or hub name of the draft to start with: a draft model, or an
+    [EAGLE-3 head](support.md#eagle-3-heads). Or one of the small drafts the project builds itself:
+    tiny, tiny-deep."""
     served_model_name: str = ""
     """Name clients use for the model; empty = the target as given."""
     host: str = "127.0.0.1"

@@ -1,5 +1,9 @@
-"""Whether the trainer can load the target as a teacher (`trainer.sampling`), by its files and by
-what this machine has. Nothing is loaded."""
+"""Whether the trainer can load the target, by its files and by what this machine has. Nothing is
+loaded.
+
+It needs it as a teacher (`trainer.sampling`), and for every head: the target's hidden states, which
+a head reads, are computed anew.
+"""
 
 from __future__ import annotations
 
@@ -33,44 +37,73 @@ def dtype_of(config: Config) -> str:
     return DTYPES.get(dtype, dtype)
 
 
-def is_needed(config: Config) -> bool:
+def is_needed(config: Config, *, is_head: bool) -> bool:
     """Whether the trainer asks the target itself."""
-    return config.trainer.enabled and config.trainer.sampling != "teacher"
+    return config.trainer.enabled and (is_head or config.trainer.sampling != "teacher")
 
 
-def check_teacher(config: Config, target: Path, *, is_offline: bool = False) -> str:
+def check_teacher(
+    config: Config, target: Path, *, is_head: bool = False, is_offline: bool = False
+) -> str:
     """What loading the target will take, in words. Raises `ConfigError` where the trainer cannot
     load it, or its rows would not be those of the target that serves.
 
+    is_head: the draft is a head
     is_offline: training runs here, without a service
     """
+    if is_head and config.trainer.sampling != "teacher":
+        raise ConfigError(
+            f"trainer.sampling={config.trainer.sampling}: an EAGLE-3 head learns from what was "
+            "served alone; use trainer.sampling=teacher"
+        )
+    if problem := _problem(config, target, is_offline):
+        raise ConfigError(
+            _for_head(config, problem, is_offline) if is_head else _for_sampling(config, problem)
+        )
+    room, where, _ = _room(config, is_offline)
+    return f"{size(_weights(config, target))} of weights in the trainer; {size(room)} {where}"
+
+
+def _problem(config: Config, target: Path, is_offline: bool) -> str:
+    """Why the trainer cannot ask the target; "" when it can."""
     if (resource := config.ray.trainer_resource) and not is_offline:
-        raise _wrong(
-            config,
+        return (
             f"the trainer runs on another machine (ray.trainer_resource={resource}), of which is "
-            "not known whether it has the target and the memory for it",
+            "not known whether it has the target and the memory for it"
         )
     for name, why in OTHER_WEIGHTS.items():
         if value := argument(config.serving.vllm, name):
-            raise _wrong(config, f"{why} (serving.vllm.{name}={value}), which the trainer has not")
+            return f"{why} (serving.vllm.{name}={value}), which the trainer has not"
     if "quantization_config" in read_config(target):
-        raise _wrong(config, f"serving.target={target} is quantised, which the trainer cannot load")
+        return f"serving.target={target} is quantised, which the trainer cannot load"
     needed = _weights(config, target)
     room, where, num_copies = _room(config, is_offline)
     if needed * num_copies > room:
         engine = ", and the engine as much" if num_copies > 1 else ""
-        raise _wrong(
-            config,
+        return (
             f"the target's weights take {size(needed)} in the trainer{engine}, and {size(room)} "
-            f"{where}",
+            f"{where}"
         )
-    return f"{size(needed)} of weights in the trainer; {size(room)} {where}"
+    return ""
 
 
-def _wrong(config: Config, what: str) -> ConfigError:
-    return ConfigError(
-        f"trainer.sampling={config.trainer.sampling}: {what}; use trainer.sampling=teacher, which "
-        "learns from what was served"
+def _for_sampling(config: Config, problem: str) -> str:
+    return (
+        f"trainer.sampling={config.trainer.sampling}: {problem}; use trainer.sampling=teacher, "
+        "which learns from what was served"
+    )
+
+
+def _for_head(config: Config, problem: str, is_offline: bool) -> str:
+    remedy = (
+        "train where the target as it was served can be loaded"
+        if is_offline
+        else "use trainer.enabled=false, which serves the head as it is, or let the trainer have "
+        "the target"
+    )
+    return (
+        f"serving.draft={config.serving.draft}: is a head, which learns from the target's hidden "
+        f"states; {problem}; {remedy}"
     )
 
 

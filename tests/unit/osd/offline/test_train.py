@@ -17,8 +17,11 @@ from osd.models import resolve
 from osd.offline import recorded
 from osd.offline.prompts import read_prompts
 from osd.offline.report import REPORT
-from osd.offline.train import Job, check_draft, run
+from osd.offline.train import Job, check_draft, run, teacher_of
 from osd.records import Trace
+from tests.support.deep_llama import deep_llama
+from tests.support.heads import write_head
+from tests.support.pairs import VOCABULARY
 from tests.support.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, save_draft
 from trainer.draft import load_draft
 from trainer.evaluate import replay
@@ -108,6 +111,34 @@ def test_student_sampling_without_the_target_or_with_another_is_refused(
     with pytest.raises(ConfigError, match=f"and the traces were recorded from {TARGET_ID}; give"):
         train(file, settings=settings)
     assert not train.out.exists()
+
+
+# Heads
+
+
+def test_a_head_is_trained_with_the_target_of_its_traces(train: Run, tmp_path: Path) -> None:
+    target = deep_llama(tmp_path / "target")
+    train.draft = write_head(tmp_path / "head", target, draft_vocab_size=40)
+    file = write(tmp_path / "a.traces", TRAINING + HELD_OUT)
+    with pytest.raises(ConfigError, match="is a head, which learns from .*; set serving.target"):
+        train(file)
+    other = deep_llama(tmp_path / "other", hidden_size=48)
+    with pytest.raises(
+        ConfigError, match="reads hidden states of 32 numbers, the target's have 48"
+    ):
+        train(file, settings=(f"serving.target={other}",))
+    given = f"serving.target={target}"
+    with pytest.raises(ConfigError, match="trainer.sampling=mixed: an EAGLE-3 head learns from"):
+        train(file, settings=(given, "trainer.sampling=mixed"))
+    with pytest.raises(ConfigError, match=f"recorded from {TARGET_ID}; give that one$"):
+        train(file, settings=(given,))
+    config = reading.load(None, [given], {"serving.draft": str(train.draft)}, {}).config
+    job = Job(config=config, draft=check_draft(config), out=train.out, epochs=1, force=False)
+    target_id = resolve.fingerprint(target)
+    traces = [replace(trace, target_id=target_id) for trace in TRAINING]
+    recorded_there = recorded.load([write(tmp_path / "b.traces", traces, target_id)], print)
+    teacher = teacher_of(job, recorded_there)
+    assert teacher is not None and teacher.model.vocab_size == VOCABULARY
 
 
 # What it makes
