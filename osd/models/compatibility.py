@@ -25,6 +25,8 @@ CONTEXT_KEYS = (
 """Keys of `config.json` for the context length. vLLM takes the smallest."""
 LAYER_OF_A_HEAD = "transformer_layer_config"
 """Key of `config.json` under which heads of speculators hold the keys of a model."""
+NAMES = ("architectures", "model_type")
+"""Keys that say what a model is. Those of its layer do not say what a head is."""
 UNSCALED_ROPE = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
 """Rotary scalings whose context length is already scaled in `config.json` (vLLM's
 `_get_and_verify_max_len`)."""
@@ -155,4 +157,5 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: is no mapping; give a model in Hugging Face format")
     layer, text = (config.get(key) or {} for key in (LAYER_OF_A_HEAD, "text_config"))
-    return {**layer, **config, **text}
+    of_layer = {key: value for key, value in layer.items() if key not in NAMES}
+    return {**of_layer, **config, **text}

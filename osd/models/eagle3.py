@@ -27,7 +27,8 @@ from osd.models.heads import is_parallel
 
 Form = Literal["specforge", "speculators"]
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
-"""As SpecForge, vLLM and speculators name a head of one Llama layer."""
+"""As SpecForge, vLLM and speculators name a head of one Llama layer. Heads of speculators are known
+by their `speculators_model_type`."""
 LAYER = LAYER_OF_A_HEAD
 TAPS = "eagle_aux_hidden_state_layer_ids"
 D2T, T2D, EMBEDDING, LM_HEAD = "d2t", "t2d", "embed_tokens.weight", "lm_head.weight"
@@ -102,7 +103,7 @@ def read_spec(directory: Path) -> HeadSpec:
     return spec_of(read_config(directory), directory)
 
 
-def spec_of(config: dict[str, Any], where: Path) -> HeadSpec:
+def spec_of(config: Mapping[str, Any], where: Path) -> HeadSpec:
     """The head that a `config.json` describes. Raises `ConfigError` as `read_spec` does."""
     form: Form = "speculators" if LAYER in config else "specforge"
     layer: Mapping[str, Any] = config[LAYER] if form == "speculators" else config
@@ -121,7 +122,7 @@ def spec_of(config: dict[str, Any], where: Path) -> HeadSpec:
         taps=_taps(config.get(TAPS) or eagle.get(TAPS) or (), where),
         # vLLM takes True where a head of speculators does not say.
         norm_before_residual=_flag(config, "norm_before_residual", form == "speculators", where),
-        norm_before_fc=_flag(config | eagle, "norm_before_fc", False, where),
+        norm_before_fc=_flag({**config, **eagle}, "norm_before_fc", False, where),
         has_fc_norm=_flag(config, "fc_norm", False, where),
         norm_output=_flag(config, "norm_output", False, where),
     )

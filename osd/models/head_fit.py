@@ -102,6 +102,18 @@ def _check_layer(spec: HeadSpec, config: Mapping[str, Any], head: Path) -> None:
     if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         what = "config.json has use_aux_hidden_state=false: it reads the target's last layer alone"
         raise _wrong(head, what, "use a head that reads several")
+    if spec.form == "speculators":
+        _check_name(config, head)
+
+
+def _check_name(config: Mapping[str, Any], head: Path) -> None:
+    """That vLLM knows a head of speculators as such."""
+    if (named := config.get("model_type", "speculators")) != "speculators":
+        what = f"config.json has model_type={named}, by which vLLM does not know a head"
+        raise _wrong(head, what, "leave model_type out, as speculators does")
+    if not config.get("speculators_config"):
+        what = "config.json has no speculators_config, by which vLLM knows the head"
+        raise _wrong(head, what, COPY)
 
 
 def _check_sizes(spec: HeadSpec, of_target: Mapping[str, Any], num_tokens: int, head: Path) -> None:

@@ -63,7 +63,6 @@ def _config(
         }
     return {
         "architectures": ["Eagle3Speculator"],
-        "model_type": "eagle3",
         "speculators_model_type": "eagle3",
         "speculators_version": "0.3.0",
         "speculators_config": {

@@ -145,6 +145,27 @@ def test_a_configuration_that_does_not_fit(
     assert says in refused(target, set_keys(head, **keys))
 
 
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (
+            {"model_type": "eagle3"},
+            "config.json has model_type=eagle3, by which vLLM does not know",
+        ),
+        ({"speculators_config": None}, "config.json has no speculators_config, by which vLLM"),
+        ({"model_type": "speculators"}, ""),
+    ],
+)
+def test_a_speculators_head_is_known_as_one(
+    target: Path, tmp_path: Path, keys: dict[str, Any], says: str
+) -> None:
+    head = set_keys(write_head(tmp_path, target, form="speculators"), **keys)
+    if says:
+        assert says in refused(target, head)
+    else:
+        assert check_fit(target, head) == VOCABULARY
+
+
 def drop(name: str) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.pop(name)
 
