@@ -40,6 +40,7 @@ ROTARY = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached
 """Ends of the names of buffers that older checkpoints hold and nobody reads."""
 OTHER_LAYERS = {
     "hidden_act": "silu",
+    "attention_bias": False,
     "mlp_bias": False,
     "logit_scale": 1.0,
     "quantization_config": None,

@@ -163,9 +163,8 @@ def test_a_draft_of_another_tokenizer(tmp_path: Path) -> None:
 def test_a_damaged_draft(tmp_path: Path) -> None:
     target, draft = pair_at(tmp_path)
     (draft / "model.safetensors").write_bytes(b"cut")
-    found = pair_of(target, draft)
-    cost = found["draft's cost"]
-    assert cost.ok is False and "copy the draft again" in cost.text
+    fit = pair_of(target, draft)["fit"]
+    assert fit.ok is False and "copy the draft again" in fit.text
 
 
 def test_what_is_not_on_this_machine_is_not_fetched(

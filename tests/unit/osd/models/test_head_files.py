@@ -21,16 +21,16 @@ from osd.models.fit import check_fit
 from osd.models.vocab_padding import write_fitting
 from osd.releases.store import ReleaseStore
 from osd.service.plan import first_release
-from tests.support.deep_llama import deep_llama
 from tests.support.heads import embedding_of, write_head
 from tests.support.pairs import VOCABULARY
+from tests.support.served_targets import served_target
 
 Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return deep_llama(tmp_path_factory.mktemp("models") / "target")
+    return served_target(tmp_path_factory.mktemp("models") / "target")
 
 
 def mixed(head: Path) -> Tensors:

@@ -16,9 +16,9 @@ from osd.models import eagle3
 from osd.models.compatibility import context_length, read_config, vocab_size
 from osd.models.fit import check_fit, is_head
 from osd.models.head_fit import check_head, check_parts
-from tests.support.deep_llama import deep_llama
 from tests.support.heads import write_head
 from tests.support.pairs import VOCABULARY, tokenizer
+from tests.support.served_targets import served_target
 
 FORMS: tuple[eagle3.Form, ...] = ("specforge", "speculators")
 Tensors = dict[str, torch.Tensor]
@@ -26,7 +26,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return deep_llama(tmp_path_factory.mktemp("models") / "target")
+    return served_target(tmp_path_factory.mktemp("models") / "target")
 
 
 def set_keys(head: Path, **keys: Any) -> Path:
@@ -73,14 +73,13 @@ def test_a_head_as_eagle_itself_names_it_fits(target: Path, tmp_path: Path) -> N
     assert check_fit(target, head) == VOCABULARY
 
 
-def test_all_norms_and_biases_that_are_named_are_asked_for(target: Path, tmp_path: Path) -> None:
-    flags = {"norm_before_fc": True, "fc_norm": True, "norm_output": True, "attention_bias": True}
+def test_all_norms_that_are_named_are_asked_for(target: Path, tmp_path: Path) -> None:
+    flags = {"norm_before_fc": True, "fc_norm": True, "norm_output": True}
     assert check_fit(target, write_head(tmp_path / "all", target, **flags)) == VOCABULARY
     head = write_head(tmp_path / "less", target)
     for key, first in (
         ("norm_before_fc", "input_norm.weight"),
         ("fc_norm", "fc_norm.0.weight"),
-        ("attention_bias", "layers.0.self_attn.k_proj.bias"),
     ):
         assert f"tensors are missing, first {first}" in refused(
             target, set_keys(head, **{key: True})
@@ -127,6 +126,7 @@ def test_a_tokenizer_of_its_own_is_compared(target: Path, tmp_path: Path) -> Non
         ({"norm_output": "yes"}, "norm_output is 'yes', and must be true or false"),
         ({"num_hidden_layers": 2}, "is an EAGLE-3 head of 2 llama layer(s)"),
         ({"hidden_act": "gelu"}, "config.json has hidden_act='gelu', and only heads without"),
+        ({"attention_bias": True}, "config.json has attention_bias=True"),
         ({"mlp_bias": True}, "config.json has mlp_bias=True"),
         ({"logit_scale": 0.5}, "config.json has logit_scale=0.5"),
         ({"quantization_config": {"bits": 8}}, "config.json has quantization_config="),
@@ -236,7 +236,7 @@ def test_taps_that_vllm_counts_may_be_more(target: Path, tmp_path: Path) -> None
 
 
 def test_layers_that_vllm_chooses_exist_in_the_target(tmp_path: Path) -> None:
-    shallow = deep_llama(tmp_path / "target", num_layers=4)
+    shallow = served_target(tmp_path / "target", num_hidden_layers=4)
     head = set_keys(write_head(tmp_path / "head", shallow), **{eagle3.TAPS: None})
     line = refused(shallow, head)
     assert line.startswith("names no layers of the target, and vLLM's own choice [2, 2, 1]: one")

@@ -17,9 +17,9 @@ from osd.doctor.pair_checks import check_models
 from osd.errors import ConfigError
 from osd.models.teacher import check_teacher, dtype_of, is_needed
 from osd.service import plan
-from tests.support.deep_llama import deep_llama
 from tests.support.heads import write_head
 from tests.support.pairs import Pair, build_pair
+from tests.support.served_targets import served_target
 
 LEARNS_ITSELF = "use trainer.sampling=teacher, which learns from what was served"
 
@@ -147,7 +147,7 @@ def test_the_service_says_it_before_it_starts_and_the_doctor_too(pair: Pair) -> 
 def with_head(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target, and a head as its draft."""
     where = tmp_path_factory.mktemp("with-head")
-    target = deep_llama(where / "target")
+    target = served_target(where / "target")
     head = write_head(where / "head", target, draft_vocab_size=40)
     return Pair(target=target, draft=head, stranger=head)
 

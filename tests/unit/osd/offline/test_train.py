@@ -19,9 +19,9 @@ from osd.offline.prompts import read_prompts
 from osd.offline.report import REPORT
 from osd.offline.train import Job, check_draft, run, teacher_of
 from osd.records import Trace
-from tests.support.deep_llama import deep_llama
 from tests.support.heads import write_head
 from tests.support.pairs import VOCABULARY
+from tests.support.served_targets import served_target
 from tests.support.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, save_draft
 from trainer.draft import load_draft
 from trainer.evaluate import replay
@@ -117,12 +117,12 @@ def test_student_sampling_without_the_target_or_with_another_is_refused(
 
 
 def test_a_head_is_trained_with_the_target_of_its_traces(train: Run, tmp_path: Path) -> None:
-    target = deep_llama(tmp_path / "target")
+    target = served_target(tmp_path / "target")
     train.draft = write_head(tmp_path / "head", target, draft_vocab_size=40)
     file = write(tmp_path / "a.traces", TRAINING + HELD_OUT)
     with pytest.raises(ConfigError, match="is a head, which learns from .*; set serving.target"):
         train(file)
-    other = deep_llama(tmp_path / "other", hidden_size=48)
+    other = served_target(tmp_path / "other", hidden_size=48)
     with pytest.raises(
         ConfigError, match="reads hidden states of 32 numbers, the target's have 48"
     ):
