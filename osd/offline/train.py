@@ -149,7 +149,7 @@ def _run_rounds(
     )
     buffer, k = traces.buffer(), job.config.speculation.k_max
     trainer = Trainer(
-        config, job.config.gate, k, buffer, work, traces.target_id, teacher=teacher_of(job, traces)
+        config, job.config.gate, k, buffer, work, traces.target_id, teacher=_teacher(job, traces)
     )
     kept: list[RoundOutcome] = []
     undone: list[RoundOutcome] = []
@@ -223,7 +223,7 @@ def _check_vocabulary(draft: Path, traces: Recorded) -> None:
         )
 
 
-def teacher_of(job: Job, traces: Recorded) -> Teacher | None:
+def _teacher(job: Job, traces: Recorded) -> Teacher | None:
     """The target that the traces were recorded from, where the trainer needs it. Raises
     `ConfigError`."""
     from trainer.sampling.teacher import Teacher

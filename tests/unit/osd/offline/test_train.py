@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from buffers.codec import encode_trace
 from buffers.trace_file import write_traces
@@ -17,10 +19,9 @@ from osd.models import resolve
 from osd.offline import recorded
 from osd.offline.prompts import read_prompts
 from osd.offline.report import REPORT
-from osd.offline.train import Job, check_draft, run, teacher_of
+from osd.offline.train import Job, check_draft, run
 from osd.records import Trace
 from tests.support.heads import write_head
-from tests.support.pairs import VOCABULARY
 from tests.support.served_targets import served_target
 from tests.support.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, save_draft
 from trainer.draft import load_draft
@@ -116,7 +117,9 @@ def test_student_sampling_without_the_target_or_with_another_is_refused(
 # Heads
 
 
-def test_a_head_is_trained_with_the_target_of_its_traces(train: Run, tmp_path: Path) -> None:
+def test_a_head_is_trained_with_the_target_of_its_traces_and_stays_of_its_form(
+    train: Run, tmp_path: Path
+) -> None:
     target = served_target(tmp_path / "target")
     train.draft = write_head(tmp_path / "head", target, draft_vocab_size=40)
     file = write(tmp_path / "a.traces", TRAINING + HELD_OUT)
@@ -132,13 +135,18 @@ def test_a_head_is_trained_with_the_target_of_its_traces(train: Run, tmp_path: P
         train(file, settings=(given, "trainer.sampling=mixed"))
     with pytest.raises(ConfigError, match=f"recorded from {TARGET_ID}; give that one$"):
         train(file, settings=(given,))
-    config = reading.load(None, [given], {"serving.draft": str(train.draft)}, {}).config
-    job = Job(config=config, draft=check_draft(config), out=train.out, epochs=1, force=False)
     target_id = resolve.fingerprint(target)
-    traces = [replace(trace, target_id=target_id) for trace in TRAINING]
-    recorded_there = recorded.load([write(tmp_path / "b.traces", traces, target_id)], print)
-    teacher = teacher_of(job, recorded_there)
-    assert teacher is not None and teacher.model.vocab_size == VOCABULARY
+    traces = [replace(trace, target_id=target_id) for trace in TRAINING + HELD_OUT]
+    ours = write(tmp_path / "b.traces", traces, target_id)
+    assert train(ours, epochs=1, settings=(given,), force=True) == 0
+    before, after = (load_file(path / "model.safetensors") for path in (train.draft, train.out))
+    assert {n: (t.dtype, t.shape) for n, t in before.items()} == {
+        n: (t.dtype, t.shape) for n, t in after.items()
+    }
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "fc.weight" in moved and not moved & {"d2t", "t2d"}
+    kept = [(path / "config.json").read_bytes() for path in (train.draft, train.out)]
+    assert kept[0] == kept[1]
 
 
 # What it makes
