@@ -40,7 +40,6 @@ ROTARY = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached
 """Ends of the names of buffers that older checkpoints hold and nobody reads."""
 OTHER_LAYERS = {
     "hidden_act": "silu",
-    "attention_bias": False,
     "mlp_bias": False,
     "logit_scale": 1.0,
     "quantization_config": None,
@@ -139,7 +138,7 @@ def _check_taps(
     taps = spec.taps_in(num_layers)
     said = "names no layers of the target, and vLLM's own choice" if not spec.taps else f"{TAPS}"
     where = f"{said} {list(spec.taps or taps)}"
-    if outside := [layer for layer in taps if not 0 <= layer <= num_layers]:
+    if outside := [layer for layer in taps if not 0 <= layer < num_layers]:
         what = f"{where}: the target has {num_layers} layers, and no layer {outside[0]}"
         raise _wrong(head, what, SAME_TARGET)
     if len(set(taps)) != spec.num_taps:

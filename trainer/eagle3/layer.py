@@ -160,7 +160,7 @@ class _Attention(nn.Module):
         self.q_proj = nn.Linear(wide, num_heads * self._size, bias=has_bias)
         self.k_proj = nn.Linear(wide, num_keys * self._size, bias=has_bias)
         self.v_proj = nn.Linear(wide, num_keys * self._size, bias=has_bias)
-        self.o_proj = nn.Linear(num_heads * self._size, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(num_heads * self._size, config.hidden_size, bias=has_bias)
 
     def keys_values(self, inputs: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
         """[B, A, S, E] each, those of grouped queries repeated."""

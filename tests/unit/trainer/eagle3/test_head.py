@@ -134,7 +134,7 @@ class Reference:
         scores = rotated(q) @ k.transpose(1, 2) / size**0.5
         scores = scores.masked_fill(torch.ones(num, num).triu(1).bool(), -torch.inf)
         out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(num, -1)
-        return out @ self.w[p + "o_proj.weight"].T
+        return out @ self.w[p + "o_proj.weight"].T + self.w.get(p + "o_proj.bias", 0)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         epsilon = self.spec.layer["rms_norm_eps"]
