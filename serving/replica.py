@@ -18,6 +18,7 @@ import os
 import socket
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from osd.config.schema import Config
@@ -32,6 +33,7 @@ from serving.pull import Here, as_it_lies, release_to_start
 from serving.speculation.client import room_for_drafts, settings_for
 from serving.speculation.memory.warm import Recent
 from serving.vllm import fixes, names, parts
+from serving.vllm.heads import method_for
 from serving.vllm.server import (
     build_engine_and_app,
     engine_arguments,
@@ -174,7 +176,7 @@ class Replica:
             room = room_for_drafts(self._config, names.engine_version())
             extra["worker_extension_cls"] = self._extension
             extra["speculative_config"] = {
-                "method": "draft_model",
+                "method": method_for(Path(self._release.path)),
                 "model": self._release.path,
                 "num_speculative_tokens": room,
             }

@@ -32,9 +32,10 @@ from serving.speculation.step_split import StepSplit
 from serving.swap import weights
 from serving.swap.live_draft import Weights
 from serving.swap.proof import SwapProof
+from serving.swap.shape import DraftShape
 from serving.swap.swap import DraftSwapper
 from serving.swap.unswappable import Unswappable
-from serving.vllm import fixes, hooks, parts
+from serving.vllm import fixes, heads, hooks, parts
 from serving.vllm.undrafted_sampling import sample_undrafted
 
 logger = logging.getLogger(__name__)
@@ -133,9 +134,11 @@ class WorkerExtension:
 
     def osd_make_swapper(self, release: DraftRelease) -> DraftSwapper[Weights]:
         """What swaps the draft, which is the release now."""
-        weights.check_method(self)
+        draft = Path(release.path)
+        heads.check_draft(self, draft)
+        names = DraftShape.of(draft).shapes.keys()
         proof = SwapProof(
-            lambda: weights.read_back(self),
+            lambda: weights.read_back(self, names),
             weights.draft_dtype(self),
             lambda: weights.sample_of_target(self),
         )

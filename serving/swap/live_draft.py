@@ -10,7 +10,8 @@ can therefore always be undone. Live tensors keep their addresses, as CUDA graph
 need it. New weights lie on the host, so no device has to hold a draft twice.
 
 Tensors of the target are recognised by its modules and its memory, not by names: an EAGLE head has
-another name for the target's embedding.
+another name for the target's embedding. A release that carries them too, value for value, leaves
+them untouched; one that carries others is refused.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from osd.errors import SwapError
+from serving.swap.proof import EMBEDDINGS, HEADS, VALUES_AT_ONCE
 
 Tensors = Mapping[str, torch.Tensor]
 STRUCTURE = ("_parameters", "_buffers", "_modules")
@@ -148,7 +150,8 @@ class Owned:
 
 
 class Writes(TorchDispatchMode):
-    """Notes which memory is written to. Raises `SwapError` before a write to a forbidden tensor."""
+    """Notes which memory is written to. What is written to a forbidden tensor is left out where it
+    holds these values already; otherwise `SwapError` is raised before it is written."""
 
     def __init__(self, forbidden: Owned) -> None:
         super().__init__()
@@ -158,9 +161,9 @@ class Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _written(func, args, kwargs or {}):
             if tensor in self._forbidden:
-                raise SwapError(
-                    f"loading it would write into the target's {self._forbidden.name_of(tensor)}"
-                )
+                if not _holds_already(func, args):
+                    raise SwapError(_another(self._forbidden.name_of(tensor)))
+                return tensor
             self.storages.add(storage(tensor))
         return func(*args, **(kwargs or {}))
 
@@ -182,6 +185,30 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
             given = args[i] if i < len(args) else kwargs.get(argument.name)
             tensors = given if isinstance(given, list) else [given]
             yield from (t for t in tensors if isinstance(t, torch.Tensor) and t.numel())
+
+
+def _holds_already(func: Any, args: Sequence[Any]) -> bool:
+    """Whether writing like this changes nothing. It is compared on the host and in parts: there may
+    be no room for another tensor of this size beside it."""
+    name = func._schema.name
+    if name not in ("aten::copy_", "aten::fill_", "aten::zero_"):
+        return False
+    held, given = args[0], args[1] if len(args) > 1 else 0
+    values = torch.as_tensor(given, dtype=held.dtype).expand_as(held)
+    held, values = torch.atleast_1d(held), torch.atleast_1d(values)
+    rows = max(1, VALUES_AT_ONCE * len(held) // held.numel())
+    pairs = zip(held.split(rows), values.split(rows), strict=True)
+    return all(torch.equal(part.cpu(), new.cpu()) for part, new in pairs)
+
+
+def _another(name: str) -> str:
+    """Why a release is refused that would change this tensor of the target."""
+    kinds = (("embedding", EMBEDDINGS), ("output head", HEADS))
+    kind = next((kind for kind, parts in kinds if set(name.split(".")) & set(parts)), "tensor")
+    return (
+        f"it carries another {kind} than the target's, with which the draft computes: loading it "
+        f"would write into the target's {name}"
+    )
 
 
 def _shallow(layer: nn.Module) -> nn.Module:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from osd.errors import SwapError
+from osd.models.eagle3 import D2T
 
 NUM_COLUMNS = 4
 """Columns compared of every matrix. Each costs a token's pass through the layer; a matrix that was
@@ -89,8 +90,10 @@ def problem(ranks: Sequence[Mapping[str, int]], expected: int) -> str:
 
 def of_release(tensors: Tensors, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """The parts of a checkpoint that are compared, in the dtype that serves."""
-    has_head = any(_is(name, HEADS) for name in tensors)
+    has_head = holds(tensors, HEADS)
     for name, tensor in tensors.items():
+        if name == D2T:
+            yield tensor
         if not tensor.is_floating_point() or name.endswith(NOT_LOADED):
             continue
         if tensor.dim() == 1:
@@ -101,6 +104,12 @@ def of_release(tensors: Tensors, dtype: torch.dtype) -> Iterator[torch.Tensor]:
                 yield tensor[:, columns(tensor.shape[1])].to(dtype)
         elif tensor.dim() == 2:
             yield tensor[:, columns(tensor.shape[1])].to(dtype)
+
+
+def holds(names: Iterable[str], parts: tuple[str, ...]) -> bool:
+    """Whether a checkpoint with these names holds an embedding (`EMBEDDINGS`) or an output head
+    (`HEADS`) of its own."""
+    return any(_is(name, parts) for name in names)
 
 
 class SwapProof:

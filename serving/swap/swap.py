@@ -14,126 +14,23 @@ no version yet.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
-from osd.common.files import sha256
 from osd.errors import SwapError
-from osd.models.heads import draft_head
 from osd.records import DraftRelease, RankReport, StagingReport
 from serving.swap.proof import SwapProof, problem
+from serving.swap.shape import WEIGHTS, DraftShape, Tensors, read_release
 
 logger = logging.getLogger(__name__)
-
-WEIGHTS = "model.safetensors"
-ARCHITECTURE_KEYS = (
-    "architectures",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "rope_theta",
-    "rope_parameters",
-    "rotary_pct",
-    "use_parallel_residual",
-    "max_position_embeddings",
-)
-"""Entries of `config.json` that must not change, since only weights are swapped."""
-
-Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class DraftShape:
-    """The form of the draft the engine started with, which every release must have."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    architecture: Mapping[str, object]
-    masks: frozenset[str]
-    """Names of tensors of integers or booleans, which older checkpoints (Pythia) hold as masks."""
-
-    @classmethod
-    def of(cls, directory: Path) -> DraftShape:
-        """The form of the draft in a directory. Raises `SwapError` for a draft head."""
-        with safe_open(directory / WEIGHTS, framework="pt") as weights:
-            slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
-            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-            dtypes = {name: part.get_dtype() for name, part in slices.items()}
-        masks = frozenset(n for n, dtype in dtypes.items() if dtype == "BOOL" or dtype[0] in "IU")
-        config = json.loads((directory / "config.json").read_text())
-        refuse_head(config)
-        return cls(shapes, {key: config.get(key) for key in ARCHITECTURE_KEYS}, masks)
-
-
-def read_release(release: DraftRelease, expected: DraftShape) -> dict[str, torch.Tensor]:
-    """The tensors of a release. Raises `SwapError` saying what does not fit."""
-    directory = Path(release.path)
-    try:
-        digest = sha256(directory / WEIGHTS)
-        config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise SwapError(f"{directory} cannot be read: {error}") from None
-    if digest != release.sha256:
-        raise SwapError(
-            f"sha256 of {WEIGHTS} is {digest[:12]}, release.json says {release.sha256[:12]}"
-        )
-    refuse_head(config)
-    for key, value in expected.architecture.items():
-        if config.get(key) != value:
-            raise SwapError(f"config.json has {key}={config.get(key)!r}, the engine runs {value!r}")
-    try:
-        tensors = load_file(directory / WEIGHTS)
-    except Exception as error:  # noqa: BLE001  safetensors raises its own types for damaged files
-        raise SwapError(f"{WEIGHTS} is damaged: {error}") from None
-    check_tensors(tensors, expected)
-    return tensors
-
-
-def refuse_head(config: Mapping[str, object]) -> None:
-    """Raise `SwapError` for the `config.json` of a draft head, which shares tensors with the
-    target."""
-    if what := draft_head(config):
-        raise SwapError(
-            f"it is a draft head ({what}), and heads are not served: only draft models of their "
-            "own are"
-        )
-
-
-def check_tensors(tensors: Tensors, expected: DraftShape) -> None:
-    """Raise `SwapError` unless names and shapes are as expected and every number is finite."""
-    shapes = expected.shapes
-    if missing := sorted(set(shapes) - set(tensors)):
-        raise SwapError(f"{len(missing)} tensors are missing, first {missing[0]}")
-    if unknown := sorted(set(tensors) - set(shapes)):
-        raise SwapError(f"{len(unknown)} tensors are unknown, first {unknown[0]}")
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != shapes[name]:
-            raise SwapError(f"{name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
-        if name in expected.masks:
-            continue
-        if not tensor.is_floating_point():
-            raise SwapError(f"{name} is {tensor.dtype}, expected floating point")
-        if not torch.isfinite(tensor).all():
-            raise SwapError(f"{name} holds NaN or infinite values")
-
 
 Built = TypeVar("Built")
 """Weights in the form a live draft keeps them."""

@@ -6,29 +6,17 @@ What it needs of vLLM stands in `serving/vllm/layers.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from osd.errors import SwapError
 from serving.swap import proof
 from serving.swap.live_draft import LiveDraft, Owned
 from serving.vllm import layers
 
-SERVED_METHOD = "draft_model"
-"""vLLM's method for a draft model of its own. All others are heads, or need no weights."""
-
-
-def check_method(worker: Any) -> None:
-    """Raise `SwapError` unless the draft is a model of its own."""
-    method = worker.vllm_config.speculative_config.method
-    if method != SERVED_METHOD:
-        raise SwapError(
-            f"vLLM would draft by the method {method!r}, which is not served: only a draft model "
-            "of its own is. vLLM goes by the name of the draft's directory too: it must not "
-            "contain eagle3, eagle-, dflash or dspark"
-        )
+KINDS = {False: proof.EMBEDDINGS, True: proof.HEADS}
+"""Whether a module is an output head -> parts of its name in checkpoints."""
 
 
 def live_draft(worker: Any) -> LiveDraft:
@@ -49,15 +37,17 @@ def load_draft_weights(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 @torch.no_grad()
-def read_back(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `proof.of_release` yields, read from this rank's part of the live draft, without what it
-    shares with the target; each part with its holder."""
+def read_back(worker: Any, names: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `proof.of_release` yields, read from this rank's part of the live draft, each part with
+    its holder. What it shares with the target is left out, but for an embedding and an output head
+    that the release carries too: `names` are those of its tensors."""
     draft, target = worker.get_draft_model(), Owned(worker.model_runner.get_model())
+    carried = {is_head: proof.holds(names, kind) for is_head, kind in KINDS.items()}
     head = next((getattr(draft, name) for name in proof.HEADS if hasattr(draft, name)), None)
     for module in draft.modules():
-        own = []
-        if module not in target.modules:
-            own = [p for p in module.parameters(recurse=False) if p not in target]
+        own = list(module.parameters(recurse=False))
+        if not (hasattr(module, "embedding_dim") and carried[_is_head(module)]):
+            own = [] if module in target.modules else [p for p in own if p not in target]
         if hasattr(module, "embedding_dim"):
             if own and not _is_head(module):
                 yield _holder(module), _rows(module)
@@ -90,8 +80,16 @@ def _is_head(module: Any) -> bool:
 
 
 def _holder(module: Any) -> str:
-    """Who holds what this layer keeps on this rank."""
-    return proof.EVERY_RANK if module.tp_size == 1 else f"rank {module.tp_rank}"
+    """Who holds what this layer keeps on this rank. Only some of its kinds are split over ranks:
+    the matrix that combines a head's taps is not."""
+    is_whole = module.tp_size == 1 or (
+        not hasattr(module, "embedding_dim") and not _is_split(module)
+    )
+    return proof.EVERY_RANK if is_whole else f"rank {module.tp_rank}"
+
+
+def _is_split(module: Any) -> bool:
+    return any(hasattr(module, f"{side}_size_per_partition") for side in ("input", "output"))
 
 
 def _rows(module: Any) -> torch.Tensor:

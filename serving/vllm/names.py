@@ -1,8 +1,8 @@
 """The private names of vLLM that this project uses, by the part that needs them, and the versions
 it was run on.
 
-It was run with `method=draft_model`: with the V1 model runner, and with the V2 model runner, its
-Triton kernels interpreted. A part whose names are not as they stand here is switched off
+It was run with `method=draft_model` and `method=eagle3`: with the V1 model runner, and with the V2
+model runner, its Triton kernels interpreted. A part whose names are not as they stand here is switched off
 (`serving/vllm/parts.py`): an upgrade of vLLM begins here.
 """
 
@@ -11,12 +11,14 @@ from __future__ import annotations
 from typing import Literal
 
 from serving.vllm.name import Name
+from serving.vllm.names_heads import HEADS
 from serving.vllm.names_v2 import NAMES_V2, SCHEDULED, UNDRAFTED
 
 Part = Literal[
     "server",
     "capture",
     "swap",
+    "heads",
     "control",
     "sleep",
     "memory",
@@ -137,6 +139,7 @@ NAMES: dict[Part, tuple[Name, ...]] = {
         Name(f"{_RELOAD}.meta:materialize_meta_tensor", takes=("meta_tensor",)),
         Name(f"{_RELOAD}.sanitize:restore_layer_refs", takes=("tensor", "layer")),
     ),
+    "heads": HEADS,
     "control": (
         Name(_ARGUMENTS, has=("scheduler_cls", "additional_config")),
         Name(

@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+READS_HIDDEN_STATES = "an EAGLE-3 head reads the target's hidden states of every step, in one pass"
+"""Why a head does not sleep."""
+
 
 def end_process() -> None:
     """At once: what would close first waits for the other ranks too."""

@@ -10,9 +10,10 @@ as many passes as k says.
     k = 0   note the first position each request's draft has not seen; mark the blocks of this step
     k > 0   one forward pass over what each request missed, then vLLM's own `propose`
 
-Only draft models with a KV cache of their own can sleep. EAGLE heads read hidden states of the
-target that are gone by then. What else keeps a draft awake is said in `why_not` of
-`v1.py` and `v2.py`. There vLLM's way is kept.
+Only draft models can sleep. An EAGLE-3 head reads hidden states of the target that are gone by
+then: at k = 0 it makes one pass over the step's tokens, which keeps its KV cache whole, and no
+more. What else keeps a draft awake is said in `why_not` of `v1.py` and `v2.py`. There vLLM's way is
+kept.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from serving.speculation.sleep.lazy import Flat, LazyDraft
+from serving.speculation.sleep.lazy import READS_HIDDEN_STATES, Flat, LazyDraft
 from serving.speculation.sleep.missed import Missed, parts
 from serving.speculation.sleep.unseen_tokens import UnseenTokens
 from serving.vllm import names
+from serving.vllm.heads import HEAD_METHOD
 from serving.vllm.hooks import to_device
 from serving.vllm.name import resolve
 
@@ -26,6 +27,8 @@ def why_not(runner: Any) -> str:
     """Why this V1 runner's draft cannot be left out of a step; "" when it can."""
     config, parallel = runner.speculative_config, runner.vllm_config.parallel_config
     drafter = getattr(runner, "drafter", None)  # on the last rank of a pipeline alone
+    if getattr(config, "method", "") == HEAD_METHOD:
+        return READS_HIDDEN_STATES
     if config is None or not config.uses_draft_model() or drafter is None:
         return "it has no KV cache of its own"
     if parallel.data_parallel_size > 1:
