@@ -28,7 +28,7 @@ from osd.errors import ReleaseError, SwapError
 from osd.observe.dashboard import build_app
 from osd.records import DraftRelease
 from osd.releases.store import ReleaseStore
-from serving.swap.swap import DraftShape, read_release
+from serving.swap.shape import DraftShape, read_release
 from tests.support.builders import make_trace
 from tests.unit.osd.observe.test_dashboard import RIGHT, TOKEN, FakeController, FakeHistory
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from osd.errors import SwapError
-from serving.swap.swap import DraftShape, check_tensors
+from serving.swap.shape import DraftShape, check_tensors
 from tests.support.shapes import add_old_masks
 from trainer.draft import export_draft, load_draft
 

@@ -15,7 +15,8 @@ from torch import nn
 from osd.errors import SwapError
 from serving.swap import weights
 from serving.swap.proof import EVERY_RANK, digest, digests, of_release, problem
-from serving.swap.weights import check_method, read_back, sample_of_target
+from serving.swap.weights import read_back, sample_of_target
+from serving.vllm.heads import check_method
 
 
 def worker(
@@ -29,10 +30,11 @@ def worker(
 
 
 @pytest.mark.parametrize(
-    "method", ["eagle", "eagle3", "medusa", "mtp", "dflash", "ngram", "mlp_speculator"]
+    "method", ["eagle", "medusa", "mtp", "dflash", "ngram", "mlp_speculator"]
 )
-def test_only_draft_models_of_their_own_are_served(method: str) -> None:
+def test_only_draft_models_of_their_own_and_eagle_3_heads_are_served(method: str) -> None:
     check_method(worker())
+    check_method(worker("eagle3"))
     with pytest.raises(
         SwapError, match=f"vLLM would draft by the method '{method}', which is not served"
     ):
