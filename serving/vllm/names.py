@@ -2,8 +2,8 @@
 it was run on.
 
 It was run with `method=draft_model` and `method=eagle3`: with the V1 model runner, and with the V2
-model runner, its Triton kernels interpreted. A part whose names are not as they stand here is switched off
-(`serving/vllm/parts.py`): an upgrade of vLLM begins here.
+model runner, its Triton kernels interpreted. A part whose names are not as they stand here is
+switched off (`serving/vllm/parts.py`): an upgrade of vLLM begins here.
 """
 
 from __future__ import annotations

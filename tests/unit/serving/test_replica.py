@@ -176,8 +176,14 @@ async def asked_of_vllm(monkeypatch: pytest.MonkeyPatch, made: Any) -> dict[str,
     monkeypatch.setattr(of_replica, "refuse_undrafted", lambda: None)
     monkeypatch.setattr(of_replica, "engine_arguments", lambda model, extra: found.update(extra))
     monkeypatch.setattr(of_replica, "build_engine_and_app", build)
+    monkeypatch.setattr(of_replica, "method_for", lambda draft: {"/v1": "eagle3"}[str(draft)])
     await made._build()
     return found
+
+
+async def test_vllm_drafts_by_the_method_of_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (await asked_of_vllm(monkeypatch, replica()))["speculative_config"]
+    assert (asked["method"], asked["model"]) == ("eagle3", "/v1")
 
 
 @pytest.mark.parametrize(("num_ranks", "executor"), [(1, None), (2, "mp")])

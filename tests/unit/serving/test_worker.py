@@ -283,7 +283,7 @@ def test_a_worker_whose_draft_is_no_model_of_its_own_does_not_start(tmp_path: Pa
     answer = starting(torch.nn.Identity(), "eagle3").osd_start(
         trace_settings(written(tmp_path, {}), CaptureConfig(), k=4, sink={}, target_id="t")
     )
-    assert "draft by the method 'eagle3'" in decode(answer, RankReport).refused
+    assert "drafts by the method 'eagle3'" in decode(answer, RankReport).refused
 
 
 def test_traces_need_somewhere_to_go() -> None:

