@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from tests.support.heads import write_head
 from tests.support.pairs import Pair, _config, tokenizer
+from tests.support.ways import COMPILED, V1_ASYNC, V1_SYNC, Way
 
 NUM_LAYERS = 7
 TAPS = (1, 3, 6)
@@ -20,6 +21,18 @@ FREQUENT, OFTEN = 4, 3.0
 """Ids from 2 on that target and heads choose far more often than others, and the factor of their
 rows."""
 WEIGHTS = "model.safetensors"
+
+
+FORMS: dict[Way, dict[str, Any]] = {
+    V1_SYNC: {"form": "specforge", "has_embedding": True},
+    V1_ASYNC: {"form": "specforge", "has_embedding": False},
+    COMPILED: {"form": "specforge", "has_embedding": False},
+}
+"""Of the heads in one way; in all others they are as speculators saves them, with an embedding."""
+
+
+def form_of_heads(way: Way) -> dict[str, Any]:
+    return FORMS.get(way, {"form": "speculators"})
 
 
 def build_headed(directory: Path, **of_head: Any) -> Pair:

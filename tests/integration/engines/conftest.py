@@ -15,14 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from osd.config.schema import CaptureConfig
+from serving.vllm import undrafted
 from tests.integration.conftest import release_of
 from tests.integration.engines import matrix
 from tests.support import interpreter
 from tests.support.elsewhere import Elsewhere, run_elsewhere
 from tests.support.engines import Engine
+from tests.support.headed import build_headed, form_of_heads
 from tests.support.pairs import VOCABULARY, Pair, build_pair
 from tests.support.ranked_engines import RankedEngine
 from tests.support.reference import K, Reference
@@ -157,6 +160,51 @@ def tight(pair: Pair, way: Way, speculating: Engine) -> Engine:
     engine.command("force", ["draft", K])
     engine.set_capture(accepted_fraction=1.0, plain_fraction=1.0)
     return engine
+
+
+@pytest.fixture(scope="session")
+def headed(tmp_path_factory: pytest.TempPathFactory, way: Way) -> Pair:
+    form = form_of_heads(way)
+    return build_headed(tmp_path_factory.mktemp(f"headed-{way.name}"), **form)
+
+
+@pytest.fixture(scope="session")
+def alone(headed: Pair) -> Reference:
+    """The same target without speculation."""
+    return Reference(headed)
+
+
+@pytest.fixture(scope="session")
+def drafting(headed: Pair, way: Way) -> Engine:
+    undrafted.refuse_undrafted()
+    engine = started(
+        headed, way, speculative={"method": "eagle3"}, max_num_batched_tokens=384, max_num_seqs=16
+    )
+    core = engine.llm.llm_engine.engine_core.engine_core
+    problems = [engine.rpc("osd_undrafted"), core.osd_undrafted()]
+    undrafted.permit(engine.llm.llm_engine.vllm_config.speculative_config, problems)
+    return engine
+
+
+@pytest.fixture
+def head(drafting: Engine, headed: Pair) -> Iterator[Engine]:
+    """An engine whose head proposes 4 tokens; at the end control and hooks must be whole."""
+    drafting.command("force", ("draft", K))
+    drafting.llm.reset_prefix_cache()
+    if drafting.worker.osd_swapper.version != 1:
+        assert drafting.swap(release_of(headed.draft, 1))["error"] == ""
+    yield drafting
+    drafting.traces()
+    assert drafting.command("report")["problem"] == ""
+    assert drafting.worker.osd_hook.is_listening
+    assert drafting.worker.osd_off == {}
+
+
+@pytest.fixture(scope="session")
+def deep(headed: Pair) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(headed.target, dtype=torch.float32).eval()
 
 
 def started(pair: Pair, way: Way, **options: Any) -> Engine:

@@ -24,6 +24,9 @@ OF_RANKS: dict[str, tuple[str, ...]] = {
     "rank's sleeps": (
         "test_a_draft_that_failed_to_sleep_on_one_rank_stays_awake_in_the_next_engine",
     ),
+    "with an EAGLE-3 head tokens are those without speculation, and each of its swaps is proved": (
+        "test_a_head_over_two_ranks_serves_and_is_swapped",
+    ),
     "what is not drafted for is answered as without speculation (over one rank: "
     "`tests/integration/serving/test_odd_requests.py`)": (
         "test_what_is_not_drafted_for_is_answered_as_without_speculation",

@@ -4,86 +4,26 @@ are."""
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from serving.speculation.goodput import Plan
-from serving.vllm import undrafted
-from tests.integration.conftest import release_of
-from tests.integration.engines.conftest import started
 from tests.integration.engines.test_sleep import Passes, Proposals
 from tests.integration.serving.test_capture import assert_rows_are_the_targets, keep_all
-from tests.integration.serving.test_swap import acceptance_and_outputs, truncated
 from tests.support.engines import Engine
 from tests.support.fit import misfit_of
-from tests.support.headed import TAPS, WEIGHTS, build_head, build_headed
-from tests.support.pairs import Pair
+from tests.support.headed import TAPS
 from tests.support.reference import K, Reference
-from tests.support.ways import COMPILED, V1_ASYNC, V1_SYNC, Way
 
 LONG = {"ignore_eos": True, "max_tokens": 32}
 PLANS = [("off", 0), *(("draft", k) for k in range(1, K + 1))]
 MIXED = tuple(Plan("draft", 3, is_mixed=True))
-FORMS: dict[Way, dict[str, Any]] = {
-    V1_SYNC: {"form": "specforge", "has_embedding": True},
-    V1_ASYNC: {"form": "specforge", "has_embedding": False},
-    COMPILED: {"form": "specforge", "has_embedding": False},
-}
-"""Of the heads in one way; in all others they are as speculators saves them, with an embedding."""
-
-
-@pytest.fixture(scope="session")
-def headed(tmp_path_factory: pytest.TempPathFactory, way: Way) -> Pair:
-    form = FORMS.get(way, {"form": "speculators"})
-    return build_headed(tmp_path_factory.mktemp(f"headed-{way.name}"), **form)
-
-
-@pytest.fixture(scope="session")
-def alone(headed: Pair) -> Reference:
-    """The same target without speculation."""
-    return Reference(headed)
-
-
-@pytest.fixture(scope="session")
-def drafting(headed: Pair, way: Way) -> Engine:
-    undrafted.refuse_undrafted()
-    engine = started(
-        headed, way, speculative={"method": "eagle3"}, max_num_batched_tokens=384, max_num_seqs=16
-    )
-    core = engine.llm.llm_engine.engine_core.engine_core
-    problems = [engine.rpc("osd_undrafted"), core.osd_undrafted()]
-    undrafted.permit(engine.llm.llm_engine.vllm_config.speculative_config, problems)
-    return engine
-
-
-@pytest.fixture
-def head(drafting: Engine, headed: Pair) -> Iterator[Engine]:
-    """An engine whose head proposes 4 tokens; at the end control and hooks must be whole."""
-    drafting.command("force", ("draft", K))
-    drafting.llm.reset_prefix_cache()
-    if drafting.worker.osd_swapper.version != 1:
-        assert drafting.swap(release_of(headed.draft, 1))["error"] == ""
-    yield drafting
-    drafting.traces()
-    assert drafting.command("report")["problem"] == ""
-    assert drafting.worker.osd_hook.is_listening
-    assert drafting.worker.osd_off == {}
-
-
-@pytest.fixture(scope="session")
-def deep(headed: Pair) -> Any:
-    return AutoModelForCausalLM.from_pretrained(headed.target, dtype=torch.float32).eval()
-
 
 # ------------------------------------------------------------------------------------------ answers
 
@@ -103,24 +43,6 @@ def test_with_a_head_tokens_are_the_targets(
     assert [done[i][0] for i in ids] == alone.generate(prompts[:4], **LONG)
     (window,) = windows_of(head)[-1:] or [{"num_accepted_tokens": 1}]
     assert window["num_accepted_tokens"] > 0 or plan == ("off", 0)
-
-
-def test_with_a_head_tokens_are_the_targets_while_20_heads_are_swapped_in(
-    head: Engine, alone: Reference, headed: Pair, prompts: list[list[int]]
-) -> None:
-    answers = []
-
-    def swap(_step: int) -> None:
-        if len(answers) < 20:
-            path = (headed.stranger, headed.draft)[len(answers) % 2]
-            answers.append(head.swap(release_of(path, 2 + len(answers))))
-
-    before = head.worker.osd_target_checksum()
-    ids = [head.add(prompt, **LONG) for prompt in prompts[:4]]
-    done = head.run(swap)
-    assert [done[i][0] for i in ids] == alone.generate(prompts[:4], **LONG)
-    assert [(answer["error"], answer["proved"]) for answer in answers] == [("", True)] * 20
-    assert head.worker.osd_target_checksum() == before
 
 
 def test_at_temperature_one_tokens_drafted_by_a_head_follow_the_target(
@@ -298,73 +220,6 @@ def proposed(
     finally:
         kept.close()
     return [{end: ids for (req, end), ids in kept.found.items() if req == i} for i in ids]
-
-
-# ------------------------------------------------------------------------------------- bad releases
-
-
-def with_tensor(name: str, change: Callable[[torch.Tensor], None]) -> Callable[[Path], None]:
-    def act(path: Path) -> None:
-        tensors = load_file(path / WEIGHTS)
-        change(tensors[name])
-        save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-
-    return act
-
-
-def foreign_embedding(path: Path) -> None:
-    tensors = load_file(path / WEIGHTS)
-    own = tensors.get("embed_tokens.weight", torch.zeros(96, 64))
-    tensors["embed_tokens.weight"] = own + 0.5
-    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-
-
-def other_taps(path: Path) -> None:
-    config = json.loads((path / "config.json").read_text())
-    config["eagle_aux_hidden_state_layer_ids"] = [1, 3, 5]
-    (path / "config.json").write_text(json.dumps(config))
-
-
-REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another embedding": (foreign_embedding, "another embedding than the target's"),
-    "another d2t": (with_tensor("d2t", lambda t: t[3:].add_(1)), "d2t is another than the engine"),
-    "NaN": (with_tensor("fc.weight", lambda t: t[0].fill_(torch.nan)), "fc.weight holds NaN"),
-    "truncated": (truncated, "is damaged"),
-    "other taps": (other_taps, "taps=(1, 3, 5), the engine runs (1, 3, 6)"),
-}
-
-
-@pytest.mark.parametrize("what", [*REFUSALS, "another hidden size"])
-def test_a_bad_release_of_a_head_is_refused_and_nothing_changes(
-    head: Engine, headed: Pair, prompts: list[list[int]], tmp_path: Path, way: Way, what: str
-) -> None:
-    before = acceptance_and_outputs(head, prompts[:2])
-    change, line = REFUSALS.get(what, (lambda path: None, "the engine runs 64"))
-    if what in REFUSALS:
-        shutil.copytree(headed.stranger, tmp_path / "bad")
-    else:
-        build_wide(tmp_path / "bad", headed.target, way)
-    change(tmp_path / "bad")
-    if what == "another embedding" and not holds_embedding(headed.draft):
-        line = "1 tensors are unknown, first embed_tokens.weight"
-    answer = head.swap(release_of(tmp_path / "bad", 2))
-    assert line in answer["error"]
-    assert acceptance_and_outputs(head, prompts[:2]) == before
-    assert head.worker.osd_swapper.prove() == ""
-
-
-def holds_embedding(path: Path) -> bool:
-    return "embed_tokens.weight" in load_file(path / WEIGHTS)
-
-
-def build_wide(directory: Path, target: Path, way: Way) -> Path:
-    """A head that is 128 wide."""
-    form = FORMS.get(way, {"form": "speculators"})
-    build_head(directory, target, 2, **form)
-    config = json.loads((directory / "config.json").read_text())
-    config.get("transformer_layer_config", config)["hidden_size"] = 128
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 def windows_of(engine: Engine) -> list[dict[str, Any]]:
