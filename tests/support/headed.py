@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from tests.support.heads import write_head
-from tests.support.pairs import Pair, _config, tokenizer
+from tests.support.pairs import Pair, config_of, tokenizer
 from tests.support.ways import COMPILED, V1_ASYNC, V1_SYNC, Way
 
 NUM_LAYERS = 7
@@ -38,7 +38,7 @@ def form_of_heads(way: Way) -> dict[str, Any]:
 def build_headed(directory: Path, **of_head: Any) -> Pair:
     """A target and two heads for it, in the form that `of_head` says."""
     torch.manual_seed(3)
-    config = _config(tied=False)
+    config = config_of(tied=False)
     config.num_hidden_layers = NUM_LAYERS
     target = LlamaForCausalLM(config).eval()
     with torch.no_grad():

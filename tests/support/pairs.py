@@ -36,18 +36,18 @@ def build_pair(
     With `tied` weights the output head is the embedding.
     """
     torch.manual_seed(seed)
-    target = LlamaForCausalLM(_config(tied)).eval()
+    target = LlamaForCausalLM(config_of(tied)).eval()
     if not tied:
         with torch.no_grad():
             target.lm_head.weight.mul_(scale)
-    draft = LlamaForCausalLM(_config(tied)).eval()
+    draft = LlamaForCausalLM(config_of(tied)).eval()
     draft.load_state_dict(
         {k: v.clone() for k, v in target.state_dict().items() if k in draft.state_dict()}
     )
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.add_(torch.randn_like(parameter) * noise * parameter.std())
-    stranger = LlamaForCausalLM(_config(tied)).eval()
+    stranger = LlamaForCausalLM(config_of(tied)).eval()
     paths = Pair(directory / "target", directory / "draft", directory / "stranger")
     for model, path in ((target, paths.target), (draft, paths.draft), (stranger, paths.stranger)):
         model.save_pretrained(path)
@@ -66,7 +66,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def _config(tied: bool) -> LlamaConfig:
+def config_of(tied: bool) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
