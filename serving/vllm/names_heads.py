@@ -16,7 +16,7 @@ HEADS: tuple[Name, ...] = (
     Name(
         f"{_MODELS}.llama_eagle3:Eagle3LlamaForCausalLM.load_weights",
         takes=("self", "weights"),
-        says=('"t2d" in name', 'name.replace("d2t", "draft_id_to_target_id")'),
+        says=("t2d", "draft_id_to_target_id"),
     ),
     # At k = 0 the head makes one pass over the step's tokens, so that its cache stays whole.
     Name(
