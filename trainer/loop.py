@@ -133,9 +133,7 @@ class Trainer:
         disable_progress_bar()
         self._config, self._buffer = config, buffer
         self._candidates = directory / "candidates"
-        if teacher is not None:
-            teacher.device = accelerator(config).device
-        self._features = TargetFeatures(teacher, k) if teacher is not None else None
+        self._features = _features(config, teacher, k)
         self._evaluator = Evaluator(config, gate, k, buffer, self._features)
         self._guard = LossGuard(config, gate, buffer)
         self._mix = ReplayMix(config, buffer)
@@ -335,15 +333,22 @@ class Trainer:
         self._working.finish_round(new.end, seen)
 
     def _features_cpu_s(self) -> float:
-        return self._features.cpu_s if self._features is not None else 0.0
+        return self._features.cpu_s if self._features else 0.0
 
     def _draw(self, outcome: RoundOutcome, num_tokens: int) -> None:
         for tracker in self._trackers:
             tracker.log(self._working.state.round, point(outcome, num_tokens))
 
 
+def _features(config: TrainerConfig, teacher: Teacher | None, k: int) -> TargetFeatures | None:
+    if teacher is None:
+        return None
+    teacher.device = accelerator(config).device
+    return TargetFeatures(teacher, k, config.feature_cache_bytes)
+
+
 def _student(config: TrainerConfig, teacher: Teacher | None) -> StudentSampler | None:
-    """Who answers prompts anew, on the trainer's device; None where only served text is learnt."""
+    """Who answers prompts anew; None where only served text is learnt."""
     if config.sampling == "teacher":
         return None
     assert teacher is not None, f"trainer.sampling={config.sampling} needs the target"

@@ -88,6 +88,9 @@ class TrainerConfig(Section):
     """Gradient norm clip."""
     batch_size: int = Field(8, ge=1)
     """Traces per step."""
+    feature_cache_bytes: int = Field(1 << 30, ge=0)
+    """For EAGLE-3 heads: memory for the target's hidden states of texts that come again, as
+    replayed ones do. Others are computed anew in every round."""
     max_length: int = Field(1024, ge=16)
     """Tokens per trace in training; longer ones lose the start of their prompt."""
     min_new_traces: int = Field(32, ge=1)

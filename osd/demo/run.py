@@ -23,7 +23,12 @@ from osd.service.launch import Service
 
 PAIRS: Mapping[str, Sequence[str]] = {
     "model": (),
-    "eagle3": ("serving.target=tiny-deep-cost-shaped", "serving.draft=tiny-eagle3-cost-shaped"),
+    "eagle3": (
+        "serving.target=tiny-deep-cost-shaped",
+        "serving.draft=tiny-eagle3-cost-shaped",
+        # A round costs more than a draft model's. The traffic is expected to stay for an hour.
+        "trainer.payback_seconds=3600",
+    ),
 }
 """What learns -> overrides of the preset."""
 PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny-cpu.yaml"

@@ -6,55 +6,63 @@ texts ─► the target: a row at each token ─► fresh head ─► steps on p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
+from random import Random
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from osd.config.schema import TrainerConfig
 from osd.records import Trace
+from osd.tiny.training import train
 from trainer.adapter import merged
 from trainer.distiller import Distiller
 from trainer.draft import export_draft, load_draft
 from trainer.eagle3.features import TargetFeatures
 from trainer.eagle3.fresh import write_fresh_head
+from trainer.loss import weighted_mean
 from trainer.sampling.teacher import Teacher
+
+ALIKE = 8
+"""Batches whose texts are sorted by length together."""
 
 
 def train_first_head(
     out: Path,
     teacher: Teacher,
     texts: Sequence[Trace],
-    config: TrainerConfig,
     *,
     num_steps: int,
+    batch_size: int,
+    learning_rate: float,
     num_depths: int,
-    draft_vocab_size: int,
-    taps: tuple[int, ...] = (),
-    on_step: Callable[[float], None] = lambda loss: None,
+    taps: tuple[int, ...],
+    report: Callable[[int], None] = lambda num_steps: None,
 ) -> None:
-    """Write a head for the teacher's target to `out`, trained for so many steps.
+    """Write a head for the teacher's target to `out`, trained for so many steps, with the target's
+    whole vocabulary.
 
-    texts: prompts with answers, without rows. The draft vocabulary is that of the answers, the
-    most frequent tokens first, then those that no answer holds.
+    texts: prompts with answers, without rows; those of more steps than there are come again
     """
-    counts_V = counts(texts, teacher.model.vocab_size)
+    vocab_size = teacher.model.vocab_size
     fresh = write_fresh_head(
         out.with_name(f"{out.name}.fresh"),
         teacher.model.hf,
-        counts_V,
-        draft_vocab_size=draft_vocab_size,
+        counts(texts, vocab_size),
+        draft_vocab_size=vocab_size,
         taps=taps,
-        seed=config.seed,
     )
+    config = TrainerConfig(device="cpu")
     distiller = Distiller(load_draft(fresh, TargetFeatures(teacher, num_depths)), config)
-    batches = islice(_batches(texts, config), num_steps)
-    for index, some in enumerate(batches):
-        left = 1 - index / num_steps
-        loss = distiller.step(distiller.collate(teacher.label(some)), index, left)
-        assert loss is not None, "training diverged"
-        on_step(loss)
+
+    def loss_of(some: Sequence[Trace]) -> torch.Tensor:
+        batch = distiller.collate(teacher.label(some))
+        return weighted_mean(distiller.losses(batch), batch.weight_N)
+
+    # The recipe of the tiny draft models, whose types say Llama.
+    model, data = cast(Any, distiller.model), cast(Any, _batches(texts, batch_size))
+    train(model, data, cast(Any, loss_of), num_steps, learning_rate, report)
     export_draft(distiller.model, fresh, out, merged(distiller.model.hf))
 
 
@@ -64,9 +72,16 @@ def counts(texts: Sequence[Trace], num_tokens: int) -> torch.Tensor:
     return torch.from_numpy(np.bincount(ids, minlength=num_tokens))
 
 
-def _batches(texts: Sequence[Trace], config: TrainerConfig) -> Iterator[list[Trace]]:
-    """Batches in random order, over and over."""
-    rng, size = np.random.default_rng(config.seed), config.batch_size
+def _batches(texts: Sequence[Trace], size: int) -> Iterator[list[Trace]]:
+    """Batches of texts of similar length in random order, over and over."""
+    rng = Random(0)
     while True:
-        order = rng.permutation(len(texts))
-        yield from ([texts[i] for i in order[j : j + size]] for j in range(0, len(order), size))
+        for start in range(0, len(texts), ALIKE * size):
+            some = sorted(texts[start : start + ALIKE * size], key=_length)
+            groups = [some[i : i + size] for i in range(0, len(some), size)]
+            rng.shuffle(groups)
+            yield from groups
+
+
+def _length(text: Trace) -> int:
+    return len(text.prompt_ids) + len(text.output_ids)

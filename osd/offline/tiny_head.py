@@ -16,9 +16,9 @@ from osd.common.progress import stages
 if TYPE_CHECKING:
     from osd.records import Trace
 
-NUM_STEPS = 200
+NUM_STEPS = 150
 BATCH = 24
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 0.016
 NUM_DEPTHS = 4
 TAPS = (2, 4, 5)
 """vLLM's default for eight layers, named, so that a target with idle layers behind them has the
@@ -29,33 +29,24 @@ def build(directory: Path, target: Path, progress: bool) -> None:
     """Train the head and save it."""
     with stages(progress) as begin:
         begin("tiny head: loading torch")
-        from osd.config.schema import TrainerConfig
         from osd.offline.first_head import train_first_head
         from osd.tiny.quiet import quiet_transformers
         from trainer.sampling.teacher import Teacher
 
-        config = TrainerConfig(
-            device="cpu",
-            learning_rate=LEARNING_RATE,
-            batch_size=BATCH,
-            warmup_steps=NUM_STEPS // 20,
-            weight_decay=0.0,
-        )
-        teacher = Teacher(target, top_k=16)
         begin("tiny head: texts")
         texts = _texts(target)
         advance = begin("tiny head: training", NUM_STEPS, "steps")
         with quiet_transformers():
             train_first_head(
                 directory / "head",
-                teacher,
+                Teacher(target, top_k=16),
                 texts,
-                config,
                 num_steps=NUM_STEPS,
+                batch_size=BATCH,
+                learning_rate=LEARNING_RATE,
                 num_depths=NUM_DEPTHS,
-                draft_vocab_size=teacher.model.vocab_size,
                 taps=TAPS,
-                on_step=lambda loss: advance(1),
+                report=advance,
             )
 
 

@@ -3,7 +3,8 @@
     counts of tokens ─► draft vocabulary ─► lm_head: those rows of the target's ─┐
     the target's sizes ─► one Llama layer and fc, random ────────────────────────┴► directory
 
-The directory is as SpecForge saves a head, so everything that reads heads reads it.
+Each tap is normed by itself (`fc_norm`): hidden states grow from layer to layer, and without it the
+largest tap drowns the others. The directory is as SpecForge saves a head.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def _config(target: PreTrainedModel, num_draft: int, taps: tuple[int, ...]) -> d
         "tie_word_embeddings": False,
         "dtype": "float32",
         "draft_vocab_size": num_draft,
+        "fc_norm": True,
         eagle3.TAPS: list(taps or eagle3.default_taps(num_layers)),
     }
 
