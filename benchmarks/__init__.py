@@ -38,6 +38,8 @@ BENCHES = {
     "languages": "Whether prose in five languages has anything to learn that cannot be looked up.",
     "online": "Whether learning online pays on prose in five languages, over the same service "
     "without a trainer and rivals that learn otherwise.",
+    "head_speed": "Decode speed with an EAGLE-3 head and with a draft model, over none, on one "
+    "target.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "

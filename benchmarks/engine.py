@@ -59,6 +59,7 @@ class Engine:
         self, target: Path, release: DraftRelease, *, k: int, batch: int, **options: Any
     ) -> None:
         from benchmarks import vllm_engine
+        from serving.vllm.heads import method_for
 
         self._vllm = vllm_engine
         settings = {
@@ -73,7 +74,7 @@ class Engine:
             "use_tqdm_on_load": False,
             "worker_extension_cls": WORKER,
             "speculative_config": {
-                "method": "draft_model",
+                "method": method_for(Path(release.path)),
                 "model": release.path,
                 "num_speculative_tokens": k,
             },

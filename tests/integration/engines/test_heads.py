@@ -14,12 +14,18 @@ import pytest
 import torch
 
 from serving.speculation.goodput import Plan
+from tests.integration.conftest import release_of
 from tests.integration.engines.test_sleep import Passes, Proposals
 from tests.integration.serving.test_capture import assert_rows_are_the_targets, keep_all
 from tests.support.engines import Engine
 from tests.support.fit import misfit_of
 from tests.support.headed import TAPS
+from tests.support.pairs import Pair
 from tests.support.reference import K, Reference
+from trainer.draft import load_draft
+from trainer.eagle3.features import TargetFeatures
+from trainer.evaluate import ReplayCounts, replay
+from trainer.sampling.teacher import Teacher
 
 LONG = {"ignore_eos": True, "max_tokens": 32}
 PLANS = [("off", 0), *(("draft", k) for k in range(1, K + 1))]
@@ -54,6 +60,39 @@ def test_at_temperature_one_tokens_drafted_by_a_head_follow_the_target(
     traces = head.traces()
     assert misfit_of(deep, traces, 1.0) > 1e-4
     assert misfit_of(deep, traces, 0.6) < 1e-6, "samples are too few to tell temperatures apart"
+
+
+def test_a_replay_counts_at_every_depth_what_the_engine_counted(
+    head: Engine, headed: Pair, prompts: list[list[int]]
+) -> None:
+    """Of both heads, which differ in all their tensors."""
+    teacher, counted = Teacher(headed.target, top_k=4), []
+    for version, directory in enumerate((headed.draft, headed.stranger), 1):
+        if head.worker.osd_swapper.version != version:
+            assert head.swap(release_of(directory, version))["error"] == ""
+        keep_all(head)
+        windows_of(head)
+        head.llm.reset_prefix_cache()
+        head.generate(prompts, ignore_eos=True, max_tokens=100)
+        traces = head.traces()
+        model = load_draft(directory, TargetFeatures(teacher, K))
+        replayed = replay(model, traces, K, max_length=512)
+        windows = windows_of(head)
+        served = ReplayCounts(*(per_position(windows, name) for name in COUNTED))
+        tested_G, accepted_G = served.tested_RG[0], served.accepted_RG[0]
+        assert tested_G.tolist() == replayed.tested_RG.sum(0).tolist()
+        assert accepted_G.tolist() == replayed.accepted_RG.sum(0).tolist()
+        assert (tested_G > 0).all(), "some depths were never reached"
+        counted.append(accepted_G.tolist())
+    assert counted[0] != counted[1]
+
+
+COUNTED = ("num_tested_per_pos", "num_accepted_tokens_per_pos")
+
+
+def per_position(windows: list[dict[str, Any]], name: str) -> np.ndarray:
+    """int [1, G]"""
+    return np.array([window[name] for window in windows]).sum(0)[None]
 
 
 def test_rows_captured_beside_a_head_are_the_targets(
