@@ -102,7 +102,8 @@ def train(
     epilog="Examples:  osd distil ./llama-8b --draft ./llama-160m --prompts prompts.txt "
     "--out ./draft-0    "
     "osd distil --config configs/tiny-cpu.yaml --prompts prompts.jsonl --out ./draft-0 "
-    "--keep-traces day0.traces"
+    "--keep-traces day0.traces    "
+    "osd distil ./llama-8b --head --prompts prompts.txt --out ./head-0"
 )
 def distil(
     prompts: Annotated[
@@ -115,6 +116,16 @@ def distil(
     ] = None,
     draft: Annotated[
         str | None, typer.Option(help="Draft to begin with: directory, hub name, or tiny.")
+    ] = None,
+    head: Annotated[
+        bool, typer.Option("--head", help="Begin with a new EAGLE-3 head instead of a draft.")
+    ] = False,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that a new head may propose: the target's most frequent. Default: 32000, "
+            "or all."
+        ),
     ] = None,
     config: ConfigOption = None,
     keep_traces: Annotated[
@@ -144,6 +155,7 @@ def distil(
     sys.exit(
         command.run(
             lambda own: reading.load(config, overrides, flags | own).config,
+            begin=command.Begin(head, draft_vocab),
             prompts_file=prompts,
             out=out,
             keep_traces=keep_traces,

@@ -3,6 +3,8 @@
     prompts ─► answering.py ─► file of traces ─► train.py
                (the service, capturing everything, without a trainer)
 
+With `--head` there is no draft yet: `new_head.py` makes one once the answers are there.
+
 Training begins after the service has ended, since it may need the engine's memory.
 """
 
@@ -10,12 +12,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from osd.config.schema import Config
-from osd.errors import OSDError
-from osd.offline import recorded, train
+from osd.errors import ConfigError, OSDError
+from osd.models import resolve
+from osd.offline import new_head, recorded, train
 from osd.offline.prompts import Asking, read_prompts
 from osd.offline.recorded import Say
 from osd.records import HOLDOUT_ONE_IN
@@ -42,9 +46,23 @@ def settings(data_dir: Path) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """With which draft to begin.
+
+    is_new_head: with a new EAGLE-3 head, made once the target has answered; else with
+        `serving.draft`
+    draft_vocab: tokens that a new head may propose; None = `new_head.USUAL_SIZE`
+    """
+
+    is_new_head: bool = False
+    draft_vocab: int | None = None
+
+
 def run(
     load: Callable[[dict[str, Any]], Config],
     *,
+    begin: Begin,
     prompts_file: Path,
     out: Path,
     keep_traces: Path | None,
@@ -58,12 +76,14 @@ def run(
 
     load: reads the configuration, with the given keys set
     """
+    _check_begin(begin)
     train.check_out(out)
     if keep_traces is not None:
         recorded.check_new_file(keep_traces, "--keep-traces", force)
     prompts = read_prompts(prompts_file)
     with train.workplace(out) as work:
-        config = load(settings(work))
+        own = settings(work)
+        config = load(own)
         expected = len(prompts) // HOLDOUT_ONE_IN
         train.check_holdout(
             expected,
@@ -71,6 +91,9 @@ def run(
             config.gate,
             force,
         )
+        size = _check_new_head(config, begin.draft_vocab) if begin.is_new_head else 0
+        if begin.is_new_head:
+            config = load(own | _with_stand_in(config, work))
         job = train.Job(
             config=config, draft=train.check_draft(config), out=out, epochs=epochs, force=force
         )
@@ -83,7 +106,41 @@ def run(
             raise type(error)(_with_logs_kept(str(error), config, out)) from None
         if keep_traces is not None:
             say(f"traces: {keep_traces}, for `osd train`")
-        return train.run(job, [traces], say, warn)
+        read = recorded.load([traces], warn)
+        if begin.is_new_head:
+            job = replace(job, draft=_new_head(config, read, size, work))
+        return train.train(job, read, say)
+
+
+def _check_begin(begin: Begin) -> None:
+    if begin.draft_vocab is not None and not begin.is_new_head:
+        raise ConfigError("--draft-vocab: is of a new head; give --head, too, or leave it out")
+
+
+def _check_new_head(config: Config, draft_vocab: int | None) -> int:
+    """How many tokens the new head will have. Raises `ConfigError` where there can be none."""
+    if config.serving.draft:
+        raise ConfigError(
+            f"--head: makes a new draft, and serving.draft={config.serving.draft} is one to begin "
+            "with; leave out one of them (serving.draft='' where a file sets it)"
+        )
+    return new_head.size_for(_target(config), draft_vocab)
+
+
+def _with_stand_in(config: Config, work: Path) -> dict[str, Any]:
+    """Settings under which the target answers without a draft. The service still loads one, but
+    nothing is proposed: a head that knows nothing would only cost time."""
+    stand_in = new_head.write_stand_in(work / "stand-in", _target(config))
+    return {"serving.draft": str(stand_in), "speculation.mode": "off"}
+
+
+def _new_head(config: Config, read: recorded.Recorded, size: int, work: Path) -> Path:
+    seed = config.trainer.seed
+    return new_head.write_for(work / "head", _target(config), read.training, size=size, seed=seed)
+
+
+def _target(config: Config) -> Path:
+    return resolve.resolve(config.serving.target, "serving.target")
 
 
 def _with_logs_kept(text: str, config: Config, out: Path) -> str:

@@ -10,6 +10,7 @@ largest tap drowns the others. The directory is as SpecForge saves a head.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from osd.common.model_directory import WEIGHTS
 from osd.models import eagle3
 
 LLAMA_KEYS = (
-    "hidden_act",
     "hidden_size",
     "intermediate_size",
     "max_position_embeddings",
@@ -58,33 +58,63 @@ def write_fresh_head(
     draft_vocab_size: at most so many tokens
     taps: layers of the target before which the head reads; () = vLLM's default
     """
-    config = _config(target, min(draft_vocab_size, len(counts_V)), taps)
+    output: Any = target.get_output_embeddings()
+    return write_head(
+        out,
+        target.config.get_text_config().to_dict(),
+        output.weight.detach(),
+        most_frequent(counts_V, draft_vocab_size),
+        taps=taps,
+        seed=seed,
+    )
+
+
+def most_frequent(counts_V: Tensor, num: int) -> Tensor:
+    """int64 [D], ascending: the `num` tokens with the highest counts; of equal ones those with the
+    lower ids."""
+    return counts_V.argsort(descending=True, stable=True)[:num].sort().values
+
+
+def write_head(
+    out: Path,
+    of_target: Mapping[str, Any],
+    output_VH: Tensor,
+    ids_D: Tensor,
+    *,
+    taps: tuple[int, ...] = (),
+    seed: int = 0,
+) -> Path:
+    """Write a head whose draft vocabulary is `ids_D`, without the target's model. Returns `out`.
+
+    of_target: the target's configuration, of its text model
+    output_VH: the weights of its output layer
+    """
+    config = _config(of_target, len(ids_D), taps)
     spec = eagle3.spec_of(config, out)
-    ids_D = counts_V.argsort(descending=True, stable=True)[: spec.draft_vocab_size].sort().values
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.ones(shape)
         if name.endswith("norm.weight")
         else torch.randn(shape, generator=generator) * SPREAD
         for name, shape in eagle3.shapes(spec).items()
+        if name != eagle3.LM_HEAD
     }
-    output: Any = target.get_output_embeddings()
-    tensors[eagle3.LM_HEAD] = output.weight.detach()[ids_D].float().cpu().clone()
+    tensors[eagle3.LM_HEAD] = output_VH[ids_D].float().cpu().clone()
     tensors = {name.replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
-    if spec.draft_vocab_size < len(counts_V):
-        tensors |= _maps(ids_D, len(counts_V))
+    if len(ids_D) < len(output_VH):
+        tensors |= _maps(ids_D, len(output_VH))
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
     return out
 
 
-def _config(target: PreTrainedModel, num_draft: int, taps: tuple[int, ...]) -> dict[str, Any]:
-    of_target = target.config.get_text_config().to_dict()
+def _config(of_target: Mapping[str, Any], num_draft: int, taps: tuple[int, ...]) -> dict[str, Any]:
     num_layers = int(of_target["num_hidden_layers"])
     return {key: of_target[key] for key in LLAMA_KEYS if of_target.get(key) is not None} | {
         "architectures": [eagle3.ARCHITECTURES[0]],
         "model_type": "llama",
+        "hidden_act": "silu",
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
         "dtype": "float32",
