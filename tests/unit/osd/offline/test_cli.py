@@ -15,6 +15,7 @@ import pytest
 from buffers.codec import encode_trace
 from buffers.trace_file import write_traces
 from tests.support.paths import ROOT
+from tests.support.served_targets import served_target
 from tests.support.tiny_drafts import TARGET_ID, chain_traces, save_draft
 
 SETTINGS = [
@@ -147,3 +148,32 @@ def test_distil_refuses_before_anything_is_started(shell: Shell, prompts: str, l
 def test_distil_will_not_replace_kept_traces(shell: Shell) -> None:
     options = ["--prompts", "p.txt", "--out", "new", "--keep-traces", "a.traces"]
     assert shell.refusal("distil", *options).startswith("--keep-traces: a.traces: exists already")
+
+
+HEAD = ["distil", "--head", "--prompts", "p.txt", "--out", "new"]
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["target", "--draft", "draft"], "--head: makes a new draft, and serving.draft=draft is"),
+        (["target", "serving.draft=tiny"], "--head: makes a new draft, and serving.draft=tiny is"),
+        (["target", "--draft-vocab", "0"], "--draft-vocab=0: must be between 1 and the 96 tokens"),
+        (["target", "--draft-vocab", "97"], "--draft-vocab=97: must be between 1 and the 96"),
+        (["draft"], "--head: {here}/draft: has 1 layers, and a head reads before"),
+        (["target", "trainer.sampling=mixed"], "trainer.sampling=mixed: an EAGLE-3 head learns"),
+        ([], "serving.target is not set"),
+    ],
+    ids=["a draft", "a key", "none", "too many", "flat", "sampling", "no target"],
+)
+def test_a_new_head_is_refused(shell: Shell, arguments: list[str], line: str) -> None:
+    served_target(shell.directory / "target")
+    shell.before = shell.names()
+    said = shell.refusal(*HEAD, *arguments)
+    assert said.startswith(line.format(here=shell.directory))
+
+
+def test_a_draft_vocabulary_is_of_a_new_head(shell: Shell) -> None:
+    options = ["--prompts", "p.txt", "--out", "new", "--draft-vocab", "9"]
+    said = shell.refusal("distil", "--draft", "draft", *options)
+    assert said.startswith("--draft-vocab: is of a new head; give --head, too")
