@@ -40,6 +40,8 @@ BENCHES = {
     "without a trainer and rivals that learn otherwise.",
     "head_speed": "Decode speed with an EAGLE-3 head and with a draft model, over none, on one "
     "target.",
+    "head_sizes": "What a head costs the trainer beside targets of 8, 32 and 70 B, by arithmetic: "
+    "memory, FLOPs, bytes of features.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "

@@ -67,7 +67,9 @@ def test_one_for_all_tokens_has_no_maps(target: Path, tmp_path: Path) -> None:
 def test_it_depends_on_the_seed_and_the_answers_alone(target: Path, tmp_path: Path) -> None:
     texts = [text(*SAID), text(1, 2)]
     heads = [
-        load_file(write_for(tmp_path / name, target, texts, size=9, seed=seed) / "model.safetensors")
+        load_file(
+            write_for(tmp_path / name, target, texts, size=9, seed=seed) / "model.safetensors"
+        )
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     ]
     same = [[torch.equal(heads[0][name], other[name]) for name in heads[0]] for other in heads[1:]]
