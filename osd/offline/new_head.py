@@ -93,10 +93,9 @@ def _output_layer(target: Path, num_tokens: int) -> tuple[str, StoredTensor]:
     """Name and place of the target's output layer, from which that of a head begins: the embedding
     where they are one. Raises `ConfigError` where it is not there."""
     known = stored_tensors(target)
+    is_tied = read_config(target).get("tie_word_embeddings")
     # Without the key they are one where the checkpoint has no output layer.
-    ends = {True: (EMBEDDING,), False: (LM_HEAD,)}.get(
-        read_config(target).get("tie_word_embeddings"), (LM_HEAD, EMBEDDING)
-    )
+    ends = [LM_HEAD, EMBEDDING] if is_tied is None else [EMBEDDING if is_tied else LM_HEAD]
     for end in ends:
         for name, tensor in known.items():
             if name.endswith(end) and tensor.shape[0] == num_tokens:
