@@ -140,15 +140,21 @@ def head_activation_bytes(shape: Shape, spec: HeadSpec, batch: Batch) -> int:
     )
 
 
+def gate_bytes(shape: Shape, spec: HeadSpec) -> int:
+    """The two heads that are compared after a round, each with its embedding."""
+    return 2 * (FP32 * parameters(spec) + embedding_bytes(shape))
+
+
 def trainer_bytes(shape: Shape, spec: HeadSpec, batch: Batch, *, has_target: bool = True) -> int:
-    """Target in bf16, head with optimizer, embedding, and the activations of a step: of target and
-    head, one after the other. `has_target`: else features come from elsewhere."""
+    """Target in bf16, head with optimizer, embedding; and the most of what is there in turn: the
+    activations of target and head in a step, the gate's heads. `has_target`: else features come
+    from elsewhere."""
     held = state_bytes(spec) + embedding_bytes(shape)
-    of_head = head_activation_bytes(shape, spec, batch)
-    if not has_target:
-        return held + of_head
-    held += BF16 * target_parameters(shape)
-    return held + max(target_activation_bytes(shape, batch), of_head)
+    in_turn = [head_activation_bytes(shape, spec, batch), gate_bytes(shape, spec)]
+    if has_target:
+        held += BF16 * target_parameters(shape)
+        in_turn.append(target_activation_bytes(shape, batch))
+    return held + max(in_turn)
 
 
 # Bytes per token that capture would store

@@ -109,6 +109,7 @@ def row(shape: Shape, plan: Protocol) -> Row:
         "embedding in float32": costs.embedding_bytes(shape),
         "activations of the target": costs.target_activation_bytes(shape, batch),
         "activations of the head": costs.head_activation_bytes(shape, spec, batch),
+        "heads of the gate": costs.gate_bytes(shape, spec),
         "trainer memory": costs.trainer_bytes(shape, spec, batch),
         "trainer memory, a trace a step": costs.trainer_bytes(shape, spec, single),
         "the same without the target": costs.trainer_bytes(shape, spec, single, has_target=False),

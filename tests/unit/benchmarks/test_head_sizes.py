@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ from benchmarks import head_sizes
 from benchmarks.head_costs import Batch
 from benchmarks.head_sizes import DRAFT_VOCAB, SHAPES, protocol, row, run
 from benchmarks.record import Options, read_rows
+from benchmarks.result import number
 from osd.records import TRACE_ARRAYS, Trace
+from tests.support.paths import ROOT
 from trainer.guard import NUM_WATCHED
 
 LLAMA = SHAPES["8 B"]
@@ -56,6 +59,10 @@ def test_bytes_of_a_step() -> None:
     assert costs.head_activation_bytes(LLAMA, HEAD, BATCH) == of_head == 46_934_261_760
     held = 16 * 424_689_664 + 4 * 128_256 * 4096
     assert costs.trainer_bytes(LLAMA, HEAD, BATCH, has_target=False) == held + of_head
+    gate = 2 * (4 * 424_689_664 + 4 * 128_256 * 4096)
+    single = Batch(num_traces=1, length=1024, depths=5)
+    assert of_head // 8 < gate == costs.gate_bytes(LLAMA, HEAD)
+    assert costs.trainer_bytes(LLAMA, HEAD, single, has_target=False) == held + gate
     whole = costs.trainer_bytes(LLAMA, HEAD, BATCH)
     assert whole == held + of_head + 2 * 8_030_261_248
 
@@ -104,6 +111,20 @@ def test_a_store_that_keeps_up_reads_as_fast_as_the_target_computes(tmp_path: Pa
     found = row(LLAMA, protocol(Options(directory=tmp_path)))
     seconds = found["recomputation"] / (0.4 * 989e12)
     assert found["store that keeps up"] * seconds == pytest.approx(found["features"])
+
+
+def test_tides_bytes_are_this_formulas() -> None:
+    """16.9 KiB a token for 3 layers of 2880 (arXiv 2602.05145)."""
+    shape = replace(LLAMA, hidden_size=2880)
+    assert costs.feature_bytes(shape) / 1024 == pytest.approx(16.9, abs=0.05)
+
+
+def test_the_table_in_the_docs_is_the_benchs(tmp_path: Path) -> None:
+    figures = run(Options(directory=tmp_path)).figures
+    page = (ROOT / "docs" / "heads.md").read_text()
+    for name in {figure.name for figure in figures}:
+        cells = [f"{number(f.value)} {f.unit}" for f in figures if f.name == name]
+        assert f"| {name} | {' | '.join(cells)} |" in page
 
 
 def test_every_target_is_in_the_table(tmp_path: Path) -> None:

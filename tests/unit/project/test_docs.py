@@ -210,6 +210,8 @@ CONSTANTS = [
     ("dashboard.md", r"at most (\d+), those with most", "osd/observe", "MAX_LINES"),
     ("offline.md", r"far over (\d+) rounds", "osd/offline", "MAX_ROUNDS"),
     ("offline.md", r"chance and by (\d+) %", "trainer", "LEAST_RISE"),
+    ("offline.md", r"`--draft-vocab`, (\d+) by", "osd/offline/new_head.py", "USUAL_SIZE"),
+    ("heads.md", r"with weights ([\d.]+)\^j", "trainer/eagle3/head.py", "DECAY"),
     ("operations.md", r"are cut to (\d+) characters", "osd/records", "MAX_DOMAIN_LENGTH"),
     ("operations.md", r"at most (\d+) are counted", "serving/capture", "MAX_DOMAINS"),
 ]
