@@ -122,7 +122,7 @@ def _check_new_head(config: Config, draft_vocab: int | None) -> int:
     if config.serving.draft:
         raise ConfigError(
             f"--head: makes a new draft, and serving.draft={config.serving.draft} is one to begin "
-            "with; leave out one of them (serving.draft='' where a file sets it)"
+            "with; leave out one of them (serving.draft= where a file sets it)"
         )
     return new_head.size_for(_target(config), draft_vocab)
 
