@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from osd.client.load import send
 from osd.models import resolve
 from osd.models.fit import check_fit
 from osd.offline import recorded
@@ -21,10 +25,11 @@ from osd.records import PLAIN
 from osd.tiny.traffic import HOME, requests
 from tests.support import services
 from tests.support.paths import ROOT
+from tests.support.traffic import MODEL
 
 pytestmark = pytest.mark.timeout(900)
 
-NUM_PROMPTS = 72
+NUM_PROMPTS = 96
 DRAFT_VOCAB = 200
 TARGET = "tiny-deep"
 OWN = [
@@ -33,6 +38,7 @@ OWN = [
     "trainer.replay_batches=4",
     "trainer.device=cpu",
     "capture.top_k=16",
+    "gate.min_holdout_traces=2",  # chance holds out few now and then
 ]
 
 
@@ -86,6 +92,40 @@ def test_the_target_answered_alone_and_every_place_has_a_row(made: Made) -> None
     for trace in [*read.training, *read.holdout]:
         assert trace.num_rows == len(trace.output_ids)
         assert (trace.kind == PLAIN).all(), "nothing was proposed"
+
+
+def test_a_service_begins_with_it(made: Made, tmp_path: Path) -> None:
+    """And serves as the replay of held-out answers promised."""
+    run = tmp_path / "run"
+    run.mkdir()
+    own = services.settings("new-head", tmp_path, Path(TARGET), made.out)
+    questions = [request.prompt for request in requests(HOME, 24, seed=991)]
+    bodies: list[dict[str, object]] = [
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 48,
+            "temperature": 0,
+        }
+        for text in questions
+    ]
+    with (
+        services.runtime_directory(run),
+        services.supervised([*own, "speculation.proposers=[draft]", "trainer.enabled=false"]) as on,
+    ):
+        answers = asyncio.run(send(on.url, bodies, streams=8))
+        page = httpx.get(f"{on.url}/metrics").text
+    assert [answer.error for answer in answers if not answer.ok] == []
+    accepted = counts(page, "accepted_tokens_per_pos_total")
+    num_tested = sum(counts(page, "drafts_total")) + sum(accepted[:-1])
+    found = json.loads((made.out / REPORT).read_text())["eval"]
+    print(f"α {sum(accepted) / num_tested:.3f} live, {found['alpha_candidate']:.3f} replayed")
+    assert sum(accepted) / num_tested == pytest.approx(found["alpha_candidate"], abs=0.2)
+
+
+def counts(page: str, name: str) -> list[float]:
+    """The values of one of vLLM's series of speculation, by position."""
+    return [float(n) for n in re.findall(rf"^vllm:spec_decode_num_{name}{{.*}} (\S+)$", page, re.M)]
 
 
 def test_nothing_else_is_left(made: Made) -> None:
