@@ -98,9 +98,9 @@ def attention_flops(shape: Shape, length: int) -> float:
     return 4 * shape.attended * length / 2
 
 
-def recomputation_flops(shape: Shape, num_layers: int, length: int) -> float:
-    """The target's first layers, forward."""
-    return num_layers * (2 * layer_parameters(shape) + attention_flops(shape, length))
+def recomputation_flops(shape: Shape, spec: HeadSpec, length: int) -> float:
+    """The target's layers before the last tap, forward: the trainer stops there."""
+    return max(spec.taps) * (2 * layer_parameters(shape) + attention_flops(shape, length))
 
 
 def training_flops(shape: Shape, spec: HeadSpec, batch: Batch) -> float:
@@ -125,9 +125,8 @@ def embedding_bytes(shape: Shape) -> int:
 
 
 def target_activation_bytes(shape: Shape, batch: Batch) -> int:
-    """The hidden states behind each layer, of which the taps are some, and the float32 features."""
-    states = (shape.num_hidden_layers + 1) * BF16
-    return batch.num_tokens * shape.hidden_size * (states + shape.num_taps * FP32)
+    """The hidden states at the taps, one by one and side by side, and as float32 features."""
+    return batch.num_tokens * shape.num_taps * shape.hidden_size * (2 * BF16 + FP32)
 
 
 def head_activation_bytes(shape: Shape, spec: HeadSpec, batch: Batch) -> int:

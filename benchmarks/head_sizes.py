@@ -75,6 +75,7 @@ def protocol(options: Options) -> Protocol:
             "replay_batches": trainer.replay_batches,
             "new_traces": {"least": trainer.min_new_traces, "most": trainer.max_new_traces},
             "held_out": NUM_WATCHED + config.gate.max_holdout_traces,
+            "feature_cache_bytes": trainer.feature_cache_bytes,
             "top_k": config.capture.top_k,
             "stored_traces": config.buffer.max_traces,
         },
@@ -96,8 +97,7 @@ def row(shape: Shape, plan: Protocol) -> Row:
     spec = costs.head_of(shape, sizes["draft_vocab_size"])
     batch = Batch(num_traces=sizes["batch_size"], length=sizes["length"], depths=sizes["depths"])
     single = replace(batch, num_traces=1)
-    last_tap, num_layers = max(spec.taps), shape.num_hidden_layers
-    all_layers = costs.recomputation_flops(shape, num_layers, batch.length)
+    recomputation = costs.recomputation_flops(shape, spec, batch.length)
     training = costs.training_flops(shape, spec, batch)
     features = costs.feature_bytes(shape)
     stored = sizes["stored_traces"] * batch.length
@@ -113,14 +113,11 @@ def row(shape: Shape, plan: Protocol) -> Row:
         "trainer memory": costs.trainer_bytes(shape, spec, batch),
         "trainer memory, a trace a step": costs.trainer_bytes(shape, spec, single),
         "the same without the target": costs.trainer_bytes(shape, spec, single, has_target=False),
-        "recomputation to the last tap": costs.recomputation_flops(shape, last_tap, batch.length),
-        "recomputation": all_layers,
-        "recomputation, long trace": costs.recomputation_flops(
-            shape, num_layers, sizes["long_length"]
-        ),
+        "recomputation": recomputation,
+        "recomputation, long trace": costs.recomputation_flops(shape, spec, sizes["long_length"]),
         "training": training,
-        "smallest round": _seconds(sizes, "least", all_layers, training),
-        "largest round": _seconds(sizes, "most", all_layers, training),
+        "smallest round": _seconds(sizes, "least", recomputation, training),
+        "largest round": _seconds(sizes, "most", recomputation, training),
         "smallest round, features stored": _seconds(sizes, "least", 0, training),
         "features": features,
         "features and last state": costs.feature_bytes(shape, with_last=True),
@@ -128,9 +125,10 @@ def row(shape: Shape, plan: Protocol) -> Row:
         "features of the smallest round": features * _num_traces(sizes, "least") * batch.length,
         "features of the largest round": features * _num_traces(sizes, "most") * batch.length,
         "features of a long trace": features * sizes["long_length"],
+        "traces that the cache holds": sizes["feature_cache_bytes"] / (features * batch.length),
         "stored features": features * stored,
         "stored traces": costs.trace_bytes(sizes["top_k"]) * stored,
-        "store that keeps up": features * _flops_per_second(sizes) / all_layers,
+        "store that keeps up": features * _flops_per_second(sizes) / recomputation,
     }
 
 
@@ -144,7 +142,8 @@ def _flops_per_second(sizes: Row) -> float:
 
 
 def _seconds(sizes: Row, which: str, recomputation: float, training: float) -> float:
-    """Of a round: all traces are computed by the target, those it learns from by the head, too."""
+    """Of a round in which nothing is found in the cache: all traces are computed by the target,
+    those it learns from by the head, too."""
     num = _num_traces(sizes, which)
     flops = sizes["length"] * (num * training + (num + sizes["held_out"]) * recomputation)
     return float(flops / _flops_per_second(sizes))
@@ -153,7 +152,6 @@ def _seconds(sizes: Row, which: str, recomputation: float, training: float) -> f
 UNITS = {
     "target parameters": (1e9, "B"),
     "head parameters": (1e6, "M"),
-    "recomputation to the last tap": (1e9, "GFLOP/token"),
     "recomputation": (1e9, "GFLOP/token"),
     "recomputation, long trace": (1e9, "GFLOP/token"),
     "training": (1e9, "GFLOP/token"),
@@ -162,6 +160,7 @@ UNITS = {
     "smallest round, features stored": (1, "s"),
     "features": (1024, "KiB/token"),
     "features and last state": (1024, "KiB/token"),
+    "traces that the cache holds": (1, ""),
     "trace": (1024, "KiB/token"),
     "store that keeps up": (1e6, "MB/s"),
 }

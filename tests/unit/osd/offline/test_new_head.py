@@ -76,6 +76,15 @@ def test_it_depends_on_the_seed_and_the_answers_alone(target: Path, tmp_path: Pa
     assert all(same[0]) and not all(same[1])
 
 
+def test_norms_begin_as_one(target: Path, tmp_path: Path) -> None:
+    head = write_for(tmp_path / "head", target, [text(*SAID)], size=9, seed=0)
+    tensors = load_file(head / "model.safetensors")
+    norms = {name: tensor for name, tensor in tensors.items() if "norm" in name}
+    assert {"fc_norm.0.weight", "fc_norm.2.weight", "norm.weight"} < set(norms)
+    assert all((tensor == 1).all() for tensor in norms.values())
+    assert all(tensors[f"{name}.weight"].std() > 0.01 for name in ("fc", "midlayer.mlp.up_proj"))
+
+
 def test_a_target_whose_layers_are_no_llamas_gets_a_llama_layer(tmp_path: Path) -> None:
     target = served_target(tmp_path / "target", hidden_act="gelu")
     head = write_for(tmp_path / "head", target, [text(*SAID)], size=9, seed=0)
