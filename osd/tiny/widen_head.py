@@ -77,10 +77,12 @@ def _wide_config(config: dict[str, Any], wide: int) -> dict[str, Any]:
 
 
 def _wide_tensor(name: str, tensor: Tensor, small: int, wide: int) -> Tensor:
-    """`tensor` with each hidden state in it padded. Maps and biases stay."""
+    """`tensor` with each hidden state in it padded. Maps stay, and biases of what is no hidden
+    state."""
     module, _, kind = name.rpartition(".")
     if kind != "weight":
-        return tensor
+        is_state = kind == "bias" and module.endswith(_WRITE)
+        return _padded(tensor, 0, small, wide) if is_state else tensor
     if tensor.ndim == 1:
         return _padded(tensor * (small / wide) ** 0.5, 0, small, wide)
     if module.endswith(_WRITE):

@@ -15,16 +15,20 @@ from osd.tiny.deep import recipe
 from osd.tiny.widen_head import widen_head
 
 MODULE = "osd.offline.tiny_head"
-SOURCES = ("tiny_head.py", "first_head.py")
-"""Files of `osd/offline` whose text changes the head."""
+SOURCES = (
+    "osd/offline/tiny_head.py",
+    "osd/offline/first_head.py",
+    "trainer/eagle3/fresh.py",
+)
+"""Files whose text changes the head."""
 
 
 def cache_name() -> str:
     """Where the head lies in the cache."""
-    here = Path(__file__).parents[2] / "offline"
+    root = Path(__file__).parents[3]
     digest = hashlib.sha256(recipe.recipe_hash().encode())
     for name in SOURCES:
-        digest.update((here / name).read_bytes() + b"\0")
+        digest.update((root / name).read_bytes() + b"\0")
     return f"deep-head-{digest.hexdigest()[:16]}"
 
 

@@ -53,8 +53,14 @@ def test_what_another_recipe_built_does_not_count(cache: Path, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["tiny-cost-shaped", "tiny-deep-cost-shaped"])
 def test_a_target_is_no_draft(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^serving.draft={name}: is a target, .*tiny-deep$"):
+    with pytest.raises(ConfigError, match=f"^serving.draft={name}: is a target, .*tiny-deep or"):
         resolve(name, "serving.draft")
+
+
+@pytest.mark.parametrize("name", ["tiny-eagle3", "tiny-eagle3-cost-shaped"])
+def test_a_head_is_no_target(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^serving.target={name}: is a draft, .*tiny-deep or"):
+        resolve(name, "serving.target")
 
 
 def test_each_recipe_has_a_place_of_its_own() -> None:
