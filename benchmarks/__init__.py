@@ -42,6 +42,8 @@ BENCHES = {
     "target.",
     "head_sizes": "What a head costs the trainer beside targets of 8, 32 and 70 B, by arithmetic: "
     "memory, FLOPs, bytes of features.",
+    "heads": "What an EAGLE-3 head gains by learning, with the memory and without, beside a draft "
+    "model of the same target.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.curve import StepCounts
 from benchmarks.recording import Recorded
-from benchmarks.served import Served, matches_of
+from benchmarks.served import Served, matches_of, right_from
 from benchmarks.step_times import STREAMS, ModelledStepTimes
 from osd.config.schema import Config
 from osd.records import ACCEPTED, PLAIN, REJECTED
@@ -33,6 +33,7 @@ from serving.speculation.requests import Remembers
 from serving.speculation.step_seen import DraftWork, Stamp, StepSeen
 from serving.speculation.step_times import CELL_SIZE, Shape
 from trainer.draft import Draft, load_draft
+from trainer.eagle3.features import TargetFeatures
 
 NOISE = 0.05
 """Standard deviation of the logarithm of a step's time."""
@@ -48,7 +49,7 @@ class _Running:
     """Prompt and answer to its end."""
     num_prompt: int
     matches: np.ndarray
-    """bool [T - 1]: where the serving draft is right."""
+    """bool [G, T - 1]: where the serving draft is right, at each depth of a step."""
     at: int = 1
     """Output tokens so far."""
     num_proposed: int = 0
@@ -81,7 +82,7 @@ class _Running:
         """How many of the proposed tokens are accepted."""
         num = min(self.num_proposed, self.num_left)
         if not self.found:
-            right = self.matches[self.at - 1 : self.at - 1 + num]
+            right = right_from(self.matches, self.at - 1, num)
         else:
             served = self.tokens[self.num_tokens : self.num_tokens + num]
             right = np.array([a == b for a, b in zip(self.found, served, strict=False)], bool)
@@ -133,8 +134,10 @@ class ClosedLoop:
         *,
         seed: int,
         memory: Remembers | None = None,
+        features: TargetFeatures | None = None,
     ) -> None:
-        """`memory`: in the place of the service's own."""
+        """`memory`: in the place of the service's own. `features`: of the target, which a head
+        reads."""
         given = config.speculation
         settings = Settings(
             mode=given.mode,
@@ -151,10 +154,11 @@ class ClosedLoop:
         self.speculation = Speculation(
             settings, clock=lambda: self.clock, memory=memory or memory_of(settings)
         )
-        self._requests, self._times = requests, times
+        self._requests, self._times, self._features = requests, times, features
         self._k_max = given.k_max
         self._rng = np.random.default_rng(seed)
-        self._model: Draft | None = None
+        self.model: Draft | None = None
+        """The draft that serves."""
         self._running: list[_Running] = []
         self._proposed_by = Stamp(self.speculation.present, given.mode)
         """The stamp of the step that proposed what the next step verifies."""
@@ -164,12 +168,12 @@ class ClosedLoop:
     def swap(self, draft: str | Path, predicted: float | None) -> None:
         """Requests under way go on as with the draft they began with: a new one would read what the
         old one left in its KV cache, and be worse than it is."""
-        self.serve_with(load_draft(draft))
+        self.serve_with(load_draft(draft, self._features))
         self.speculation.restart(predicted)
 
     def serve_with(self, model: Draft) -> None:
         """As `swap`, of a draft that changes little by little: what is known of it goes on."""
-        self._model = model
+        self.model = model
 
     def serve(self) -> Iterator[Served]:
         coming = iter(range(len(self._requests)))
@@ -263,12 +267,12 @@ class ClosedLoop:
     def _draft_of(self, one: _Running, passes: int) -> list[int]:
         """The draft's tokens, -1 where it is wrong."""
         served = one.tokens[one.num_tokens : one.num_tokens + passes]
-        right = one.matches[one.at - 1 : one.at - 1 + passes]
+        right = right_from(one.matches, one.at - 1, passes)
         return [t if is_right else -1 for t, is_right in zip(served, right, strict=True)]
 
     def _matches(self, index: int) -> np.ndarray:
-        assert self._model is not None, "swap() comes first"
-        return matches_of(self._model, self._requests[index])
+        assert self.model is not None, "swap() comes first"
+        return matches_of(self.model, self._requests[index])
 
     def _measure_beforehand(self) -> None:
         """What an engine measures before its port answers."""

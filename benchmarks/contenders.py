@@ -26,6 +26,7 @@ from osd.config.schema import Config
 from osd.records import Trace
 from trainer.distiller import Distiller
 from trainer.draft import Draft, export_draft, load_draft
+from trainer.eagle3.features import TargetFeatures
 
 CEILING_EPOCHS = 24
 """Passes of the ceiling over its recording."""
@@ -100,7 +101,7 @@ def served(
 
 def alone(setup: Setup, proposer: str) -> Curve:
     """One proposer under the closed loop: the draft there is, or the memory."""
-    config = _with_proposers(setup.config, [proposer])
+    config = with_proposers(setup.config, [proposer])
     return replayed(ClosedLoop(setup.requests, config, _times(setup), seed=setup.seed), setup)
 
 
@@ -109,7 +110,7 @@ def suffix_alone(setup: Setup) -> Curve:
     given = setup.config.speculation
     sizes = [len(one.prompt_ids) + len(one.output_ids) for one in setup.requests]
     memory = SuffixMemory(given.memory_bytes, given.memory_k_max, float(np.mean(sizes)))
-    config = _with_proposers(setup.config, ["memory"])
+    config = with_proposers(setup.config, ["memory"])
     loop = ClosedLoop(setup.requests, config, _times(setup), seed=setup.seed, memory=memory)
     return replayed(loop, setup)
 
@@ -123,7 +124,7 @@ def replayed(loop: ClosedLoop, setup: Setup) -> Curve:
     )
 
 
-def _with_proposers(config: Config, proposers: list[str]) -> Config:
+def with_proposers(config: Config, proposers: list[str]) -> Config:
     speculation = config.speculation.model_copy(update={"proposers": proposers})
     return config.model_copy(update={"speculation": speculation})
 
@@ -200,8 +201,15 @@ def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
     return Curve.of(counts, cpu_s, num_rounds=num, num_published=num, train_seconds=learner.cpu_s)
 
 
-def train_ceiling(config: Config, draft: Path, requests: Sequence[Recorded], out: Path) -> None:
-    """What the draft can be: offline, on every position of a recording of all domains."""
+def train_ceiling(
+    config: Config,
+    draft: Path,
+    requests: Sequence[Recorded],
+    out: Path,
+    features: TargetFeatures | None = None,
+) -> None:
+    """What the draft can be: offline, on every position of a recording of all domains. `features`:
+    of the target, which a head reads."""
     rng = np.random.default_rng(config.trainer.seed)
     traces = [
         trace_of(
@@ -215,14 +223,21 @@ def train_ceiling(config: Config, draft: Path, requests: Sequence[Recorded], out
         )
         for request in requests
     ]
-    train_offline(config, draft, traces, out)
+    train_offline(config, draft, traces, out, features)
 
 
-def train_offline(config: Config, draft: Path, traces: Sequence[Trace], out: Path) -> None:
+def train_offline(
+    config: Config,
+    draft: Path,
+    traces: Sequence[Trace],
+    out: Path,
+    features: TargetFeatures | None = None,
+) -> None:
     """The same step, loss and peak rate as online, in many passes. The rate falls to zero along a
     cosine: nothing here has to be learnt in passing."""
     torch.set_num_threads(config.trainer.num_threads)
-    distiller = Distiller(load_draft(draft), config.trainer.model_copy(update={"method": "full"}))
+    plain = config.trainer.model_copy(update={"method": "full"})
+    distiller = Distiller(load_draft(draft, features), plain)
     rng = np.random.default_rng(config.trainer.seed)
     size = config.trainer.batch_size
     num_steps = CEILING_EPOCHS * -(-len(traces) // size)

@@ -3,7 +3,8 @@
 `tiny` has synthetic text and answers greedily. `natural` continues the standard library's source,
 with sampling. So does `prose`, with books and manual pages in five languages out of Debian's
 packages; `prose-1` and `prose-2` are the same from other first weights, names like `prose-2M-20%`
-have another draft, and `prose-agent` is asked a few things again and again.
+have another draft, and `prose-agent` is asked a few things again and again. The target of
+`tiny-deep` is deep enough for an EAGLE-3 head; `tiny-deep-head` and `prose-head` serve with one.
 """
 
 from __future__ import annotations
@@ -99,6 +100,26 @@ def _tiny_requests(domain: str, block: int, num: int) -> Sequence[Any]:
     return requests(domain, num, TINY_SEED + block)
 
 
+def _deep_models() -> tuple[Path, Path]:
+    from osd.tiny.deep.models import ensure
+
+    found = ensure()
+    return found.target, found.draft
+
+
+def _deep_head() -> tuple[Path, Path]:
+    from osd.tiny.deep import head
+    from osd.tiny.deep.models import ensure
+
+    return ensure().target, head.ensure()
+
+
+def _deep_costly() -> Path:
+    from osd.tiny.deep.models import ensure_cost_shaped
+
+    return ensure_cost_shaped()
+
+
 def _natural_domains() -> Sequence[str]:
     from benchmarks.natural.text import PACKAGES
 
@@ -187,6 +208,13 @@ def _prose_drafts() -> Iterator[Family]:
                 yield _prose(f"{base}-{size}-{foreign:.0%}", seed, size, foreign)
 
 
+def _prose_head() -> tuple[Path, Path]:
+    from benchmarks.prose.head import ensure_head
+    from benchmarks.prose.models import ensure_target
+
+    return ensure_target(), ensure_head()
+
+
 def _agent_domains() -> Sequence[str]:
     from benchmarks.prose.agent import DOMAIN
 
@@ -199,17 +227,24 @@ def _agent_requests(domain: str, block: int, num: int) -> Sequence[Any]:
     return requests(block, num)
 
 
+_TINY = Family(
+    name="tiny",
+    domains=_tiny_domains,
+    home=_tiny_home,
+    models=_tiny_models,
+    costly_target=_tiny_costly,
+    requests=_tiny_requests,
+    temperature=0.0,
+    max_tokens=160,
+)
+_DEEP = replace(_TINY, name="tiny-deep", models=_deep_models, costly_target=_deep_costly)
 FAMILIES = {
-    "tiny": Family(
-        name="tiny",
-        domains=_tiny_domains,
-        home=_tiny_home,
-        models=_tiny_models,
-        costly_target=_tiny_costly,
-        requests=_tiny_requests,
-        temperature=0.0,
-        max_tokens=160,
+    "tiny": _TINY,
+    "tiny-deep": _DEEP,
+    "tiny-deep-head": replace(
+        _DEEP, name="tiny-deep-head", models=_deep_head, recorded_as="tiny-deep"
     ),
+    "prose-head": replace(_prose("prose-head", 0), models=_prose_head, recorded_as="prose"),
     "natural": Family(
         name="natural",
         domains=_natural_domains,

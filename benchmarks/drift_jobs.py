@@ -21,6 +21,9 @@ from osd.config.schema import Config
 
 PRESET = Path(__file__).resolve().parents[1] / "configs" / "tiny-cpu.yaml"
 
+FEATURE_BYTES = 1 << 30
+"""Of features kept while a head is trained offline: its texts come in every pass."""
+
 
 def prepare() -> None:
     """To be called first in a process: one thread, so that two processes share two cores."""
@@ -39,22 +42,22 @@ def record_stream(family: str, domain: str, block: int, num: int) -> None:
     """Have a stream's recording in the cache."""
     from benchmarks.drift_recordings import take
 
-    _one_thread()
+    one_thread()
     take(family, domain, block, num)
 
 
 def ceiling(family: str, domains: Sequence[str], num: int) -> Path:
     """The ceiling's draft for a set of domains, learnt from `num` requests of each, from the cache
     or trained now."""
-    from benchmarks import contenders, drift_recordings
+    from benchmarks import contenders, drift_recordings, served
     from osd.models.resolve import fingerprint
     from osd.tiny.cache import build_once
 
-    _one_thread()
+    one_thread()
     config = base_config()
     target, draft = FAMILIES[family].models()
     sources = [
-        *sorted(Path(contenders.__file__).parents[1].glob("trainer/*.py")),
+        *sorted(Path(contenders.__file__).parents[1].glob("trainer/**/*.py")),
         Path(contenders.__file__),
     ]
     digest = hashlib.sha256(config.trainer.model_dump_json().encode())
@@ -67,7 +70,8 @@ def ceiling(family: str, domains: Sequence[str], num: int) -> Path:
         requests = [
             r for d in sorted(domains) for r in drift_recordings.take(family, d, TRAINING, num)
         ]
-        contenders.train_ceiling(config, draft, requests, directory / "draft")
+        features = served.features_of(target, config.speculation.k_max, FEATURE_BYTES)
+        contenders.train_ceiling(config, draft, requests, directory / "draft", features)
 
     return build_once(f"ceilings/{digest.hexdigest()[:16]}", build) / "draft"
 
@@ -84,7 +88,7 @@ def run_one(
     of each domain."""
     from benchmarks import contenders, drift_recordings, rivals
 
-    _one_thread()
+    one_thread()
     coming = arrivals(schedule, name, seed)
     target, draft = FAMILIES[schedule.family].models()
     if contender in (names.CEILING, names.STATIC):
@@ -104,7 +108,7 @@ def run_one(
     return {"schedule": name, "seed": seed, "contender": contender, **curve.as_row()}
 
 
-def _one_thread() -> None:
+def one_thread() -> None:
     import torch
     from transformers.utils import logging
 

@@ -18,7 +18,7 @@ import torch
 from benchmarks.charged import ChargedTraining
 from benchmarks.curve import Curve
 from benchmarks.recording import Recorded, trace_of
-from benchmarks.served import TARGET_ID, EveryStep, Served, Server
+from benchmarks.served import TARGET_ID, EveryStep, Served, Server, features_of
 from buffers.memory import MemoryTraceBuffer
 from osd.config.schema import Config
 from osd.control.drift import DriftDetector
@@ -49,7 +49,7 @@ def learn(
     `may_rest`: training rests where it brings nothing, as in the service; without it every curve
     has the same rounds. `server`: how they are served, by default with k_max draft tokens in every
     step. `charged`: training rests where it does not pay. `max_rounds`: it ends after so many.
-    `target`: the trainer's teacher, which `trainer.sampling` student and mixed need.
+    `target`: the trainer's teacher, which `trainer.sampling` student and mixed, and heads, need.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -62,7 +62,7 @@ def learn(
         config.trainer, config.gate, k, buffer, directory / "trainer", TARGET_ID, teacher=teacher
     )
     detector = DriftDetector(config.trainer, TARGET_ID)
-    server = server or EveryStep(requests, k)
+    server = server or EveryStep(requests, k, features_of(target, k))
     server.swap(serving.path, None)
     rounds: list[_Round] = []
     ended: list[Served] = []
@@ -132,6 +132,7 @@ def _curve(ended: Sequence[Served], cpu_s: np.ndarray, rounds: Sequence[_Round])
             "num_traces": sum(outcome.num_student_traces for outcome in outcomes),
             "sampling_cpu_s": sum(outcome.sampling_cpu_s for outcome in outcomes),
             "scoring_cpu_s": sum(outcome.scoring_cpu_s for outcome in outcomes),
+            "features_cpu_s": sum(outcome.features_cpu_s for outcome in outcomes),
         },
     )
 

@@ -120,15 +120,17 @@ def trace_of(
     )
 
 
-def kinds(is_match_T: np.ndarray, k: int, num_output: int) -> np.ndarray:
+def kinds(is_match_GT: np.ndarray, k: int, num_output: int) -> np.ndarray:
     """int8 [T]: what became of each output token with k draft tokens in every step, from a draft
-    whose argmax was right where `is_match_T` says, from the second output token on. The first comes
-    from prefill; after k accepted tokens one is free."""
+    that was right at depth g of a step where `is_match_GT` says, from the second output token on
+    ([T] where all depths propose alike). The first comes from prefill; after k accepted tokens one
+    is free."""
+    of_depth_GT = np.atleast_2d(is_match_GT)
     kind_T = np.full(num_output, PLAIN, np.int8)
     at = 1
     while at < num_output:
-        for _ in range(min(k, num_output - at)):
-            is_match = bool(is_match_T[at - 1])
+        for depth in range(min(k, num_output - at)):
+            is_match = bool(of_depth_GT[min(depth, len(of_depth_GT) - 1), at - 1])
             kind_T[at] = ACCEPTED if is_match else REJECTED
             at += 1
             if not is_match:

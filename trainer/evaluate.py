@@ -192,11 +192,9 @@ def _class_reports(
 
 
 def is_match(model: Draft, trace: Trace, max_length: int) -> np.ndarray:
-    """bool [T − 1]; whether the first token that the draft proposes in a step is the served token,
-    from the second output token on."""
-    of_depth_GT = _matches([model], [trace], max_length)[0][0]
-    is_match_T: np.ndarray = of_depth_GT[0]
-    return is_match_T
+    """bool [G, T − 1]; whether what the draft proposes at depth g of a step is the served token,
+    from the second output token on. A model proposes alike at all depths: G = 1."""
+    return _matches([model], [trace], max_length)[0][0]
 
 
 @torch.no_grad()

@@ -171,7 +171,7 @@ def counting(first: int, num_output: int = 11, num_prompt: int = 1, domain: str 
 
 def test_a_match_is_the_served_token_from_the_second_on() -> None:
     trace = counting(10, num_output=6)  # 10 | 11 12 13 14 15 16
-    assert is_match(Knows(range(12, 15)), trace, 64).tolist() == [False, True, True, True, False]
+    assert is_match(Knows(range(12, 15)), trace, 64).tolist() == [[False, True, True, True, False]]
 
 
 @pytest.mark.parametrize(("max_length", "max_length_of_model"), [(64, 6), (6, 64)])
@@ -179,7 +179,9 @@ def test_long_outputs_are_replayed_on_their_end(max_length: int, max_length_of_m
     draft = Knows(range(45, 49))
     draft.max_length = max_length_of_model
     matches = is_match(draft, counting(10, num_output=40), max_length)
-    assert matches.tolist() == [False, True, True, True, True, False], "the last of it is token 50"
+    assert matches.tolist() == [[False, True, True, True, True, False]], (
+        "its last is token 50"
+    )
 
 
 @pytest.mark.parametrize("can_pack", [True, False])
