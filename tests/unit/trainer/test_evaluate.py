@@ -179,9 +179,7 @@ def test_long_outputs_are_replayed_on_their_end(max_length: int, max_length_of_m
     draft = Knows(range(45, 49))
     draft.max_length = max_length_of_model
     matches = is_match(draft, counting(10, num_output=40), max_length)
-    assert matches.tolist() == [[False, True, True, True, True, False]], (
-        "its last is token 50"
-    )
+    assert matches.tolist() == [[False, True, True, True, True, False]], "its last is token 50"
 
 
 @pytest.mark.parametrize("can_pack", [True, False])
