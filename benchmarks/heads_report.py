@@ -136,7 +136,7 @@ def _compared(side: Side, number: int) -> Iterator[Figure]:
     ratios = [a.alpha(third, stop) / b.alpha(third, stop) for a, b in pairs]
     yield mean_with_interval(group, OF_OFFLINE, ratios)
     group = f"{side.title}: requests to {TO_REACH:.0%} of the α trained offline"
-    for arm in (arm for arm in LEARNING if arm in curves):
+    for arm in (arm for arm in (names.OURS, names.LEARNING_DRAFT_LOOP) if arm in curves):
         pairs = zip(curves[arm], tops, strict=True)
         found = [requests_to_reach(own, top, start, stop) for own, top in pairs]
         missed = f" (never in {n}: counted as the phase)" if (n := found.count(None)) else ""
