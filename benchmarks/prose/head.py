@@ -11,10 +11,16 @@ from pathlib import Path
 from benchmarks.prose.corpus import HOME, split
 from benchmarks.prose.models import ensure_target
 from benchmarks.prose.recipe import DRAFT_SOURCES, TargetRecipe
-from osd.offline.tiny_head import BATCH, LEARNING_RATE, NUM_DEPTHS, TAPS
+from osd.offline.tiny_head import BATCH, LEARNING_RATE, NUM_DEPTHS, NUM_STEPS, TAPS
 from osd.tiny.cache import build_once
 
-SOURCES = (Path(__file__), *DRAFT_SOURCES)
+REPOSITORY = Path(__file__).parents[2]
+SOURCES = (
+    Path(__file__),
+    *DRAFT_SOURCES,
+    REPOSITORY / "osd" / "offline" / "first_head.py",
+    REPOSITORY / "trainer" / "eagle3" / "fresh.py",
+)
 """Files whose text changes the head."""
 
 
@@ -24,7 +30,7 @@ class HeadRecipe:
 
     answers: int = 1024
     """Of the target, which it learns from."""
-    steps: int = 250
+    steps: int = NUM_STEPS
     batch: int = BATCH
     learning_rate: float = LEARNING_RATE
     seed: int = 0

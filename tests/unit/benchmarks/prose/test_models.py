@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.natural.training import nats_per_token
-from benchmarks.prose import corpus, draft, models, packages, target
+from benchmarks.prose import corpus, draft, head, models, packages, target
 from benchmarks.prose.build import build_draft, build_target
 from benchmarks.prose.corpus import DOMAINS, HOME, split
 from benchmarks.prose.recipe import (
@@ -208,8 +208,19 @@ def test_every_setting_has_a_place_of_its_own_in_the_cache() -> None:
 
 
 def test_every_file_that_shapes_the_models_is_hashed() -> None:
-    hashed = {*corpus.SOURCES, *TARGET_SOURCES, *DRAFT_SOURCES}
+    hashed = {*corpus.SOURCES, *TARGET_SOURCES, *DRAFT_SOURCES, *head.SOURCES}
     own = set(HERE.glob("*.py"))
     left = {path.stem for path in own - hashed}
     # What packages and recipe say is in the hash as values; the others call, or only ask.
     assert left == {"packages", "recipe", "models", "build", "agent", "checkpoint", "__init__"}
+
+
+def test_a_head_of_another_target_or_recipe_has_another_name() -> None:
+    recipe = head.HeadRecipe()
+    names = {
+        head.head_hash(recipe, "prose-target-a"),
+        head.head_hash(recipe, "prose-target-b"),
+        head.head_hash(replace(recipe, steps=7), "prose-target-a"),
+    }
+    assert len(names) == 3
+    assert head.head_hash(head.HeadRecipe(), "prose-target-a") in names
