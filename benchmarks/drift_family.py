@@ -240,11 +240,6 @@ _TINY = Family(
 _DEEP = replace(_TINY, name="tiny-deep", models=_deep_models, costly_target=_deep_costly)
 FAMILIES = {
     "tiny": _TINY,
-    "tiny-deep": _DEEP,
-    "tiny-deep-head": replace(
-        _DEEP, name="tiny-deep-head", models=_deep_head, recorded_as="tiny-deep"
-    ),
-    "prose-head": replace(_prose("prose-head", 0), models=_prose_head, recorded_as="prose"),
     "natural": Family(
         name="natural",
         domains=_natural_domains,
@@ -264,5 +259,10 @@ FAMILIES = {
         recorded_as="",
     ),
     **{one.name: one for one in _prose_drafts()},
+    "tiny-deep": _DEEP,
+    "tiny-deep-head": replace(
+        _DEEP, name="tiny-deep-head", models=_deep_head, recorded_as="tiny-deep"
+    ),
+    "prose-head": replace(_prose("prose-head", 0), models=_prose_head, recorded_as="prose"),
 }
 """By the names a schedule uses."""
