@@ -31,9 +31,9 @@ from osd.errors import ReleaseError
 from osd.exchange.transfer import read_part
 from osd.records import NO_TRACES, DraftRelease, EvalReport, RoundOutcome, Trace
 from trainer.batch import TrainBatch, trainable
-from trainer.distiller import Distiller, accelerator
+from trainer.distiller import Distiller
 from trainer.draft import RowModel, export_draft
-from trainer.eagle3.features import TargetFeatures
+from trainer.eagle3.features import features_of
 from trainer.evaluator import Evaluator
 from trainer.files import prune
 from trainer.guard import LossGuard, has_risen
@@ -133,7 +133,7 @@ class Trainer:
         disable_progress_bar()
         self._config, self._buffer = config, buffer
         self._candidates = directory / "candidates"
-        self._features = _features(config, teacher, k)
+        self._features = features_of(config, teacher, k)
         self._evaluator = Evaluator(config, gate, k, buffer, self._features)
         self._guard = LossGuard(config, gate, buffer)
         self._mix = ReplayMix(config, buffer)
@@ -338,13 +338,6 @@ class Trainer:
     def _draw(self, outcome: RoundOutcome, num_tokens: int) -> None:
         for tracker in self._trackers:
             tracker.log(self._working.state.round, point(outcome, num_tokens))
-
-
-def _features(config: TrainerConfig, teacher: Teacher | None, k: int) -> TargetFeatures | None:
-    if teacher is None:
-        return None
-    teacher.device = accelerator(config).device
-    return TargetFeatures(teacher, k, config.feature_cache_bytes)
 
 
 def _student(config: TrainerConfig, teacher: Teacher | None) -> StudentSampler | None:

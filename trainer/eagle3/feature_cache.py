@@ -86,7 +86,7 @@ def texts_of(position_ids_BS: Tensor) -> list[Text]:
     """The texts of more than one token: runs in which positions count from 0."""
     found = []
     for line, positions in enumerate(position_ids_BS.tolist()):
-        starts = [s for s, position in enumerate(positions) if position == 0] + [len(positions)]
-        spans = zip(starts, starts[1:], strict=False)
+        starts = [s for s, position in enumerate(positions) if position == 0]
+        spans = zip(starts, [*starts[1:], len(positions)], strict=True)
         found += [Text(line, start, end) for start, end in spans if end - start > 1]
     return found

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from osd.config.schema import TrainerConfig
 from osd.models.eagle3 import HeadSpec
 from trainer.batch import RowBatch
+from trainer.distiller import accelerator
 from trainer.eagle3.feature_cache import FeatureCache
 from trainer.eagle3.head import Features
 from trainer.pack import one_a_line, pack
@@ -92,6 +94,14 @@ class TargetFeatures:
             for handle in handles:
                 handle.remove()
         return torch.cat(found, -1)
+
+
+def features_of(config: TrainerConfig, teacher: Teacher | None, k: int) -> TargetFeatures | None:
+    """Of the trainer's target, on its device; None where it has none."""
+    if teacher is None:
+        return None
+    teacher.device = accelerator(config).device
+    return TargetFeatures(teacher, k, config.feature_cache_bytes)
 
 
 class _LastTap(Exception):
