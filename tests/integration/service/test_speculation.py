@@ -19,12 +19,11 @@ pytestmark = pytest.mark.timeout(1200)
 def test_a_served_engine_controls_its_speculation(beside: Beside) -> None:
     _, note = beside.running()
     ask(note.service_url, PROMPTS * 2)
-    wait_until(lambda: speculation(note)["plans"], 10, "the control is reported")
+    wait_until(lambda: num_steps(note) > 20, 10, "the control is reported, with all its steps")
     found = speculation(note)
     print(f"plan {found['plan']}, {found['num_cells']} shapes known", end=", ")
     print(f"a decision takes {found['decision_us']:.0f} us")
     assert (found["mode"], found["problem"], found["is_async"]) == ("auto", "", False)
-    assert sum(plan["steps"] for plan in found["plans"].values()) > 20
     assert found["num_cells"] > 8, "the engine was measured before it served"
     log = (beside.directory / "data" / "logs" / "replica-0.log").read_text()
     assert "step times measured in" in log or "step times from" in log
@@ -39,6 +38,11 @@ def test_a_served_engine_controls_its_speculation(beside: Beside) -> None:
         assert answer.status_code == 200
         drafted = (answer.json().get("metrics") or {}).get("speculative_decoding") or {}
         assert drafted.get("num_draft_tokens", 0) <= cap * 40
+
+
+def num_steps(note: Running) -> int:
+    """So far; a heartbeat may be of the middle of the requests."""
+    return sum(int(plan["steps"]) for plan in speculation(note)["plans"].values())
 
 
 def test_what_speculation_gains_is_measured_while_it_serves(beside: Beside) -> None:
