@@ -30,8 +30,6 @@ PAIRS: Mapping[str, Sequence[str]] = {
         # traces make a round as short as a draft model's.
         "trainer.replay_batches=2",
         "trainer.max_new_traces=64",
-        # What is to be seen is that it learns, not when that pays.
-        "trainer.payback_seconds=0",
     ),
 }
 """What learns -> overrides of the preset."""
@@ -101,6 +99,8 @@ def demo_config(directory: Path, overrides: Sequence[str]) -> Config:
         "control.port=0",
         # It shows a draft that learns. A memory of such text would need none of it.
         "speculation.proposers=[draft]",
+        # What is to be seen is that it learns, not when training rests because it does not pay.
+        "trainer.payback_seconds=0",
         # The controls send the same prompts to the service again. A prefix cache would make the
         # later arms faster.
         "serving.vllm.enable_prefix_caching=false",
