@@ -31,11 +31,13 @@ class Text(NamedTuple):
 
 
 class FeatureCache:
-    """At most `max_bytes` of features; 0 keeps none. `arrange` says where texts lie when they are
-    computed: `pack` where the target keeps texts on one line apart."""
+    """At most `max_bytes` of features, `width` numbers a token; 0 keeps none. `arrange` says where
+    texts lie when they are computed: `pack` where the target keeps texts on one line apart."""
 
-    def __init__(self, max_bytes: int, arrange: Callable[[Sequence[int]], Layout] = pack) -> None:
-        self._max_bytes, self._arrange = max_bytes, arrange
+    def __init__(
+        self, width: int, max_bytes: int, arrange: Callable[[Sequence[int]], Layout] = pack
+    ) -> None:
+        self._width, self._max_bytes, self._arrange = width, max_bytes, arrange
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         self.num_bytes = 0
 
@@ -49,8 +51,7 @@ class FeatureCache:
         found |= dict(zip(missing, self._computed(list(missing.values()), compute), strict=True))
         for key in keys:
             self._keep(key, found[key])
-        width = next(iter(found.values())).shape[-1] if found else 0
-        features_BSF = torch.zeros(*ids_BS.shape, width)
+        features_BSF = torch.zeros(*ids_BS.shape, self._width)
         for text, key in zip(texts, keys, strict=True):
             features_BSF[text.line, text.start : text.end] = found[key].float()
         return features_BSF

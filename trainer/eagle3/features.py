@@ -54,7 +54,8 @@ class TargetFeatures:
         """The features that this head reads."""
         taps = spec.taps_in(int(self._teacher.model.hf.config.num_hidden_layers))
         arrange = pack if self._teacher.model.can_pack else one_a_line
-        cache = self._caches.setdefault(taps, FeatureCache(self._cache_bytes, arrange))
+        width = spec.target_hidden_size * len(taps)
+        cache = self._caches.setdefault(taps, FeatureCache(width, self._cache_bytes, arrange))
 
         def compute(ids_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
             return self._hidden_states(ids_BS, position_ids_BS, taps)

@@ -39,9 +39,9 @@ def cost_shaped_cache_name() -> str:
 
 def ensure(progress: bool = True) -> Path:
     """Directory of the head of the deep target."""
-    target = str(deep.ensure(progress).target)
 
     def build(directory: Path) -> None:
+        target = str(deep.ensure(progress).target)
         models.run_build(MODULE, directory, "--target", target, progress=progress)
 
     return build_once(cache_name(), build) / "head"
@@ -49,9 +49,8 @@ def ensure(progress: bool = True) -> Path:
 
 def ensure_cost_shaped(progress: bool = True) -> Path:
     """Directory of the same head for `deep.ensure_cost_shaped`."""
-    head, target = ensure(progress), deep.ensure_cost_shaped(progress)
-    return build_once(cost_shaped_cache_name(), lambda directory: _widen(head, target, directory))
 
+    def build(directory: Path) -> None:
+        widen_head(ensure(progress), deep.ensure_cost_shaped(progress), directory)
 
-def _widen(head: Path, target: Path, directory: Path) -> None:
-    widen_head(head, target, directory)
+    return build_once(cost_shaped_cache_name(), build)

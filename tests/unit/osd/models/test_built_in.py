@@ -10,10 +10,12 @@ from osd.errors import ConfigError
 from osd.models import built_in
 from osd.models.resolve import resolve
 from osd.tiny import models as tiny
+from osd.tiny.deep import head
 from osd.tiny.deep import models as deep
 from osd.tiny.deep import recipe as deep_recipe
 
 PAIR, DEEP = tiny.cache_name(), deep.cache_name()
+HEAD, HEAD_WIDE = head.cache_name(), head.cost_shaped_cache_name()
 WIDE, DEEP_WIDE = tiny.cost_shaped_cache_name(), deep.cost_shaped_cache_name()
 
 
@@ -32,11 +34,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("serving.target", "tiny-deep", f"{DEEP}/target"),
         ("serving.draft", "tiny-deep", f"{DEEP}/draft"),
         ("serving.target", "tiny-deep-cost-shaped", DEEP_WIDE),
+        ("serving.draft", "tiny-eagle3", f"{HEAD}/head"),
+        ("serving.draft", "tiny-eagle3-cost-shaped", HEAD_WIDE),
     ],
 )
 def test_a_name_is_found_where_it_was_built(cache: Path, key: str, name: str, place: str) -> None:
     own = place.split("/")[0]
-    for other in {PAIR, WIDE, DEEP, DEEP_WIDE} - {own}:
+    for other in {PAIR, WIDE, DEEP, DEEP_WIDE, HEAD, HEAD_WIDE} - {own}:
         (cache / other).mkdir()
     assert not built_in.is_built(name)
     (cache / own).mkdir()

@@ -31,7 +31,7 @@ def test_texts_begin_where_positions_do() -> None:
 
 
 def test_a_text_is_computed_once_and_lies_where_it_lay() -> None:
-    target, cache = Target(), FeatureCache(1000)
+    target, cache = Target(), FeatureCache(2, 1000)
     for _ in range(2):
         found = cache.features(IDS, POSITIONS, target)
         expected = torch.stack([IDS, POSITIONS], -1).float()
@@ -42,7 +42,7 @@ def test_a_text_is_computed_once_and_lies_where_it_lay() -> None:
 
 
 def test_the_text_used_longest_ago_goes_first() -> None:
-    target, cache = Target(), FeatureCache(5 * BYTES, one_a_line)
+    target, cache = Target(), FeatureCache(2, 5 * BYTES, one_a_line)
 
     def ask(*ids: int) -> int:
         before = len(target.lines)
@@ -56,8 +56,15 @@ def test_the_text_used_longest_ago_goes_first() -> None:
 
 
 def test_without_room_nothing_is_kept_and_all_is_there() -> None:
-    target, cache = Target(), FeatureCache(0)
+    target, cache = Target(), FeatureCache(2, 0)
     for _ in range(2):
         assert cache.features(IDS, POSITIONS, target)[0, 4].tolist() == [9, 1]
     assert cache.num_bytes == 0
     assert len(target.lines) >= 2
+
+
+def test_a_batch_of_nothing_but_single_tokens_has_features_too() -> None:
+    target, cache = Target(), FeatureCache(2, 1000)
+    found = cache.features(torch.tensor([[5], [6]]), torch.zeros(2, 1, dtype=torch.int64), target)
+    assert found.tolist() == [[[0, 0]], [[0, 0]]]
+    assert target.lines == []
