@@ -80,11 +80,11 @@ def _serving(status: ServiceStatus) -> Iterator[str]:
             "no engine is attached, so nothing is learnt: start one with the environment in "
             "`engines.env` of the data directory; its own log says why it is not attached"
         )
-    elif not status.replicas and any(m.state == "starting" for m in status.members):
-        names = ", ".join(m.replica for m in status.members)
+    elif not status.replicas and (wanted := [m.replica for m in status.members if m.is_wanted]):
+        # One that fell silent just now is still called serving: it is about to be started again.
         yield (
-            f"no engine answers, {names} starting: its log in `logs` of the data directory says "
-            "more"
+            f"no engine answers, {', '.join(wanted)} starting: its log in `logs` of the data "
+            "directory says more"
         )
     elif not status.replicas:
         yield (

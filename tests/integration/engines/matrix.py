@@ -43,8 +43,10 @@ OF_HEADS: dict[str, tuple[str, ...]] = {
         "test_memory_and_head_propose_in_one_batch",
         "test_what_is_not_drafted_for_is_answered_beside_requests_with_a_head",
     ),
-    "... it is given the target's hidden states at its taps; captured rows are the target's": (
+    "... it is given the target's hidden states at its taps, and proposes what its replay does; "
+    "captured rows are the target's": (
         "test_a_head_is_given_the_hidden_states_it_was_trained_on",
+        "test_a_replay_counts_at_every_depth_what_the_engine_counted",
         "test_rows_captured_beside_a_head_are_the_targets",
     ),
     "... it makes k passes, and one at k = 0, after which it proposes what it would have": (

@@ -147,6 +147,10 @@ def test_replicas_that_come_and_go_are_shown_and_so_is_the_front_door() -> None:
     assert said not in page(status(members=[{**lost, "why": why}]), EVENTS)
     starting = page(status(replicas=[], members=[member("replica-0", "starting")]), [])
     assert first_line(starting).startswith("no engine answers, replica-0 starting: its log")
+    silent = page(status(replicas=[], members=[member("replica-0", "serving")]), [])
+    assert first_line(silent).startswith("no engine answers, replica-0 starting: its log")
+    last = page(status(replicas=[], members=[member("replica-0", "draining")]), [])
+    assert first_line(last).startswith("no replica is alive")
 
 
 def test_a_service_that_is_well_fits_a_page() -> None:
