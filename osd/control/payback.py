@@ -3,30 +3,41 @@ save them.
 
     heartbeats ─► pace in a round, over that just before ───► slowdown ─┐
     rounds ─────► how long they take ───────────────────────────────────┴─► taken
-    heartbeats ─► worth of the draft after a round, over that before ───┐
-    heartbeats ─► worth of a draft of fewer errors, until rounds show ──┴─► saved, within
+    gates ──────► errors that rounds take from the draft ───────────────┐
+    heartbeats ─► worth of drafts of fewer errors ──────────────────────┤
+    heartbeats ─► worth of the draft after a round, over that before ───┴─► saved, within
                                                                             `payback_seconds`
 
 Both are seconds of the engines' time, idle time left out. A trainer on a machine of its own takes
 nothing; one that shares a core, or a GPU, slows every step down while it works. What it takes is
-the median of rounds: one may fall on a machine that was suspended. What a round brings is what the
-newest ones brought where their drafts serve, not what the gate's α promises: beside a memory, a
-draft that errs far less may make nothing faster. What is not measured yet forbids nothing: the
-first rounds show it. Engines that cannot tell (a fixed k) are left out.
+the median of rounds: one may fall on a machine that was suspended.
+
+What rounds bring is what the engine promises of a draft with fewer errors, times the share of such
+promises that came true: beside a memory, a draft that errs far less may make nothing faster. A
+draft that is not worth its passes yet may need several rounds to be, so the next few are looked at
+together. What is not measured yet forbids nothing: the first rounds show it. Engines that cannot
+tell (a fixed k) are left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from osd.common.wording import span
 from osd.config.schema import TrainerConfig
 from osd.control.policy import Decision
-from osd.control.round_effects import MIN_AT_REST, NEWEST_ROUNDS, Fading, Gain, Pace
+from osd.control.round_effects import (
+    MIN_AT_REST,
+    NEWEST_ROUNDS,
+    Fading,
+    Gain,
+    Pace,
+    Progress,
+)
 from osd.records import NO_TRACES, Payback, ReplicaStatus, RoundOutcome
 
 KEEP_BUSY = 0.997
@@ -42,6 +53,8 @@ MAX_PACE = 1e9
 """A heartbeat that says more, or as much less, is no measurement."""
 MIN_BUSY = 0.02
 """An engine that has requests in fewer of its heartbeats neither loses nor gains."""
+STRETCHES = (1, 2, 4, 8)
+"""Rounds that are looked at together."""
 WAKE = 1.2
 """A rest ends when what is saved exceeds what is taken by this factor."""
 
@@ -61,8 +74,8 @@ class _Engine:
     def is_silent(self) -> bool:
         """Whether it serves, and a moment without the trainer would show more of a round."""
         is_pace_open = self.pace.slowdown is None and self.pace.at_rest.weight < MIN_AT_REST
-        is_open = is_pace_open or (self.gain.is_awaited and not self.gain.num_shown)
-        return is_open and self.gain.of_better is not None and self.busy.mean >= MIN_BUSY
+        is_open = is_pace_open or self.gain.is_open
+        return is_open and self.gain.promise is not None and self.busy.mean >= MIN_BUSY
 
 
 class PaybackMeter:
@@ -80,6 +93,7 @@ class PaybackMeter:
         self._engines: dict[str, _Engine] = {}
         """Of all replicas there ever were: one that is away for a moment has not changed."""
         self._living: list[_Engine] = []
+        self._progress = Progress()
         self._round_s: deque[float] = deque(maxlen=NEWEST_ROUNDS)
         self._rounds_at = 0.0
         """End of the newest round."""
@@ -109,12 +123,14 @@ class PaybackMeter:
             return
         self._has_outcome = True
         self._round_s.append(outcome.seconds)
+        share = self._progress.add(outcome, is_published=is_published)
         for engine in self._engines.values():
-            engine.gain.end_round(is_published=is_published)
+            engine.gain.end_round(share, is_published=is_published)
         self._rest_or_wake()
 
     def renew(self) -> None:
         """The traffic has changed: what earlier rounds brought says nothing of the next one."""
+        self._progress = Progress()
         for engine in self._engines.values():
             engine.gain.forget_rounds()
 
@@ -136,24 +152,30 @@ class PaybackMeter:
     def figures(self) -> Payback | None:
         """None while it is not known what a round takes, or brings."""
         measured = [
-            (engine.busy.mean, slowdown, gain)
+            (engine, slowdown)
             for engine in self._living
-            if (slowdown := engine.pace.slowdown) is not None
-            and (gain := engine.gain.of_round) is not None
+            if (slowdown := engine.pace.slowdown) is not None and engine.gain.promise is not None
         ]
         if not self._within_s or not measured or not self._round_s:
             return None
-        taken = sum(busy * (1 - 1 / slowdown) for busy, slowdown, _ in measured)
-        saved = sum(busy * (1 - math.exp(-gain)) for busy, _, gain in measured)
+        taken = sum(engine.busy.mean * (1 - 1 / slowdown) for engine, slowdown in measured)
         return Payback(
             taken_s=taken * median(self._round_s),
-            saved_s=saved * self._within_s,
+            saved_s=max(
+                self._saved_s(num, [engine for engine, _ in measured]) for num in STRETCHES
+            ),
             within_s=self._within_s,
-            slowdown=max(slowdown for _, slowdown, _ in measured),
+            slowdown=max(slowdown for _, slowdown in measured),
             is_resting=self.is_resting,
         )
 
     # Inside
+
+    def _saved_s(self, num: int, engines: Sequence[_Engine]) -> float:
+        """By each of the next `num` rounds, in the mean."""
+        share = self._progress.of_rounds(num)
+        saved = sum(e.busy.mean * (1 - math.exp(-e.gain.of_share(share))) for e in engines)
+        return saved * max(self._within_s - num * median(self._round_s), 0.0) / num
 
     def _change(self, is_training: bool, now: float) -> None:
         if is_training:

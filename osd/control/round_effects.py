@@ -1,6 +1,6 @@
 """What training rounds do to an engine, as its heartbeats show: how much slower its steps are while
 the trainer works (`Pace`), and how much faster it is with the draft of a round (`Gain`). Both are
-logarithms of ratios."""
+logarithms of ratios. `Progress`: how many errors rounds take from the draft."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from osd.records import DraftWorth
+import numpy as np
+
+from osd.records import FAR_FEWER_ERRORS, FEWER_ERRORS, DraftWorth, RoundOutcome
 
 KEEP_PACE, KEEP_ROUND = 0.8, 0.7
 """Weight that evidence keeps after one more heartbeat at rest, and round."""
@@ -20,6 +22,12 @@ NEWEST_ROUNDS = 9
 """Rounds that count of what they take."""
 SHOWS_IN = 8
 """Heartbeats of a new draft within which it shows what it brought: later, the traffic has."""
+UNTRIED = 0.02
+"""Promises weigh this much beside what rounds have shown of them, less with every one."""
+LEAST_PROMISE = 0.005
+"""A draft of which less is promised shows nothing of promises."""
+CHANGED = 0.05
+"""A draft that its gate found better makes no engine so much slower: its traffic has changed."""
 MAX_WORTH = 100.0
 """No draft makes an engine so much faster: a heartbeat that says so is no measurement."""
 
@@ -83,65 +91,126 @@ class Pace:
         self.before = None
 
 
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What drafts of fewer errors would bring, as the engine's control expects of its present
+    traffic."""
+
+    of_better: float
+    of_far_better: float
+    """Of drafts that err less often by `FEWER_ERRORS` and `FAR_FEWER_ERRORS`, over this one."""
+
+    def of_share(self, share: float) -> float:
+        """Of a draft that errs less often by any share."""
+        shares = (0.0, FEWER_ERRORS, FAR_FEWER_ERRORS)
+        return float(np.interp(share, shares, (0.0, self.of_better, self.of_far_better)))
+
+
 @dataclass(slots=True)
 class Gain:
-    """What rounds bring an engine. All are logarithms of speeds."""
+    """What drafts bring an engine, by what they were to bring. All are logarithms of speeds."""
 
     of_draft: float | None = None
     """Speed with the draft that serves, over that without; None while it has shown none."""
-    of_better: float | None = None
-    """Speed with a draft of fewer errors, over that with this one."""
-    rounds: Fading = field(default_factory=lambda: Fading(KEEP_ROUND))
+    promise: Promise | None = None
+    """None while the engine has said nothing."""
+    brought: Fading = field(default_factory=lambda: Fading(KEEP_ROUND))
     """What a round's draft made the engine faster, over the draft before it."""
-    before: tuple[int, float | None] = (0, None)
-    """Version that served when the newest round began, and its worth."""
-    newest: float | None = None
-    """What the newest published draft brought so far."""
-    is_awaited: bool = False
-    """Whether a draft was published that has not shown itself yet."""
+    promised: Fading = field(default_factory=lambda: Fading(KEEP_ROUND))
+    """What it would have, by the engine's promise and the errors it makes less by its gate."""
+    before: tuple[int, float | None, Promise | None] = (0, None, None)
+    """Version that served when the newest round began, its worth, and the promise."""
+    newest: tuple[float, float] | None = None
+    """What the newest published draft brought so far, and what was promised of it."""
     num_shown: int = 0
-    """Heartbeats in which it has."""
+    """Heartbeats in which it has shown that."""
+    awaited: float | None = None
+    """What is promised of a published draft that has not shown itself in full."""
     is_begun: bool = False
     """Whether a round was seen to begin that has not ended."""
 
     @property
-    def of_round(self) -> float | None:
-        """What is expected of the next one. Of a first round a better draft is expected, and that
-        weighs as much as a round that was measured."""
-        if self.of_better is None:
-            return None
-        seen = self.rounds if self.newest is None else self.rounds.and_also(self.newest)
-        prior = 1 - (1 - KEEP_ROUND) * seen.weight
-        return max((prior * self.of_better + seen.total) / (prior + seen.weight), 0.0)
+    def is_open(self) -> bool:
+        """Whether a draft was published that has shown nothing yet."""
+        return self.awaited is not None and not self.num_shown
+
+    @property
+    def trust(self) -> float:
+        """Share of what was promised that came true, 1 at first."""
+        brought, promised = self.brought, self.promised
+        if self.newest is not None:
+            brought, promised = map(Fading.and_also, (brought, promised), self.newest)
+        untried = UNTRIED * (1 - (1 - KEEP_ROUND) * promised.weight)
+        ratio = (untried + brought.total) / (untried + promised.total)
+        return min(max(ratio, 0.0), 1.0)
+
+    def of_share(self, share: float) -> float:
+        """What is expected of drafts that err less often by a share."""
+        return 0.0 if self.promise is None else self.trust * self.promise.of_share(share)
 
     def begin_round(self, version: int) -> None:
         self._settle()
-        self.before, self.is_begun = (version, self.of_draft), True
+        self.before, self.is_begun = (version, self.of_draft, self.promise), True
 
-    def end_round(self, *, is_published: bool) -> None:
-        """One that nobody saw begin, as it was over at once, shows nothing."""
+    def end_round(self, share: float, *, is_published: bool) -> None:
+        """`share`: of the errors, that the round's draft makes less. A round that nobody saw begin,
+        as it was over at once, shows nothing."""
         if not self.is_begun:
             return
-        self.is_begun = False
-        self.is_awaited, self.num_shown = is_published and self.before[1] is not None, 0
-        if not is_published:
-            self.newest = 0.0
+        self.is_begun, self.awaited, self.num_shown = False, None, 0
+        _, worth, promise = self.before
+        if is_published and worth is not None and promise is not None:
+            self.awaited = promise.of_share(share)
 
     def add(self, worth: DraftWorth | None, version: int) -> None:
         """A heartbeat has said so of this version."""
         self.of_draft = None if worth is None else _logarithm(worth.of_draft)
-        if worth is not None and (better := _logarithm(worth.of_better)) is not None:
-            self.of_better = better
-        served, before = self.before
-        if self.is_awaited and version != served and self.of_draft is not None:
-            assert before is not None, "nothing is awaited where it is not known"
-            self.newest, self.num_shown = self.of_draft - before, self.num_shown + 1
-            self.is_awaited = self.num_shown < SHOWS_IN
+        if worth is not None:
+            better, far_better = _logarithm(worth.of_better), _logarithm(worth.of_far_better)
+            if better is not None and far_better is not None:
+                self.promise = Promise(better, far_better)
+        served, before, _ = self.before
+        if self.awaited is None or version == served or self.of_draft is None:
+            return
+        assert before is not None, "nothing is awaited where it is not known"
+        brought = self.of_draft - before
+        is_evidence = brought > -CHANGED and self.awaited >= LEAST_PROMISE
+        self.newest = (brought, self.awaited) if is_evidence else None
+        self.num_shown += 1
+        if self.num_shown >= SHOWS_IN:
+            self.awaited = None
 
     def forget_rounds(self) -> None:
-        self.rounds, self.newest, self.is_awaited = Fading(KEEP_ROUND), None, False
+        self.brought, self.promised = Fading(KEEP_ROUND), Fading(KEEP_ROUND)
+        self.newest = self.awaited = None
 
     def _settle(self) -> None:
         if self.newest is not None:
-            self.rounds.add(self.newest)
-        self.newest, self.is_awaited = None, False
+            self.brought.add(self.newest[0])
+            self.promised.add(self.newest[1])
+        self.newest = self.awaited = None
+
+
+@dataclass(slots=True)
+class Progress:
+    """The errors that rounds' drafts make less, by their gates."""
+
+    shares: Fading = field(default_factory=lambda: Fading(KEEP_ROUND))
+
+    def add(self, outcome: RoundOutcome, *, is_published: bool) -> float:
+        """A round has ended. Returns its share; one that was not judged says nothing."""
+        if is_published and outcome.eval is None:
+            return self.of_rounds(1)
+        share = 0.0
+        if is_published and outcome.eval is not None and outcome.eval.alpha_base < 1:
+            errors, left = 1 - outcome.eval.alpha_base, 1 - outcome.eval.alpha_candidate
+            share = max(1 - left / errors, 0.0)
+        self.shares.add(share)
+        return share
+
+    def of_rounds(self, num: int) -> float:
+        """Share expected of the next rounds together. Of a first one it is `FEWER_ERRORS`, and
+        that weighs as much as a round that was measured."""
+        prior = 1 - (1 - KEEP_ROUND) * self.shares.weight
+        of_one = (prior * FEWER_ERRORS + self.shares.total) / (prior + self.shares.weight)
+        return float(1 - (1 - of_one) ** num)

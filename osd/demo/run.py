@@ -99,8 +99,6 @@ def demo_config(directory: Path, overrides: Sequence[str]) -> Config:
         "control.port=0",
         # It shows a draft that learns. A memory of such text would need none of it.
         "speculation.proposers=[draft]",
-        # What is to be seen is that it learns, not when training rests because it does not pay.
-        "trainer.payback_seconds=0",
         # The controls send the same prompts to the service again. A prefix cache would make the
         # later arms faster.
         "serving.vllm.enable_prefix_caching=false",

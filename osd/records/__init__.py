@@ -42,6 +42,7 @@ from osd.records.service import (
     ServiceStatus,
 )
 from osd.records.speculation import (
+    FAR_FEWER_ERRORS,
     FEWER_ERRORS,
     DraftWorth,
     NetGain,
@@ -79,6 +80,7 @@ __all__ = [
     "ACCEPTED",
     "BY_MEMORY",
     "BY_STUDENT",
+    "FAR_FEWER_ERRORS",
     "FEWER_ERRORS",
     "HOLDOUT_ONE_IN",
     "MAX_DOMAIN_LENGTH",

@@ -64,15 +64,16 @@ class NetGain(msgspec.Struct, frozen=True, kw_only=True):
     """Windows that could not be compared with their neighbours."""
 
 
-FEWER_ERRORS = 0.25
-"""By this share fewer of its tokens would be rejected of the better draft that is asked after."""
+FEWER_ERRORS, FAR_FEWER_ERRORS = 0.25, 0.75
+"""By these shares fewer of its tokens would be rejected of the better drafts that are asked
+after."""
 
 
 class DraftWorth(msgspec.Struct, frozen=True, kw_only=True):
     """How much faster the engine is for a draft, by the goodput of the best plans.
 
     Example:
-        DraftWorth(of_draft=1.42, of_better=1.08)
+        DraftWorth(of_draft=1.42, of_better=1.08, of_far_better=1.41)
     """
 
     of_draft: float
@@ -80,6 +81,9 @@ class DraftWorth(msgspec.Struct, frozen=True, kw_only=True):
     of_better: float
     """Speed with a draft that errs less often by the share `FEWER_ERRORS`, over speed with this
     one."""
+    of_far_better: float
+    """The same of the share `FAR_FEWER_ERRORS`: a draft that is not worth its passes yet gains
+    nothing by a few errors less."""
 
 
 class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):

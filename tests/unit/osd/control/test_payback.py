@@ -15,8 +15,10 @@ import pytest
 
 from osd.config.schema import TrainerConfig
 from osd.control.payback import MOST_REST_S, PaybackMeter
-from osd.control.round_effects import KEEP_ROUND, SHOWS_IN
+from osd.control.round_effects import CHANGED, KEEP_ROUND, SHOWS_IN, UNTRIED, Progress, Promise
 from osd.records import (
+    FAR_FEWER_ERRORS,
+    FEWER_ERRORS,
     NO_TRACES,
     DraftWorth,
     Payback,
@@ -35,6 +37,8 @@ class Deployment:
         self.meter = PaybackMeter(TrainerConfig(**trainer))
         self.now, self.names = 1000.0, [f"replica-{i}" for i in range(num_replicas)]
         self.better, self.slowdown, self.pace = 1.1, 1.25, 0.9
+        self.far_better: float | None = None
+        """None: as much as `better`."""
         self.version, self.draft, self.brings = 1, 1.5, 1.04
         self.idle, self.fixed, self.spared = set[str](), set[str](), set[str]()
 
@@ -46,7 +50,8 @@ class Deployment:
 
     def status(self, name: str, *, is_training: bool) -> ReplicaStatus:
         is_slowed = is_training and name not in self.spared
-        worth = DraftWorth(of_draft=self.draft, of_better=self.better)
+        far_better = self.better if self.far_better is None else self.far_better
+        worth = DraftWorth(of_draft=self.draft, of_better=self.better, of_far_better=far_better)
         report = SpeculationReport(
             pace=self.pace * (self.slowdown if is_slowed else 1.0),
             worth=None if name in self.fixed else worth,
@@ -115,12 +120,10 @@ def test_what_a_round_takes_and_saves() -> None:
     found = figures(here)
     assert found.slowdown == pytest.approx(1.25)
     assert found.taken_s == pytest.approx(taken(1.25))
-    # The newer a round, the more it weighs against what was expected.
-    prior = KEEP_ROUND**2
-    gain = (prior * math.log(1.1) + KEEP_ROUND * math.log(1.04) + math.log(1.04)) / (
-        prior + KEEP_ROUND + 1
-    )
-    assert found.saved_s == pytest.approx(600 * (1 - math.exp(-gain)))
+    # Less of what is promised came true, and it saves nothing before it is trained.
+    untried, weight = UNTRIED * KEEP_ROUND**2, KEEP_ROUND + 1
+    trust = (untried + weight * math.log(1.04)) / (untried + weight * math.log(1.1))
+    assert found.saved_s == pytest.approx(590 * (1 - 1.1**-trust))
     assert not here.meter.is_resting and here.meter.decide(here.now).ok
 
 
@@ -221,7 +224,7 @@ def test_rounds_that_bring_nothing_are_expected_to_bring_less_until_the_traffic_
     here.meter.renew()
     here.beat(1)
     assert not here.meter.is_resting
-    assert figures(here).saved_s == pytest.approx(60 * (1 - 1 / 1.1))
+    assert figures(here).saved_s == pytest.approx(50 * (1 - 1 / 1.1))
 
 
 def test_what_a_draft_brings_counts_not_what_its_gate_promises() -> None:
@@ -239,17 +242,86 @@ def test_what_a_draft_brings_counts_not_what_its_gate_promises() -> None:
     here.brings = 1.02
     for _ in range(12):
         here.round(outcome)
-    assert figures(here).saved_s == pytest.approx(600 * (1 - 1 / 1.02), rel=0.05)
+    assert figures(here).saved_s == pytest.approx(590 * (1 - 1 / 1.02), rel=0.3)
     assert not here.meter.is_resting
 
 
 def test_a_draft_that_makes_engines_slower_brings_nothing() -> None:
     here = after_rounds(6, payback_seconds=60)
-    here.draft, here.brings = 20.0, 0.9
+    here.draft, here.brings = 20.0, math.exp(-0.9 * CHANGED)
     here.beat(1)
     for _ in range(6):
         here.round()
     assert figures(here).saved_s == 0.0 and here.meter.is_resting
+
+
+def test_where_the_traffic_changes_in_a_round_it_shows_nothing_of_the_draft() -> None:
+    """The draft before it was worth much on the old traffic, and nothing on the new."""
+    here = after_rounds(3)
+    before = figures(here).saved_s
+    brings, here.brings = here.brings, 0.5
+    here.round()
+    assert figures(here).saved_s == pytest.approx(before)
+    here.draft, here.brings = 1.5, brings
+    here.beat(1)
+    here.round()
+    assert figures(here).saved_s == pytest.approx(before, rel=0.05)
+
+
+def test_a_draft_that_is_not_worth_its_passes_yet_goes_on_learning() -> None:
+    """The first rounds after a shift bring nothing, and a few errors less would not either."""
+    here = Deployment()
+    here.draft, here.better, here.far_better, here.brings = 1.0, 1.0, 1.5, 1.0
+    here.beat(10)
+    for _ in range(3):
+        here.round(errs_less_by(0.2))
+    assert not here.meter.is_resting and figures(here).saved_s > 10
+    here.far_better = 1.0  # nothing is to be had
+    here.beat(1)
+    assert here.meter.is_resting
+
+
+def test_the_fewer_errors_rounds_take_the_less_is_expected_of_the_next() -> None:
+    saved = []
+    for share in (0.3, 0.1, 0.01):
+        here = Deployment(payback_seconds=60)
+        here.better, here.far_better, here.brings = 1.1, 1.3, 1.0 + share / 2.5
+        here.beat(10)
+        for _ in range(8):
+            here.round(errs_less_by(share))
+        saved.append(figures(here).saved_s)
+    assert saved[0] > 2 * saved[1] > 4 * saved[2]
+
+
+def test_promises_are_those_of_the_shares_that_were_asked_after() -> None:
+    promise = Promise(of_better=0.1, of_far_better=0.5)
+    shares = (0, FEWER_ERRORS / 2, FEWER_ERRORS, 0.5, FAR_FEWER_ERRORS, 1)
+    assert [promise.of_share(share) for share in shares] == pytest.approx(
+        [0, 0.05, 0.1, 0.3, 0.5, 0.5]
+    )
+
+
+def test_progress_is_the_share_of_errors_by_the_gate() -> None:
+    progress = Progress()
+    assert progress.of_rounds(1) == FEWER_ERRORS
+    assert progress.of_rounds(2) == pytest.approx(1 - (1 - FEWER_ERRORS) ** 2)
+    assert progress.add(errs_less_by(0.4), is_published=True) == pytest.approx(0.4)
+    assert progress.of_rounds(1) == pytest.approx(
+        (KEEP_ROUND * FEWER_ERRORS + 0.4) / (KEEP_ROUND + 1)
+    )
+    assert progress.add(errs_less_by(0.4), is_published=False) == 0, "it serves nowhere"
+    assert progress.add(errs_less_by(-0.4), is_published=True) == 0
+    before = progress.of_rounds(1)
+    unjudged = replace(make_outcome("", 1), eval=None)
+    assert progress.add(unjudged, is_published=True) == before == progress.of_rounds(1)
+
+
+def errs_less_by(share: float) -> RoundOutcome:
+    """A round whose gate says so."""
+    outcome = make_outcome("", 1)
+    assert outcome.eval is not None
+    alpha = 1 - (1 - outcome.eval.alpha_base) * (1 - share)
+    return replace(outcome, eval=replace(outcome.eval, alpha_candidate=alpha))
 
 
 def test_only_engines_that_serve_the_new_draft_show_what_it_brings() -> None:
@@ -257,10 +329,10 @@ def test_only_engines_that_serve_the_new_draft_show_what_it_brings() -> None:
     here = after_rounds(0)
     before = here.better
     here.beat(10, is_training=True)
-    here.meter.add_round(make_outcome("", 1), is_published=True)
+    here.meter.add_round(replace(make_outcome("", 1), seconds=10.0), is_published=True)
     here.draft = 1.1  # the traffic has changed, the version has not
     here.beat(10)
-    assert figures(here).saved_s == pytest.approx(600 * (1 - 1 / before))
+    assert figures(here).saved_s == pytest.approx(590 * (1 - 1 / before))
 
 
 def test_a_draft_shows_what_it_brings_at_first() -> None:
@@ -411,7 +483,8 @@ async def test_the_train_loop_rests_while_no_round_pays(tmp_path: Path) -> None:
             is_training = (await world.controller.status()).phase == "training"
             beats[is_training] += 1
             report = SpeculationReport(
-                pace=1.3 if is_training else 1.0, worth=DraftWorth(of_draft=2, of_better=better[0])
+                pace=1.3 if is_training else 1.0,
+                worth=DraftWorth(of_draft=2, of_better=better[0], of_far_better=better[0]),
             )
             world.registry.living = [
                 replace(replica(1), at=world.clock.now, num_running=1, speculation=report)
