@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +44,27 @@ MANY_CONTRADICT = 0.01
 """A warning is logged when more than this share of the rows contradicts the text."""
 
 Batch = TypeVar("Batch", bound="RowBatch")
+
+
+NUM_LIKELIEST = 5
+"""Tokens of the draft that are held against the served one."""
+
+
+class Proposals(NamedTuple):
+    """What a draft would propose at the rows of a `RowBatch`."""
+
+    ids_GN: Tensor
+    """int64; as the token at depth g of a step."""
+    likeliest_KN: Tensor
+    """int64; its k-th likeliest token, at the first depth; -1 beyond its vocabulary."""
+
+
+def likeliest(logits_NV: Tensor) -> Tensor:
+    """int64 [K, N]: ids of the `NUM_LIKELIEST` largest logits, in their order; -1 where there are
+    fewer."""
+    ids_NK = logits_NV.topk(min(NUM_LIKELIEST, logits_NV.shape[-1]), dim=-1).indices
+    num_missing = NUM_LIKELIEST - ids_NK.shape[-1]
+    return torch.nn.functional.pad(ids_NK, (0, num_missing), value=-1).T
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from osd.errors import ConfigError, ReleaseError
 from osd.models import eagle3
 from osd.models.compatibility import read_config
 from trainer import adapter
-from trainer.batch import Batch, RowBatch, TrainBatch
+from trainer.batch import Batch, Proposals, RowBatch, TrainBatch, likeliest
 from trainer.eagle3.files import load_head
 from trainer.eagle3.head import HeadModel
 from trainer.files import checkpoint_tensors, write_aside
@@ -99,10 +99,10 @@ class RowModel(torch.nn.Module):
         )
         yield torch.ones_like(batch.weight_N), both
 
-    def proposals(self, batch: RowBatch) -> Tensor:
-        """int64 [1, N]: the ids that the draft would propose."""
-        ids_N: Tensor = self(*batch.inputs).argmax(-1)
-        return ids_N[None]
+    def proposals(self, batch: RowBatch) -> Proposals:
+        """What the draft would propose: alike at all depths, G = 1."""
+        logits_NV = self(*batch.inputs)
+        return Proposals(ids_GN=logits_NV.argmax(-1)[None], likeliest_KN=likeliest(logits_NV))
 
     def save(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a plain model of these weights, for `load_draft`."""

@@ -6,7 +6,11 @@ itself. So one forward pass over prompt and output shows where a draft's argmax 
 accepted, at any temperature. Walking the output in steps of k gives the counts that the engine
 would have reported. Candidate and base replay the same requests, so they are compared in pairs.
 
-Legend: R traces, G draft tokens per step, N rows, V vocabulary, I bootstrap resamples.
+The same pass shows how often a token tree of width k would have held the served token: whether it
+is among the draft's k likeliest (*success by k*; SpecInfer, arXiv 2305.09781, table 1).
+
+Legend: R traces, G draft tokens per step, K likeliest tokens, N rows, T output tokens, V
+vocabulary, I bootstrap resamples.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import torch
 
 from osd.config.schema import GateConfig
 from osd.records import ClassReport, EvalReport, Trace, conditional_acceptance
-from trainer.batch import collate_outputs, to_device
+from trainer.batch import NUM_LIKELIEST, collate_outputs, to_device
 from trainer.classes import classes_of
 from trainer.draft import Draft
 
@@ -31,6 +35,11 @@ class ReplayCounts(NamedTuple):
     """int64; drafts whose first g tokens were all accepted, and that had a token g + 1 to test."""
     accepted_RG: np.ndarray
     """int64; those of `tested_RG` whose token g + 1 was accepted."""
+    held_RK: np.ndarray
+    """int64; served tokens, from the second on, that are among the draft's k likeliest where it
+    would propose first."""
+    served_R: np.ndarray
+    """int64; these served tokens."""
 
     @property
     def alpha(self) -> float | None:
@@ -42,11 +51,14 @@ class ReplayCounts(NamedTuple):
         """[G]; 0 where nothing was tested."""
         return tuple((self.accepted_RG.sum(0) / np.maximum(self.tested_RG.sum(0), 1)).tolist())
 
+    @property
+    def success(self) -> tuple[float, ...]:
+        """[K]; success by k; 0 where nothing was served."""
+        return tuple((self.held_RK.sum(0) / max(int(self.served_R.sum()), 1)).tolist())
+
     def of(self, is_chosen_R: np.ndarray) -> ReplayCounts:
         """The counts of some of the traces."""
-        return ReplayCounts(
-            tested_RG=self.tested_RG[is_chosen_R], accepted_RG=self.accepted_RG[is_chosen_R]
-        )
+        return ReplayCounts(*(counts[is_chosen_R] for counts in self))
 
 
 def can_replay(trace: Trace) -> bool:
@@ -71,15 +83,26 @@ def replay_all(
     batch_size: int = 8,
 ) -> list[ReplayCounts]:
     """`replay` of several drafts of one kind. What they read of the target is computed once."""
-    found = [np.zeros((2, len(traces), k), np.int64) for _ in models]
+    num = len(traces)
+    found = [
+        ReplayCounts(
+            tested_RG=np.zeros((num, k), np.int64),
+            accepted_RG=np.zeros((num, k), np.int64),
+            held_RK=np.zeros((num, NUM_LIKELIEST), np.int64),
+            served_R=np.zeros(num, np.int64),
+        )
+        for _ in models
+    ]
     order = np.argsort([len(t.prompt_ids) + len(t.output_ids) for t in traces], kind="stable")
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         matches = _matches(models, [traces[r] for r in chosen], max_length)
         for counts, of_model in zip(found, matches, strict=True):
-            for r, is_match_GT in zip(chosen, of_model, strict=True):
-                counts[:, r] = count_steps(is_match_GT, k)
-    return [ReplayCounts(tested_RG=tested, accepted_RG=accepted) for tested, accepted in found]
+            for r, (is_match_GT, is_likely_KT) in zip(chosen, of_model, strict=True):
+                counts.tested_RG[r], counts.accepted_RG[r] = count_steps(is_match_GT, k)
+                counts.held_RK[r] = np.logical_or.accumulate(is_likely_KT).sum(1)
+                counts.served_R[r] = is_likely_KT.shape[1]
+    return found
 
 
 def count_steps(is_match_GT: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -142,6 +165,8 @@ def compare(
         diff=alpha_candidate - alpha_base,
         diff_low=float(np.quantile(diff_I, 1 - gate.confidence)),
         diff_high=float(np.quantile(diff_I, gate.confidence)),
+        success_base=counts_base.success,
+        success_candidate=counts_candidate.success,
         classes=_class_reports(traces, counts_base, counts_candidate, gate, seed),
     )
 
@@ -187,6 +212,7 @@ def _class_reports(
             alpha_base=base_here.alpha or 0.0,
             alpha_candidate=candidate_here.alpha or 0.0,
             diff_high=float(np.quantile(diff_I, gate.confidence)),
+            success_candidate=candidate_here.success,
         )
     return found
 
@@ -194,15 +220,15 @@ def _class_reports(
 def is_match(model: Draft, trace: Trace, max_length: int) -> np.ndarray:
     """bool [G, T − 1]; whether what the draft proposes at depth g of a step is the served token,
     from the second output token on. A model proposes alike at all depths: G = 1."""
-    return _matches([model], [trace], max_length)[0][0]
+    return _matches([model], [trace], max_length)[0][0][0]
 
 
 @torch.no_grad()
 def _matches(
     models: Sequence[Draft], traces: list[Trace], max_length: int
-) -> list[list[np.ndarray]]:
-    """Per draft and trace, bool [G, T − 1]: whether what it proposes at depth g is the served
-    token, from the second output token on."""
+) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """Per draft and trace, from the second output token on: whether what it proposes at depth g is
+    the served token, bool [G, T − 1]; and whether its k-th likeliest is, bool [K, T − 1]."""
     first = models[0]
     max_length = min([max_length, *(model.max_length for model in models)])
     batch = collate_outputs(traces, max_length, first.vocab_size, packed=first.can_pack)
@@ -210,6 +236,7 @@ def _matches(
     bounds = np.searchsorted(batch.trace_N.cpu().numpy(), np.arange(1, len(traces)))
     found = []
     for model in models:
-        is_match_GN = (model.proposals(batch) == batch.label_ids_N).cpu().numpy()
-        found.append(np.split(is_match_GN, bounds, axis=1))
+        both = (ids == batch.label_ids_N for ids in model.proposals(batch))
+        parts = (np.split(is_served.cpu().numpy(), bounds, axis=1) for is_served in both)
+        found.append(list(zip(*parts, strict=True)))
     return found

@@ -252,10 +252,12 @@ def _is_finite(outcome: RoundOutcome, report: EvalReport) -> bool:
         report.diff_high,
         *report.alpha_base_per_pos,
         *report.alpha_candidate_per_pos,
+        *report.success_base,
+        *report.success_candidate,
         *(
             x
             for c in report.classes.values()
-            for x in (c.alpha_base, c.alpha_candidate, c.diff_high)
+            for x in (c.alpha_base, c.alpha_candidate, c.diff_high, *c.success_candidate)
         ),
     )
     return all(math.isfinite(number) for number in numbers)

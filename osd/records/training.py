@@ -11,7 +11,8 @@ class ClassReport:
     """One class of traffic in an `EvalReport`.
 
     Example:
-        ClassReport(num_traces=12, alpha_base=0.41, alpha_candidate=0.72, diff_high=0.36)
+        ClassReport(num_traces=12, alpha_base=0.41, alpha_candidate=0.72, diff_high=0.36,
+                    success_candidate=(0.72, 0.81, 0.85, 0.87, 0.88))
     """
 
     num_traces: int
@@ -19,6 +20,8 @@ class ClassReport:
     alpha_candidate: float
     diff_high: float
     """Upper end of the paired bootstrap interval of candidate - base."""
+    success_candidate: tuple[float, ...] = ()
+    """As in `EvalReport`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +49,11 @@ class EvalReport:
     diff_low: float
     diff_high: float
     """Paired bootstrap interval of `diff`, resampled by request."""
+    success_base: tuple[float, ...] = ()
+    success_candidate: tuple[float, ...] = ()
+    """[5]; share of the served tokens that are among the draft's 1 to 5 likeliest, had it begun to
+    propose there: what a token tree of that width would hold. () of reports from before it was
+    measured."""
     classes: dict[str, ClassReport] = field(default_factory=dict)
     """By class of traffic: the label, or a cluster of unlabelled prompts."""
 

@@ -233,6 +233,7 @@ def test_two_drafts_side_by_side(scene: Scene, url: str, visit: Open) -> None:
         "41.0 % → 72.0 %",
         "70.0 % of 12,345 tested",
         "α at position 4",
+        "80.0 % 88.0 % 91.0 % 93.0 % 94.0 %",
     ):
         assert words in table
     page.select_option("#compare-first", "2")

@@ -146,6 +146,8 @@ def outcome() -> RoundOutcome:
         diff_high=0.35,
         alpha_base_per_pos=(0.5, 0.4, 0.3, 0.2),
         alpha_candidate_per_pos=(0.8, 0.7, 0.7, 0.6),
+        success_base=(0.5, 0.61, 0.66, 0.7, 0.72),
+        success_candidate=(0.8, 0.88, 0.91, 0.93, 0.94),
     )
     return RoundOutcome(
         base_version=2,

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from osd.common.model_directory import WEIGHTS
 from osd.models.eagle3 import canonical
-from trainer.batch import Batch, RowBatch, TrainBatch
+from trainer.batch import Batch, Proposals, RowBatch, TrainBatch, likeliest
 from trainer.eagle3.layer import Chain, Eagle3Head
 from trainer.eagle3.vocabulary import DraftVocabulary
 from trainer.loss import Coarse, coarsen
@@ -134,12 +134,18 @@ class HeadModel(nn.Module):
                 ),
             )
 
-    def proposals(self, batch: RowBatch) -> Tensor:
-        """int64 [G, N]: the target's id that the head would propose at each depth; -1 where the
-        chain would begin before the text."""
-        logits = self(*self.inputs(batch))
+    def proposals(self, batch: RowBatch) -> Proposals:
+        """The target's ids that the head would propose; -1 where the chain of a depth would begin
+        before the text."""
+        logits, is_reached_GN = self(*self.inputs(batch)), _is_reached(batch, self.num_depths)
         ids_GN = torch.stack([self.vocabulary.to_target(depth.argmax(-1)) for depth in logits])
-        return ids_GN.masked_fill(~_is_reached(batch, self.num_depths), -1)
+        likeliest_KN = likeliest(logits[0])
+        is_known_KN = is_reached_GN[0] & (likeliest_KN >= 0)
+        first_KN = self.vocabulary.to_target(likeliest_KN.clamp(min=0))
+        return Proposals(
+            ids_GN=ids_GN.masked_fill(~is_reached_GN, -1),
+            likeliest_KN=first_KN.masked_fill(~is_known_KN, -1),
+        )
 
     def save(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a head of these weights, for `load_draft`."""

@@ -24,7 +24,7 @@ from tests.support.pairs import Pair
 from tests.support.reference import K, Reference
 from trainer.draft import load_draft
 from trainer.eagle3.features import TargetFeatures
-from trainer.evaluate import ReplayCounts, replay
+from trainer.evaluate import replay
 from trainer.sampling.teacher import Teacher
 
 LONG = {"ignore_eos": True, "max_tokens": 32}
@@ -78,8 +78,7 @@ def test_a_replay_counts_at_every_depth_what_the_engine_counted(
         model = load_draft(directory, TargetFeatures(teacher, K))
         replayed = replay(model, traces, K, max_length=512)
         windows = windows_of(head)
-        served = ReplayCounts(*(per_position(windows, name) for name in COUNTED))
-        tested_G, accepted_G = served.tested_RG[0], served.accepted_RG[0]
+        tested_G, accepted_G = (per_position(windows, name) for name in COUNTED)
         assert tested_G.tolist() == replayed.tested_RG.sum(0).tolist()
         assert accepted_G.tolist() == replayed.accepted_RG.sum(0).tolist()
         assert (tested_G > 0).all(), "some depths were never reached"
@@ -91,8 +90,8 @@ COUNTED = ("num_tested_per_pos", "num_accepted_tokens_per_pos")
 
 
 def per_position(windows: list[dict[str, Any]], name: str) -> np.ndarray:
-    """int [1, G]"""
-    return np.array([window[name] for window in windows]).sum(0)[None]
+    """int [G]"""
+    return np.array([window[name] for window in windows]).sum(0)
 
 
 def test_rows_captured_beside_a_head_are_the_targets(

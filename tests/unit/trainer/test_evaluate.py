@@ -127,14 +127,15 @@ def test_what_has_one_token_was_never_drafted() -> None:
 
 
 class Knows(RowModel):
-    """Where it knows, it guesses that token t is followed by t + 1; else it is wrong. Notes how it
-    is asked."""
+    """Where it knows, it guesses that token t is followed by t + 1; else it is wrong. Its n-th
+    guess, of `ranks`, is n − 1 further. Notes how it is asked."""
 
     vocab_size = 256
     max_length = 64
 
-    def __init__(self, *known: range, can_pack: bool = True) -> None:
+    def __init__(self, *known: range, can_pack: bool = True, ranks: int = 1) -> None:
         torch.nn.Module.__init__(self)
+        self.ranks = ranks
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.can_pack = can_pack
         self.is_known_V = torch.tensor(
@@ -153,10 +154,11 @@ class Knows(RowModel):
         assert not torch.is_grad_enabled()
         self.asked.append((ids_BS.shape[0], ids_BS.shape[1]))
         ids_N = ids_BS[row_b_N, row_s_N]
-        return (
-            torch.nn.functional.one_hot(ids_N + self.is_known_V[ids_N], self.vocab_size)
-            + self.weight
-        )
+        guess_N, logits_NV = ids_N + self.is_known_V[ids_N], self.weight
+        for rank in range(self.ranks):
+            nth_NV = torch.nn.functional.one_hot(guess_N + rank, self.vocab_size)
+            logits_NV = logits_NV + nth_NV * (self.ranks - rank)
+        return logits_NV
 
 
 def counting(first: int, num_output: int = 11, num_prompt: int = 1, domain: str = "") -> Trace:
@@ -200,12 +202,30 @@ def test_short_requests_are_replayed_together_and_each_gets_its_own_counts(can_p
 
 def test_counts_in_words() -> None:
     counts = ReplayCounts(
-        tested_RG=np.array([[4, 2, 0], [6, 2, 0]]), accepted_RG=np.array([[2, 1, 0], [5, 0, 0]])
+        tested_RG=np.array([[4, 2, 0], [6, 2, 0]]),
+        accepted_RG=np.array([[2, 1, 0], [5, 0, 0]]),
+        held_RK=np.array([[3, 4, 4, 4, 4], [5, 6, 7, 7, 8]]),
+        served_R=np.array([6, 10]),
     )
     assert (counts.alpha, counts.alpha_per_pos) == (8 / 14, (0.7, 0.25, 0.0))
     second = counts.of(np.array([False, True]))
     assert (second.alpha, second.alpha_per_pos) == (5 / 8, (5 / 6, 0.0, 0.0))
-    assert counts.of(np.array([False, False])).alpha is None
+    assert counts.success == (8 / 16, 10 / 16, 11 / 16, 11 / 16, 12 / 16)
+    assert second.success == (0.5, 0.6, 0.7, 0.7, 0.8)
+    nobody = counts.of(np.array([False, False]))
+    assert nobody.alpha is None and nobody.success == (0.0,) * 5
+
+
+def test_success_by_k_is_how_often_the_served_token_is_among_the_likeliest() -> None:
+    """Of a draft whose n-th likeliest token after each is the n-th after it in order, on answers
+    that go on by steps of 1 to 6."""
+    steps = np.array([1, 1, 2, 3, 3, 3, 5, 6, 1])
+    tokens = 10 + np.cumsum(steps)
+    trace = make_trace(num_rows=0, prompt_ids=[10], output_ids=tokens)
+    counts = replay(Knows(range(256), ranks=5), [trace], 2, max_length=64)
+    later = steps[1:]
+    assert counts.served_R.tolist() == [len(later)]
+    assert counts.held_RK.tolist() == [[int((later <= k).sum()) for k in range(1, 6)]]
 
 
 def test_a_report_by_hand() -> None:
@@ -214,22 +234,31 @@ def test_a_report_by_hand() -> None:
     report = compare(
         Knows(range(256)), Knows(range(11, 13)), [counting(10)], 3, GateConfig(), max_length=64
     )
-    assert report == EvalReport(
-        num_traces=1,
-        num_tokens=11,
-        k=3,
-        alpha_base=0.2,
-        alpha_candidate=1.0,
-        alpha_base_per_pos=(1 / 8, 1.0, 0.0),  # steps of 3 tested tokens, then of 1 seven times
-        alpha_candidate_per_pos=(1.0, 1.0, 1.0),
-        diff=0.8,
-        diff_low=0.8,
-        diff_high=0.8,
-        classes={
-            "unlabelled 1": ClassReport(
-                num_traces=1, alpha_base=0.2, alpha_candidate=1.0, diff_high=0.8
-            )
-        },
+    assert (
+        report
+        == EvalReport(
+            num_traces=1,
+            num_tokens=11,
+            k=3,
+            alpha_base=0.2,
+            alpha_candidate=1.0,
+            alpha_base_per_pos=(1 / 8, 1.0, 0.0),  # steps of 3 tested tokens, then of 1 seven times
+            alpha_candidate_per_pos=(1.0, 1.0, 1.0),
+            diff=0.8,
+            diff_low=0.8,
+            diff_high=0.8,
+            success_base=(0.2, *report.success_base[1:]),
+            success_candidate=(1.0,) * 5,
+            classes={
+                "unlabelled 1": ClassReport(
+                    num_traces=1,
+                    alpha_base=0.2,
+                    alpha_candidate=1.0,
+                    diff_high=0.8,
+                    success_candidate=(1.0,) * 5,
+                )
+            },
+        )
     )
 
 
@@ -271,12 +300,10 @@ def test_each_bound_is_one_sided_at_the_gates_confidence(
     assert (found.diff, found.diff_low, found.diff_high) == pytest.approx((1 / 3, low, high))
     # And of a class by itself, which here loses.
     found = compare(knows_nothing, knows, traces, 1, gate, max_length=64)
-    assert found.classes == {
-        "chat": ClassReport(num_traces=1, alpha_base=0, alpha_candidate=0, diff_high=0),
-        "sql": ClassReport(
-            num_traces=2, alpha_base=5 / 15, alpha_candidate=0, diff_high=pytest.approx(-low)
-        ),
-    }
+    classes = {name: (c.alpha_base, c.alpha_candidate) for name, c in found.classes.items()}
+    assert classes == {"chat": (0, 0), "sql": (5 / 15, 0)}
+    assert found.classes["chat"].diff_high == 0
+    assert found.classes["sql"].diff_high == pytest.approx(-low)
 
 
 def test_a_report_is_drawn_with_the_given_seed_and_as_often_as_the_gate_says() -> None:
@@ -307,7 +334,10 @@ def test_a_report_is_drawn_with_the_given_seed_and_as_often_as_the_gate_says() -
 
 def counts_of(tested: Sequence[int], accepted: Sequence[int]) -> ReplayCounts:
     return ReplayCounts(
-        tested_RG=np.array(tested)[:, None], accepted_RG=np.array(accepted)[:, None]
+        tested_RG=np.array(tested)[:, None],
+        accepted_RG=np.array(accepted)[:, None],
+        held_RK=np.zeros((len(tested), 5), np.int64),
+        served_R=np.array(tested),
     )
 
 

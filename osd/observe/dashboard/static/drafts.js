@@ -74,6 +74,9 @@ const FACTS = [
   ["served α", "accepted / tested draft tokens of live traffic", (d) => isNumber(d.served_alpha) ? `${percent(d.served_alpha)} of ${count(d.served_tested)} tested` : "–"],
 ];
 
+const SUCCESS = "Share of the held-out tokens that are among the draft's 1, 2, … 5 likeliest: what a token tree so wide would hold";
+const success = (shares) => shares?.length ? shares.map(percent).join(" ") : "–";
+
 function showComparison(drafts) {
   const shown = pair(drafts).map((wanted) => drafts.find((draft) => draft.version === wanted));
   if (shown.some((draft) => !draft)) return fill("comparison", [], 3, "Nothing to compare yet.");
@@ -83,10 +86,12 @@ function showComparison(drafts) {
   fill("comparison", [
     ...FACTS.map(([label, title, cell]) => line(label, title, cell)),
     ...Array.from({ length: places }, (_, i) => line(`α at position ${i + 1}`, "Held-out α at this position of the draft", (d) => percent(d.eval?.alpha_candidate_per_pos[i]))),
+    line("among the likeliest 1 to 5", SUCCESS, (d) => success(d.eval?.success_candidate)),
     ...classes.map((name) => line(`α of ${name || "unlabelled"}`, "Held-out α of this class of traffic: label, or cluster of unlabelled prompts", (d) => {
       const report = d.eval?.classes[name];
       return report ? `${percent(report.alpha_base)} → ${percent(report.alpha_candidate)} (${count(report.num_traces)} requests)` : "–";
     })),
+    ...classes.map((name) => line(`likeliest 1 to 5, ${name || "unlabelled"}`, SUCCESS, (d) => success(d.eval?.classes[name]?.success_candidate))),
   ], 3, "Nothing to compare yet.");
   document.getElementById("comparison-title").textContent = `v${shown[0].version} beside v${shown[1].version}`;
 }

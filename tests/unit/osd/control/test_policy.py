@@ -233,12 +233,14 @@ def test_should_publish(
             "eval.diff_high",
         ),
         *("eval.alpha_base_per_pos", "eval.alpha_candidate_per_pos"),
+        *("eval.success_base", "eval.success_candidate", "class.success_candidate"),
         *("class.alpha_base", "class.alpha_candidate", "class.diff_high"),
     ],
 )
 def test_no_number_of_what_is_published_may_be_infinite_or_none(field: str, value: float) -> None:
     record, _, name = field.rpartition(".")
-    change: dict[str, Any] = {name: (0.5, value) if name.endswith("per_pos") else value}
+    has_many = name.endswith("per_pos") or name.startswith("success")
+    change: dict[str, Any] = {name: (0.5, value) if has_many else value}
     if record == "class":
         outcome = with_classes(chat=replace(falling(0.8), **change))
     elif record == "eval":

@@ -157,7 +157,7 @@ def test_every_depth_gives_the_logits_of_a_head_that_drafts_token_by_token(
         row = int(batch.position_ids_BS[batch.row_b_N[n], batch.row_s_N[n]])
         for depth in range(NUM_DEPTHS):
             if row - 1 - depth < 0:
-                assert int(model.proposals(batch)[depth, n]) == -1
+                assert int(model.proposals(batch).ids_GN[depth, n]) == -1
                 continue
             expected_D = reference.logits(tokens, row - 1 - depth, depth)
             torch.testing.assert_close(logits[depth][n], expected_D, atol=2e-4, rtol=1e-3)
