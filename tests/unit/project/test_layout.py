@@ -197,6 +197,7 @@ STATE = {
     "osd.control.round_effects.Fading",
     "osd.control.round_effects.Gain",
     "osd.control.round_effects.Pace",
+    "osd.control.round_effects.Progress",
     "osd.control.replica_watch._Known",
     "osd.control.rollback._Judged",
     "osd.service.fleet.engines.Started",
