@@ -1,0 +1,1 @@
+"""What a model, a draft and a kind of traffic give, measured."""

@@ -1,0 +1,11 @@
+"""How fast a recorded run could have been: every fixed length, a simple rule, and who knows what
+will be accepted.
+
+    runs.py      what each proposer would have had at each output position
+    costs.py     what a step takes
+    rules.py     who proposes how much at each position, and what that takes; the oracles
+    speeds.py    all rules over the same requests, and how much of a gap is closed
+
+An oracle knows what will be accepted and is charged like everybody else, so nobody who decides
+without knowing can be faster at the same costs.
+"""
