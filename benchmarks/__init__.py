@@ -35,6 +35,8 @@ BENCHES = {
     "memory_cost": "What the memory of served text costs where it finds nothing: CPU per token, at "
     "batch 1, 16 and 64.",
     "payback": "What training adds to a service that has a memory, its trainer free and charged.",
+    "bound": "The upper bound on the public simulator's own traces: its figures, and at fair "
+    "prices.",
     "languages": "Whether prose in five languages has anything to learn that cannot be looked up.",
     "online": "Whether learning online pays on prose in five languages, over the same service "
     "without a trainer and rivals that learn otherwise.",
@@ -53,3 +55,6 @@ BENCHES = {
 }
 """Name of a module here -> what it measures, in one line. Read by the command line, so nothing is
 imported here."""
+
+READ_TRACES = ("bound",)
+"""Benches that are given a directory of traces, which stay where they are."""

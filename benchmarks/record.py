@@ -64,6 +64,8 @@ class Options:
 
     directory: Path
     quick: bool = False
+    traces: Path | None = None
+    """What others have recorded, for the benches that read it."""
     say: Callable[[str], None] = field(default=lambda text: None)
 
 

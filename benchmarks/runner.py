@@ -20,9 +20,16 @@ from osd.errors import ConfigError
 TUNABLES = "GLIBC_TUNABLES"
 
 
-def run(name: str, *, quick: bool, out: Path | None, say: Callable[[str], None]) -> Result:
+def run(
+    name: str,
+    *,
+    quick: bool,
+    out: Path | None,
+    say: Callable[[str], None],
+    traces: Path | None = None,
+) -> Result:
     """Run the bench `name` and write its files to `out`, by default a new directory under
-    `bench-results/`."""
+    `bench-results/`. `traces`: for a bench of `READ_TRACES`."""
     directory = out or Path("bench-results") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -34,7 +41,7 @@ def run(name: str, *, quick: bool, out: Path | None, say: Callable[[str], None])
     # By default SIGTERM ends Python without a word to the servers a bench has started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     started, cpu_before = time.perf_counter(), machine.cpu_seconds()
-    options = Options(directory=directory, quick=quick, say=say)
+    options = Options(directory=directory, quick=quick, traces=traces, say=say)
     result: Result = importlib.import_module(f"benchmarks.{name}").run(options)
     seconds, cpu_after = time.perf_counter() - started, machine.cpu_seconds()
     cores = {who: (cpu_after[who] - cpu_before[who]) / seconds for who in cpu_after}
