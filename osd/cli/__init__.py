@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import osd
-from osd.cli import bench, cluster, drafts, serving, settings, training, watching
+from osd.cli import bench, cluster, drafts, evaluating, serving, settings, training, watching
 from osd.errors import OSDError
 
 app = typer.Typer(
@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _part in (serving, watching, drafts, training, settings):
+for _part in (serving, watching, drafts, training, evaluating, settings):
     app.add_typer(_part.app)
 app.add_typer(drafts.drafts_app, name="drafts")
 app.add_typer(training.traces_app, name="traces")

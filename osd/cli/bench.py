@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -25,6 +27,38 @@ def add_benches(app: typer.Typer, checkout: Path = CHECKOUT) -> None:
             hidden=True,
             context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
         )(refuse)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Models of a bench, and what they are asked."""
+
+    target: Path
+    draft: Path
+    """A draft model or an EAGLE-3 head."""
+    traffic: Mapping[str, Sequence[str]]
+    """Kind of traffic -> prompts."""
+
+
+FAMILY_PROMPTS = 128
+"""Of each kind of traffic."""
+
+
+def family(name: str) -> Family:
+    """The target of a family, at the cost of a far larger model, with its draft: built first where
+    they are missing. Raises `ConfigError` where there is none of this name."""
+    try:
+        from benchmarks.drift_family import FAMILIES, FIRST_SERVED
+    except ImportError:
+        raise ConfigError("--family: the families stand in a checkout of the project") from None
+    if name not in FAMILIES:
+        raise ConfigError(f"--family: {name!r} is none of {', '.join(FAMILIES)}")
+    found = FAMILIES[name]
+    prompts = {
+        domain: tuple(found.prompts(domain, FIRST_SERVED, FAMILY_PROMPTS))
+        for domain in found.domains()
+    }
+    return Family(target=found.costly_target(), draft=found.models()[1], traffic=prompts)
 
 
 def refuse() -> None:

@@ -1,1 +1,2 @@
-"""What a model, a draft and a kind of traffic give, measured."""
+"""`osd evaluate`: what each way to speculate gains on a target, at each length and load, measured
+on real vLLM."""

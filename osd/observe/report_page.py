@@ -112,6 +112,18 @@ def table(rows: Mapping[str, object]) -> str:
     return f"<table><tbody>{body}</tbody></table>"
 
 
+def columns(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table with a row of names, which scrolls where the page is too narrow."""
+    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return (
+        '<div style="overflow-x: auto"><table>'
+        f"<thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
 def draw(chart: Chart) -> str:
     """A chart with its legend, and in words for those who cannot see it."""
     return (

@@ -171,6 +171,8 @@ def annotations(tree: ast.Module) -> Iterator[ast.expr]:
 STATE = {
     "trainer.eagle3.layer.Chain",
     "osd.demo.story.Story",
+    "osd.evaluate.drive._Open",
+    "osd.evaluate.recorder.Seen",
     "osd.control.drift.FadingAlpha",
     "osd.control.drift.Watched",
     "osd.offline.recorded.Recorded",

@@ -1,0 +1,130 @@
+"""Measure, on real vLLM and without a service, what each way to speculate gains: evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from osd.cli import bench
+from osd.cli.options import ConfigOption, split_arguments
+from osd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from osd.evaluate.plan import Load
+
+app = typer.Typer()
+
+QUICK, WHOLE = ("1,3", "1,4", 8, 48, 2), ("1,2,3,5", "1,4,16", 64, 256, 3)
+"""Without and with patience: --k, --batch, --requests, --max-tokens, --repeats."""
+
+
+@app.command(
+    epilog="Examples:  osd evaluate tiny-cost-shaped --draft tiny --quick    "
+    "osd evaluate ./llama-8b --draft ./llama-160m --head ./llama-8b-eagle3 --data gsm8k.jsonl "
+    "--data sharegpt.json --k 1,3,5 --batch 1,8,32    "
+    "osd evaluate ./llama-8b --methods none,ngram,memory --data spider.json --rate 0.5,2"
+)
+def evaluate(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides."),
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft model: directory, hub name, or tiny.")
+    ] = None,
+    head: Annotated[str | None, typer.Option(help="EAGLE-3 head: directory or hub name.")] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(help="In a checkout: models and traffic of a bench's family (tiny, prose)."),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Of none, ngram, memory, suffix, draft, eagle3. Default: all that can be run."
+        ),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="File of requests (.jsonl, .json, .csv); more may follow."),
+    ] = None,
+    form: Annotated[
+        str | None, typer.Option(help="Of the data, where its keys do not tell: gsm8k, alpaca ...")
+    ] = None,
+    k: Annotated[str | None, typer.Option("--k", help="Draft tokens of a step: 1,3.")] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Requests kept in flight: 1,4. Default with no other load.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Requests per second, at random times (Poisson): 0.5,2.")
+    ] = None,
+    arrivals: Annotated[
+        bool, typer.Option("--arrivals", help='Requests come at the times in the data ("at").')
+    ] = False,
+    temperature: Annotated[str, typer.Option(help="Of sampling: 0,0.7.")] = "0",
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests of each file.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer, where the data does not say.")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Runs of each arm.")] = None,
+    seed: Annotated[int, typer.Option(help="Which requests of a file are taken.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few requests, lengths and batches: minutes.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the runs; those that are there are not done again."),
+    ] = None,
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The figures, as JSON.")] = False,
+) -> None:
+    """What each way to speculate gains on TARGET: tokens/s over none, latencies, acceptance, where
+    a step's time goes, at each length and load."""
+    from osd.config import reading
+    from osd.evaluate import command
+    from osd.evaluate.models import find
+    from osd.evaluate.plan import Plan, methods_of, numbers, whole_numbers
+
+    target, overrides = split_arguments(arguments or [])
+    if family and (target or draft or head):
+        raise ConfigError("--family: brings its own models; leave TARGET, --draft and --head out")
+    found = bench.family(family) if family else None
+    flags = {"serving.target": target, "serving.draft": draft}
+    if found is not None:
+        flags = {"serving.target": str(found.target), "serving.draft": str(found.draft)}
+    ks, batches, num_requests, num_tokens, num_repeats = QUICK if quick else WHOLE
+    asked = command.Asked(
+        config=reading.load(config, overrides, flags).config,
+        data=tuple(data or ()),
+        form=form,
+        traffic=found.traffic if found is not None else {},
+        num_requests=requests or num_requests,
+        max_tokens=max_tokens or num_tokens,
+        seed=seed,
+        out=out,
+    )
+    loads = _loads(batch, rate, arrivals, batches)
+    lengths = whole_numbers(k or ks, "--k")
+    temperatures = numbers(temperature, "--temperature", least=0)
+    models = find(asked.config, head or "")
+    plan = Plan(
+        methods=methods_of(methods, models, has_suffix=command.has_suffix()),
+        lengths=lengths,
+        loads=tuple(loads),
+        temperatures=temperatures,
+        num_repeats=repeats or num_repeats,
+    )
+    command.run(asked, models, plan, typer.echo, as_json=as_json)
+
+
+def _loads(batch: str | None, rate: str | None, arrivals: bool, usual: str) -> Sequence[Load]:
+    from osd.evaluate.plan import Load, numbers, whole_numbers
+
+    if batch is None and rate is None and not arrivals:
+        batch = usual
+    loads = [Load(streams=n) for n in whole_numbers(batch, "--batch")] if batch else []
+    if rate:
+        loads += [Load(rate=n) for n in numbers(rate, "--rate", least=1e-3)]
+    return [*loads, *[Load()] * arrivals]

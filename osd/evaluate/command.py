@@ -1,0 +1,225 @@
+"""`osd evaluate`: reads the data, lets one engine after the other do the runs that are missing, and
+says what all of them say.
+
+    data ─► requests ─► for each engine: a process (`child.py`) ─► runs/*.json ─► table, report
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from osd.common.files import replace_file
+from osd.common.machine import describe
+from osd.common.progress import Advance, stages
+from osd.config.schema import Config
+from osd.errors import ConfigError, OSDError
+from osd.evaluate import forms
+from osd.evaluate.engines import Job, options_of
+from osd.evaluate.figures import Figures, figures_of
+from osd.evaluate.forms import Question
+from osd.evaluate.models import fitted
+from osd.evaluate.plan import Models, Plan, Planned
+from osd.evaluate.report import html
+from osd.evaluate.requests import built_in_traffic, choose, encode, questions_of, stop_tokens
+from osd.evaluate.runs import Directory, Request
+from osd.evaluate.table import table
+from osd.models import built_in
+from osd.models.compatibility import context_length, read_config
+from osd.models.resolve import fingerprint
+
+Say = Callable[[str], None]
+OPEN_LOOP_SEQS = 64
+"""Requests that run at once where they come at times of their own."""
+BUILT_IN_VLLM = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 256 << 20,
+    "max_model_len": 512,
+}
+"""What engines of the built-in targets are given, unless told otherwise."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+LOGS = "logs"
+USUAL_CONTEXT = 4096
+"""Where the target's configuration does not say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What is asked for.
+
+    Example:
+        Asked(config=config, data=(Path("gsm8k.jsonl"),), form=None,
+              traffic={}, num_requests=32, max_tokens=128, seed=0, out=None)
+    """
+
+    config: Config
+    data: tuple[Path, ...]
+    form: str | None
+    traffic: Mapping[str, Sequence[str]]
+    """Kind -> prompts, where there is no data; {} = that of a built-in target."""
+    num_requests: int
+    """Of each file."""
+    max_tokens: int
+    seed: int
+    out: Path | None
+
+
+def has_suffix() -> bool:
+    """Whether what vLLM's suffix decoding needs is installed."""
+    return importlib.util.find_spec("arctic_inference") is not None
+
+
+class Evaluation:
+    """One evaluation, from the data to the report."""
+
+    def __init__(self, asked: Asked, models: Models, plan: Plan, say: Say) -> None:
+        self._asked, self._models, self._plan, self._say = asked, models, plan, say
+        serving = asked.config.serving
+        own = BUILT_IN_VLLM if serving.target in built_in.TARGETS else {}
+        self._vllm = {**own, **serving.vllm}
+        self._env = (ONE_THREAD if own else {}) | serving.env
+        self.settings: dict[str, Any] = {}
+        self.directory = Directory(asked.out or Path(f"evaluation-{Path(serving.target).name}"))
+
+    def run(self) -> list[Figures]:
+        """Do what is missing. Returns what all runs say."""
+        requests = self._requests()
+        self.settings = self._settings(requests)
+        self.directory.open(self.settings, requests)
+        with stages() as begin:
+            for engine in self._plan.engines:
+                missing = self.directory.missing(list(self._plan.runs(engine)))
+                if missing:
+                    advance = begin(f"engine for {engine}", len(missing), "runs")
+                    self._measure(engine, missing, advance)
+        return self.figures(requests)
+
+    def measured(self) -> dict[str, Any]:
+        """On what, and with which settings."""
+        machine = describe()
+        versions = machine.pop("versions")
+        return {"target": self._asked.config.serving.target, **machine, **versions, **self.settings}
+
+    def figures(self, requests: Sequence[Request]) -> list[Figures]:
+        """Of the runs that are asked for now."""
+        planned = [one for engine in self._plan.engines for one in self._plan.runs(engine)]
+        return figures_of([self.directory.read(one) for one in planned], requests)
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def _requests(self) -> list[Request]:
+        asked = self._asked
+        data: list[Sequence[Question]] = [forms.read(path, asked.form) for path in asked.data]
+        if not data:
+            data = list(questions_of(asked.traffic or self._built_in()))
+        chosen = choose(data, asked.num_requests, asked.seed)
+        requests, num_left_out = encode(
+            chosen, self._models.target, max_tokens=asked.max_tokens, context=self._context()
+        )
+        if num_left_out:
+            self._say(f"{num_left_out} requests do not fit the context and are left out")
+        return requests
+
+    def _built_in(self) -> dict[str, list[str]]:
+        if self._asked.config.serving.target not in built_in.TARGETS:
+            raise ConfigError("--data: is missing; give files of requests (JSON lines)")
+        return built_in_traffic()
+
+    def _context(self) -> int:
+        own = context_length(read_config(self._models.target)) or USUAL_CONTEXT
+        return int(self._vllm.get("max_model_len") or own)
+
+    def _settings(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """What must be the same for runs to be compared."""
+        models = self._models
+        digest = hashlib.sha256(msgspec.json.encode(requests)).hexdigest()[:16]
+        return {
+            "target": fingerprint(models.target),
+            "draft": fingerprint(models.draft) if models.draft else None,
+            "head": fingerprint(models.head) if models.head else None,
+            "requests": f"{len(requests)} ({digest})",
+            "max_tokens": self._asked.max_tokens,
+            "vllm": self._vllm,
+            "env": self._env,
+        }
+
+    # -- engines ----------------------------------------------------------------------------------
+
+    def _measure(self, engine: str, missing: Sequence[Planned], advance: Advance) -> None:
+        path, models = self.directory.path, self._models
+        if models.draft is not None:
+            own = fitted(models.draft, models.target, path / "draft")
+            models = replace(models, draft=own)
+        job = Job(
+            engine=engine,
+            directory=str(path),
+            options=options_of(
+                engine, models, max(self._plan.lengths), self._num_seqs(), self._vllm
+            ),
+            stop_token_ids=stop_tokens(self._models.target),
+            runs=tuple(asdict(one) for one in missing),
+        )
+        (path / LOGS).mkdir(exist_ok=True)
+        file, log = path / LOGS / f"{engine}.job.json", path / LOGS / f"{engine}.log"
+        replace_file(file, msgspec.json.encode(job))
+        run_child([str(file), str(self._models.target)], self._env, log, advance)
+
+    def _num_seqs(self) -> int:
+        streams = [load.streams or OPEN_LOOP_SEQS for load in self._plan.loads]
+        return max(streams)
+
+
+def run_child(arguments: Sequence[str], env: dict[str, str], log: Path, advance: Advance) -> None:
+    """The runs of one engine, in a process of its own. Raises `OSDError` where it fails."""
+    command = [sys.executable, "-m", "osd.evaluate.child", *arguments]
+    environment = {"VLLM_LOGGING_LEVEL": "WARNING", **os.environ, **env}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler is asked between steps
+    problem = ""
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment) as child,
+    ):
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                told = json.loads(line)
+                if "error" in told:
+                    problem = told["error"]
+                else:
+                    advance(1, f"{told['arm']}, {told['load']}: {told['speed']:.0f} tokens/s")
+        finally:
+            child.terminate()
+    if problem:
+        raise OSDError(problem)
+    if child.returncode:
+        raise OSDError(
+            f"the engine ended with status {child.returncode}: {_last_line(log)}; see {log}"
+        )
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip()[:200] if lines else "it said nothing"
+
+
+def run(asked: Asked, models: Models, plan: Plan, say: Say, *, as_json: bool) -> None:
+    """Measure, print the table, and write it beside the runs."""
+    evaluation = Evaluation(asked, models, plan, say)
+    figures = evaluation.run()
+    path = evaluation.directory.path
+    tree = json.dumps([asdict(one) for one in figures], indent=2)
+    replace_file(path / "figures.json", tree.encode() + b"\n")
+    report = html(figures, evaluation.measured())
+    replace_file(path / "report.html", report.encode())
+    say(tree if as_json else f"{table(figures)}\nreport: {path / 'report.html'}")

@@ -1,0 +1,87 @@
+"""What the command refuses before any engine starts, and what it says of one that ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from osd.cli import app
+from osd.errors import ConfigError, OSDError
+from osd.evaluate.child import since
+from osd.evaluate.command import run_child
+from osd.evaluate.forms import Question
+from osd.evaluate.requests import choose, encode, stop_tokens
+from osd.evaluate.runs import Counters
+from tests.support.pairs import Pair, build_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--data: is missing; give files of requests"),
+        (("--methods", "suffix"), "suffix needs the package arctic-inference"),
+        (("--methods", "draft"), "draft needs a draft model: --draft"),
+        (("--batch", "0"), "--batch=0: must be whole numbers of at least 1"),
+        (("--rate", "fast"), "--rate=fast: must be numbers of at least 0.001"),
+        (("--family", "tiny"), "--family: brings its own models"),
+        (("serving.vllm.dtyp=", "serving.dtype=bf16"), "serving.dtype"),
+        (("--head", "{draft}"), "is no EAGLE-3 head; give a draft model by --draft"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(
+    arguments: tuple[str, ...], said: str, pair: Pair, tmp_path: Path
+) -> None:
+    given = [one.format(draft=pair.draft) for one in arguments]
+    command = ["evaluate", str(pair.target), "--out", str(tmp_path / "out"), *given]
+    found = CliRunner().invoke(app, command)
+    assert isinstance(found.exception, ConfigError), found.output
+    assert said in str(found.exception) and "\n" not in str(found.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def questions(data: str, num: int) -> list[Question]:
+    return [
+        Question(messages=({"role": "user", "content": f"t{20 + i}"},), data=data)
+        for i in range(num)
+    ]
+
+
+def test_requests_are_drawn_in_turns_from_each_file() -> None:
+    chosen = choose([questions("a", 9), questions("b", 2)], 3, seed=0)
+    assert [one.data for one in chosen] == ["a", "b", "a", "b", "a"]
+    assert chosen == choose([questions("a", 9), questions("b", 2)], 3, seed=0)
+    others = {str(choose([questions("a", 9)], 3, seed=seed)) for seed in range(5)}
+    assert len(others) > 1
+
+
+def test_a_prompt_is_what_the_targets_template_makes_of_it(pair: Pair) -> None:
+    (request,), num_left_out = encode(questions("a", 1), pair.target, max_tokens=8, context=64)
+    assert (request.prompt_ids, request.max_tokens, num_left_out) == ((20,), 8, 0)
+    assert stop_tokens(pair.target) == (1,)
+    with pytest.raises(ConfigError, match="no request fits the context of 8 tokens"):
+        encode(questions("a", 1), pair.target, max_tokens=8, context=8)
+
+
+def test_an_engine_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
+    job, log = tmp_path / "job.json", tmp_path / "engine.log"
+    job.write_text(json.dumps({"engine": "draft"}))
+    with pytest.raises(OSDError, match="the engine ended with status 1: .*engine.log") as error:
+        run_child([str(job), "target"], {}, log, lambda num, text="": None)
+    assert "directory" in str(error.value)  # which the job lacks
+
+
+def test_counters_are_those_of_the_run() -> None:
+    before = Counters(num_drafts=4, num_draft_tokens=12, accepted_per_position=(3, 1))
+    now = Counters(num_drafts=9, num_draft_tokens=22, accepted_per_position=(5, 1))
+    assert since(before, now) == Counters(
+        num_drafts=5, num_draft_tokens=10, accepted_per_position=(2, 0)
+    )
+    assert since(Counters(), now) == now

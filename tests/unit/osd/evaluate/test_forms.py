@@ -1,0 +1,103 @@
+"""Each form is read from a file as it lies on disk; what is wrong is named with its line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from osd.errors import ConfigError
+from osd.evaluate.forms import FORMS, form_of, read
+
+DATA = Path(__file__).parent / "data"
+
+
+def asked(name: str, form: str | None = None) -> list[str]:
+    return [question.messages[-1]["content"] for question in read(DATA / name, form)]
+
+
+def test_each_form_is_told_by_its_keys_and_asks_what_the_data_asks() -> None:
+    assert asked("instructcoder.jsonl") == [
+        "x = 1 + 2\nprint(x)\n\nRename the variable to total. Just output the code, do not include "
+        "any explanation."
+    ]
+    assert asked("sharegpt.json") == ["What is a ferry?", "Name a river."]
+    assert asked("cnn_dailymail.jsonl") == [
+        "Summarize this article:\n\n(CNN) The bridge was closed on Monday. It opens again in May."
+    ]
+    assert asked("gsm8k.jsonl") == [
+        "Ann has 3 boxes of 4 pens. How many pens?",
+        "Bob had 9 apples and ate 2. How many are left?",
+    ]
+    assert asked("aime.jsonl") == [
+        "Find the least positive n with n^2 > 50.\n\nPut the final answer, a number, within "
+        "\\boxed{}."
+    ]
+    assert asked("gpqa.csv") == [
+        "Which particle carries\nno charge?\n\n(A) Electron\n(B) Muon\n(C) Neutron\n(D) Proton"
+    ]
+    assert asked("spider.json") == [
+        "Database concert_singer. Answer in SQL: How many singers do we have?"
+    ]
+    assert asked("alpaca.json") == ["Translate to German.\n\nGood morning.", "Name three colours."]
+
+
+def test_a_fixture_of_every_form_is_there() -> None:
+    found = {form_of(json.loads(_first(path)), path.stem) for path in DATA.glob("*.json*")}
+    assert found | {"gpqa"} == set(FORMS)
+
+
+def _first(path: Path) -> str:
+    text = path.read_text()
+    return json.dumps(json.loads(text)[0]) if path.suffix == ".json" else text.split("\n")[0]
+
+
+def test_any_lines_with_prompts_or_messages_do() -> None:
+    first, second = read(DATA / "any.jsonl")
+    assert (first.data, first.max_tokens, first.at) == ("sums", 4, 0.5)
+    assert first.messages == ({"role": "user", "content": "2 + 2 ="},)
+    assert (second.data, second.max_tokens, second.at) == ("any", None, None)
+    assert [message["role"] for message in second.messages] == ["system", "user"]
+
+
+def test_a_form_that_is_named_wins_over_the_keys() -> None:
+    assert asked("alpaca.json", "instructcoder")[1].startswith("Name three colours. Just output")
+    assert "boxed" in asked("gsm8k.jsonl", "aime")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("x.jsonl", '{"prompt": "a"}\n{"prompt": \n', "x.jsonl line 2: is not JSON"),
+        ("x.jsonl", '{"prompt": "a"}\n\n[1]\n', "x.jsonl line 3: is no JSON object"),
+        ("x.jsonl", '{"prompt": "a"}\n{"prompt": ""}', "line 2: is not of the form plain (prompt"),
+        ("x.jsonl", '{"prompt": "a", "max_tokens": 0}', "line 1: is not of the form plain (max_"),
+        ("x.jsonl", '{"prompt": "a", "at": "noon"}', "line 1: is not of the form plain (at=noon"),
+        ("x.jsonl", '{"prompt": "a", "messages": []}', "either a prompt or messages"),
+        ("x.jsonl", '{"messages": [{"role": "user"}]}', "messages must have role and content"),
+        ("x.jsonl", '{"text": "a"}', "line 1: its keys (text) are of no known form"),
+        ("x.json", '[{"prompt": "a"}, 3]', "x.json item 2: is no JSON object"),
+        ("x.json", '{"prompt": "a"}', "must be a list of requests"),
+        ("x.json", "[", "x.json line 1: is not JSON"),
+        ("x.json", "[]", "holds no request"),
+        ("x.csv", "Question,Correct Answer\na,b\n", "line 2: is not of the form gpqa ('Incorrect"),
+        ("x.txt", "a", "must end in .jsonl, .json, .csv"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(name: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path / name)
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"--data: {tmp_path}")
+
+
+def test_a_file_that_is_not_there_and_a_form_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match=r"--form: 'gsm' is none of plain, "):
+        read(DATA / "gsm8k.jsonl", "gsm")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9"}\n')
+    with pytest.raises(ConfigError, match=r"latin.jsonl line 2: not UTF-8 text"):
+        read(tmp_path / "latin.jsonl")
