@@ -47,6 +47,7 @@ class Measured:
     def begin(self, arm: Arm) -> None:
         """From now on every step follows the arm. Nothing is remembered of earlier runs."""
         self._command("forget")
+        self._engine.rpc("osd_forget")
         self._command("force", list(plan_of(arm)))
         self.parts()
         self.counters()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from osd.evaluate.plan import SUFFIX
 from serving.speculation.scheduler import controlled_class
 
 
@@ -56,6 +57,16 @@ class Recording:
         self._timed(update, draft_token_ids, *args, **kwargs)
         after = map(len, draft_token_ids.draft_token_ids)
         self._seen.proposed += sum(map(max, before, after))  # the memory's come later
+
+    def _osd_lookup_table(self, k: int) -> list[int]:
+        """Suffix decoding can only propose as many as it was started with; what is more than k is
+        cut off before it is verified."""
+        config = self.vllm_config.speculative_config  # type: ignore[attr-defined]
+        is_fixed = config is not None and config.method == SUFFIX
+        table: list[int] = super()._osd_lookup_table(  # type: ignore[misc]
+            self.num_spec_tokens if is_fixed else k  # type: ignore[attr-defined]
+        )
+        return table
 
     # -- inside -----------------------------------------------------------------------------------
 

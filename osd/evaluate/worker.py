@@ -62,13 +62,24 @@ class MeasuredWorker:
     osd_parts: StepParts
 
     def osd_measure(self) -> str:
-        """Begin to time. Returns "" or why the draft cannot sleep."""
+        """Begin to time, and let the draft sleep where it can."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         config: Any = self.vllm_config.speculative_config  # type: ignore[attr-defined]
         self.osd_parts = StepParts()
         scopes.enter(self.osd_parts.scope)
         if getattr(config, "method", "") == MODEL_METHOD and can_sleep(runner):
             lazy_draft(runner)
+        return ""
+
+    def osd_forget(self) -> str:
+        """Empty what vLLM's suffix decoding has cached of earlier answers."""
+        drafter: Any = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
+        config: Any = self.vllm_config.speculative_config  # type: ignore[attr-defined]
+        if (cache := getattr(drafter, "suffix_cache", None)) is not None:
+            drafter.suffix_cache = type(cache)(
+                max_tree_depth=config.suffix_decoding_max_tree_depth,
+                max_cached_requests=config.suffix_decoding_max_cached_requests,
+            )
         return ""
 
     def osd_measured(self) -> str:

@@ -51,6 +51,7 @@ def test_speed_over_none_is_taken_by_pairs_of_one_engine() -> None:
         drafting(seconds=1.0),
         none(repeat=1, seconds=8.0),
         drafting(repeat=1, seconds=1.0),
+        none(repeat=2),
         drafting(repeat=2, started="another engine", seconds=100.0),
     )
     assert first.over_none is None
@@ -88,7 +89,7 @@ def test_a_step_and_its_parts() -> None:
 
 
 def test_steps_of_another_width_say_nothing_of_the_targets_efficiency() -> None:
-    narrow = (step(2, 6, verify=0.001), step(2, 8, verify=0.004), step(1, 4, verify=0.001))
+    narrow = (*[step(2, 6, verify=0.001)] * 3, step(2, 8, verify=0.004))
     _, draft = found(none(), drafting(steps=narrow))
     assert draft.target_efficiency is None
     _, untold = found(none(), drafting(steps=(step(2, 8, verify=0.1, parts=None),) * 3))

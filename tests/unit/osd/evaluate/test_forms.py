@@ -53,6 +53,11 @@ def _first(path: Path) -> str:
     return json.dumps(json.loads(text)[0]) if path.suffix == ".json" else text.split("\n")[0]
 
 
+def test_problems_whose_answer_is_a_bare_number_are_of_aime() -> None:
+    row = {"question": "Find n.", "answer": "8"}
+    assert form_of(row) == "aime" and form_of(row | {"answer": "So\n#### 8"}) == "gsm8k"
+
+
 def test_any_lines_with_prompts_or_messages_do() -> None:
     first, second = read(DATA / "any.jsonl")
     assert (first.data, first.max_tokens, first.at) == ("sums", 4, 0.5)
