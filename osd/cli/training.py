@@ -83,10 +83,19 @@ def train(
     force: Annotated[
         bool, typer.Option("--force", help="Take the draft even if it is not better.")
     ] = False,
+    pool: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="So many drafts, in OUT/1, OUT/2, ...: each learns what those before it do not "
+            "reproduce.",
+        ),
+    ] = None,
 ) -> None:
     """Distil from recorded traces alone: no engine, no cluster, no Redis. Exits with 1 when the
     draft is not better."""
     from osd.config import reading
+    from osd.offline import pool as pools
     from osd.offline import train
 
     files = [*traces, *(Path(a) for a in arguments or [] if not is_override(a))]
@@ -95,6 +104,8 @@ def train(
     job = train.Job(
         config=resolved, draft=train.check_draft(resolved), out=out, epochs=epochs, force=force
     )
+    if pool is not None:
+        sys.exit(pools.run(job, pool, files, typer.echo, warn))
     sys.exit(train.run(job, files, typer.echo, warn))
 
 
