@@ -37,6 +37,9 @@ BENCHES = {
     "payback": "What training adds to a service that has a memory, its trainer free and charged.",
     "bound": "The upper bound on the public simulator's own traces: its figures, and at fair "
     "prices.",
+    "oracle": "How near the control of speculation comes to who knows what will be accepted, at "
+    "batch 1, 4 and 16.",
+    "oracle_languages": "As `oracle`, on prose in five languages.",
     "languages": "Whether prose in five languages has anything to learn that cannot be looked up.",
     "online": "Whether learning online pays on prose in five languages, over the same service "
     "without a trainer and rivals that learn otherwise.",

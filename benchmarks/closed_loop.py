@@ -1,6 +1,6 @@
 """A replay in which the service's own control of speculation decides what every step proposes.
 
-    recorded requests, STREAMS at a time
+    recorded requests, so many at a time
       ──► Speculation.plan ──► a modelled step ──► Speculation.observe ──► ...
           draft, memory or     seconds as measured
           nothing              (`step_times.py`)
@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.curve import StepCounts
 from benchmarks.recording import Recorded
 from benchmarks.served import Served, matches_of, right_from
-from benchmarks.step_times import STREAMS, ModelledStepTimes
+from benchmarks.step_times import ModelledStepTimes
 from osd.config.schema import Config
 from osd.records import ACCEPTED, PLAIN, REJECTED
 from serving.speculation.control import Settings, Speculation
@@ -123,8 +123,8 @@ class _Running:
 
 
 class ClosedLoop:
-    """Serves recorded requests, `STREAMS` at a time and in modelled time, under the control of
-    speculation."""
+    """Serves recorded requests, as many at a time as the step times are of and in modelled time,
+    under the control of speculation."""
 
     def __init__(
         self,
@@ -151,6 +151,8 @@ class ClosedLoop:
         )
         self.clock = 0.0
         """Modelled seconds of decoding so far."""
+        self.drafting = 0.0
+        """Those of them in which the draft model drafted."""
         self.speculation = Speculation(
             settings, clock=lambda: self.clock, memory=memory or memory_of(settings)
         )
@@ -178,7 +180,9 @@ class ClosedLoop:
     def serve(self) -> Iterator[Served]:
         coming = iter(range(len(self._requests)))
         while True:
-            while len(self._running) < STREAMS and (index := next(coming, None)) is not None:
+            while (
+                len(self._running) < self._times.batch and (index := next(coming, None)) is not None
+            ):
                 self._admit(index)
             if not self._running:
                 return
@@ -205,11 +209,12 @@ class ClosedLoop:
         )
         passes = stamp.plan.passes
         drafted = [one.num_proposed for one in running]
-        seconds = self._times.step(sum(drafted) / len(running), drafts=passes > 0)
-        if passes and self._sleeps:
-            seconds += self._times.draft_s  # it catches up
+        seconds = self._times.step(sum(drafted) / len(running), drafts=False)
+        drafting = (1 + self._sleeps if passes else 0) * self._times.draft_s  # it catches up
         self._sleeps = not passes
-        seconds *= float(np.exp(self._rng.normal(0, NOISE)))
+        noise = float(np.exp(self._rng.normal(0, NOISE)))
+        seconds = noise * (seconds + drafting)
+        self.drafting += noise * drafting
         self.clock += seconds
         right = [one.num_right() for one in running]
         context = sum(one.num_tokens for one in running)
@@ -223,7 +228,7 @@ class ClosedLoop:
         ]
         from_memory = {one.name for one in running if one.found}
         for one, num in zip(running, right, strict=True):
-            one.seconds += seconds / STREAMS
+            one.seconds += seconds / self._times.batch
             one.advance(num)
             self._served(one)
         known_requests = self.speculation.requests
@@ -276,9 +281,10 @@ class ClosedLoop:
 
     def _measure_beforehand(self) -> None:
         """What an engine measures before its port answers."""
+        batch = self._times.batch
         rows = [
             {
-                **Shape(STREAMS, STREAMS * (1 + k), 0, k)._asdict(),
+                **Shape(batch, batch * (1 + k), 0, k)._asdict(),
                 "seconds": self._times.step(k, drafts=k > 0),
                 "steps": CELL_SIZE,
             }

@@ -17,12 +17,15 @@ import numpy as np
 
 from benchmarks.curve import Curve
 from benchmarks.record import Row
+from osd.evaluate.bound import published as prices
 
 STREAMS = 4
 WIDTHS = (0, 4, 24)
 """Draft tokens verified per request and step."""
 DRAFT = "draft model, 4"
 CYCLES = 12
+KV_BYTES = 64 << 20
+"""For `STREAMS` requests."""
 NUM_TOKENS = 32
 PROPOSER = "benchmarks.step_times.Proposer"
 
@@ -39,38 +42,39 @@ class Proposer:
         return [[7] * self._k if sampled else [] for sampled in sampled_token_ids]
 
 
-def measure(num_cycles: int) -> list[Row]:
-    """Seconds of a step with `STREAMS` requests, median of each burst: rows {"arm", "step_s"}. For
-    a fresh process."""
+def measure(num_cycles: int, batch: int = STREAMS, num_tokens: int = NUM_TOKENS) -> list[Row]:
+    """Seconds of a step with `batch` requests, median of each burst of `num_tokens` steps: rows
+    {"batch", "arm", "step_s"}. For a fresh process."""
     from benchmarks import engine, models
 
     engine.prepare()
     from osd.tiny.models import ensure, ensure_cost_shaped
 
     target, draft = ensure_cost_shaped(), models.release(ensure().draft, 1)
-    plain = {"worker_extension_cls": "", "kv_cache_memory_bytes": 64 << 20}
+    room = KV_BYTES * -(-batch // STREAMS)
+    plain = {"worker_extension_cls": "", "kv_cache_memory_bytes": room}
     engines: dict[str, Any] = {}
     for width in WIDTHS:
         proposer = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": width}
         settings = plain | {"speculative_config": proposer if width else None}
-        engines[str(width)] = engine.Engine(target, draft, k=width, batch=STREAMS, **settings)
-    engines[DRAFT] = engine.Engine(target, draft, k=4, batch=STREAMS, **plain)
-    prompts = np.random.default_rng(0).integers(8, 200, (STREAMS, 16)).tolist()
+        engines[str(width)] = engine.Engine(target, draft, k=width, batch=batch, **settings)
+    engines[DRAFT] = engine.Engine(target, draft, k=4, batch=batch, **plain)
+    prompts = np.random.default_rng(0).integers(8, 200, (batch, 16)).tolist()
     for one in engines.values():
         one.burst(prompts, 8)
     rows = []
     for cycle in range(num_cycles):
         for arm in list(engines)[:: 1 if cycle % 2 else -1]:
             steps = dict(
-                engines[arm].burst(prompts, NUM_TOKENS).gaps
+                engines[arm].burst(prompts, num_tokens).gaps
             )  # all streams wait for the same steps
-            rows.append({"arm": arm, "step_s": median(steps.values())})
+            rows.append({"batch": batch, "arm": arm, "step_s": median(steps.values())})
     return rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelledStepTimes:
-    """Seconds of a step of `STREAMS` requests.
+    """Seconds of a step of so many requests.
 
     Example:
         ModelledStepTimes(verify_s=(0.034, 0.04, 0.07), draft_s=0.004)
@@ -81,16 +85,21 @@ class ModelledStepTimes:
     """By `WIDTHS`."""
     draft_s: float
     """What a draft model of k = 4 adds."""
+    batch: int = STREAMS
+    """Requests that share a step."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> ModelledStepTimes:
+    def of(cls, rows: Sequence[Row], batch: int = STREAMS) -> ModelledStepTimes:
+        """Of what `measure` found of such a batch."""
+        mine = [row for row in rows if row.get("batch", STREAMS) == batch]
         by_arm = {
-            arm: [row["step_s"] for row in rows if row["arm"] == arm]
+            arm: [row["step_s"] for row in mine if row["arm"] == arm]
             for arm in (*map(str, WIDTHS), DRAFT)
         }
         verify_s = tuple(median(by_arm[str(width)]) for width in WIDTHS)
         pairs = zip(by_arm[DRAFT], by_arm["4"], strict=True)
         return cls(
+            batch=batch,
             verify_s=verify_s,
             draft_s=max(0.0, median(drafting - verifying for drafting, verifying in pairs)),
         )
@@ -102,7 +111,7 @@ class ModelledStepTimes:
         return float(np.interp(width, WIDTHS, self.verify_s)) + drafts * self.draft_s
 
     def seconds(self, curve: Curve, *, has_draft_model: bool) -> np.ndarray:
-        """float [requests]: decode time of each request, `STREAMS` of them sharing every step; what
+        """float [requests]: decode time of each request, `batch` of them sharing every step; what
         the run says itself where it kept time. A proposer that is no model proposes at no cost,
         which flatters it.
         """
@@ -113,24 +122,25 @@ class ModelledStepTimes:
         with_draft = np.interp(width, WIDTHS, self.verify_s) + (
             self.draft_s if has_draft_model else 0.0
         )
-        return np.asarray((drafts * with_draft + (steps - drafts) * self.verify_s[0]) / STREAMS)
+        return np.asarray((drafts * with_draft + (steps - drafts) * self.verify_s[0]) / self.batch)
 
     def tokens_per_second_without(self) -> float:
         """No speculation: a token a step."""
-        return STREAMS / self.verify_s[0]
+        return self.batch / self.verify_s[0]
 
 
-def published(num_kv_tokens: int = 4096) -> ModelledStepTimes:
-    """Of Llama-3.1-8B with EAGLE on an H100, as fitted by the public simulator of "Speculative
-    Decoding: Performance or Illusion?" (arXiv 2601.11580): seconds = 3.926e-8 tokens in the KV
-    cache + 2.101e-5 tokens of the step + 5.886e-3, 1.207e-3 around a step, and 2.135e-3 for the
-    drafts of a step however long they are. `num_kv_tokens`: of all requests."""
+def published(num_kv_tokens: int = 1024 * STREAMS, batch: int = STREAMS) -> ModelledStepTimes:
+    """Of Llama-3.1-8B with EAGLE on an H100, as fitted by the public simulator
+    (`osd/evaluate/bound/published.py`). `num_kv_tokens`: of all requests."""
 
     def verify(width: int) -> float:
-        batched = STREAMS * (1 + width)
-        return 3.926e-8 * num_kv_tokens + 2.101e-5 * batched + 5.886e-3 + 1.207e-3
+        batched = batch * (1 + width)
+        passes = prices.PER_CONTEXT_S * num_kv_tokens + prices.PER_TOKEN_S * batched
+        return passes + prices.FIXED_S + prices.OVERHEAD_S
 
+    drafts = prices.DRAFT_PER_CONTEXT_S * num_kv_tokens + prices.DRAFT_PER_TOKEN_S * batch
     return ModelledStepTimes(
+        batch=batch,
         verify_s=tuple(verify(width) for width in WIDTHS),
-        draft_s=2.378e-9 * num_kv_tokens + 8.414e-7 * STREAMS + 2.135e-3,
+        draft_s=drafts + prices.DRAFT_FIXED_S,
     )

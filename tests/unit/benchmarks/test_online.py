@@ -79,11 +79,12 @@ def test_osd_learns_under_the_closed_loop(draft: Path, tmp_path: Path) -> None:
 
 def test_a_step_at_the_published_price() -> None:
     times = published(num_kv_tokens=0)
-    plain = 5.886e-3 + 1.207e-3 + 2.101e-5 * STREAMS
+    per_token = 2.10103129e-5 * STREAMS
+    plain = 5.88590713e-3 + 1.20683946e-3 + per_token
     assert times.step(0, drafts=False) == pytest.approx(plain)
     wide = WIDTHS[-1]
-    assert times.step(wide, drafts=False) == pytest.approx(plain + 2.101e-5 * STREAMS * wide)
-    assert times.draft_s == pytest.approx(2.135e-3 + 8.414e-7 * STREAMS)
+    assert times.step(wide, drafts=False) == pytest.approx(plain + per_token * wide)
+    assert times.draft_s == pytest.approx(2.13526175e-3 + 8.41429603e-7 * STREAMS)
 
 
 def test_an_interval_over_models_is_wider_than_one_over_traffic_alone() -> None:
