@@ -49,6 +49,8 @@ BENCHES = {
     "memory, FLOPs, bytes of features.",
     "heads": "What an EAGLE-3 head gains by learning, with the memory and without, beside a draft "
     "model of the same target.",
+    "trees": "Whether token trees would pay over a chain: tokens per step and speed by shape and "
+    "batch, here and at a GPU's published price.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "

@@ -130,17 +130,23 @@ class ModelledStepTimes:
 
 
 def published(num_kv_tokens: int = 1024 * STREAMS, batch: int = STREAMS) -> ModelledStepTimes:
-    """Of Llama-3.1-8B with EAGLE on an H100, as fitted by the public simulator
-    (`osd/evaluate/bound/published.py`). `num_kv_tokens`: of all requests."""
-
-    def verify(width: int) -> float:
-        batched = batch * (1 + width)
-        passes = prices.PER_CONTEXT_S * num_kv_tokens + prices.PER_TOKEN_S * batched
-        return passes + prices.FIXED_S + prices.OVERHEAD_S
-
-    drafts = prices.DRAFT_PER_CONTEXT_S * num_kv_tokens + prices.DRAFT_PER_TOKEN_S * batch
+    """Of Llama-3.1-8B with EAGLE on an H100. `num_kv_tokens`: of all requests."""
     return ModelledStepTimes(
         batch=batch,
-        verify_s=tuple(verify(width) for width in WIDTHS),
-        draft_s=drafts + prices.DRAFT_FIXED_S,
+        verify_s=tuple(published_step_s(num_kv_tokens, batch * (1 + width)) for width in WIDTHS),
+        draft_s=published_draft_s(num_kv_tokens, batch),
     )
+
+
+def published_step_s(num_kv_tokens: int, num_tokens: int) -> float:
+    """Seconds of a step of Llama-3.1-8B on an H100, as fitted by the public simulator
+    (`osd/evaluate/bound/published.py`), with what is around it. `num_tokens`: of the step;
+    `num_kv_tokens`: in the KV cache; of all requests."""
+    passes = prices.PER_CONTEXT_S * num_kv_tokens + prices.PER_TOKEN_S * num_tokens
+    return passes + prices.FIXED_S + prices.OVERHEAD_S
+
+
+def published_draft_s(num_kv_tokens: int, num_tokens: int) -> float:
+    """What EAGLE adds to it (same source), however long the drafts of a step are."""
+    drafts = prices.DRAFT_PER_CONTEXT_S * num_kv_tokens + prices.DRAFT_PER_TOKEN_S * num_tokens
+    return drafts + prices.DRAFT_FIXED_S

@@ -69,9 +69,9 @@ class Drafting:
 
     def accept(self, tokens: Sequence[Sequence[int]]) -> None:
         """What each context is continued by, at least one token: what was proposed by this draft
-        and computed stays, the rest is fed before the next tree."""
+        and computed stays, the rest is fed before the next tree; so is the last token always."""
         kept = [
-            [node - 1 for node in tree.follow(new) if tree.depths[node] < len(self._widths)]
+            [node - 1 for node in tree.follow(new[:-1]) if tree.depths[node] < len(self._widths)]
             for tree, new in zip(self._trees, tokens, strict=True)
         ]
         self.passes.keep(kept)

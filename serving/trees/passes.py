@@ -39,11 +39,6 @@ class Passes:
         self.num_fed = 0
         """Nodes that were computed, padding left out."""
 
-    @property
-    def kv_bytes(self) -> int:
-        """Of all slots in use and free."""
-        return sum(layer.num_bytes for layer in self._layers)
-
     @torch.no_grad()
     def feed(
         self,
@@ -142,10 +137,6 @@ class _Slots(CacheLayerMixin):
         super().__init__()
         self._num_slots = num_slots
         self.length = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.keys, self.values))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, heads, _, size = key_states.shape

@@ -12,7 +12,8 @@ from scipy.stats import chisquare
 
 from osd.errors import ConfigError
 from serving.trees import fitting, passes
-from serving.trees.drafting import feed_prompts, probabilities
+from serving.trees.dice import RandomDice
+from serving.trees.drafting import Drafting, feed_prompts, probabilities
 from serving.trees.engine import TreeEngine
 from serving.trees.passes import Passes
 from serving.trees.reading import Reading, sequence_based, tree_attention
@@ -143,6 +144,32 @@ def test_answers_end_where_they_should_each_on_its_own(target: Any, drafts: list
     wanted = [ids[: min([i + 1 for i, t in enumerate(ids) if t in eos] or [99])] for ids in whole]
     assert len({len(ids) for ids in wanted}) > 1
     assert answers(TreeEngine(target, drafts, (3, 2, 2)), eos=eos) == wanted
+
+
+def test_a_draft_remembers_what_was_accepted_and_forgets_the_rest(target: Any) -> None:
+    """Over steps that follow its trees for 0 to 3 tokens, whole paths among them."""
+    draft = Drafting(target, (2, 1, 2), "top", 1.0, RandomDice())
+    contexts = [list(prompt) for prompt in PROMPTS]
+    draft.begin(contexts, 80)
+    for step in range(6):
+        trees, new = draft.propose(), list[list[int]]()
+        for i, (ids, tree) in enumerate(zip(contexts, trees, strict=True)):
+            assert tree.tokens[0] == ids[-1]
+            for node in range(len(tree)):
+                path = [tree.tokens[n] for n in tree.path(node)[1:]]
+                if (depth := tree.depths[node]) < 3:
+                    wanted = plain(target, ids + path).topk((2, 1, 2)[depth]).indices.tolist()
+                    assert [tree.tokens[trial.child] for trial in tree.trials[node]] == wanted
+            followed = tree.path(len(tree) - 1)[1:][: (step + i) % 4]
+            new.append([*(tree.tokens[node] for node in followed), 50 + step])
+            ids += new[-1]
+        draft.accept(new)
+
+
+def test_a_draft_that_is_the_target_is_always_right(target: Any, drafts: list[Any]) -> None:
+    for pool in ([target], [drafts[0], target]):
+        found = TreeEngine(target, pool, (1, 1, 1)).generate(PROMPTS, 20)
+        assert [answer.tokens_per_step for answer in found] == [4.0] * len(PROMPTS)
 
 
 def test_a_step_counts_what_it_brought(target: Any, drafts: list[Any]) -> None:
