@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from osd.cli import bench
-from osd.cli.options import ConfigOption, split_arguments
+from osd.cli.options import ConfigOption, split_arguments, warn
 from osd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def evaluate(
         temperatures=temperatures,
         num_repeats=repeats or num_repeats,
     )
-    command.run(asked, models, plan, typer.echo, as_json=as_json)
+    command.run(asked, models, plan, typer.echo, warn, as_json=as_json)
 
 
 def _loads(batch: str | None, rate: str | None, arrivals: bool, usual: str) -> Sequence[Load]:

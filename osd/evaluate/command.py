@@ -23,13 +23,14 @@ from osd.common.files import replace_file
 from osd.common.machine import describe
 from osd.common.progress import Advance, stages
 from osd.config.schema import Config
+from osd.config.serving import argument
 from osd.errors import ConfigError, OSDError
 from osd.evaluate import forms
 from osd.evaluate.engines import Job, options_of
 from osd.evaluate.figures import Figures, figures_of
 from osd.evaluate.forms import Question
 from osd.evaluate.models import fitted
-from osd.evaluate.plan import Models, Plan, Planned
+from osd.evaluate.plan import MEMORY, SUFFIX, Models, Plan, Planned
 from osd.evaluate.report import html
 from osd.evaluate.requests import built_in_traffic, choose, encode, questions_of, stop_tokens
 from osd.evaluate.runs import Directory, Request
@@ -83,17 +84,19 @@ def has_suffix() -> bool:
 class Evaluation:
     """One evaluation, from the data to the report."""
 
-    def __init__(self, asked: Asked, models: Models, plan: Plan, say: Say) -> None:
-        self._asked, self._models, self._plan, self._say = asked, models, plan, say
+    def __init__(self, asked: Asked, models: Models, plan: Plan, warn: Say) -> None:
+        self._asked, self._models, self._plan, self._warn = asked, models, plan, warn
         serving = asked.config.serving
         own = BUILT_IN_VLLM if serving.target in built_in.TARGETS else {}
-        self._vllm = {**own, **serving.vllm}
+        given = {name.replace("-", "_"): value for name, value in serving.vllm.items()}
+        self._vllm = {**own, **given}
         self._env = (ONE_THREAD if own else {}) | serving.env
         self.settings: dict[str, Any] = {}
         self.directory = Directory(asked.out or Path(f"evaluation-{Path(serving.target).name}"))
 
     def run(self) -> list[Figures]:
         """Do what is missing. Returns what all runs say."""
+        check_scheduling(self._plan, self._vllm)
         requests = self._requests()
         self.settings = self._settings(requests)
         self.directory.open(self.settings, requests)
@@ -128,7 +131,7 @@ class Evaluation:
             chosen, self._models.target, max_tokens=asked.max_tokens, context=self._context()
         )
         if num_left_out:
-            self._say(f"{num_left_out} requests do not fit the context and are left out")
+            self._warn(f"{num_left_out} requests do not fit the context and are left out")
         return requests
 
     def _built_in(self) -> dict[str, list[str]]:
@@ -180,6 +183,17 @@ class Evaluation:
         return max(streams)
 
 
+def check_scheduling(plan: Plan, vllm: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for methods that need their drafts seen by the scheduler, where it
+    schedules ahead."""
+    for method in (MEMORY, SUFFIX):
+        if method in plan.methods and argument(dict(vllm), "async_scheduling"):
+            raise ConfigError(
+                f"--methods: {method} cannot be measured with serving.vllm.async_scheduling=true; "
+                "leave one of them out"
+            )
+
+
 def run_child(arguments: Sequence[str], env: dict[str, str], log: Path, advance: Advance) -> None:
     """The runs of one engine, in a process of its own. Raises `OSDError` where it fails."""
     command = [sys.executable, "-m", "osd.evaluate.child", *arguments]
@@ -213,9 +227,9 @@ def _last_line(log: Path) -> str:
     return lines[-1].strip()[:200] if lines else "it said nothing"
 
 
-def run(asked: Asked, models: Models, plan: Plan, say: Say, *, as_json: bool) -> None:
+def run(asked: Asked, models: Models, plan: Plan, say: Say, warn: Say, *, as_json: bool) -> None:
     """Measure, print the table, and write it beside the runs."""
-    evaluation = Evaluation(asked, models, plan, say)
+    evaluation = Evaluation(asked, models, plan, warn)
     figures = evaluation.run()
     path = evaluation.directory.path
     tree = json.dumps([asdict(one) for one in figures], indent=2)

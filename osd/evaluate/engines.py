@@ -51,6 +51,7 @@ def options_of(
         "max_num_seqs": num_seqs,
         "enable_prefix_caching": False,  # each arm is sent the same prompts
         "disable_log_stats": False,
+        "async_scheduling": False,  # else no drafted token is seen, and parts of steps overlap
         "seed": 0,
         **given,
         "speculative_config": _speculation(engine, models, k),

@@ -14,7 +14,7 @@ has no control.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -166,7 +166,7 @@ def _figures(
         tpot=_tpot(served),
         latency=_tails(one.ended - one.arrived for one in served),
         acceptance_length=_length(served),
-        drafted_per_step=_per_request(pure, lambda step: step.proposed),
+        drafted_per_step=_per_request(pure, _drafted),
         verified_per_step=_per_request(pure, lambda step: step.width),
         step_ms=1000 * float(np.mean([step.seconds for step in pure])) if pure else 0.0,
         parts_ms=_parts(pure),
@@ -234,9 +234,14 @@ def _length(served: Iterable[Served]) -> float | None:
     return 1 + found.num_accepted_tokens / found.num_drafts if found.num_drafts else None
 
 
-def _per_request(steps: Sequence[Step], count: Any) -> float:
+def _per_request(steps: Sequence[Step], count: Callable[[Step], int]) -> float:
     batch = sum(step.batch for step in steps)
     return sum(map(count, steps)) / batch if batch else 0.0
+
+
+def _drafted(step: Step) -> int:
+    """Where drafts stay on the device, the scheduler sees only those that are verified."""
+    return max(step.proposed, step.width - step.batch)
 
 
 def _parts(steps: Sequence[Step]) -> dict[str, float]:

@@ -31,6 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         (("--methods", "draft"), "draft needs a draft model: --draft"),
         (("--batch", "0"), "--batch=0: must be whole numbers of at least 1"),
         (("--rate", "fast"), "--rate=fast: must be numbers of at least 0.001"),
+        (("serving.vllm.async_scheduling=true",), "memory cannot be measured with serving.vllm"),
         (("--family", "tiny"), "--family: brings its own models"),
         (("serving.vllm.dtyp=", "serving.dtype=bf16"), "serving.dtype"),
         (("--head", "{draft}"), "is no EAGLE-3 head; give a draft model by --draft"),

@@ -86,6 +86,10 @@ def test_a_step_and_its_parts() -> None:
     )
     assert (draft.drafted_per_step, draft.verified_per_step) == (3, 4)
     assert (first.drafted_per_step, first.verified_per_step) == (0, 1)
+    cut = drafting(steps=[step(2, 4, verify=0.002, proposed=6)] * 3)
+    assert (found(cut)[0].drafted_per_step, found(cut)[0].verified_per_step) == (3, 2)
+    unseen = drafting(steps=[step(2, 8, verify=0.002, proposed=0)] * 3)
+    assert found(unseen)[0].drafted_per_step == 3
 
 
 def test_steps_of_another_width_say_nothing_of_the_targets_efficiency() -> None:
