@@ -25,7 +25,8 @@ QUICK, WHOLE = ("1,3", "1,4", 8, 48, 2), ("1,2,3,5", "1,4,16", 64, 256, 3)
     epilog="Examples:  osd evaluate tiny-cost-shaped --draft tiny --quick    "
     "osd evaluate ./llama-8b --draft ./llama-160m --head ./llama-8b-eagle3 --data gsm8k.jsonl "
     "--data sharegpt.json --k 1,3,5 --batch 1,8,32    "
-    "osd evaluate ./llama-8b --methods none,ngram,memory --data spider.json --rate 0.5,2"
+    "osd evaluate ./llama-8b --methods none,ngram,memory --data spider.json --rate 0.5,2    "
+    "osd evaluate --family prose --quick"
 )
 def evaluate(
     arguments: Annotated[
@@ -103,7 +104,7 @@ def evaluate(
         num_requests=requests or num_requests,
         max_tokens=max_tokens or num_tokens,
         seed=seed,
-        out=out,
+        out=out or (Path(f"evaluation-{family}") if family else None),
     )
     loads = _loads(batch, rate, arrivals, batches)
     lengths = whole_numbers(k or ks, "--k")

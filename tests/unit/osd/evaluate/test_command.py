@@ -48,6 +48,11 @@ def test_what_cannot_be_run_is_refused_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_family_that_is_none_is_refused_with_those_that_are() -> None:
+    found = CliRunner().invoke(app, ["evaluate", "--family", "verse"])
+    assert "--family: 'verse' is none of tiny, natural, prose" in str(found.exception)
+
+
 def questions(data: str, num: int) -> list[Question]:
     return [
         Question(messages=({"role": "user", "content": f"t{20 + i}"},), data=data)
