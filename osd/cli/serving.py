@@ -125,7 +125,14 @@ def demo(
 ) -> None:
     """Tiny models, real vLLM, drifting traffic: acceptance and speed fall, and recover as the draft
     learns."""
-    from osd.demo.run import PAIRS, run
+    from osd.demo.run import LEARNERS, run
 
-    given = [*PAIRS[draft.value], *(overrides or [])]
-    sys.exit(run(report_path=report, html_path=html, keep=keep, overrides=given))
+    sys.exit(
+        run(
+            report_path=report,
+            html_path=html,
+            keep=keep,
+            learner=LEARNERS[draft.value],
+            overrides=overrides or [],
+        )
+    )

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -21,18 +22,31 @@ from osd.demo.story import play
 from osd.errors import ConfigError
 from osd.service.launch import Service
 
-PAIRS: Mapping[str, Sequence[str]] = {
-    "model": (),
-    "eagle3": (
-        "serving.target=tiny-deep-cost-shaped",
-        "serving.draft=tiny-eagle3-cost-shaped",
-        # A head is trained at four depths, and the target's hidden states are computed first: fewer
-        # traces make a round as short as a draft model's.
-        "trainer.replay_batches=2",
-        "trainer.max_new_traces=64",
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learner:
+    """What learns."""
+
+    overrides: tuple[str, ...] = ()
+    """Of the preset."""
+    num_shifted: int = 264
+    """Requests after the shift."""
+
+
+LEARNERS: Mapping[str, Learner] = {
+    "model": Learner(),
+    "eagle3": Learner(
+        overrides=(
+            "serving.target=tiny-deep-cost-shaped",
+            "serving.draft=tiny-eagle3-cost-shaped",
+            # A head is trained at four depths, and the target's hidden states are computed first:
+            # fewer traces make a round as short as a draft model's.
+            "trainer.replay_batches=2",
+            "trainer.max_new_traces=64",
+        ),
+        num_shifted=384,
     ),
 }
-"""What learns -> overrides of the preset."""
 PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny-cpu.yaml"
 
 
@@ -41,6 +55,7 @@ def run(
     report_path: Path | None,
     html_path: Path | None = None,
     keep: bool,
+    learner: Learner = LEARNERS["model"],
     overrides: Sequence[str] = (),
     out: TextIO = sys.stdout,
 ) -> int:
@@ -54,8 +69,8 @@ def run(
     screen = Screen(out, started)
     service = None
     try:
-        service = Service(demo_config(directory, overrides), screen.say)
-        story = asyncio.run(play(service, screen))
+        service = Service(demo_config(directory, [*learner.overrides, *overrides]), screen.say)
+        story = asyncio.run(play(service, screen, learner.num_shifted))
         report = report_of(story, service, time.time() - started)
     finally:
         if service is not None:

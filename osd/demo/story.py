@@ -30,7 +30,7 @@ SHIFTED = "sql"
 SEED = 20_000
 """Traffic seed of the demo; the models were trained on others."""
 STREAMS = 4
-NUM_HOME, NUM_SHIFTED = 120, 264
+NUM_HOME = 120
 NUM_BEFORE, NUM_AFTER, NUM_RECOVERED = 100, 50, 100
 """Requests in the windows before the shift, after it, and at the end."""
 LINE_EVERY = 24
@@ -42,8 +42,6 @@ SECONDS_TO_REPORT = 2.0
 """By then replicas have reported what they served."""
 NUM_MORE_COMPARED = 16
 """Answers from the time of shift and swaps that are compared, besides those of the last window."""
-FIRST_CONTROL = NUM_SHIFTED - NUM_RECOVERED
-"""The last window, which the controls send again, begins with this request."""
 MAX_RECORDS = 100_000
 
 
@@ -51,6 +49,8 @@ MAX_RECORDS = 100_000
 class Story:
     """What the run has seen so far."""
 
+    num_shifted: int
+    """Requests after the shift."""
     home: list[Answer] = field(default_factory=list)
     shifted: list[Answer] = field(default_factory=list)
     adapted: list[Answer] = field(default_factory=list)
@@ -68,10 +68,19 @@ class Story:
     num_different: int = 0
     version: int = 0
 
+    @property
+    def first_control(self) -> int:
+        """The last window, which the controls send again, begins with this request."""
+        return self.num_shifted - NUM_RECOVERED
 
-async def play(service: Service, screen: Screen) -> Story:
+    @property
+    def shifted_prompts(self) -> list[str]:
+        return [r.prompt for r in requests(SHIFTED, self.num_shifted, SEED)]
+
+
+async def play(service: Service, screen: Screen, num_shifted: int) -> Story:
     """Start the service and an engine without speculation, then send both their traffic."""
-    story = Story()
+    story = Story(num_shifted)
     service.launch()
     assert service.engines is not None
     plain = service.engines.start_plain("plain")
@@ -89,7 +98,7 @@ async def _live_traffic(service: Service, screen: Screen, story: Story) -> None:
     model = service.config.serving.served_model_name
     for title, domain, count, answers in (
         (f"home traffic ({HOME})", HOME, NUM_HOME, story.home),
-        (f"the traffic shifts ({SHIFTED})", SHIFTED, NUM_SHIFTED, story.shifted),
+        (f"the traffic shifts ({SHIFTED})", SHIFTED, story.num_shifted, story.shifted),
     ):
         screen.title(title)
 
@@ -139,11 +148,11 @@ async def _controls(service: Service, plain_url: str, screen: Screen, story: Sto
 
 async def _time_arms(service: Service, plain_url: str, client: Client, story: Story) -> None:
     """Adapted draft, frozen first draft and no speculation, in turns and back again."""
-    prompts, half = _shifted_prompts(), NUM_TIMED // 2
+    prompts, half = story.shifted_prompts, NUM_TIMED // 2
     versions = {"adapted": story.version, "static": service.plan.release.version}
     for start, arms in (
-        (FIRST_CONTROL, ("adapted", "static", "plain")),
-        (FIRST_CONTROL + half, ("plain", "static", "adapted")),
+        (story.first_control, ("adapted", "static", "plain")),
+        (story.first_control + half, ("plain", "static", "adapted")),
     ):
         for arm in arms:
             if arm != "plain":
@@ -158,24 +167,20 @@ async def _time_arms(service: Service, plain_url: str, client: Client, story: St
 async def _compare_answers(service: Service, plain_url: str, story: Story) -> None:
     """Send the untimed requests to both engines, and compare every answer there is with that of the
     engine without speculation."""
-    prompts = _shifted_prompts()
-    untimed = prompts[FIRST_CONTROL + NUM_TIMED :]
-    others = list(range(0, FIRST_CONTROL, max(1, FIRST_CONTROL // NUM_MORE_COMPARED)))
+    prompts, first = story.shifted_prompts, story.first_control
+    untimed = prompts[first + NUM_TIMED :]
+    others = list(range(0, first, max(1, first // NUM_MORE_COMPARED)))
     asked_plain = untimed + [prompts[i] for i in others]
     story.static_untimed, answers = await asyncio.gather(
         _ask(service, service.url, untimed, STREAMS_UNTIMED),
         _ask(service, plain_url, asked_plain, STREAMS_UNTIMED),
     )
     story.plain_untimed, again = answers[: len(untimed)], answers[len(untimed) :]
-    live = [story.shifted[i] for i in others] + story.shifted[FIRST_CONTROL:]
+    live = [story.shifted[i] for i in others] + story.shifted[first:]
     _compare(story, live, [*again, *story.plain, *story.plain_untimed])
     _compare(story, story.adapted, story.plain)
     _compare(story, story.static, story.plain)
     _compare(story, story.static_untimed, story.plain_untimed)
-
-
-def _shifted_prompts() -> list[str]:
-    return [r.prompt for r in requests(SHIFTED, NUM_SHIFTED, SEED)]
 
 
 async def _ask(service: Service, url: str, prompts: Sequence[str], streams: int) -> list[Answer]:
