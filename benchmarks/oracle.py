@@ -40,6 +40,7 @@ CYCLES, NUM_STEPS = 4, 12
 """Bursts of each engine whose steps are timed, and their length."""
 CLOSED, CONTROL, BEST_FIXED = "share of the gap closed", "control", "best fixed choice"
 LEAST_CLOSED = 0.5
+ALL_TRAFFIC = "all schedules"
 
 
 def protocol(options: Options, traffic: dict[str, tuple[int, ...]] = SCHEDULES) -> Protocol:
@@ -106,22 +107,43 @@ def run(options: Options, traffic: dict[str, tuple[int, ...]] = SCHEDULES) -> Re
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
-    """Figures from the raw rows: means over the seeds of the traffic."""
+    """Figures from the raw rows: means over the seeds of the traffic; of each schedule, and of all
+    together, for which one choice is fixed."""
     figures: list[Figure] = []
     for price in plan.sizes["prices"]:
         for batch in plan.sizes["batches"]:
+            key = {"batch": batch, "price": price}
+            mine = [row for row in rows if row.items() >= key.items()]
             for name in plan.sizes["schedules"]:
-                key = {"schedule": name, "batch": batch, "price": price}
-                mine = [row for row in rows if row.items() >= key.items()]
-                if mine:
-                    figures += _of_schedule(f"{name}, batch {batch}, {price}", mine, plan.sizes)
+                of_one = [row for row in mine if row["schedule"] == name]
+                figures += _figures(f"{name}, batch {batch}, {price}", of_one, plan.sizes)
+            figures += _figures(f"{ALL_TRAFFIC}, batch {batch}, {price}", _pooled(mine), plan.sizes)
     return Result(protocol=plan, figures=tuple(figures))
 
 
-def _of_schedule(where: str, rows: Sequence[Row], sizes: dict[str, Any]) -> Iterator[Figure]:
+def _pooled(rows: Sequence[Row]) -> list[Row]:
+    """A row a seed: means over its schedules."""
+
+    def mean(of_seed: Sequence[Row], key: str) -> dict[str, float]:
+        return {
+            name: sum(row[key][name] for row in of_seed) / len(of_seed) for name in rows[0][key]
+        }
+
+    pooled = []
+    for seed in dict.fromkeys(row["seed"] for row in rows):
+        of_seed = [row for row in rows if row["seed"] == seed]
+        control = sum(row["control"] for row in of_seed) / len(of_seed)
+        speeds, parts = mean(of_seed, "speeds"), mean(of_seed, "parts")
+        pooled.append({"control": control, "speeds": speeds, "parts": parts})
+    return pooled
+
+
+def _figures(where: str, rows: Sequence[Row], sizes: dict[str, Any]) -> Iterator[Figure]:
     from benchmarks.closed_loop import DRAFT, MEMORY
     from osd.evaluate.bound.speeds import ALL, NONE, best_fixed, share_closed
 
+    if not rows:
+        return
     most = {DRAFT: sizes["k_max"], MEMORY: sizes["memory_k_max"]}
     group = f"{where}: speed over no speculation"
     for rule in rows[0]["speeds"]:

@@ -144,10 +144,11 @@ def a_row(seed: int, control: float, **changed: float) -> Row:
     }
 
 
-def figures(rows: list[Row], tmp_path: Path) -> dict[str, Any]:
+def figures(rows: list[Row], tmp_path: Path, group: str = "steady") -> dict[str, Any]:
     result = oracle.summarise(oracle.protocol(Options(directory=tmp_path)), rows)
-    (met,) = (is_met for _, _, is_met in result.verdicts())
-    return {figure.name: figure for figure in result.figures} | {"met": met}
+    mine = [figure for figure in result.figures if figure.group.startswith(group)]
+    (met,) = (is_met for _, figure, is_met in result.verdicts() if figure in mine)
+    return {figure.name: figure for figure in mine} | {"met": met}
 
 
 def test_the_share_of_the_gap_is_held_to_half_of_it(tmp_path: Path) -> None:
@@ -167,6 +168,18 @@ def test_who_fixes_k_chooses_once_for_all_seeds(tmp_path: Path) -> None:
     found = figures(rows, tmp_path)
     assert found[f"{oracle.BEST_FIXED}: draft, k = 2"].value == pytest.approx(1.45)
     assert found[oracle.CLOSED].value == pytest.approx((0.3 / 0.6 + 0.2 / 0.5) / 2)
+
+
+def test_of_all_traffic_one_choice_is_fixed(tmp_path: Path) -> None:
+    # Steady traffic likes the draft, the sharp shift the memory: who fixes one of them loses half.
+    sharp = a_row(0, 1.7, **{"draft, k = 2": 1.0, "memory, k = 8": 1.5}) | {"schedule": "sharp"}
+    rows = [a_row(0, 1.7), sharp]
+    of_each = [figures(rows, tmp_path, name)[oracle.CLOSED].value for name in ("steady", "sharp")]
+    assert of_each == pytest.approx([0.3 / 0.6, 0.2 / 0.5])
+    found = figures(rows, tmp_path, oracle.ALL_TRAFFIC)
+    assert found[f"{oracle.BEST_FIXED}: memory, k = 8"].value == pytest.approx(1.25)
+    assert found[oracle.CLOSED].value == pytest.approx((1.7 - 1.25) / (2.0 - 1.25))
+    assert found["met"]
 
 
 def test_language_traffic_is_of_the_prose_family(tmp_path: Path) -> None:
