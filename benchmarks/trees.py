@@ -9,6 +9,8 @@ the cost of a far larger model. One draft proposes here; what several would cost
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.record import Goal, Notebook, Options, Protocol, Row
@@ -69,7 +71,8 @@ def run(options: Options) -> Result:
 
     plan = protocol(options)
     notebook = Notebook(options, plan)
-    bench = Bench(options.directory / "drafts", NOISE, plan.sizes["num_requests"])
+    with TemporaryDirectory() as directory:
+        bench = Bench(Path(directory), NOISE, plan.sizes["num_requests"])
     _count(plan, notebook, bench, options)
     bench.use_costly_target()
     _time(plan, notebook, bench, options)

@@ -16,6 +16,8 @@ from osd.errors import ConfigError
 from osd.models.compatibility import check_pair, read_config
 from osd.models.eagle3 import is_eagle3
 
+FULL = "full_attention"
+
 
 def load(
     target: Path, drafts: Sequence[Path] = (), *, dtype: torch.dtype = torch.float32
@@ -36,11 +38,10 @@ def load(
 def check_models(target: Any, drafts: Sequence[Any]) -> None:
     """Raise `ConfigError` where a mask of our own would not be obeyed, or ids differ."""
     for name, model in _named([target, *drafts]):
-        kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
+        if others := _kinds_of_layers(model.config) - {FULL}:
             raise ConfigError(
-                f"{name}: layers of {', '.join(sorted(kinds - {'full_attention'}))} cannot read a "
-                "tree; give a model whose attention is full in every layer"
+                f"{name}: layers of {', '.join(sorted(others))} cannot read a tree; give a model "
+                "whose attention is full in every layer"
             )
         if model.config.vocab_size != target.config.vocab_size:
             raise ConfigError(
@@ -66,6 +67,14 @@ def check_context(
                 f"{depth} deep need a context of {needed}, it has {has}; ask for fewer tokens or "
                 "a shallower tree"
             )
+
+
+def _kinds_of_layers(config: Any) -> set[str]:
+    """As Hugging Face calls them; older configurations name a window alone."""
+    has_window = getattr(config, "sliding_window", None) is not None
+    return set(
+        getattr(config, "layer_types", None) or ["sliding_attention" if has_window else FULL]
+    )
 
 
 def _named(models: Sequence[Any]) -> list[tuple[str, Any]]:

@@ -95,3 +95,16 @@ def test_memory_cost(tmp_path: Path) -> None:
         share = found["CPU of the memory in a step over a step of 40 ms"]
         assert share == pytest.approx(batch * (with_it - without) / 40_000, rel=0.5)
         assert found["share of the most frequent token, at most"] < 0.04, "any token came next"
+
+
+@pytest.mark.timeout(400)
+def test_trees(tmp_path: Path) -> None:
+    result, figures = bench("trees", tmp_path)
+    case = "middling draft, T = 0"
+    brought = [
+        figures[f"tokens per step: {case}", shape]["value"] for shape in ("⟨1, 1, 1⟩", "⟨5, 1, 1⟩")
+    ]
+    assert 1.5 < brought[0] < brought[1] < 4
+    assert figures[f"success: {case}", "greedy, k = 5"]["value"] > 0.7
+    gains = [goal["met"] for goal in result["goals"] if goal["figure"].startswith("multi-step")]
+    assert gains and all(gains)

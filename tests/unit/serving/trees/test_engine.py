@@ -261,8 +261,10 @@ def test_a_draft_of_another_tokenizer_is_not_loaded(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_layers_that_read_no_tree_are_refused(target: Any) -> None:
+@pytest.mark.parametrize("key", [{"layer_types": ["sliding_attention"]}, {"sliding_window": 8}])
+def test_layers_that_read_no_tree_are_refused(key: dict[str, Any]) -> None:
     windowed = tiny_llama()
-    windowed.config.layer_types = ["sliding_attention"]
+    for name, value in key.items():
+        setattr(windowed.config, name, value)
     with pytest.raises(ConfigError, match="target: layers of sliding_attention"):
         TreeEngine(windowed)
