@@ -197,8 +197,7 @@ def check_scheduling(plan: Plan, vllm: Mapping[str, Any]) -> None:
 def run_child(arguments: Sequence[str], env: dict[str, str], log: Path, advance: Advance) -> None:
     """The runs of one engine, in a process of its own. Raises `OSDError` where it fails."""
     command = [sys.executable, "-m", "osd.evaluate.child", *arguments]
-    environment = {"VLLM_LOGGING_LEVEL": "WARNING", **os.environ, **env}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler is asked between steps
+    environment = environment_of({**os.environ, **env})
     problem = ""
     with (
         log.open("w") as errors,
@@ -220,6 +219,16 @@ def run_child(arguments: Sequence[str], env: dict[str, str], log: Path, advance:
         raise OSDError(
             f"the engine ended with status {child.returncode}: {_last_line(log)}; see {log}"
         )
+
+
+def environment_of(given: Mapping[str, str]) -> dict[str, str]:
+    """Of an engine's process. vLLM's n-gram lookup is compiled by numba, which sets OpenMP's number
+    of threads to its own; vLLM's kernels, which have begun with another, then wait for ever."""
+    found = {"VLLM_LOGGING_LEVEL": "WARNING", **given}
+    found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler is asked between steps
+    if threads := given.get("OMP_NUM_THREADS"):
+        found.setdefault("NUMBA_NUM_THREADS", threads)
+    return found
 
 
 def _last_line(log: Path) -> str:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from osd.cli import app
 from osd.errors import ConfigError, OSDError
 from osd.evaluate.child import since
-from osd.evaluate.command import run_child
+from osd.evaluate.command import environment_of, run_child
 from osd.evaluate.forms import Question
 from osd.evaluate.requests import choose, encode, stop_tokens
 from osd.evaluate.runs import Counters
@@ -82,6 +82,14 @@ def test_an_engine_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
     with pytest.raises(OSDError, match="the engine ended with status 1: .*engine.log") as error:
         run_child([str(job), "target"], {}, log, lambda num, text="": None)
     assert "directory" in str(error.value)  # which the job lacks
+
+
+def test_numba_has_as_many_threads_as_openmp() -> None:
+    assert environment_of({"OMP_NUM_THREADS": "3"})["NUMBA_NUM_THREADS"] == "3"
+    both = environment_of({"OMP_NUM_THREADS": "3", "NUMBA_NUM_THREADS": "2"})
+    assert both["NUMBA_NUM_THREADS"] == "2"
+    assert "NUMBA_NUM_THREADS" not in environment_of({"A": "b"})
+    assert environment_of({})["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 def test_counters_are_those_of_the_run() -> None:

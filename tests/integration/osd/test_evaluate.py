@@ -1,0 +1,136 @@
+"""`osd evaluate` on real vLLM: what it says is what vLLM counted, and no arm changes an answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pairs import Pair, build_pair
+from tests.support.paths import ROOT
+from tests.support.traffic import prompt_texts
+
+ENGINE = (
+    *("serving.vllm.dtype=float32", "serving.vllm.enforce_eager=true"),
+    *("serving.vllm.kv_cache_memory_bytes=67108864", "serving.vllm.max_model_len=128"),
+    *("serving.env.OMP_NUM_THREADS=1", "serving.env.VLLM_CPU_OMP_THREADS_BIND=nobind"),
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("evaluate")
+
+
+@pytest.fixture(scope="module")
+def pair(place: Path) -> Pair:
+    return build_pair(place / "pair")
+
+
+@pytest.fixture(scope="module")
+def data(place: Path) -> Path:
+    texts = prompt_texts(8, seed=5, length=12)
+    lines = [json.dumps({"prompt": text, "data": f"half {i % 2}"}) for i, text in enumerate(texts)]
+    (place / "prompts.jsonl").write_text("\n".join(lines))
+    return place / "prompts.jsonl"
+
+
+def osd_evaluate(place: Path, pair: Pair, data: Path, *more: str) -> str:
+    command = [sys.executable, "-m", "osd", "evaluate", str(pair.target), *ENGINE]
+    command += ["--draft", str(pair.draft), "--data", str(data), "--out", str(place / "out")]
+    command += ["--quick", "--max-tokens", "24", "--batch", "3", *more]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def said(place: Path, pair: Pair, data: Path) -> str:
+    return osd_evaluate(place, pair, data, "--methods", "none,draft", "--k", "1,3")
+
+
+def figures(place: Path) -> list[dict[str, Any]]:
+    return list(json.loads((place / "out" / "figures.json").read_text()))
+
+
+def runs(place: Path, pattern: str) -> list[dict[str, Any]]:
+    found = sorted((place / "out" / "runs").glob(pattern))
+    assert found, pattern
+    return [json.loads(file.read_text()) for file in found]
+
+
+def test_no_arm_changes_an_answer(said: str, place: Path) -> None:
+    assert "32 compared with those of none at temperature 0: all identical" in said
+    none, *others = runs(place, "draft/*.json")
+    answers = [one["token_ids"] for one in none["requests"]]
+    assert len({tuple(answer) for answer in answers}) == 8 and max(map(len, answers)) == 24
+    for other in others:
+        assert [one["token_ids"] for one in other["requests"]] == answers
+
+
+def test_its_counts_are_vllms_own(said: str, place: Path) -> None:
+    assert "vLLM's own counters: equal" in said
+    for run in runs(place, "draft/draft-k3*.json"):
+        parts = [part for one in run["requests"] for part in one["steps"] if part[2]]
+        counters = run["counters"]
+        assert counters["num_drafts"] == len(parts) > 20
+        assert counters["num_draft_tokens"] == sum(len(drafted) for _, _, drafted, _ in parts)
+        assert counters["num_accepted_tokens"] == sum(accepted for *_, accepted in parts) > 10
+        assert counters["accepted_per_position"] == [
+            sum(accepted > g for *_, accepted in parts) for g in range(3)
+        ]
+    for run in runs(place, "draft/none*.json"):
+        assert run["counters"]["num_draft_tokens"] == 0
+
+
+def test_drafts_and_steps_lead_to_the_answers(said: str, place: Path) -> None:
+    """What is kept is enough to walk each answer again."""
+    for run in runs(place, "draft/draft-k3*.json"):
+        for one in run["requests"]:
+            for _, at, drafted, accepted in one["steps"]:
+                wanted = one["token_ids"][at : at + accepted]
+                assert drafted[: len(wanted)] == wanted
+                rejected = one["token_ids"][at + accepted : at + accepted + 1]
+                assert drafted[accepted : accepted + 1] != rejected or not rejected
+
+
+def test_a_draft_that_is_often_right_takes_fewer_steps(said: str, place: Path) -> None:
+    by_arm = {(one["method"], one["k"]): one for one in figures(place)}
+    none, short, long = by_arm["none", 0], by_arm["draft", 1], by_arm["draft", 3]
+    assert 1 < short["acceptance_length"] <= 2 < long["acceptance_length"] <= 4
+    assert none["acceptance_length"] is None and none["verified_per_step"] == 1
+    assert 3 < long["verified_per_step"] <= 4
+    assert long["over_none"]["num"] == 2
+    assert long["parts_ms"]["draft"] > short["parts_ms"]["draft"] > none["parts_ms"]["draft"]
+    assert 0 < long["target_efficiency"] < 1.5
+    assert [of["data"] for of in long["by_data"]] == ["half 0", "half 1"]
+    whole = sum(long["parts_ms"].values())
+    assert whole == pytest.approx(long["step_ms"]) and min(long["parts_ms"].values()) > 0
+
+
+def test_what_is_there_is_not_done_again_and_more_can_be_added(
+    said: str, place: Path, pair: Pair, data: Path
+) -> None:
+    files = {file: file.stat().st_mtime_ns for file in (place / "out" / "runs").rglob("*.json")}
+    again = osd_evaluate(
+        place, pair, data, "--methods", "none,ngram,memory,draft", "--k", "1,3", "--repeats", "1"
+    )
+    assert {file: file.stat().st_mtime_ns for file in files} == files
+    assert "vLLM's own counters: equal" in again and "all identical" in again
+    added = {file.parent.name for file in (place / "out" / "runs").rglob("*.json")}
+    assert added == {"draft", "memory", "ngram"}
+
+
+def test_a_bad_start_of_the_engine_is_one_line(place: Path, pair: Pair, data: Path) -> None:
+    command = [sys.executable, "-m", "osd", "evaluate", str(pair.target), *ENGINE]
+    command += ["--methods", "none", "--data", str(data), "--out", str(place / "bad"), "--quick"]
+    command += ["--max-tokens", "8", "serving.vllm.no_such_argument=1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert "no_such_argument" in done.stderr.splitlines()[-1]
+    assert str(place / "bad" / "logs" / "none.log") in done.stderr
