@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-QUICK, WHOLE = ("1,3", "1,4", 8, 48, 2), ("1,2,3,5", "1,4,16", 64, 256, 3)
+QUICK, WHOLE = ("1,3", "1,4", 4, 48, 2), ("1,2,3,5", "1,4,16", 64, 256, 3)
 """Without and with patience: --k, --batch, --requests, --max-tokens, --repeats."""
 
 

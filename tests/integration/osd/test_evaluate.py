@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import servers
+from osd.service.plan import free_port
 from tests.support.pairs import Pair, build_pair
 from tests.support.paths import ROOT
 from tests.support.traffic import prompt_texts
@@ -43,7 +45,7 @@ def data(place: Path) -> Path:
 def osd_evaluate(place: Path, pair: Pair, data: Path, *more: str) -> str:
     command = [sys.executable, "-m", "osd", "evaluate", str(pair.target), *ENGINE]
     command += ["--draft", str(pair.draft), "--data", str(data), "--out", str(place / "out")]
-    command += ["--quick", "--max-tokens", "24", "--batch", "3", *more]
+    command += ["--quick", "--requests", "8", "--max-tokens", "24", "--batch", "3", *more]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -134,3 +136,59 @@ def test_a_bad_start_of_the_engine_is_one_line(place: Path, pair: Pair, data: Pa
     assert done.returncode == 1
     assert "no_such_argument" in done.stderr.splitlines()[-1]
     assert str(place / "bad" / "logs" / "none.log") in done.stderr
+
+
+BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""`vllm bench serve`, whose program looks for a package of vLLM's name on GPUs."""
+
+
+def as_sharegpt(data: Path, place: Path) -> Path:
+    """The same prompts in a form that vLLM reads without pandas."""
+    prompts = [json.loads(line)["prompt"] for line in data.read_text().split("\n")]
+    turns = [
+        [{"from": "human", "value": prompt}, {"from": "gpt", "value": "t30 t31 t32 t33 t34"}]
+        for prompt in prompts
+    ]
+    (place / "sharegpt.json").write_text(json.dumps([{"conversations": each} for each in turns]))
+    return place / "sharegpt.json"
+
+
+def test_vllm_bench_serve_counts_the_same(said: str, place: Path, pair: Pair, data: Path) -> None:
+    """The same requests to `vllm serve` with the same draft."""
+    port = free_port("127.0.0.1")
+    options = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": 128,
+        "enable_prefix_caching": False,
+    }
+    command = servers.vllm_command(
+        pair.target, pair.draft, name="pair", port=port, k=3, options=options
+    )
+    url, log = f"http://127.0.0.1:{port}", place / "serve.log"
+    with servers.process(command, log, {}) as child:
+        servers.wait_for_health(child, url, log)
+        result = place / "bench.json"
+        bench = [sys.executable, "-c", BENCH_SERVE, "--backend", "openai", "--base-url", url]
+        bench += ["--model", "pair", "--tokenizer", str(pair.target), "--temperature", "0"]
+        bench += ["--dataset-name", "sharegpt", "--dataset-path", str(as_sharegpt(data, place))]
+        bench += ["--num-prompts", "8", "--max-concurrency", "3", "--sharegpt-output-len", "24"]
+        bench += ["--save-result", "--result-filename", str(result)]
+        done = subprocess.run(bench, capture_output=True, text=True, cwd=place)
+        assert done.returncode == 0, done.stderr[-2000:]
+    theirs = json.loads(result.read_text())
+    assert theirs["completed"] == 8
+    for run in runs(place, "draft/draft-k3_batch-3*.json"):
+        own = run["counters"]
+        assert own["num_drafts"] == theirs["spec_decode_num_drafts"]
+        assert own["num_draft_tokens"] == theirs["spec_decode_draft_tokens"]
+        assert own["num_accepted_tokens"] == theirs["spec_decode_accepted_tokens"]
+    long = next(one for one in figures(place) if one["k"] == 3)
+    assert long["acceptance_length"] == pytest.approx(theirs["spec_decode_acceptance_length"])
