@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -117,6 +118,8 @@ def evaluate(
         temperatures=temperatures,
         num_repeats=repeats or num_repeats,
     )
+    # SIGTERM ends the engine too, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     command.run(asked, models, plan, typer.echo, warn, as_json=as_json)
 
 
