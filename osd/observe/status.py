@@ -50,6 +50,7 @@ def speculation_figures(report: SpeculationReport | None) -> SpeculationFigures 
         num_probes=report.num_probes,
         positions=list(zip(tested, accepted, strict=False)),
         contexts=report.by_context,
+        outputs=report.by_output,
         spread=report.spread,
         undrafted=report.undrafted,
         sources=report.sources,

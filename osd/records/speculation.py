@@ -155,7 +155,8 @@ class SpeculationFigures:
                            plans={"draft 3": PlanTotals(steps=88, seconds=2.0, tokens=1580)},
                            seconds_per_part={"draft": 0.4, "verify": 1.2}, num_probes=2,
                            positions=[(88, 70), (70, 49), (49, 30)],
-                           contexts={"<64": (207, 149)}, spread={"0.5": 0.72})
+                           contexts={"<64": (207, 149)}, outputs={"<16": (207, 149)},
+                           spread={"0.5": 0.72})
     """
 
     mode: str = ""
@@ -179,6 +180,8 @@ class SpeculationFigures:
     """(tested, accepted) draft tokens by position in the draft."""
     contexts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Length of the context -> (tested, accepted) draft tokens."""
+    outputs: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Position in the output -> the same."""
     spread: dict[str, float] = field(default_factory=dict)
     undrafted: dict[str, int] = field(default_factory=dict)
     sources: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -169,6 +169,14 @@ def tokens_a_step(page: Any) -> dict[str, tuple[float, int]]:
     return {name: (float(tokens), int(share)) for name, tokens, share in found}
 
 
+def test_acceptance_by_place_in_the_answer(lived: str, visit: Open) -> None:
+    page = visit(f"{lived}/dashboard")
+    page.wait_for_selector("#outputs td")
+    rows = page.locator("#outputs tr").all_inner_texts()
+    found = [tuple(" ".join(row.split()).split(" tokens ")) for row in rows]
+    assert [(place, share[:4]) for place, share in found] == [("< 16", "81.0"), ("< 64", "63.6")]
+
+
 @pytest.mark.parametrize("range_s", ["5min", "24h"])
 def test_the_page_shows_who_brought_the_tokens(
     scene: Scene, lived: str, url: str, visit: Open, range_s: str

@@ -92,7 +92,9 @@ export function showSpeculation(replicas) {
   document.getElementById("anatomy").hidden = known.length === 0;
   showAcceptance("places", tally(figures, (f) => f.positions.map((pair, i) => [`${i + 1}.`, pair])));
   showAcceptance("sources", tally(figures, (f) => Object.entries(f.sources)));
-  showAcceptance("contexts", tally(figures, (f) => Object.entries(f.contexts).map(([name, pair]) => [`${name.replace(">=", "≥ ").replace("<", "< ")} tokens`, pair])));
+  const byLength = (pairs) => Object.entries(pairs).map(([name, pair]) => [`${name.replace(">=", "≥ ").replace("<", "< ")} tokens`, pair]);
+  showAcceptance("contexts", tally(figures, (f) => byLength(f.contexts)));
+  showAcceptance("outputs", tally(figures, (f) => byLength(f.outputs)));
   fill("spread", known.flatMap(({ replica, speculation_figures: { spread } }) => Object.entries(spread).map(([quantile, alpha]) => {
     const title = `${replica}: ${QUANTILE_NAMES[quantile] ?? quantile} of the requests that ended lately had a lower α`.replace("median", "half");
     return element("tr", { title },

@@ -464,6 +464,7 @@ async def test_status_carries_what_replicas_say_of_speculation(
     assert figures["seconds_per_part"] == {"draft": 0.4, "verify": 1.2, "sample": 0.2, "other": 0.2}
     assert figures["positions"] == [[88, 70], [70, 49], [49, 30]]
     assert figures["contexts"] == {"<64": [200, 149], ">=64": [7, 0]}
+    assert figures["outputs"] == {"<16": [150, 120]}
     assert other["speculation_figures"] is None
 
 
@@ -482,7 +483,7 @@ def test_page_explains_every_figure_of_speculation() -> None:
     page = (STATIC / "index.html").read_text()
     panel = page[page.index('id="speculation-title"') : page.index('id="drafts-title"')]
     heads = re.findall(r"<(?:th|h3)\b([^>]*)>([^<]+)", panel)
-    assert len(heads) == 15
+    assert len(heads) == 16
     assert [name for attributes, name in heads if "title=" not in attributes] == ["Replica"]
     assert re.search(r'Net speed-up <span class="tag good">measured<', panel)
     assert re.search(
@@ -491,7 +492,8 @@ def test_page_explains_every_figure_of_speculation() -> None:
     )
     script = (STATIC / "speculation.js").read_text()
     for place in re.findall(
-        r'id="(speculation(?:-count)?|breakdown|places|sources|contexts|spread|changes)"', panel
+        r'id="(speculation(?:-count)?|breakdown|places|sources|contexts|outputs|spread|changes)"',
+        panel,
     ):
         assert f'"{place}"' in script, place
     for figure in fields(SpeculationFigures):

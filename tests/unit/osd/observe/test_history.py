@@ -64,6 +64,7 @@ REPORT = {
     "tested_per_position": [88, 70, 49],
     "accepted_per_position": [70, 49, 30],
     "by_context": {"<64": [200, 149], ">=64": [7, 0]},
+    "by_output": {"<16": [150, 120]},
     "spread": {"0.5": 0.72},
     "undrafted": {"min_p": 4},
     "sources": {"draft": [90, 60], "memory": [40, 30]},
