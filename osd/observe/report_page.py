@@ -119,7 +119,7 @@ def columns(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
     )
     return (
-        '<div style="overflow-x: auto; white-space: nowrap"><table>'
+        '<div class="columns"><table>'
         f"<thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 

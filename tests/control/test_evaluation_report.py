@@ -48,6 +48,10 @@ def test_the_page_says_what_was_found(browser: Any, tmp_path: Path) -> None:
     assert "batch 2, temperature 0: draft 3, 4.00 times as fast as none" in found
     cells = page.locator("table tbody tr").nth(1).locator("td")
     assert cells.all_inner_texts()[:4] == ["draft", "1", "16.0", "2.67"]
+    heights = page.eval_on_selector_all(
+        ".columns tbody td", "cells => cells.map((cell) => cell.clientHeight)"
+    )
+    assert max(heights) < 1.5 * min(heights), "no figure is broken over two lines"
     assert HOSTILE in found
     page.set_viewport_size({"width": 400, "height": 800})
     page.wait_for_timeout(300)
