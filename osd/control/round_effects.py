@@ -157,7 +157,7 @@ class Gain:
         as it was over at once, shows nothing."""
         if not self.is_begun:
             return
-        self.is_begun, self.awaited, self.num_shown = False, None, 0
+        self.is_begun, self.num_shown = False, 0
         _, worth, promise = self.before
         if is_published and worth is not None and promise is not None:
             self.awaited = promise.of_share(share)

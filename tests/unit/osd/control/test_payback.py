@@ -15,7 +15,7 @@ import pytest
 
 from osd.config.schema import TrainerConfig
 from osd.control.payback import MOST_REST_S, PaybackMeter
-from osd.control.round_effects import CHANGED, KEEP_ROUND, SHOWS_IN, UNTRIED, Progress, Promise
+from osd.control.round_effects import CHANGED, KEEP_ROUND, SHOWS_IN, UNTRIED
 from osd.records import (
     FAR_FEWER_ERRORS,
     FEWER_ERRORS,
@@ -27,6 +27,7 @@ from osd.records import (
     SpeculationReport,
 )
 from tests.unit.osd.control.test_controller import World, make_outcome, no_gain, replica
+from tests.unit.osd.control.test_round_effects import errs_less_by
 
 
 class Deployment:
@@ -144,9 +145,40 @@ def test_one_odd_round_changes_nothing() -> None:
     usual = figures(here)
     slow, here.slowdown = here.slowdown, 50.0
     here.round(seconds=7200.0)
+    assert figures(here).taken_s == pytest.approx(usual.taken_s)
     here.slowdown = slow
     here.round()
     assert figures(here).taken_s == pytest.approx(usual.taken_s)
+
+
+def test_a_round_that_found_no_traces_says_nothing_of_how_long_one_takes() -> None:
+    here = after_rounds()
+    before = figures(here)
+    for _ in range(9):
+        here.meter.add_round(
+            replace(make_outcome("", 1), seconds=0.1, discarded=NO_TRACES), is_published=False
+        )
+    assert figures(here) == before
+
+
+def test_the_next_round_does_not_hide_what_the_last_one_took() -> None:
+    here = Deployment()
+    here.beat(10)
+    here.beat(10, is_training=True)
+    here.meter.add_round(make_outcome("", 1), is_published=False)
+    here.beat(2)
+    here.beat(1, is_training=True)
+    assert figures(here).slowdown == pytest.approx(1.25)
+
+
+def test_what_an_idle_engine_says_of_its_pace_is_not_believed() -> None:
+    here = Deployment()
+    here.beat(10)
+    usual, here.pace, here.idle = here.pace, 5.0, {"replica-0"}
+    here.beat(10)
+    here.pace, here.idle = usual, set()
+    here.round()
+    assert figures(here).slowdown == pytest.approx(1.25)
 
 
 def test_a_round_that_failed_shows_nothing_of_what_one_takes() -> None:
@@ -227,6 +259,31 @@ def test_rounds_that_bring_nothing_are_expected_to_bring_less_until_the_traffic_
     assert figures(here).saved_s == pytest.approx(50 * (1 - 1 / 1.1))
 
 
+def test_drafts_that_brought_nothing_say_nothing_of_changed_traffic() -> None:
+    here = Deployment()
+    here.brings = 1.0
+    here.beat(10)
+    for _ in range(6):
+        here.round()
+    assert figures(here).saved_s < 10
+    here.meter.renew()
+    assert figures(here).saved_s == pytest.approx(590 * (1 - 1 / 1.1))
+
+
+def test_rounds_looked_at_together_save_in_the_mean_what_is_left_when_all_are_trained() -> None:
+    here = Deployment()
+    here.better, here.far_better = 1.0, 1.5
+    here.beat(10)
+    here.round(replace(make_outcome("", 1), eval=None))
+    errors = 1 - (1 - FEWER_ERRORS) ** 4  # four rounds promise most
+    share = (errors - FEWER_ERRORS) / (FAR_FEWER_ERRORS - FEWER_ERRORS)
+    assert figures(here).saved_s == pytest.approx((600 - 40) / 4 * (1 - 1.5**-share))
+
+
+def test_a_round_longer_than_it_has_to_pay_back_saves_nothing() -> None:
+    assert figures(after_rounds(payback_seconds=5)).saved_s == 0
+
+
 def test_what_a_draft_brings_counts_not_what_its_gate_promises() -> None:
     """Beside a memory, a draft that errs far less may make nothing faster."""
     here = Deployment()
@@ -293,37 +350,6 @@ def test_the_fewer_errors_rounds_take_the_less_is_expected_of_the_next() -> None
     assert saved[0] > 2 * saved[1] > 4 * saved[2]
 
 
-def test_promises_are_those_of_the_shares_that_were_asked_after() -> None:
-    promise = Promise(of_better=0.1, of_far_better=0.5)
-    shares = (0, FEWER_ERRORS / 2, FEWER_ERRORS, 0.5, FAR_FEWER_ERRORS, 1)
-    assert [promise.of_share(share) for share in shares] == pytest.approx(
-        [0, 0.05, 0.1, 0.3, 0.5, 0.5]
-    )
-
-
-def test_progress_is_the_share_of_errors_by_the_gate() -> None:
-    progress = Progress()
-    assert progress.of_rounds(1) == FEWER_ERRORS
-    assert progress.of_rounds(2) == pytest.approx(1 - (1 - FEWER_ERRORS) ** 2)
-    assert progress.add(errs_less_by(0.4), is_published=True) == pytest.approx(0.4)
-    assert progress.of_rounds(1) == pytest.approx(
-        (KEEP_ROUND * FEWER_ERRORS + 0.4) / (KEEP_ROUND + 1)
-    )
-    assert progress.add(errs_less_by(0.4), is_published=False) == 0, "it serves nowhere"
-    assert progress.add(errs_less_by(-0.4), is_published=True) == 0
-    before = progress.of_rounds(1)
-    unjudged = replace(make_outcome("", 1), eval=None)
-    assert progress.add(unjudged, is_published=True) == before == progress.of_rounds(1)
-
-
-def errs_less_by(share: float) -> RoundOutcome:
-    """A round whose gate says so."""
-    outcome = make_outcome("", 1)
-    assert outcome.eval is not None
-    alpha = 1 - (1 - outcome.eval.alpha_base) * (1 - share)
-    return replace(outcome, eval=replace(outcome.eval, alpha_candidate=alpha))
-
-
 def test_only_engines_that_serve_the_new_draft_show_what_it_brings() -> None:
     """On trial, or refused by an engine: what the others say is of the old one."""
     here = after_rounds(0)
@@ -349,6 +375,7 @@ def test_a_round_too_short_to_be_seen_says_nothing_of_what_drafts_bring() -> Non
     """What the draft before it brought is kept, and not counted again."""
     here = after_rounds(3)
     before = figures(here).saved_s
+    here.draft *= 1.02  # the traffic has changed
     for is_published in (False, True):
         here.meter.add_round(make_outcome("", 1), is_published=is_published)
         here.version += is_published
@@ -446,7 +473,8 @@ def test_a_heartbeat_counts_for_the_time_at_which_it_was_sent() -> None:
     here.beat(10)
     for _ in range(2):
         known, begun = here.status("replica-0", is_training=False), here.now + 0.1
-        here.meter.look([known], is_training=True, now=begun)
+        here.meter.look([replace(known, at=begun - 0.05)], is_training=True, now=begun)
+        here.meter.look([replace(known, at=begun - 0.02)], is_training=True, now=begun)
         here.now = begun + 0.9
         sent = here.status("replica-0", is_training=True)
         here.meter.add_round(make_outcome("", 1), is_published=True)
