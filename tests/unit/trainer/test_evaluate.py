@@ -330,6 +330,7 @@ def test_a_report_is_drawn_with_the_given_seed_and_as_often_as_the_gate_says() -
                 (classes == name).sum(),
                 *alphas,
             ]
+            assert found.success_candidate == counts[0].of(classes == name).success
 
 
 def counts_of(tested: Sequence[int], accepted: Sequence[int]) -> ReplayCounts:

@@ -54,6 +54,9 @@ def test_speeds_are_those_of_the_best_plans() -> None:
     assert found.of_far_better == pytest.approx((1 + alpha + alpha**2) / 1.2 / now)
     worth.restart()
     assert worth.report() is None
+    add(worth, load(None), times)
+    restarted = worth.report()
+    assert restarted is not None and restarted.of_draft == 1.0, "of the new draft alone"
 
 
 def test_a_draft_beside_a_memory_that_knows_it_all_is_worth_nothing() -> None:

@@ -16,7 +16,7 @@ from osd.records import Trace
 from tests.support.builders import make_trace
 from tests.support.deep_targets import TAPS, VOCABULARY, save_target
 from tests.support.heads import write_head
-from trainer.batch import collate_outputs
+from trainer.batch import NUM_LIKELIEST, collate_outputs
 from trainer.draft import load_draft
 from trainer.eagle3.features import TargetFeatures
 from trainer.eagle3.head import HeadModel
@@ -150,17 +150,33 @@ def test_every_depth_gives_the_logits_of_a_head_that_drafts_token_by_token(
     some = traces()
     batch = model.prepared(collate_outputs(some, 256, model.vocab_size))
     with torch.no_grad():
-        logits = model(*model.inputs(batch))
+        logits, proposals = model(*model.inputs(batch)), model.proposals(batch)
+    first = reference.w.get("d2t", torch.zeros(1))[0]  # of the draft's ids, in the target's
     num_compared, texts = 0, [tokens_of(trace) for trace in some]
     for n in range(batch.num_rows):
         tokens = texts[int(batch.trace_N[n])]
         row = int(batch.position_ids_BS[batch.row_b_N[n], batch.row_s_N[n]])
         for depth in range(NUM_DEPTHS):
             if row - 1 - depth < 0:
-                assert int(model.proposals(batch).ids_GN[depth, n]) == -1
+                assert proposals.ids_GN[depth, n] == -1
+                assert depth or (proposals.likeliest_KN[:, n] == -1).all()
                 continue
             expected_D = reference.logits(tokens, row - 1 - depth, depth)
             torch.testing.assert_close(logits[depth][n], expected_D, atol=2e-4, rtol=1e-3)
+            assert proposals.ids_GN[depth, n] == expected_D.argmax() + first
+            if not depth:
+                ranked = expected_D.argsort(descending=True)[:NUM_LIKELIEST] + first
+                assert proposals.likeliest_KN[:, n].tolist() == ranked.tolist()
             num_compared += 1
     assert num_compared > 60
     assert len(set(batch.row_b_N.tolist())) < len(some), "some texts share a line"
+
+
+def test_a_head_of_few_tokens_has_no_more_likeliest(
+    target: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    model = load(write_head(tmp_path, target, taps=TAPS, draft_vocab_size=3), teacher)
+    batch = model.prepared(collate_outputs(traces(1), 256, model.vocab_size))
+    with torch.no_grad():
+        likeliest_KN = model.proposals(batch).likeliest_KN
+    assert likeliest_KN.sort(0).values[:, -1].tolist() == [-1, -1, 2, 3, 4]
