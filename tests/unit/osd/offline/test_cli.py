@@ -14,6 +14,7 @@ import pytest
 
 from buffers.codec import encode_trace
 from buffers.trace_file import write_traces
+from tests.support.heads import write_head
 from tests.support.paths import ROOT
 from tests.support.served_targets import served_target
 from tests.support.tiny_drafts import TARGET_ID, chain_traces, save_draft
@@ -107,6 +108,15 @@ def test_train_refuses(shell: Shell, arguments: list[str], line: str) -> None:
         "train", "--draft", "draft", "--out", "new", "--traces", *arguments, status=status
     )
     assert said.startswith(line)
+
+
+def test_train_hands_the_number_of_drafts_to_the_pool(shell: Shell) -> None:
+    """A pool is of draft models, and says so of a head before it reads a trace."""
+    write_head(shell.directory / "head", served_target(shell.directory / "target"))
+    shell.before = shell.names()
+    given = ["--draft", "head", "--traces", "a.traces", "--out", "new", "serving.target=target"]
+    said = shell.refusal("train", "--pool", "3", *given)
+    assert said.startswith(f"--pool 3: serving.draft={shell.directory / 'head'} is a head")
 
 
 def test_train_without_a_draft(shell: Shell) -> None:
