@@ -190,5 +190,6 @@ def test_vllm_bench_serve_counts_the_same(said: str, place: Path, pair: Pair, da
         assert own["num_drafts"] == theirs["spec_decode_num_drafts"]
         assert own["num_draft_tokens"] == theirs["spec_decode_draft_tokens"]
         assert own["num_accepted_tokens"] == theirs["spec_decode_accepted_tokens"]
+    osd_evaluate(place, pair, data, "--methods", "none,draft", "--k", "3")  # all runs are there
     long = next(one for one in figures(place) if one["k"] == 3)
     assert long["acceptance_length"] == pytest.approx(theirs["spec_decode_acceptance_length"])
