@@ -16,9 +16,10 @@ from benchmarks.recording import Recorded
 from benchmarks.served import matches_of
 from benchmarks.step_times import WIDTHS, ModelledStepTimes
 from osd.evaluate.bound.costs import DraftCosts, StepCosts
-from osd.evaluate.bound.runs import ProposerRuns, RequestRuns, runs_of_matches
+from osd.evaluate.bound.runs import ProposerRuns, RequestRuns
 from serving.speculation.requests import Remembers
 from trainer.draft import Draft
+from trainer.evaluate import leading_matches
 
 
 def runs_of(
@@ -38,7 +39,7 @@ def runs_of(
 
 def runs_of_draft(model: Draft, request: Recorded, k: int) -> ProposerRuns:
     """Up to k tokens wherever it is asked."""
-    return ProposerRuns.of_model(runs_of_matches(matches_of(model, request), k), k)
+    return ProposerRuns.of_model(leading_matches(matches_of(model, request), k), k)
 
 
 def runs_of_memory(

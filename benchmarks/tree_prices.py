@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from benchmarks.head_costs import BF16, Shape
 from benchmarks.head_sizes import SHAPES
 from benchmarks.record import Row
 from benchmarks.step_times import published_draft_s, published_step_s
+from serving.trees.expand import num_drafted
 
 Widths = tuple[int, ...]
 
@@ -30,7 +30,7 @@ CONTEXT = 1024
 
 def num_nodes(widths: Widths) -> int:
     """That the target computes of a request: node 0, and all proposed."""
-    return 1 + sum(prod(widths[:depth]) for depth in range(1, len(widths) + 1))
+    return 1 + num_drafted(widths)
 
 
 def num_read(widths: Widths) -> int:

@@ -114,7 +114,7 @@ def count_steps(is_match_GT: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray
     them and the one token that the target adds.
     """
     tested, accepted = np.zeros(k, np.int64), np.zeros(k, np.int64)
-    run_T = _leading_matches(np.atleast_2d(is_match_GT), k)
+    run_T = leading_matches(np.atleast_2d(is_match_GT), k)
     at = 0
     while at < len(run_T):
         num_drafted, num_accepted = min(k, len(run_T) - at), int(run_T[at])
@@ -124,8 +124,9 @@ def count_steps(is_match_GT: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray
     return tested, accepted
 
 
-def _leading_matches(is_match_GT: np.ndarray, k: int) -> np.ndarray:
-    """int64 [T]: draft tokens accepted in a step that begins there."""
+def leading_matches(is_match_GT: np.ndarray, k: int) -> np.ndarray:
+    """int64 [T]: draft tokens, of at most k, accepted in a step that begins there. `is_match_GT`:
+    bool [G, T], as of `is_match`."""
     num_depths, num_tokens = is_match_GT.shape
     is_run_T, run_T = np.ones(num_tokens, bool), np.zeros(num_tokens, np.int64)
     for depth in range(k):

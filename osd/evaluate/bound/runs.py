@@ -62,16 +62,3 @@ class RequestRuns:
                     f"proposers.{name}: {len(runs.right)} positions, but an answer of "
                     f"{self.num_output} tokens has {self.num_output - 1}"
                 )
-
-
-def runs_of_matches(is_match_GT: np.ndarray, most: int) -> np.ndarray:
-    """int [T - 1]: leading matches of at most `most` draft tokens, by the position where drafting
-    begins. `is_match_GT`: bool [G, T - 1], where the draft is right at depth g of a step, as
-    `trainer.evaluate` has it; of one row where all depths propose alike."""
-    num_depths, num = is_match_GT.shape
-    is_run, run = np.ones(num, bool), np.zeros(num, np.int64)
-    for depth in range(min(most, num)):
-        is_run[num - depth :] = False
-        is_run[: num - depth] &= is_match_GT[min(depth, num_depths - 1), depth:]
-        run += is_run
-    return run

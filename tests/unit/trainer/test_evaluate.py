@@ -22,6 +22,7 @@ from trainer.evaluate import (
     compare,
     count_steps,
     is_match,
+    leading_matches,
     replay,
 )
 
@@ -113,6 +114,16 @@ def test_steps_of_a_head_by_hand(
 ) -> None:
     is_match_GT = np.array([[char == "1" for char in depth] for depth in depths])
     assert [counts.tolist() for counts in count_steps(is_match_GT, k)] == [tested, accepted]
+
+
+def test_runs_are_counted_from_matches_at_each_depth() -> None:
+    one = np.array([[True, True, False, True, True]])
+    assert leading_matches(one, 4).tolist() == [2, 1, 0, 2, 1]
+    assert leading_matches(one, 1).tolist() == [1, 1, 0, 1, 1]
+    two = np.array([[True] * 4, [True, False, True, True]])
+    # Begun at 0 its second token stands at 1, where depth 1 is wrong.
+    assert leading_matches(two, 9).tolist() == [1, 3, 2, 1]
+    assert leading_matches(np.zeros((1, 0), bool), 3).tolist() == []
 
 
 def test_what_has_one_token_was_never_drafted() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from osd.evaluate.bound.costs import NOBODY, DraftCosts, StepCosts
 from osd.evaluate.bound.rules import adaptive, fixed, longest, none, oracle
-from osd.evaluate.bound.runs import ProposerRuns, RequestRuns, runs_of_matches
+from osd.evaluate.bound.runs import ProposerRuns, RequestRuns
 from osd.evaluate.bound.speeds import (
     ALL,
     NONE,
@@ -261,13 +261,3 @@ def test_the_best_fixed_choice_may_be_none_and_the_gap_is_shared_out() -> None:
     assert share_closed(1.5, 1.0, 2.0) == pytest.approx(0.5)
     assert share_closed(0.8, 1.0, 2.0) == pytest.approx(-0.2)
     assert share_closed(1.0, 1.0, 1.0) is None
-
-
-def test_runs_are_counted_from_matches_at_each_depth() -> None:
-    one = np.array([[True, True, False, True, True]])
-    assert runs_of_matches(one, 4).tolist() == [2, 1, 0, 2, 1]
-    assert runs_of_matches(one, 1).tolist() == [1, 1, 0, 1, 1]
-    two = np.array([[True] * 4, [True, False, True, True]])
-    # Begun at 0 its second token stands at 1, where depth 1 is wrong.
-    assert runs_of_matches(two, 9).tolist() == [1, 3, 2, 1]
-    assert runs_of_matches(np.zeros((1, 0), bool), 3).tolist() == []
