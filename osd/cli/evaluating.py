@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -18,8 +18,19 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-QUICK, WHOLE = ("1,3", "1,4", 4, 48, 2), ("1,2,3,5", "1,4,16", 64, 256, 3)
-"""Without and with patience: --k, --batch, --requests, --max-tokens, --repeats."""
+
+class Usual(NamedTuple):
+    """What holds where an option is not given."""
+
+    k: str
+    batch: str
+    requests: int
+    max_tokens: int
+    repeats: int
+
+
+QUICK = Usual(k="1,3", batch="1,4", requests=4, max_tokens=48, repeats=2)
+WHOLE = Usual(k="1,2,3,5", batch="1,4,16", requests=64, max_tokens=256, repeats=3)
 
 
 @app.command(
@@ -92,23 +103,21 @@ def evaluate(
     target, overrides = split_arguments(arguments or [])
     if family and (target or draft or head):
         raise ConfigError("--family: brings its own models; leave TARGET, --draft and --head out")
-    found = bench.family(family) if family else None
-    flags = {"serving.target": target, "serving.draft": draft}
-    if found is not None:
-        flags = {"serving.target": str(found.target), "serving.draft": str(found.draft)}
-    ks, batches, num_requests, num_tokens, num_repeats = QUICK if quick else WHOLE
+    flags, traffic = _family(family) if family else ({}, {})
+    own = {"serving.target": target, "serving.draft": draft}
+    usual = QUICK if quick else WHOLE
     asked = command.Asked(
-        config=reading.load(config, overrides, flags).config,
+        config=reading.load(config, overrides, own | flags).config,
         data=tuple(data or ()),
         form=form,
-        traffic=found.traffic if found is not None else {},
-        num_requests=requests or num_requests,
-        max_tokens=max_tokens or num_tokens,
+        traffic=traffic,
+        num_requests=requests or usual.requests,
+        max_tokens=max_tokens or usual.max_tokens,
         seed=seed,
         out=out or (Path(f"evaluation-{family}") if family else None),
     )
-    loads = _loads(batch, rate, arrivals, batches)
-    lengths = whole_numbers(k or ks, "--k")
+    loads = _loads(batch, rate, arrivals, usual.batch)
+    lengths = whole_numbers(k or usual.k, "--k")
     temperatures = numbers(temperature, "--temperature", least=0)
     models = find(asked.config, head or "")
     plan = Plan(
@@ -116,11 +125,18 @@ def evaluate(
         lengths=lengths,
         loads=tuple(loads),
         temperatures=temperatures,
-        num_repeats=repeats or num_repeats,
+        num_repeats=repeats or usual.repeats,
     )
     # SIGTERM ends the engine too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     command.run(asked, models, plan, typer.echo, warn, as_json=as_json)
+
+
+def _family(name: str) -> tuple[dict[str, str], Mapping[str, Sequence[str]]]:
+    """Its models as settings, and its traffic."""
+    found = bench.family(name)
+    flags = {"serving.target": str(found.target), "serving.draft": str(found.draft)}
+    return flags, found.traffic
 
 
 def _loads(batch: str | None, rate: str | None, arrivals: bool, usual: str) -> Sequence[Load]:

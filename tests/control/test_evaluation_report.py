@@ -8,6 +8,7 @@ from typing import Any
 
 from osd.evaluate.figures import figures_of
 from osd.evaluate.report import html
+from tests.support.browser import open_report
 from tests.support.evaluations import REQUESTS, run_of, served, step
 
 HOSTILE = "</script><img src=http://evil.example/x>"
@@ -32,15 +33,8 @@ def evaluated() -> str:
 def test_the_page_says_what_was_found(browser: Any, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(evaluated(), encoding="utf-8")
-    said: list[str] = []
-    asked: list[str] = []
     page = browser.new_page()
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(file.as_uri())
-    page.wait_for_selector(".report-chart canvas")
-    page.wait_for_timeout(300)
+    said, asked = open_report(page, file)
     assert page.locator(".report-chart canvas").count() == 3
     legends = page.locator(".legend").all_inner_texts()
     assert "draft" in legends[0] and "draft 3" in legends[1] and "draft 1" in legends[2]

@@ -12,6 +12,7 @@ from benchmarks.record import Protocol
 from benchmarks.result import Lines, Result, Spread
 from benchmarks.stats import Estimate
 from osd.demo.report import html
+from tests.support.browser import open_report
 from tests.support.reports import report
 
 COLOURS = """canvas => {
@@ -47,16 +48,9 @@ def test_the_charts_are_drawn(
 ) -> None:
     file = tmp_path / "report.html"
     file.write_text(html(report()) if name == "demo" else bench_page(), encoding="utf-8")
-    said: list[str] = []
-    asked: list[str] = []
     context = browser.new_context(color_scheme=scheme)
     page = context.new_page()
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(file.as_uri())
-    page.wait_for_selector(".report-chart canvas")
-    page.wait_for_timeout(300)
+    said, asked = open_report(page, file)
     canvases = page.locator(".report-chart canvas")
     assert canvases.count() == num_charts
     assert ALPHA[scheme] in canvases.first.evaluate(COLOURS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,3 +87,17 @@ def smoothed(page: Any) -> float:
     """The newest value of the smoothed line, in per cent, as the legend says it."""
     text = page.locator("#legend-acceptance .key").last.inner_text()
     return float(found[1]) if (found := re.search(r"([\d.]+) %", text)) else -1.0
+
+
+def open_report(page: Any, file: Path) -> tuple[list[str], list[str]]:
+    """Open a report and wait for its charts. What the page says on its console or throws, and the
+    addresses it asks for, are added to the lists that this returns for as long as it is open."""
+    said: list[str] = []
+    asked: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(file.as_uri())
+    page.wait_for_selector(".report-chart canvas")
+    page.wait_for_timeout(300)
+    return said, asked
