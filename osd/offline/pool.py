@@ -8,7 +8,8 @@ do not reproduce, and is judged by such held-out traces alone. All begin with th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +38,11 @@ def run(job: Job, num_drafts: int, traces: Sequence[Path], say: Say, warn: Say) 
             "models; give a draft model, or leave --pool out"
         )
     given = recorded.load(traces, warn)
-    _make(job.out)
+    with _made(job.out):
+        return _train_in_turn(job, num_drafts, given, say)
+
+
+def _train_in_turn(job: Job, num_drafts: int, given: Recorded, say: Say) -> int:
     left, held = given, list[np.ndarray]()
     for number in range(1, num_drafts + 1):
         one = replace(job, out=job.out / str(number))
@@ -54,11 +59,18 @@ def run(job: Job, num_drafts: int, traces: Sequence[Path], say: Say, warn: Say) 
     return 0
 
 
-def _make(out: Path) -> None:
+@contextmanager
+def _made(out: Path) -> Iterator[None]:
+    """A new directory, which is gone again where nothing came into it."""
     try:
         out.mkdir()
     except OSError as error:
         raise ConfigError(f"--out: {explain(error, out)}") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # something is in it
+            out.rmdir()
 
 
 def _end(left: Recorded, num_reproduced: int, job: Job) -> str:

@@ -100,6 +100,12 @@ def test_a_draft_that_is_not_better_ends_the_pool(
     assert os.listdir(train.out) == ["1.refused"]
 
 
+def test_where_the_first_draft_cannot_be_trained_nothing_is_left_behind(train: Pool) -> None:
+    with pytest.raises(ConfigError, match="gate.min_holdout_traces=4 are needed to judge"):
+        train(2, USUAL)
+    assert not train.out.exists()
+
+
 def test_what_is_there_already_and_heads_are_refused(train: Pool, tmp_path: Path) -> None:
     train.out.mkdir()
     with pytest.raises(ConfigError, match="exists already; name a new directory"):
