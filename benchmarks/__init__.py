@@ -51,6 +51,10 @@ BENCHES = {
     "model of the same target.",
     "trees": "Whether token trees would pay over a chain: tokens per step and speed by shape and "
     "batch, here and at a GPU's published price.",
+    "pools": "Whether several drafts that make up for one another bring more than one draft's "
+    "wider tree.",
+    "success": "How often k tokens of a draft would hold the target's, by language: what token "
+    "trees could gain.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "

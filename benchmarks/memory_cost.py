@@ -23,6 +23,7 @@ ON, OFF = "memory on", "memory off"
 MOST = {OFF: K_MAX, ON: 8}
 """Tokens that an engine keeps room for (`speculation.k_max`, `speculation.memory_k_max`)."""
 TOKENS = {1: 192, 16: 768, 64: 3072}
+QUICK_TOKENS = {1: 192, 64: 1024}
 """Requests that decode together -> tokens of a turn."""
 STEPS_MS = (20, 40)
 """Steps of a target, of which the memory's time is said as a share."""
@@ -36,6 +37,7 @@ MOST_FREQUENT = "share of the most frequent token, at most"
 
 def protocol(options: Options) -> Protocol:
     """What will be measured."""
+    tokens = QUICK_TOKENS if options.quick else TOKENS
     return Protocol(
         bench="memory_cost",
         question="What does the memory cost on text in which it finds nothing?",
@@ -44,9 +46,9 @@ def protocol(options: Options) -> Protocol:
         "from pair to pair.",
         sizes={
             "num_pairs": 3 if options.quick else 24,
-            "num_warm": 2 if options.quick else 4,
-            "batches": [1, 64] if options.quick else list(TOKENS),
-            "tokens": {str(batch): num for batch, num in TOKENS.items()},
+            "num_warm": 1 if options.quick else 4,
+            "batches": list(tokens),
+            "tokens": {str(batch): num for batch, num in tokens.items()},
             "k_max": K_MAX,
             "target": "the tiny target at the cost of a model of 77 M parameters, with a last "
             "norm of a hundredth",
@@ -75,7 +77,8 @@ def run(options: Options) -> Result:
         for pair in range(-plan.sizes["num_warm"], plan.sizes["num_pairs"]):
             first += 1000
             for arm in plan.arms if pair % 2 else plan.arms[::-1]:
-                row = _turn(loaded[arm], meters[arm], batch, prompts, first)
+                phase = batch, plan.sizes["tokens"][str(batch)]
+                row = _turn(loaded[arm], meters[arm], phase, prompts, first)
                 if pair >= 0:
                     notebook.add(batch=batch, arm=arm, pair=pair, **row)
     return summarise(plan, notebook.rows)
@@ -104,10 +107,9 @@ def _engines(batch: int) -> dict[str, Any]:
         }
 
 
-def _turn(engine: Any, meter: Any, batch: int, prompts: Any, first: int) -> Row:
+def _turn(engine: Any, meter: Any, phase: tuple[int, int], prompts: Any, first: int) -> Row:
     control_s, verified = meter(), _verified(engine)
-    phases = ((batch, TOKENS[batch]),)
-    driven = engine.drive(phases, prompts, first, temperature=1.0)
+    driven = engine.drive((phase,), prompts, first, temperature=1.0)
     return {
         "cpu_seconds": driven.cpu_seconds,
         "control_cpu_seconds": meter() - control_s,

@@ -1,14 +1,10 @@
-"""What `osd bench trees` measures, in this process: rows of plain numbers.
-
-Legend: S tokens, V vocabulary.
-"""
+"""What `osd bench trees` measures, in this process: rows of plain numbers."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,21 +18,14 @@ from transformers.utils import logging
 
 from benchmarks.models import copy_with_noise
 from benchmarks.record import Row
-from benchmarks.trees import MULTI_STEP, NAIVE
+from benchmarks.success_rules import successes
 from osd.tiny.models import ensure, ensure_cost_shaped
 from osd.tiny.tokenizer import chat_prompt
 from osd.tiny.traffic import HOME, requests
 from serving.trees import fitting
-from serving.trees.dice import Dice, RandomDice
-from serving.trees.drafting import probabilities
 from serving.trees.engine import Answer, TreeEngine
-from serving.trees.expand import grow
-from serving.trees.tree import Tree
-from serving.trees.verify import multi_step
 
 SEED = 78_000
-DRAWS = 4
-"""Trees drawn at each position, where what is accepted is not known by arithmetic."""
 
 
 class Bench:
@@ -88,34 +77,18 @@ class Bench:
     def successes(
         self, draft: str, temperature: float, num_tokens: int, ks: Sequence[int]
     ) -> list[Row]:
-        """How often the next token of the target is among k that the draft proposes: rows {"rule",
-        "k", "success"}, with a mean over the positions of each request."""
+        """Rows as of `success_rules.successes`, of the target's own answers."""
         engine = TreeEngine(self.target, temperature=temperature)
-        texts = self._answers(engine, num_tokens, len(self.prompts))
-        found: dict[tuple[str, int], list[float]] = {}
-        by_rule = rules(temperature)
-        for prompt, answer in zip(self.prompts, texts, strict=True):
-            pairs = list(self._distributions(prompt, answer, draft, temperature))
-            for k in ks:
-                for rule, success in by_rule.items():
-                    mean = float(np.mean([success(p_V, q_V, k) for p_V, q_V in pairs]))
-                    found.setdefault((rule, k), []).append(mean)
-        return [{"rule": rule, "k": k, "success": means} for (rule, k), means in found.items()]
+        answers = self._answers(engine, num_tokens, len(self.prompts))
+        texts = [
+            (prompt, answer.output_ids)
+            for prompt, answer in zip(self.prompts, answers, strict=True)
+        ]
+        return successes(self.target, self.drafts[draft], texts, temperature, ks)
 
     def _answers(self, engine: TreeEngine, num_tokens: int, batch: int) -> list[Answer]:
         groups = [self.prompts[i : i + batch] for i in range(0, len(self.prompts), batch)]
         return [one for group in groups for one in engine.generate(group, num_tokens, self.eos)]
-
-    @torch.no_grad()
-    def _distributions(
-        self, prompt: Sequence[int], answer: Answer, draft: str, temperature: float
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """p and q at each token of an answer."""
-        ids = torch.tensor([[*prompt, *answer.output_ids]])
-        models = (self.target, self.drafts[draft])
-        logits = [model(ids).logits[0, len(prompt) - 1 : -1] for model in models]
-        rows = [probabilities(one, temperature or 1.0) for one in logits]
-        yield from zip(*rows, strict=True)
 
 
 def _noisy(source: Path, directory: Path, noise: float) -> Path:
@@ -128,58 +101,3 @@ def _noisy(source: Path, directory: Path, noise: float) -> Path:
 
 def _accepted(answer: Answer) -> float:
     return float(np.mean([step.num_accepted for step in answer.steps]))
-
-
-Success = Callable[[np.ndarray, np.ndarray, int], float]
-"""p, q and k -> the probability that one of k children of a node is accepted."""
-
-
-def likeliest_among_top(p_V: np.ndarray, q_V: np.ndarray, k: int) -> float:
-    """Greedy: whether the target's likeliest token is among the draft's k likeliest."""
-    return float(p_V.argmax() in np.argsort(-q_V, kind="stable")[:k])
-
-
-def mass_of_top(p_V: np.ndarray, q_V: np.ndarray, k: int) -> float:
-    """Of the draft's k likeliest under the target: chosen children, and naive sampling of them."""
-    return float(p_V[np.argsort(-q_V, kind="stable")[:k]].sum())
-
-
-def multi_step_of_drawn(p_V: np.ndarray, q_V: np.ndarray, k: int) -> float:
-    """Of k independent draws: each trial accepts sum min(p, q), and what is left of p after a
-    rejection does not depend on which token was rejected."""
-    rejected = 1.0
-    for _ in range(k):
-        accepted = float(np.minimum(p_V, q_V).sum())
-        rejected *= 1.0 - accepted
-        left_V = np.maximum(p_V - q_V, 0.0)
-        if left_V.sum() <= 0:
-            return 1.0
-        p_V = left_V / left_V.sum()
-    return 1.0 - rejected
-
-
-def naive_of_drawn(p_V: np.ndarray, q_V: np.ndarray, k: int) -> float:
-    """The target's own draw is one of k independent draws."""
-    return float(p_V @ (1.0 - (1.0 - q_V) ** k))
-
-
-def multi_step_of_distinct(dice: Dice, p_V: np.ndarray, q_V: np.ndarray, k: int) -> float:
-    """Of k draws without replacement: the mean of `DRAWS` trees."""
-    found = []
-    for _ in range(DRAWS):
-        tree = Tree(0)
-        grow(tree, [0], [q_V], k, "distinct", dice)
-        found.append(multi_step(tree, lambda node: p_V, dice).num_accepted > 0)
-    return float(np.mean(found))
-
-
-def rules(temperature: float) -> dict[str, Success]:
-    """Those of greedy and of stochastic decoding."""
-    if not temperature:
-        return {"greedy": likeliest_among_top}
-    return {
-        MULTI_STEP: multi_step_of_drawn,
-        "multi-step, distinct": partial(multi_step_of_distinct, RandomDice()),
-        NAIVE: naive_of_drawn,
-        "chosen": mass_of_top,
-    }

@@ -3,7 +3,8 @@
     tokens per step (as measured) x price of a step (measured here | published) ─► speed, by batch
 
 Tokens per step come from the tiny target; seconds of a step from a target that computes the same at
-the cost of a far larger model. One draft proposes here; what several would cost is arithmetic.
+the cost of a far larger model. One draft proposes here (several: `osd bench pools`); what several
+would cost is arithmetic.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ FLAT = 3.0
 KS = (1, 2, 3, 4, 5)
 ANSWER = 48
 """Tokens of an answer at most."""
-MULTI_STEP, NAIVE = "multi-step, drawn", "naive, drawn"
-"""How often a child is accepted, by arithmetic over independent draws."""
+GREEDY, MULTI_STEP, NAIVE = "greedy", "multi-step, drawn", "naive, drawn"
+"""How often a child is accepted: at temperature 0, and by arithmetic over independent draws."""
 GAIN = "multi-step / naive, drawn children accepted"
 WIDER = "width 5 - width 1, tokens per step"
 

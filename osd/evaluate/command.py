@@ -34,6 +34,7 @@ from osd.evaluate.plan import MEMORY, SUFFIX, Models, Plan, Planned
 from osd.evaluate.report import html
 from osd.evaluate.requests import built_in_traffic, choose, encode, questions_of, stop_tokens
 from osd.evaluate.runs import Directory, Request
+from osd.evaluate.success import Success, successes
 from osd.evaluate.table import table
 from osd.models import built_in
 from osd.models.compatibility import context_length, read_config
@@ -81,6 +82,19 @@ def has_suffix() -> bool:
     return importlib.util.find_spec("arctic_inference") is not None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What the runs say.
+
+    Example:
+        Found(figures=figures, successes=[])
+    """
+
+    figures: list[Figures]
+    successes: list[Success]
+    """Of the draft model."""
+
+
 class Evaluation:
     """One evaluation, from the data to the report."""
 
@@ -94,7 +108,7 @@ class Evaluation:
         self.settings: dict[str, Any] = {}
         self.directory = Directory(asked.out or Path(f"evaluation-{Path(serving.target).name}"))
 
-    def run(self) -> list[Figures]:
+    def run(self) -> Found:
         """Do what is missing. Returns what all runs say."""
         check_scheduling(self._plan, self._vllm)
         requests = self._requests()
@@ -106,7 +120,7 @@ class Evaluation:
                 if missing:
                     advance = begin(f"engine for {engine}", len(missing), "runs")
                     self._measure(engine, missing, advance)
-        return self.figures(requests)
+        return self._found(requests)
 
     def measured(self) -> dict[str, Any]:
         """On what, and with which settings."""
@@ -114,10 +128,15 @@ class Evaluation:
         versions = machine.pop("versions")
         return {"target": self._asked.config.serving.target, **machine, **versions, **self.settings}
 
-    def figures(self, requests: Sequence[Request]) -> list[Figures]:
-        """Of the runs that are asked for now."""
+    def _found(self, requests: Sequence[Request]) -> Found:
+        """In the runs that are asked for now."""
         planned = [one for engine in self._plan.engines for one in self._plan.runs(engine)]
-        return figures_of([self.directory.read(one) for one in planned], requests)
+        runs = [self.directory.read(one) for one in planned]
+        draft = self._models.draft
+        return Found(
+            figures=figures_of(runs, requests),
+            successes=successes(runs, requests, draft) if draft else [],
+        )
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -239,10 +258,11 @@ def _last_line(log: Path) -> str:
 def run(asked: Asked, models: Models, plan: Plan, say: Say, warn: Say, *, as_json: bool) -> None:
     """Measure, print the table, and write it beside the runs."""
     evaluation = Evaluation(asked, models, plan, warn)
-    figures = evaluation.run()
+    found = evaluation.run()
     path = evaluation.directory.path
-    tree = json.dumps([asdict(one) for one in figures], indent=2)
+    tree = json.dumps(asdict(found), indent=2)
     replace_file(path / "figures.json", tree.encode() + b"\n")
-    report = html(figures, evaluation.measured())
+    report = html(found.figures, found.successes, evaluation.measured())
     replace_file(path / "report.html", report.encode())
-    say(tree if as_json else f"{table(figures)}\nreport: {path / 'report.html'}")
+    told = table(found.figures, found.successes)
+    say(tree if as_json else f"{told}\nreport: {path / 'report.html'}")

@@ -7,11 +7,14 @@ from typing import Any
 
 from osd.evaluate.figures import NUM_PLACES, QUANTILES, Figures
 from osd.evaluate.plan import NONE
+from osd.evaluate.success import Success
 from osd.evaluate.table import HEADER, NOTES, groups, row_of, verdicts
 from osd.observe.report_page import Chart, Line, columns, draw, page, section, table, text
 
 
-def html(figures: Sequence[Figures], measured: Mapping[str, Any]) -> str:
+def html(
+    figures: Sequence[Figures], successes: Sequence[Success], measured: Mapping[str, Any]
+) -> str:
     """The page. `measured`: on what, and with which settings."""
     return page(
         "osd evaluate",
@@ -22,6 +25,7 @@ def html(figures: Sequence[Figures], measured: Mapping[str, Any]) -> str:
                 section(group, *_of_load([figures[i] for i in places]))
                 for group, places in groups(figures).items()
             ),
+            *_of_trees(successes),
             section("How to read it", *map(text, (*NOTES, *_READING))),
             section("Measured on", table(measured)),
         ],
@@ -36,6 +40,26 @@ _READING = (
     "Arms of one engine served the same requests in turns, so they are compared in pairs. none of "
     "each engine is the reference of its arms.",
 )
+
+
+def _of_trees(successes: Sequence[Success]) -> list[str]:
+    if not successes:
+        return []
+    lines = {
+        f"{one.data}, temperature {one.temperature:g}": dict(enumerate(one.by_k, 1))
+        for one in successes
+    }
+    ks = sorted({k for by_k in lines.values() for k in by_k})
+    chart = _chart("The draft's k likeliest hold the served token", "k", ks, lines)
+    rows = [(name, *(f"{by_k[k]:.3f}" for k in ks)) for name, by_k in lines.items()]
+    return [
+        section(
+            "Success by k of the draft model",
+            text("What a token tree of width k could gain over a chain; see docs/trees.md."),
+            *([draw(chart)] if chart else []),
+            columns(("answers", *(f"k = {k}" for k in ks)), rows),
+        )
+    ]
 
 
 def _best(figures: Sequence[Figures]) -> list[str]:

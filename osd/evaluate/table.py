@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from osd.evaluate.figures import PARTS, Figures, Ratio, Tails
 from osd.evaluate.plan import NONE
+from osd.evaluate.success import Success
 
 HEADER = (
     "method", "k", "tokens/s", "over none", "TTFT ms", "TPOT ms", "latency ms", "length",
@@ -21,7 +22,7 @@ NOTES = (
 )
 
 
-def table(figures: Sequence[Figures]) -> str:
+def table(figures: Sequence[Figures], successes: Sequence[Success]) -> str:
     """As text, a block for each load and temperature."""
     lines: list[str] = []
     rows = [row_of(one) for one in figures]
@@ -29,7 +30,16 @@ def table(figures: Sequence[Figures]) -> str:
     for group, indices in groups(figures).items():
         lines += [group, "  " + _line(HEADER, widths)]
         lines += ["  " + _line(rows[i], widths) for i in indices]
-    return "\n".join([*lines, *NOTES, *verdicts(figures)])
+    return "\n".join([*lines, *NOTES, *map(said_of, successes), *verdicts(figures)])
+
+
+def said_of(success: Success) -> str:
+    """In one line."""
+    shares = ", ".join(f"{share:.2f}" for share in success.by_k)
+    return (
+        f"draft's k likeliest hold the served token, k = 1 to {len(success.by_k)}: {shares} "
+        f"({success.data}, temperature {success.temperature:g}, {success.num_tokens} tokens)"
+    )
 
 
 def groups(figures: Sequence[Figures]) -> dict[str, list[int]]:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def bench(name: str, out: Path) -> tuple[dict[str, Any], dict[tuple[str, str], dict[str, Any]]]:
     """`osd bench NAME --quick`: its result, and its figures by group and name."""
     command = [sys.executable, "-m", "osd", "bench", name, "--quick", "--out", str(out)]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=300)
+    subprocess.run(command, check=True, cwd=ROOT, timeout=540)
     assert {file.name for file in out.iterdir()} == {
         "protocol.json",
         "raw.jsonl",
@@ -29,7 +29,6 @@ def bench(name: str, out: Path) -> tuple[dict[str, Any], dict[tuple[str, str], d
     return result, {(f["group"], f["name"]): f for f in result["figures"]}
 
 
-@pytest.mark.timeout(400)
 def test_capture(tmp_path: Path) -> None:
     result, figures = bench("capture", tmp_path)
     group = "512 tokens, batch 8"
@@ -41,7 +40,6 @@ def test_capture(tmp_path: Path) -> None:
     assert len(result["goals"]) == 1
 
 
-@pytest.mark.timeout(400)
 def test_swap(tmp_path: Path) -> None:
     _, figures = bench("swap", tmp_path)
     assert figures["tiny", "target unchanged (1 = yes)"]["value"] == 1
@@ -82,7 +80,6 @@ def test_fleet(tmp_path: Path) -> None:
     assert {goal["met"] for goal in result["goals"]} <= {True, False}
 
 
-@pytest.mark.timeout(400)
 def test_memory_cost(tmp_path: Path) -> None:
     _, figures = bench("memory_cost", tmp_path)
     for batch in (1, 64):
@@ -97,7 +94,6 @@ def test_memory_cost(tmp_path: Path) -> None:
         assert found["share of the most frequent token, at most"] < 0.04, "any token came next"
 
 
-@pytest.mark.timeout(400)
 def test_trees(tmp_path: Path) -> None:
     result, figures = bench("trees", tmp_path)
     case = "middling draft, T = 0"

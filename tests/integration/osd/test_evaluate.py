@@ -57,7 +57,7 @@ def said(place: Path, pair: Pair, data: Path) -> str:
 
 
 def figures(place: Path) -> list[dict[str, Any]]:
-    return list(json.loads((place / "out" / "figures.json").read_text()))
+    return list(json.loads((place / "out" / "figures.json").read_text())["figures"])
 
 
 def runs(place: Path, pattern: str) -> list[dict[str, Any]]:
@@ -113,6 +113,19 @@ def test_a_draft_that_is_often_right_takes_fewer_steps(said: str, place: Path) -
     assert [of["data"] for of in long["by_data"]] == ["half 0", "half 1"]
     whole = sum(long["parts_ms"].values())
     assert whole == pytest.approx(long["step_ms"]) and min(long["parts_ms"].values()) > 0
+
+
+def test_its_draft_is_replayed_for_wider_trees(said: str, place: Path) -> None:
+    """Of one likeliest token it is the acceptance that the engine served with one draft token."""
+    assert "draft's k likeliest hold the served token, k = 1 to 5: 0." in said
+    found = json.loads((place / "out" / "figures.json").read_text())["successes"]
+    assert [one["data"] for one in found] == ["half 0", "half 1", "all data"]
+    by_arm = {(one["method"], one["k"]): one for one in figures(place)}
+    alpha = by_arm["draft", 1]["acceptance_length"] - 1
+    assert found[-1]["by_k"][0] == pytest.approx(alpha, abs=0.15)
+    for one in found:
+        assert one["by_k"] == sorted(one["by_k"]) and one["by_k"][0] < one["by_k"][-1] < 1
+    assert sum(one["num_tokens"] for one in found[:2]) == found[-1]["num_tokens"] == 8 * 23
 
 
 def test_what_is_there_is_not_done_again_and_more_can_be_added(

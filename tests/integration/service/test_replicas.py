@@ -196,7 +196,7 @@ def test_engines_come_and_go_with_the_load_and_no_request_fails(
                 clock = time.monotonic()
                 wait_until(lambda: members(note).get(NAMES[1]), 30, "another is started")
                 assert members(note)[NAMES[1]] == "starting"
-                wait_until(lambda: is_asked(note, NAMES[1]), 120, "it answers, too")
+                wait_until(lambda: is_asked(note, NAMES[1]), 240, "it answers, too")
                 print(f"1 -> 2: asked {time.monotonic() - clock:.1f} s after the load came")
                 pid = int(str(replicas(note)[NAMES[1]]["pid"]))
                 num_before = len(little.answers)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import tree_prices, tree_runs, trees
+from benchmarks import success_rules, tree_prices, trees
 from benchmarks.record import Options, Row
 from benchmarks.step_times import published
 from benchmarks.tree_prices import (
@@ -99,9 +99,9 @@ def exact(rule: Rule, how: str, k: int) -> float:
 @pytest.mark.parametrize(
     ("success", "rule", "how"),
     [
-        (tree_runs.multi_step_of_drawn, multi_step, "sampled"),
-        (tree_runs.naive_of_drawn, naive, "sampled"),
-        (tree_runs.mass_of_top, multi_step, "top"),
+        (success_rules.multi_step_of_drawn, multi_step, "sampled"),
+        (success_rules.naive_of_drawn, naive, "sampled"),
+        (success_rules.mass_of_top, multi_step, "top"),
     ],
 )
 def test_successes_are_those_of_the_engine(
@@ -112,12 +112,12 @@ def test_successes_are_those_of_the_engine(
 
 def test_drawn_trees_succeed_as_often_as_they_should() -> None:
     dice = RandomDice(0)
-    found = [tree_runs.multi_step_of_distinct(dice, P_V, Q_V, 2) for _ in range(500)]
+    found = [success_rules.multi_step_of_distinct(dice, P_V, Q_V, 2) for _ in range(500)]
     assert np.mean(found) == pytest.approx(exact(multi_step, "distinct", 2), abs=0.03)
 
 
 def test_greedy_success_is_of_the_likeliest() -> None:
-    assert [tree_runs.likeliest_among_top(P_V, Q_V, k) for k in (1, 2, 3, 4)] == [0, 0, 0, 1]
+    assert [success_rules.likeliest_among_top(P_V, Q_V, k) for k in (1, 2, 3, 4)] == [0, 0, 0, 1]
 
 
 def rows_of(plan: Any) -> list[Row]:
