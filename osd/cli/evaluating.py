@@ -56,7 +56,7 @@ def evaluate(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Of none, ngram, memory, suffix, draft, eagle3. Default: all that can be run."
+            help="Of none, ngram, memory, suffix, draft, eagle3, auto. Default: all there can be."
         ),
     ] = None,
     data: Annotated[

@@ -48,7 +48,7 @@ class Measured:
         """From now on every step follows the arm. Nothing is remembered of earlier runs."""
         self._command("forget")
         self._engine.rpc("osd_forget")
-        self._command("force", list(plan_of(arm)))
+        self._command("force", list(plan_of(arm) or ()))
         self.parts()
         self.counters()
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,11 +26,12 @@ from osd.config.schema import Config
 from osd.config.serving import argument
 from osd.errors import ConfigError, OSDError
 from osd.evaluate import forms
+from osd.evaluate.bound.own import Bound, bounds
 from osd.evaluate.engines import Job, options_of
 from osd.evaluate.figures import Figures, figures_of
 from osd.evaluate.forms import Question
 from osd.evaluate.models import fitted
-from osd.evaluate.plan import MEMORY, SUFFIX, Models, Plan, Planned
+from osd.evaluate.plan import AUTO, DRAFT, MEMORY, SUFFIX, Models, Plan, Planned
 from osd.evaluate.report import html
 from osd.evaluate.requests import built_in_traffic, choose, encode, questions_of, stop_tokens
 from osd.evaluate.runs import Directory, Request
@@ -39,6 +40,9 @@ from osd.evaluate.table import table
 from osd.models import built_in
 from osd.models.compatibility import context_length, read_config
 from osd.models.resolve import fingerprint
+
+if TYPE_CHECKING:
+    from trainer.draft import Draft
 
 Say = Callable[[str], None]
 OPEN_LOOP_SEQS = 64
@@ -87,10 +91,11 @@ class Found:
     """What the runs say.
 
     Example:
-        Found(figures=figures, successes=[])
+        Found(figures=figures, bounds=[], successes=[])
     """
 
     figures: list[Figures]
+    bounds: list[Bound]
     successes: list[Success]
     """Of the draft model."""
 
@@ -132,10 +137,11 @@ class Evaluation:
         """In the runs that are asked for now."""
         planned = [one for engine in self._plan.engines for one in self._plan.runs(engine)]
         runs = [self.directory.read(one) for one in planned]
-        draft = self._models.draft
+        draft = _loaded(self._models.draft) if DRAFT in self._plan.methods else None
         return Found(
             figures=figures_of(runs, requests),
-            successes=successes(runs, requests, draft) if draft else [],
+            bounds=bounds(runs, requests, self._plan.loads, draft),
+            successes=successes(runs, requests, draft) if draft is not None else [],
         )
 
     # -- requests ---------------------------------------------------------------------------------
@@ -202,10 +208,19 @@ class Evaluation:
         return max(streams)
 
 
+def _loaded(draft: Path | None) -> Draft | None:
+    """As the replays need it."""
+    if draft is None:
+        return None
+    from trainer.draft import load_draft
+
+    return load_draft(draft)
+
+
 def check_scheduling(plan: Plan, vllm: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for methods that need their drafts seen by the scheduler, where it
     schedules ahead."""
-    for method in (MEMORY, SUFFIX):
+    for method in (MEMORY, SUFFIX, AUTO):
         if method in plan.methods and argument(dict(vllm), "async_scheduling"):
             raise ConfigError(
                 f"--methods: {method} cannot be measured with serving.vllm.async_scheduling=true; "
@@ -262,7 +277,7 @@ def run(asked: Asked, models: Models, plan: Plan, say: Say, warn: Say, *, as_jso
     path = evaluation.directory.path
     tree = json.dumps(asdict(found), indent=2)
     replace_file(path / "figures.json", tree.encode() + b"\n")
-    report = html(found.figures, found.successes, evaluation.measured())
+    report = html(found.figures, found.bounds, found.successes, evaluation.measured())
     replace_file(path / "report.html", report.encode())
-    told = table(found.figures, found.successes)
+    told = table(found.figures, found.bounds, found.successes)
     say(tree if as_json else f"{told}\nreport: {path / 'report.html'}")

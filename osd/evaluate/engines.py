@@ -1,7 +1,8 @@
 """How the engine of each method is started, and how an arm is put into force in it.
 
 An arm is a plan that the control of speculation is forced to follow in every step: k draft tokens,
-the memory's, or none. So one engine serves all lengths, and `none` beside them.
+the memory's, or none. So one engine serves all lengths, and `none` beside them. `auto` is the
+control left to itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from osd.evaluate.plan import DRAFT, EAGLE3, MEMORY, NGRAM, NONE, SUFFIX, Arm, Models
+from osd.evaluate.plan import AUTO, DRAFT, EAGLE3, MEMORY, NGRAM, NONE, SUFFIX, Arm, Models
 from serving.speculation.control import Settings
 from serving.speculation.goodput import OFF, Plan
 
@@ -40,12 +41,15 @@ def options_of(
     """Arguments of vLLM's `LLM` but for the model. `k`: the longest draft; `num_seqs`: most
     requests at once; `given`: what the user says (`serving.vllm`)."""
     settings = Settings(
-        mode="off" if engine == NONE else "fixed",
+        mode={NONE: "off", AUTO: "auto"}.get(engine, "fixed"),
         k_max=max(k, 1),
         memory_k_max=max(k, 1),
         is_alone=True,
     )
-    proposers = ["memory"] if engine == MEMORY else ["draft"]
+    has_draft = models.draft is not None or models.head is not None
+    proposers = {MEMORY: ["memory"], AUTO: ["draft"] * has_draft + ["memory"]}.get(
+        engine, ["draft"]
+    )
     additional = dict(given.get("additional_config") or {})
     return {
         "max_num_seqs": num_seqs,
@@ -68,6 +72,7 @@ def _speculation(engine: str, models: Models, k: int) -> dict[str, Any] | None:
         DRAFT: ("draft_model", models.draft),
         EAGLE3: ("eagle3", models.head),
         MEMORY: ("draft_model", models.draft),
+        AUTO: ("eagle3", models.head) if models.draft is None else ("draft_model", models.draft),
     }
     method, directory = drafts.get(engine, (engine, None))
     if directory is not None:
@@ -77,8 +82,10 @@ def _speculation(engine: str, models: Models, k: int) -> dict[str, Any] | None:
     return {"method": method, "num_speculative_tokens": k} | (LOOKUP if method == NGRAM else {})
 
 
-def plan_of(arm: Arm) -> Plan:
-    """What the control is forced to follow."""
+def plan_of(arm: Arm) -> Plan | None:
+    """What the control is forced to follow; None = it decides."""
+    if arm.method == AUTO:
+        return None
     if arm.method == NONE:
         return OFF
     return Plan("memory" if arm.method == MEMORY else "draft", arm.k)

@@ -17,7 +17,9 @@ from pathlib import Path
 from osd.errors import ConfigError
 
 NONE, NGRAM, MEMORY, SUFFIX, DRAFT, EAGLE3 = "none", "ngram", "memory", "suffix", "draft", "eagle3"
-METHODS = (NONE, NGRAM, MEMORY, SUFFIX, DRAFT, EAGLE3)
+AUTO = "auto"
+"""The control of speculation, as it serves: the draft or head and the memory, and what pays."""
+METHODS = (NONE, NGRAM, MEMORY, SUFFIX, DRAFT, EAGLE3, AUTO)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +32,7 @@ class Arm:
 
     method: str
     k: int = 0
-    """Draft tokens of a step at most; 0 = none."""
+    """Draft tokens of a step, at most where the control decides; 0 = none."""
 
     @property
     def name(self) -> str:
@@ -99,6 +101,7 @@ class Plan:
 
     methods: tuple[str, ...]
     lengths: tuple[int, ...]
+    """Ascending."""
     loads: tuple[Load, ...]
     temperatures: tuple[float, ...] = (0.0,)
     num_repeats: int = 1
@@ -110,8 +113,8 @@ class Plan:
 
     def arms(self, engine: str) -> tuple[Arm, ...]:
         """That an engine serves, `none` first."""
-        own = () if engine == NONE else tuple(Arm(method=engine, k=k) for k in self.lengths)
-        return (Arm(method=NONE), *own)
+        lengths = {NONE: (), AUTO: self.lengths[-1:]}.get(engine, self.lengths)
+        return (Arm(method=NONE), *(Arm(method=engine, k=k) for k in lengths))
 
     def runs(self, engine: str) -> Iterator[Planned]:
         """In the order in which they are done: turns, in each of which the arms begin with another

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from osd.evaluate.bound.own import Bound
+from osd.evaluate.bound.speeds import fixed_name
 from osd.evaluate.figures import NUM_PLACES, QUANTILES, Figures
 from osd.evaluate.plan import NONE
 from osd.evaluate.success import Success
-from osd.evaluate.table import HEADER, NOTES, groups, row_of, verdicts
+from osd.evaluate.table import HEADER, NOTES, groups, row_of, said_of_bound, verdicts
 from osd.observe.report_page import Chart, Line, columns, draw, page, section, table, text
 
 
 def html(
-    figures: Sequence[Figures], successes: Sequence[Success], measured: Mapping[str, Any]
+    figures: Sequence[Figures],
+    bounds: Sequence[Bound],
+    successes: Sequence[Success],
+    measured: Mapping[str, Any],
 ) -> str:
     """The page. `measured`: on what, and with which settings."""
     return page(
@@ -25,6 +30,7 @@ def html(
                 section(group, *_of_load([figures[i] for i in places]))
                 for group, places in groups(figures).items()
             ),
+            *_of_bounds(bounds, figures),
             *_of_trees(successes),
             section("How to read it", *map(text, (*NOTES, *_READING))),
             section("Measured on", table(measured)),
@@ -39,6 +45,37 @@ _READING = (
     "request: how α spreads over requests.",
     "Arms of one engine served the same requests in turns, so they are compared in pairs. none of "
     "each engine is the reference of its arms.",
+)
+
+
+def _of_bounds(bounds: Sequence[Bound], figures: Sequence[Figures]) -> list[str]:
+    if not bounds:
+        return []
+    measured = {
+        (one.load, one.temperature, fixed_name(one.method, one.k)): one.over_none.value
+        for one in figures
+        if one.over_none is not None
+    }
+    rows = [
+        (bound.load, f"{bound.temperature:g}", rule, f"{speed:.2f}",
+         _said(measured.get((bound.load, bound.temperature, rule))))
+        for bound in bounds
+        for rule, speed in bound.speeds.items()
+    ]  # fmt: skip
+    return [
+        section(
+            "What is left to gain",
+            text(_OF_BOUNDS),
+            *(text(said_of_bound(bound, figures)) for bound in bounds),
+            columns(("load", "temperature", "rule", "computed", "measured"), rows),
+        )
+    ]
+
+
+_OF_BOUNDS = (
+    "Speed over no speculation, computed from what each proposer would have had at every position "
+    "of the answers and from what the steps took. An oracle knows what will be accepted, and pays "
+    "like everybody else."
 )
 
 

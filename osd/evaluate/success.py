@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from osd.evaluate.bound.replay import UNLIMITED
 from osd.evaluate.plan import DRAFT, NONE
 from osd.evaluate.runs import Request, Run
 from osd.records import Trace
 
 if TYPE_CHECKING:
+    from trainer.draft import Draft
     from trainer.evaluate import ReplayCounts
 
 ALL = "all data"
-UNLIMITED = 10**6
-"""Tokens of context that the draft sees: as many as it can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +43,12 @@ class Success:
     """Share of them among the draft's k likeliest, from k = 1 on."""
 
 
-def successes(runs: Iterable[Run], requests: Sequence[Request], draft: Path) -> list[Success]:
+def successes(runs: Iterable[Run], requests: Sequence[Request], draft: Draft) -> list[Success]:
     """By temperature and data set, in the order of the runs; none where the draft has no run."""
-    answered = _answers(runs)
-    if not answered:
-        return []
-    from trainer.draft import load_draft
     from trainer.evaluate import can_replay, replay
 
-    model, found = load_draft(draft), list[Success]()
-    for temperature, run in answered.items():
+    found: list[Success] = []
+    for temperature, run in _answers(runs).items():
         by_data: dict[str, list[Trace]] = {}
         for one in run.requests:
             request = requests[one.index]
@@ -61,7 +56,7 @@ def successes(runs: Iterable[Run], requests: Sequence[Request], draft: Path) -> 
             if can_replay(trace):
                 by_data.setdefault(request.data, []).append(trace)
         counts = {
-            data: replay(model, traces, 1, max_length=UNLIMITED)
+            data: replay(draft, traces, 1, max_length=UNLIMITED)
             for data, traces in sorted(by_data.items())
         }
         found += [_of(temperature, data, [one]) for data, one in counts.items()]

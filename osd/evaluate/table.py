@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from osd.evaluate.bound.own import Bound, closed_by_auto
+from osd.evaluate.bound.speeds import ALL
 from osd.evaluate.figures import PARTS, Figures, Ratio, Tails
 from osd.evaluate.plan import NONE
 from osd.evaluate.success import Success
@@ -22,7 +24,7 @@ NOTES = (
 )
 
 
-def table(figures: Sequence[Figures], successes: Sequence[Success]) -> str:
+def table(figures: Sequence[Figures], bounds: Sequence[Bound], successes: Sequence[Success]) -> str:
     """As text, a block for each load and temperature."""
     lines: list[str] = []
     rows = [row_of(one) for one in figures]
@@ -30,7 +32,27 @@ def table(figures: Sequence[Figures], successes: Sequence[Success]) -> str:
     for group, indices in groups(figures).items():
         lines += [group, "  " + _line(HEADER, widths)]
         lines += ["  " + _line(rows[i], widths) for i in indices]
-    return "\n".join([*lines, *NOTES, *map(said_of, successes), *verdicts(figures)])
+    return "\n".join([*lines, *NOTES, *_below(figures, bounds, successes)])
+
+
+def _below(
+    figures: Sequence[Figures], bounds: Sequence[Bound], successes: Sequence[Success]
+) -> Iterator[str]:
+    yield from (said_of_bound(one, figures) for one in bounds)
+    yield from map(said_of, successes)
+    yield from verdicts(figures)
+
+
+def said_of_bound(bound: Bound, figures: Sequence[Figures]) -> str:
+    """In one line: who knows what will be accepted, beside the best fixed length, and how far the
+    control has come from there."""
+    fixed = bound.best_fixed
+    line = (
+        f"upper bound, {bound.load}, temperature {bound.temperature:g}: {bound.speeds[ALL]:.2f} "
+        f"over none; best fixed choice {bound.speeds[fixed]:.2f} ({fixed})"
+    )
+    closed = closed_by_auto(bound, figures)
+    return line if closed is None else f"{line}; auto closes {closed:.0%} of the gap"
 
 
 def said_of(success: Success) -> str:

@@ -2,6 +2,8 @@
 will be accepted.
 
     runs.py      what each proposer would have had at each output position
+    replay.py    the same, of the draft model and the memory, asked again over served answers
+    own.py       the bound of an evaluation, from its own runs: answers, and what its steps took
     costs.py     what a step takes
     rules.py     who proposes how much at each position, and what that takes; the oracles
     speeds.py    all rules over the same requests, and how much of a gap is closed

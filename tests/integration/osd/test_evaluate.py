@@ -125,20 +125,23 @@ def test_its_draft_is_replayed_for_wider_trees(said: str, place: Path) -> None:
     assert found[-1]["by_k"][0] == pytest.approx(alpha, abs=0.15)
     for one in found:
         assert one["by_k"] == sorted(one["by_k"]) and one["by_k"][0] < one["by_k"][-1] < 1
-    assert sum(one["num_tokens"] for one in found[:2]) == found[-1]["num_tokens"] == 8 * 23
+    answers = runs(place, "draft/none*_0.json")[0]["requests"]
+    num = sum(len(one["token_ids"]) - 1 for one in answers)
+    assert sum(one["num_tokens"] for one in found[:2]) == found[-1]["num_tokens"] == num
 
 
 def test_what_is_there_is_not_done_again_and_more_can_be_added(
     said: str, place: Path, pair: Pair, data: Path
 ) -> None:
     files = {file: file.stat().st_mtime_ns for file in (place / "out" / "runs").rglob("*.json")}
-    again = osd_evaluate(
-        place, pair, data, "--methods", "none,ngram,memory,draft", "--k", "1,3", "--repeats", "1"
-    )
+    methods = "none,ngram,memory,draft,auto"
+    again = osd_evaluate(place, pair, data, "--methods", methods, "--k", "1,3", "--repeats", "1")
     assert {file: file.stat().st_mtime_ns for file in files} == files
     assert "vLLM's own counters: equal" in again and "all identical" in again
     added = {file.parent.name for file in (place / "out" / "runs").rglob("*.json")}
-    assert added == {"draft", "memory", "ngram"}
+    assert added == {"draft", "memory", "ngram", "auto"}
+    assert [run["k"] for run in runs(place, "auto/*.json")] == [3, 0]
+    assert "upper bound, batch 3, temperature 0: " in again and "auto closes " in again
 
 
 def test_a_bad_start_of_the_engine_is_one_line(place: Path, pair: Pair, data: Path) -> None:

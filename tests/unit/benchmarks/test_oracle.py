@@ -11,11 +11,12 @@ import pytest
 
 from benchmarks import closed_loop, contenders, lookup, oracle, oracle_jobs
 from benchmarks.closed_loop import DRAFT, MEMORY, ClosedLoop
-from benchmarks.oracle_runs import costs_of, runs_of, runs_of_memory
+from benchmarks.oracle_runs import costs_of, runs_of
 from benchmarks.record import Options, Row
 from benchmarks.recording import Recorded
 from benchmarks.step_times import ModelledStepTimes, published
 from osd.config.schema import Config, SpeculationConfig
+from osd.evaluate.bound.replay import runs_of_memory
 from osd.evaluate.bound.rules import fixed
 from osd.evaluate.bound.speeds import ALL, NONE, adaptive_name, fixed_name, oracle_name, speeds
 from osd.evaluate.bound.speeds import rules_of as all_rules
@@ -89,7 +90,7 @@ def test_the_memory_is_right_in_the_bound_where_it_is_in_the_replay(good: Path) 
 
 
 def test_side_by_side_the_memory_knows_less_of_who_is_still_under_way() -> None:
-    requests = [replace(repeating(1)[0], name=f"r{number}") for number in range(8)]
+    requests = [replace(repeating(1)[0], name=f"r{number}").bare_trace("t") for number in range(8)]
     alone, together = (
         sum(int(one.right.sum()) for one in runs_of_memory(requests, Memory(BYTES, 8), batch))
         for batch in (1, 8)
@@ -100,7 +101,8 @@ def test_side_by_side_the_memory_knows_less_of_who_is_still_under_way() -> None:
 def test_a_request_that_prefill_ends_has_no_position() -> None:
     one = repeating(1)[0]
     short = replace(one, name="short", output_ids=one.output_ids[:1])
-    found = runs_of_memory([short, one], Memory(BYTES, 8), 2)
+    answers = [short.bare_trace("t"), one.bare_trace("t")]
+    found = runs_of_memory(answers, Memory(BYTES, 8), 2)
     assert [len(runs.right) for runs in found] == [0, len(one.output_ids) - 1]
 
 

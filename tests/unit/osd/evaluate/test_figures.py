@@ -104,18 +104,18 @@ def test_answers_and_counters_that_differ_are_told() -> None:
     alike = [served(0, [3, 1], 3), served(1, [0, 2], 3)]
     same = found(run_of("none", 0, alike), run_of("draft", 3, alike))[1]
     assert (same.num_compared, same.num_different, same.agrees_with_vllm) == (2, 0, True)
-    assert "2 compared with those of none at temperature 0: all identical" in table([same], [])
+    assert "2 compared with those of none at temperature 0: all identical" in table([same], [], [])
     other = found(none(), drafting(counters=none().counters))[1]
     assert (other.num_compared, other.num_different, other.agrees_with_vllm) == (2, 2, False)
-    assert "2 DIFFERENT" in table([other], [])
-    assert "DIFFER from what was written down: draft 3 at batch 2" in table([other], [])
+    assert "2 DIFFERENT" in table([other], [], [])
+    assert "DIFFER from what was written down: draft 3 at batch 2" in table([other], [], [])
     sampled = found(none(temperature=0.7), drafting(temperature=0.7))[1]
     assert sampled.num_compared == 0
 
 
 def test_the_table_has_a_block_for_each_load() -> None:
     lines = table(
-        found(none(), drafting(), none(load="1/s"), drafting(load="1/s")), []
+        found(none(), drafting(), none(load="1/s"), drafting(load="1/s")), [], []
     ).splitlines()
     heads = [line for line in lines if line.endswith("temperature 0")]
     assert heads == ["batch 2, temperature 0", "1/s, temperature 0"]

@@ -38,11 +38,26 @@ def test_alone_none_has_an_engine_that_cannot_speculate() -> None:
     assert options_of("none", PAIR, 1, 4, {})["speculative_config"] is None
 
 
+def test_the_control_is_one_arm_that_is_not_forced_and_has_all_that_can_propose() -> None:
+    plan = Plan(methods=("none", "auto"), lengths=(1, 3), loads=(Load(streams=1),))
+    assert plan.engines == ("auto",)
+    assert [run.arm.name for run in plan.runs("auto")] == ["none", "auto 3"]
+    assert plan_of(Arm(method="auto", k=3)) is None
+    options = options_of("auto", PAIR, 3, 4, {})
+    assert options["speculative_config"]["model"] == "d"
+    settings = options["additional_config"]["osd"]
+    assert (settings["mode"], settings["proposers"]) == ("auto", ["draft", "memory"])
+    headed = options_of("auto", Models(target=Path("t"), head=Path("h")), 3, 4, {})
+    assert headed["speculative_config"]["method"] == "eagle3"
+    alone = options_of("auto", Models(target=Path("t")), 3, 4, {})
+    assert alone["additional_config"]["osd"]["proposers"] == ["memory"]
+
+
 def test_the_methods_that_can_be_run_are_the_default() -> None:
     target = Models(target=Path("t"))
-    assert methods_of(None, target, has_suffix=False) == ("none", "ngram", "memory")
+    assert methods_of(None, target, has_suffix=False) == ("none", "ngram", "memory", "auto")
     assert methods_of(None, PAIR, has_suffix=True) == (
-        *("none", "ngram", "memory", "suffix", "draft"),
+        *("none", "ngram", "memory", "suffix", "draft", "auto"),
     )
     assert methods_of("draft, none", PAIR, has_suffix=False) == ("none", "draft")
     assert methods_of("draft", PAIR, has_suffix=False) == ("none", "draft")

@@ -18,6 +18,7 @@ from osd.evaluate.success import ALL, Success, successes
 from osd.evaluate.table import said_of, table
 from tests.support.evaluations import REQUESTS, run_of, served
 from tests.support.pairs import Pair, build_pair
+from trainer.draft import load_draft
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def places(draft: Path, request: Request, answer: tuple[int, ...]) -> list[int]:
 
 
 def test_it_counts_the_tokens_among_the_drafts_likeliest(pair: Pair) -> None:
-    found = {one.data: one for one in successes([run()], REQUESTS, pair.draft)}
+    found = {one.data: one for one in successes([run()], REQUESTS, load_draft(pair.draft))}
     wanted: dict[str, list[int]] = {}
     for i, answer in ANSWERS.items():
         mine = places(pair.draft, REQUESTS[i], answer)
@@ -69,15 +70,15 @@ def test_answers_of_none_beside_the_draft_model_are_read_once_at_each_temperatur
         run(method="draft", k=3),
         run(temperature=0.7),
     ]
-    found = successes(runs, REQUESTS, pair.draft)
+    found = successes(runs, REQUESTS, load_draft(pair.draft))
     assert [one.temperature for one in found if one.data == ALL] == [0.0, 0.7]
-    assert successes(runs[:1], REQUESTS, pair.draft) == []
+    assert successes(runs[:1], REQUESTS, load_draft(pair.draft)) == []
 
 
 def test_one_data_set_is_said_once_and_answers_of_one_token_say_nothing(pair: Pair) -> None:
     first, short = (run(requests=run().requests[i : i + 1]) for i in (0, 2))
-    assert [one.data for one in successes([first], REQUESTS, pair.draft)] == ["sql"]
-    assert successes([short], REQUESTS, pair.draft) == []
+    assert [one.data for one in successes([first], REQUESTS, load_draft(pair.draft))] == ["sql"]
+    assert successes([short], REQUESTS, load_draft(pair.draft)) == []
 
 
 def test_it_stands_below_the_table_and_in_the_report() -> None:
@@ -87,8 +88,8 @@ def test_it_stands_below_the_table_and_in_the_report() -> None:
         "draft's k likeliest hold the served token, k = 1 to 2: 0.50, 0.75 (sql, temperature 0.7, "
         "12 tokens)"
     )
-    page = html([], [success], {})
+    page = html([], [], [success], {})
     for wanted in ("Success by k of the draft model", "sql, temperature 0.7", "0.750"):
         assert wanted in page
-    assert "Success by k" not in html([], [], {})
-    assert line in table(figures_of([run()], REQUESTS), [success])
+    assert "Success by k" not in html([], [], [], {})
+    assert line in table(figures_of([run()], REQUESTS), [], [success])
