@@ -10,7 +10,7 @@ test: setup
 
 test-slow: setup
 	@scripts/setup_tests.sh
-	@scripts/test_slow
+	@scripts/test_slow $(STAGES)
 
 # Needs root, ssh, rsync and iproute2.
 test-cluster: setup

@@ -91,8 +91,11 @@ def test_time_that_is_over_is_red_and_nothing_is_tried_again(stage: Stage) -> No
 
 
 def test_whatever_is_marked_slow_is_run_by_the_script_for_it() -> None:
-    stages = re.findall(r"^stage (.*)", (ROOT / "scripts" / "test_slow").read_text(), re.MULTILINE)
-    run = [ROOT / word for line in stages for word in line.split() if word.startswith("tests/")]
+    script = (ROOT / "scripts" / "test_slow").read_text()
+    stages = dict(re.findall(r"^(\w+)\(\) { stage (.*); }$", script, re.MULTILINE))
+    assert f"|| set -- {' '.join(stages)}" in script
+    paths = [word.rstrip(";") for line in stages.values() for word in line.split()]
+    run = [ROOT / path for path in paths if path.startswith("tests/")]
     assert len(run) == 4 and all(path.exists() for path in run)
     slow = [
         file
@@ -101,3 +104,54 @@ def test_whatever_is_marked_slow_is_run_by_the_script_for_it() -> None:
     ]
     assert len(slow) > 5
     assert [file for file in slow if not any(file.is_relative_to(path) for path in run)] == []
+
+
+GROUPS = {
+    "test-slow STAGES=services",
+    "test-slow STAGES=engines",
+    "test-slow STAGES=benches",
+    "test-cluster",
+}
+
+
+def run_groups(folder: Path, first: int, seconds_ago: int) -> tuple[list[str], str]:
+    """What `.ci/run` makes after `make test`, at a commit and so long after its beginning; and what
+    it prints."""
+    script = (ROOT / ".ci" / "run").read_text()
+    _, _, rest = script.partition("\nmake test\n")
+    for name, does in (("make", f'echo "$*" >>{folder}/made'), ("git", f"echo {first}")):
+        (folder / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / name).chmod(0o755)
+    (folder / "made").write_text("")
+    environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    begun = f"set -eu\nstarted=$(($(date +%s) - {seconds_ago}))\n"
+    done = subprocess.run(
+        ["sh", "-c", begun + rest], env=environ, capture_output=True, text=True, check=True
+    )
+    return (folder / "made").read_text().splitlines(), done.stdout
+
+
+def test_ci_runs_all_groups_where_there_is_time_and_begins_with_another_each_time(
+    tmp_path: Path,
+) -> None:
+    orders = [run_groups(tmp_path, first, 0)[0] for first in range(4)]
+    for order in orders:
+        assert set(order) == GROUPS and len(order) == 4
+    assert {order[0] for order in orders} == GROUPS
+
+
+def test_ci_names_what_it_left_out(tmp_path: Path) -> None:
+    made, said = run_groups(tmp_path, 0, 2500)
+    assert made == []
+    assert said.startswith("LEFT OUT for want of time: services engines cluster benches;")
+    assert "LEFT OUT" not in run_groups(tmp_path, 0, 0)[1]
+
+
+def test_a_stage_that_is_none_is_refused() -> None:
+    done = subprocess.run(
+        ["scripts/test_slow", "servers"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "test_slow: servers is no stage; give some of: services benches engines\n"
+    )
