@@ -146,9 +146,9 @@ def test_replicas_that_come_and_go_are_shown_and_so_is_the_front_door() -> None:
     assert first_line(page(status(members=[lost]), EVENTS)).startswith(said)
     assert said not in page(status(members=[{**lost, "why": why}]), EVENTS)
     starting = page(status(replicas=[], members=[member("replica-0", "starting")]), [])
-    assert first_line(starting).startswith("no engine answers, replica-0 starting: its log")
+    assert first_line(starting).startswith("no engine answers, replica-0 starting: see `logs`")
     silent = page(status(replicas=[], members=[member("replica-0", "serving")]), [])
-    assert first_line(silent).startswith("no engine answers, replica-0 starting: its log")
+    assert first_line(silent).startswith("no engine answers, replica-0 starting: see `logs`")
     last = page(status(replicas=[], members=[member("replica-0", "draining")]), [])
     assert first_line(last).startswith("no replica is alive")
 
