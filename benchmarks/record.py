@@ -16,6 +16,9 @@ from osd.common import machine
 Row = dict[str, Any]
 """One raw measurement: plain JSON."""
 
+SEEN, NOT_SEEN, INCONCLUSIVE = "seen", "not seen", "inconclusive"
+"""What a figure says of a shape."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
@@ -45,6 +48,28 @@ class Goal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Something that others have published, in form: a figure lies above a bound. It is *seen*
+    where the whole interval of the figure does, *not seen* where none of it does, and otherwise,
+    or without an interval, *inconclusive*.
+
+    Example:
+        Shape(figure="best fixed k, lowest load less highest", says="best k falls", above=0)
+    """
+
+    figure: str
+    """Name of the figure; every group that has it is judged."""
+    says: str
+    above: float
+
+    def verdict(self, low: float | None, high: float | None) -> str:
+        """`low`, `high`: the ends of the figure's interval."""
+        if low is None or high is None:
+            return INCONCLUSIVE
+        return SEEN if low > self.above else NOT_SEEN if high <= self.above else INCONCLUSIVE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Protocol:
     """What a bench is going to do, written down before it does."""
 
@@ -56,6 +81,7 @@ class Protocol:
     sizes: dict[str, Any]
     """Models, batches, lengths, repeats: all that the figures depend on."""
     goals: tuple[Goal, ...] = ()
+    shapes: tuple[Shape, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

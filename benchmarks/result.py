@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.record import Goal, Protocol
+from benchmarks.record import INCONCLUSIVE, Goal, Protocol, Shape
 from benchmarks.stats import Estimate
 
 
@@ -100,9 +100,23 @@ class Result:
             found += [(goal, group) for group in ([""] if is_missing else groups)]
         return found
 
+    def seen(self) -> list[tuple[Shape, Figure, str]]:
+        """Each shape with each figure it is about, and what that shows."""
+        return [
+            (shape, figure, shape.verdict(figure.low, figure.high))
+            for shape in self.protocol.shapes
+            for figure in self.figures
+            if figure.name == shape.figure
+        ]
+
+    def unseen(self) -> list[Shape]:
+        """Shapes that no figure is about: too little was measured to say anything of them."""
+        names = {figure.name for figure in self.figures}
+        return [shape for shape in self.protocol.shapes if shape.figure not in names]
+
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON: {"bench", "figures": [...], "goals": [...]}; "met" is None where nothing
-        could be judged."""
+        """Plain JSON: {"bench", "figures": [...], "goals": [...], "shapes": [...]}; "met" is None
+        where nothing could be judged."""
         goals: list[dict[str, Any]] = [
             {"group": f.group, "figure": f.name, "goal": str(goal), "met": is_met}
             for goal, f, is_met in self.verdicts()
@@ -111,10 +125,19 @@ class Result:
             {"group": group, "figure": goal.figure, "goal": str(goal), "met": None}
             for goal, group in self.unjudged()
         ]
+        shapes = [
+            {"group": f.group, "figure": f.name, "shape": shape.says, "verdict": verdict}
+            for shape, f, verdict in self.seen()
+        ]
+        shapes += [
+            {"group": "", "figure": s.figure, "shape": s.says, "verdict": INCONCLUSIVE}
+            for s in self.unseen()
+        ]
         return {
             "bench": self.protocol.bench,
             "figures": [asdict(f) for f in self.figures],
             "goals": goals,
+            "shapes": shapes,
         }
 
 
@@ -129,6 +152,9 @@ def table(result: Result) -> str:
     for goal, figure, is_met in result.verdicts():
         said = f"{goal}: {'met' if is_met else 'MISSED'}"
         verdicts.setdefault((figure.group, figure.name), []).append(said)
+    for shape, figure, verdict in result.seen():
+        said = f"{shape.says}: {verdict}"
+        verdicts.setdefault((figure.group, figure.name), []).append(said)
     lines: list[Sequence[str]] = [("", "value", "95 % interval", "n", "goal")]
     group = None
     for figure in result.figures:
@@ -142,6 +168,7 @@ def table(result: Result) -> str:
         f"not judged: {group + ', ' if group else ''}{g.figure} {g}"
         for g, group in result.unjudged()
     ]
+    unjudged += [f"not judged: {shape.says}" for shape in result.unseen()]
     return "\n".join([_aligned(line, widths).rstrip() for line in lines] + unjudged)
 
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks import BENCHES, plot, runner
-from benchmarks.record import Goal, Notebook, Options, Protocol, read_rows
+from benchmarks.record import Goal, Notebook, Options, Protocol, Shape, read_rows
 from benchmarks.result import Figure, Lines, Result, Spread, number, table
 from benchmarks.stats import Estimate, estimate, median_ratio, quantile
 from osd.errors import ConfigError
@@ -120,6 +121,35 @@ def test_a_goal_that_could_not_be_judged_is_said() -> None:
         "not judged: harm <= 0",
     ]
     assert [(g["group"], g["met"]) for g in found.as_dict()["goals"]] == [("one", None), ("", None)]
+
+
+def test_a_shape_is_seen_where_the_whole_interval_says_so() -> None:
+    shape = Shape(figure="fall", says="it falls", above=0.5)
+    ends = {
+        "seen": (0.6, 0.9),
+        "not seen": (0.1, 0.5),
+        "inconclusive": (0.4, 0.6),
+        "no interval": (None, None),
+    }
+    figures = [
+        Figure(group=group, name="fall", value=0.5, low=low, high=high)
+        for group, (low, high) in ends.items()
+    ]
+    figures.append(Figure(group="other", name="rise", value=1.0, low=1.0, high=1.0))
+    found = Result(protocol=replace(a_protocol(), shapes=(shape,)), figures=tuple(figures))
+    expected = [*list(ends)[:3], "inconclusive"]
+    assert [verdict for _, _, verdict in found.seen()] == expected
+    assert [one["verdict"] for one in found.as_dict()["shapes"]] == expected
+    assert [
+        line.partition("it falls: ")[2] for line in table(found).splitlines()[2:9:2]
+    ] == expected
+
+
+def test_a_shape_that_nothing_was_measured_of_is_inconclusive() -> None:
+    shape = Shape(figure="fall", says="it falls", above=0.5)
+    found = Result(protocol=replace(a_protocol(), shapes=(shape,)), figures=())
+    assert table(found).splitlines()[-1] == "not judged: it falls"
+    assert [one["verdict"] for one in found.as_dict()["shapes"]] == ["inconclusive"]
 
 
 def test_numbers_are_short() -> None:
