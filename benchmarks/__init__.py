@@ -55,6 +55,9 @@ BENCHES = {
     "wider tree.",
     "success": "How often k tokens of a draft would hold the target's, by language: what token "
     "trees could gain.",
+    "papers_rates": "The best number of draft tokens by the rate of requests, and whether the "
+    "control follows it, at a GPU's published prices.",
+    "papers_rates_live": "As `papers_rates`, on real engines whose clocks are their CPU time.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "

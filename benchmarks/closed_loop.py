@@ -165,6 +165,8 @@ class ClosedLoop:
         self._proposed_by = Stamp(self.speculation.present, given.mode)
         """The stamp of the step that proposed what the next step verifies."""
         self._sleeps = False
+        self._only_decodes = True
+        """Whether no prompt is read in the next step."""
         self._measure_beforehand()
 
     def swap(self, draft: str | Path, predicted: float | None) -> None:
@@ -188,10 +190,7 @@ class ClosedLoop:
                 return
             if all(one.num_left for one in self._running):
                 self._step()
-            for one in [one for one in self._running if not one.num_left]:
-                self._running.remove(one)
-                self.speculation.end(one.name)
-                yield one.ended()
+            yield from self._leave()
 
     def _admit(self, index: int) -> None:
         request = self._requests[index]
@@ -202,6 +201,23 @@ class ClosedLoop:
         self._propose(one, self.speculation.present)
         self._running.append(one)
 
+    def _leave(self) -> Iterator[Served]:
+        """Those that have ended."""
+        for one in [one for one in self._running if not one.num_left]:
+            self._running.remove(one)
+            self.speculation.end(one.name)
+            yield one.ended()
+
+    def _price(self, drafted: Sequence[int], passes: int) -> tuple[float, float]:
+        """Seconds of a step that verifies so many draft tokens of each request, and of the passes
+        of the draft model at its end, without noise."""
+        verifying = self._times.step(sum(drafted) / len(drafted), drafts=False)
+        return verifying, self._num_drafts(passes) * self._times.draft_s
+
+    def _num_drafts(self, passes: int) -> int:
+        """How often a draft of that many passes is paid for."""
+        return 1 + self._sleeps if passes else 0  # it catches up
+
     def _step(self) -> None:
         running = self._running
         stamp = self.speculation.plan(
@@ -209,8 +225,7 @@ class ClosedLoop:
         )
         passes = stamp.plan.passes
         drafted = [one.num_proposed for one in running]
-        seconds = self._times.step(sum(drafted) / len(running), drafts=False)
-        drafting = (1 + self._sleeps if passes else 0) * self._times.draft_s  # it catches up
+        seconds, drafting = self._price(drafted, passes)
         self._sleeps = not passes
         noise = float(np.exp(self._rng.normal(0, NOISE)))
         seconds = noise * (seconds + drafting)
@@ -242,7 +257,7 @@ class ClosedLoop:
                 proposed_by=self._proposed_by,
                 draft=DraftWork(self._proposed_by.plan.passes).next(passes),
                 context=context,
-                is_pure=True,
+                is_pure=self._only_decodes,
                 seconds=seconds,
                 num_tokens=lengths,
                 num_outputs=outputs,

@@ -138,7 +138,7 @@ def _measure(
                 driven = loaded.drive(phases, prompts, first)
                 _compare(outputs, driven.outputs, f"{draft}, {load}, {arm}")
                 if repeat >= 0:
-                    seen = _seen(loaded) if arm == AUTO else {}
+                    did = seen(loaded) if arm == AUTO else {}
                     notebook.add(
                         group=f"{draft} draft, {load}",
                         arm=arm,
@@ -146,13 +146,14 @@ def _measure(
                         seconds=driven.seconds,
                         cpu_seconds=driven.cpu_seconds,
                         num_tokens=driven.num_tokens,
-                        **seen,
+                        **did,
                     )
         options.say(f"{draft} draft: repeat {repeat + 1} of {plan.sizes['num_repeats']}")
 
 
-def _seen(auto: Any) -> Row:
-    """What the control did in one cell: steps of each plan, and how well it foresaw their time."""
+def seen(auto: Any) -> Row:
+    """What the control did since its log was begun: steps of each plan, and how well it foresaw
+    their time."""
     steps = auto.command("log", False)
     plans: dict[str, int] = {}
     for step in steps:

@@ -154,6 +154,18 @@ class Loaded:
             running.clear()
         return found
 
+    def add(self, req_id: str, prompt: list[int], num_tokens: int) -> None:
+        """Queue a request for exactly so many tokens."""
+        from benchmarks import vllm_engine as vllm
+
+        vllm.add(self._engine.llm, req_id, prompt, num_tokens)
+
+    def step(self) -> dict[str, list[int]]:
+        """One step: request -> tokens it brought."""
+        from benchmarks import vllm_engine as vllm
+
+        return vllm.step(self._engine.llm)
+
 
 def controlled(
     target: Path, draft: Path, k_max: int, is_async: bool = False
