@@ -58,6 +58,9 @@ BENCHES = {
     "papers_rates": "The best number of draft tokens by the rate of requests, and whether the "
     "control follows it, at a GPU's published prices.",
     "papers_rates_live": "As `papers_rates`, on real engines whose clocks are their CPU time.",
+    "papers_methods": "Speed-up, step time and acceptance by method and batch, held against "
+    "published shapes.",
+    "papers_methods_large": "As `papers_methods`, of a target at the cost of 273 M parameters.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "
