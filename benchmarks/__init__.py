@@ -61,6 +61,7 @@ BENCHES = {
     "papers_methods": "Speed-up, step time and acceptance by method and batch, held against "
     "published shapes.",
     "papers_methods_large": "As `papers_methods`, of a target at the cost of 273 M parameters.",
+    "papers_online": "How acceptance climbs while a draft learns, held against published curves.",
     "soak": "Half an hour of traffic while parts are killed: failed requests, changed "
     "answers, growth.",
     "harm": "What poisoned and hostile traffic, a shift and a return, and steady traffic do "
