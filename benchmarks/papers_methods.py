@@ -47,7 +47,7 @@ def protocol(options: Options, size: str = SMALL) -> Protocol:
 
     is_small = size == SMALL
     methods = (NONE, NGRAM, DRAFT) if options.quick else (NONE, NGRAM, MEMORY, DRAFT)
-    requests, max_tokens = ((8, 32) if is_small else (4, 16)) if options.quick else (24, 64)
+    requests, max_tokens = ((8, 32) if is_small else (3, 12)) if options.quick else (24, 64)
     return Protocol(
         bench="papers_methods" if is_small else "papers_methods_large",
         question="Which published shapes of speed, step time and acceptance do the built-in models "
