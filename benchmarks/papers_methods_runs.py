@@ -145,8 +145,9 @@ def gaps(draft: str, noise: float, sizes: Mapping[str, Any]) -> list[Row]:
     from benchmarks import models
     from benchmarks.drift_family import FAMILIES, FIRST_SERVED
     from benchmarks.drift_recordings import take
-    from benchmarks.oracle_runs import runs_of_draft
+    from benchmarks.served import TARGET_ID
     from osd.evaluate.bound.published import EAGLE, WIDEST, published
+    from osd.evaluate.bound.replay import runs_of_draft
     from osd.evaluate.bound.rules import fixed, oracle
     from osd.evaluate.bound.runs import RequestRuns
     from osd.evaluate.bound.speeds import speeds
@@ -161,7 +162,7 @@ def gaps(draft: str, noise: float, sizes: Mapping[str, Any]) -> list[Row]:
             RequestRuns(
                 num_prompt=len(one.prompt_ids),
                 num_output=len(one.output_ids),
-                proposers={EAGLE: runs_of_draft(model, one, WIDEST)},
+                proposers={EAGLE: runs_of_draft(model, one.bare_trace(TARGET_ID), WIDEST)},
             )
             for one in take("tiny", HOME, FIRST_SERVED, sizes["num_recorded"])
         ]
