@@ -31,6 +31,8 @@ class Usual(NamedTuple):
 
 QUICK = Usual(k="1,3", batch="1,4", requests=4, max_tokens=48, repeats=2)
 WHOLE = Usual(k="1,2,3,5", batch="1,4,16", requests=64, max_tokens=256, repeats=3)
+USUAL_KINDS = 2
+"""Of traffic, as the built-in target has."""
 
 
 @app.command(
@@ -111,7 +113,7 @@ def evaluate(
         data=tuple(data or ()),
         form=form,
         traffic=traffic,
-        num_requests=requests or usual.requests,
+        num_requests=requests or _usual_requests(usual, len(traffic)),
         max_tokens=max_tokens or usual.max_tokens,
         seed=seed,
         out=out or (Path(f"evaluation-{family}") if family else None),
@@ -130,6 +132,11 @@ def evaluate(
     # SIGTERM ends the engine too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     command.run(asked, models, plan, typer.echo, warn, as_json=as_json)
+
+
+def _usual_requests(usual: Usual, num_kinds: int) -> int:
+    """Of each kind; as many in all as of a few files, where a family has many kinds of traffic."""
+    return min(usual.requests, max(1, USUAL_KINDS * usual.requests // max(num_kinds, 1)))
 
 
 def _family(name: str) -> tuple[dict[str, str], Mapping[str, Sequence[str]]]:

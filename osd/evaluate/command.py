@@ -53,7 +53,7 @@ BUILT_IN_VLLM = {
     "kv_cache_memory_bytes": 256 << 20,
     "max_model_len": 512,
 }
-"""What engines of the built-in targets are given, unless told otherwise."""
+"""What engines of the built-in targets and of a bench's family are given, unless told otherwise."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 LOGS = "logs"
 USUAL_CONTEXT = 4096
@@ -106,7 +106,7 @@ class Evaluation:
     def __init__(self, asked: Asked, models: Models, plan: Plan, warn: Say) -> None:
         self._asked, self._models, self._plan, self._warn = asked, models, plan, warn
         serving = asked.config.serving
-        own = BUILT_IN_VLLM if serving.target in built_in.TARGETS else {}
+        own = BUILT_IN_VLLM if serving.target in built_in.TARGETS or asked.traffic else {}
         given = {name.replace("-", "_"): value for name, value in serving.vllm.items()}
         self._vllm = {**own, **given}
         self._env = (ONE_THREAD if own else {}) | serving.env

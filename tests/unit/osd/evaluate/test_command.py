@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from osd.cli import app
+from osd.cli.evaluating import QUICK, _usual_requests
+from osd.config import reading
 from osd.errors import ConfigError, OSDError
 from osd.evaluate.child import since
-from osd.evaluate.command import environment_of, run_child
+from osd.evaluate.command import BUILT_IN_VLLM, Asked, Evaluation, environment_of, run_child
 from osd.evaluate.forms import Question
+from osd.evaluate.plan import Load, Models, Plan
 from osd.evaluate.requests import choose, encode, stop_tokens
 from osd.evaluate.runs import Counters
 from tests.support.pairs import Pair, build_pair
@@ -51,6 +56,30 @@ def test_what_cannot_be_run_is_refused_in_one_line(
 def test_a_family_that_is_none_is_refused_with_those_that_are() -> None:
     found = CliRunner().invoke(app, ["evaluate", "--family", "verse"])
     assert "--family: 'verse' is none of tiny, natural, prose" in str(found.exception)
+
+
+def test_a_family_is_served_like_a_built_in_target(pair: Pair, tmp_path: Path) -> None:
+    """In a few minutes, whatever the machine: with as many requests in all, however many kinds."""
+    asked = Asked(
+        config=reading.load(None, [], {"serving.target": str(pair.target)}, {}).config,
+        data=(),
+        form=None,
+        traffic={"en": ["t20 t21"]},
+        num_requests=4,
+        max_tokens=8,
+        seed=0,
+        out=tmp_path / "out",
+    )
+    plan = Plan(methods=("none",), lengths=(1,), loads=(Load(streams=1),))
+
+    def settings(one: Asked) -> dict[str, Any]:
+        evaluation = Evaluation(one, Models(target=pair.target), plan, print)
+        return dict(evaluation._settings([]))
+
+    own = settings(asked)
+    assert own["vllm"] == BUILT_IN_VLLM and own["env"]["OMP_NUM_THREADS"] == "1"
+    assert settings(replace(asked, traffic={}, data=(Path("d.jsonl"),)))["vllm"] == {}
+    assert [_usual_requests(QUICK, kinds) for kinds in (0, 1, 2, 4, 10)] == [4, 4, 4, 2, 1]
 
 
 def questions(data: str, num: int) -> list[Question]:
