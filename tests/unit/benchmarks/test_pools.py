@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import drift_recordings, pools
-from benchmarks.drift_family import FAMILIES, TRAINING
+from benchmarks.drift_family import FAMILIES, FIRST_SERVED, TRAINING
 from benchmarks.record import Options, Row
 from buffers.trace_file import TraceFile
 from osd.records import PLAIN
@@ -63,3 +64,26 @@ def test_the_drafts_learn_from_every_token_of_every_answer(
     for trace in traces:
         assert len(trace.position) == len(trace.output_ids)
         assert np.all(trace.kind == PLAIN) and np.all(trace.keep_prob == 1)
+
+
+def test_both_arms_answer_what_no_draft_learnt_from_with_as_many_nodes(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Draft 2 is the target: where it takes part, every step is followed to its end."""
+    pair, asked = build_pair(tmp_path / "pair", noise=0.3), set()
+
+    def requests(domain: str, block: int, num: int) -> list[Any]:
+        asked.add((domain, block, num))
+        return [SimpleNamespace(prompt=f"t{20 + i} t{40 + i}") for i in range(num)]
+
+    mine = replace(FAMILIES["tiny"], models=lambda: (pair.target, pair.draft), requests=requests)
+    monkeypatch.setitem(FAMILIES, "tiny", mine)
+    sizes = {
+        "domains": ["sql"], "served_requests": 6, "answer_tokens": 24, "temperatures": (0.0,),
+        "depth": 3,
+    }  # fmt: skip
+    rows = list(pools._steps(sizes, [pair.draft, pair.target]))
+    assert asked == {("sql", FIRST_SERVED, 6)}
+    brought = {(row["arm"], row["num"]): np.mean(row["tokens_per_step"]) for row in rows}
+    assert brought[pools.POOL, 1] == brought[pools.FIRST, 1] < brought[pools.FIRST, 2]
+    assert brought[pools.FIRST, 2] < brought[pools.POOL, 2]

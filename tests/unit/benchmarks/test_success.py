@@ -26,8 +26,8 @@ def rows_of(greedy: list[float], drawn: list[float]) -> list[Row]:
         for k, likeliest, by_draws in zip(KS, greedy, drawn, strict=True)
         for one in (
             row(GREEDY, 0.0, k, likeliest),
-            row(MULTI_STEP, 0.7, k, 0.2),
             row(MULTI_STEP, 1.0, k, by_draws),
+            row(MULTI_STEP, 0.7, k, 0.2),
             row(NAIVE, 1.0, k, 0.3),
         )
     ]

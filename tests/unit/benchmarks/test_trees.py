@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import success_rules, tree_prices, trees
 from benchmarks.record import Options, Row
@@ -24,11 +25,13 @@ from benchmarks.tree_prices import (
     pool_costs,
 )
 from benchmarks.tree_report import summarise
+from benchmarks.tree_runs import Bench
 from serving.trees.dice import Dice, RandomDice
 from serving.trees.expand import grow
 from serving.trees.tree import Tree
 from serving.trees.verify import Rule, multi_step, naive
 from tests.support.all_outcomes import all_outcomes
+from tests.support.tiny_drafts import tiny_llama
 
 P_V, Q_V = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.5, 0.1, 0.3, 0.1])
 
@@ -70,6 +73,8 @@ def test_where_the_chain_overtakes() -> None:
         return overtaken(price, trees.TWENTY_ONE, 3.3, trees.CHAIN, 2.0)
 
     assert [at(1.0), at(0.01), at(0.0)] == [1, 43, MAX_BATCH]
+    free = Price(target_s=10.0, per_node_s=0.0, draft_s=0.0, per_read_s=0.0)
+    assert overtaken(free, trees.TWENTY_ONE, 2.0, trees.CHAIN, 2.0) == 1  # as fast is enough
 
 
 def test_costs_of_a_pool() -> None:
@@ -120,6 +125,32 @@ def test_greedy_success_is_of_the_likeliest() -> None:
     assert [success_rules.likeliest_among_top(P_V, Q_V, k) for k in (1, 2, 3, 4)] == [0, 0, 0, 1]
 
 
+def test_successes_are_read_where_the_target_chose_each_token() -> None:
+    """Held against both models asked token by token."""
+    target, draft = (tiny_llama(seed, scale=0.4) for seed in (0, 1))
+    prompt, answer = [5, 9, 2], [7, 1, 30, 4, 4, 61, 12, 8, 19, 50]
+
+    def places() -> Iterator[int]:
+        for at in range(len(answer)):
+            ids = torch.tensor([prompt + answer[:at]])
+            ours, theirs = (model(ids).logits[0, -1] for model in (target, draft))
+            yield int((theirs > theirs[ours.argmax()]).sum())
+
+    ks, found = tuple(range(1, 65)), list(places())
+    wanted = [np.mean([place < k for place in found]) for k in ks]
+    rows = success_rules.successes(target, draft, [(prompt, answer)], 0.0, ks)
+    assert [row["success"] for row in rows] == [pytest.approx([share]) for share in wanted]
+
+
+def test_the_time_of_the_target_is_that_of_its_pass_and_of_verification() -> None:
+    bench = Bench.__new__(Bench)  # without its trained models
+    bench.target, bench.drafts = tiny_llama(0), {"good": tiny_llama(1)}
+    bench.prompts = [[5, 9, 2], [7, 3]]
+    found = bench.times("good", (2, 1), batch=2, num_tokens=1)
+    assert found["num_steps"] == 1
+    assert found["step_s"] == pytest.approx(found["draft_s"] + found["target_s"], rel=1e-9)
+
+
 def rows_of(plan: Any) -> list[Row]:
     """As of a run in which a wider tree brings more, and costs nothing more to read."""
     rows: list[Row] = []
@@ -133,6 +164,9 @@ def rows_of(plan: Any) -> list[Row]:
         for rule, success in ((trees.MULTI_STEP, [0.6, 0.8]), (trees.NAIVE, [0.5, 0.6])):
             case = {"draft": draft, "temperature": 1.0}
             rows.append({"kind": "success", "rule": rule, "k": 2, "success": success} | case)
+        for rule, accepted in (("multi-step", [0.9, 1.1]), ("naive", [0.7, 0.9])):
+            case = {"draft": draft, "temperature": 1.0, "widths": trees.SIX}
+            rows.append({"kind": "steps", "rule": rule, "accepted_per_step": accepted} | case)
     for batch in plan.sizes["batches"]:
         for widths in (NONE, *trees.SHAPES):
             draft_s = 0.1 * len(widths)
@@ -150,6 +184,10 @@ def test_the_report_says_what_the_rows_hold(tmp_path: Any) -> None:
     assert found[f"success: {case}, k = 2", trees.GAIN] == pytest.approx(0.7 / 0.55)
     timed = found[f"speed, timed here: {case}", "⟨2, 1, 1⟩ / ⟨1, 1, 1⟩, batch 16"]
     assert timed == pytest.approx(2.5 / 2.4)
+    by_rule = found[f"accepted per step, drawn: {case}", "multi-step / naive, ⟨2, 1, 1⟩"]
+    assert by_rule == pytest.approx(1.0 / 0.8)
+    over_none = found[f"speed over none, batch 1, as measured here: {case}", "⟨3, 1, 1⟩"]
+    assert over_none == pytest.approx(2.6 / 1.3)
     beyond = "⟨3, 2, 2⟩: ahead of the chain at every batch below"
     assert found[f"as measured here: {case}", beyond] == MAX_BATCH
     published_at = "⟨3, 2, 2⟩: the chain is as fast from batch"

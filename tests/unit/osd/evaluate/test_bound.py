@@ -207,6 +207,13 @@ def test_the_simple_rule_follows_what_was_accepted() -> None:
     assert falls == sorted(falls, reverse=True) and falls[-1] == 1
 
 
+def test_the_simple_rule_learns_nothing_where_nothing_is_proposed() -> None:
+    offered = np.array([0] * 10 + [5] * 3)
+    runs = ProposerRuns(right=np.minimum(offered, 2), offered=offered)
+    request = RequestRuns(num_prompt=2, num_output=14, proposers={"draft": runs})
+    assert adaptive("draft", 5)(request, COSTS).steps[10:] == (("draft", 3, 2),)
+
+
 def test_times_grow_between_the_widths_and_beyond() -> None:
     costs = StepCosts(
         batch=2,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,15 @@ from typer.testing import CliRunner
 
 from osd.cli import app
 from osd.cli.evaluating import QUICK, _usual_requests
-from osd.config import reading
+from osd.config.schema import Config
 from osd.errors import ConfigError, OSDError
 from osd.evaluate.child import since
 from osd.evaluate.command import BUILT_IN_VLLM, Asked, Evaluation, environment_of, run_child
 from osd.evaluate.forms import Question
 from osd.evaluate.plan import Load, Models, Plan
 from osd.evaluate.requests import choose, encode, stop_tokens
-from osd.evaluate.runs import Counters
+from osd.evaluate.runs import Counters, Request
+from tests.support.evaluations import REQUESTS
 from tests.support.pairs import Pair, build_pair
 
 
@@ -37,6 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         (("--batch", "0"), "--batch=0: must be whole numbers of at least 1"),
         (("--rate", "fast"), "--rate=fast: must be numbers of at least 0.001"),
         (("serving.vllm.async_scheduling=true",), "memory cannot be measured with serving.vllm"),
+        (("--methods", "auto", "serving.vllm.async_scheduling=true"), "auto cannot be measured"),
         (("--family", "tiny"), "--family: brings its own models"),
         (("serving.vllm.dtyp=", "serving.dtype=bf16"), "serving.dtype"),
         (("--head", "{draft}"), "is no EAGLE-3 head; give a draft model by --draft"),
@@ -58,28 +60,53 @@ def test_a_family_that_is_none_is_refused_with_those_that_are() -> None:
     assert "--family: 'verse' is none of tiny, natural, prose" in str(found.exception)
 
 
-def test_a_family_is_served_like_a_built_in_target(pair: Pair, tmp_path: Path) -> None:
-    """In a few minutes, whatever the machine: with as many requests in all, however many kinds."""
+def settings_of(
+    models: Models,
+    requests: Sequence[Request] = REQUESTS,
+    *,
+    max_tokens: int = 8,
+    traffic: dict[str, list[str]] | None = None,
+    **serving: Any,
+) -> dict[str, Any]:
+    """What must be the same for runs to be compared."""
     asked = Asked(
-        config=reading.load(None, [], {"serving.target": str(pair.target)}, {}).config,
+        config=Config.model_validate({"serving": {"target": str(models.target)} | serving}),
         data=(),
         form=None,
-        traffic={"en": ["t20 t21"]},
+        traffic=traffic or {},
         num_requests=4,
-        max_tokens=8,
+        max_tokens=max_tokens,
         seed=0,
-        out=tmp_path / "out",
+        out=Path("out"),
     )
-    plan = Plan(methods=("none",), lengths=(1,), loads=(Load(streams=1),))
+    plan = Plan(methods=("none", "draft"), lengths=(1,), loads=(Load(streams=1),))
+    return Evaluation(asked, models, plan, print)._settings(requests)
 
-    def settings(one: Asked) -> dict[str, Any]:
-        evaluation = Evaluation(one, Models(target=pair.target), plan, print)
-        return dict(evaluation._settings([]))
 
-    own = settings(asked)
+def test_a_family_is_served_like_a_built_in_target(pair: Pair) -> None:
+    """In a few minutes, whatever the machine: with as many requests in all, however many kinds."""
+    models = Models(target=pair.target, draft=pair.draft)
+    own = settings_of(models, traffic={"en": ["t20 t21"]})
     assert own["vllm"] == BUILT_IN_VLLM and own["env"]["OMP_NUM_THREADS"] == "1"
-    assert settings(replace(asked, traffic={}, data=(Path("d.jsonl"),)))["vllm"] == {}
+    assert settings_of(models)["vllm"] == {}
     assert [_usual_requests(QUICK, kinds) for kinds in (0, 1, 2, 4, 10)] == [4, 4, 4, 2, 1]
+
+
+def test_runs_of_other_models_requests_or_arguments_are_never_mixed(pair: Pair) -> None:
+    """Whatever is changed is named by what the directory says of its runs."""
+    models = Models(target=pair.target, draft=pair.draft)
+    usual = settings_of(models)
+    assert settings_of(models) == usual
+    others = {
+        "target": settings_of(Models(target=pair.stranger, draft=pair.draft)),
+        "draft": settings_of(Models(target=pair.target, draft=pair.stranger)),
+        "requests": settings_of(models, REQUESTS[:3] + REQUESTS[:1]),
+        "max_tokens": settings_of(models, max_tokens=16),
+        "vllm": settings_of(models, vllm={"max-model-len": 64}),
+        "env": settings_of(models, env={"OMP_NUM_THREADS": "2"}),
+    }
+    for name, other in others.items():
+        assert [key for key in usual if other.get(key) != usual[key]] == [name]
 
 
 def questions(data: str, num: int) -> list[Question]:

@@ -57,6 +57,16 @@ def test_prices_are_those_of_the_steps() -> None:
     assert found.prefill_s == pytest.approx(BATCH * 0.8 / 4)
 
 
+def test_each_proposer_has_a_price_of_its_own_and_the_control_none() -> None:
+    slow = run("none", 0, [replace(prefill(0.9), own=0.3), prefill(0.2), *NONES.steps[2:]])
+    drafting = replace(run("draft", 1, steps(4, 0.13, proposing=0.03)), engine="draft")
+    found = own.costs_of([slow, memory(1, 0.13, 0.01), drafting], BATCH, {"memory": 1, "draft": 1})
+    assert found is not None
+    assert found.drafts["memory"].per_step_s == pytest.approx(0.01)
+    assert found.drafts["draft"].per_pass_s == pytest.approx(0.03)
+    assert found.prefill_s == pytest.approx(BATCH * 0.8 / 4)
+
+
 def draft_costs(*by_k: tuple[int, float]) -> DraftCosts:
     runs = [
         replace(run("draft", k, steps(2 + 2 * k, 0.2, proposing=s)), engine="draft")
@@ -111,6 +121,18 @@ def test_the_oracle_is_as_fast_as_any_and_the_memory_gains_where_answers_repeat(
     assert found.speeds["memory, oracle length"] == found.speeds[ALL]
 
 
+def test_a_bound_reads_nones_answers_and_its_own_engines_and_temperature() -> None:
+    found, runs = bound_of()
+    others = [replace(one, temperature=0.7, steps=one.steps[:2] + one.steps[-3:]) for one in runs]
+    slower = [replace(s, seconds=2 * s.seconds) for s in runs[1].steps]
+    others[1] = replace(others[1], steps=tuple(slower))
+    silent = [replace(one, requests=()) for one in runs[1:]]
+    given = [runs[0], *silent, AUTO_NONE, replace(AUTO, started="b"), *others]
+    both = own.bounds(given, REQUESTS, [Load(streams=BATCH)], None)
+    assert [one.temperature for one in both] == [0.0, 0.7]
+    assert both[0].speeds == found.speeds != both[1].speeds
+
+
 def test_the_control_is_held_against_the_fixed_choice_that_was_measured() -> None:
     """none took 2 s, the best fixed choice 1.6, the control 1.2: 1.67 over 1.25, on the way to the
     oracle over the fixed choice, as computed."""
@@ -120,10 +142,29 @@ def test_the_control_is_held_against_the_fixed_choice_that_was_measured() -> Non
     gap = found.speeds[ALL] / found.speeds[found.best_fixed] - 1
     closed = own.closed_by_auto(found, figures)
     assert closed == pytest.approx((2 / 1.2 / (2 / 1.6) - 1) / gap)
+    elsewhere = [replace(one, load="batch 4", seconds=3.0) for one in runs]
+    assert own.closed_by_auto(found, figures_of([*runs, *elsewhere], REQUESTS)) == closed
     line = f"auto closes {closed:.0%} of the gap"
     assert line in table(figures, [found], [])
     page = html(figures, [found], [], {})
     assert line in page and "What is left to gain" in page and "memory, oracle length" in page
+    computed = found.speeds["memory, k = 3"]
+    assert f"<td>memory, k = 3</td><td>{computed:.2f}</td><td>1.25</td>" in page
+    assert "batch 2, temperature 0: auto 3, 1.67 times as fast as none" in page
     alone, runs = bound_of()
     assert own.closed_by_auto(alone, figures_of(runs, REQUESTS)) is None
     assert "of the gap" not in table(figures_of(runs, REQUESTS), [alone], [])
+
+
+def test_where_no_fixed_length_gains_the_control_is_held_against_none() -> None:
+    """none took 2 s, the only length 4, the control 1.2."""
+    runs = [
+        NONES,
+        replace(memory(3, 0.17, 0.03), seconds=4.0),
+        AUTO_NONE,
+        replace(AUTO, started="b"),
+    ]
+    (found,) = own.bounds(runs, REQUESTS, [Load(streams=BATCH)], None)
+    gap = found.speeds[ALL] / found.speeds[found.best_fixed] - 1
+    closed = own.closed_by_auto(found, figures_of(runs, REQUESTS))
+    assert closed == pytest.approx((2 / 1.2 - 1) / gap)

@@ -47,6 +47,7 @@ def test_the_control_is_one_arm_that_is_not_forced_and_has_all_that_can_propose(
     assert options["speculative_config"]["model"] == "d"
     settings = options["additional_config"]["osd"]
     assert (settings["mode"], settings["proposers"]) == ("auto", ["draft", "memory"])
+    assert (settings["k_max"], settings["memory_k_max"]) == (3, 3)
     headed = options_of("auto", Models(target=Path("t"), head=Path("h")), 3, 4, {})
     assert headed["speculative_config"]["method"] == "eagle3"
     alone = options_of("auto", Models(target=Path("t")), 3, 4, {})
@@ -97,6 +98,9 @@ def test_the_engine_of_a_method_speculates_by_it() -> None:
     assert draft["additional_config"]["a"] == 1
     assert draft["additional_config"]["osd"]["proposers"] == ["draft"]
     assert draft["dtype"] == "float32" and draft["max_num_seqs"] == 4
+    assert draft["enable_prefix_caching"] is draft["async_scheduling"] is False
+    ahead = options_of("draft", PAIR, 3, 4, {"async_scheduling": True})
+    assert ahead["async_scheduling"] is True
     memory = options_of("memory", Models(target=Path("t")), 3, 4, {})
     assert memory["speculative_config"]["method"] == "ngram"  # which is never asked
     assert memory["additional_config"]["osd"]["proposers"] == ["memory"]

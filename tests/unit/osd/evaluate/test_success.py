@@ -66,12 +66,13 @@ def test_answers_of_none_beside_the_draft_model_are_read_once_at_each_temperatur
     runs = [
         run(engine="eagle3"),
         run(),
-        run(repeat=1),
+        run(repeat=1, requests=run().requests[:1]),
         run(method="draft", k=3),
         run(temperature=0.7),
     ]
     found = successes(runs, REQUESTS, load_draft(pair.draft))
     assert [one.temperature for one in found if one.data == ALL] == [0.0, 0.7]
+    assert {one.num_tokens for one in found if one.data == ALL} == {2 + 3 + 1}
     assert successes(runs[:1], REQUESTS, load_draft(pair.draft)) == []
 
 

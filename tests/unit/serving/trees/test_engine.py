@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from serving.trees.engine import TreeEngine
 from serving.trees.passes import Passes
 from serving.trees.reading import Reading, sequence_based, tree_attention
 from serving.trees.tree import Tree
+from tests.support.heads import write_head
 from tests.support.pairs import build_pair
+from tests.support.served_targets import served_target
 from tests.support.tiny_drafts import tiny_llama
 from tests.unit.serving.trees.test_tree import EIGHT, tree_of
 
@@ -116,6 +119,12 @@ def test_eight_tokens_take_one_pass_of_8_slots_or_three_of_13(target: Any) -> No
     assert spent == [(1, 8), (3, 13)]
 
 
+def test_padding_is_no_node(target: Any) -> None:
+    running = Passes(target, 2, 20)
+    running.feed([[1, 2, 3], [4]], [[-1, 0, 1], [-1]])
+    assert (running.num_passes, running.num_fed) == (1, 4)
+
+
 @pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize("num_drafts", [1, 2])
 @pytest.mark.parametrize("widths", SHAPES, ids=str)
@@ -170,6 +179,31 @@ def test_a_draft_that_is_the_target_is_always_right(target: Any, drafts: list[An
     for pool in ([target], [drafts[0], target]):
         found = TreeEngine(target, pool, (1, 1, 1)).generate(PROMPTS, 20)
         assert [answer.tokens_per_step for answer in found] == [4.0] * len(PROMPTS)
+
+
+def test_a_draft_samples_at_the_temperature_of_the_target(target: Any) -> None:
+    engine = TreeEngine(target, [target], (1, 1, 1), temperature=0.3)
+    found = engine.generate(PROMPTS, 20)
+    assert [answer.tokens_per_step for answer in found] == [4.0] * len(PROMPTS)
+
+
+def test_the_time_of_a_slow_target_is_the_targets(target: Any, drafts: list[Any]) -> None:
+    def slowly(running: Passes, trees: Any) -> Any:
+        time.sleep(0.2)
+        return tree_attention(running, trees)
+
+    engine = TreeEngine(target, drafts[:1], (1,), reading=slowly)
+    engine.generate([[1, 2]], 1)
+    (step,) = engine.steps
+    assert 0.2 <= step.target_s < step.seconds
+
+
+def test_answers_by_chance_are_those_of_the_seed(target: Any, drafts: list[Any]) -> None:
+    one, again, other = (
+        answers(TreeEngine(target, drafts[:1], (2, 1), temperature=1.0, seed=seed))
+        for seed in (1, 1, 2)
+    )
+    assert one == again != other
 
 
 def test_a_step_counts_what_it_brought(target: Any, drafts: list[Any]) -> None:
@@ -236,6 +270,8 @@ def test_a_tree_beyond_the_context_is_refused_in_one_line(target: Any, drafts: l
     with pytest.raises(ConfigError, match="3 deep need a context of 257, it has 256") as caught:
         engine.generate([[1] * 244], 10)
     assert "\n" not in str(caught.value)
+    (alone,) = TreeEngine(target, (), (2, 1, 1)).generate([[1] * 246], 10)
+    assert len(alone.output_ids) == 10  # no tree needs room
 
 
 def test_a_width_of_zero_and_an_empty_prompt_are_refused(target: Any, drafts: list[Any]) -> None:
@@ -259,6 +295,13 @@ def test_a_draft_of_another_tokenizer_is_not_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another tokenizer than the target's") as caught:
         fitting.load(pair.target, [pair.draft, pair.stranger])
     assert "\n" not in str(caught.value)
+
+
+def test_a_head_is_no_draft_of_trees(tmp_path: Path) -> None:
+    target = served_target(tmp_path / "target")
+    head = write_head(tmp_path / "head", target)
+    with pytest.raises(ConfigError, match="trees need a draft model, this is an EAGLE-3 head"):
+        fitting.load(target, [head])
 
 
 @pytest.mark.parametrize("key", [{"layer_types": ["sliding_attention"]}, {"sliding_window": 8}])
