@@ -53,12 +53,12 @@ def evaluate(
     head: Annotated[str | None, typer.Option(help="EAGLE-3 head: directory or hub name.")] = None,
     family: Annotated[
         str | None,
-        typer.Option(help="In a checkout: models and traffic of a bench's family (tiny, prose)."),
+        typer.Option(help="In a checkout: models and traffic of a bench's family: prose, tiny ..."),
     ] = None,
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Of none, ngram, memory, suffix, draft, eagle3, auto. Default: all there can be."
+            help="Of none, ngram, memory, suffix, draft, eagle3, auto. Default: all that can run."
         ),
     ] = None,
     data: Annotated[

@@ -88,7 +88,7 @@ def train(
         typer.Option(
             min=1,
             help="So many drafts, in OUT/1, OUT/2, ...: each learns what those before it do not "
-            "reproduce.",
+            "reproduce; fewer where nothing new is left.",
         ),
     ] = None,
 ) -> None:

@@ -1,7 +1,7 @@
 """The upper bound of an evaluation, from its own runs.
 
     answers of `none` ─► the draft and the memory asked at every position ─► runs  ┐
-    steps of all arms ─► what verifying and proposing took, by width ──────► costs ├─► all rules
+    steps of their engines ─► what verifying and proposing took, by width ─► costs ├─► all rules
     prefill of `none` ─────────────────────────────────────────────────────────────┘
 
 For loads that keep a number of requests in flight; steps of fewer requests are not priced. Methods
