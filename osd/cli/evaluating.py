@@ -29,7 +29,7 @@ class Usual(NamedTuple):
     repeats: int
 
 
-QUICK = Usual(k="1,3", batch="1,4", requests=4, max_tokens=48, repeats=2)
+QUICK = Usual(k="1,3", batch="1,4", requests=4, max_tokens=32, repeats=2)
 WHOLE = Usual(k="1,2,3,5", batch="1,4,16", requests=64, max_tokens=256, repeats=3)
 USUAL_KINDS = 2
 """Of traffic, as the built-in target has."""
