@@ -19,6 +19,8 @@ from osd.errors import ConfigError
 NONE, NGRAM, MEMORY, SUFFIX, DRAFT, EAGLE3 = "none", "ngram", "memory", "suffix", "draft", "eagle3"
 AUTO = "auto"
 """The control of speculation, as it serves: the draft or head and the memory, and what pays."""
+CLOSED = "batch "
+"""How the names of loads begin that keep a number of requests in flight."""
 METHODS = (NONE, NGRAM, MEMORY, SUFFIX, DRAFT, EAGLE3, AUTO)
 
 
@@ -60,7 +62,7 @@ class Load:
     @property
     def name(self) -> str:
         if self.streams:
-            return f"batch {self.streams}"
+            return f"{CLOSED}{self.streams}"
         return f"{self.rate:g}/s" if self.rate else "recorded"
 
     @property

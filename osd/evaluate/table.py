@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from osd.evaluate.bound.own import Bound, closed_by_auto
 from osd.evaluate.bound.speeds import ALL
 from osd.evaluate.figures import PARTS, Figures, Ratio, Tails
-from osd.evaluate.plan import NONE
+from osd.evaluate.plan import CLOSED, DRAFT, MEMORY, NONE
 from osd.evaluate.success import Success
 
 HEADER = (
@@ -39,8 +39,25 @@ def _below(
     figures: Sequence[Figures], bounds: Sequence[Bound], successes: Sequence[Success]
 ) -> Iterator[str]:
     yield from (said_of_bound(one, figures) for one in bounds)
+    yield from _unbounded(figures, bounds)
     yield from map(said_of, successes)
     yield from verdicts(figures)
+
+
+def _unbounded(figures: Sequence[Figures], bounds: Sequence[Bound]) -> Iterator[str]:
+    """Loads that should have a bound and have none."""
+    known = {(one.load, one.temperature) for one in bounds}
+    wanted = {
+        (one.load, one.temperature): None
+        for one in figures
+        if one.method in (DRAFT, MEMORY) and one.load.startswith(CLOSED)
+    }
+    for load, temperature in wanted:
+        if (load, temperature) not in known:
+            yield (
+                f"upper bound, {load}, temperature {temperature:g}: none, as too few steps with "
+                "all requests tell what they took; give more requests, or longer answers"
+            )
 
 
 def said_of_bound(bound: Bound, figures: Sequence[Figures]) -> str:

@@ -156,6 +156,14 @@ def test_the_control_is_held_against_the_fixed_choice_that_was_measured() -> Non
     assert "of the gap" not in table(figures_of(runs, REQUESTS), [alone], [])
 
 
+def test_a_load_without_a_bound_says_why_unless_its_requests_come_by_themselves() -> None:
+    _, runs = bound_of()
+    line = "upper bound, batch 2, temperature 0: none, as too few steps"
+    assert table(figures_of(runs, REQUESTS), [], []).count(line) == 1
+    open_loop = [replace(run, load="1/s") for run in runs]
+    assert "upper bound" not in table(figures_of(open_loop, REQUESTS), [], [])
+
+
 def test_where_no_fixed_length_gains_the_control_is_held_against_none() -> None:
     """none took 2 s, the only length 4, the control 1.2."""
     runs = [
