@@ -137,12 +137,29 @@ class Evaluation:
         """In the runs that are asked for now."""
         planned = [one for engine in self._plan.engines for one in self._plan.runs(engine)]
         runs = [self.directory.read(one) for one in planned]
-        draft = _loaded(self._models.draft) if DRAFT in self._plan.methods else None
+        draft = self._replayable_draft()
         return Found(
             figures=figures_of(runs, requests),
             bounds=bounds(runs, requests, self._plan.loads, draft),
             successes=successes(runs, requests, draft) if draft is not None else [],
         )
+
+    def _replayable_draft(self) -> Draft | None:
+        """The draft model, for replays. One that cannot be read costs no figure that was
+        measured."""
+        if DRAFT not in self._plan.methods:
+            return None
+        from trainer.draft import load_draft
+
+        try:
+            return load_draft(self._fitted_draft())
+        except OSDError as error:
+            self._warn(f"{error}: success by k is left out, and the draft in the upper bound")
+            return None
+
+    def _fitted_draft(self) -> Path:
+        assert self._models.draft is not None, "without one the method is refused"
+        return fitted(self._models.draft, self._models.target, self.directory.path / "draft")
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -187,8 +204,7 @@ class Evaluation:
     def _measure(self, engine: str, missing: Sequence[Planned], advance: Advance) -> None:
         path, models = self.directory.path, self._models
         if models.draft is not None:
-            own = fitted(models.draft, models.target, path / "draft")
-            models = replace(models, draft=own)
+            models = replace(models, draft=self._fitted_draft())
         job = Job(
             engine=engine,
             directory=str(path),
@@ -206,15 +222,6 @@ class Evaluation:
     def _num_seqs(self) -> int:
         streams = [load.streams or OPEN_LOOP_SEQS for load in self._plan.loads]
         return max(streams)
-
-
-def _loaded(draft: Path | None) -> Draft | None:
-    """As the replays need it."""
-    if draft is None:
-        return None
-    from trainer.draft import load_draft
-
-    return load_draft(draft)
 
 
 def check_scheduling(plan: Plan, vllm: Mapping[str, Any]) -> None:

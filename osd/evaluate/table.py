@@ -56,7 +56,7 @@ def _unbounded(figures: Sequence[Figures], bounds: Sequence[Bound]) -> Iterator[
         if (load, temperature) not in known:
             yield (
                 f"upper bound, {load}, temperature {temperature:g}: none, as too few steps with "
-                "all requests tell what they took; give more requests, or longer answers"
+                "all requests tell what they took, or the draft cannot be replayed"
             )
 
 

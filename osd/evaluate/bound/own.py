@@ -26,13 +26,11 @@ from osd.evaluate.figures import MIN_STEPS, Figures
 from osd.evaluate.plan import AUTO, DRAFT, MEMORY, NONE, Load
 from osd.evaluate.runs import Request, Run, Step
 from osd.records import Trace
+from serving.speculation.control import Settings
 from serving.speculation.memory.memory import Memory
 
 if TYPE_CHECKING:
     from trainer.draft import Draft
-
-MEMORY_BYTES = 64 << 20
-"""As in the engines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +76,7 @@ def bounds(
     runs: Sequence[Run], requests: Sequence[Request], loads: Iterable[Load], draft: Draft | None
 ) -> list[Bound]:
     """Of each load and temperature whose steps tell what they took. `draft`: None where there is
-    none."""
+    none to be asked again; it is left out then."""
     found = []
     for load in loads:
         for temperature in dict.fromkeys(run.temperature for run in runs):
@@ -89,6 +87,8 @@ def bounds(
                 and run.engine in (DRAFT, MEMORY)
             ]
             most = longest_drafts(mine)
+            if draft is None:
+                most.pop(DRAFT, None)
             costs = costs_of(mine, load.streams, most) if load.streams and most else None
             if costs is None:
                 continue
@@ -190,7 +190,7 @@ def _replayed(
         for found, answer in zip(by_answer, answers, strict=True):
             found[DRAFT] = runs_of_draft(draft, answer, most[DRAFT])
     if MEMORY in most:
-        remembered = runs_of_memory(answers, Memory(MEMORY_BYTES, most[MEMORY]), batch)
+        remembered = runs_of_memory(answers, Memory(Settings().memory_bytes, most[MEMORY]), batch)
         for found, one in zip(by_answer, remembered, strict=True):
             found[MEMORY] = one
     return [

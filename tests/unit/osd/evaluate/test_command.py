@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from osd.evaluate.command import BUILT_IN_VLLM, Asked, Evaluation, environment_o
 from osd.evaluate.forms import Question
 from osd.evaluate.plan import Load, Models, Plan
 from osd.evaluate.requests import choose, encode, stop_tokens
-from osd.evaluate.runs import Counters, Request
-from tests.support.evaluations import REQUESTS
+from osd.evaluate.runs import Counters, Request, write
+from tests.support.evaluations import REQUESTS, run_of, served, step
 from tests.support.pairs import Pair, build_pair
 
 
@@ -90,6 +91,38 @@ def test_a_family_is_served_like_a_built_in_target(pair: Pair) -> None:
     assert own["vllm"] == BUILT_IN_VLLM and own["env"]["OMP_NUM_THREADS"] == "1"
     assert settings_of(models)["vllm"] == {}
     assert [_usual_requests(QUICK, kinds) for kinds in (0, 1, 2, 4, 10)] == [4, 4, 4, 2, 1]
+
+
+def test_a_draft_that_cannot_be_replayed_costs_no_figure_that_was_measured(
+    pair: Pair, tmp_path: Path
+) -> None:
+    """vLLM may serve what the replay cannot read."""
+    draft, warned = tmp_path / "draft", list[str]()
+    shutil.copytree(pair.draft, draft)
+    plan = Plan(methods=("none", "draft"), lengths=(3,), loads=(Load(streams=2),))
+    asked = Asked(
+        config=Config.model_validate({"serving": {"target": str(pair.target)}}), data=(),
+        form=None, traffic={}, num_requests=4, max_tokens=8, seed=0, out=tmp_path / "out",
+    )  # fmt: skip
+    models = Models(target=pair.target, draft=draft)
+    evaluation = Evaluation(asked, models, plan, warned.append)
+    parts = (0.01, 0.01, 0.0, 0.0)
+    steps = {
+        k: tuple(step(2, 2 + 2 * k, verify=0.01, parts=parts) for _ in range(4)) for k in (0, 3)
+    }
+    for one in plan.runs("draft"):
+        answers = [served(i, [1, 1], one.arm.k) for i in range(4)]
+        run = run_of(one.arm.method, one.arm.k, answers, steps=steps[one.arm.k])
+        write(evaluation.directory.file(one), run)
+    whole = evaluation._found(REQUESTS)
+    assert len(whole.figures) == 2 and whole.bounds and whole.successes and not warned
+    (draft / "model.safetensors").write_bytes(b"rubbish")
+    found = evaluation._found(REQUESTS)
+    assert found.figures == whole.figures
+    assert (found.bounds, found.successes) == ([], [])
+    (line,) = warned
+    assert str(draft) in line and "\n" not in line
+    assert line.endswith(": success by k is left out, and the draft in the upper bound")
 
 
 def test_runs_of_other_models_requests_or_arguments_are_never_mixed(pair: Pair) -> None:
