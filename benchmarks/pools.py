@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.record import Goal, Notebook, Options, Protocol, Row
 from benchmarks.result import Figure, Result
-from benchmarks.stats import Estimate, estimate
+from benchmarks.stats import estimate_mean
 
 FAMILY = "tiny"
 MOST = 3
@@ -172,15 +172,10 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     }
     for (temperature, num, arm), brought in found.items():
         group = f"tokens per step, T = {temperature:g}"
-        figures.append(Figure.of(group, f"{arm}, {DEPTH * num} nodes", _mean(brought)))
+        figures.append(Figure.of(group, f"{arm}, {DEPTH * num} nodes", estimate_mean(brought)))
     for temperature, num, arm in found:
         if num > 1 and arm == POOL:
             both = (found[temperature, num, arm] for arm in (POOL, FIRST))
             group = f"{num} drafts, T = {temperature:g}"
-            figures.append(Figure.of(group, GAIN, _mean(np.subtract(*both))))
+            figures.append(Figure.of(group, GAIN, estimate_mean(np.subtract(*both))))
     return Result(protocol=plan, figures=tuple(figures))
-
-
-def _mean(values: Any) -> Estimate:
-    """Over requests."""
-    return estimate(np.asarray(values).tolist(), np.mean)

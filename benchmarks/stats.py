@@ -60,6 +60,11 @@ def estimate(
     )
 
 
+def estimate_mean(values: Sequence[float] | np.ndarray) -> Estimate:
+    """The mean, with its interval."""
+    return estimate(values, np.mean)
+
+
 def quantile(values: Sequence[float], q: float) -> float:
     """The smallest value that at least a share `q` of the values does not exceed: of 12 values, p99
     is the largest."""

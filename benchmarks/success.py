@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.drift_family import FAMILIES, FIRST_SERVED
 from benchmarks.record import Goal, Notebook, Options, Protocol, Row
 from benchmarks.result import Figure, Lines, Result
-from benchmarks.stats import Estimate, estimate
+from benchmarks.stats import estimate_mean
 from benchmarks.trees import GREEDY, KS, MULTI_STEP
 
 PUBLISHED = {
@@ -115,7 +115,7 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
 def _measured(rows: Sequence[Row]) -> Iterator[Figure]:
     for row in rows:
         group = f"{_where(row)}, T = {row['temperature']:g}"
-        yield Figure.of(group, f"{row['rule']}, k = {row['k']}", _mean(row["success"]))
+        yield Figure.of(group, f"{row['rule']}, k = {row['k']}", estimate_mean(row["success"]))
 
 
 def _compared(rows: Sequence[Row]) -> Iterator[Figure]:
@@ -128,9 +128,9 @@ def _compared(rows: Sequence[Row]) -> Iterator[Figure]:
             for row in mine
             if (row["rule"], row["temperature"]) == (MULTI_STEP, STOCHASTIC_TEMPERATURE)
         }
-        yield Figure.of(where, FLATTENS, _mean(np.subtract(greedy[5], greedy[4])))
-        yield Figure.of(where, BEGINS_BELOW, _mean(np.subtract(drawn[1], greedy[1])))
-        yield Figure.of(where, CROSSES, _mean(np.subtract(drawn[5], greedy[5])))
+        yield Figure.of(where, FLATTENS, estimate_mean(np.subtract(greedy[5], greedy[4])))
+        yield Figure.of(where, BEGINS_BELOW, estimate_mean(np.subtract(drawn[1], greedy[1])))
+        yield Figure.of(where, CROSSES, estimate_mean(np.subtract(drawn[5], greedy[5])))
 
 
 def _published() -> Iterator[Figure]:
@@ -158,8 +158,3 @@ def _drawings(rows: Sequence[Row]) -> Iterator[Lines]:
 
 def _where(row: Row) -> str:
     return f"{row['family']}, {row['domain']}"
-
-
-def _mean(values: Any) -> Estimate:
-    """Over requests."""
-    return estimate(np.asarray(values).tolist(), np.mean)

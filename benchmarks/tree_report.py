@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks import trees
 from benchmarks.record import Protocol, Row
 from benchmarks.result import Figure, Lines, Result
-from benchmarks.stats import Estimate, estimate, median_ratio
+from benchmarks.stats import Estimate, estimate, estimate_mean, median_ratio
 from benchmarks.tree_prices import (
     MAX_BATCH,
     NONE,
@@ -49,11 +49,6 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
 KINDS = ("success", "steps", "times", "costs")
 
 
-def mean(values: Sequence[float]) -> Estimate:
-    """Over requests, with its interval."""
-    return estimate(values, np.mean)
-
-
 def _case(row: Row) -> str:
     return f"{row['draft']} draft, T = {row['temperature']:g}"
 
@@ -62,7 +57,7 @@ def _successes(rows: Sequence[Row]) -> Iterator[Figure]:
     """Each rule's, and multi-step over naive sampling of the same draws."""
     found = {(_case(row), row["rule"], row["k"]): row["success"] for row in rows}
     for (case, rule, k), success in found.items():
-        yield Figure.of(f"success: {case}", f"{rule}, k = {k}", mean(success))
+        yield Figure.of(f"success: {case}", f"{rule}, k = {k}", estimate_mean(success))
     for (case, rule, k), success in found.items():
         if rule == trees.MULTI_STEP:
             gain = ratio_of_means(success, found[case, trees.NAIVE, k])
@@ -86,10 +81,10 @@ def _brought(by_widths: dict[Widths, list[float]]) -> dict[Widths, float]:
 def _tokens(plan: Protocol, rows: Sequence[Row]) -> Iterator[Figure]:
     for case, by_widths in counted(rows).items():
         for widths, values in by_widths.items():
-            yield Figure.of(f"tokens per step: {case}", text(widths), mean(values))
+            yield Figure.of(f"tokens per step: {case}", text(widths), estimate_mean(values))
         for depth in plan.sizes["depths"]:
             wide, narrow = (by_widths[(width,) + (1,) * (depth - 1)] for width in (5, 1))
-            gained = mean(np.subtract(wide, narrow).tolist())
+            gained = estimate_mean(np.subtract(wide, narrow))
             yield Figure.of(f"tokens per step: {case}, depth {depth}", trees.WIDER, gained)
 
 
