@@ -82,7 +82,7 @@ def _serving(status: ServiceStatus) -> Iterator[str]:
         )
     elif not status.replicas and (wanted := [m.replica for m in status.members if m.is_wanted]):
         # One that fell silent just now is still called serving: it is about to be started again.
-        yield (f"no engine answers, {', '.join(wanted)} starting: see `logs` in the data directory")
+        yield f"no engine answers, {', '.join(wanted)} starting: see `logs` in the data directory"
     elif not status.replicas:
         yield (
             "no replica is alive, so no request can be answered: its log in `logs` of the data "
