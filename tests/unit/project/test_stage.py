@@ -114,37 +114,47 @@ GROUPS = {
 }
 
 
-def run_groups(folder: Path, first: int, seconds_ago: int) -> tuple[list[str], str]:
-    """What `.ci/run` makes after `make test`, at a commit and so long after its beginning; and what
-    it prints."""
+def run_groups(
+    folder: Path, first: int, seconds_ago: int, *, fails: str = "none"
+) -> tuple[list[str], subprocess.CompletedProcess[str]]:
+    """What `.ci/run` makes after `make test`, at a commit and so long after its beginning, where
+    one group fails; and how it ends."""
     script = (ROOT / ".ci" / "run").read_text()
     _, _, rest = script.partition("\nmake test\n")
-    for name, does in (("make", f'echo "$*" >>{folder}/made'), ("git", f"echo {first}")):
+    make = f'echo "$*" >>{folder}/made; case "$*" in *{fails}) exit 2; esac'
+    for name, does in (("make", make), ("git", f"echo {first}")):
         (folder / name).write_text(f"#!/bin/sh\n{does}\n")
         (folder / name).chmod(0o755)
     (folder / "made").write_text("")
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     begun = f"set -eu\nstarted=$(($(date +%s) - {seconds_ago}))\n"
-    done = subprocess.run(
-        ["sh", "-c", begun + rest], env=environ, capture_output=True, text=True, check=True
-    )
-    return (folder / "made").read_text().splitlines(), done.stdout
+    done = subprocess.run(["sh", "-c", begun + rest], env=environ, capture_output=True, text=True)
+    return (folder / "made").read_text().splitlines(), done
 
 
 def test_ci_runs_all_groups_where_there_is_time_and_begins_with_another_each_time(
     tmp_path: Path,
 ) -> None:
-    orders = [run_groups(tmp_path, first, 0)[0] for first in range(4)]
-    for order in orders:
+    orders = []
+    for first in range(4):
+        order, done = run_groups(tmp_path, first, 0)
         assert set(order) == GROUPS and len(order) == 4
+        assert done.returncode == 0 and done.stdout == ""
+        orders.append(order)
     assert {order[0] for order in orders} == GROUPS
 
 
 def test_ci_names_what_it_left_out(tmp_path: Path) -> None:
-    made, said = run_groups(tmp_path, 0, 2500)
-    assert made == []
-    assert said.startswith("LEFT OUT for want of time: services engines cluster benches;")
-    assert "LEFT OUT" not in run_groups(tmp_path, 0, 0)[1]
+    made, done = run_groups(tmp_path, 0, 2500)
+    assert made == [] and done.returncode == 0
+    assert done.stdout.startswith("LEFT OUT for want of time: services engines cluster benches;")
+
+
+@pytest.mark.parametrize("group", ["services", "engines", "benches", "test-cluster"])
+def test_a_group_that_fails_is_red_and_ends_the_run(group: str, tmp_path: Path) -> None:
+    made, done = run_groups(tmp_path, 0, 0, fails=group)
+    assert done.returncode != 0
+    assert made[-1].endswith(group)
 
 
 def test_a_stage_that_is_none_is_refused() -> None:
