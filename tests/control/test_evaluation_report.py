@@ -27,7 +27,7 @@ def evaluated() -> str:
         )
         for k in (1, 3)
     ]
-    return html(figures_of([none, *arms], REQUESTS), {"target": HOSTILE})
+    return html(figures_of([none, *arms], REQUESTS), [], [], {"target": HOSTILE})
 
 
 def test_the_page_says_what_was_found(browser: Any, tmp_path: Path) -> None:
