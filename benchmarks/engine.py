@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,16 @@ class Engine:
     sent again)."""
 
     def __init__(
-        self, target: Path, release: DraftRelease, *, k: int, batch: int, **options: Any
+        self,
+        target: Path,
+        release: DraftRelease,
+        *,
+        k: int,
+        batch: int,
+        speculative: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
+        """`speculative`: more of vLLM's `speculative_config`; `options`: of its arguments."""
         from benchmarks import vllm_engine
         from serving.vllm.heads import method_for
 
@@ -77,6 +85,7 @@ class Engine:
                 "method": method_for(Path(release.path)),
                 "model": release.path,
                 "num_speculative_tokens": k,
+                **(speculative or {}),
             },
         }
         self.llm = vllm_engine.engine_in_process(str(target), settings | options)

@@ -20,6 +20,7 @@ from benchmarks.worker import BenchWorker
 from osd.config.schema import CaptureConfig
 from osd.records import DraftRelease, Trace
 from serving.vllm.hooks import is_v2
+from serving.vllm.server import graphs_for_every_k
 from serving.worker import trace_settings
 
 KEEP_ALL = CaptureConfig(
@@ -73,7 +74,12 @@ class GpuEngine(engine.Engine):
         settings |= _without_draft() if is_plain else {}
         settings |= _controlled(k) if is_controlled else {}
         super().__init__(
-            pair.target, models.release(pair.draft, 1), k=k, batch=batch, **settings | options
+            pair.target,
+            models.release(pair.draft, 1),
+            k=k,
+            batch=batch,
+            speculative=graphs_for_every_k(k) if is_controlled else {},
+            **settings | options,
         )
         self.steps: list[Step] = []
         self._listen()

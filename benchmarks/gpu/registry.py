@@ -115,6 +115,19 @@ def _precision(is_invariant: bool) -> Check:
     )
 
 
+def _swap(mode: Mode) -> Check:
+    return Check(
+        name="swap" if mode is V1_ASYNC else f"swap-{_slug(mode)}",
+        module=f"{_CHECKS}.swap",
+        shows=f"{mode.name}: another draft under CUDA-graph replay: proof, acceptance, pause",
+        means="Passed: each swap was proved, acceptance follows the draft at once, so that "
+        "replayed graphs read the new weights, and the target's weights are untouched.",
+        seconds=150,
+        mode=mode,
+        has_dry_run=mode is V1_ASYNC,
+    )
+
+
 def _varying_k(mode: Mode) -> Check:
     return Check(
         name="varying-k" if mode is V1_ASYNC else f"varying-k-{_slug(mode)}",
@@ -136,15 +149,7 @@ def _slug(mode: Mode) -> str:
 CHECKS: tuple[Check, ...] = (
     *_of_mode(V1_ASYNC),
     *_of_mode(V2_ASYNC),
-    Check(
-        name="swap",
-        module=f"{_CHECKS}.swap",
-        shows="another draft under CUDA-graph replay: proof, acceptance, pause",
-        means="Passed: each swap was proved, acceptance follows the draft at once, so that "
-        "replayed graphs read the new weights, and the target's weights are untouched.",
-        seconds=110,
-        mode=V1_ASYNC,
-    ),
+    _swap(V1_ASYNC),
     Check(
         name="capture",
         module=f"{_CHECKS}.capture",
@@ -155,6 +160,8 @@ CHECKS: tuple[Check, ...] = (
         mode=V1_ASYNC,
     ),
     _varying_k(V1_ASYNC),
+    _varying_k(V2_ASYNC),
+    _swap(V2_ASYNC),
     Check(
         name="shared",
         module=f"{_CHECKS}.shared",
@@ -169,7 +176,6 @@ CHECKS: tuple[Check, ...] = (
     *_of_mode(V1),
     *_of_mode(V2),
     _varying_k(V1),
-    _varying_k(V2_ASYNC),
 )
 """In the order in which they run: first the V1 runner with asynchronous scheduling, as `osd serve`
 runs on a GPU by default."""

@@ -45,6 +45,9 @@ MAX_QUEUED_BYTES = 256 << 20
 SECONDS_TO_GATHER = 0.1
 """The capture thread handles together what comes within this time. Single steps would cost more,
 and wake it each time."""
+SECONDS_AT_ONCE, RESTS = 0.001, 3.0
+"""After so long at work it rests, so many times as long: while it computes, Python may keep the
+engine's thread waiting, and one step must not bear what was gathered from many."""
 HURRY_AT = 0.25
 """Share of a full queue at which the gathering ends early."""
 MAX_STEPS_TO_JUDGE = 64
@@ -183,12 +186,12 @@ class Capture:
     def _handle_what_came(self) -> bool:
         """Wait for an item, gather more for a moment, and handle them all. False after the last."""
         items = deque([self._queue.get()])
-        self._hurry.wait(SECONDS_TO_GATHER)
+        is_hurried = self._hurry.wait(SECONDS_TO_GATHER)
         self._hurry.clear()
         while not self._queue.empty():  # only this thread takes from it
             items.append(self._queue.get())
         reached: list[threading.Event] = []
-        is_open = True
+        is_open, began = True, time.perf_counter()
         while items:
             item = items.popleft()
             if item is None:
@@ -198,6 +201,10 @@ class Capture:
             else:
                 self._handle(partial(self.assembler.add, item))
                 self._num_bytes_out += item.picked.nbytes if isinstance(item, Step) else 0
+                spent = time.perf_counter() - began
+                if spent > SECONDS_AT_ONCE and not is_hurried:
+                    is_hurried = self._hurry.wait(RESTS * spent)
+                    began = time.perf_counter()
         self._handle(self.assembler.flush)
         for event in reached:
             event.set()

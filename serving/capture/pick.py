@@ -12,7 +12,7 @@ Their top-k is taken on the device and copied to pinned memory. The capture thre
 copy, reads the sampled tokens and discards the rows that are not kept.
 
 Both ways keep the same rows for the same draw. The device's way is tested on CPU and `meta`
-tensors; on CUDA it is untested.
+tensors, and on CUDA by `scripts/gpu`.
 
 Legend: B requests in a step, G draft tokens per step, V vocabulary, K top-k, R rows.
 """
@@ -220,28 +220,41 @@ def pick_on_device(step: Verification, lot: Lot) -> Picked:
 
 
 class Transfer:
-    """Tensors on their way to the host. The copies are queued behind the work that makes the
-    tensors, so their memory may be used again at once. Only `wait` blocks."""
+    """Tensors on their way to the host, in one copy: each has its price in the engine's thread. It
+    is queued behind the work that makes the tensors, so their memory may be used again at once.
+    Only `wait` blocks."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
-        if tensors[0].is_cuda:
-            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-            for host, tensor in zip(self._host, tensors, strict=True):
-                host.copy_(tensor, non_blocking=True)
+        self._likes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._order = sorted(range(len(tensors)), key=lambda i: -tensors[i].itemsize)  # aligned
+        self._host = packed = torch.cat([_bytes_of(tensors[i]) for i in self._order])
+        if packed.is_cuda:
+            self._host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
             self._event = torch.cuda.Event(blocking=True)
             self._event.record()
-        else:
-            self._host = [tensor.clone() for tensor in tensors]
 
     def wait(self) -> list[np.ndarray]:
+        """The tensors, in their order."""
         if self._event is not None:
             self._event.synchronize()
-        return [host.numpy() for host in self._host]
+        found, at = dict[int, np.ndarray](), 0
+        for i in self._order:
+            shape, dtype = self._likes[i]
+            end = at + shape.numel() * dtype.itemsize
+            found[i] = self._host[at:end].view(dtype).reshape(shape).numpy()
+            at = end
+        return [found[i] for i in range(len(found))]
 
     @property
     def nbytes(self) -> int:
-        return sum(host.nbytes for host in self._host)
+        return self._host.nbytes
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """[bytes], uint8. A tensor of one element may have a stride of 0, which `view` refuses."""
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 # --------------------------------------------------------------------------------------------- both

@@ -148,10 +148,17 @@ def summarise(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Top-k of the raw log-softmax, most likely first, and the log of the other mass, on the device
     of the logits: int32 [R, K], float16 [R, K], float32 [R]. Overwrites the logits."""
-    logits_RV = logits_RV.float()
     top_k = min(top_k, logits_RV.shape[-1])
+    if logits_RV.device.type == "cpu":
+        return summarise_on_cpu(logits_RV.float(), top_k)
+    return summarise_in_few_kernels(logits_RV, top_k)
+
+
+def summarise_on_cpu(
+    logits_RV: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each logit is exponentiated only once, which is most of the cost over a large vocabulary."""
     values_RK, ids_RK = _topk(logits_RV, top_k)
-    # Each logit is exponentiated only once, which is most of the cost over a large vocabulary.
     mass_RV = logits_RV.sub_(values_RK[:, :1]).exp_()
     log_mass_R = mass_RV.sum(-1).log()
     tail_R = mass_RV.scatter_(-1, ids_RK, 0.0).sum(-1).log() - log_mass_R
@@ -159,12 +166,22 @@ def summarise(
     return ids_RK.to(torch.int32), logprobs_RK.to(torch.float16), tail_R
 
 
+def summarise_in_few_kernels(
+    logits_RV: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """On a device, where the engine's thread pays for every launch."""
+    logprobs_RV = logits_RV.log_softmax(-1, dtype=torch.float32)
+    logprobs_RK, ids_RK = logprobs_RV.topk(top_k, dim=-1)
+    tail_R = logprobs_RV.scatter_(-1, ids_RK, -torch.inf).exp_().sum(-1).log_()
+    return ids_RK.to(torch.int32), logprobs_RK.to(torch.float16), tail_R
+
+
 def _topk(logits_RV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`torch.topk` over the last dimension. For a large vocabulary on a CPU, one quick pass first
+    """`torch.topk` over the last dimension, on a CPU. For a large vocabulary one quick pass first
     finds the k blocks with the largest maxima: they hold the top-k."""
     num_rows, size = logits_RV.shape
     num_blocks = size // BLOCK
-    if logits_RV.device.type != "cpu" or num_blocks < 4 * top_k:
+    if num_blocks < 4 * top_k:
         return logits_RV.topk(top_k, dim=-1)
     in_blocks = logits_RV[:, : num_blocks * BLOCK].unflatten(1, (num_blocks, BLOCK))
     block_RK = in_blocks.amax(-1).topk(top_k, dim=-1, sorted=False).indices
@@ -184,6 +201,8 @@ def summarise_rows(
     """`summarise` of some rows of the logits, which stay as they are. It copies at most
     `max_elements` floats at a time, since the engine has taken most of the memory."""
     parts = row_R.split(max(1, max_elements // logits.shape[-1]))
+    if len(parts) == 1:
+        return summarise(logits[row_R], top_k)
     ids, logprobs, tails = zip(*(summarise(logits[rows], top_k) for rows in parts), strict=True)
     return torch.cat(ids), torch.cat(logprobs), torch.cat(tails)
 

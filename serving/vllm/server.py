@@ -14,8 +14,8 @@ KEEP_ALIVE_SECONDS = 75
 def prepare_environment(environ: Any = os.environ) -> None:
     """Set what vLLM reads when it is imported, in every process of an engine.
 
-    The V1 model runner unless told otherwise; on CUDA vLLM would choose V2, with which the
-    memory cannot propose.
+    The V1 model runner unless told otherwise, with which most was run; on CUDA vLLM would choose
+    V2.
     """
     environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     # The routes of this mode let anybody who reaches the port change weights.

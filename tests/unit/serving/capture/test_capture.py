@@ -21,7 +21,12 @@ from osd.errors import CaptureError
 from osd.records import ACCEPTED, BY_MEMORY, MAX_DOMAIN_LENGTH, PLAIN, REJECTED, SpecWindow, Trace
 from serving.capture.assemble import MAX_WAITING_BYTES, STORED_OVERHEAD, Schedule
 from serving.capture.budget import ByteBudget
-from serving.capture.capture import MAX_QUEUED_BYTES, MAX_STEPS_TO_JUDGE, SECONDS_TO_GATHER
+from serving.capture.capture import (
+    MAX_QUEUED_BYTES,
+    MAX_STEPS_TO_JUDGE,
+    RESTS,
+    SECONDS_TO_GATHER,
+)
 from serving.capture.pick import Landed, pick_on_device
 from serving.capture.skips import skip_reason
 from serving.vllm.hooks import NewRequest, Proposed, Verification
@@ -525,6 +530,39 @@ def test_requests_that_cannot_be_handed_out_and_steps_that_cannot_be_read_are_co
     capture._queue.put(replace(step(3, [10]), picked=Lost()))
     capture.close()
     assert capture.assembler.skipped == {"assembly_error": 4}
+
+
+class Laborious:
+    """A step that takes the thread a while."""
+
+    nbytes = 0
+
+    def __init__(self, ends: list[float]) -> None:
+        self.ends = ends
+
+    def land(self) -> Landed:
+        time.sleep(0.003)
+        self.ends.append(time.monotonic())
+        return Landed(np.zeros(0, np.int64), np.zeros((0, 1), np.int64), None)
+
+
+def test_the_thread_rests_from_gathered_work_lest_the_engine_waits_for_it_unless_somebody_waits(
+    line: Line,
+) -> None:
+    num, least = 8, 0.003 * (1 + RESTS)
+    ends: list[float] = []
+    laborious = replace(step(3, [10]), req_ids=[], picked=Laborious(ends))
+    for _ in range(num):
+        line.capture._queue.put(laborious)
+    while len(ends) < num:
+        time.sleep(0.01)
+    assert ends[-1] - ends[0] > 0.9 * (num - 1) * least
+    for _ in range(10 * num):
+        line.capture._queue.put(laborious)
+    started = time.monotonic()
+    line.capture.drain()
+    assert len(ends) == 11 * num
+    assert time.monotonic() - started < 0.7 * 10 * num * least
 
 
 def test_a_budget_is_spent_by_all_that_is_stored_of_a_trace() -> None:

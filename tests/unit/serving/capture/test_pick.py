@@ -4,15 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from osd.records import ACCEPTED, PLAIN, REJECTED
 from serving.capture import rows
-from serving.capture.pick import Landed, Lot, Picked, pick, pick_later, pick_on_device, pick_on_host
-from serving.capture.rows import Logits, TopK, kinds_of, summarise, summarise_rows
+from serving.capture.pick import (
+    Landed,
+    Lot,
+    Picked,
+    Transfer,
+    pick,
+    pick_later,
+    pick_on_device,
+    pick_on_host,
+)
+from serving.capture.rows import (
+    Logits,
+    TopK,
+    kinds_of,
+    summarise,
+    summarise_in_few_kernels,
+    summarise_on_cpu,
+    summarise_rows,
+)
 from serving.vllm.hooks import Verification
 
 VOCAB = 40
@@ -194,6 +213,63 @@ def test_a_summary_is_the_log_softmax_and_the_rest_of_its_mass() -> None:
     whole = summarise(logits, 100)
     assert whole[0].shape == (5, VOCAB)
     assert (whole[2] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_device_summarises_as_a_cpu_does(dtype: torch.dtype) -> None:
+    logits = (8 * torch.randn(6, 4096)).to(dtype)
+    logits[0, 7] = 60.0  # nearly all of the mass: its rest is a small difference
+    here = summarise_on_cpu(logits.float().clone(), 9)
+    there = summarise_in_few_kernels(logits.clone(), 9)
+    values = logits.float().gather(1, here[0].long())
+    assert torch.equal(values, logits.float().gather(1, there[0].long())), "equal logits may swap"
+    torch.testing.assert_close(there[1], here[1], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(there[2], here[2], atol=1e-3, rtol=1e-4)
+    assert here[2][0] < -10.0
+
+
+def test_a_transfer_brings_tensors_of_all_kinds_as_they_were() -> None:
+    tensors = [
+        torch.arange(6, dtype=torch.int32).reshape(2, 3).T,
+        torch.tensor([1.5, 2.5, -3.0], dtype=torch.float16),
+        torch.tensor([1 << 40]),
+        torch.empty(0, dtype=torch.int64),
+        torch.tensor([[0.25]]).expand(2, 2),
+    ]
+    transfer = Transfer(tensors)
+    assert transfer.nbytes == sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    for got, tensor in zip(transfer.wait(), tensors, strict=True):
+        assert got.dtype == tensor.numpy().dtype
+        np.testing.assert_array_equal(got, tensor.numpy())
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a device would be asked to do: operations that are no mere views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += not any(returned.alias_info is not None for returned in func._schema.returns)
+        self.num += func._schema.name.endswith("_")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_costs_the_engine_few_launches() -> None:
+    """Each takes its thread some microseconds, however small the step."""
+    rng = np.random.default_rng(0)
+    step = make_step(rng, 8)
+    on_meta = replace(
+        step,
+        draft_ids=step.draft_ids.to("meta"),
+        first_position_B=step.first_position_B.to("meta"),
+        sampled_BG=step.sampled_BG.to("meta"),
+        logits=step.logits.to("meta"),
+    )
+    with Launches() as launches:
+        pick_on_device(on_meta, make_lot(rng, step))
+    assert launches.num <= 24
 
 
 def test_a_step_that_is_looked_at_later_is_the_one_that_was() -> None:
