@@ -52,7 +52,7 @@ def measure(num_cycles: int, batch: int = STREAMS, num_tokens: int = NUM_TOKENS)
 
     target, draft = ensure_cost_shaped(), models.release(ensure().draft, 1)
     room = KV_BYTES * -(-batch // STREAMS)
-    plain = {"worker_extension_cls": "", "kv_cache_memory_bytes": room}
+    plain: dict[str, Any] = {"worker_extension_cls": "", "kv_cache_memory_bytes": room}
     engines: dict[str, Any] = {}
     for width in WIDTHS:
         proposer = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": width}

@@ -105,7 +105,7 @@ def _measure(notebook: Notebook, group: str, num_swaps: int, directory: Path) ->
     models.copy_with_noise(paths[0], paths[1], 0.01)
     releases = [models.release(path, version) for version, path in enumerate(paths, 1)]
     transfer = file_weight_updates()
-    options = {"max_model_len": 1024, "weight_transfer_config": transfer}
+    options: dict[str, Any] = {"max_model_len": 1024, "weight_transfer_config": transfer}
     engine = Engine(directory / "target", releases[0], k=K, batch=BATCH, **options)
     for one in (
         releases[1],
