@@ -35,7 +35,8 @@ ENVIRONMENT_ALONE = {
 
 NUMBERS = ("serving.replicas",)
 """Sections that may be given as a number."""
-MAPPINGS = ("serving.vllm", "serving.env")
+VLLM = "serving.vllm"
+MAPPINGS = (VLLM, "serving.env")
 """Keys whose values are free mappings. The keys below them are not checked here."""
 
 
@@ -200,13 +201,17 @@ def _flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and name not in MAPPINGS:
+        if isinstance(value, dict) and not _is_mapped(name) and name not in MAPPINGS:
             flat |= _flattened(value, f"{name}.")
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and name in MAPPINGS:
             flat |= {f"{name}.{k}": v for k, v in value.items()}
         else:
             flat[name] = value
     return flat
+
+
+def _is_mapped(key: str) -> bool:
+    return any(key.startswith(f"{mapping}.") for mapping in MAPPINGS)
 
 
 def _variable_name(key: str) -> str:
@@ -247,8 +252,9 @@ def _parse_value(text: str) -> Any:
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, value in flat.items():
-        is_mapped = any(key.startswith(mapping + ".") for mapping in MAPPINGS)
-        *parents, leaf = key.split(".", 2) if is_mapped else key.split(".")
+        # vLLM's arguments have parts, and names without dots.
+        is_whole = _is_mapped(key) and not key.startswith(f"{VLLM}.")
+        *parents, leaf = key.split(".", 2) if is_whole else key.split(".")
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})

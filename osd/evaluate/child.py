@@ -35,6 +35,8 @@ class Measured:
 
     def __init__(self, target: str, options: dict[str, Any]) -> None:
         self._engine = EngineInProcess(target, options)
+        if problem := unfairness(self._engine.scheduler.vllm_config):
+            raise OSDError(problem)
         self._engine.rpc("osd_measure")
         self.add, self.step = self._engine.add, self._engine.step
         self._so_far = Counters()
@@ -71,6 +73,18 @@ class Measured:
 
     def _command(self, name: str, argument: Any = None) -> None:
         self._engine.scheduler.osd_command(name, json.dumps(argument))
+
+
+def unfairness(config: Any) -> str:
+    """Why arms of this engine cannot be compared; "" where they can. `config`: vLLM's."""
+    mode = config.compilation_config.cudagraph_mode
+    if config.speculative_config is None or "FULL" not in getattr(mode, "name", str(mode)):
+        return ""
+    return (
+        "vLLM has full CUDA graphs for the longest drafts alone, so none and shorter ones would "
+        "look slower than they are; give "
+        "serving.vllm.compilation_config.cudagraph_mode=PIECEWISE"
+    )
 
 
 def since(before: Counters, now: Counters) -> Counters:

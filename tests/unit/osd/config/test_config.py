@@ -240,6 +240,30 @@ def test_merged_mappings_may_override(tmp_path: Path) -> None:
     assert found.serving.vllm == {"seed": 1, "max_model_len": 9}
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["serving.vllm.compilation_config={mode: 0, cudagraph_mode: FULL}"],
+        ["serving.vllm.compilation_config.mode=0", "serving.vllm.compilation_config={x: 1}"],
+        ["serving.vllm.compilation_config.mode=0"],
+    ],
+)
+def test_an_argument_of_vllm_may_have_parts(tmp_path: Path, overrides: list[str]) -> None:
+    file = tmp_path / "osd.yaml"
+    file.write_text("serving: {vllm: {compilation_config: {cudagraph_mode: PIECEWISE}}}")
+    overrides = [*overrides, "serving.vllm.compilation_config.cudagraph_mode=FULL"]
+    for path in (None, file):
+        found = reading.load(path, overrides, environ={}).config.serving.vllm
+        assert list(found) == ["compilation_config"]
+        assert found["compilation_config"] | {"x": 1} == {
+            "mode": 0,
+            "cudagraph_mode": "FULL",
+            "x": 1,
+        }
+    with pytest.raises(ConfigError, match="seed is a value, not a section"):
+        reading.load(None, ["serving.vllm.seed=1", "serving.vllm.seed.x=1"], environ={})
+
+
 def test_an_unknown_key_fails_in_file_and_environment_too(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("trainer:\n  lerning_rate: 1\n")
