@@ -130,6 +130,7 @@ def test_its_draft_is_replayed_for_wider_trees(said: str, place: Path) -> None:
     assert sum(one["num_tokens"] for one in found[:2]) == found[-1]["num_tokens"] == num
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_done_again_and_more_can_be_added(
     said: str, place: Path, pair: Pair, data: Path
 ) -> None:
@@ -175,6 +176,7 @@ def as_sharegpt(data: Path, place: Path) -> Path:
     return place / "sharegpt.json"
 
 
+@pytest.mark.slow
 def test_vllm_bench_serve_counts_the_same(said: str, place: Path, pair: Pair, data: Path) -> None:
     """The same requests to `vllm serve` with the same draft."""
     port = free_port("127.0.0.1")

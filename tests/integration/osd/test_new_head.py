@@ -94,6 +94,7 @@ def test_the_target_answered_alone_and_every_place_has_a_row(made: Made) -> None
         assert (trace.kind == PLAIN).all(), "nothing was proposed"
 
 
+@pytest.mark.slow
 def test_a_service_begins_with_it(made: Made, tmp_path: Path) -> None:
     """And serves as the replay of held-out answers promised."""
     run = tmp_path / "run"

@@ -29,6 +29,7 @@ def profile(cache: Path, *arguments: object) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_kept_and_found_again(pair: Pair, tmp_path: Path) -> None:
     """The times printed are those kept; a second run measures nothing, so that they stay to the
     last digit."""

@@ -96,7 +96,7 @@ def test_whatever_is_marked_slow_is_run_by_the_script_for_it() -> None:
     assert f"|| set -- {' '.join(stages)}" in script
     paths = [word.rstrip(";") for line in stages.values() for word in line.split()]
     run = [ROOT / path for path in paths if path.startswith("tests/")]
-    assert len(run) == 4 and all(path.exists() for path in run)
+    assert len(run) == 5 and all(path.exists() for path in run)
     slow = [
         file
         for file in (ROOT / "tests").rglob("*.py")

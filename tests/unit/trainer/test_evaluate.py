@@ -331,7 +331,7 @@ def test_a_report_is_drawn_with_the_given_seed_and_as_often_as_the_gate_says() -
     assert reports[0] == compare(candidate, base, traces, 2, gate, max_length=64)
     counts = [replay(draft, traces, 2, max_length=64) for draft in (candidate, base)]
     for seed, report in zip((0, 7), reports, strict=False):
-        diff_I = bootstrap_diff(*counts, 137, np.random.default_rng(seed))
+        diff_I = bootstrap_diff(counts[0], counts[1], 137, np.random.default_rng(seed))
         assert diff_I.shape == (137,)
         assert (report.diff_low, report.diff_high) == tuple(np.quantile(diff_I, [0.1, 0.9]))
         classes = np.array(classes_of(traces, seed))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -1104,14 +1105,8 @@ def test_a_minute_is_kept_once_it_is_over(path: Path) -> None:
 
 def test_the_file_forgets_and_says_what_a_day_costs(path: Path) -> None:
     file = HistoryFile(path)
-    day = [
-        (
-            "replica",
-            (NOW + 60 * i, "replica-0", 3, 5),
-            Counters(1.0, *[123_456] * 8, 61.25, [9999] * 5, [99999] * 5, *[123_456] * 4),
-        )
-        for i in range(1440)
-    ]
+    values: list[Any] = [1.0, *[123_456] * 8, 61.25, [9999] * 5, [99999] * 5, *[123_456] * 4]
+    day = [("replica", (NOW + 60 * i, "replica-0", 3, 5), Counters(*values)) for i in range(1440)]
     file.write(day, [], oldest=0.0)
     size = path.stat().st_size + path.with_name("history.db-wal").stat().st_size
     file.close()
