@@ -24,6 +24,7 @@ from osd.evaluate.plan import Arm, Load, Planned
 from osd.evaluate.recorder import Seen
 from osd.evaluate.runs import Counters, Directory, Run, write
 from serving.vllm.in_process import EngineInProcess
+from serving.vllm.schedules import why_no_none
 from serving.vllm.server import prepare_environment
 
 WARM_UP = 3
@@ -35,8 +36,9 @@ class Measured:
 
     def __init__(self, target: str, options: dict[str, Any]) -> None:
         self._engine = EngineInProcess(target, options)
-        if problem := unfairness(self._engine.scheduler.vllm_config):
-            raise OSDError(problem)
+        if reason := why_no_none(self._engine.scheduler.vllm_config):
+            remedy = "give serving.vllm.compilation_config.cudagraph_mode=PIECEWISE"
+            raise OSDError(f"{reason}; {remedy}")
         self._engine.rpc("osd_measure")
         self.add, self.step = self._engine.add, self._engine.step
         self._so_far = Counters()
@@ -73,18 +75,6 @@ class Measured:
 
     def _command(self, name: str, argument: Any = None) -> None:
         self._engine.scheduler.osd_command(name, json.dumps(argument))
-
-
-def unfairness(config: Any) -> str:
-    """Why arms of this engine cannot be compared; "" where they can. `config`: vLLM's."""
-    mode = config.compilation_config.cudagraph_mode
-    if config.speculative_config is None or "FULL" not in getattr(mode, "name", str(mode)):
-        return ""
-    return (
-        "vLLM has full CUDA graphs for the longest drafts alone, so none and shorter ones would "
-        "look slower than they are; give "
-        "serving.vllm.compilation_config.cudagraph_mode=PIECEWISE"
-    )
 
 
 def since(before: Counters, now: Counters) -> Counters:

@@ -17,6 +17,7 @@ LEFT_OUT_SHOWN = 4
 LEFT_OUT = {
     "memory": "the memory cannot propose",
     "sleep": "the draft does not sleep at k = 0",
+    "net": "the net speed-up is not measured",
 }
 
 

@@ -139,7 +139,7 @@ class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):
     """Parameter because of which a request is not drafted for -> such requests."""
     is_async: bool = False
     left_out: dict[str, str] = {}
-    """What this engine cannot do (memory, sleep) -> why."""
+    """What this engine cannot do (memory, sleep, net) -> why."""
     problem: str = ""
     """Why the control has ended; "" while it works."""
 

@@ -29,6 +29,7 @@ from weakref import WeakSet
 import msgspec
 
 from serving.speculation.control import Speculation, settings_of
+from serving.speculation.fitted import fitted
 from serving.speculation.goodput import Plan
 from serving.speculation.proposals import Drafts, Proposals, Sampled, memory_of
 from serving.speculation.step_seen import (
@@ -44,7 +45,7 @@ from serving.speculation.step_seen import (
 from serving.speculation.step_times import padded_sizes
 from serving.vllm import names
 from serving.vllm.name import resolve
-from serving.vllm.schedules import asks_in_worker, why_left_out
+from serving.vllm.schedules import asks_in_worker
 from serving.vllm.undrafted import Undrafted
 
 logger = logging.getLogger(__name__)
@@ -68,12 +69,7 @@ class Controlled(Undrafted):
         settings = settings_of(config.additional_config)
         is_v2, largest_k = self.use_v2_model_runner, int(self.num_spec_tokens)  # type: ignore[attr-defined]
         settings = replace(settings, memory_k_max=min(settings.memory_k_max, largest_k))
-        self._osd_left_out: dict[str, str] = {}
-        if (reason := why_left_out(config, is_v2=is_v2)) and "memory" in settings.proposers:
-            logger.warning("the memory is left out of speculation.proposers: %s", reason)
-            others = tuple(p for p in settings.proposers if p != "memory")
-            settings = replace(settings, proposers=others)
-            self._osd_left_out = {"memory": reason}
+        settings, self._osd_left_out = fitted(settings, config, is_v2=is_v2)
         self.osd = Speculation(settings, padded=padded_sizes(config), memory=memory_of(settings))
         self._osd_proposals = Proposals(self.osd, settings)
         is_left = self.osd.memory is not None and asks_in_worker(config, is_v2)

@@ -63,3 +63,14 @@ def why_left_out(config: Any, *, is_v2: bool) -> str:
     if getattr(speculative, "draft_sample_method", "") == "probabilistic":
         return "drafts are sampled, and verified by their own probabilities"
     return ""
+
+
+def why_no_none(config: Any) -> str:
+    """Why steps without speculation say nothing of an engine that has none; "" when they do."""
+    graphs = config.compilation_config.cudagraph_mode
+    speculative = getattr(config, "speculative_config", None)
+    if speculative is None or "FULL" not in getattr(graphs, "name", str(graphs)):
+        return ""
+    if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
+        return ""
+    return "full CUDA graphs are there for the largest k alone, so none would look too slow"

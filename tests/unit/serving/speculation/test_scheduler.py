@@ -1174,6 +1174,29 @@ def test_cuda_graphs_round_steps_up_where_there_are_any(
     assert padded_sizes(SimpleNamespace(compilation_config=compilation)) == padded
 
 
+@pytest.mark.parametrize(
+    "mode, speculative, is_measured",
+    [
+        ("FULL_AND_PIECEWISE", {"num_speculative_tokens_per_batch_size": None}, False),
+        ("FULL_DECODE_ONLY", {}, False),
+        ("FULL", {"num_speculative_tokens_per_batch_size": [(1, 1, 0)]}, True),
+        ("PIECEWISE", {}, True),
+        ("NONE", {}, True),
+        ("FULL", None, True),
+    ],
+)
+def test_where_steps_without_speculation_would_look_slow_the_gain_is_not_measured(
+    mode: str, speculative: dict[str, Any] | None, is_measured: bool
+) -> None:
+    config = vllm_config(net_interval_seconds=30.0)
+    config.compilation_config.cudagraph_mode = SimpleNamespace(name=mode)
+    config.speculative_config = None if speculative is None else SimpleNamespace(**speculative)
+    scheduler: Any = type("Scheduler", (Controlled, PlainScheduler), {})(config)
+    left_out = json.loads(scheduler.osd_command("report", ""))["left_out"]
+    assert (scheduler.osd.settings.net_interval_seconds == 30.0) is is_measured
+    assert list(left_out) == ([] if is_measured else ["net"])
+
+
 @pytest.mark.parametrize("padded", [[], [8, 16]])
 def test_the_control_knows_the_sizes_of_the_graphs(padded: list[int]) -> None:
     scheduler: Any = type("Scheduler", (Controlled, PlainScheduler), {})(
