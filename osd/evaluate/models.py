@@ -26,7 +26,9 @@ def find(config: Config, head: str) -> Models:
         raise ConfigError(f"--head: {head} is no EAGLE-3 head; give a draft model by --draft")
     if draft is not None and is_head(draft):
         if own_head is not None:
-            raise ConfigError(f"--draft: {serving.draft} is an EAGLE-3 head; give one of them")
+            raise ConfigError(
+                f"--draft: {serving.draft} is an EAGLE-3 head, as --head is; give one head alone"
+            )
         draft, own_head = None, draft
     for one in filter(None, (draft, own_head)):
         check_fit(target, one, serving.vllm.get("max_model_len"))

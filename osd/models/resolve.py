@@ -79,7 +79,8 @@ def _download(name: str, key: str) -> Path:
     except Exception as error:  # noqa: BLE001  the hub's client raises many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"{key}={name}: no such directory, and the hub does not give it ({reason})"
+            f"{key}={name}: no such directory, and the hub does not give it ({reason}); correct "
+            "the name, set HF_TOKEN where the model is gated, or give a directory"
         ) from None
 
 

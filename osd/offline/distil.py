@@ -84,6 +84,7 @@ def run(
     with train.workplace(out) as work:
         own = settings(work)
         config = load(own)
+        _check_draft_given(config, begin)
         expected = len(prompts) // HOLDOUT_ONE_IN
         train.check_holdout(
             expected,
@@ -115,6 +116,13 @@ def run(
 def _check_begin(begin: Begin) -> None:
     if begin.draft_vocab is not None and not begin.is_new_head:
         raise ConfigError("--draft-vocab: is of a new head; give --head, too, or leave it out")
+
+
+def _check_draft_given(config: Config, begin: Begin) -> None:
+    if not config.serving.draft and not begin.is_new_head:
+        raise ConfigError(
+            "--draft: is missing; give the draft to begin with, or --head for a new EAGLE-3 head"
+        )
 
 
 def _check_new_head(config: Config, draft_vocab: int | None) -> int:

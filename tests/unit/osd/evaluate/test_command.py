@@ -22,6 +22,7 @@ from osd.evaluate.plan import Load, Models, Plan
 from osd.evaluate.requests import choose, encode, stop_tokens
 from osd.evaluate.runs import Counters, Request, write
 from tests.support.evaluations import REQUESTS, run_of, served, step
+from tests.support.heads import write_head
 from tests.support.pairs import Pair, build_pair
 
 
@@ -54,6 +55,14 @@ def test_what_cannot_be_run_is_refused_in_one_line(
     assert isinstance(found.exception, ConfigError), found.output
     assert said in str(found.exception) and "\n" not in str(found.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_two_heads_are_refused(pair: Pair, tmp_path: Path) -> None:
+    head = str(write_head(tmp_path / "head", pair.target))
+    command = ["evaluate", str(pair.target), "--draft", head, "--head", head, "--data", "none"]
+    found = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
+    line = f"--draft: {head} is an EAGLE-3 head, as --head is; give one head alone"
+    assert str(found.exception) == line
 
 
 def test_a_family_that_is_none_is_refused_with_those_that_are() -> None:

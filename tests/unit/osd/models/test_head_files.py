@@ -230,6 +230,22 @@ def test_a_whole_model_of_the_hub_comes_as_safetensors_alone(
     assert [file.name for file in found.iterdir()] == ["config.json"]
 
 
+def test_what_the_hub_does_not_give_is_told_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(name: str, **_: object) -> str:
+        raise OSError(f"401 Client Error: {name} is gated\nmore of it")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ConfigError) as told:
+        resolve.resolve("owner/head", "serving.draft")
+    assert str(told.value) == (
+        "serving.draft=owner/head: no such directory, and the hub does not give it (401 Client "
+        "Error: owner/head is gated); correct the name, set HF_TOKEN where the model is gated, or "
+        "give a directory"
+    )
+
+
 def test_a_head_and_a_draft_model_do_not_share_a_line_of_releases(
     target: Path, tmp_path: Path
 ) -> None:

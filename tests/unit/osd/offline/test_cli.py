@@ -183,6 +183,11 @@ def test_a_new_head_is_refused(shell: Shell, arguments: list[str], line: str) ->
     assert said.startswith(line.format(here=shell.directory))
 
 
+def test_distil_without_a_draft_names_both_ways_to_begin(shell: Shell) -> None:
+    said = shell.refusal("distil", "target", "--prompts", "p.txt", "--out", "new")
+    assert said.startswith("--draft: is missing; give the draft to begin with, or --head for a new")
+
+
 def test_a_draft_vocabulary_is_of_a_new_head(shell: Shell) -> None:
     options = ["--prompts", "p.txt", "--out", "new", "--draft-vocab", "9"]
     said = shell.refusal("distil", "--draft", "draft", *options)
