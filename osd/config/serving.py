@@ -95,7 +95,7 @@ class ServingConfig(Section):
     draft: str = ""
     """Directory or hub name of the draft to start with: a draft model, or an
     [EAGLE-3 head](support.md#eagle-3-heads). Or one of the small drafts the project builds itself:
-    tiny, tiny-deep."""
+    tiny, tiny-deep, or, as heads of the deep targets, tiny-eagle3, tiny-eagle3-cost-shaped."""
     served_model_name: str = ""
     """Name clients use for the model; empty = the target as given."""
     host: str = "127.0.0.1"
