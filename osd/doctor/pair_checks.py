@@ -103,7 +103,8 @@ def _fit(config: Config, target: Path, draft: Path) -> Check:
 
 def _teacher(config: Config, target: Path, draft: Path) -> Check:
     try:
-        return Check("teacher", True, check_teacher(config, target, is_head=is_head(draft)))
+        head = draft if is_head(draft) else None
+        return Check("teacher", True, check_teacher(config, target, head=head))
     except ConfigError as error:
         return Check("teacher", False, str(error))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from math import prod
 from pathlib import Path
 
 import psutil
@@ -19,9 +20,11 @@ from osd.config.serving import argument
 from osd.errors import ConfigError
 from osd.models.compatibility import read_config
 from osd.models.draft_cost import DTYPE_BYTES
+from osd.models.eagle3 import read_spec, shapes
 
 DTYPES = {"float": "float32", "half": "float16"}
 """vLLM's other names of types, as torch calls them."""
+FLOAT32 = 4
 OTHER_WEIGHTS = {
     "enable_lora": "requests may be answered by an adapter of the target",
     "quantization": "the engine serves quantised weights",
@@ -43,28 +46,30 @@ def is_needed(config: Config, *, is_head: bool) -> bool:
 
 
 def check_teacher(
-    config: Config, target: Path, *, is_head: bool = False, is_offline: bool = False
+    config: Config, target: Path, *, head: Path | None = None, is_offline: bool = False
 ) -> str:
     """What loading the target will take, in words. Raises `ConfigError` where the trainer cannot
     load it, or its rows would not be those of the target that serves.
 
-    is_head: the draft is a head
+    head: the draft, where it is one
     is_offline: training runs here, without a service
     """
-    if is_head and config.trainer.sampling != "teacher":
+    if head is not None and config.trainer.sampling != "teacher":
         raise ConfigError(
             f"trainer.sampling={config.trainer.sampling}: an EAGLE-3 head learns from what was "
             "served alone; use trainer.sampling=teacher"
         )
-    if problem := _problem(config, target, is_offline):
+    if problem := _problem(config, target, head, is_offline):
         raise ConfigError(
-            _for_head(config, problem, is_offline) if is_head else _for_sampling(config, problem)
+            _for_sampling(config, problem)
+            if head is None
+            else _for_head(config, problem, is_offline)
         )
     room, where, _ = _room(config, is_offline)
     return f"{size(_weights(config, target))} of weights in the trainer; {size(room)} {where}"
 
 
-def _problem(config: Config, target: Path, is_offline: bool) -> str:
+def _problem(config: Config, target: Path, head: Path | None, is_offline: bool) -> str:
     """Why the trainer cannot ask the target; "" when it can."""
     if (resource := config.ray.trainer_resource) and not is_offline:
         return (
@@ -76,13 +81,14 @@ def _problem(config: Config, target: Path, is_offline: bool) -> str:
             return f"{why} (serving.vllm.{name}={value}), which the trainer has not"
     if "quantization_config" in read_config(target):
         return f"serving.target={target} is quantised, which the trainer cannot load"
-    needed = _weights(config, target)
+    needed, trained = _weights(config, target), 0 if head is None else _trained(config, head)
     room, where, num_copies = _room(config, is_offline)
-    if needed * num_copies > room:
+    if needed * num_copies + trained > room:
         engine = ", and the engine as much" if num_copies > 1 else ""
+        learning = f", the head's training {size(trained)}" if trained else ""
         return (
-            f"the target's weights take {size(needed)} in the trainer{engine}, and {size(room)} "
-            f"{where}"
+            f"the target's weights take {size(needed)} in the trainer{engine}{learning}, and "
+            f"{size(room)} {where}"
         )
     return ""
 
@@ -115,6 +121,15 @@ def _weights(config: Config, target: Path) -> int:
     own = DTYPE_BYTES.get(str(of_file.get("dtype") or of_file.get("torch_dtype")))
     asked = DTYPE_BYTES.get(dtype_of(config))
     return stored * asked // own if own and asked else stored
+
+
+def _trained(config: Config, head: Path) -> int:
+    """Bytes of what a head is trained with, but for activations: its weights, in full training
+    their gradients and AdamW's two moments, and the target's embedding, all in float32."""
+    spec = read_spec(head)
+    own = sum(map(prod, shapes(spec).values()))
+    copies = 4 if config.trainer.method == "full" else 1
+    return FLOAT32 * (copies * own + spec.vocab_size * spec.target_hidden_size)
 
 
 def _room(config: Config, is_offline: bool) -> tuple[int, str, int]:

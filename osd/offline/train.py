@@ -98,7 +98,7 @@ def check_target(config: Config, draft: Path) -> Path | None:
             "from; set serving.target, or use trainer.sampling=teacher"
         )
     target = resolve.resolve(config.serving.target, "serving.target")
-    check_teacher(config, target, is_head=is_head(draft), is_offline=True)
+    check_teacher(config, target, head=draft if is_head(draft) else None, is_offline=True)
     return target
 
 

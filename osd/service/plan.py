@@ -66,7 +66,7 @@ def check(config: Config) -> tuple[Path, Path, int]:
     if is_head(draft):
         check_head_here(config)
     if teacher.is_needed(config, is_head=is_head(draft)):
-        teacher.check_teacher(config, target, is_head=is_head(draft))
+        teacher.check_teacher(config, target, head=draft if is_head(draft) else None)
     return target, draft, num_tokens
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from osd.config import reading
 from osd.config.schema import Config
@@ -194,10 +197,29 @@ def test_a_target_too_large_for_the_trainer_of_a_head(with_head: Pair, tmp_path:
     large = sparse(tmp_path / "l", 2 * psutil.virtual_memory().available // 3, whole)
     config = config_of(with_head, sampling="teacher")
     with pytest.raises(ConfigError, match=f"in the trainer, and the engine as much, .*; {FROZEN}"):
-        check_teacher(config, large, is_head=True)
+        check_teacher(config, large, head=with_head.draft)
     huge = sparse(tmp_path / "h", 2 * psutil.virtual_memory().total, whole)
     with pytest.raises(ConfigError, match="; train where the target as it was served can be"):
-        check_teacher(config, huge, is_head=True, is_offline=True)
+        check_teacher(config, huge, head=with_head.draft, is_offline=True)
+
+
+@pytest.mark.parametrize("method, copies", [("full", 4), ("lora", 1)])
+def test_what_a_head_is_trained_with_needs_room_too(
+    with_head: Pair, monkeypatch: pytest.MonkeyPatch, method: str, copies: int
+) -> None:
+    tensors = load_file(with_head.draft / "model.safetensors")
+    held = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
+    num = sum(t.numel() for name, t in held.items() if name != "embed_tokens.weight")
+    target = json.loads((with_head.target / "config.json").read_text())
+    embedding = target["vocab_size"] * target["hidden_size"]
+    weights = (with_head.target / "model.safetensors").stat().st_size
+    config = config_of(with_head, f"trainer.method={method}", sampling="teacher")
+    room = weights + 4 * (copies * num + embedding)
+    for missing in (0, 1):
+        memory = SimpleNamespace(available=room - missing)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        with pytest.raises(ConfigError, match="the head's training") if missing else nullcontext():
+            check_teacher(config, with_head.target, head=with_head.draft, is_offline=True)
 
 
 @pytest.mark.parametrize("sampling", ["student", "mixed"])
