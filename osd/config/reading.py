@@ -65,8 +65,9 @@ def load(
 
     def put(given: Mapping[str, Any], origin: str) -> None:
         for key, value in given.items():
-            values.pop(key, None)  # what comes later also stands later
-            values[key] = (value, origin)
+            name = _with_underscores(key)
+            values.pop(name, None)  # what comes later also stands later
+            values[name] = (value, origin)
 
     if path is not None:
         put(_read_file(Path(path)), str(path))
@@ -204,14 +205,30 @@ def _flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict) and not _is_mapped(name) and name not in MAPPINGS:
             flat |= _flattened(value, f"{name}.")
         elif isinstance(value, dict) and name in MAPPINGS:
-            flat |= {f"{name}.{k}": v for k, v in value.items()}
+            flat |= {f"{name}.{k}": _copied(v) for k, v in value.items()}
         else:
-            flat[name] = value
+            flat[name] = _copied(value)
     return flat
+
+
+def _copied(value: Any) -> Any:
+    """A value of its own, where YAML's aliases share one. Raises `RecursionError` where it contains
+    itself."""
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    return [_copied(part) for part in value] if isinstance(value, list) else value
 
 
 def _is_mapped(key: str) -> bool:
     return any(key.startswith(f"{mapping}.") for mapping in MAPPINGS)
+
+
+def _with_underscores(key: str) -> str:
+    """The key under which an argument of vLLM that is written with dashes is one with itself."""
+    if not key.startswith(f"{VLLM}."):
+        return key
+    name, dot, parts = key.removeprefix(f"{VLLM}.").partition(".")
+    return f"{VLLM}.{name.replace('-', '_')}{dot}{parts}"
 
 
 def _variable_name(key: str) -> str:
@@ -225,9 +242,8 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if not name.startswith("OSD_") or name in ENVIRONMENT_ALONE:
             continue
         if name.startswith("OSD_SERVING__VLLM__"):
-            out["serving.vllm." + name.removeprefix("OSD_SERVING__VLLM__").lower()] = _parse_value(
-                text
-            )
+            argument = name.removeprefix("OSD_SERVING__VLLM__").lower().replace("__", ".")
+            out[f"{VLLM}.{argument}"] = _parse_value(text)
         elif name in by_name:
             out[by_name[name]] = _parse_value(text)
         else:

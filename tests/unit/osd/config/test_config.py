@@ -90,6 +90,8 @@ def test_of_two_numbers_of_replicas_the_later_source_counts(tmp_path: Path) -> N
         (["serving.port=abc"], "serving.port='abc'"),
         (["serving.port={a: 1}"], "serving.port={'a': 1} (command line): must be a whole number"),
         (["serving=&a {port: *a}"], "serving=&a {port: *a}: a section contains itself"),
+        (["serving.vllm.x=&a {y: *a}"], "serving.vllm.x=&a {y: *a}: a section contains itself"),
+        (["serving.vllm.x=&a [*a]"], "serving.vllm.x=&a [*a]: a section contains itself"),
         (["serving.replicas={mx: 2}"], "serving.replicas.mx (command line): no such key"),
         (["trainer.learning_rate=0"], "trainer.learning_rate=0"),
         (
@@ -262,6 +264,47 @@ def test_an_argument_of_vllm_may_have_parts(tmp_path: Path, overrides: list[str]
         }
     with pytest.raises(ConfigError, match="seed is a value, not a section"):
         reading.load(None, ["serving.vllm.seed=1", "serving.vllm.seed.x=1"], environ={})
+
+
+def test_a_part_of_an_argument_of_vllm_may_come_from_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "osd.yaml"
+    file.write_text("serving: {vllm: {compilation_config: {mode: 3, cudagraph_mode: FULL}}}")
+    variable = "OSD_SERVING__VLLM__COMPILATION_CONFIG__MODE"
+    found = reading.load(file, environ={variable: "0"})
+    assert found.config.serving.vllm == {
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}
+    }
+    origin = found.origins["serving.vllm.compilation_config.mode"]
+    assert origin == f"environment variable {variable}"
+
+
+def test_an_argument_of_vllm_with_dashes_is_the_one_with_underscores(tmp_path: Path) -> None:
+    """Else the engine would take the later one, and what reads the configuration the first."""
+    file = tmp_path / "osd.yaml"
+    file.write_text("serving: {vllm: {max_model_len: 9, compilation-config: {x-y: 1}}}")
+    overrides = ["serving.vllm.max-model-len=5", "serving.vllm.compilation_config.mode=0"]
+    assert reading.load(file, overrides, environ={}).config.serving.vllm == {
+        "max_model_len": 5,
+        "compilation_config": {"x-y": 1, "mode": 0},
+    }
+
+
+def test_names_below_free_mappings_may_hold_dots_where_they_are_no_parts(tmp_path: Path) -> None:
+    overrides = ["serving.vllm.hf_overrides={a.b: {c.d: 1}}", "serving.env.A.B=1"]
+    serving = reading.load(None, overrides, environ={}).config.serving
+    assert serving.vllm == {"hf_overrides": {"a.b": {"c.d": 1}}}
+    assert serving.env == {"A.B": "1"}
+    told = reading.load(None, ["serving.env.CONFIG={a: 1}"], environ={}).config.serving.env
+    assert list(told) == ["CONFIG"], "no variable is invented"
+
+
+def test_a_part_that_is_set_is_not_set_in_what_shares_an_anchor(tmp_path: Path) -> None:
+    file = tmp_path / "osd.yaml"
+    file.write_text("serving: {vllm: {one: &one {x: 1, all: [{y: 1}]}, other: *one}}")
+    found = reading.load(file, ["serving.vllm.one.x=2"], environ={}).config.serving.vllm
+    assert found["one"]["x"] == 2
+    assert found["other"] == {"x": 1, "all": [{"y": 1}]}
+    assert found["one"]["all"][0] is not found["other"]["all"][0]
 
 
 def test_an_unknown_key_fails_in_file_and_environment_too(tmp_path: Path) -> None:
