@@ -25,6 +25,7 @@ from serving.capture.capture import (
     MAX_QUEUED_BYTES,
     MAX_STEPS_TO_JUDGE,
     RESTS,
+    SECONDS_AT_ONCE,
     SECONDS_TO_GATHER,
 )
 from serving.capture.pick import Landed, pick_on_device
@@ -537,11 +538,11 @@ class Laborious:
 
     nbytes = 0
 
-    def __init__(self, ends: list[float]) -> None:
-        self.ends = ends
+    def __init__(self, ends: list[float], seconds: float = 0.003) -> None:
+        self.ends, self.seconds = ends, seconds
 
     def land(self) -> Landed:
-        time.sleep(0.003)
+        time.sleep(self.seconds)
         self.ends.append(time.monotonic())
         return Landed(np.zeros(0, np.int64), np.zeros((0, 1), np.int64), None)
 
@@ -554,7 +555,9 @@ def test_the_thread_rests_from_gathered_work_lest_the_engine_waits_for_it_unless
     laborious = replace(step(3, [10]), req_ids=[], picked=Laborious(ends))
     for _ in range(num):
         line.capture._queue.put(laborious)
+    deadline = time.monotonic() + SECONDS_TO_GATHER + 20 * num * least
     while len(ends) < num:
+        assert time.monotonic() < deadline, "a rest is not for the rests before it"
         time.sleep(0.01)
     assert ends[-1] - ends[0] > 0.9 * (num - 1) * least
     for _ in range(10 * num):
@@ -563,6 +566,31 @@ def test_the_thread_rests_from_gathered_work_lest_the_engine_waits_for_it_unless
     line.capture.drain()
     assert len(ends) == 11 * num
     assert time.monotonic() - started < 0.7 * 10 * num * least
+
+
+@pytest.mark.parametrize("how", ["drain", "close", "steps"])
+def test_a_rest_ends_when_somebody_waits_or_much_has_come(how: str) -> None:
+    line = Line(queue_size=8)
+    num, seconds = 6, 0.05
+    ends: list[float] = []
+    for _ in range(num):
+        line.capture._queue.put(replace(step(3, [10]), req_ids=[], picked=Laborious(ends, seconds)))
+    while not ends:
+        time.sleep(0.001)
+    started = time.monotonic()
+    if how == "steps":
+        line.begin(make_request())
+        line.verify(verification(3, [10], 0))
+    else:
+        getattr(line.capture, how)()
+    while len(ends) < num:
+        time.sleep(0.001)
+    assert time.monotonic() - started < 0.7 * (num - 1) * seconds * (1 + RESTS)
+    if how == "steps":
+        line.finish("r")
+        assert line.traces["r"].output_ids.tolist() == [10]
+        assert line.capture._num_bytes_in == line.capture._num_bytes_out > 0
+    line.capture.close()
 
 
 def test_a_budget_is_spent_by_all_that_is_stored_of_a_trace() -> None:
@@ -581,6 +609,8 @@ def test_the_limits_are_those_the_docs_give() -> None:
     assert f"`capture.queue_size` and {MAX_QUEUED_BYTES >> 20} MiB" in text
     assert f"rows of another {MAX_WAITING_BYTES >> 20} MiB may wait for their top-k" in text
     assert SECONDS_TO_GATHER == 0.1 and "within 0.1 seconds" in text
+    assert (SECONDS_AT_ONCE, RESTS) == (0.001, 3.0)
+    assert "rests from that three times as long as it works, every millisecond" in text
     assert f"at most {MAX_DOMAIN_LENGTH} characters" in text
     assert STORED_OVERHEAD == 1024 and "header (under 1 KB)" in text
 
