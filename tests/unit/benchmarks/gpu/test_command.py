@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu import pairs
 from benchmarks.gpu.__main__ import chosen, main
-from benchmarks.gpu.registry import CHECKS
+from benchmarks.gpu.registry import CHECKS, V1_ASYNC, V2_ASYNC
 from osd.errors import ConfigError
 from tests.support.paths import ROOT
 
@@ -53,6 +53,18 @@ def test_a_directory_that_cannot_be_written_is_named(
 def test_chosen_checks_keep_the_order_of_the_registry() -> None:
     assert [c.name for c in chosen(["varying-k", "swap"])] == ["swap", "varying-k"]
     assert chosen(None) == list(CHECKS)
+
+
+def test_the_swap_and_each_k_are_checked_on_both_runners_and_a_cpu_repeats_neither() -> None:
+    by_name = {check.name: check for check in CHECKS}
+    assert len(by_name) == len(CHECKS)
+    for module in ("swap", "varying_k"):
+        checks = [check for check in CHECKS if check.module.endswith(f".{module}")]
+        assert {check.mode for check in checks} >= {V1_ASYNC, V2_ASYNC}
+        assert [check.mode for check in checks if check.has_dry_run] == [V1_ASYNC]
+        assert all(check.shows.startswith(check.mode.name) for check in checks)
+        assert min(check.seconds for check in checks) > 110, "a pair of 0.9 B took longer"
+    assert by_name["swap-v2-async"].mode is by_name["varying-k-v2-async"].mode is V2_ASYNC
 
 
 def test_a_draft_in_shards_is_refused(tmp_path: Path) -> None:
