@@ -177,8 +177,7 @@ CHECKS: tuple[Check, ...] = (
     *_of_mode(V2),
     _varying_k(V1),
 )
-"""In the order in which they run: first the V1 runner with asynchronous scheduling, as `osd serve`
-runs on a GPU by default."""
+"""In the order in which they run: asynchronous scheduling, vLLM's default on a GPU, comes first."""
 
 
 def find(name: str) -> Check:

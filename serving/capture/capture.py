@@ -46,8 +46,9 @@ SECONDS_TO_GATHER = 0.1
 """The capture thread handles together what comes within this time. Single steps would cost more,
 and wake it each time."""
 SECONDS_AT_ONCE, RESTS = 0.001, 3.0
-"""After so long at work it rests, so many times as long: while it computes, Python may keep the
-engine's thread waiting, and one step must not bear what was gathered from many."""
+"""After so many CPU seconds of taking steps in it rests, so many times as long, at most as long as
+it gathers: while it computes, Python may keep the engine's thread waiting, and one step must not
+bear what was gathered from many."""
 HURRY_AT = 0.25
 """Share of a full queue at which the gathering ends early."""
 MAX_STEPS_TO_JUDGE = 64
@@ -190,8 +191,9 @@ class Capture:
         self._hurry.clear()
         while not self._queue.empty():  # only this thread takes from it
             items.append(self._queue.get())
+        is_hurried |= any(item is None or isinstance(item, threading.Event) for item in items)
         reached: list[threading.Event] = []
-        is_open, began = True, time.perf_counter()
+        is_open, began, left = True, time.thread_time(), SECONDS_TO_GATHER
         while items:
             item = items.popleft()
             if item is None:
@@ -201,10 +203,11 @@ class Capture:
             else:
                 self._handle(partial(self.assembler.add, item))
                 self._num_bytes_out += item.picked.nbytes if isinstance(item, Step) else 0
-                spent = time.perf_counter() - began
-                if spent > SECONDS_AT_ONCE and not is_hurried:
-                    is_hurried = self._hurry.wait(RESTS * spent)
-                    began = time.perf_counter()
+                spent = time.thread_time() - began
+                if spent > SECONDS_AT_ONCE and left > 0 and not is_hurried:
+                    rest = min(RESTS * spent, left)
+                    is_hurried = self._hurry.wait(rest)
+                    began, left = time.thread_time(), left - rest
         self._handle(self.assembler.flush)
         for event in reached:
             event.set()

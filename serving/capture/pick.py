@@ -12,7 +12,7 @@ Their top-k is taken on the device and copied to pinned memory. The capture thre
 copy, reads the sampled tokens and discards the rows that are not kept.
 
 Both ways keep the same rows for the same draw. The device's way is tested on CPU and `meta`
-tensors, and on CUDA by `scripts/gpu`.
+tensors; `scripts/gpu` compares what comes from a GPU with the target.
 
 Legend: B requests in a step, G draft tokens per step, V vocabulary, K top-k, R rows.
 """

@@ -147,7 +147,7 @@ def summarise(
     logits_RV: torch.Tensor, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Top-k of the raw log-softmax, most likely first, and the log of the other mass, on the device
-    of the logits: int32 [R, K], float16 [R, K], float32 [R]. Overwrites the logits."""
+    of the logits: int32 [R, K], float16 [R, K], float32 [R]. May overwrite the logits."""
     top_k = min(top_k, logits_RV.shape[-1])
     if logits_RV.device.type == "cpu":
         return summarise_on_cpu(logits_RV.float(), top_k)
