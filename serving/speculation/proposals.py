@@ -16,7 +16,9 @@ requests whose traces may warm a memory (`osd_shared`), since it does not see th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from osd.records import clean_domain
@@ -26,6 +28,9 @@ from serving.speculation.memory.compiled import best
 from serving.speculation.memory.memory import Memory
 from serving.speculation.memory.unverified import Judged
 from serving.speculation.requests import whole_number
+from serving.vllm.schedules import why_left_out, why_no_none
+
+logger = logging.getLogger(__name__)
 
 MAX_UNTOLD = 4096
 """Judged drafts that wait for a step with which the worker is told of them."""
@@ -248,6 +253,21 @@ class Proposals:
         self._osd.requests.add_unverified(
             request.request_id, self._num_steps, at, num_outputs, draft
         )
+
+
+def fitted(settings: Settings, config: Any, *, is_v2: bool) -> tuple[Settings, dict[str, str]]:
+    """The settings for an engine with this configuration of vLLM's, and what is left out of them
+    -> why."""
+    left_out: dict[str, str] = {}
+    if (reason := why_left_out(config, is_v2=is_v2)) and "memory" in settings.proposers:
+        logger.warning("the memory is left out of speculation.proposers: %s", reason)
+        others = tuple(p for p in settings.proposers if p != "memory")
+        settings = replace(settings, proposers=others)
+        left_out["memory"] = reason
+    if (reason := why_no_none(config)) and settings.net_interval_seconds:
+        settings = replace(settings, net_interval_seconds=0.0)
+        left_out["net"] = reason
+    return settings, left_out
 
 
 def memory_of(settings: Settings) -> Memory | None:

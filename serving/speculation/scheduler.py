@@ -29,9 +29,8 @@ from weakref import WeakSet
 import msgspec
 
 from serving.speculation.control import Speculation, settings_of
-from serving.speculation.fitted import fitted
 from serving.speculation.goodput import Plan
-from serving.speculation.proposals import Drafts, Proposals, Sampled, memory_of
+from serving.speculation.proposals import Drafts, Proposals, Sampled, fitted, memory_of
 from serving.speculation.step_seen import (
     DraftWork,
     Scheduled,
