@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.gpu.checks.swap import least_alpha
 from benchmarks.gpu.checks.syncs import PLANS, ROOT, WaitsByPlace, _changing
 from benchmarks.gpu.engines import Step, step_of
 from benchmarks.gpu.fit import MIN_LOGPROB, compare, fit
+from benchmarks.gpu.pairs import Pair
 from osd.records import ACCEPTED, PLAIN, REJECTED, Trace
 from tests.support.builders import trace_id
 
@@ -182,3 +185,16 @@ def test_a_step_with_a_prefill_or_without_requests_is_left_out() -> None:
     nothing = SimpleNamespace(cudagraph_stats=None)
     assert step_of(scheduled({"a": 16, "b": 1}, {}), nothing) is None
     assert step_of(scheduled({}, {}), nothing) is None
+
+
+# -- swaps ----------------------------------------------------------------------------------------
+
+
+def test_less_is_asked_of_a_draft_that_its_user_gave(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(models=tmp_path / "models")
+
+    def pair_in(place: Path) -> Pair:
+        return Pair(target=place / "target", draft=place / "draft", stranger=place / "stranger")
+
+    assert least_alpha(run, pair_in(run.models / "costly")) == 0.3
+    assert least_alpha(run, pair_in(tmp_path / "mine")) == 0.1
