@@ -43,6 +43,8 @@ BENCHES = {
     "languages": "Whether prose in five languages has anything to learn that cannot be looked up.",
     "online": "Whether learning online pays on prose in five languages, over the same service "
     "without a trainer and rivals that learn otherwise.",
+    "where_it_pays": "How sure a target and how cheap a draft make online learning pay beside a "
+    "memory.",
     "head_speed": "Decode speed with an EAGLE-3 head and with a draft model, over none, on one "
     "target.",
     "head_sizes": "What a head costs the trainer beside targets of 8, 32 and 70 B, by arithmetic: "

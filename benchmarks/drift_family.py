@@ -3,8 +3,9 @@
 `tiny` has synthetic text and answers greedily. `natural` continues the standard library's source,
 with sampling. So does `prose`, with books and manual pages in five languages out of Debian's
 packages; `prose-1` and `prose-2` are the same from other first weights, names like `prose-2M-20%`
-have another draft, and `prose-agent` is asked a few things again and again. The target of
-`tiny-deep` is deep enough for an EAGLE-3 head; `tiny-deep-head` and `prose-head` serve with one.
+have another draft, those like `prose-T0.3` another temperature, and `prose-agent` is asked a few
+things again and again. The target of `tiny-deep` is deep enough for an EAGLE-3 head;
+`tiny-deep-head` and `prose-head` serve with one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ NATURAL_SEED = 3
 
 PROSE = ("prose", "prose-1", "prose-2")
 """By the seed of the models."""
+TEMPERATURE = 0.7
+"""At which prose is answered."""
+AT_TEMPERATURE = {t: f"prose-T{t}" for t in (0.3, 0.5)} | {TEMPERATURE: "prose"}
+"""Families that differ in nothing but their temperature."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +198,7 @@ def _prose(name: str, seed: int, size: str = SIZE, foreign: float = 0.0) -> Fami
         models=partial(_prose_models, seed, size, foreign),
         costly_target=partial(_prose_costly, seed),
         requests=_prose_requests,
-        temperature=0.7,
+        temperature=TEMPERATURE,
         max_tokens=96,
         block_size=576,
         recorded_as=PROSE[seed] if name != PROSE[seed] else "",
@@ -259,6 +264,10 @@ FAMILIES = {
         recorded_as="",
     ),
     **{one.name: one for one in _prose_drafts()},
+    **{
+        name: replace(_prose(name, 0), temperature=temperature, recorded_as="")
+        for temperature, name in AT_TEMPERATURE.items()
+    },
     "tiny-deep": _DEEP,
     "tiny-deep-head": replace(
         _DEEP, name="tiny-deep-head", models=_deep_head, recorded_as="tiny-deep"
