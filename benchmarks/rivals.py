@@ -13,7 +13,15 @@ import torch
 
 from benchmarks import drift_names as names
 from benchmarks.closed_loop import ClosedLoop
-from benchmarks.contenders import Contender, OsdLearner, Setup, replayed, train_offline
+from benchmarks.contenders import (
+    Contender,
+    OsdLearner,
+    Setup,
+    replayed,
+    served,
+    train_offline,
+    with_proposers,
+)
 from benchmarks.curve import Curve
 from benchmarks.learning import captured
 from benchmarks.served import Served
@@ -68,6 +76,11 @@ def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
     return _curve(ended, cpu_s, learner.num_updates)
 
 
+def without_memory(setup: Setup) -> Curve:
+    """The service, learning, with nothing but its draft."""
+    return served(replace(setup, config=with_proposers(setup.config, ["draft"])), learns=True)
+
+
 def _loop(setup: Setup) -> ClosedLoop:
     assert setup.times is not None, "the control decides by step times"
     return ClosedLoop(setup.requests, setup.config, setup.times, seed=setup.seed)
@@ -89,6 +102,7 @@ RIVALS: dict[str, Contender] = {
     names.AGAIN: again,
     names.STATIC: lambda setup: replayed(_loop(setup), setup),
     names.NIGHTLY: nightly,
+    names.LEARNING_DRAFT_LOOP: without_memory,
     **{
         name: partial(osd, every=every, learning_rate=rate)
         for name, (every, rate) in names.OSD_LOOP.items()

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import contenders, online, online_report, rivals
 from benchmarks import drift_names as names
-from benchmarks import online, online_report, rivals
 from benchmarks.contenders import Setup
 from benchmarks.curve import Curve, StepCounts
 from benchmarks.record import Options, Protocol, Row
@@ -164,3 +164,26 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
     assert not [f for f in result.figures if f.name == online_report.WHOLE and "H100" in f.group], (
         "CPU seconds of this trainer are none of a GPU"
     )
+
+
+def test_a_learner_without_a_memory_proposes_from_its_draft_alone(
+    draft: Path, tmp_path: Path
+) -> None:
+    setup = a_setup(draft, tmp_path, 160)
+    config = setup.config.model_copy(
+        update={
+            "speculation": setup.config.speculation.model_copy(
+                update={"proposers": ["draft", "memory"]}
+            )
+        }
+    )
+    given = replace(setup, config=config, times=published())
+    alone = rivals.RIVALS[names.LEARNING_DRAFT_LOOP](given)
+    assert alone.num_rounds and alone.num_published
+    assert alone.seconds is not None
+    frozen = contenders.CONTENDERS[names.DRAFT_LOOP](given).seconds
+    assert frozen is not None
+    assert alone.seconds[-48:].sum() < 0.95 * frozen[-48:].sum()
+    first = int(np.flatnonzero(alone.cpu_s)[0])
+    assert first > 8
+    assert (alone.seconds[: first - 4] == frozen[: first - 4]).all(), "nothing else proposes"

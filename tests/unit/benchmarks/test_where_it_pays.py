@@ -37,11 +37,16 @@ def test_each_cell_is_judged_by_itself(tmp_path: Path) -> None:
             rows += [{**key, **a_curve(1.0, alpha).as_row()}] * 3
         for share in plan.sizes["shares"]:
             gain = 1.3 if (temperature, share) == (0.3, 0.05) else 1.05
-            for arm, late in ((names.FROZEN_LOOP, 200.0), (names.SERVED, 200.0 * gain)):
+            late = {
+                names.FROZEN_LOOP: 200.0,
+                names.SERVED: 200.0 * gain,
+                names.MEMORY: 150.0,
+                names.DRAFT_LOOP: 110.0,
+                names.LEARNING_DRAFT_LOOP: 165.0,
+            }
+            for arm, speed in late.items():
                 key = {"temperature": temperature, "share": share, "contender": arm}
-                rows += [{**key, **a_curve(late).as_row()}] * 3
-            key = {"temperature": temperature, "share": share, "contender": names.MEMORY}
-            rows += [{**key, **a_curve(150.0).as_row()}] * 3
+                rows += [{**key, **a_curve(speed).as_row()}] * 3
     result = where_it_pays.summarise(plan, rows)
     met = {figure.group: is_met for goal, figure, is_met in result.verdicts()}
     assert [group for group, is_met in met.items() if is_met] == [
@@ -54,7 +59,9 @@ def test_each_cell_is_judged_by_itself(tmp_path: Path) -> None:
     over_none = f"T = 0.5, a draft of 30% of a step: {where_it_pays.OVER_NONE}"
     without = published().tokens_per_second_without()
     assert found[over_none, names.MEMORY] == pytest.approx(150 / without, rel=1e-4)
-    assert found["T = 0.5, a draft of 30% of a step", LAST_THIRD] == pytest.approx(1.05, rel=1e-4)
+    cell = "T = 0.5, a draft of 30% of a step"
+    assert found[cell, LAST_THIRD] == pytest.approx(1.05, rel=1e-4)
+    assert found[cell, where_it_pays.WITHOUT_MEMORY] == pytest.approx(1.5, rel=1e-4)
 
 
 def test_the_price_of_a_draft_is_a_share_of_a_step() -> None:
