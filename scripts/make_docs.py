@@ -117,7 +117,7 @@ def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _command(path: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    options = [p for p in command.params if p.param_type_name == "option"]
+    options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
     usage = " ".join([path, *(p.metavar or p.name.upper() for p in arguments), "[OPTIONS]"])
     parts = [f"## `{path}`\n\n`{usage}`\n\n{_wrapped(command.help)}\n"]
     if options:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from osd.cli import bench
-from osd.cli.options import ConfigOption, split_arguments, warn
+from osd.cli.options import ConfigOption, DraftOption, split_arguments, warn
 from osd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ USUAL_KINDS = 2
     epilog="Examples:  osd evaluate tiny-cost-shaped --draft tiny --quick    "
     "osd evaluate ./llama-8b --draft ./llama-160m --head ./llama-8b-eagle3 --data gsm8k.jsonl "
     "--data sharegpt.json --k 1,3,5 --batch 1,8,32    "
+    "osd evaluate ./llama-8b --draft ./llama-8b-eagle3 --data gsm8k.jsonl    "
     "osd evaluate ./llama-8b --methods none,ngram,memory --data spider.json --rate 0.5,2    "
     "osd evaluate --family prose --quick"
 )
@@ -47,10 +48,11 @@ def evaluate(
         list[str] | None,
         typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides."),
     ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Draft model: directory, hub name, or tiny.")
+    draft: DraftOption = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="EAGLE-3 head beside a draft model: directory or hub name."),
     ] = None,
-    head: Annotated[str | None, typer.Option(help="EAGLE-3 head: directory or hub name.")] = None,
     family: Annotated[
         str | None,
         typer.Option(help="In a checkout: models and traffic of a bench's family: prose, tiny ..."),

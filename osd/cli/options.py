@@ -27,6 +27,29 @@ ConfigOption = Annotated[
 OutOption = Annotated[
     Path, typer.Option(help="New directory for the draft, in Hugging Face format.")
 ]
+DraftOption = Annotated[
+    str | None,
+    typer.Option("--draft", help="Draft model or EAGLE-3 head: directory, hub name, or tiny."),
+]
+FirstDraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        help="Draft model or EAGLE-3 head to begin with: directory, hub name, or tiny.",
+    ),
+]
+
+
+def _say_where_heads_go(given: bool) -> None:
+    if given:
+        raise ConfigError(
+            "--head: is of `osd evaluate` alone; --draft takes an EAGLE-3 head, too, and `osd "
+            "distil --new-head` makes one"
+        )
+
+
+NoHeadOption = Annotated[bool, typer.Option("--head", hidden=True, callback=_say_where_heads_go)]
+"""Refuses what `--draft` takes, too, and says so; else `--help` would be proposed."""
 EpochsOption = Annotated[int, typer.Option(min=1, help="Passes over the traces.")]
 
 

@@ -9,7 +9,13 @@ from typing import Annotated
 
 import typer
 
-from osd.cli.options import ConfigOption, DeploymentOption, split_arguments
+from osd.cli.options import (
+    ConfigOption,
+    DeploymentOption,
+    DraftOption,
+    NoHeadOption,
+    split_arguments,
+)
 
 app = typer.Typer()
 
@@ -24,9 +30,8 @@ def serve(
         list[str] | None,
         typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides."),
     ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Draft model or EAGLE-3 head: directory, hub name, or tiny.")
-    ] = None,
+    draft: DraftOption = None,
+    head: NoHeadOption = False,
     config: ConfigOption = None,
     port: Annotated[int | None, typer.Option(help="Service port.")] = None,
     redis_url: Annotated[
@@ -71,9 +76,8 @@ def profile(
         list[str] | None,
         typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides."),
     ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Draft model or EAGLE-3 head: directory, hub name, or tiny.")
-    ] = None,
+    draft: DraftOption = None,
+    head: NoHeadOption = False,
     config: ConfigOption = None,
     again: Annotated[
         bool, typer.Option("--again", help="Measure even if a stored profile fits.")

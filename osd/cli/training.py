@@ -13,7 +13,9 @@ from osd.cli.options import (
     ConfigOption,
     DeploymentOption,
     EpochsOption,
+    FirstDraftOption,
     JsonOption,
+    NoHeadOption,
     OutOption,
     UrlOption,
     client_of,
@@ -75,9 +77,8 @@ def train(
         list[str] | None,
         typer.Argument(metavar="[FILE]... [SECTION.KEY=VALUE]...", help="More files; overrides."),
     ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Draft to begin with: directory, hub name, or tiny.")
-    ] = None,
+    draft: FirstDraftOption = None,
+    head: NoHeadOption = False,
     config: ConfigOption = None,
     epochs: EpochsOption = 3,
     force: Annotated[
@@ -114,7 +115,7 @@ def train(
     "--out ./draft-0    "
     "osd distil --config configs/tiny-cpu.yaml --prompts prompts.jsonl --out ./draft-0 "
     "--keep-traces day0.traces    "
-    "osd distil ./llama-8b --head --prompts prompts.txt --out ./head-0"
+    "osd distil ./llama-8b --new-head --prompts prompts.txt --out ./head-0"
 )
 def distil(
     prompts: Annotated[
@@ -125,12 +126,11 @@ def distil(
         list[str] | None,
         typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides."),
     ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Draft to begin with: directory, hub name, or tiny.")
-    ] = None,
-    head: Annotated[
-        bool, typer.Option("--head", help="Begin with a new EAGLE-3 head instead of a draft.")
+    draft: FirstDraftOption = None,
+    new_head: Annotated[
+        bool, typer.Option("--new-head", help="Begin with a new EAGLE-3 head instead of a draft.")
     ] = False,
+    head: NoHeadOption = False,
     draft_vocab: Annotated[
         int | None,
         typer.Option(
@@ -166,7 +166,7 @@ def distil(
     sys.exit(
         command.run(
             lambda own: reading.load(config, overrides, flags | own).config,
-            begin=command.Begin(head, draft_vocab),
+            begin=command.Begin(new_head, draft_vocab),
             prompts_file=prompts,
             out=out,
             keep_traces=keep_traces,

@@ -3,7 +3,7 @@
     prompts ─► answering.py ─► file of traces ─► train.py
                (the service, capturing everything, without a trainer)
 
-With `--head` there is no draft yet: `new_head.py` makes one once the answers are there.
+With `--new-head` there is no draft yet: `new_head.py` makes one once the answers are there.
 
 Training begins after the service has ended, since it may need the engine's memory.
 """
@@ -115,13 +115,14 @@ def run(
 
 def _check_begin(begin: Begin) -> None:
     if begin.draft_vocab is not None and not begin.is_new_head:
-        raise ConfigError("--draft-vocab: is of a new head; give --head, too, or leave it out")
+        raise ConfigError("--draft-vocab: is of a new head; give --new-head, too, or leave it out")
 
 
 def _check_draft_given(config: Config, begin: Begin) -> None:
     if not config.serving.draft and not begin.is_new_head:
         raise ConfigError(
-            "--draft: is missing; give the draft to begin with, or --head for a new EAGLE-3 head"
+            "--draft: is missing; give the draft to begin with, or --new-head for a new EAGLE-3 "
+            "head"
         )
 
 
@@ -129,8 +130,8 @@ def _check_new_head(config: Config, draft_vocab: int | None) -> int:
     """How many tokens the new head will have. Raises `ConfigError` where there can be none."""
     if config.serving.draft:
         raise ConfigError(
-            f"--head: makes a new draft, and serving.draft={config.serving.draft} is one to begin "
-            "with; leave out one of them (serving.draft= where a file sets it)"
+            f"--new-head: makes a new draft, and serving.draft={config.serving.draft} is one to "
+            "begin with; leave out one of them (serving.draft= where a file sets it)"
         )
     return new_head.size_for(_target(config), draft_vocab)
 

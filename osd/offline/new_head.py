@@ -1,4 +1,4 @@
-"""An EAGLE-3 head for a target that has none, to begin `osd distil --head` with.
+"""An EAGLE-3 head for a target that has none, to begin `osd distil --new-head` with.
 
     target's files ─► stand-in ─► the service loads it; it proposes nothing while the target answers
     answers ─► counts of tokens ─► draft vocabulary ─► fresh head ─► `osd train`
@@ -84,8 +84,8 @@ def _check_layers(target: Path) -> None:
     taps = default_taps(num) if isinstance(num, int) else ()
     if len(set(taps)) < 3 or min(taps) < 0:
         raise ConfigError(
-            f"--head: {target}: has {num} layers, and a head reads before the third, the middle "
-            "and the third last of them; use a deeper target, or a draft model"
+            f"--new-head: {target}: has {num} layers, and a head reads before the third, the "
+            "middle and the third last of them; use a deeper target, or a draft model"
         )
 
 
@@ -101,6 +101,6 @@ def _output_layer(target: Path, num_tokens: int) -> tuple[str, StoredTensor]:
             if name.endswith(end) and tensor.shape[0] == num_tokens:
                 return name, tensor
     raise ConfigError(
-        f"--head: {target}: holds no {ends[0]} of {num_tokens} rows, with which the head's output "
-        "layer begins; use a target that has it, or a draft model"
+        f"--new-head: {target}: holds no {ends[0]} of {num_tokens} rows, with which the head's "
+        "output layer begins; use a target that has it, or a draft model"
     )

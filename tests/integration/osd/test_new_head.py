@@ -1,4 +1,4 @@
-"""`osd distil --head` with real vLLM: prompts in, a head that fits its target out."""
+"""`osd distil --new-head` with real vLLM: prompts in, a head that fits its target out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OWN = [
 
 
 class Made:
-    """One `osd distil --head` that has ended."""
+    """One `osd distil --new-head` that has ended."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.out, self.kept = directory, directory / "head", directory / "a.traces"
@@ -53,7 +53,7 @@ class Made:
         files = ["--prompts", prompts, "--out", self.out, "--keep-traces", self.kept]
         of_a_service = services.settings("ignored", directory / "ignored", Path(TARGET), Path())
         of_a_service = [s for s in of_a_service if not s.startswith("serving.draft=")]
-        head = ["--head", "--draft-vocab", DRAFT_VOCAB, "--max-tokens", 48]
+        head = ["--new-head", "--draft-vocab", DRAFT_VOCAB, "--max-tokens", 48]
         command = [sys.executable, "-m", "osd", "distil", *of_a_service, *OWN, *head, *files]
         self.done = subprocess.run(
             list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=800

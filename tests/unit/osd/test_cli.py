@@ -143,6 +143,16 @@ def test_a_draft_without_weights(serve: Osd, tmp_path: Path, models: tuple[Path,
     assert "no model.safetensors there" in refusal(serve(), tmp_path)
 
 
+@pytest.mark.parametrize("command", ["serve", "profile", "train", "distil"])
+def test_a_head_is_given_as_a_draft_is(osd: Osd, tmp_path: Path, command: str) -> None:
+    """`--head` is where a draft model may stand beside it, in `osd evaluate` alone."""
+    line = refusal(osd(command, "--head", tmp_path / "head"), tmp_path)
+    assert line == (
+        "osd: --head: is of `osd evaluate` alone; --draft takes an EAGLE-3 head, too, and `osd "
+        "distil --new-head` makes one"
+    )
+
+
 def test_a_detached_start_says_why_it_failed(serve: Osd, tmp_path: Path) -> None:
     """What the service itself said last, not merely that it ended."""
     line = refusal(serve("--detach", draft="./nowhere"), tmp_path)

@@ -24,6 +24,7 @@ from osd.evaluate.runs import Counters, Request, write
 from tests.support.evaluations import REQUESTS, run_of, served, step
 from tests.support.heads import write_head
 from tests.support.pairs import Pair, build_pair
+from tests.support.served_targets import served_target
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,18 @@ def test_two_heads_are_refused(pair: Pair, tmp_path: Path) -> None:
     found = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
     line = f"--draft: {head} is an EAGLE-3 head, as --head is; give one head alone"
     assert str(found.exception) == line
+
+
+@pytest.mark.parametrize("option", ["--draft", "--head"])
+def test_a_head_is_one_by_whichever_option(option: str, tmp_path: Path) -> None:
+    """As in `osd serve`, `--draft` takes whatever drafts."""
+    target = served_target(tmp_path / "target")
+    head = str(write_head(tmp_path / "head", target))
+    command = ["evaluate", str(target), option, head, "--out", str(tmp_path / "out")]
+    found = CliRunner().invoke(app, [*command, "--methods", "eagle3"])
+    assert str(found.exception).startswith("--data: is missing; give files of requests")
+    found = CliRunner().invoke(app, [*command, "--methods", "draft"])
+    assert str(found.exception) == "--methods: draft needs a draft model: --draft DIRECTORY"
 
 
 def test_a_family_that_is_none_is_refused_with_those_that_are() -> None:

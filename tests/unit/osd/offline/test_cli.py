@@ -160,17 +160,17 @@ def test_distil_will_not_replace_kept_traces(shell: Shell) -> None:
     assert shell.refusal("distil", *options).startswith("--keep-traces: a.traces: exists already")
 
 
-HEAD = ["distil", "--head", "--prompts", "p.txt", "--out", "new"]
+HEAD = ["distil", "--new-head", "--prompts", "p.txt", "--out", "new"]
 
 
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        (["target", "--draft", "draft"], "--head: makes a new draft, and serving.draft=draft is"),
-        (["target", "serving.draft=tiny"], "--head: makes a new draft, and serving.draft=tiny is"),
+        (["target", "--draft", "draft"], "--new-head: makes a new draft, and serving.draft=draft"),
+        (["target", "serving.draft=tiny"], "--new-head: makes a new draft, and serving.draft=tiny"),
         (["target", "--draft-vocab", "0"], "--draft-vocab=0: must be between 1 and the 96 tokens"),
         (["target", "--draft-vocab", "97"], "--draft-vocab=97: must be between 1 and the 96"),
-        (["draft"], "--head: {here}/draft: has 1 layers, and a head reads before"),
+        (["draft"], "--new-head: {here}/draft: has 1 layers, and a head reads before"),
         (["target", "trainer.sampling=mixed"], "trainer.sampling=mixed: an EAGLE-3 head learns"),
         ([], "serving.target is not set"),
     ],
@@ -185,10 +185,10 @@ def test_a_new_head_is_refused(shell: Shell, arguments: list[str], line: str) ->
 
 def test_distil_without_a_draft_names_both_ways_to_begin(shell: Shell) -> None:
     said = shell.refusal("distil", "target", "--prompts", "p.txt", "--out", "new")
-    assert said.startswith("--draft: is missing; give the draft to begin with, or --head for a new")
+    assert said.startswith("--draft: is missing; give the draft to begin with, or --new-head for")
 
 
 def test_a_draft_vocabulary_is_of_a_new_head(shell: Shell) -> None:
     options = ["--prompts", "p.txt", "--out", "new", "--draft-vocab", "9"]
     said = shell.refusal("distil", "--draft", "draft", *options)
-    assert said.startswith("--draft-vocab: is of a new head; give --head, too")
+    assert said.startswith("--draft-vocab: is of a new head; give --new-head, too")

@@ -1,5 +1,5 @@
-"""The head that `osd distil --head` begins with: for the target's tokens, and refused where there
-can be none."""
+"""The head that `osd distil --new-head` begins with: for the target's tokens, and refused where
+there can be none."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_impossible_sizes_are_refused(target: Path, asked: int) -> None:
 
 def test_a_flat_target_is_refused(tmp_path: Path) -> None:
     target = served_target(tmp_path / "target", num_hidden_layers=4)
-    with pytest.raises(ConfigError, match="^--head: .* has 4 layers, and a head reads before"):
+    with pytest.raises(ConfigError, match="^--new-head: .* has 4 layers, and a head reads before"):
         size_for(target, None)
 
 
@@ -118,7 +118,7 @@ def test_a_target_without_an_output_layer_is_refused(target: Path) -> None:
     tensors = load_file(target / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="^--head: .* holds no lm_head.weight of 96 rows"):
+    with pytest.raises(ConfigError, match="^--new-head: .* holds no lm_head.weight of 96 rows"):
         size_for(target, None)
     config = json.loads((target / "config.json").read_text())
     del config["tie_word_embeddings"]
