@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from osd.config import reading, schema
 from osd.errors import ConfigError
+from osd.service.cluster import check_gpus
 from tests.support.paths import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -370,6 +371,15 @@ def test_every_preset_loads(path: Path) -> None:
     resolved = reading.load(path, environ={})
     assert resolved.config.serving.target
     assert resolved.config.serving.draft
+
+
+@pytest.mark.parametrize(("name", "num"), [("single-gpu", 1), ("two-gpus", 2)])
+def test_a_preset_for_gpus_reserves_as_many_as_its_name_says(name: str, num: int) -> None:
+    config = reading.load(CONFIGS / f"{name}.yaml", environ={}).config
+    check_gpus(config, num)
+    with pytest.raises(ConfigError, match=f"Ray finds {num - 1} GPUs on this machine"):
+        check_gpus(config, num - 1)
+    assert config.trainer.precision == "bf16", "it is what a GPU computes fast in"
 
 
 def test_every_key_is_documented() -> None:
