@@ -48,6 +48,10 @@ OTHER_LAYERS = {
 """Keys of a layer that must be absent or this: with another value, it is not the layer that the
 trainer computes."""
 COPY = "copy the head again"
+RAISE_CONTEXT = (
+    "raise max_position_embeddings in its config.json (of a hub name, in a copy): its layer "
+    "computes at any position"
+)
 SAME_TARGET = "use a head that was trained for this target"
 
 
@@ -64,7 +68,7 @@ def check_head(target: Path, head: Path, max_model_len: int | None = None) -> in
         read_config(head),
         head,
         max_model_len,
-        "raise max_position_embeddings in its config.json, where it was trained for more",
+        RAISE_CONTEXT,
     )
     if vocabulary.read(head) is not None:
         check_vocabulary(target, head, num_tokens, num_tokens)

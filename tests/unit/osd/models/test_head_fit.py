@@ -89,9 +89,11 @@ def test_all_norms_that_are_named_are_asked_for(target: Path, tmp_path: Path) ->
 
 def test_the_context_is_at_least_the_served_one(target: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path, target, max_position_embeddings=48)
-    line = refused(target, head)
-    assert "has a context of 48 tokens, the target serves 64" in line
-    assert "set serving.vllm.max_model_len=48, or raise max_position_embeddings in its" in line
+    assert refused(target, head).endswith(
+        "has a context of 48 tokens, the target serves 64, and one longer request would stop "
+        "speculation for all; set serving.vllm.max_model_len=48, or raise max_position_embeddings "
+        "in its config.json (of a hub name, in a copy): its layer computes at any position"
+    )
     assert check_head(target, head, 48) == check_parts(target, head) == VOCABULARY
 
 
