@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from osd.common.memory import has_run_out
 from osd.errors import ReleaseError
 from osd.records import decode, encode
 from trainer import adapter
@@ -106,6 +107,8 @@ def load_checkpoint(directory: Path, features: TargetFeatures | None = None) -> 
                 average=load_file(path / "average.safetensors"),
             )
         except (OSError, ValueError, SafetensorError, ReleaseError) as error:
+            if has_run_out(error):
+                raise
             logger.warning("checkpoint %s cannot be used (%s)", path, error)
     return None
 

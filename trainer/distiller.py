@@ -92,6 +92,21 @@ class Distiller:
         return all(bool(torch.isfinite(parameter).all()) for parameter in self._trainable)
 
 
+def needing_less(config: TrainerConfig, *, is_head: bool = False) -> str:
+    """What to do where a round runs out of memory."""
+    less = [
+        f"lower trainer.batch_size={config.batch_size}",
+        f"lower trainer.max_length={config.max_length}",
+    ]
+    if config.method == "full":
+        less.append("use trainer.method=lora")
+    if is_head:
+        less.append(f"lower trainer.feature_cache_bytes={config.feature_cache_bytes}")
+    if config.num_gpus < 1 and config.device != "cpu" and torch.cuda.is_available():
+        less.append(f"raise trainer.gpu_memory_fraction={config.gpu_memory_fraction:g}")
+    return f"{', '.join(less[:-1])} or {less[-1]}"
+
+
 def accelerator(config: TrainerConfig) -> Accelerator:
     """Device and precision as configured. Raises `ConfigError` when there is no such device."""
     if config.device == "cuda" and not torch.cuda.is_available():

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from osd.common.memory import has_run_out
 from osd.common.model_directory import digests
 from osd.errors import ConfigError, ReleaseError
 from osd.models import eagle3
@@ -129,6 +130,8 @@ def load_draft(path: str | Path, features: TargetFeatures | None = None) -> Draf
                 path, dtype=torch.float32, local_files_only=True
             )
     except (OSError, ValueError, RuntimeError, SafetensorError, ConfigError) as error:
+        if has_run_out(error):
+            raise
         raise ReleaseError(
             f"{path}: not a draft model that can be loaded ({first_line(error)})"
         ) from error

@@ -25,13 +25,14 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from osd.common.memory import told_when_out
 from osd.common.model_directory import WEIGHTS
 from osd.config.schema import GateConfig, TrainerConfig
 from osd.errors import ReleaseError
 from osd.exchange.transfer import read_part
 from osd.records import NO_TRACES, DraftRelease, EvalReport, RoundOutcome, Trace
 from trainer.batch import TrainBatch, trainable
-from trainer.distiller import Distiller
+from trainer.distiller import Distiller, needing_less
 from trainer.draft import RowModel, export_draft
 from trainer.eagle3.features import features_of
 from trainer.evaluator import Evaluator
@@ -134,6 +135,7 @@ class Trainer:
         self._config, self._buffer = config, buffer
         self._candidates = directory / "candidates"
         self._features = features_of(config, teacher, k)
+        self._remedy = needing_less(config, is_head=teacher is not None)
         self._evaluator = Evaluator(config, gate, k, buffer, self._features)
         self._guard = LossGuard(config, gate, buffer)
         self._mix = ReplayMix(config, buffer)
@@ -151,20 +153,19 @@ class Trainer:
         `line` (`ReleaseStore.line`) changes when a release was chosen since the last round. `base`
         alone does not show that: a release that came and went looks like a refused candidate.
 
-        Raises `OSDError` when the disk does not take candidate or checkpoint, and `ReleaseError`
-        when `base` cannot be loaded. After any error the next round begins as if this one had not.
+        Raises `OSDError` when the disk does not take candidate or checkpoint, or memory runs out,
+        `ReleaseError` when `base` cannot be loaded. After any the next round begins as if this had
+        not.
         """
         started, features_s = time.monotonic(), self._features_cpu_s()
-        distiller = self._working.begin_round(base, line)
-        new = self._read_new(distiller.model.vocab_size)
-        progress = self._train(distiller, new, on_step)
-        outcome = self._conclude(base, new, progress)
-        self._finish(new)
-        outcome = replace(
-            outcome,
-            seconds=time.monotonic() - started,
-            features_cpu_s=self._features_cpu_s() - features_s,
-        )
+        with told_when_out(self._remedy):
+            distiller = self._working.begin_round(base, line)
+            new = self._read_new(distiller.model.vocab_size)
+            progress = self._train(distiller, new, on_step)
+            outcome = self._conclude(base, new, progress)
+            self._finish(new)
+        seconds, features_s = time.monotonic() - started, self._features_cpu_s() - features_s
+        outcome = replace(outcome, seconds=seconds, features_cpu_s=features_s)
         self._draw(outcome, progress.num_tokens)
         return outcome
 
@@ -182,7 +183,8 @@ class Trainer:
     ) -> dict[int, float]:
         """Version -> α of each release on the same newest held-out traces; {} when there are too
         few."""
-        return self._evaluator.alphas(versions, num_traces)
+        with told_when_out(self._remedy):
+            return self._evaluator.alphas(versions, num_traces)
 
     def read_candidate(
         self, path: str, files: Mapping[str, str], name: str, offset: int, size: int

@@ -36,6 +36,10 @@ ENDS = {
     REPLAY: {PRESENCE, REPLAY},
 }
 """What succeeds -> the troubles that are over then."""
+ENDED_AGAIN = (
+    "it ended in each of the last {} rounds ({}), as where the host's memory runs out; lower "
+    "trainer.batch_size or trainer.max_length, or give its machine more memory"
+)
 
 
 class TrainerLink:
@@ -59,6 +63,8 @@ class TrainerLink:
         self._seconds_to_answer, self._seconds_to_start = seconds_to_answer, seconds_to_start
         self._has_answered = False
         self._outages = {what: Outage(backoff_s) for what in ENDS}
+        self._num_ended = 0
+        """Rounds in a row in which its process ended."""
         self._troubles: dict[str, str] = {}
         """What fails -> why."""
 
@@ -123,23 +129,41 @@ class TrainerLink:
         try:
             answer = await call()
         except Exception as error:  # noqa: BLE001  any error: serving goes on, Ray restarts the trainer
+            why = _text(error)
             if isinstance(error, ReplayBufferError):
-                what = COUNTING  # which is the first to succeed again
+                held = COUNTING  # which is the first to succeed again
             else:
-                what = PRESENCE if isinstance(error, AwayError) else what
-                await self._fails(what, _text(error))
+                trouble = what
+                if isinstance(error, AwayError):
+                    trouble, why = self._note_end(what, why)
+                held = what if what == TRAINING else trouble  # however it answers between rounds
+                await self._fails(trouble, why)
                 now = self._clock.time()
                 await self._tell(MetricPoint(at=now, name="osd_trainer_failures_total", value=1))
-            await self._outages[what].pause(f"trainer: {_text(error)}", log)
+            await self._outages[held].pause(f"trainer: {why}", log)
             return None
+        if what == TRAINING:
+            self._num_ended = 0
         for each in ENDS[what]:
             self._outages[each].over(log)
         await self._works(what)
         return answer
 
+    def _note_end(self, what: str, why: str) -> tuple[str, str]:
+        """What fails where its process ended, and why: one that ends in round after round will do
+        so again, however well it answers between them."""
+        self._num_ended += what == TRAINING
+        if what != TRAINING or self._num_ended < 2:
+            return PRESENCE, why
+        text = ENDED_AGAIN.format(self._num_ended, why)
+        if self._num_ended == 2:
+            log.warning("trainer: %s", text)
+        return TRAINING, text
+
     async def _fails(self, what: str, why: str) -> None:
-        """The first failure is an event; others until all are over are part of it."""
-        if not self._troubles:
+        """The first failure is an event; others until all are over are part of it, but for rounds
+        that fail."""
+        if not self._troubles or (what == TRAINING and TRAINING not in self._troubles):
             await self._tell(Event(at=self._clock.time(), kind="trainer_failed", text=why))
         self._troubles[what] = why
 

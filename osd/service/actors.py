@@ -17,15 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osd.config.schema import Config, TrainerConfig
+from osd.config.schema import Config
 from osd.errors import AwayError, ConfigError, OSDError
 from osd.exchange.registry import Registry
 from osd.exchange.transfer import DraftsHere, FetchedDrafts, are_files
 from osd.records import DraftRelease, RoundOutcome
 from osd.service import cluster
 from osd.service.fleet import room
+from osd.service.give_way import give_way, limit_gpu_memory, started_again_when_out
 from osd.service.logs import PartLogs, begin_log
 from osd.service.plan import free_port
+from osd.service.reasons import last_line
 from serving.vllm import server
 
 if TYPE_CHECKING:
@@ -178,16 +180,8 @@ def teacher_here(config: Config, target_id: str, *, is_head: bool = False) -> Te
     )
 
 
-def limit_gpu_memory(config: TrainerConfig) -> None:
-    """Limit this process to its share of a GPU that it shares with an engine."""
-    import torch
-
-    if config.num_gpus < 1 and config.device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction)
-
-
 class TrainerActor:
-    """`trainer.loop.Trainer` in a process of its own, at low priority when it runs on a CPU.
+    """`trainer.loop.Trainer` in a process of its own, which gives way to an engine beside it.
     Releases come to its machine, and candidates are read from it."""
 
     def __init__(
@@ -195,8 +189,7 @@ class TrainerActor:
     ) -> None:
         registry = Registry(redis_url, config.deployment)
         begin_log(Path(log_dir), TRAINER_NAME, registry)
-        if not config.trainer.num_gpus:
-            os.nice(10)
+        give_way(config.trainer)
         from buffers.redis_stream import RedisTraceBuffer
         from osd.service.pace import Pace, busy_replicas
         from trainer.loop import Trainer
@@ -205,15 +198,16 @@ class TrainerActor:
         teacher = teacher_here(config, target_id, is_head=is_head)
         self._here = drafts_here(config)
         self._pace = Pace(config.trainer.duty_cycle, busy_replicas(registry))
-        self._trainer = Trainer(
-            config.trainer,
-            config.gate,
-            config.speculation.k_max,
-            RedisTraceBuffer(**buffer_settings(config, redis_url, target_id)),
-            config.checkpoint_path / target_id,
-            target_id,
-            teacher=teacher,
-        )
+        with started_again_when_out():
+            self._trainer = Trainer(
+                config.trainer,
+                config.gate,
+                config.speculation.k_max,
+                RedisTraceBuffer(**buffer_settings(config, redis_url, target_id)),
+                config.checkpoint_path / target_id,
+                target_id,
+                teacher=teacher,
+            )
 
     def machine(self) -> str:
         return socket.gethostname()
@@ -294,11 +288,16 @@ class RemoteMethods:
         return partial(self._call, getattr(self._handle, name))
 
     async def _call(self, method: Any, *arguments: Any, **named: Any) -> Any:
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
         try:
             return await method.remote(*arguments, **named)
-        except RayActorError:
+        except OutOfMemoryError:
+            raise AwayError("Ray ended its process, as its machine's memory is full") from None
+        except RayActorError as error:
+            if error.actor_init_failed:
+                why = f"it could not start: {last_line(error)}; restart the service"
+                raise AwayError(why) from None
             raise AwayError("its process ended, and is started again") from None
         except RayTaskError as error:  # its text is the traceback in the actor's process
             if not isinstance(error.cause, OSDError):

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from osd.common.memory import has_run_out
 from osd.errors import OSDError
 from osd.records import NO_VERSION, PLAIN, Trace
 from trainer.batch import collate_outputs, to_device
@@ -56,9 +57,12 @@ class Teacher:
                 )
             return RowModel(hf.eval().requires_grad_(False).to(self.device))
         except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+            if has_run_out(error):
+                raise
             raise OSDError(
                 f"serving.target={self._directory}: the trainer cannot load it "
-                f"({first_line(error)}); use trainer.sampling=teacher, which needs no target"
+                f"({first_line(error)}); make it whole there, or use trainer.sampling=teacher, "
+                "with which a draft model needs no target"
             ) from error
 
     @property

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from osd.control.trainer_link import SECONDS_BETWEEN_QUESTIONS, SECONDS_TO_ANSWER, TrainerLink
+from osd.control.trainer_link import (
+    ENDED_AGAIN,
+    SECONDS_BETWEEN_QUESTIONS,
+    SECONDS_TO_ANSWER,
+    TRAINING,
+    TrainerLink,
+)
 from osd.errors import AwayError, ReplayBufferError
 from osd.records import DraftRelease, Event, RoundOutcome
 from tests.support.clocks import HandClock
@@ -198,6 +204,35 @@ async def test_redis_away_is_seen_and_not_told_and_over_when_traces_can_be_count
     assert (told.events, told.num_failures) == ([], 0)
     assert caplog.text.count("trying again until it works") == 1
     assert caplog.text.count("works again: trainer: Redis cannot be used") == 1
+
+
+async def test_one_that_ends_in_round_after_round_is_told_with_the_remedy_and_paused_for(
+    told: Told, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is started again at once, and answers between its rounds: else they would follow each
+    other without a pause, each with the line that it ended and the line that it is back."""
+    ended = AwayError("its process ended, and is started again")
+    told.trainer.fails["run_round"] = ended
+    async with told.watching():
+        for num in range(1, 5):
+            assert await told.call("run_round") is None
+            assert await told.call("num_new_traces") == 7
+            assert told.link._outages[TRAINING].num_failures == num
+            asked = told.trainer.num_asked
+            await told.until(lambda asked=asked: told.trainer.num_asked > asked + 1)
+        assert told.link.trouble == ENDED_AGAIN.format(4, ended)
+        told.trainer.fails = {}
+        await told.call("run_round")
+        assert not told.link.is_away
+        told.trainer.fails["run_round"] = ended
+        await told.call("run_round")
+        assert told.link.trouble == str(ended), "once is no sign of more"
+    again = f"trainer_failed: {ENDED_AGAIN.format(2, ended)}"
+    first = f"trainer_failed: {ended}"
+    assert told.events[:4] == [first, BACK, again, BACK]
+    assert "lower trainer.batch_size or trainer.max_length" in again
+    warned = [r.message for r in caplog.records if r.message.startswith("trainer: it ended in")]
+    assert len(warned) == 1, "once, however often"
 
 
 async def test_a_failed_round_may_be_followed_by_a_silence(told: Told) -> None:

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    OutOfMemoryError,
+    RayTaskError,
+)
 
 from osd.config.schema import Config
 from osd.errors import AwayError, ConfigError, OSDError, ReplayBufferError
@@ -78,6 +83,20 @@ async def test_a_fault_of_ours_leaves_its_traceback_in_the_log(
 async def test_an_actor_whose_process_is_gone_is_away(error: Exception) -> None:
     with pytest.raises(AwayError, match="its process ended, and is started again"):
         await RemoteMethods(Handle(error)).double(4)
+
+
+async def test_an_actor_that_ray_ended_for_memory_is_away_for_that() -> None:
+    with pytest.raises(AwayError, match="as its machine's memory is full"):
+        await RemoteMethods(Handle(OutOfMemoryError("low on memory"))).double(4)
+
+
+async def test_an_actor_that_could_not_start_is_not_said_to_be_started_again() -> None:
+    trace = "Traceback (most recent call last):\nValueError: no such device\n"
+    cause = RayTaskError("__init__", trace, ValueError("no such device"))
+    with pytest.raises(AwayError) as caught:
+        await RemoteMethods(Handle(ActorDiedError(cause))).double(4)
+    line = "it could not start: ValueError: no such device; restart the service"
+    assert str(caught.value) == line
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from osd.common.memory import FIRST
 from osd.config import reading
 from osd.config.schema import Config
 from osd.errors import ConfigError
@@ -85,6 +86,8 @@ RAY_VARIABLES = (
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
     "RAY_worker_niceness",
+    "RAY_memory_monitor_refresh_ms",
+    "RAY_worker_oom_score_adjustment",
 )
 
 
@@ -117,6 +120,13 @@ def test_a_private_ray_lets_in_only_who_has_its_token(
     assert started(ray)["RAY_AUTH_TOKEN"] != token, "drawn anew"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
     assert started(ray)["RAY_AUTH_TOKEN"] == "mine"
+
+
+def test_where_memory_runs_out_ray_ends_no_engine_and_the_kernel_the_trainer(ray: FakeRay) -> None:
+    """Of processes that count alike, the kernel ends the largest: the engine."""
+    found = started(ray)
+    assert found["RAY_memory_monitor_refresh_ms"] == "0"
+    assert int(found["RAY_worker_oom_score_adjustment"]) < int(FIRST)
 
 
 def test_a_cluster_of_others_has_its_own_ways_to_let_somebody_in(ray: FakeRay) -> None:

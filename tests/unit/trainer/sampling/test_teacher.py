@@ -91,7 +91,9 @@ def test_a_target_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> N
     with pytest.raises(OSDError) as caught:
         Teacher(directory, top_k=4).label(chain_traces(1))
     assert str(caught.value).startswith(f"serving.target={directory}: the trainer cannot load it (")
-    assert str(caught.value).endswith("; use trainer.sampling=teacher, which needs no target")
+    assert str(caught.value).endswith(
+        "trainer.sampling=teacher, with which a draft model needs no target"
+    )
     assert "\n" not in str(caught.value)
 
 

@@ -1,0 +1,41 @@
+"""Memory that runs out: how it is told, and who has to go first."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from osd.errors import OSDError
+
+SIGNS = ("out of memory", "can't allocate memory", "not enough memory")
+"""In torch's errors of a device's memory, and of the host's."""
+FIRST = "1000"
+"""The most that a process can add to how gladly the kernel ends it."""
+
+
+def has_run_out(error: BaseException) -> bool:
+    """Whether an error says that there is no memory, the host's or a device's."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return isinstance(error, MemoryError) or any(sign in text for sign in SIGNS)
+
+
+@contextmanager
+def told_when_out(remedy: str) -> Iterator[None]:
+    """Where memory runs out inside, raise an `OSDError` of one line with this remedy."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not has_run_out(error):
+            raise
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise OSDError(f"memory runs out ({why}); {remedy}") from None
+
+
+def end_me_first(file: Path = Path("/proc/self/oom_score_adj")) -> None:
+    """Let the kernel end this process before larger ones where the host's memory runs out."""
+    with suppress(OSError):  # not on every system
+        file.write_text(FIRST)

@@ -1,0 +1,76 @@
+"""Memory that runs out in a round: told with what needs less, and nothing of the round is left."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from osd.errors import OSDError
+from osd.records import DraftRelease
+from tests.support.starving import MemoryFor
+from tests.support.tiny_drafts import chain_traces, release_of, save_draft
+from tests.support.tiny_rounds import buffer_with, config, same_weights, trainer_at
+from trainer import checkpoint
+from trainer.distiller import needing_less
+
+REMEDY = "lower trainer.batch_size=8, lower trainer.max_length=64 or use trainer.method=lora"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> DraftRelease:
+    return release_of(save_draft(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("num", [0, 40, 2000], ids=["at once", "early", "in a step"])
+def test_it_is_told_and_the_next_round_is_as_if_it_had_not_been(
+    tmp_path: Path, base: DraftRelease, num: int
+) -> None:
+    trainer = trainer_at(tmp_path / "t", buffer_with(*chain_traces(24)))
+    with pytest.raises(OSDError) as caught, MemoryFor(num):
+        trainer.run_round(base)
+    assert str(caught.value) == (
+        f"memory runs out (OutOfMemoryError: pretended: out of memory); {REMEDY}"
+    )
+    assert trainer.num_new_traces() == 24
+    unharmed = trainer_at(tmp_path / "u", buffer_with(*chain_traces(24))).run_round(base)
+    assert same_weights(trainer.run_round(base).path, unharmed.path)
+
+
+def test_it_is_told_of_a_replay_too(tmp_path: Path, base: DraftRelease) -> None:
+    trainer = trainer_at(tmp_path, buffer_with(*chain_traces(8, holdout=True)))
+    assert trainer.evaluate_releases([base], 8)
+    told = pytest.raises(OSDError, match="^memory runs out .*; lower trainer.batch_size")
+    with told, MemoryFor(5):
+        trainer.evaluate_releases([base], 8)
+
+
+def test_a_checkpoint_that_memory_does_not_hold_is_not_given_up(
+    tmp_path: Path, base: DraftRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one, or none, would be taken in its place."""
+    buffer = buffer_with(*chain_traces(24))
+    path = trainer_at(tmp_path / "t", buffer).run_round(base).path
+
+    def no_room(*_: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "load_file", no_room)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            trainer_at(tmp_path / "t", buffer)
+    with pytest.raises(RuntimeError, match="pretended"), MemoryFor(3):
+        trainer_at(tmp_path / "t", buffer)
+    assert trainer_at(tmp_path / "t", buffer).num_new_traces() == 0
+    assert Path(path).is_dir()
+
+
+def test_what_needs_less_is_what_there_is_to_lower() -> None:
+    assert needing_less(config()) == REMEDY
+    of_a_head = needing_less(config(method="lora", feature_cache_bytes=4096), is_head=True)
+    assert of_a_head == (
+        "lower trainer.batch_size=8, lower trainer.max_length=64 or lower "
+        "trainer.feature_cache_bytes=4096"
+    )
