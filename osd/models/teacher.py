@@ -66,7 +66,7 @@ def check_teacher(
             else _for_head(config, problem, is_offline)
         )
     room, where, _ = _room(config, is_offline)
-    return f"{size(_weights(config, target))} of weights in the trainer; {size(room)} {where}"
+    return f"{size(_held(config, target))} of weights in the trainer; {size(room)} {where}"
 
 
 def _problem(config: Config, target: Path, head: Path | None, is_offline: bool) -> str:
@@ -81,14 +81,15 @@ def _problem(config: Config, target: Path, head: Path | None, is_offline: bool) 
             return f"{why} (serving.vllm.{name}={value}), which the trainer has not"
     if "quantization_config" in read_config(target):
         return f"serving.target={target} is quantised, which the trainer cannot load"
-    needed, trained = _weights(config, target), 0 if head is None else _trained(config, head)
-    room, where, num_copies = _room(config, is_offline)
-    if needed * num_copies + trained > room:
-        engine = ", and the engine as much" if num_copies > 1 else ""
+    whole, trained = _weights(config, target), 0 if head is None else _trained(config, head)
+    held = _held(config, target)
+    room, where, num_engines = _room(config, is_offline)
+    if held + num_engines * whole + trained > room:
+        engine = f", in the engine {size(whole)}" if num_engines else ""
         learning = f", the head's training {size(trained)}" if trained else ""
         return (
-            f"the target's weights take {size(needed)} in the trainer{engine}{learning}, and "
-            f"{size(room)} {where}"
+            f"the target's weights take {size(held)} in the trainer{engine}{learning}, and "
+            f"{size(room)} {where} (with a lower trainer.target_memory_bytes, layers stay in files)"
         )
     return ""
 
@@ -123,6 +124,12 @@ def _weights(config: Config, target: Path) -> int:
     return stored * asked // own if own and asked else stored
 
 
+def _held(config: Config, target: Path) -> int:
+    """Bytes of them that the trainer keeps in memory."""
+    whole, most = _weights(config, target), config.trainer.target_memory_bytes
+    return whole if most is None else min(whole, most)
+
+
 def _trained(config: Config, head: Path) -> int:
     """Bytes of what a head is trained with, but for activations: its weights, in full training
     their gradients and AdamW's two moments, and the target's embedding, all in float32."""
@@ -133,16 +140,16 @@ def _trained(config: Config, head: Path) -> int:
 
 
 def _room(config: Config, is_offline: bool) -> tuple[int, str, int]:
-    """Bytes that there are, where; and how many copies of the target they have to hold."""
+    """Bytes that there are, where; and how many engines load the target into them, too."""
     gpus = _gpu_bytes()
     if config.trainer.device != "cpu" and gpus:
         if config.trainer.num_gpus >= 1:
-            return max(gpus), "has the GPU", 1
+            return max(gpus), "has the GPU", 0
         share = config.trainer.gpu_memory_fraction
-        return int(max(gpus) * share), f"of a GPU are its own (gpu_memory_fraction={share:g})", 1
+        return int(max(gpus) * share), f"of a GPU are its own (gpu_memory_fraction={share:g})", 0
     is_elsewhere = is_offline or config.serving.engines != "own" or config.ray.replica_resource
     num_engines = 0 if is_elsewhere or gpus else config.serving.replicas.max
-    return psutil.virtual_memory().available, "of memory are free here", 1 + num_engines
+    return psutil.virtual_memory().available, "of memory are free here", num_engines
 
 
 def _gpu_bytes() -> list[int]:

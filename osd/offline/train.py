@@ -244,7 +244,12 @@ def _teacher(job: Job, traces: Recorded) -> Teacher | None:
             f"trainer.sampling={config.trainer.sampling}: the draft has {own} tokens, the target "
             f"{num}; use a draft that `osd serve` has published, which is fitted to the target"
         )
-    return Teacher(target, top_k=config.capture.top_k, dtype=dtype_of(config))
+    return Teacher(
+        target,
+        top_k=config.capture.top_k,
+        dtype=dtype_of(config),
+        memory=config.trainer.target_memory_bytes,
+    )
 
 
 def check_holdout(num: int, what: str, gate: GateConfig, force: bool) -> None:

@@ -177,6 +177,7 @@ def teacher_here(config: Config, target_id: str, *, is_head: bool = False) -> Te
         target_here(config, target_id),
         top_k=config.capture.top_k,
         dtype=teacher.dtype_of(config),
+        memory=config.trainer.target_memory_bytes,
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,10 +40,15 @@ class Teacher:
     """A target in `directory`, loaded when it is first asked.
 
     dtype: torch's name of the type it computes in; "auto" = that of its checkpoint.
+    memory: bytes for its weights; layers that do not fit are read from its files whenever they
+        compute. None = it is loaded whole.
     """
 
-    def __init__(self, directory: Path, *, top_k: int, dtype: str = "auto") -> None:
+    def __init__(
+        self, directory: Path, *, top_k: int, dtype: str = "auto", memory: int | None = None
+    ) -> None:
         self._directory, self._top_k, self._dtype = directory, top_k, dtype
+        self._memory = memory
         self.device = torch.device("cpu")
         """Where it is loaded to. Set before it is first asked."""
 
@@ -53,9 +59,15 @@ class Teacher:
         try:
             with LOADING:
                 hf = AutoModelForCausalLM.from_pretrained(
-                    self._directory, dtype=dtype, local_files_only=True
+                    self._directory, dtype=dtype, local_files_only=True, **self._placed()
                 )
-            return RowModel(hf.eval().requires_grad_(False).to(self.device))
+            hf = hf.eval().requires_grad_(False)
+            if self._memory is not None and hf.get_input_embeddings().weight.is_meta:
+                raise OSDError(
+                    f"trainer.target_memory_bytes={self._memory}: does not hold the target's "
+                    "embedding and a layer; raise it"
+                )
+            return RowModel(hf if self._memory is not None else hf.to(self.device))
         except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
             if has_run_out(error):
                 raise
@@ -64,6 +76,13 @@ class Teacher:
                 f"({first_line(error)}); make it whole there, or use trainer.sampling=teacher, "
                 "with which a draft model needs no target"
             ) from error
+
+    def _placed(self) -> dict[str, Any]:
+        """Where accelerate is to put the layers: in order, as many as the memory holds."""
+        if self._memory is None:
+            return {}
+        place = "cpu" if self.device.type == "cpu" else self.device.index or 0
+        return {"device_map": "sequential", "max_memory": {place: self._memory}}
 
     @property
     def end_ids(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from osd.common.wording import size
 from osd.config import reading
 from osd.config.schema import Config
 from osd.doctor.pair_checks import check_models
@@ -95,13 +96,27 @@ def test_memory_has_to_hold_it_twice_beside_an_engine_on_the_cpu(
     small, large = sparse(tmp_path / "s", third, whole), sparse(tmp_path / "l", 2 * third, whole)
     check_teacher(config_of(pair), small)
     line = refused(config_of(pair), large)
-    assert " in the trainer, and the engine as much, and " in line
+    assert f" in the trainer, in the engine {size(2 * third)}, and " in line
     assert " of memory are free here" in line
     # Without an engine here there is room; and in half as many bytes a number there is, too.
     check_teacher(config_of(pair), large, is_offline=True)
     halved = whole | {"dtype": "float32"}
     larger = sparse(tmp_path / "h", 2 * third, halved)
     check_teacher(config_of(pair, "serving.vllm.dtype=bfloat16"), larger)
+
+
+def test_what_stays_in_files_needs_no_memory(pair: Pair, tmp_path: Path) -> None:
+    available = psutil.virtual_memory().available
+    whole = json.loads((pair.target / "config.json").read_text())
+    large = sparse(tmp_path / "l", 4 * available, whole)
+    line = refused(config_of(pair), large)
+    assert "(with a lower trainer.target_memory_bytes, layers stay in files)" in line
+    few = config_of(pair, f"trainer.target_memory_bytes={1 << 20}")
+    assert check_teacher(few, large, is_offline=True).startswith("1.0 MiB of weights in the train")
+    # An engine here has all of it all the same.
+    assert f"take 1.0 MiB in the trainer, in the engine {size(4 * available)}" in refused(
+        few, large
+    )
 
 
 def test_a_gpu_has_to_hold_it_in_the_share_of_the_trainer(pair: Pair, tmp_path: Path) -> None:
@@ -196,7 +211,7 @@ def test_a_target_too_large_for_the_trainer_of_a_head(with_head: Pair, tmp_path:
     whole = json.loads((with_head.target / "config.json").read_text())
     large = sparse(tmp_path / "l", 2 * psutil.virtual_memory().available // 3, whole)
     config = config_of(with_head, sampling="teacher")
-    with pytest.raises(ConfigError, match=f"in the trainer, and the engine as much, .*; {FROZEN}"):
+    with pytest.raises(ConfigError, match=f"in the trainer, in the engine .*; {FROZEN}"):
         check_teacher(config, large, head=with_head.draft)
     huge = sparse(tmp_path / "h", 2 * psutil.virtual_memory().total, whole)
     with pytest.raises(ConfigError, match="; train where the target as it was served can be"):
