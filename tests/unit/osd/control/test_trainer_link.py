@@ -235,6 +235,18 @@ async def test_one_that_ends_in_round_after_round_is_told_with_the_remedy_and_pa
     assert len(warned) == 1, "once, however often"
 
 
+async def test_rounds_that_end_it_are_told_though_it_is_known_to_be_away(told: Told) -> None:
+    """The remedy comes with the rounds, not with the question where it is."""
+    ended = AwayError("its process ended, and is started again")
+    told.trainer.fails = {"machine": ended, "run_round": ended}
+    async with told.watching():
+        await told.until(lambda: told.link.is_away)
+        for _ in range(3):
+            await told.call("run_round")
+    again = f"trainer_failed: {ENDED_AGAIN.format(2, ended)}"
+    assert told.events == [f"trainer_failed: {ended}", again]
+
+
 async def test_a_failed_round_may_be_followed_by_a_silence(told: Told) -> None:
     """The silence is what is shown; it is one trouble until all is over."""
     told.trainer.fails["run_round"] = RuntimeError("out of memory")
