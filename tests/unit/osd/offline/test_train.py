@@ -23,6 +23,7 @@ from osd.offline.train import Job, check_draft, run
 from osd.records import Trace
 from tests.support.heads import write_head
 from tests.support.served_targets import served_target
+from tests.support.starving import MemoryFor
 from tests.support.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, save_draft
 from trainer.draft import load_draft
 from trainer.evaluate import replay
@@ -322,6 +323,14 @@ def test_a_loss_that_is_not_finite_leaves_nothing(train: Run, tmp_path: Path) ->
 
 
 # Files
+
+
+def test_memory_that_runs_out_is_told_and_leaves_nothing(train: Run, tmp_path: Path) -> None:
+    traces = write(tmp_path / "a.traces", TRAINING + HELD_OUT)
+    told = pytest.raises(OSDError, match="^memory runs out .*; lower trainer.batch_size=8, lower ")
+    with told, MemoryFor(2000):
+        train(traces)
+    assert train.names() == set()
 
 
 def test_several_files_count_each_request_once(train: Run, tmp_path: Path) -> None:
