@@ -3,7 +3,6 @@ step verified and what it took."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +29,8 @@ class Seen:
 
 class Recording:
     """Mixed into a controlled scheduler."""
+
+    osd_clock: Callable[[], float]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seen = Seen()
@@ -71,18 +72,18 @@ class Recording:
     # -- inside -----------------------------------------------------------------------------------
 
     def _osd_guard(self, act: Callable[[], Any]) -> Any:
-        started = time.perf_counter()
+        started = self.osd_clock()
         try:
             return super()._osd_guard(act)  # type: ignore[misc]
         finally:
-            self._seen.own += time.perf_counter() - started
+            self._seen.own += self.osd_clock() - started
 
     def _timed(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
+        started = self.osd_clock()
         try:
             return method(*args, **kwargs)
         finally:
-            self._seen.scheduling += time.perf_counter() - started
+            self._seen.scheduling += self.osd_clock() - started
 
     def _note(self, output: Any, result: Any) -> None:
         """Before vLLM trims what was sampled to the end of the answer."""
@@ -93,9 +94,10 @@ class Recording:
             sampled = result.sampled_token_ids
             emitted = sampled[result.req_id_to_index[req_id]] if sampled else ()
             drafted = list(drafts.get(req_id, ()))
+            is_new = num_scheduled == 1 + len(drafted)  # else some of it is computed again
             drafted = drafted[: len(drafted) - invalid.get(req_id, 0)]
             seen.width += num_scheduled
-            if request is None or not request.num_output_tokens:
+            if request is None or not request.num_output_tokens or not is_new:
                 seen.is_pure = False
             if request is None or not emitted:
                 continue
