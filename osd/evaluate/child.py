@@ -73,8 +73,13 @@ class Measured:
         before, self._so_far = self._so_far, now
         return since(before, now)
 
-    def _command(self, name: str, argument: Any = None) -> None:
-        self._engine.scheduler.osd_command(name, json.dumps(argument))
+    def check(self) -> None:
+        """Raise `OSDError` where the control has ended: no arm is in force since then."""
+        if problem := self._command("report")["problem"]:
+            raise OSDError(f"the control of speculation has ended, and arms with it: {problem}")
+
+    def _command(self, name: str, argument: Any = None) -> Any:
+        return json.loads(self._engine.scheduler.osd_command(name, json.dumps(argument)))
 
 
 def since(before: Counters, now: Counters) -> Counters:
@@ -112,6 +117,7 @@ def work(job: Job, target: str) -> None:
             stop_token_ids=job.stop_token_ids,
         )
         run = _run(one, started, driver.run(), engine)
+        engine.check()
         write(directory.file(one), run)
         speed = run.num_tokens / run.seconds
         tell({"run": one.file, "arm": one.arm.name, "load": one.load.name, "speed": speed})

@@ -27,6 +27,7 @@ from osd.config.serving import argument
 from osd.errors import ConfigError, OSDError
 from osd.evaluate import forms
 from osd.evaluate.bound.own import Bound, bounds
+from osd.evaluate.drive import arrivals
 from osd.evaluate.engines import Job, options_of
 from osd.evaluate.figures import Figures, figures_of
 from osd.evaluate.forms import Question
@@ -34,7 +35,7 @@ from osd.evaluate.models import fitted
 from osd.evaluate.plan import AUTO, DRAFT, MEMORY, SUFFIX, Models, Plan, Planned
 from osd.evaluate.report import html
 from osd.evaluate.requests import built_in_traffic, choose, encode, questions_of, stop_tokens
-from osd.evaluate.runs import Directory, Request
+from osd.evaluate.runs import Directory, Request, writing
 from osd.evaluate.success import Success, successes
 from osd.evaluate.table import table
 from osd.models import built_in
@@ -117,14 +118,15 @@ class Evaluation:
         """Do what is missing. Returns what all runs say."""
         check_scheduling(self._plan, self._vllm)
         requests = self._requests()
+        for load in self._plan.loads:
+            arrivals(load, requests)  # which fails where the data does not tell them
         self.settings = self._settings(requests)
         self.directory.open(self.settings, requests)
-        with stages() as begin:
-            for engine in self._plan.engines:
-                missing = self.directory.missing(list(self._plan.runs(engine)))
-                if missing:
-                    advance = begin(f"engine for {engine}", len(missing), "runs")
-                    self._measure(engine, missing, advance)
+        try:
+            self._measure_missing()
+        except KeyboardInterrupt:
+            self._warn(f"stopped; the same command goes on with the runs in {self.directory.path}")
+            raise
         return self._found(requests)
 
     def measured(self) -> dict[str, Any]:
@@ -159,7 +161,9 @@ class Evaluation:
 
     def _fitted_draft(self) -> Path:
         assert self._models.draft is not None, "without one the method is refused"
-        return fitted(self._models.draft, self._models.target, self.directory.path / "draft")
+        path = self.directory.path / "draft"
+        with writing(path):
+            return fitted(self._models.draft, self._models.target, path)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -201,6 +205,14 @@ class Evaluation:
 
     # -- engines ----------------------------------------------------------------------------------
 
+    def _measure_missing(self) -> None:
+        with stages() as begin:
+            for engine in self._plan.engines:
+                missing = self.directory.missing(list(self._plan.runs(engine)))
+                if missing:
+                    advance = begin(f"engine for {engine}", len(missing), "runs")
+                    self._measure(engine, missing, advance)
+
     def _measure(self, engine: str, missing: Sequence[Planned], advance: Advance) -> None:
         path, models = self.directory.path, self._models
         if models.draft is not None:
@@ -214,9 +226,10 @@ class Evaluation:
             stop_token_ids=stop_tokens(self._models.target),
             runs=tuple(asdict(one) for one in missing),
         )
-        (path / LOGS).mkdir(exist_ok=True)
         file, log = path / LOGS / f"{engine}.job.json", path / LOGS / f"{engine}.log"
-        replace_file(file, msgspec.json.encode(job))
+        with writing(file):
+            file.parent.mkdir(exist_ok=True)
+            replace_file(file, msgspec.json.encode(job))
         run_child([str(file), str(self._models.target)], self._env, log, advance)
 
     def _num_seqs(self) -> int:
@@ -283,8 +296,9 @@ def run(asked: Asked, models: Models, plan: Plan, say: Say, warn: Say, *, as_jso
     found = evaluation.run()
     path = evaluation.directory.path
     tree = json.dumps(asdict(found), indent=2)
-    replace_file(path / "figures.json", tree.encode() + b"\n")
     report = html(found.figures, found.bounds, found.successes, evaluation.measured())
-    replace_file(path / "report.html", report.encode())
+    with writing(path):
+        replace_file(path / "figures.json", tree.encode() + b"\n")
+        replace_file(path / "report.html", report.encode())
     told = table(found.figures, found.bounds, found.successes)
     say(tree if as_json else f"{told}\nreport: {path / 'report.html'}")

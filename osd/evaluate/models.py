@@ -13,6 +13,8 @@ from osd.models.fit import check_fit, is_head
 from osd.models.resolve import resolve
 from osd.models.vocab_padding import write_fitting
 
+HEAD = "--head"
+
 
 def find(config: Config, head: str) -> Models:
     """The target, and the drafts that are given; built or fetched first where that is needed.
@@ -21,18 +23,29 @@ def find(config: Config, head: str) -> Models:
     target = resolve(serving.target, "serving.target")
     check_target(target)
     draft = resolve(serving.draft, "serving.draft") if serving.draft else None
-    own_head = resolve(head, "serving.draft") if head else None
+    own_head = resolve(head, HEAD) if head else None
     if own_head is not None and not is_head(own_head):
-        raise ConfigError(f"--head: {head} is no EAGLE-3 head; give a draft model by --draft")
+        raise ConfigError(f"{HEAD}: {head} is no EAGLE-3 head; give a draft model by --draft")
+    if own_head is not None and draft is not None and is_head(draft):
+        raise ConfigError(
+            f"--draft: {serving.draft} is an EAGLE-3 head, as {HEAD} is; give one head alone"
+        )
+    context = serving.vllm.get("max_model_len")
+    if draft is not None:
+        check_fit(target, draft, context)
+    if own_head is not None:
+        _check_head(target, own_head, context)
     if draft is not None and is_head(draft):
-        if own_head is not None:
-            raise ConfigError(
-                f"--draft: {serving.draft} is an EAGLE-3 head, as --head is; give one head alone"
-            )
         draft, own_head = None, draft
-    for one in filter(None, (draft, own_head)):
-        check_fit(target, one, serving.vllm.get("max_model_len"))
     return Models(target=target, draft=draft, head=own_head)
+
+
+def _check_head(target: Path, head: Path, max_model_len: int | None) -> None:
+    """Raise `ConfigError`, by the option's name, unless the head fits."""
+    try:
+        check_fit(target, head, max_model_len)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("serving.draft=", f"{HEAD}=", 1)) from None
 
 
 def fitted(draft: Path, target: Path, aside: Path) -> Path:
@@ -43,6 +56,7 @@ def fitted(draft: Path, target: Path, aside: Path) -> Path:
     if not aside.is_dir():
         building = aside.with_name(f"{aside.name}.new")
         shutil.rmtree(building, ignore_errors=True)
+        building.mkdir()
         write_fitting(draft, building, num)
         building.rename(aside)
     return aside

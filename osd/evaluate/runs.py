@@ -11,14 +11,15 @@ enough to say later what another choice of lengths would have brought.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from osd.common.files import explain, replace_file
-from osd.errors import ConfigError
+from osd.errors import ConfigError, OSDError
 from osd.evaluate.plan import Arm, Planned
 
 SCHEMA_VERSION = 1
@@ -203,9 +204,19 @@ class Directory:
 
 
 def write(path: Path, run: Run) -> None:
-    """Keep a run."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, msgspec.json.encode(run))
+    """Keep a run. Raises `OSDError` where it cannot be written."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, msgspec.json.encode(run))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises `OSDError` where a file or directory below --out cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OSDError(f"--out: {explain(error, path)}") from None
 
 
 def _readable(tree: dict[str, Any]) -> bytes:

@@ -48,9 +48,10 @@ _CACHED: Mapping[str, Callable[[], str]] = {
 def directory_of(name: str, key: str) -> Path:
     """The directory of a model of `NAMES`, built first where it is missing.
 
-    key: configuration key of `name`. Raises `ConfigError` for a target in a draft's place.
+    key: configuration key or option of `name`. Raises `ConfigError` for a target in a draft's
+        place.
     """
-    models = DRAFTS if key == "serving.draft" else TARGETS
+    models = TARGETS if key == "serving.target" else DRAFTS
     if name not in models:
         what = "a target, not a draft" if name in TARGETS else "a draft, not a target"
         raise ConfigError(f"{key}={name}: is {what}; use {' or '.join(models)}")

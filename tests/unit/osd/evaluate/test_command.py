@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from osd.cli import app
@@ -16,11 +17,13 @@ from osd.cli.evaluating import QUICK, _usual_requests
 from osd.config.schema import Config
 from osd.errors import ConfigError, OSDError
 from osd.evaluate.child import since
-from osd.evaluate.command import BUILT_IN_VLLM, Asked, Evaluation, environment_of, run_child
+from osd.evaluate.command import BUILT_IN_VLLM, Asked, Evaluation, Say, environment_of, run_child
 from osd.evaluate.forms import Question
+from osd.evaluate.models import fitted
 from osd.evaluate.plan import Load, Models, Plan
 from osd.evaluate.requests import choose, encode, stop_tokens
 from osd.evaluate.runs import Counters, Request, write
+from osd.models.compatibility import read_config
 from tests.support.evaluations import REQUESTS, run_of, served, step
 from tests.support.heads import write_head
 from tests.support.pairs import Pair, build_pair
@@ -30,6 +33,12 @@ from tests.support.served_targets import served_target
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+def write_data(directory: Path, *rows: dict[str, Any]) -> Path:
+    file = directory / "data.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
 
 
 @pytest.mark.parametrize(
@@ -45,12 +54,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         (("--family", "tiny"), "--family: brings its own models"),
         (("serving.vllm.dtyp=", "serving.dtype=bf16"), "serving.dtype"),
         (("--head", "{draft}"), "is no EAGLE-3 head; give a draft model by --draft"),
+        (("--head", "./missing"), "--head=./missing: no such directory"),
+        (("--head", "tiny-cost-shaped"), "--head=tiny-cost-shaped: is a target, not a draft"),
+        (("--data", "{data}", "--arrivals"), '--arrivals: the data has requests without "at"'),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_line(
     arguments: tuple[str, ...], said: str, pair: Pair, tmp_path: Path
 ) -> None:
-    given = [one.format(draft=pair.draft) for one in arguments]
+    data = write_data(tmp_path, {"prompt": "t20", "at": 1.5}, {"prompt": "t21"})
+    given = [one.format(draft=pair.draft, data=data) for one in arguments]
     command = ["evaluate", str(pair.target), "--out", str(tmp_path / "out"), *given]
     found = CliRunner().invoke(app, command)
     assert isinstance(found.exception, ConfigError), found.output
@@ -76,6 +89,25 @@ def test_a_head_is_one_by_whichever_option(option: str, tmp_path: Path) -> None:
     assert str(found.exception).startswith("--data: is missing; give files of requests")
     found = CliRunner().invoke(app, [*command, "--methods", "draft"])
     assert str(found.exception) == "--methods: draft needs a draft model: --draft DIRECTORY"
+
+
+def test_a_head_that_does_not_fit_is_named_by_its_option(pair: Pair, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", pair.target, target_hidden_size=48)
+    for option, name in (("--head", "--head"), ("--draft", "serving.draft")):
+        found = CliRunner().invoke(app, ["evaluate", str(pair.target), option, str(head)])
+        assert isinstance(found.exception, ConfigError)
+        assert str(found.exception).startswith(f"{name}={head}: ")
+
+
+def test_a_draft_of_fewer_rows_is_fitted_aside(pair: Pair, tmp_path: Path) -> None:
+    target, draft = tmp_path / "target", LlamaForCausalLM.from_pretrained(pair.draft)
+    draft.resize_token_embeddings(104)
+    draft.save_pretrained(target)
+    for _ in range(2):  # the second time it is there
+        found = fitted(pair.draft, target, tmp_path / "aside")
+        assert found == tmp_path / "aside" and read_config(found)["vocab_size"] == 104
+        assert LlamaForCausalLM.from_pretrained(found).lm_head.weight.shape[0] == 104
+    assert fitted(pair.draft, pair.target, tmp_path / "none") == pair.draft
 
 
 def test_a_family_that_is_none_is_refused_with_those_that_are() -> None:
@@ -193,6 +225,38 @@ def test_an_engine_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
     with pytest.raises(OSDError, match="the engine ended with status 1: .*engine.log") as error:
         run_child([str(job), "target"], {}, log, lambda num, text="": None)
     assert "directory" in str(error.value)  # which the job lacks
+
+
+def evaluation_of(pair: Pair, directory: Path, warn: Say = print) -> Evaluation:
+    """Of one request by nobody."""
+    data = write_data(directory, {"prompt": "t20"})
+    asked = Asked(
+        config=Config.model_validate({"serving": {"target": str(pair.target)}}), data=(data,),
+        form=None, traffic={}, num_requests=1, max_tokens=8, seed=0, out=directory / "out",
+    )  # fmt: skip
+    plan = Plan(methods=("none",), lengths=(1,), loads=(Load(streams=1),))
+    return Evaluation(asked, Models(target=pair.target), plan, warn)
+
+
+def test_who_stops_it_is_told_how_it_goes_on(pair: Pair, tmp_path: Path) -> None:
+    warned: list[str] = []
+    evaluation = evaluation_of(pair, tmp_path, warned.append)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    evaluation._measure = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.run()
+    assert warned == [f"stopped; the same command goes on with the runs in {tmp_path / 'out'}"]
+
+
+def test_a_job_that_cannot_be_written_is_one_line(pair: Pair, tmp_path: Path) -> None:
+    evaluation = evaluation_of(pair, tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "logs").write_text("a file")
+    with pytest.raises(OSDError, match=r"^--out: .*/logs: File exists; give a directory that"):
+        evaluation.run()
 
 
 def test_numba_has_as_many_threads_as_openmp() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from osd.errors import ConfigError
+from osd.errors import ConfigError, OSDError
 from osd.evaluate.plan import Load, Plan
 from osd.evaluate.runs import Directory, write
 from tests.support.evaluations import REQUESTS, run_of, served
@@ -58,3 +58,12 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(ConfigError, match=r"--out: .*out"):
         opened(tmp_path)
+
+
+def test_a_run_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(
+        OSDError, match=r"^--out: .*/runs: .*; give a directory that can be"
+    ) as error:
+        write(tmp_path / "runs" / "none.json", run_of("none", 0, []))
+    assert "\n" not in str(error.value)
