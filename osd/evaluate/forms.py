@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,10 +158,12 @@ def _plain(row: Row, name: str) -> Question:
     at, max_tokens = row.get("at"), row.get("max_tokens")
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ValueError(f"max_tokens={max_tokens} must be a whole number of at least 1")
-    if at is not None and (type(at) not in (int, float) or at < 0):
+    if at is not None and (type(at) not in (int, float) or not 0 <= at < math.inf):
         raise ValueError(f"at={at} must be seconds")
-    messages = row.get("messages") or [{"role": "user", "content": _text(row, "prompt")}]
-    if not all(_is(message) and {"role", "content"} <= message.keys() for message in messages):
+    messages = row.get("messages", [])
+    if "prompt" in row:
+        messages = [{"role": "user", "content": _text(row, "prompt")}]
+    if not messages or not all(_is(one) and {"role", "content"} <= one.keys() for one in messages):
         raise ValueError("messages must have role and content")
     return Question(
         messages=tuple(messages),

@@ -15,6 +15,8 @@ from osd.evaluate.runs import Request
 
 SEED, NUM_PROMPTS, OTHER = 77_000, 512, "sql"
 """Of the built-in traffic."""
+LONGEST_SHOWN = 80
+"""Letters of messages, in errors."""
 
 
 def choose(data: Sequence[Sequence[Question]], num: int, seed: int) -> list[Question]:
@@ -48,7 +50,7 @@ def encode(
 def _request(question: Question, tokenizer: Any, max_tokens: int) -> Request:
     messages = list(question.messages)
     if tokenizer.chat_template:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = _templated(question, tokenizer)
     else:
         ids = tokenizer("\n\n".join(str(message["content"]) for message in messages)).input_ids
     return Request(
@@ -57,6 +59,23 @@ def _request(question: Question, tokenizer: Any, max_tokens: int) -> Request:
         max_tokens=question.max_tokens or max_tokens,
         at=question.at,
     )
+
+
+def _templated(question: Question, tokenizer: Any) -> list[int]:
+    """Raises `ConfigError` where the template refuses the messages: it may not know their roles, or
+    take text alone."""
+    from jinja2 import TemplateError
+
+    messages = list(question.messages)
+    try:
+        return list(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        )
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"--data: the target's chat template does not take {str(messages)[:LONGEST_SHOWN]} of "
+            f"{question.data} ({error}); change these messages"
+        ) from None
 
 
 def stop_tokens(target: Path) -> tuple[int, ...]:

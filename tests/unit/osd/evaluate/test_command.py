@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from osd.evaluate.runs import Counters, Request, write
 from osd.models.compatibility import read_config
 from tests.support.evaluations import REQUESTS, run_of, served, step
 from tests.support.heads import write_head
-from tests.support.pairs import Pair, build_pair
+from tests.support.pairs import Pair, build_pair, tokenizer
 from tests.support.served_targets import served_target
 
 
@@ -209,6 +210,27 @@ def test_requests_are_drawn_in_turns_from_each_file() -> None:
     assert chosen == choose([questions("a", 9), questions("b", 2)], 3, seed=0)
     others = {str(choose([questions("a", 9)], 3, seed=seed)) for seed in range(5)}
     assert len(others) > 1
+
+
+def test_of_recorded_requests_the_first_are_taken_in_the_order_in_which_they_came() -> None:
+    def recorded(data: str, *times: float) -> list[Question]:
+        pairs = zip(questions(data, len(times)), times, strict=True)
+        return [replace(one, at=at) for one, at in pairs]
+
+    chosen = choose([recorded("a", 5.0, 7.0, 9.0), recorded("b", 4.0, 8.0, 3.0)], 2, seed=0)
+    assert [(one.data, one.at) for one in chosen] == [("b", 4), ("a", 5), ("a", 7), ("b", 8)]
+
+
+def test_messages_that_the_template_refuses_are_named(tmp_path: Path) -> None:
+    words = tokenizer()
+    words.chat_template = "{{ raise_exception('roles must alternate') }}"
+    words.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        encode(questions("a", 1), tmp_path, max_tokens=8, context=64)
+    assert str(error.value) == (
+        "--data: the target's chat template does not take [{'role': 'user', 'content': 't20'}] of "
+        "a (roles must alternate); change these messages"
+    )
 
 
 def test_a_prompt_is_what_the_targets_template_makes_of_it(pair: Pair) -> None:
