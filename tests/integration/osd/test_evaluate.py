@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import pytest
@@ -23,6 +24,9 @@ ENGINE = (
     *("serving.env.OMP_NUM_THREADS=1", "serving.env.VLLM_CPU_OMP_THREADS_BIND=nobind"),
 )
 
+AT = (70.0, 70.0, 70.01, 70.01, 70.02, 70.02, 70.03, 73.0)
+"""When the requests came, in seconds; the last one when the others have long been answered."""
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -37,7 +41,10 @@ def pair(place: Path) -> Pair:
 @pytest.fixture(scope="module")
 def data(place: Path) -> Path:
     texts = prompt_texts(8, seed=5, length=12)
-    lines = [json.dumps({"prompt": text, "data": f"half {i % 2}"}) for i, text in enumerate(texts)]
+    lines = [
+        json.dumps({"prompt": text, "data": f"half {i % 2}", "at": AT[i]})
+        for i, text in enumerate(texts)
+    ]
     (place / "prompts.jsonl").write_text("\n".join(lines))
     return place / "prompts.jsonl"
 
@@ -53,11 +60,13 @@ def osd_evaluate(place: Path, pair: Pair, data: Path, *more: str) -> str:
 
 @pytest.fixture(scope="module")
 def said(place: Path, pair: Pair, data: Path) -> str:
-    return osd_evaluate(place, pair, data, "--methods", "none,draft", "--k", "1,3")
+    more = ("--methods", "none,draft", "--k", "1,3", "--arrivals")
+    return osd_evaluate(place, pair, data, *more)
 
 
-def figures(place: Path) -> list[dict[str, Any]]:
-    return list(json.loads((place / "out" / "figures.json").read_text())["figures"])
+def figures(place: Path, load: str = "batch 3") -> list[dict[str, Any]]:
+    found = json.loads((place / "out" / "figures.json").read_text())["figures"]
+    return [one for one in found if one["load"] == load]
 
 
 def runs(place: Path, pattern: str) -> list[dict[str, Any]]:
@@ -67,7 +76,7 @@ def runs(place: Path, pattern: str) -> list[dict[str, Any]]:
 
 
 def test_no_arm_changes_an_answer(said: str, place: Path) -> None:
-    assert "32 compared with those of none at temperature 0: all identical" in said
+    assert "64 compared with those of none at temperature 0: all identical" in said
     none, *others = runs(place, "draft/*.json")
     answers = [one["token_ids"] for one in none["requests"]]
     assert len({tuple(answer) for answer in answers}) == 8 and max(map(len, answers)) == 24
@@ -113,6 +122,39 @@ def test_a_draft_that_is_often_right_takes_fewer_steps(said: str, place: Path) -
     assert [of["data"] for of in long["by_data"]] == ["half 0", "half 1"]
     whole = sum(long["parts_ms"].values())
     assert whole == pytest.approx(long["step_ms"]) and min(long["parts_ms"].values()) > 0
+
+
+def test_requests_come_when_they_were_recorded(said: str, place: Path) -> None:
+    """Nobody is served before, and between them the engine rests."""
+    for run in runs(place, "draft/*_recorded_*.json"):
+        *others, last = run["requests"]
+        assert [one["arrived"] for one in run["requests"]] == pytest.approx(
+            [at - AT[0] for at in AT]
+        )
+        assert all(one["arrived"] < one["first_at"] <= one["ended"] for one in run["requests"])
+        idle_from = max(one["ended"] for one in others)
+        assert idle_from < last["arrived"] < last["ended"] <= run["seconds"]
+        assert not [s for s in run["steps"] if idle_from < s["at"] < last["arrived"]]
+        assert max(step["batch"] for step in run["steps"]) > 3
+
+
+def test_latencies_count_from_the_recorded_arrival(said: str, place: Path) -> None:
+    (none, *_, long) = figures(place, "recorded")
+    for one, slug in ((none, "none"), (long, "draft-k3")):
+        found = runs(place, f"draft/{slug}_recorded_*.json")
+        served = [each for run in found for each in run["requests"]]
+        assert len(served) == 2 * len(AT)
+        waited = [each["first_at"] - each["arrived"] for each in served]
+        taken = [each["ended"] - each["arrived"] for each in served]
+        rest = [
+            (each["ended"] - each["first_at"]) / (len(each["token_ids"]) - 1)
+            for each in served
+            if len(each["token_ids"]) > 1
+        ]
+        assert one["ttft"]["p50"] == pytest.approx(median_low(waited))
+        assert one["latency"]["p50"] == pytest.approx(median_low(taken))
+        assert one["tpot"]["p50"] == pytest.approx(median_low(rest))
+        assert one["tokens_per_second"] < len(AT) * 24 / (AT[-1] - AT[0])
 
 
 def test_its_draft_is_replayed_for_wider_trees(said: str, place: Path) -> None:
