@@ -104,7 +104,9 @@ def test_the_engine_of_a_method_speculates_by_it() -> None:
     memory = options_of("memory", Models(target=Path("t")), 3, 4, {})
     assert memory["speculative_config"]["method"] == "ngram"  # which is never asked
     assert memory["additional_config"]["osd"]["proposers"] == ["memory"]
-    assert options_of("suffix", PAIR, 3, 4, {})["speculative_config"]["method"] == "suffix"
+    suffix = options_of("suffix", PAIR, 3, 4, {})
+    assert suffix["speculative_config"] == {"method": "suffix", "num_speculative_tokens": 3}
+    assert suffix["additional_config"]["osd"]["proposers"] == ["draft"]
 
 
 def test_an_arm_is_a_plan_that_is_forced() -> None:
