@@ -46,5 +46,5 @@ def _run(name: str, quick: bool, out: Path | None, traces: Path | None = None) -
     run(name, quick=quick, out=out, traces=traces, say=typer.echo)
 
 
-for _name, _summary in BENCHES.items():
+for _name, (_, _summary) in BENCHES.items():
     _add(_name, _summary)

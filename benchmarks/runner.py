@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import BENCHES
 from benchmarks.plot import page
 from benchmarks.record import Options
 from benchmarks.result import Result, table
@@ -42,7 +43,8 @@ def run(
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     started, cpu_before = time.perf_counter(), machine.cpu_seconds()
     options = Options(directory=directory, quick=quick, traces=traces, say=say)
-    result: Result = importlib.import_module(f"benchmarks.{name}").run(options)
+    module, _ = BENCHES[name]
+    result: Result = importlib.import_module(f"benchmarks.{module}").run(options)
     seconds, cpu_after = time.perf_counter() - started, machine.cpu_seconds()
     cores = {who: (cpu_after[who] - cpu_before[who]) / seconds for who in cpu_after}
     whole = result.as_dict() | {"seconds": seconds, "busy_cores": cores}

@@ -15,6 +15,7 @@ from tests.support.paths import ROOT
 
 PACKAGES = ("osd", "serving", "trainer", "buffers")
 """The product."""
+LABORATORY = "benchmarks"
 
 Arrow = tuple[str, str]
 """(room that imports, room that is imported)."""
@@ -108,9 +109,9 @@ def num_lines(file: Path) -> int:
 
 
 def folders() -> dict[str, list[Path]]:
-    """Folder of the product -> its own modules. `__init__.py` stands for the folder."""
+    """Folder of product and laboratory -> its own modules. `__init__.py` stands for the folder."""
     found: dict[str, list[Path]] = {}
-    for package in PACKAGES:
+    for package in (*PACKAGES, LABORATORY):
         for file in files(package):
             modules = found.setdefault(str(file.parent.relative_to(ROOT)), [])
             if file.name != "__init__.py":

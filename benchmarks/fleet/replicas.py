@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.buffer import make_trace
+from benchmarks.costs.buffer import make_trace
 from benchmarks.fleet import parts, records
 from buffers.redis_stream import RedisTraceBuffer
 from osd.config.schema import Config

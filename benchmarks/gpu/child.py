@@ -55,7 +55,7 @@ def main() -> None:
 
 def prepare() -> None:
     """The environment of engines, before torch is imported. Warnings go to the log."""
-    from benchmarks import engine
+    from benchmarks.engines import engine
 
     engine.prepare()
     os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}

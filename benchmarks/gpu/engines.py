@@ -1,5 +1,5 @@
-"""Engines of the checks: `benchmarks/engine.py` with the product's hooks, on a CPU or on a GPU as
-people run it (CUDA graphs, the model runner and the scheduling that the check names)."""
+"""Engines of the checks: `benchmarks/engines/engine.py` with the product's hooks, on a CPU or on a
+GPU as people run it (CUDA graphs, the model runner and the scheduling that the check names)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import engine, models, vllm_engine
+from benchmarks.engines import engine, models, vllm_engine
+from benchmarks.engines.worker import BenchWorker
 from benchmarks.gpu.child import Run
 from benchmarks.gpu.pairs import Pair
 from benchmarks.gpu.registry import V1, Mode
-from benchmarks.worker import BenchWorker
 from osd.config.schema import CaptureConfig
 from osd.records import DraftRelease, Trace
 from serving.vllm.hooks import is_v2

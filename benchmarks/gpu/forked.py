@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.engine import ENVIRONMENT
+from benchmarks.engines.engine import ENVIRONMENT
 from benchmarks.gpu import child, registry
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.registry import Check

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import models
-from benchmarks.models import Size
+from benchmarks.engines import models
+from benchmarks.engines.models import Size
 from osd.errors import ConfigError
 
 SMALL, COSTLY = "small", "costly"

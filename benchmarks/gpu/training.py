@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.trainer import mixed_traces
+from benchmarks.costs.trainer import mixed_traces
 from osd.config.schema import TrainerConfig
 
 

@@ -48,7 +48,7 @@ def family(name: str) -> Family:
     """The target of a family, at the cost of a far larger model, with its draft: built first where
     they are missing. Raises `ConfigError` where there is none of this name."""
     try:
-        from benchmarks.drift_family import FAMILIES, FIRST_SERVED
+        from benchmarks.traffic.family import FAMILIES, FIRST_SERVED
     except ImportError:
         raise ConfigError("--family: the families stand in a checkout of the project") from None
     if name not in FAMILIES:

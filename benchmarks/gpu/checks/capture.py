@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.engine import Burst
+from benchmarks.engines.engine import Burst
 from benchmarks.gpu.child import Run
 from benchmarks.gpu.engines import GpuEngine, random_prompts, step_gaps
 from benchmarks.gpu.pairs import COSTLY, pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks import vllm_engine
+from benchmarks.engines import vllm_engine
 from benchmarks.gpu.child import Run
 from benchmarks.gpu.engines import GpuEngine, random_prompts
 from benchmarks.gpu.fit import compare, fit, logprobs_by_transformers

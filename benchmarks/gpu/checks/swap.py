@@ -5,11 +5,11 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from benchmarks.costs.swap import swap_under_load
 from benchmarks.gpu.child import Run
 from benchmarks.gpu.engines import GpuEngine, random_prompts
 from benchmarks.gpu.pairs import COSTLY, Pair, pair
 from benchmarks.stats import quantile
-from benchmarks.swap import swap_under_load
 from osd.config.schema import CaptureConfig
 
 MIN_REPLAYED = 0.8

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import vllm_engine
+from benchmarks.engines import vllm_engine
 from benchmarks.gpu.child import Run
 from benchmarks.gpu.engines import GpuEngine, random_prompts
 from benchmarks.gpu.pairs import SMALL, pair
@@ -99,7 +99,7 @@ def measure(run: Run) -> None:
 def drive(engine: GpuEngine, num_rounds: int) -> int:
     """Answers at temperatures 0 and 1 under changing plans, with a swap between two steps. Returns
     how many were as long as asked."""
-    from benchmarks.swap import swap_under_load
+    from benchmarks.costs.swap import swap_under_load
 
     num_whole = 0
     for turn in range(num_rounds):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.lookup import prompt_lookup
+from benchmarks.replays.lookup import prompt_lookup
 from osd.tiny.models import ensure
 from tests.support.paths import ROOT
 

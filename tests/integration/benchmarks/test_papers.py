@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.papers_methods_runs import gaps
-from benchmarks.papers_open_loop import AUTO, MAX_SEQS, MIN_REQUESTS, simulate
+from benchmarks.papers.methods_runs import gaps
+from benchmarks.papers.open_loop import AUTO, MAX_SEQS, MIN_REQUESTS, simulate
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,7 @@ LIVE = """
 import json
 from benchmarks import engine
 engine.prepare()
-from benchmarks.papers_rates_engine import measure
+from benchmarks.papers.rates_engine import measure
 sizes = {"drafts": ["good"], "fixed": (0, 4), "loads": (0.5,), "draws": 1, "requests": 6,
          "output_tokens": 24, "full_tokens": 128}
 print(json.dumps(list(measure(sizes, lambda text: None))))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import servers
+from benchmarks.service import servers
 from osd.service.plan import free_port
 from tests.support.pairs import Pair, build_pair
 from tests.support.paths import ROOT

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import kstest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.tree_runs import Bench
+from benchmarks.trees.runs import Bench
 from osd.tiny.models import ensure
 from osd.tiny.tokenizer import chat_prompt
 from osd.tiny.traffic import DOMAINS, requests

@@ -9,6 +9,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,12 @@ def a_protocol(*goals: Goal) -> Protocol:
         sizes={"k": 4},
         goals=goals,
     )
+
+
+def bench(name: str) -> ModuleType:
+    """Its module."""
+    module, _ = BENCHES[name]
+    return importlib.import_module(f"benchmarks.{module}")
 
 
 # -- statistics -----------------------------------------------------------------------------------
@@ -243,7 +250,7 @@ def test_help_lists_the_benches_and_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_is_a_module_with_a_run(name: str) -> None:
-    assert callable(importlib.import_module(f"benchmarks.{name}").run)
+    assert callable(bench(name).run)
 
 
 # -- each bench on recorded rows ------------------------------------------------------------------
@@ -251,7 +258,7 @@ def test_every_bench_is_a_module_with_a_run(name: str) -> None:
 
 def recorded(name: str) -> tuple[Result, dict[tuple[str, str], Figure], list[dict[str, Any]]]:
     """The result of a bench from recorded rows, its figures by group and name, and the rows."""
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = bench(name)
     rows = [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text().splitlines()]
     result: Result = module.summarise(
         module.protocol(Options(directory=Path("unused"), quick=True)), rows
@@ -338,7 +345,7 @@ def test_serving_from_recorded_rows() -> None:
 
 
 def test_the_service_of_the_serving_bench_never_rests_from_training() -> None:
-    from benchmarks import serving
+    from benchmarks.service import serving
     from osd.config.reading import load
 
     config = load(serving.PRESET, serving._overrides("t", "d", "data"), environ={}).config
@@ -346,7 +353,7 @@ def test_the_service_of_the_serving_bench_never_rests_from_training() -> None:
 
 
 def test_the_vllm_beside_the_service_gets_the_same_options() -> None:
-    from benchmarks.servers import vllm_command
+    from benchmarks.service.servers import vllm_command
 
     options = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 32}
     command = vllm_command(Path("t"), Path("d"), name="tiny", port=7, k=4, options=options)
@@ -358,7 +365,7 @@ def test_the_vllm_beside_the_service_gets_the_same_options() -> None:
 
 
 def test_changes_compare_auto_with_the_fixed_choice_that_was_best_then() -> None:
-    from benchmarks import changes
+    from benchmarks.control import changes
 
     plan = changes.protocol(Options(directory=Path("unused"), quick=True))
     (name, *_) = plan.sizes["changes"]
@@ -379,7 +386,7 @@ def test_changes_compare_auto_with_the_fixed_choice_that_was_best_then() -> None
 def test_control_is_held_against_what_could_have_been_fixed() -> None:
     """Per cell, for all cells, and against a table of k by batch; here `auto` always finds the
     cell's best."""
-    from benchmarks import control
+    from benchmarks.control import control
 
     plan = control.protocol(Options(directory=Path("unused")))
     speeds = {
@@ -433,7 +440,7 @@ def test_control_is_held_against_what_could_have_been_fixed() -> None:
 
 def _share_of_cells(plan: Any, rows: list[dict[str, Any]], *, slower: float, cpu: float) -> float:
     """Where `auto` takes so many times the time and the CPU time in one cell."""
-    from benchmarks import control
+    from benchmarks.control import control
 
     def changed(row: dict[str, Any]) -> dict[str, Any]:
         if (row["group"], row["arm"]) != ("good draft, 1 stream", control.AUTO):
@@ -448,7 +455,7 @@ def _share_of_cells(plan: Any, rows: list[dict[str, Any]], *, slower: float, cpu
 
 
 def test_engines_that_schedule_asynchronously_are_offered_no_memory() -> None:
-    from benchmarks import control
+    from benchmarks.control import control
 
     options = Options(directory=Path("unused"))
     sync, asynchronous = (control.protocol(options, is_async=each) for each in (False, True))

@@ -1,0 +1,1 @@
+"""What each part of the product costs: capture, swap, buffer, trainer, attaching, the memory."""

@@ -1,0 +1,1 @@
+"""Who proposes best when the traffic changes, and who forgets."""

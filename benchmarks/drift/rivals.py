@@ -1,0 +1,111 @@
+"""Other ways to have a draft for changing traffic, under the service's own control of speculation
+and beside its memory: what learning online is held against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from benchmarks.drift import names
+from benchmarks.drift.contenders import (
+    Contender,
+    OsdLearner,
+    Setup,
+    replayed,
+    served,
+    train_offline,
+    with_proposers,
+)
+from benchmarks.replays.closed_loop import ClosedLoop
+from benchmarks.replays.curve import Curve
+from benchmarks.replays.learning import captured
+from benchmarks.replays.served import Served
+from osd.records import Trace
+
+NIGHT = 192
+"""Requests of a day."""
+AGAIN = 1000
+"""Added to the seed of the control."""
+
+
+def again(setup: Setup) -> Curve:
+    """The service with its trainer off once more, with other noise: how far two alike differ."""
+    return replayed(_loop(replace(setup, seed=setup.seed + AGAIN)), setup)
+
+
+def nightly(setup: Setup) -> Curve:
+    """Trained offline once a night, from the first draft, on the traces of all days so far: the
+    same that the trainer gets. Nights take no time here; their CPU seconds are kept."""
+    torch.manual_seed(setup.seed)
+    rng, loop = np.random.default_rng(setup.seed), _loop(setup)
+    loop.swap(setup.draft, None)
+    ended: list[Served] = []
+    traces: list[Trace] = []
+    cpu_s = np.zeros(len(setup.requests))
+    spent, num_nights = 0.0, 0
+    for one in loop.serve():
+        ended.append(one)
+        traces.append(captured(setup.config, setup.requests[one.index], one, rng))
+        if len(ended) % NIGHT == 0 and len(ended) < len(setup.requests):
+            started, num_nights = time.process_time(), num_nights + 1
+            out = setup.directory / f"night-{num_nights}"
+            with_rows = [trace for trace in traces if trace.num_rows]
+            train_offline(setup.config, setup.draft, with_rows, out)
+            spent += time.process_time() - started
+            loop.swap(out, None)
+        cpu_s[one.index] = spent
+    return _curve(ended, cpu_s, num_nights)
+
+
+def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
+    """OSD's recipe: what an update has learnt serves the next requests."""
+    learner, loop = OsdLearner(setup, every, learning_rate), _loop(setup)
+    loop.swap(setup.draft, None)
+    ended: list[Served] = []
+    cpu_s = np.zeros(len(setup.requests))
+    for one in loop.serve():
+        ended.append(one)
+        learner.add(setup.requests[one.index], one.kind_T)
+        loop.serve_with(learner.model)
+        cpu_s[one.index] = learner.cpu_s
+    return _curve(ended, cpu_s, learner.num_updates)
+
+
+def without_memory(setup: Setup) -> Curve:
+    """The service, learning, with nothing but its draft."""
+    return served(replace(setup, config=with_proposers(setup.config, ["draft"])), learns=True)
+
+
+def _loop(setup: Setup) -> ClosedLoop:
+    assert setup.times is not None, "the control decides by step times"
+    return ClosedLoop(setup.requests, setup.config, setup.times, seed=setup.seed)
+
+
+def _curve(ended: Sequence[Served], cpu_s: np.ndarray, num_rounds: int) -> Curve:
+    """`cpu_s`: float [requests], by place; 0 where a request ended before anything was learnt."""
+    in_order = sorted(ended, key=lambda one: one.index)
+    return Curve.of(
+        [one.counts for one in in_order],
+        np.maximum.accumulate(cpu_s).tolist(),
+        num_rounds=num_rounds,
+        num_published=num_rounds,
+        seconds=np.array([one.seconds for one in in_order], float),
+    )
+
+
+RIVALS: dict[str, Contender] = {
+    names.AGAIN: again,
+    names.STATIC: lambda setup: replayed(_loop(setup), setup),
+    names.NIGHTLY: nightly,
+    names.LEARNING_DRAFT_LOOP: without_memory,
+    **{
+        name: partial(osd, every=every, learning_rate=rate)
+        for name, (every, rate) in names.OSD_LOOP.items()
+    },
+}
+"""By the names the report gives them."""

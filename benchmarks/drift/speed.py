@@ -1,0 +1,182 @@
+"""`osd bench drift_speed`: speed and CPU time on drifting traffic with real vLLM, over an engine
+without speculation.
+
+Contender and reference are both up, each a tree of processes. The schedule is served in chunks of
+24 requests: contender and reference take turns to serve the same chunk, and the other one is idle.
+Neighbours in time are compared.
+
+What makes the comparison fair:
+* While the contender serves, its trainer runs on the same cores whenever a round is due. The
+  figures include what that takes from serving.
+* A round that is running when a chunk ends continues to its end, and its draft is swapped in. These
+  seconds are added to the contender's time as if nothing had been served in them ("charged"). In
+  continuous traffic some requests would have been served, so the charged figure is a lower bound
+  and the figure of traffic alone an upper bound.
+* Nothing is trained while the reference serves, because no round is due without traffic.
+* CPU time covers all processes of a tree, with trainer, Ray and replay buffer, from a chunk's first
+  request to its last answer or the end of its training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.drift import arms, jobs, names
+from benchmarks.drift.arms import Server
+from benchmarks.drift.speed_report import summarise
+from benchmarks.record import Notebook, Options, Protocol, Row
+from benchmarks.result import Result
+from benchmarks.service.serving import NAME
+from benchmarks.traffic.family import FAMILIES, FIRST_SERVED, Family
+from benchmarks.traffic.schedule import Schedule, arrivals, read_all
+from osd.client.load import Answer, drive
+from osd.errors import OSDError
+
+__all__ = ["protocol", "run", "summarise"]
+
+ARMS = {"sharp": arms.ARMS, "interleaved": arms.IN_CLOSED_LOOP}
+"""Schedule -> who serves it."""
+CHUNK = 24
+STREAMS = 4
+SEED = 0
+QUICK_SCHEDULE, QUICK_PHASES = "sharp", (24, 96)
+"""Requests of the phases of a quick run."""
+QUICK_ARMS = (names.NGRAM_TUNED, names.OURS)
+WARM_UP = 8
+"""Requests each engine serves before it is measured; none of them is of the schedule."""
+
+
+def protocol(options: Options) -> Protocol:
+    """What will be measured."""
+    schedules = {name: schedule for name, schedule in read_all().items() if name in ARMS}
+    if options.quick:
+        schedules = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE].shortened(QUICK_PHASES)}
+    config = jobs.base_config()
+    return Protocol(
+        bench="drift_speed",
+        question="How fast does each contender serve drifting traffic, and at what CPU time, over "
+        "no speculation?",
+        arms=QUICK_ARMS if options.quick else arms.ARMS,
+        order=f"One contender after the other; chunks of {CHUNK} in turns with an engine without "
+        "speculation.",
+        sizes={
+            "schedules": {name: schedule.model_dump() for name, schedule in schedules.items()},
+            "chunk": CHUNK,
+            "streams": STREAMS,
+            "seed": SEED,
+            "k": config.speculation.k_max,
+            "trainer": config.trainer.model_dump(),
+            "gate": config.gate.model_dump(),
+            "engine": config.serving.vllm,
+            "target": "the family's target at the cost of a model of 77 M parameters",
+        },
+    )
+
+
+def run(options: Options) -> Result:
+    """Every contender over every schedule, live."""
+    plan = protocol(options)
+    notebook = Notebook(options, plan)
+    for name, tree in plan.sizes["schedules"].items():
+        schedule = Schedule.model_validate(tree)
+        for arm in (arm for arm in plan.arms if arm in ARMS[name]):
+            options.say(f"{name}: {arm}")
+            _measure(options, notebook, name, schedule, arm)
+    return summarise(plan, notebook.rows)
+
+
+def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule, arm: str) -> None:
+    family = FAMILIES[schedule.family]
+    coming = arrivals(schedule, name, SEED)
+    streams = {
+        domain: family.prompts(
+            domain, FIRST_SERVED + SEED, 1 + max(a.index for a in coming if a.domain == domain)
+        )
+        for domain in {arrival.domain for arrival in coming}
+    }
+    prompts = [streams[arrival.domain][arrival.index] for arrival in coming]
+    logs = options.directory / f"{name}-{arm}".replace(", ", "-").replace(" ", "-").lower()
+    logs.mkdir(exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="osd-drift-") as data,
+        arms.both(arm, family.costly_target(), family.models()[1], Path(data), logs) as (
+            contender,
+            reference,
+        ),
+    ):
+        pair = {"contender": contender, "reference": reference}
+        _warm_up(family, list(pair.values()))
+        for number, start in enumerate(range(0, len(prompts), CHUNK)):
+            some = prompts[start : start + CHUNK]
+            at = [a.at - coming[start].at for a in coming[start : start + CHUNK]]
+            times = at if schedule.requests_per_second else None
+            order = list(pair) if number % 2 else list(pair)[::-1]
+            parts = {who: _burst(pair[who], family, some, times) for who in order}
+            row = {"schedule": name, "arm": arm, "start": start, "first": order[0], **parts}
+            notebook.add(**row, facts=contender.facts())
+            options.say(
+                f"  {start + len(some):4d} of {len(prompts)}: {_speed(parts):.2f} x no speculation"
+            )
+
+
+def _warm_up(family: Family, servers: Sequence[Server]) -> None:
+    """Some requests of home to each, from a block that is never measured."""
+    block = FIRST_SERVED + SEED + 1
+    for server in servers:
+        _burst(server, family, family.prompts(family.home(), block, WARM_UP), None)
+
+
+def _burst(
+    server: Server, family: Family, prompts: Sequence[str], times: Sequence[float] | None
+) -> Row:
+    """One chunk to one server, and what it cost until it was at rest."""
+    cpu_before = server.cpu_seconds()
+    started = time.perf_counter()
+    answers = asyncio.run(_send(server.url, family, prompts, times))
+    ended = time.perf_counter()
+    if failed := [answer.error for answer in answers if not answer.ok]:
+        raise OSDError(f"{len(failed)} of {len(answers)} requests failed: {failed[0]}")
+    trained_until, cpu_after = server.settle(ended)
+    return {
+        "seconds": ended - started,
+        "charged_s": trained_until - ended,
+        "cpu_s": cpu_after - cpu_before,
+        "requests": [
+            {
+                "tokens": len(a.token_ids),
+                "ttft_s": a.ttft_s,
+                "seconds": a.seconds,
+                "hash": hash(a.token_ids),
+            }
+            for a in answers
+        ],
+    }
+
+
+async def _send(
+    url: str, family: Family, prompts: Sequence[str], times: Sequence[float] | None
+) -> list[Answer]:
+    """As fast as they are answered, or each at its time."""
+    settings: dict[str, Any] = {"max_tokens": family.max_tokens, "temperature": family.temperature}
+    if times is None:
+        return await drive(url, NAME, prompts, streams=STREAMS, **settings)
+
+    async def one(prompt: str, after: float) -> Answer:
+        await asyncio.sleep(after)
+        return (await drive(url, NAME, [prompt], streams=1, **settings))[0]
+
+    return list(
+        await asyncio.gather(*(one(p, after) for p, after in zip(prompts, times, strict=True)))
+    )
+
+
+def _speed(parts: dict[str, Row]) -> float:
+    """Seconds of the reference over those of the contender, charged."""
+    own, other = parts["contender"], parts["reference"]
+    ratio: float = other["seconds"] / (own["seconds"] + own["charged_s"])
+    return ratio

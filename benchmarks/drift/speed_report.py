@@ -1,0 +1,208 @@
+"""The figures of `osd bench drift_speed` from its raw rows: medians of ratios of neighbouring
+chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from benchmarks.record import Protocol, Row
+from benchmarks.result import Figure, Lines, Result, Spread
+from benchmarks.stats import Estimate, median_ratio, quantile
+from benchmarks.traffic.schedule import Schedule
+
+CONTENDER, REFERENCE, NO_SPECULATION = "contender", "reference", "no speculation"
+LAST = 4
+"""Chunks at the end of a phase: what has settled."""
+Part = Callable[[Row], float]
+
+
+def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
+    """Figures per schedule and part of it."""
+    figures: list[Figure] = []
+    drawings: list[Spread | Lines] = []
+    for name, tree in plan.sizes["schedules"].items():
+        schedule = Schedule.model_validate(tree)
+        mine = {
+            arm: [r for r in rows if (r["schedule"], r["arm"]) == (name, arm)] for arm in plan.arms
+        }
+        mine = {arm: own for arm, own in mine.items() if own}
+        for title, start, stop in _windows(schedule, plan.sizes["chunk"]):
+            within = {
+                arm: [r for r in own if start <= r["start"] < stop] for arm, own in mine.items()
+            }
+            figures += _figures(f"{name}: {title}", within)
+        figures += _checks(name, mine)
+        drawings += [_spread(name, mine), _lines(name, mine)]
+    return Result(protocol=plan, figures=tuple(figures), drawings=tuple(drawings))
+
+
+def _windows(schedule: Schedule, chunk: int) -> list[tuple[str, int, int]]:
+    """(title, first request, end). The chunk a shift falls into counts where it begins."""
+    found = [("all requests", 0, schedule.num_requests)]
+    bounds = schedule.bounds
+    for phase, start, stop in zip(schedule.phases, bounds, bounds[1:], strict=False):
+        found.append((phase.name, start, stop))
+        if stop - start > LAST * chunk:
+            found.append((f"last {LAST * chunk} of {phase.name}", stop - LAST * chunk, stop))
+    return found
+
+
+def _num_tokens(part: Row) -> int:
+    return sum(request["tokens"] for request in part["requests"])
+
+
+def _charged(part: Row) -> float:
+    """Tokens per second, training after the last answer included."""
+    return _num_tokens(part) / (part["seconds"] + part["charged_s"])
+
+
+def _alone(part: Row) -> float:
+    """Tokens per second from the first request to the last answer."""
+    return _num_tokens(part) / part["seconds"]
+
+
+def _per_cpu(part: Row) -> float:
+    """Tokens per CPU second of all processes."""
+    return _num_tokens(part) / part["cpu_s"]
+
+
+def _tpot(part: Row) -> float:
+    """Median of the chunk's requests."""
+    return median(_tpots(part))
+
+
+def _tpots(part: Row) -> list[float]:
+    return [
+        (r["seconds"] - r["ttft_s"]) / (r["tokens"] - 1)
+        for r in part["requests"]
+        if r["tokens"] > 1
+    ]
+
+
+def _latencies(part: Row) -> list[float]:
+    return [r["seconds"] for r in part["requests"]]
+
+
+def _latency(part: Row) -> float:
+    return median(_latencies(part))
+
+
+RATIOS: dict[str, Part] = {
+    "tokens/s": _charged,
+    "tokens/s, traffic alone": _alone,
+    "tokens per CPU second": _per_cpu,
+    "TPOT": _tpot,
+    "request latency": _latency,
+}
+
+
+def _ratio(rows: Sequence[Row], part: Part) -> Estimate:
+    return median_ratio([part(r[CONTENDER]) for r in rows], [part(r[REFERENCE]) for r in rows])
+
+
+def _compared(group: str, name: str, rows: Sequence[Row], part: Part) -> Figure:
+    """The ratio; without an interval where there is but one chunk."""
+    found = _ratio(rows, part)
+    return (
+        Figure.of(group, name, found)
+        if found.n > 1
+        else Figure(group=group, name=name, value=found.value)
+    )
+
+
+def _figures(group: str, within: dict[str, list[Row]]) -> list[Figure]:
+    figures = []
+    for title, part in RATIOS.items():
+        figures += [
+            _compared(group, f"{title}, {arm} / {NO_SPECULATION}", own, part)
+            for arm, own in within.items()
+        ]
+    for arm, own in within.items():
+        figures += _absolute(group, arm, own, CONTENDER)
+    # The reference ran beside every contender: all its chunks together.
+    return figures + _absolute(
+        group, NO_SPECULATION, [r for own in within.values() for r in own], REFERENCE
+    )
+
+
+def _absolute(group: str, arm: str, rows: Sequence[Row], who: str) -> list[Figure]:
+    parts = [row[who] for row in rows]
+    tokens, num = sum(map(_num_tokens, parts)), len(parts)
+    seconds = sum(part["seconds"] + part["charged_s"] for part in parts)
+    cpu_s = sum(part["cpu_s"] for part in parts)
+    figures = [
+        Figure(group=group, name=f"tokens/s, {arm}", value=tokens / seconds, unit="/s", n=num),
+        Figure(
+            group=group,
+            name=f"tokens per CPU second, {arm}",
+            value=tokens / cpu_s,
+            unit="/s",
+            n=num,
+        ),
+    ]
+    for title, values in (
+        ("TPOT", [1e3 * v for part in parts for v in _tpots(part)]),
+        ("request latency", [1e3 * v for part in parts for v in _latencies(part)]),
+    ):
+        for label, q in (("p50", 0.5), ("p99", 0.99)):
+            value = quantile(values, q)
+            figures.append(
+                Figure(
+                    group=group,
+                    name=f"{title} {label}, {arm}",
+                    value=value,
+                    unit="ms",
+                    n=len(values),
+                )
+            )
+    return figures
+
+
+def _checks(name: str, mine: dict[str, list[Row]]) -> list[Figure]:
+    """Whether both did the same work, what was charged, and what became of training."""
+    figures, group = [], f"{name}: checks"
+    for arm, own in mine.items():
+        pairs = [
+            p
+            for row in own
+            for p in zip(row[CONTENDER]["requests"], row[REFERENCE]["requests"], strict=True)
+        ]
+        num_different = sum(a["hash"] != b["hash"] for a, b in pairs)
+        figures.append(
+            Figure(
+                group=group, name=f"answers that differ, {arm}", value=num_different, n=len(pairs)
+            )
+        )
+        charged = sum(row[CONTENDER]["charged_s"] for row in own)
+        figures.append(
+            Figure(group=group, name=f"charged, {arm}", value=charged, unit="s", n=len(own))
+        )
+        for key, value in own[-1]["facts"].items():
+            figures.append(Figure(group=group, name=f"{key}, {arm}", value=value))
+    return figures
+
+
+def _spread(name: str, mine: dict[str, list[Row]]) -> Spread:
+    rows = []
+    for arm, own in mine.items():
+        observed = tuple(_charged(r[CONTENDER]) / _charged(r[REFERENCE]) for r in own)
+        rows.append((arm, _ratio(own, _charged), observed))
+    return Spread(
+        title=f"{name}: tokens/s over no speculation", unit="ratio", rows=tuple(rows), reference=1.0
+    )
+
+
+def _lines(name: str, mine: dict[str, list[Row]]) -> Lines:
+    lines = {
+        arm: tuple(
+            (float(r["start"]), _charged(r[CONTENDER]) / _charged(r[REFERENCE])) for r in own
+        )
+        for arm, own in mine.items()
+    }
+    return Lines(
+        title=f"{name}: as the traffic changes",
+        x_label="requests served",
+        y_label="tokens/s over no speculation",
+        lines=lines,
+    )

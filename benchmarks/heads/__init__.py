@@ -1,0 +1,1 @@
+"""What an EAGLE-3 head gains and costs, beside a draft model."""

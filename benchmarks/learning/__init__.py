@@ -1,0 +1,1 @@
+"""Whether learning online pays, and whose text and which recipe a draft should learn from."""

@@ -1,0 +1,156 @@
+"""`osd bench online`: whether learning online pays where nothing can be looked up.
+
+Replays of natural prose in five languages (`benchmarks/prose`), sampled at temperature 0.7, under
+the service's own control of speculation, `STREAMS` requests at a time, at two prices of a step: as
+measured here, and as published of an 8 B target on an H100. Nobody is told the language of a
+request. Rivals have the same memory and control (`benchmarks/drift/rivals.py`).
+
+The statistics are fixed in `protocol`, before any run: the primary figure, the goals, and their
+intervals over model and traffic seeds, corrected for the number of goals.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from benchmarks.drift import jobs, names
+from benchmarks.drift.drift import NUM_PROCESSES, SUFFIX_MODULE, SUFFIX_PACKAGE
+from benchmarks.learning import online_report
+from benchmarks.learning.online_report import (
+    HOME_AGAIN,
+    LAST_THIRD,
+    MEASURED,
+    OF_OFFLINE,
+    PUBLISHED,
+    TIMELESS,
+    WHOLE,
+)
+from benchmarks.record import Goal, Notebook, Options, Protocol, Row
+from benchmarks.replays.step_times import CYCLES, STREAMS, ModelledStepTimes, measure, published
+from benchmarks.result import Result
+from benchmarks.traffic.family import FAMILIES, FIRST_SERVED, PROSE, TRAINING
+from benchmarks.traffic.schedule import DIRECTORY, Schedule, arrivals, read_all
+
+SCHEDULES = DIRECTORY / "prose"
+ARMS = (
+    *(names.FROZEN_LOOP, names.AGAIN, names.SERVED, names.CHARGED, names.NIGHTLY, names.STATIC),
+    *(*names.OSD_LOOP, names.SUFFIX_LOOP, names.MEMORY, names.DRAFT_LOOP, *TIMELESS),
+)
+QUICK_SCHEDULE = "home-and-de"
+QUICK_ARMS = (names.FROZEN_LOOP, names.AGAIN, names.SERVED, names.STATIC, *TIMELESS)
+STATIC_REQUESTS = 192
+"""Of each language, that the one draft for all is trained on."""
+
+
+def protocol(options: Options) -> Protocol:
+    """What will be measured."""
+    schedules = read_all(SCHEDULES)
+    without = () if importlib.util.find_spec(SUFFIX_MODULE) else (names.SUFFIX_LOOP,)
+    chosen = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE]} if options.quick else schedules
+    return Protocol(
+        bench="online",
+        question="Does learning online pay where nothing can be looked up?",
+        arms=QUICK_ARMS if options.quick else tuple(arm for arm in ARMS if arm not in without),
+        order="Every arm on the same recorded requests, two at a time.",
+        sizes={
+            "schedules": {name: schedule.model_dump() for name, schedule in chosen.items()},
+            "models": list(PROSE[:1] if options.quick else PROSE),
+            "seeds": [0] if options.quick else [0, 1, 2],
+            "prices": [PUBLISHED] if options.quick else [PUBLISHED, MEASURED],
+            "left_out": dict.fromkeys(without, f"{SUFFIX_PACKAGE} is not installed"),
+            "streams": STREAMS,
+            "night": "every 192 requests",
+            "static_requests": STATIC_REQUESTS,
+            "cycles": 2 if options.quick else CYCLES,
+            "primary": f"{LAST_THIRD}, at the price {PUBLISHED}",
+            "interval": "hierarchical bootstrap, 0.95 for all goals of a price together; of one "
+            "model, Student's t over traffic alone",
+        },
+        goals=(
+            Goal(figure=LAST_THIRD, at_least=1.10),
+            Goal(figure=LAST_THIRD, bound="low", at_least=1.0),
+            Goal(figure=WHOLE, at_least=1.0),
+            Goal(figure=HOME_AGAIN, at_least=0.9),
+            Goal(figure=OF_OFFLINE, at_least=0.9),
+        ),
+    )
+
+
+def run(options: Options) -> Result:
+    """Time steps, record where the cache lacks it, then replay."""
+    plan = protocol(options)
+    notebook = Notebook(options, plan)
+    for arm, reason in plan.sizes["left_out"].items():
+        options.say(f"left out: {arm}: {reason}")
+    spawn = get_context("spawn")
+    times = {PUBLISHED: published()}
+    if MEASURED in plan.sizes["prices"]:
+        options.say("timing steps of the cost-shaped target")
+        with ProcessPoolExecutor(1, mp_context=spawn, initializer=jobs.prepare) as process:
+            timed = process.submit(measure, plan.sizes["cycles"]).result()
+        for row in timed:
+            notebook.add(**row)
+        times[MEASURED] = ModelledStepTimes.of(timed)
+    runs = list(_runs(plan))
+    for family in dict.fromkeys(one.schedule.family for one in runs):
+        FAMILIES[family].models()
+    with ProcessPoolExecutor(NUM_PROCESSES, mp_context=spawn, initializer=jobs.prepare) as pool:
+        options.say("recording the target's answers, where they are not in the cache")
+        for stream in [pool.submit(jobs.record_stream, *one) for one in _streams(runs)]:
+            stream.result()
+        found = [
+            (one, arm, price, pool.submit(_replay, one, arm, times[price]))
+            for arm in plan.arms
+            for one in runs
+            for price in (plan.sizes["prices"] if arm not in TIMELESS else [PUBLISHED])
+        ]
+        for number, (one, arm, price, done) in enumerate(found, 1):
+            notebook.add(**done.result(), model=one.schedule.family, price=price)
+            options.say(f"{number} of {len(found)}: {one.name}, seed {one.seed}, {arm}, {price}")
+    return summarise(plan, notebook.rows)
+
+
+def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
+    """Figures from the raw rows."""
+    return online_report.summarise(plan, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A schedule under a model and a traffic seed."""
+
+    name: str
+    schedule: Schedule
+    seed: int
+
+
+def _runs(plan: Protocol) -> Iterator[_Run]:
+    for model in plan.sizes["models"]:
+        for name, tree in plan.sizes["schedules"].items():
+            schedule = Schedule.model_validate(tree)
+            if schedule.family == PROSE[0]:
+                schedule = schedule.model_copy(update={"family": model})
+            elif model != PROSE[0]:
+                continue
+            yield from (_Run(name, schedule, seed) for seed in plan.sizes["seeds"])
+
+
+def _replay(one: _Run, arm: str, times: ModelledStepTimes) -> Row:
+    return jobs.run_one(one.name, one.schedule, one.seed, arm, STATIC_REQUESTS, times)
+
+
+def _streams(runs: Sequence[_Run]) -> list[tuple[str, str, int, int]]:
+    """(family, domain, block, requests) of all that must be recorded."""
+    needed: dict[tuple[str, str, int], int] = {}
+    for one in runs:
+        family = one.schedule.family
+        for arrival in arrivals(one.schedule, one.name, one.seed):
+            key = family, arrival.domain, FIRST_SERVED + one.seed
+            needed[key] = max(needed.get(key, 0), arrival.index + 1)
+        for domain in one.schedule.domains:
+            needed[family, domain, TRAINING] = STATIC_REQUESTS
+    return [(*key, num) for key, num in needed.items()]

@@ -1,0 +1,176 @@
+"""What the benchmark of online learning says: its figures from raw rows, with intervals over models
+and traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from benchmarks.drift import names
+from benchmarks.drift.contest import mean_with_interval
+from benchmarks.record import Protocol, Row
+from benchmarks.replays.curve import Curve
+from benchmarks.result import Figure, Result
+from benchmarks.stats import CONFIDENCE, hierarchical
+from benchmarks.traffic.family import FAMILIES
+from benchmarks.traffic.schedule import Schedule
+
+OFF = names.FROZEN_LOOP
+"""The identical service with its trainer off."""
+TIMELESS = (names.FROZEN, names.OURS, names.CEILING)
+"""Four tokens of the draft in every step: what it would be accepted, whoever else proposes."""
+MEASURED, PUBLISHED = "as measured", "published (H100)"
+
+LAST_THIRD = "as served over trainer off, last third"
+WHOLE = "as served over trainer off, whole run, charged"
+HOME_AGAIN = "as served over trainer off, home again"
+OF_OFFLINE = "α of the draft over that trained offline, last third"
+ALIKE = "trainer off over trainer off, last third"
+BURNT = "burning as much and learning nothing over trainer off, whole run, charged"
+
+Values = list[list[float]]
+"""[model][traffic]"""
+Measure = Callable[[Curve, int, int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """All runs of a schedule at one price."""
+
+    name: str
+    schedule: Schedule
+    curves: dict[str, list[list[Curve]]]
+    """arm -> [model][traffic]"""
+
+    def values(self, arm: str, measure: Measure, start: int, stop: int) -> Values:
+        return [[measure(curve, start, stop) for curve in model] for model in self.curves[arm]]
+
+    def ratios(self, arm: str, rival: str, measure: Measure, start: int, stop: int) -> Values:
+        ours = self.values(arm, measure, start, stop)
+        theirs = self.values(rival, measure, start, stop)
+        return [
+            [a / b for a, b in zip(*both, strict=True)] for both in zip(ours, theirs, strict=True)
+        ]
+
+
+def speed(curve: Curve, start: int, stop: int, charged_s: float = 0.0) -> float:
+    """Tokens per second of decoding."""
+    assert curve.seconds is not None, "the closed loop keeps time"
+    seconds = float(curve.seconds[start:stop].sum()) + charged_s
+    return curve.total("tokens", start, stop) / seconds
+
+
+def charged(curve: Curve, start: int, stop: int) -> float:
+    """As `speed`, with the trainer's CPU seconds."""
+    before = float(curve.cpu_s[start - 1]) if start else 0.0
+    return speed(curve, start, stop, float(curve.cpu_s[stop - 1]) - before)
+
+
+def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
+    """Figures from the raw rows."""
+    figures: list[Figure] = []
+    for price in plan.sizes["prices"]:
+        contests = [_contest(plan, rows, name, price) for name in plan.sizes["schedules"]]
+        confidence = 1 - (1 - CONFIDENCE) / (len(plan.goals) * len(contests))
+        for contest in contests:
+            figures += _tables(contest)
+            figures += _compared(contest, confidence, is_free=price == PUBLISHED)
+    return Result(protocol=plan, figures=tuple(figures))
+
+
+def _contest(plan: Protocol, rows: Sequence[Row], name: str, price: str) -> Contest:
+    def curves(arm: str, model: str) -> list[Curve]:
+        asked = PUBLISHED if arm in TIMELESS else price
+        wanted = {"schedule": name, "contender": arm, "price": asked, "model": model}
+        return [Curve.from_row(row) for row in rows if wanted.items() <= row.items()]
+
+    return Contest(
+        f"{name}, price {price}",
+        Schedule.model_validate(plan.sizes["schedules"][name]),
+        {
+            arm: [found for model in plan.sizes["models"] if (found := curves(arm, model))]
+            for arm in plan.arms
+        },
+    )
+
+
+def _tables(contest: Contest) -> Iterator[Figure]:
+    end = contest.schedule.num_requests
+    for number, phase in enumerate(contest.schedule.phases):
+        start, stop = _last_third(contest.schedule, number)
+        for arm in contest.curves:
+            measure: Measure = Curve.alpha if arm in TIMELESS else speed
+            what = "α" if arm in TIMELESS else "tokens/s"
+            group = f"{contest.name}: {what}, last third of {phase.name}"
+            yield _mean(group, arm, contest.values(arm, measure, start, stop))
+    for title, measure in (("whole run", speed), ("whole run, charged", charged)):
+        for arm in contest.curves:
+            if arm not in TIMELESS:
+                group = f"{contest.name}: tokens/s, {title}"
+                yield _mean(group, arm, contest.values(arm, measure, 0, end))
+    for title, of in (("rounds", _num_rounds), ("CPU seconds of training", _cpu_s)):
+        for arm in contest.curves:
+            values = contest.values(arm, of, 0, end)
+            if any(map(any, values)):
+                yield _mean(f"{contest.name}: {title}", arm, values)
+
+
+def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator[Figure]:
+    """`is_free`: the trainer's seconds are no seconds of this price."""
+    end = contest.schedule.num_requests
+    home = FAMILIES[contest.schedule.family].home()
+    mean = partial(_mean, confidence=confidence)
+    group = f"{contest.name}: compared"
+    for number, phase in enumerate(contest.schedule.phases):
+        start, stop = _last_third(contest.schedule, number)
+        if phase.mix.keys() == {home}:
+            if number:
+                ratios = contest.ratios(names.SERVED, OFF, speed, start, stop)
+                yield mean(group, HOME_AGAIN, ratios)
+            continue
+        where = f"{group}, {phase.name}"
+        yield mean(where, LAST_THIRD, contest.ratios(names.SERVED, OFF, speed, start, stop))
+        if names.AGAIN in contest.curves:
+            yield mean(where, ALIKE, contest.ratios(names.AGAIN, OFF, speed, start, stop))
+        ratios = contest.ratios(names.OURS, names.CEILING, Curve.alpha, start, stop)
+        yield mean(where, OF_OFFLINE, ratios)
+    if not is_free and names.CHARGED in contest.curves:
+        yield mean(group, WHOLE, contest.ratios(names.CHARGED, OFF, charged, 0, end))
+        yield mean(group, BURNT, _burnt(contest, end))
+
+
+def _burnt(contest: Contest, end: int) -> Values:
+    """A trainer that takes what ours takes, and publishes nothing."""
+    return [
+        [
+            speed(off, 0, end, float(ours.cpu_s[-1])) / speed(off, 0, end)
+            for off, ours in zip(*both, strict=True)
+        ]
+        for both in zip(contest.curves[OFF], contest.curves[names.CHARGED], strict=True)
+    ]
+
+
+def _last_third(schedule: Schedule, number: int) -> tuple[int, int]:
+    start, stop = schedule.bounds[number : number + 2]
+    return stop - max((stop - start) // 3, 1), stop
+
+
+def _num_rounds(curve: Curve, start: int, stop: int) -> float:
+    return float(curve.num_rounds)
+
+
+def _cpu_s(curve: Curve, start: int, stop: int) -> float:
+    return float(curve.cpu_s[-1])
+
+
+def _mean(group: str, name: str, values: Values, confidence: float = CONFIDENCE) -> Figure:
+    if len(values) == 1:
+        return mean_with_interval(group, name, values[0])  # over traffic alone
+    low = high = None
+    if min(map(len, values)) > 1:
+        low, high = hierarchical(values, confidence)
+    num, mean = sum(map(len, values)), float(np.mean([np.mean(model) for model in values]))
+    return Figure(group=group, name=name, value=mean, low=low, high=high, n=num)

@@ -1,0 +1,1 @@
+"""How near the service comes to who knows what will be accepted."""

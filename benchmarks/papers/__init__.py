@@ -1,0 +1,1 @@
+"""Whether the shapes that papers published are seen here too."""

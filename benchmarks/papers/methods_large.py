@@ -1,0 +1,12 @@
+"""`osd bench papers_methods_large`: `osd bench papers_methods` with a larger target."""
+
+from __future__ import annotations
+
+from benchmarks.papers import methods
+from benchmarks.record import Options
+from benchmarks.result import Result
+
+
+def run(options: Options) -> Result:
+    """Measure it."""
+    return methods.run(options, methods.LARGE)

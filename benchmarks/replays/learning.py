@@ -1,0 +1,178 @@
+"""Learning curves without an engine: recorded requests arrive one by one, the real trainer learns,
+the real gate publishes, and replay counts the acceptance of each draft on each request.
+
+The curves show how fast a way of training learns, per request and per second of training. The
+benches that run the engine measure the speed of serving.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.replays.charged import ChargedTraining
+from benchmarks.replays.curve import Curve
+from benchmarks.replays.recording import Recorded, trace_of
+from benchmarks.replays.served import TARGET_ID, EveryStep, Served, Server, features_of
+from buffers.memory import MemoryTraceBuffer
+from osd.config.schema import Config
+from osd.control.drift import DriftDetector
+from osd.control.policy import predicted_alpha, should_publish
+from osd.records import DraftRelease, Event, RoundOutcome, SpecWindow, Trace
+from osd.releases.store import ReleaseStore
+from trainer.loop import Trainer
+from trainer.sampling.teacher import Teacher
+
+
+def learn(
+    config: Config,
+    draft: Path,
+    requests: Sequence[Recorded],
+    directory: Path,
+    *,
+    seed: int,
+    arrivals: Sequence[float] | None = None,
+    may_rest: bool = False,
+    server: Server | None = None,
+    charged: ChargedTraining | None = None,
+    max_rounds: int | None = None,
+    target: Path | None = None,
+) -> Curve:
+    """Serve the requests; train whenever the configuration says so, as if training took no time.
+
+    `arrivals`: seconds at which the requests end, by default one after the other each second.
+    `may_rest`: training rests where it brings nothing, as in the service; without it every curve
+    has the same rounds. `server`: how they are served, by default with k_max draft tokens in every
+    step. `charged`: training rests where it does not pay. `max_rounds`: it ends after so many.
+    `target`: the trainer's teacher, which `trainer.sampling` student and mixed, and heads, need.
+    """
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    k = config.speculation.k_max
+    buffer = MemoryTraceBuffer(target_id=TARGET_ID, max_traces=config.buffer.max_traces)
+    store = ReleaseStore(directory / "releases")
+    serving = store.publish(draft, parent=0, target_id=TARGET_ID)
+    teacher = Teacher(target, top_k=config.capture.top_k) if target is not None else None
+    trainer = Trainer(
+        config.trainer, config.gate, k, buffer, directory / "trainer", TARGET_ID, teacher=teacher
+    )
+    detector = DriftDetector(config.trainer, TARGET_ID)
+    server = server or EveryStep(requests, k, features_of(target, k))
+    server.swap(serving.path, None)
+    rounds: list[_Round] = []
+    ended: list[Served] = []
+    cpu_s = np.zeros(len(requests))
+    at = spent = 0.0
+    for served in server.serve():
+        ended.append(served)
+        at = max(at, float(served.index) if arrivals is None else arrivals[served.index])
+        version = serving.version
+        trace = captured(config, requests[served.index], served, rng, at=at, version=version)
+        buffer.put([trace])
+        detector.add(_window(served, at, version, k))
+        is_wanted = not may_rest or detector.decide(at).ok
+        is_wanted &= charged is None or charged.pays(detector.num_wakes)
+        is_wanted &= len(rounds) != max_rounds
+        if is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces:
+            one = _run_round(trainer, serving, config, served.index)
+            rounds.append(one)
+            spent += one.cpu_s
+            detector.add(one.outcome)
+            if charged is not None:
+                charged.add_round(one.outcome, one.cpu_s, is_published=one.is_published)
+            detector.add(Event(at=at, kind="published" if one.is_published else "refused", text=""))
+            if one.is_published:
+                serving = store.publish(
+                    one.outcome.path, parent=version, target_id=TARGET_ID, outcome=one.outcome
+                )
+                store.prune(2, {serving.version})
+                server.swap(serving.path, predicted_alpha(serving))
+        cpu_s[served.index] = spent
+    return _curve(ended, cpu_s, rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    outcome: RoundOutcome
+    seconds: float
+    cpu_s: float
+    is_published: bool
+    index: int
+    """Of the request after which it ran."""
+
+
+def _run_round(trainer: Trainer, serving: DraftRelease, config: Config, index: int) -> _Round:
+    started, cpu_started = time.perf_counter(), time.process_time()
+    outcome = trainer.run_round(serving)
+    seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+    is_better = should_publish(outcome, serving, config.gate, False).ok
+    return _Round(outcome, seconds, cpu_s, is_better, index)
+
+
+def _curve(ended: Sequence[Served], cpu_s: np.ndarray, rounds: Sequence[_Round]) -> Curve:
+    in_order = sorted(ended, key=lambda served: served.index)
+    seconds = [served.seconds for served in in_order]
+    outcomes = [one.outcome for one in rounds]
+    return Curve.of(
+        [served.counts for served in in_order],
+        np.maximum.accumulate(cpu_s).tolist(),
+        num_rounds=len(rounds),
+        num_published=sum(one.is_published for one in rounds),
+        num_discarded=sum(bool(outcome.discarded) for outcome in outcomes),
+        train_seconds=sum(one.seconds for one in rounds),
+        padding=float(np.mean([outcome.padding for outcome in outcomes])) if outcomes else 0.0,
+        seconds=None if None in seconds else np.array(seconds, float),
+        notes={
+            "published_at": [one.index for one in rounds if one.is_published],
+            "num_traces": sum(outcome.num_student_traces for outcome in outcomes),
+            "sampling_cpu_s": sum(outcome.sampling_cpu_s for outcome in outcomes),
+            "scoring_cpu_s": sum(outcome.scoring_cpu_s for outcome in outcomes),
+            "features_cpu_s": sum(outcome.features_cpu_s for outcome in outcomes),
+        },
+    )
+
+
+def captured(
+    config: Config,
+    request: Recorded,
+    served: Served,
+    rng: np.random.Generator,
+    *,
+    at: float = 0.0,
+    version: int = 1,
+) -> Trace:
+    """What capture keeps of a request as it was served."""
+    return trace_of(
+        request,
+        served.kind_T,
+        at=at,
+        target_id=TARGET_ID,
+        accepted_fraction=config.capture.accepted_fraction,
+        plain_fraction=config.capture.plain_fraction,
+        rng=rng,
+        draft_version=version,
+    )
+
+
+def _window(served: Served, at: float, version: int, k: int) -> SpecWindow:
+    """What the engine would have reported of one request."""
+    counts = served.of_the_draft
+    return SpecWindow(
+        at=at,
+        replica="recorded",
+        version=version,
+        seconds=1.0,
+        k=k,
+        num_drafts=counts.drafts,
+        num_draft_tokens=counts.drafted,
+        num_accepted_tokens=counts.accepted,
+        num_accepted_tokens_per_pos=(counts.accepted,),
+        num_tested_per_pos=(counts.tested,),
+        num_output_tokens=counts.tokens,
+        num_finished=1,
+    )

@@ -1,0 +1,171 @@
+"""The live drift benchmark without engines.
+
+Its process accounting, what servers are told, and its arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.drift import arms, names, speed
+from benchmarks.drift.jobs import base_config
+from benchmarks.drift.speed_report import summarise
+from benchmarks.record import Options
+from benchmarks.result import Figure
+
+BURN = "import time\nwhile time.process_time() < {}: pass\n"
+
+
+def test_cpu_time_of_a_tree_holds_children_and_those_that_ended() -> None:
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]]); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", child, BURN.format(0.6) + "print('over', flush=True)"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"over\n"
+        assert 0.5 < arms.tree_cpu_seconds(process.pid) < 3
+        assert arms.tree_cpu_seconds(os.getpid()) > arms.tree_cpu_seconds(process.pid)
+        process.communicate(b"\n")
+    assert arms.tree_cpu_seconds(process.pid) == 0
+
+
+def test_what_each_service_is_told_can_be_loaded() -> None:
+    from osd.config.reading import load
+
+    config = base_config()
+    loaded = {
+        arm: load(
+            arms.PRESET,
+            arms.overrides(arm, config, Path("t"), Path("d"), Path("data")),
+            environ={},
+        ).config
+        for arm in arms.SERVICE_ARMS
+    }
+    assert not loaded[names.FROZEN].trainer.enabled
+    assert not loaded[names.FROZEN].capture.enabled
+    off, on = loaded[names.FROZEN_LOOP], loaded[names.SERVED]
+    assert not off.trainer.enabled
+    assert on.trainer.enabled and on.speculation == off.speculation and on.capture == off.capture
+    assert loaded[names.OURS].trainer == config.trainer
+    assert loaded[names.OURS_LORA].trainer.method == "lora"
+    assert loaded[names.OURS_LORA].trainer.learning_rate == pytest.approx(
+        3 * config.trainer.learning_rate
+    )
+    modes = {arm: each.speculation.mode for arm, each in loaded.items()}
+    assert modes == {
+        arm: "auto" if arm in (names.SERVED, names.FROZEN_LOOP) else "fixed"
+        for arm in arms.SERVICE_ARMS
+    }
+    assert {c.serving.vllm["enable_prefix_caching"] for c in loaded.values()} == {False}
+
+
+def test_the_reference_is_told_nothing_of_speculation() -> None:
+    from benchmarks.service.servers import bare_command
+
+    plain = bare_command(Path("t"), None, name="tiny", port=7, options={"enforce_eager": True})
+    assert "--speculative-config" not in plain
+    ngram = bare_command(
+        Path("t"), {"method": "ngram"}, name="tiny", port=7, options={"enforce_eager": True}
+    )
+    assert [part for part in ngram if part not in plain] == [
+        "--speculative-config",
+        '{"method": "ngram"}',
+    ]
+
+
+def part(seconds: float, charged_s: float, cpu_s: float, *, answer: int = 1) -> dict[str, Any]:
+    request = {"tokens": 11, "ttft_s": 0.1, "seconds": seconds / 2, "hash": answer}
+    return {"seconds": seconds, "charged_s": charged_s, "cpu_s": cpu_s, "requests": [request] * 24}
+
+
+def figures(rows: list[dict[str, Any]]) -> dict[tuple[str, str], Figure]:
+    plan = speed.protocol(Options(directory=Path("unused"), quick=True))
+    return {(f.group, f.name): f for f in summarise(plan, rows).figures}
+
+
+def a_row(
+    arm: str, start: int, contender: dict[str, Any], reference: dict[str, Any]
+) -> dict[str, Any]:
+    facts = {"num_swaps": 3} if arm == names.OURS else {}
+    row = {"schedule": "sharp", "arm": arm, "start": start, "first": "contender", "facts": facts}
+    return {**row, "contender": contender, "reference": reference}
+
+
+def test_training_after_a_chunk_is_charged_and_shown() -> None:
+    rows = [
+        a_row(names.OURS, start, part(4, 1, 10), part(10, 0, 10)) for start in range(0, 120, 24)
+    ]
+    found = figures(rows)
+    group = "sharp: all requests"
+    assert found[group, "tokens/s, ours / no speculation"].value == 2.0
+    assert found[group, "tokens/s, traffic alone, ours / no speculation"].value == 2.5
+    assert found[group, "tokens per CPU second, ours / no speculation"].value == 1.0
+    assert found[group, "tokens/s, ours"].value == pytest.approx(24 * 11 / 5)
+    assert found[group, "TPOT, ours / no speculation"].value == pytest.approx((2 - 0.1) / (5 - 0.1))
+    assert found["sharp: checks", "charged, ours"].value == 5
+    assert found["sharp: checks", "num_swaps, ours"].value == 3
+
+
+def test_phases_are_told_apart_and_differing_answers_counted() -> None:
+    rows = [a_row(names.NGRAM_TUNED, 0, part(5, 0, 1), part(10, 0, 1))]
+    rows += [
+        a_row(names.NGRAM_TUNED, start, part(20, 0, 1, answer=2), part(10, 0, 1))
+        for start in range(24, 120, 24)
+    ]
+    found = figures(rows)
+    name = "tokens/s, n-gram, 1 to 5 / no speculation"
+    assert found["sharp: home", name].value == 2.0
+    assert found["sharp: sql", name].value == 0.5
+    assert found["sharp: checks", "answers that differ, n-gram, 1 to 5"].value == 96
+
+
+class FakeClient:
+    """A service that trains for some seconds, then swaps for some more."""
+
+    def __init__(self, training_s: float, swapping_s: float) -> None:
+        self._until = time.perf_counter() + training_s
+        self._swapped_at = self._until + swapping_s
+
+    def get(self, path: str) -> dict[str, Any]:
+        now = time.perf_counter()
+        return {
+            "phase": "training" if now < self._until else "waiting",
+            "version": 2 if now >= self._until else 1,
+            "replicas": [{"version": 2 if now >= self._swapped_at else 1}],
+        }
+
+
+def test_a_round_under_way_is_waited_for_and_so_is_its_swap() -> None:
+    client: Any = FakeClient(0.8, 0.6)
+    ended = time.perf_counter()
+    server = arms.Server(url="", pid=os.getpid(), kind="service", client=client)
+    until, spent = server.settle(ended)
+    assert 1.0 < until - ended < 1.6
+    assert spent <= server.cpu_seconds()
+    assert time.perf_counter() - ended >= arms.SECONDS_TO_SETTLE["service"]
+
+
+def test_a_server_that_does_not_train_is_charged_nothing() -> None:
+    ended = time.perf_counter()
+    until, _ = arms.Server(url="", pid=os.getpid(), kind="bare").settle(ended)
+    assert until == ended
+
+
+def test_a_quick_run_keeps_the_phases_and_shortens_them() -> None:
+    quick, full = (
+        speed.protocol(Options(directory=Path("x"), quick=q)).sizes["schedules"]
+        for q in (True, False)
+    )
+    assert [p["name"] for p in quick["sharp"]["phases"]] == [
+        p["name"] for p in full["sharp"]["phases"]
+    ]
+    assert [p["requests"] for p in quick["sharp"]["phases"]] == [24, 96]
