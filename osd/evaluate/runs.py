@@ -212,11 +212,14 @@ def write(path: Path, run: Run) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises `OSDError` where a file or directory below --out cannot be written."""
+    """Raises `OSDError` where a file or directory below --out cannot be written, or one elsewhere
+    cannot be read."""
     try:
         yield
     except OSError as error:
-        raise OSDError(f"--out: {explain(error, path)}") from None
+        is_elsewhere = error.filename and not Path(error.filename).is_relative_to(path.parent)
+        where = "" if is_elsewhere else "--out: "
+        raise OSDError(f"{where}{explain(error, path)}") from None
 
 
 def _readable(tree: dict[str, Any]) -> bytes:

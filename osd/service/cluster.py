@@ -94,9 +94,10 @@ def set_ray_defaults() -> None:
     # Ray runs its workers at niceness 15, so any other process would slow the engine down.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Where memory runs out, Ray would end engines like any other process, and the kernel the
-    # largest of its workers, which all count 1000. The trainer is to go first (`give_way.py`).
+    # largest of its workers, which all count 1000. The trainer is to go first (`give_way.py`): it
+    # does, however large an engine is, if that counts by its size alone.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    os.environ.setdefault("RAY_worker_oom_score_adjustment", "500")
+    os.environ.setdefault("RAY_worker_oom_score_adjustment", "0")
 
 
 def _init_ray(options: dict[str, Any]) -> None:

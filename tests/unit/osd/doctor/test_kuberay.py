@@ -387,7 +387,8 @@ def test_options_are_those_of_osd_serve() -> None:
     from typer.main import get_command
 
     serve = get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    options = {o for p in serve.params for o in p.opts if o.startswith("-")}
+    shown = [p for p in serve.params if not getattr(p, "hidden", False)]
+    options = {o for p in shown for o in p.opts if o.startswith("-")}
     assert options == {*kuberay_serve.FLAGS, "--config", "-c", "--detach", "--help"} - {"--help"}
 
 

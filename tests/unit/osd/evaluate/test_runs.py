@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from osd.errors import ConfigError, OSDError
 from osd.evaluate.plan import Load, Plan
-from osd.evaluate.runs import Directory, write
+from osd.evaluate.runs import Directory, write, writing
 from tests.support.evaluations import REQUESTS, run_of, served
 
 PLAN = Plan(methods=("none", "draft"), lengths=(2,), loads=(Load(streams=2),), num_repeats=2)
@@ -58,6 +59,17 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(ConfigError, match=r"--out: .*out"):
         opened(tmp_path)
+
+
+def test_a_file_elsewhere_is_not_said_to_be_of_out(tmp_path: Path) -> None:
+    def refused(name: Path) -> str:
+        with pytest.raises(OSDError) as found, writing(tmp_path / "out" / "draft"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(name))
+        return str(found.value)
+
+    draft = tmp_path / "models" / "model.safetensors"
+    assert refused(draft).startswith(f"{draft}: Permission denied")
+    assert refused(tmp_path / "out" / "draft.new").startswith(f"--out: {tmp_path}/out/draft.new: ")
 
 
 def test_a_run_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from osd.common.memory import FIRST
 from osd.config import reading
@@ -16,6 +17,7 @@ from osd.config.schema import Config
 from osd.errors import ConfigError
 from osd.service.cluster import check_gpus
 from osd.service.launch import Service
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,8 @@ RAY_VARIABLES = (
     "RAY_worker_oom_score_adjustment",
 )
 
+HOW_WORKERS_RUN = RAY_VARIABLES[-4:]
+
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
@@ -126,7 +130,23 @@ def test_where_memory_runs_out_ray_ends_no_engine_and_the_kernel_the_trainer(ray
     """Of processes that count alike, the kernel ends the largest: the engine."""
     found = started(ray)
     assert found["RAY_memory_monitor_refresh_ms"] == "0"
-    assert int(found["RAY_worker_oom_score_adjustment"]) < int(FIRST)
+    lead = int(FIRST) - int(found["RAY_worker_oom_score_adjustment"])
+    assert lead == 1000, "as much as all memory counts, so that no engine is large enough"
+
+
+def test_a_ray_on_kubernetes_is_started_alike(ray: FakeRay) -> None:
+    ours = {name: value for name, value in started(ray).items() if name in HOW_WORKERS_RUN}
+    assert len(ours) == len(HOW_WORKERS_RUN)
+    (cluster,) = [
+        one
+        for one in yaml.safe_load_all((ROOT / "configs/kuberay.yaml").read_text())
+        if one["kind"] == "RayJob"
+    ]
+    spec = cluster["spec"]["rayClusterSpec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        given = {one["name"]: one.get("value") for one in container["env"]}
+        assert ours.items() <= given.items()
 
 
 def test_a_cluster_of_others_has_its_own_ways_to_let_somebody_in(ray: FakeRay) -> None:
