@@ -138,11 +138,11 @@ class WorkingDraft:
         self.state = replace(self.state, rate_scale=scale)
 
     def _resume(self) -> None:
-        """Go to the newest checkpoint of this draft and target; without one, to the beginning."""
-        self._is_mid_round, self._average = False, {}
-        draft, target_id = self.state.draft, self.state.target_id
-        self.state = TrainerState(draft=draft, target_id=target_id)
+        """Go to the newest checkpoint of this draft and target; without one, to the beginning. What
+        fails on the way there, as for memory, leaves a round that began as one that began."""
         found = self._load()
+        draft, target_id = self.state.draft, self.state.target_id
+        self.state, self._average = TrainerState(draft=draft, target_id=target_id), {}
         if found is None or (found.state.draft, found.state.target_id) != (draft, target_id):
             return
         self.state, self._average = found.state, found.average

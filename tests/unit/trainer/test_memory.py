@@ -39,6 +39,29 @@ def test_it_is_told_and_the_next_round_is_as_if_it_had_not_been(
     assert same_weights(trainer.run_round(base).path, unharmed.path)
 
 
+@pytest.mark.parametrize("num", [3, 200], ids=["at once", "later"])
+def test_it_may_run_out_again_on_the_way_back_to_the_checkpoint(
+    tmp_path: Path, base: DraftRelease, num: int
+) -> None:
+    """The trainer's rounds and its cursor would be lost, or half a round be gone on from."""
+
+    def second_round(name: str, *room: int) -> str:
+        """The candidate of the second round, which is tried with so much room first."""
+        buffer = buffer_with(*chain_traces(8))
+        trainer = trainer_at(tmp_path / name, buffer, replay_batches=0)
+        trainer.run_round(base)
+        buffer.put(chain_traces(8, start=8))
+        for num in room:
+            with pytest.raises(OSDError, match="^memory runs out"), MemoryFor(num):
+                trainer.run_round(base)
+            assert trainer.num_new_traces() == 8
+        return trainer.run_round(base).path
+
+    unharmed, path = second_round("unharmed"), second_round("starved", 40, num)
+    assert Path(path).name == Path(unharmed).name == "2"
+    assert same_weights(path, unharmed)
+
+
 def test_it_is_told_of_a_replay_too(tmp_path: Path, base: DraftRelease) -> None:
     trainer = trainer_at(tmp_path, buffer_with(*chain_traces(8, holdout=True)))
     assert trainer.evaluate_releases([base], 8)
