@@ -9,8 +9,14 @@ from pathlib import Path
 
 from osd.errors import OSDError
 
-SIGNS = ("out of memory", "can't allocate memory", "not enough memory")
-"""In torch's errors of a device's memory, and of the host's."""
+SIGNS = (
+    "out of memory",
+    "alloc_failed",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+)
+"""In errors of a device's memory and its libraries', of the host's, and of files mapped into it."""
 FIRST = "1000"
 """The most that a process can add to how gladly the kernel ends it."""
 
@@ -19,7 +25,7 @@ def has_run_out(error: BaseException) -> bool:
     """Whether an error says that there is no memory, the host's or a device's."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    text = str(error).lower() if isinstance(error, (RuntimeError, ImportError)) else ""
     return isinstance(error, MemoryError) or any(sign in text for sign in SIGNS)
 
 
@@ -28,7 +34,7 @@ def told_when_out(remedy: str) -> Iterator[None]:
     """Where memory runs out inside, raise an `OSDError` of one line with this remedy."""
     try:
         yield
-    except (MemoryError, RuntimeError, OSError) as error:
+    except (MemoryError, RuntimeError, OSError, ImportError) as error:
         if not has_run_out(error):
             raise
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]

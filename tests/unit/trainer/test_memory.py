@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from osd.records import DraftRelease
 from tests.support.starving import MemoryFor
 from tests.support.tiny_drafts import chain_traces, release_of, save_draft
 from tests.support.tiny_rounds import buffer_with, config, same_weights, trainer_at
-from trainer import checkpoint
+from trainer import draft
 from trainer.distiller import needing_less
 
 REMEDY = "lower trainer.batch_size=8, lower trainer.max_length=64 or use trainer.method=lora"
@@ -77,12 +76,12 @@ def test_a_checkpoint_that_memory_does_not_hold_is_not_given_up(
     buffer = buffer_with(*chain_traces(24))
     path = trainer_at(tmp_path / "t", buffer).run_round(base).path
 
-    def no_room(*_: Any) -> Any:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    def no_room(path: Path) -> Any:
+        raise RuntimeError(f"unable to mmap 8 bytes from <{path}>: Cannot allocate memory (12)")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "load_file", no_room)
-        with pytest.raises(OSError, match="Cannot allocate memory"):
+        patch.setattr(draft, "checkpoint_tensors", no_room)
+        with pytest.raises(RuntimeError, match="^unable to mmap"):
             trainer_at(tmp_path / "t", buffer)
     with pytest.raises(RuntimeError, match="pretended"), MemoryFor(3):
         trainer_at(tmp_path / "t", buffer)

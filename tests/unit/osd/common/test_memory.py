@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,11 @@ OF_THE_HOST = (
         MemoryError("Unable to allocate 4.00 TiB for an array"),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has"),
         RuntimeError(OF_THE_HOST),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
+        ImportError("libx.so: failed to map segment from shared object: Cannot allocate memory"),
     ],
-    ids=["numpy", "device", "host", "map"],
+    ids=["numpy", "device", "host", "library", "map", "import"],
 )
 def test_it_is_one_line_with_the_remedy(error: Exception) -> None:
     with pytest.raises(OSDError) as caught, told_when_out("lower it"):
@@ -41,8 +44,29 @@ def test_what_torch_says_of_the_hosts_memory_is_known() -> None:
     assert has_run_out(caught.value)
 
 
+def test_what_torch_says_of_a_file_that_cannot_be_mapped_is_known(tmp_path: Path) -> None:
+    file, num_bytes = tmp_path / "weights", 1 << 40
+    with file.open("wb") as sparse:
+        sparse.truncate(num_bytes)
+    own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (own + (1 << 30), hard))
+    try:
+        with pytest.raises(RuntimeError, match="unable to mmap") as caught:
+            torch.UntypedStorage.from_file(str(file), False, num_bytes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert has_run_out(caught.value)
+
+
 @pytest.mark.parametrize(
-    "error", [RuntimeError("shapes differ"), OSError(errno.ENOSPC, "disk full"), KeyError("k")]
+    "error",
+    [
+        RuntimeError("shapes differ"),
+        OSError(errno.ENOSPC, "disk full"),
+        ImportError("no module named 'x'"),
+        KeyError("k"),
+    ],
 )
 def test_other_errors_stay(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, told_when_out("lower it"):
