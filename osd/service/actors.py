@@ -191,24 +191,27 @@ class TrainerActor:
         registry = Registry(redis_url, config.deployment)
         begin_log(Path(log_dir), TRAINER_NAME, registry)
         give_way(config.trainer)
+        with started_again_when_out():
+            from osd.service.pace import Pace, busy_replicas
+
+            self._here = drafts_here(config)
+            self._pace = Pace(config.trainer.duty_cycle, busy_replicas(registry))
+            self._begin(config, redis_url, target_id, is_head)
+
+    def _begin(self, config: Config, redis_url: str, target_id: str, is_head: bool) -> None:
         from buffers.redis_stream import RedisTraceBuffer
-        from osd.service.pace import Pace, busy_replicas
         from trainer.loop import Trainer
 
         limit_gpu_memory(config.trainer)
-        teacher = teacher_here(config, target_id, is_head=is_head)
-        self._here = drafts_here(config)
-        self._pace = Pace(config.trainer.duty_cycle, busy_replicas(registry))
-        with started_again_when_out():
-            self._trainer = Trainer(
-                config.trainer,
-                config.gate,
-                config.speculation.k_max,
-                RedisTraceBuffer(**buffer_settings(config, redis_url, target_id)),
-                config.checkpoint_path / target_id,
-                target_id,
-                teacher=teacher,
-            )
+        self._trainer = Trainer(
+            config.trainer,
+            config.gate,
+            config.speculation.k_max,
+            RedisTraceBuffer(**buffer_settings(config, redis_url, target_id)),
+            config.checkpoint_path / target_id,
+            target_id,
+            teacher=teacher_here(config, target_id, is_head=is_head),
+        )
 
     def machine(self) -> str:
         return socket.gethostname()

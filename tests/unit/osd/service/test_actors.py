@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +158,42 @@ def test_a_replica_that_is_restarted_finds_the_note_of_the_one_before(
         home="head",
     )
     assert given["awake_note"] == str(note) and note.exists() is is_restart
+
+
+@pytest.mark.parametrize("step", ["limit_gpu_memory", "import", "teacher_here", "Trainer"])
+def test_a_trainer_without_memory_for_any_step_of_its_start_is_started_again(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray never starts one again whose constructor raises."""
+
+    class Module(ModuleType):
+        """`trainer.loop`, whose import may need more memory than there is."""
+
+        def __getattr__(self, name: str) -> Any:
+            return no_room() if step == "import" else no_room
+
+    class Exited(BaseException):
+        pass
+
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no room")
+
+    def exited(status: int) -> Any:
+        raise Exited(status)
+
+    monkeypatch.setattr(actors, "begin_log", lambda *_: None)
+    monkeypatch.setattr(actors, "give_way", lambda config: None)
+    monkeypatch.setattr(actors, "teacher_here", lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "trainer.loop", Module("trainer.loop"))
+    if hasattr(actors, step):
+        monkeypatch.setattr(actors, step, no_room)
+    again = partial(actors.started_again_when_out, pause_s=0.0)
+    monkeypatch.setattr(actors, "started_again_when_out", again)
+    monkeypatch.setattr(os, "_exit", exited)
+    url = "redis://127.0.0.1:1"
+    settings: dict[str, Any] = {"redis_url": url, "target_id": "t", "log_dir": str(tmp_path)}
+    with pytest.raises(Exited, match="^1$"):
+        TrainerActor(Config(data_dir=str(tmp_path)), is_head=False, **settings)
 
 
 class Heard:
