@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,12 +35,23 @@ def limit_gpu_memory(config: TrainerConfig) -> None:
 @contextmanager
 def started_again_when_out(pause_s: float = MAX_PAUSE_S) -> Iterator[None]:
     """In an actor's constructor: end the process where memory runs out, so that Ray tries again. An
-    actor whose constructor raises is never started again."""
+    actor whose constructor raises is never started again. During the pause it holds nothing of what
+    was called inside."""
     try:
         yield
+        return
     except Exception as error:
         if not has_run_out(error):
             raise
         logger.error("no memory to start in (%s); trying again in %g s", error, pause_s)
-        time.sleep(pause_s)
-        os._exit(1)
+        _let_go(error)
+    gc.collect()
+    time.sleep(pause_s)
+    os._exit(1)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Of what the frames hold that raised it, and those that it came of: weights half loaded."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -20,6 +20,33 @@ with started_again_when_out(pause_s=0.0):
     raise {error}
 print("goes on")
 """
+HOLD = """
+import time
+import weakref
+from osd.service.give_way import started_again_when_out
+
+held = []
+
+class Weights:
+    def __init__(self):
+        self.itself = self
+        held.append(weakref.ref(self))
+
+def load():
+    weights = Weights()
+    raise MemoryError("no room")
+
+def start():
+    weights = Weights()
+    try:
+        load()
+    except MemoryError:
+        raise RuntimeError("out of memory")
+
+time.sleep = lambda seconds: print(len(held), sum(ref() is not None for ref in held), flush=True)
+with started_again_when_out():
+    start()
+"""
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -41,3 +68,9 @@ def test_one_without_the_memory_to_start_ends_so_that_it_is_started_again() -> N
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.strip() == "no memory to start in (no room); trying again in 0 s"
     assert "ValueError: other" in run(START.format(error='ValueError("other")')).stderr
+
+
+def test_until_it_is_started_again_it_holds_nothing_of_what_was_loaded() -> None:
+    """Where memory is short, it would be held from those who are to let go of theirs."""
+    done = run(HOLD)
+    assert (done.returncode, done.stdout.split()) == (1, ["2", "0"])
