@@ -36,6 +36,10 @@ ENDS = {
     REPLAY: {PRESENCE, REPLAY},
 }
 """What succeeds -> the troubles that are over then."""
+UNKNOWN = (
+    "its machine is cut off or overloaded, lacks what the trainer needs, or has no memory for it to "
+    "start in (see `osd logs trainer`)"
+)
 ENDED_AGAIN = (
     "it ended in each of the last {} rounds ({}), as where the host's memory runs out; lower "
     "trainer.batch_size or trainer.max_length, or give its machine more memory"
@@ -113,7 +117,7 @@ class TrainerLink:
     async def _note_silence(self, seconds: float) -> None:
         why = await self._trainer.why_silent()
         if why or self._has_answered or seconds >= self._seconds_to_start:
-            why = why or "its machine is cut off or overloaded, or lacks what the trainer needs"
+            why = why or UNKNOWN
             await self._fails(PRESENCE, f"no answer for some {self._seconds_to_answer:g} s: {why}")
 
     async def _ask(self) -> None:
