@@ -37,8 +37,8 @@ ENDS = {
 }
 """What succeeds -> the troubles that are over then."""
 UNKNOWN = (
-    "its machine is cut off or overloaded, lacks what the trainer needs, or has no memory for it to "
-    "start in (see `osd logs trainer`)"
+    "its machine is cut off or overloaded, lacks what the trainer needs, or has no memory for it "
+    "to start in (see `osd logs trainer`)"
 )
 ENDED_AGAIN = (
     "it ended in each of the last {} rounds ({}), as where the host's memory runs out; lower "
@@ -134,6 +134,8 @@ class TrainerLink:
             answer = await call()
         except Exception as error:  # noqa: BLE001  any error: serving goes on, Ray restarts the trainer
             why = _text(error)
+            if what == TRAINING and not isinstance(error, AwayError):
+                self._num_ended = 0
             if isinstance(error, ReplayBufferError):
                 held = COUNTING  # which is the first to succeed again
             else:

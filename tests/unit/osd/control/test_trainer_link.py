@@ -18,7 +18,7 @@ from osd.control.trainer_link import (
     UNKNOWN,
     TrainerLink,
 )
-from osd.errors import AwayError, ReplayBufferError
+from osd.errors import AwayError, OSDError, ReplayBufferError
 from osd.records import DraftRelease, Event, RoundOutcome
 from tests.support.clocks import HandClock
 
@@ -233,6 +233,19 @@ async def test_one_that_ends_in_round_after_round_is_told_with_the_remedy_and_pa
     assert "lower trainer.batch_size or trainer.max_length" in again
     warned = [r.message for r in caplog.records if r.message.startswith("trainer: it ended in")]
     assert len(warned) == 1, "once, however often"
+
+
+@pytest.mark.parametrize("between", [OSDError("disk full"), ReplayBufferError("Redis is away")])
+async def test_a_round_that_fails_in_another_way_did_not_end_it(
+    told: Told, between: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = AwayError("its process ended, and is started again")
+    for error in (ended, between, between, ended):
+        told.trainer.fails["run_round"] = error
+        await told.call("run_round")
+    assert "it ended in each of" not in caplog.text
+    await told.call("run_round")
+    assert ENDED_AGAIN.format(2, ended) in caplog.text
 
 
 async def test_rounds_that_end_it_are_told_though_it_is_known_to_be_away(told: Told) -> None:
