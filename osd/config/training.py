@@ -93,9 +93,9 @@ class TrainerConfig(Section):
     replayed ones do. Others are computed anew in every round."""
     target_memory_bytes: int | None = Field(None, gt=0)
     """Where the trainer needs the target, for an EAGLE-3 head or by `trainer.sampling`: memory for
-    its weights on the trainer's device, at least its embedding and a layer. Layers that do not fit
-    stay in the target's files and are read anew whenever it is asked, which is slow. None = all are
-    loaded."""
+    its weights on the trainer's device, at least its embedding and the larger of a layer and an
+    output layer that is not the embedding. Layers that do not fit stay in the target's files and
+    are read anew whenever it is asked, which is slow. None = all are loaded."""
     max_length: int = Field(1024, ge=16)
     """Tokens per trace in training; longer ones lose the start of their prompt."""
     min_new_traces: int = Field(32, ge=1)

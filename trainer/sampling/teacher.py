@@ -65,7 +65,8 @@ class Teacher:
             if self._memory is not None and hf.get_input_embeddings().weight.is_meta:
                 raise OSDError(
                     f"trainer.target_memory_bytes={self._memory}: does not hold the target's "
-                    "embedding and a layer; raise it"
+                    "embedding and the larger of a layer and an output layer that is not the "
+                    "embedding; raise it"
                 )
             return RowModel(hf if self._memory is not None else hf.to(self.device))
         except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:

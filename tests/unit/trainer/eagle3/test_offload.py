@@ -83,6 +83,17 @@ def test_memory_that_holds_all_of_it_leaves_nothing_in_files(target: Path, head:
     assert num_in_files(teacher) == 0
 
 
-def test_the_embedding_has_to_fit(target: Path, head: Path) -> None:
-    with pytest.raises(OSDError, match="^trainer.target_memory_bytes=100: does not hold"):
-        features(Teacher(target, top_k=4, memory=100), head)
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("vocab_size", [64, 2048], ids=["large layer", "large output layer"])
+def test_the_embedding_and_the_largest_that_is_read_have_to_fit(
+    tmp_path: Path, vocab_size: int, is_tied: bool
+) -> None:
+    model = deep_llama(vocab_size=vocab_size, tie_word_embeddings=is_tied)
+    model.save_pretrained(tmp_path)
+    embedding = model.get_input_embeddings().weight.nbytes
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    least = embedding + max(layer, 0 if is_tied else model.lm_head.weight.nbytes)
+    assert num_in_files(Teacher(tmp_path, top_k=4, memory=least)) > 0
+    too_little = f"^trainer.target_memory_bytes={least - 1}: does not hold .* an output layer that"
+    with pytest.raises(OSDError, match=too_little):
+        Teacher(tmp_path, top_k=4, memory=least - 1).model  # noqa: B018
