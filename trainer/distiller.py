@@ -92,19 +92,26 @@ class Distiller:
         return all(bool(torch.isfinite(parameter).all()) for parameter in self._trainable)
 
 
-def needing_less(config: TrainerConfig, *, is_head: bool = False) -> str:
-    """What to do where a round runs out of memory."""
-    less = [
-        f"lower trainer.batch_size={config.batch_size}",
-        f"lower trainer.max_length={config.max_length}",
-    ]
+def needing_less(config: TrainerConfig, *, has_teacher: bool = False) -> str:
+    """What to do where a round runs out of memory. `has_teacher`: whether it asks the target, as
+    for a head, or by `trainer.sampling`, with which no head learns."""
+    less = [f"lower trainer.max_length={config.max_length}"]
+    if config.batch_size > 1:
+        less.insert(0, f"lower trainer.batch_size={config.batch_size}")
     if config.method == "full":
         less.append("use trainer.method=lora")
-    if is_head:
+    if has_teacher and config.sampling == "teacher" and config.feature_cache_bytes:
         less.append(f"lower trainer.feature_cache_bytes={config.feature_cache_bytes}")
+    if has_teacher:
+        most = config.target_memory_bytes
+        less.append(
+            "set trainer.target_memory_bytes"
+            if most is None
+            else f"lower trainer.target_memory_bytes={most}"
+        )
     if config.num_gpus < 1 and config.device != "cpu" and torch.cuda.is_available():
         less.append(f"raise trainer.gpu_memory_fraction={config.gpu_memory_fraction:g}")
-    return f"{', '.join(less[:-1])} or {less[-1]}"
+    return " or ".join(filter(None, [", ".join(less[:-1]), less[-1]]))
 
 
 def accelerator(config: TrainerConfig) -> Accelerator:

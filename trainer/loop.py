@@ -135,7 +135,7 @@ class Trainer:
         self._config, self._buffer = config, buffer
         self._candidates = directory / "candidates"
         self._features = features_of(config, teacher, k)
-        self._remedy = needing_less(config, is_head=teacher is not None)
+        self._remedy = needing_less(config, has_teacher=teacher is not None)
         self._evaluator = Evaluator(config, gate, k, buffer, self._features)
         self._guard = LossGuard(config, gate, buffer)
         self._mix = ReplayMix(config, buffer)

@@ -10,10 +10,12 @@ import pytest
 from osd.errors import OSDError
 from osd.records import DraftRelease
 from tests.support.starving import MemoryFor
-from tests.support.tiny_drafts import chain_traces, release_of, save_draft
-from tests.support.tiny_rounds import buffer_with, config, same_weights, trainer_at
+from tests.support.tiny_drafts import TARGET_ID, chain_traces, release_of, save_draft
+from tests.support.tiny_rounds import GATE, buffer_with, config, same_weights, trainer_at
 from trainer import draft
 from trainer.distiller import needing_less
+from trainer.loop import Trainer
+from trainer.sampling.teacher import Teacher
 
 REMEDY = "lower trainer.batch_size=8, lower trainer.max_length=64 or use trainer.method=lora"
 
@@ -91,8 +93,27 @@ def test_a_checkpoint_that_memory_does_not_hold_is_not_given_up(
 
 def test_what_needs_less_is_what_there_is_to_lower() -> None:
     assert needing_less(config()) == REMEDY
-    of_a_head = needing_less(config(method="lora", feature_cache_bytes=4096), is_head=True)
-    assert of_a_head == (
-        "lower trainer.batch_size=8, lower trainer.max_length=64 or lower "
-        "trainer.feature_cache_bytes=4096"
+    assert needing_less(config(method="lora", batch_size=1)) == "lower trainer.max_length=64"
+    rounds = "lower trainer.batch_size=8, lower trainer.max_length=64"
+    head = config(method="lora", feature_cache_bytes=4096)
+    assert needing_less(head, has_teacher=True) == (
+        f"{rounds}, lower trainer.feature_cache_bytes=4096 or set trainer.target_memory_bytes"
     )
+    uncached = config(method="lora", feature_cache_bytes=0, target_memory_bytes=9999)
+    assert needing_less(uncached, has_teacher=True) == (
+        f"{rounds} or lower trainer.target_memory_bytes=9999"
+    )
+
+
+@pytest.mark.parametrize("sampling", ["mixed", "student"])
+def test_a_draft_model_that_asks_the_target_has_no_features(
+    tmp_path: Path, base: DraftRelease, sampling: str
+) -> None:
+    buffer, teacher = buffer_with(*chain_traces(8)), Teacher(Path(base.path), top_k=4)
+    trainer = Trainer(
+        config(sampling=sampling), GATE, 4, buffer, tmp_path / "t", TARGET_ID, teacher=teacher
+    )
+    remedy = REMEDY.replace(" or use", ", use") + " or set trainer.target_memory_bytes"
+    with pytest.raises(OSDError) as caught, MemoryFor(0):
+        trainer.run_round(base)
+    assert str(caught.value).endswith(f"; {remedy}")
