@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.drift import jobs, names
 from benchmarks.drift.contest import mean_with_interval
 from benchmarks.drift.drift import NUM_PROCESSES
+from benchmarks.drift.memory import streams_of
 from benchmarks.learning.online import SCHEDULES
 from benchmarks.learning.online_report import LAST_THIRD, OFF, speed
 from benchmarks.record import Goal, Notebook, Options, Protocol, Row
@@ -30,13 +31,13 @@ from benchmarks.replays.recording import Recorded
 from benchmarks.replays.step_times import STREAMS, ModelledStepTimes, published
 from benchmarks.result import Figure, Result
 from benchmarks.traffic.family import AT_TEMPERATURE, FAMILIES, FIRST_SERVED
-from benchmarks.traffic.schedule import Schedule, arrivals, read_all
+from benchmarks.traffic.schedule import Schedule, read_all
 
 SCHEDULE, PHASE = "home-and-de", 1
 """Where German comes."""
 SHARES = (0.05, 0.14, 0.3)
-"""What the drafts of a step add, of a step without any: 0.3 as published for a target of 8 B with
-EAGLE; 0.14 as published for one of 70 B."""
+"""What the drafts of a step add, of a step without any: 0.3 as the public simulator has a target of
+8 B with EAGLE; 0.14 by the share published of one of 70 B."""
 TIMED = (OFF, names.SERVED, names.MEMORY, names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP)
 ALPHA = (names.FROZEN, names.OURS)
 """Four tokens of the draft in every step."""
@@ -141,10 +142,8 @@ def _asked(plan: Protocol, temperature: float) -> Row:
 
 
 def _replay(plan: Protocol, temperature: float, seed: int, arm: str, share: float | None) -> Row:
-    family = {"family": AT_TEMPERATURE[temperature]}
-    schedule = _schedule(plan).model_copy(update=family)
     times = None if share is None else price(share)
-    row = jobs.run_one(SCHEDULE, schedule, seed, arm, 0, times)
+    row = jobs.run_one(SCHEDULE, _answered(plan, temperature), seed, arm, 0, times)
     return {"temperature": temperature, "share": share, **row}
 
 
@@ -159,13 +158,12 @@ def _runs(plan: Protocol) -> Iterator[tuple[float, int, str, float | None]]:
 
 def _streams(plan: Protocol) -> list[tuple[str, str, int, int]]:
     """(family, domain, block, requests) of all that must be recorded."""
-    needed = dict[tuple[str, str, int], int]()
-    for temperature in _temperatures(plan):
-        for seed in plan.sizes["seeds"]:
-            for arrival in arrivals(_schedule(plan), SCHEDULE, seed):
-                key = AT_TEMPERATURE[temperature], arrival.domain, FIRST_SERVED + seed
-                needed[key] = max(needed.get(key, 0), arrival.index + 1)
-    return [(*key, num) for key, num in needed.items()]
+    runs = [(SCHEDULE, seed) for seed in plan.sizes["seeds"]]
+    return [
+        stream
+        for temperature in _temperatures(plan)
+        for stream in streams_of({SCHEDULE: _answered(plan, temperature)}, runs)
+    ]
 
 
 def _temperatures(plan: Protocol) -> list[float]:
@@ -174,6 +172,10 @@ def _temperatures(plan: Protocol) -> list[float]:
 
 def _schedule(plan: Protocol) -> Schedule:
     return Schedule.model_validate(plan.sizes["schedule"])
+
+
+def _answered(plan: Protocol, temperature: float) -> Schedule:
+    return _schedule(plan).model_copy(update={"family": AT_TEMPERATURE[temperature]})
 
 
 def _window(schedule: Schedule) -> tuple[int, int]:

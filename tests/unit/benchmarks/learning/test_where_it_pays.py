@@ -14,7 +14,7 @@ from benchmarks.record import Options, Row
 from benchmarks.replays.curve import Curve, StepCounts
 from benchmarks.replays.recording import Recorded
 from benchmarks.replays.step_times import published
-from benchmarks.traffic.family import AT_TEMPERATURE, FAMILIES
+from benchmarks.traffic.family import AT_TEMPERATURE, FAMILIES, FIRST_SERVED
 
 
 def a_curve(late: float, alpha: float = 0.5) -> Curve:
@@ -97,3 +97,14 @@ def test_families_of_other_temperatures_share_models_but_no_recordings() -> None
         assert FAMILIES[name].temperature == temperature
         assert FAMILIES[name].recorded_as == ""
         assert FAMILIES[name].models.keywords == FAMILIES["prose"].models.keywords  # type: ignore[attr-defined]
+
+
+def test_all_that_is_replayed_is_recorded_beforehand(tmp_path: Path) -> None:
+    plan = where_it_pays.protocol(Options(directory=tmp_path))
+    recorded = where_it_pays._streams(plan)
+    assert {(family, block) for family, _, block, _ in recorded} == {
+        (name, FIRST_SERVED + seed) for name in AT_TEMPERATURE.values() for seed in (0, 1, 2)
+    }
+    assert {(domain, num) for _, domain, _, num in recorded} == {("en", 192), ("de", 384)}
+    runs = list(where_it_pays._runs(plan))
+    assert len(runs) == len(set(runs)) == 3 * 3 * (2 + 3 * 5)
