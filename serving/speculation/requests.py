@@ -19,7 +19,7 @@ import numpy as np
 from serving.speculation.acceptance_breakdown import AcceptanceBreakdown
 from serving.speculation.estimates import UNKNOWN, Acceptance, Watch
 from serving.speculation.goodput import LEAST_SURVIVAL, Load, Plan, draft_of
-from serving.speculation.memory.hybrid import Hybrid, Level
+from serving.speculation.memory.hybrid import CalibrationSlope, Hybrid, Level
 from serving.speculation.memory.lookups import (
     NUM_LOOKUPS,
     NUM_LOOKUPS_OF_ALL,
@@ -64,8 +64,11 @@ class _Request:
     """draft tokens worth verifying, where a plan verifies in part"""
     gain: float | None = None
     """how many of them are accepted in the mean; None before the first decision with it"""
-    survival_G: np.ndarray | None = None
-    """of its draft, as of the newest decision"""
+    estimated: Sequence[float] = ()
+    """tokens accepted of a draft of each length, as of the newest decision; none before the first
+    one"""
+    believed: Sequence[float] = ()
+    """the same, with how far requests differ"""
     lookups: Lookups | None = None
     found: float = 0.0
     """tokens that the newest look-up expects to be accepted"""
@@ -93,6 +96,7 @@ class Requests:
         self._lookups = Lookups(NUM_LOOKUPS_OF_ALL, memory.k) if memory is not None else None
         self._unverified = Unverified()
         self._hybrid, self._watch, self._level = Hybrid(), Watch(), Level()
+        self._slope = CalibrationSlope()
         self.has_changed = False
         """Whether the traffic has changed, by what the memory finds, since this was last unset."""
         self._requests: dict[str, _Request] = {}
@@ -154,7 +158,7 @@ class Requests:
         requests = self._known(req_ids)
         draft_BG = None
         if "draft" in self._proposers:
-            draft_BG = self._draft.survival(np.array([r.slot for r in requests], np.int64))
+            draft_BG = self._survival(requests)
             for b, request in enumerate(requests):
                 if request.client_cap < self._k_max:
                     draft_BG[b, request.client_cap :] = 0.0
@@ -171,7 +175,6 @@ class Requests:
         num_B, gain_B = draft_of(load, plan)
         for b, request in enumerate(self._known(req_ids)):
             request.cap, request.gain = int(num_B[b]), float(gain_B[b])
-            request.survival_G = load.draft_BG[b]
 
     def cap(self, req_id: str, plan: Plan) -> int:
         """Draft tokens of this request that are verified under the plan."""
@@ -205,7 +208,7 @@ class Requests:
             num = min(num, plan.k)
         worth = float(found.survival_K[:num].sum()) - plan.price * num
         if plan.passes:
-            gain = self._gain(request, plan) * float(self._hybrid.ratio(np.array(request.found)))
+            gain = self._gain(request, plan) * self._hybrid.ratio_beside(request.found)
             if worth <= gain - plan.price * self._cap(request, plan):
                 return []
         return found.tokens[:num]
@@ -282,9 +285,10 @@ class Requests:
 
     def _forget(self, predicted: float | None) -> None:
         self._hybrid.restart()
+        self._slope = CalibrationSlope()
         self._draft.restart([request.slot for request in self._requests.values()], predicted)
         for request in self._requests.values():
-            request.gain = request.survival_G = None
+            request.gain, request.believed = None, ()
 
     def _learn_of_unverified(self, one: Judged) -> None:
         drafted_B, accepted_B = np.array([one.num_drafted]), np.array([one.num_accepted])
@@ -299,17 +303,29 @@ class Requests:
 
     def _gain(self, request: _Request, plan: Plan) -> float:
         if request.gain is None:
-            request.survival_G = self._draft.survival(np.array([request.slot]))[0]
-            request.gain = float(request.survival_G[: self._cap(request, plan)].sum())
+            survival_G = self._survival([request])[0]
+            request.gain = float(survival_G[: self._cap(request, plan)].sum())
         return request.gain
+
+    def _survival(self, requests: Sequence[_Request]) -> np.ndarray:
+        """float [B, G]: probability that a draft is accepted up to each position."""
+        survival_BG = self._draft.survival(np.array([r.slot for r in requests], np.int64))
+        if self._memory is None:
+            return survival_BG
+        believed_BG = self._slope.believed(survival_BG)
+        gains_B2G = np.stack([survival_BG, believed_BG], 1).cumsum(2).tolist()
+        for request, (estimated, believed) in zip(requests, gains_B2G, strict=True):
+            request.estimated, request.believed = estimated, believed
+        return believed_BG
 
     def _learn_beside(
         self, request: _Request, found: float, num_drafted: int, num_accepted: int
     ) -> None:
-        if request.survival_G is not None:
-            expected = float(request.survival_G[:num_drafted].sum())
-            self._hybrid.add(found, expected, num_accepted)
-            surprise = self._watch.add(float(request.survival_G[0]), num_accepted > 0)
+        if request.believed:
+            ratio = self._hybrid.ratio_beside(found)
+            self._slope.add(request.estimated, num_drafted, num_accepted, ratio)
+            self._hybrid.add(found, request.believed[num_drafted - 1], num_accepted)
+            surprise = self._watch.add(request.believed[0], num_accepted > 0)
             if surprise is not None:
                 self._forget(surprise)
 

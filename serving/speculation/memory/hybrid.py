@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,7 +19,7 @@ EDGES = np.array([0.25, 0.75, 1.5, 2.5, 4.0, 6.0])
 """Tokens the memory expects to be accepted, which part the kinds of look-ups."""
 PRIOR_WEIGHT = 8.0
 """Tokens expected of the draft, that a ratio of 1 counts as."""
-KEEP = 0.998
+KEEP = 0.995
 """Weight that the evidence of a kind keeps after one more draft."""
 
 NUM_RECENT, NUM_USUAL = 48, 512
@@ -36,7 +37,7 @@ class Hybrid:
 
     def add(self, found: float, expected: float, accepted: float) -> None:
         """Beside a look-up that found so many tokens, so many of the draft were accepted."""
-        kind = int(np.searchsorted(EDGES, found, "right"))
+        kind = _kind(found)
         for counts, value in ((self._expected, expected), (self._accepted, accepted)):
             counts[kind] = counts[kind] * KEEP + value
 
@@ -46,9 +47,57 @@ class Hybrid:
         ratio = (self._accepted + PRIOR_WEIGHT) / (self._expected + PRIOR_WEIGHT)
         return np.asarray(ratio[np.searchsorted(EDGES, found, "right")])
 
+    def ratio_beside(self, found: float) -> float:
+        """`ratio` of one look-up."""
+        kind = _kind(found)
+        accepted, expected = float(self._accepted[kind]), float(self._expected[kind])
+        return (accepted + PRIOR_WEIGHT) / (expected + PRIOR_WEIGHT)
+
     def restart(self) -> None:
         """Another draft serves."""
         self._expected[:] = self._accepted[:] = 0.0
+
+
+def _kind(found: float) -> int:
+    return int(EDGES.searchsorted(found, "right"))
+
+
+class CalibrationSlope:
+    """How much more is accepted of a request's draft for each token that is estimated more of it
+    than of the usual one. Of few tests, estimates differ by chance, too, and whoever chose by them
+    as they are would choose the draft where it is overestimated. One for each draft."""
+
+    def __init__(self) -> None:
+        self._num, self._usual_G, self._usual = 0, np.zeros(1), list[float]()
+        """estimates so far, their mean survival, and the tokens that a draft of each length gets"""
+        self._expected = self._accepted = 0.0
+        """least squares: what is accepted more, by what is expected more"""
+
+    def believed(self, survival_BG: np.ndarray) -> np.ndarray:
+        """float [B, G]: the estimated survival of drafts, as near to the usual one as it turned out
+        to be."""
+        if not len(survival_BG):
+            return survival_BG
+        self._num += 1
+        share = max(1 / self._num, 1 - KEEP)
+        self._usual_G = self._usual_G + share * (survival_BG.mean(0) - self._usual_G)
+        self._usual = np.cumsum(self._usual_G).tolist()
+        return np.asarray(self._usual_G + self.slope * (survival_BG - self._usual_G))
+
+    @property
+    def slope(self) -> float:
+        """0: all requests are alike. 1, as before anything is known: they differ as estimated."""
+        return min((max(self._accepted, 0.0) + PRIOR_WEIGHT) / (self._expected + PRIOR_WEIGHT), 1.0)
+
+    def add(
+        self, expected: Sequence[float], num_drafted: int, accepted: float, ratio: float
+    ) -> None:
+        """So many tokens of a draft were accepted. `expected`: tokens estimated of a draft of each
+        length; `ratio`: that of the look-up beside it (`Hybrid`)."""
+        usual = self._usual[num_drafted - 1]
+        more = ratio * (expected[num_drafted - 1] - usual)
+        self._expected = KEEP * self._expected + more * more
+        self._accepted = KEEP * self._accepted + more * (accepted - ratio * usual)
 
 
 class Level:

@@ -12,7 +12,8 @@ from serving.speculation.control import STEPS_PER_DECISION, Settings, Speculatio
 from serving.speculation.goodput import OFF, Plan, expected
 from serving.speculation.memory.lookups import NUM_LOOKUPS, NUM_UNUSED
 from serving.speculation.memory.memory import Found
-from serving.speculation.step_seen import DraftWork, StepSeen
+from serving.speculation.requests import Requests
+from serving.speculation.step_seen import DraftWork, Stamp, StepSeen
 from tests.support.simulated_engine import StepTime
 from tests.unit.serving.speculation.test_control_steps import planned, rows, starts
 
@@ -365,7 +366,7 @@ def estimate(*, is_judged: bool) -> float:
     text, found = [1, 2, 3], []
     for i in range(1600):
         is_easy = random.random() < 0.5
-        memory.survival["a"] = [0.97] if is_easy else []
+        memory.survival["a"] = [0.97, 0.97] if is_easy else []
         stamp = control.plan(["a"], 100)
         proposal = control.look_up("a")
         assert bool(proposal) == is_easy
@@ -509,6 +510,36 @@ def test_a_draft_that_nobody_verified_is_judged_where_the_memory_found_nothing()
         seen.judged = judged
         control.observe(seen)
     assert believed(control) > 0.5 and control.report().num_probes
+
+
+@pytest.mark.parametrize("is_alike, most", [(True, 1.09), (False, 1.02)])
+def test_the_draft_of_which_most_is_promised_holds_it(is_alike: bool, most: float) -> None:
+    """Beside a memory: whoever looks best of those that differ by chance alone is not believed it.
+    Where they do differ, the best is as good as it looks."""
+    requests, random = Requests(4, ("draft", "memory"), 0.5, Knows()), np.random.default_rng(0)
+    plan, stamp = Plan("draft", 4, is_mixed=True), Stamp(Plan("draft", 4, is_mixed=True), "")
+    ids = [str(number) for number in range(8)]
+    for req_id in ids:
+        requests.begin(req_id, "", None, True)
+    promised, kept = list[float](), list[int]()
+    for number in range(8, 3000):
+        load = requests.load(ids, 100)
+        requests.set_caps(plan, ids, load)
+        is_easy = [random.random() < 0.4 if is_alike else int(req_id) % 8 < 4 for req_id in ids]
+        alpha_B1 = np.where(is_easy, 0.95, 0.1)[:, None]
+        accepted = (random.random((8, 4)) < alpha_B1).cumprod(1).sum(1).tolist()
+        assert load.draft_BG is not None
+        best = int(load.draft_BG.sum(1).argmax())
+        promised.append(float(load.draft_BG[best].sum()))
+        kept.append(accepted[best])
+        requests.learn(
+            StepSeen(ids, [4] * 8, accepted, stamp, stamp, DraftWork(4), 100, True, 0.02, [100] * 8)
+        )
+        if number % 5 == 0:
+            requests.end(ids[0])
+            ids = [*ids[1:], str(number)]
+            requests.begin(ids[-1], "", None, True)
+    assert 0.95 * sum(kept) < sum(promised) < most * sum(kept)
 
 
 def test_of_a_request_whose_client_allows_no_draft_tokens_none_is_judged() -> None:

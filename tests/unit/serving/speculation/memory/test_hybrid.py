@@ -5,11 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from serving.speculation.memory.hybrid import EDGES, KEEP, PRIOR_WEIGHT, Hybrid, Level
+from serving.speculation.memory.hybrid import (
+    EDGES,
+    KEEP,
+    PRIOR_WEIGHT,
+    CalibrationSlope,
+    Hybrid,
+    Level,
+)
 
 
 def ratio(hybrid: Hybrid, found: float) -> float:
-    return float(hybrid.ratio(np.array(found)))
+    found_ratio = float(hybrid.ratio(np.array(found)))
+    assert hybrid.ratio_beside(found) == found_ratio
+    return found_ratio
 
 
 def test_until_something_is_known_the_draft_is_what_it_is_in_the_mean() -> None:
@@ -63,6 +72,63 @@ def test_another_draft_begins_anew() -> None:
     hybrid.add(5.0, 1.0, 4.0)
     hybrid.restart()
     assert ratio(hybrid, 5.0) == 1.0
+
+
+# -- how far requests differ ----------------------------------------------------------------------
+
+FAR = np.array([[0.8, 0.6], [0.4, 0.2]])
+"""What is estimated of two requests."""
+USUAL = [0.6, 0.4]
+
+
+def taught(gains: tuple[float, float], ratio: float = 1.0) -> CalibrationSlope:
+    """So many tokens of the draft of either request are accepted, times what was found beside."""
+    slope = CalibrationSlope()
+    for _ in range(2000):
+        slope.believed(FAR)
+        for survival_G, gain in zip(FAR, gains, strict=True):
+            slope.add(survival_G.cumsum().tolist(), 2, ratio * gain, ratio)
+    return slope
+
+
+def test_at_first_requests_are_believed_to_differ_as_estimated() -> None:
+    assert CalibrationSlope().believed(FAR) == pytest.approx(FAR)
+
+
+def test_requests_that_turn_out_alike_are_believed_to_be() -> None:
+    believed_BG = taught((1.0, 1.0)).believed(FAR)
+    assert believed_BG == pytest.approx(np.array([USUAL, USUAL]), abs=0.05)
+
+
+def test_requests_that_turn_out_different_are_believed_to_be() -> None:
+    assert taught((1.4, 0.6)).believed(FAR) == pytest.approx(FAR, abs=0.02)
+    assert taught((1.8, 0.2)).believed(FAR) == pytest.approx(FAR), "never more than estimated"
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 1.3])
+@pytest.mark.parametrize(
+    "gains, differ",
+    [((1.4, 0.6), 1.0), ((1.2, 0.8), 0.5), ((1.0, 1.0), 0.0), ((0.6, 1.4), 0.0)],
+)
+def test_the_slope_is_how_far_requests_differ(
+    gains: tuple[float, float], differ: float, ratio: float
+) -> None:
+    """Of how far they were estimated to, whatever was found beside their drafts."""
+    weight = (0.4 * ratio) ** 2 / (1 - KEEP)
+    slope = (differ * weight + PRIOR_WEIGHT) / (weight + PRIOR_WEIGHT)
+    assert taught(gains, ratio).slope == pytest.approx(slope, rel=1e-2)
+
+
+def test_what_is_usual_follows_the_estimates() -> None:
+    slope = taught((1.0, 1.0))
+    far = slope.believed(FAR / 2)[0, 0]
+    for _ in range(2000):
+        slope.believed(FAR / 2)
+    assert slope.believed(FAR / 2)[0, 0] < 0.35 < far
+
+
+def test_no_request_has_no_survival() -> None:
+    assert CalibrationSlope().believed(np.zeros((0, 2))).shape == (0, 2)
 
 
 # -- whether the traffic has changed --------------------------------------------------------------
