@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,7 +41,20 @@ def told_when_out(remedy: str) -> Iterator[None]:
         if not has_run_out(error):
             raise
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        let_go(error)
         raise OSDError(f"memory runs out ({why}); {remedy}") from None
+
+
+def let_go(error: BaseException | None) -> None:
+    """Of what the frames hold that raised it, and those that it came of: weights half loaded, a
+    batch. What a device keeps for tensors to come goes back to whoever shares it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def end_me_first(file: Path = Path("/proc/self/oom_score_adj")) -> None:

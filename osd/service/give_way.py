@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from osd.common.backoff import MAX_PAUSE_S
-from osd.common.memory import end_me_first, has_run_out
+from osd.common.memory import end_me_first, has_run_out, let_go
 from osd.config.schema import TrainerConfig
 
 logger = logging.getLogger(__name__)
@@ -44,14 +42,6 @@ def started_again_when_out(pause_s: float = MAX_PAUSE_S) -> Iterator[None]:
         if not has_run_out(error):
             raise
         logger.error("no memory to start in (%s); trying again in %g s", error, pause_s)
-        _let_go(error)
-    gc.collect()
+        let_go(error)
     time.sleep(pause_s)
     os._exit(1)
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Of what the frames hold that raised it, and those that it came of: weights half loaded."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__

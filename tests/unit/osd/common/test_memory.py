@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import weakref
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,22 @@ def test_it_is_one_line_with_the_remedy(error: Exception) -> None:
     line = str(caught.value)
     assert line.startswith(f"memory runs out ({type(error).__name__}: {str(error)[:20]}")
     assert line.endswith("); lower it") and "\n" not in line and len(line) < 300
+
+
+def test_nothing_of_what_failed_is_held_while_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    batches = weakref.WeakSet[torch.Tensor]()
+
+    def fail() -> None:
+        batch = torch.empty(8)
+        batches.add(batch)
+        raise MemoryError("no room for a gradient")
+
+    with pytest.raises(OSDError), told_when_out("lower it"):
+        fail()
+    assert list(batches) == [] and emptied == [1]
 
 
 def test_what_torch_says_of_the_hosts_memory_is_known() -> None:
