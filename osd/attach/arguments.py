@@ -27,8 +27,11 @@ EXTENSION = "osd.service.worker.Worker"
 SCHEDULER = "serving.speculation.scheduler.controlled_scheduler"
 UNTESTED = "OSD_ATTACH_UNTESTED"
 """Variable that lets an engine of a release of vLLM be attached that was never run."""
-HEADS = ("eagle3", "eagle-", "dflash", "dspark")
-"""Parts of a draft's name by which vLLM goes where no method is given."""
+HEADS = ("eagle-", "eagle3", "dflash", "dspark")
+"""Parts of a draft's name by which vLLM goes where no method is given, or `draft_model`, in
+its order."""
+METHODS = (None, "draft_model", "eagle3")
+"""Of vLLM's, those whose drafts can learn."""
 ATTACHED_KEY = "osd_attached"
 """Key within vLLM's `additional_config` that says that an engine was built to be attached."""
 
@@ -79,10 +82,12 @@ def why_not(args: Any, environ: Mapping[str, str] = os.environ) -> str:
     speculative = args.speculative_config
     if not isinstance(speculative, dict) or not speculative.get("model"):
         return "it has no draft model; give one with --speculative-config"
-    if speculative.get("method") not in (None, "draft_model"):
-        return f"it drafts by {speculative['method']!r}, and only draft models can learn"
+    method = speculative.get("method")
+    if method not in METHODS:
+        return f"it drafts by {method!r}, and only draft models and EAGLE-3 heads can learn"
     name = str(speculative["model"]).lower()
-    if head := next((word for word in HEADS if word in name), ""):
+    head = next((word for word in HEADS if word in name), "")
+    if method != "eagle3" and head and (method, head) != (None, "eagle3"):
         return f"vLLM takes its draft for a head, since its name contains {head!r}"
     if "num_speculative_tokens_per_batch_size" in speculative:
         return "it has a table of draft tokens by batch size, which would be lost"

@@ -63,8 +63,6 @@ def check(config: Config) -> tuple[Path, Path, int]:
     target = resolve.resolve(config.serving.target, "serving.target")
     draft = resolve.resolve(config.serving.draft, "serving.draft")
     num_tokens = check_fit(target, draft, max_model_len(config))
-    if is_head(draft):
-        check_head_here(config)
     if teacher.is_needed(config, is_head=is_head(draft)):
         teacher.check_teacher(config, target, head=draft if is_head(draft) else None)
     return target, draft, num_tokens
@@ -157,15 +155,6 @@ def check_attached(config: Config) -> None:
         raise ConfigError(
             "serving.engines=attached: engines would not find a private Valkey again after a "
             "restart; give it a port with buffer.port=N, or set buffer.redis_url"
-        )
-
-
-def check_head_here(config: Config) -> None:
-    """Engines of others are attached with draft models alone."""
-    if config.serving.engines == "attached":
-        raise ConfigError(
-            f"serving.draft={config.serving.draft}: is a head, and engines that are attached learn "
-            "with draft models alone; leave out serving.engines=attached, or use a draft model"
         )
 
 

@@ -5,6 +5,7 @@ The tests are one story, in this order.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 from osd.client.load import Answer
 from osd.service.plan import free_port
 from tests.support import acceptance, services
+from tests.support.headed import build_headed
 from tests.support.pairs import Pair
 from tests.support.services import Served, osd, status, wait_until
 from tests.support.traffic import MODEL, PROMPTS, Traffic, ask
@@ -41,12 +43,20 @@ ENGINE_ENV = {
 class StockEngine:
     """`vllm serve` with a draft, as its own documentation says; ours are only variables."""
 
-    def __init__(self, target: Path, draft: Path, directory: Path, **variables: str) -> None:
+    def __init__(
+        self,
+        target: Path,
+        draft: Path,
+        directory: Path,
+        *,
+        method: str = "draft_model",
+        **variables: str,
+    ) -> None:
         self.port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / "vllm.log"
-        speculative = (
-            f'{{"method": "draft_model", "model": "{draft}", "num_speculative_tokens": {K}}}'
+        speculative = json.dumps(
+            {"method": method, "model": str(draft), "num_speculative_tokens": K}
         )
         command = [*VLLM, "--model", str(target), "--speculative-config", speculative]
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
@@ -87,7 +97,7 @@ def environment(path: Path) -> dict[str, str]:
 class Fleet:
     """A deployment without an engine, and one that is attached to it."""
 
-    def __init__(self, pair: Pair, directory: Path) -> None:
+    def __init__(self, pair: Pair, directory: Path, method: str = "draft_model") -> None:
         arguments = services.settings(
             "test-attached", directory / "data", pair.target, pair.stranger
         )
@@ -102,7 +112,9 @@ class Fleet:
         self.start()
         variables = environment(directory / "data/engines.env")
         (directory / "engine").mkdir()
-        self.engine = StockEngine(pair.target, pair.stranger, directory / "engine", **variables)
+        self.engine = StockEngine(
+            pair.target, pair.stranger, directory / "engine", method=method, **variables
+        )
 
     def start(self) -> None:
         self.served = Served(self.arguments, self.directory / f"serve-{time.time():.0f}.log")
@@ -242,3 +254,24 @@ def test_every_process_of_ours_killed_costs_no_request_and_it_is_found_again(
     before = fleet.num_stored()
     fleet.ask()
     wait_until(lambda: fleet.num_stored() > before, 20, "it is captured again")
+
+
+def test_an_attached_engines_head_learns_and_goes_back(tmp_path: Path) -> None:
+    fleet = Fleet(build_headed(tmp_path / "models"), tmp_path, method="eagle3")
+    try:
+        fleet.engine.wait_ready()
+        replica = wait_until(fleet.replica, 20, "the engine is known")
+        assert (replica["version"], replica["off"]) == (1, {})
+        answers, first = texts(fleet.ask()), fleet.alpha()
+        deadline = time.monotonic() + 240
+        while (alpha := fleet.alpha()) < first + 0.1:
+            assert time.monotonic() < deadline, f"α is {alpha:.2f}, it was {first:.2f}"
+        assert fleet.replica()["version"] > 1
+        assert texts(fleet.ask()) == answers
+        fleet.steps()
+        wait_until(lambda: fleet.replica()["version"] == 1, 20, "its own head serves")
+        assert fleet.alpha() < alpha - 0.05
+        assert texts(fleet.ask()) == answers
+    finally:
+        fleet.engine.end()
+        fleet.served.end()

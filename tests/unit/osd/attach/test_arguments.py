@@ -50,6 +50,16 @@ def test_an_engine_is_built_so_that_it_can_be_attached_and_is_held() -> None:
     assert args.speculative_config == SPECULATIVE, "nothing else about speculation is changed"
 
 
+@pytest.mark.parametrize(
+    "head", [{"method": "eagle3"}, {"model": "/data/EAGLE3-llama"}, {"method": "draft_model"}]
+)
+def test_an_engine_with_a_head_can_be_attached(head: dict[str, str]) -> None:
+    args = engine_args(speculative_config={**SPECULATIVE, **head})
+    prepare(args, WITH_PLUGIN)
+    assert args.worker_extension_cls == "osd.service.worker.Worker"
+    assert args.speculative_config == {**SPECULATIVE, **head}
+
+
 def test_what_was_prepared_stays_as_it_is() -> None:
     args = engine_args()
     prepare(args, WITH_PLUGIN)
@@ -77,9 +87,9 @@ def test_without_the_control_the_engine_keeps_its_own_scheduler(
         ({"speculative_config": None}, WITH_PLUGIN, "it has no draft model"),
         ({"speculative_config": {"method": "ngram"}}, WITH_PLUGIN, "it has no draft model"),
         (
-            {"speculative_config": {**SPECULATIVE, "method": "eagle3"}},
+            {"speculative_config": {**SPECULATIVE, "method": "medusa"}},
             WITH_PLUGIN,
-            "it drafts by 'eagle3', and only draft models can learn",
+            "it drafts by 'medusa', and only draft models and EAGLE-3 heads can learn",
         ),
         (
             {"speculative_config": {"model": "/draft"}},
@@ -87,9 +97,20 @@ def test_without_the_control_the_engine_keeps_its_own_scheduler(
             "--speculative-config lacks num_speculative_tokens",
         ),
         (
-            {"speculative_config": {**SPECULATIVE, "model": "/data/EAGLE3-llama"}},
+            {
+                "speculative_config": {
+                    **SPECULATIVE,
+                    "model": "/data/EAGLE3-llama",
+                    "method": "draft_model",
+                }
+            },
             WITH_PLUGIN,
             "vLLM takes its draft for a head, since its name contains 'eagle3'",
+        ),
+        (
+            {"speculative_config": {**SPECULATIVE, "model": "/eagle-2/eagle3"}},
+            WITH_PLUGIN,
+            "vLLM takes its draft for a head, since its name contains 'eagle-'",
         ),
         (
             {

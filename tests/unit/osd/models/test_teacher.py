@@ -246,7 +246,7 @@ def test_a_head_learns_from_what_was_served_alone(with_head: Pair, sampling: str
     )
 
 
-def test_engines_of_others_have_no_heads(with_head: Pair) -> None:
+def test_engines_of_others_may_have_heads(with_head: Pair) -> None:
     attached = ["serving.engines=attached", "buffer.redis_url=redis://10.0.0.2"]
-    with pytest.raises(ConfigError, match="is a head, and engines that are attached learn with"):
-        plan.check(config_of(with_head, *attached, sampling="teacher"))
+    target, head, _ = plan.check(config_of(with_head, *attached, sampling="teacher"))
+    assert (target, head) == (with_head.target, with_head.draft)
