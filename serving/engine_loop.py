@@ -98,6 +98,8 @@ class EngineLoop:
             self._off |= json.loads(off)
         if "sleep" in self._off:
             await self._call("osd_stay_awake")
+        if "memory" not in self._off:
+            await self._call("osd_begin_to_ask")
         if permits and (problem := await permit_undrafted(self._engine)):
             parts.switch_off(self._off, "undrafted", problem)
         if self._is_controlled:

@@ -173,7 +173,7 @@ class Replica:
             extra["distributed_executor_backend"] = "mp"
         extra["served_model_name"] = [serving.served_model_name or serving.target]
         if self._release is not None:
-            room = room_for_drafts(self._config, names.engine_version())
+            room = room_for_drafts(self._config)
             extra["worker_extension_cls"] = self._extension
             extra["speculative_config"] = {
                 "method": method_for(Path(self._release.path)),

@@ -26,6 +26,7 @@ from osd.records import (
 )
 from serving.capture.capture import Capture
 from serving.speculation.memory.in_worker import AskV1, AskV2, ask_in_worker
+from serving.speculation.memory.ranks import RankMemory, ask_ranks, has_ranks_to_ask
 from serving.speculation.sleep.awake_note import AwakeNote
 from serving.speculation.sleep.runners import LazyDraft, lazy_draft, why_awake
 from serving.speculation.step_split import StepSplit
@@ -84,7 +85,7 @@ class WorkerExtension:
     osd_hook: hooks.VerificationHook | None
     osd_split: StepSplit
     osd_lazy_draft: LazyDraft | None
-    osd_ask: AskV1 | AskV2 | None
+    osd_ask: AskV1 | AskV2 | RankMemory | None
     osd_off: dict[str, str]
     osd_awake: str
     osd_sink_stats: Callable[[], dict[str, int]]
@@ -191,9 +192,28 @@ class WorkerExtension:
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         own: parts.Part = "memory_v2" if hooks.is_v2(runner) else "memory"
         config: Any = self.vllm_config  # type: ignore[attr-defined]
-        self.osd_ask = parts.start(
-            self.osd_off, "memory", lambda: ask_in_worker(config, runner), own
-        )
+        self.osd_ask, off = None, self.osd_off
+        beside = parts.start(off, "memory", lambda: ask_in_worker(config, runner), own)
+        if beside is not None:
+            self.osd_ask = beside
+        elif "memory" not in off and parts.start(off, "memory", lambda: has_ranks_to_ask(self)):
+            self.osd_ask = parts.start(off, "memory", lambda: ask_ranks(self), "memory_ranks")
+
+    def osd_begin_to_ask(self) -> None:
+        """All ranks are ready to ask a memory of their own."""
+        if isinstance(self.osd_ask, RankMemory):
+            self.osd_ask.begin()
+
+    @answering
+    def osd_memory(self, name: str, argument: str) -> str:
+        """`forget`, or `remember` with answers: how many tokens wait to be remembered."""
+        num_waiting = 0
+        if isinstance(self.osd_ask, RankMemory):
+            if name == "forget":
+                self.osd_ask.forget()
+            else:
+                num_waiting = self.osd_ask.remember(json.loads(argument))
+        return json.dumps(num_waiting)
 
     def osd_stay_awake(self) -> None:
         """The draft of some rank cannot sleep, so no rank's does: they run it together."""

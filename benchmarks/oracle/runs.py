@@ -14,7 +14,7 @@ from benchmarks.replays.step_times import WIDTHS, ModelledStepTimes
 from osd.evaluate.bound.costs import DraftCosts, StepCosts
 from osd.evaluate.bound.replay import runs_of_draft, runs_of_memory
 from osd.evaluate.bound.runs import RequestRuns
-from serving.speculation.requests import Remembers
+from serving.speculation.memory.remembers import Remembers
 from trainer.draft import Draft
 
 

@@ -28,8 +28,8 @@ from osd.config.schema import Config
 from osd.records import ACCEPTED, PLAIN, REJECTED
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.goodput import Plan
+from serving.speculation.memory.remembers import Remembers
 from serving.speculation.proposals import memory_of
-from serving.speculation.requests import Remembers
 from serving.speculation.step_seen import DraftWork, Stamp, StepSeen
 from serving.speculation.step_times import CELL_SIZE, Shape
 from trainer.draft import Draft, load_draft

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.replays.curve import Curve, StepCounts
 from benchmarks.replays.recording import Recorded
-from serving.speculation.requests import Remembers
+from serving.speculation.memory.remembers import Remembers
 
 VLLM_NGRAM = 5
 """vLLM's `prompt_lookup_min` and `prompt_lookup_max` where neither is given."""

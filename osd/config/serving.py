@@ -189,14 +189,14 @@ class SpeculationConfig(Section):
     `speculation.memory_k_max`."""
     proposers: list[Literal["draft", "memory"]] = Field(["draft", "memory"], min_length=1)
     """Who may propose: the draft model, and the memory: what followed the same words in this
-    request, or in answers to earlier ones. The memory is left out where several workers schedule
-    asynchronously or run the V2 model runner."""
+    request, or in answers to earlier ones."""
     memory_k_max: int = Field(8, ge=1, le=32)
     """Most draft tokens of the memory per step."""
     memory_bytes: int = Field(64 << 20, ge=1 << 20)
     """Size of the memory in each engine; what was longest not seen goes first. A request is
     remembered beyond its end if it may be captured, and proposed only to requests with the same
-    `cache_salt`."""
+    `cache_salt`. An engine over several ranks that schedules asynchronously or runs the V2 model
+    runner has two of this size."""
     memory_by_domain: bool = False
     """Whether an answer is proposed only to requests with the same label (`X-OSD-Domain`)."""
     calibration_seconds: float = Field(20, ge=0, le=60)

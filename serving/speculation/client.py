@@ -24,7 +24,6 @@ from osd.config.schema import Config
 from osd.records import DraftRelease, SpeculationReport
 from serving.speculation.profile import read_profile, write_profile
 from serving.vllm import server
-from serving.vllm.schedules import why_no_memory
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +56,11 @@ def settings_for(config: Config, release: DraftRelease) -> dict[str, Any]:
     }
 
 
-def room_for_drafts(config: Config, engine: str) -> int:
+def room_for_drafts(config: Config) -> int:
     """Draft tokens per request and step that an engine must have room for (vLLM's
-    `num_speculative_tokens`). `engine`: distribution and version."""
+    `num_speculative_tokens`)."""
     speculation = config.speculation
-    proposes = "memory" in speculation.proposers and speculation.mode != "off"
-    if not proposes or why_no_memory(config.serving.vllm, engine.partition(" ")[0]):
+    if "memory" not in speculation.proposers or speculation.mode == "off":
         return speculation.k_max
     return max(speculation.k_max, speculation.memory_k_max)
 

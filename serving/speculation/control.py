@@ -26,9 +26,10 @@ from typing import Any
 from osd.records import SpeculationReport
 from serving.speculation.accounts import Accounts
 from serving.speculation.goodput import OFF, Load, Plan, candidates, choose, whole
+from serving.speculation.memory.remembers import Remembers
 from serving.speculation.net import NetWindows
 from serving.speculation.probes import PROBE_K, PROBE_SHARE, WATCHED_SHARE, Probes
-from serving.speculation.requests import Remembers, Requests
+from serving.speculation.requests import Requests
 from serving.speculation.step_seen import Stamp, StepSeen
 from serving.speculation.step_times import Shape, StepTimes
 from serving.speculation.sweep import Sweep

@@ -98,6 +98,9 @@ class Load(NamedTuple):
     allowed_B: np.ndarray
     """int: draft tokens that the client of each request allows. Fewer requests than `batch` where
     some are not known."""
+    is_bounded: bool = False
+    """Whether the memory proposes no more tokens than the draft does, where that runs
+    (`memory/in_workers.py`)."""
 
     @property
     def has_found(self) -> bool:
@@ -201,6 +204,9 @@ def expected(
     may_propose_P = np.array([plan.may_memory_propose for plan in plans])
     kept_PBRM = load.memory_BRM >= np.maximum(price_P111, LEAST_SURVIVAL)
     kept_PBRM &= place_M < load.allowed_B[:, None, None]
+    if load.is_bounded:
+        most_P = np.where(passes_P > 0, passes_P, len(place_M))
+        kept_PBRM &= place_M < most_P[:, None, None, None]
     found_PBR, width_PBR = (load.memory_BRM * kept_PBRM).sum(3), kept_PBRM.sum(3)
     drafted_PBR = gain_PB[:, :, None] * load.ratio_BR
     is_better_PBR = found_PBR - price_P11 * width_PBR > drafted_PBR - price_P11 * num_PB[:, :, None]

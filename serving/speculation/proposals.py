@@ -7,7 +7,8 @@
 Where the scheduler is given the draft tokens before it schedules the next step, it changes them
 (`redraft`). Where it is not, under asynchronous scheduling and with the V2 model runner, the worker
 asks within its step (`propose`, `serving/speculation/memory/in_worker.py`). What was sampled since
-the scheduler was last told of any is *in flight*: it is looked up, but not yet remembered.
+the scheduler was last told of any is *in flight*: it is looked up, but not yet remembered. Where
+the workers are other processes, they ask a memory of their own (`memory/elsewhere.py`).
 
 The worker is told with each step (`osd_from_memory`, `osd_judged` of vLLM's output): it counts
 tokens of the memory apart, and unverified drafts as if they had been verified. It is told of new
@@ -26,8 +27,10 @@ from serving.capture.skips import may_be_kept
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.memory.compiled import best
 from serving.speculation.memory.memory import Memory
+from serving.speculation.memory.messages import Begun
 from serving.speculation.memory.unverified import Judged
 from serving.speculation.requests import whole_number
+from serving.speculation.step_seen import Scheduled
 from serving.vllm.schedules import why_left_out, why_no_none
 
 logger = logging.getLogger(__name__)
@@ -80,8 +83,8 @@ class Proposals:
         """Steps in flight at whose end nobody waited for what they sampled."""
         self._untold: list[Judged] = []
 
-    def begin(self, request: Any, is_undrafted: bool) -> None:
-        """A request has come, as vLLM's scheduler knows it."""
+    def begin(self, request: Any, is_undrafted: bool) -> Begun:
+        """A request has come, as vLLM's scheduler knows it. Returns what is remembered of it."""
         if request.request_id in self._known:
             self.end(request.request_id)  # another of this name, of whose end nobody has told
         self._known.add(request.request_id)
@@ -93,15 +96,18 @@ class Proposals:
         if not salt and not adapter and not is_session:
             self._shared.add(request.request_id)
         domain = clean_domain(str(extra.get("osd_domain", "")))
+        is_kept = not is_session and may_be_kept(request, extra, self.memory_fraction)
+        begun = Begun(self._scope(salt, adapter, domain), is_kept)
         self._osd.begin(
             request.request_id,
             domain=domain,
             client_cap=0 if is_undrafted else whole_number(extra.get("osd_spec_k")),
             is_counted=not extra.get("osd_calibration"),
             prompt=list(request.all_token_ids),
-            scope=self._scope(salt, adapter, domain),
-            is_kept=not is_session and may_be_kept(request, extra, self.memory_fraction),
+            scope=begun.scope,
+            is_kept=begun.is_kept,
         )
+        return begun
 
     def scheduled(self, output: Any) -> frozenset[str]:
         """A step was scheduled: the worker is told whose tokens it verifies. Returns the requests
@@ -148,6 +154,20 @@ class Proposals:
                 drafts[i] = found
             if found or not drafts[i]:
                 self._add_unverified(request, whole)
+
+    def make_room(self, output: Any, requests: Any) -> None:
+        """A step was scheduled, and so will be the next before this one has ended: how many tokens
+        of each request that verifies."""
+        if not self._osd.has_caps:
+            return
+        for req_id in output.num_scheduled_tokens:
+            request, cap = requests[req_id], self._osd.cap(req_id)
+            if not request.is_prefill_chunk and cap < len(request.spec_token_ids):
+                request.spec_token_ids = [-1] * cap
+
+    def verified(self, step: Scheduled, output: Any, result: Any, requests: Any) -> frozenset[str]:
+        """The output of a step has come. Returns the requests whose tokens were the memory's."""
+        return step.from_memory
 
     def propose(self, sampled: Sampled, drafts: Drafts, requests: Any) -> None:
         """As `redraft`, within the worker's step, which has just sampled: what the memory finds

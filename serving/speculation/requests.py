@@ -12,13 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from serving.speculation.acceptance_breakdown import AcceptanceBreakdown
 from serving.speculation.estimates import UNKNOWN, Acceptance, Watch
 from serving.speculation.goodput import LEAST_SURVIVAL, Load, Plan, draft_of
+from serving.speculation.memory.choice import Terms, num_better
 from serving.speculation.memory.hybrid import CalibrationSlope, Hybrid, Level
 from serving.speculation.memory.lookups import (
     NUM_LOOKUPS,
@@ -27,32 +28,9 @@ from serving.speculation.memory.lookups import (
     Turns,
     found_lately,
 )
-from serving.speculation.memory.memory import Found
+from serving.speculation.memory.remembers import Remembers
 from serving.speculation.memory.unverified import Judged, Unverified
 from serving.speculation.step_seen import StepSeen
-
-
-class Remembers(Protocol):
-    """What is asked of a memory (`serving/speculation/memory/memory.py`)."""
-
-    k: int
-
-    def begin(
-        self, req_id: str, prompt: Sequence[int], *, scope: str = "", is_kept: bool = True
-    ) -> None: ...
-    def advance_all(
-        self,
-        served: Iterable[tuple[str, Sequence[int]]],
-        k: int = 0,
-        least: float = 0.0,
-        num: int | None = None,
-    ) -> None: ...
-    def propose(
-        self, req_id: str, k: int, least: float = 0.0, *, ahead: Sequence[int] = ()
-    ) -> Found: ...
-    def end(self, req_id: str) -> None: ...
-    def work(self) -> None: ...
-    def clear(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -97,6 +75,8 @@ class Requests:
         self._unverified = Unverified()
         self._hybrid, self._watch, self._level = Hybrid(), Watch(), Level()
         self._slope = CalibrationSlope()
+        self.is_bounded = False
+        """As in `Load`."""
         self.has_changed = False
         """Whether the traffic has changed, by what the memory finds, since this was last unset."""
         self._requests: dict[str, _Request] = {}
@@ -165,7 +145,8 @@ class Requests:
         allowed_B = np.array([request.client_cap for request in requests], np.int64)
         memory_BRM = self._found_lately(requests)
         ratio_BR = None if memory_BRM is None else self._hybrid.ratio(memory_BRM.sum(2))
-        return Load(len(req_ids), context, draft_BG, memory_BRM, ratio_BR, allowed_B)
+        shown = draft_BG, memory_BRM, ratio_BR, allowed_B
+        return Load(len(req_ids), context, *shown, self.is_bounded)
 
     def set_caps(self, plan: Plan, req_ids: Sequence[str], load: Load) -> None:
         """Decide how many draft tokens of each request are verified under a plan."""
@@ -200,18 +181,33 @@ class Requests:
         self._lookups.add(found.survival_K)
         request.found = float(found.survival_K.sum()) if found.tokens else 0.0
         self.has_changed |= self._level.add(request.found)
-        if not found.tokens or not plan.may_memory_propose:
-            return []
-        num = int(np.searchsorted(-found.survival_K, -plan.price, "right"))
-        num = min(num, request.client_cap)
-        if plan.proposer == "memory":
-            num = min(num, plan.k)
-        worth = float(found.survival_K[:num].sum()) - plan.price * num
-        if plan.passes:
-            gain = self._gain(request, plan) * self._hybrid.ratio_beside(request.found)
-            if worth <= gain - plan.price * self._cap(request, plan):
-                return []
+        ratio = self._hybrid.ratio_beside(request.found)
+        num = num_better(found, plan, self._terms(request, plan), ratio)
         return found.tokens[:num]
+
+    def terms(self, req_id: str, plan: Plan) -> Terms | None:
+        """What the memory must better for this request; None where it is not asked."""
+        request = self._requests.get(req_id)
+        if request is None or request.lookups is None:
+            return None
+        return self._terms(request, plan)
+
+    def num_expected(self, req_id: str, plan: Plan) -> int:
+        """How many tokens the memory is likely to have verified for this request, by what it found
+        lately: those that are worth it in the mean."""
+        request = self._requests.get(req_id)
+        if request is None or request.lookups is None or self._lookups is None:
+            return 0
+        if not plan.may_memory_propose:
+            return 0
+        survival_M = request.lookups.completed(NUM_LOOKUPS, self._lookups).mean(0)
+        num = int((survival_M > plan.price).sum())
+        return min(num, request.client_cap, plan.k if plan.proposer != "draft" else plan.passes)
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Of each kind of look-up (`memory/hybrid.py`)."""
+        return self._hybrid.ratios
 
     def found(self, req_ids: Iterable[str]) -> dict[str, float]:
         """How many tokens the newest look-up of each request expects to be accepted."""
@@ -300,6 +296,10 @@ class Requests:
     def _cap(self, request: _Request, plan: Plan) -> int:
         allowed = min(plan.passes, request.client_cap)
         return min(allowed, request.cap) if plan.draft_price > 0 else allowed
+
+    def _terms(self, request: _Request, plan: Plan) -> Terms:
+        gain = self._gain(request, plan) if plan.passes else 0.0
+        return Terms(request.client_cap, self._cap(request, plan), gain)
 
     def _gain(self, request: _Request, plan: Plan) -> float:
         if request.gain is None:

@@ -30,7 +30,8 @@ import msgspec
 
 from serving.speculation.control import Speculation, settings_of
 from serving.speculation.goodput import Plan
-from serving.speculation.proposals import Drafts, Proposals, Sampled, fitted, memory_of
+from serving.speculation.memory.elsewhere import ProposalsElsewhere, most_waiting, proposals_of
+from serving.speculation.proposals import Drafts, Sampled, fitted, memory_of
 from serving.speculation.step_seen import (
     DraftWork,
     Scheduled,
@@ -44,7 +45,6 @@ from serving.speculation.step_seen import (
 from serving.speculation.step_times import padded_sizes
 from serving.vllm import names
 from serving.vllm.name import resolve
-from serving.vllm.schedules import asks_in_worker
 from serving.vllm.undrafted import Undrafted
 
 logger = logging.getLogger(__name__)
@@ -70,9 +70,9 @@ class Controlled(Undrafted):
         settings = replace(settings, memory_k_max=min(settings.memory_k_max, largest_k))
         settings, self._osd_left_out = fitted(settings, config, is_v2=is_v2)
         self.osd = Speculation(settings, padded=padded_sizes(config), memory=memory_of(settings))
-        self._osd_proposals = Proposals(self.osd, settings)
-        is_left = self.osd.memory is not None and asks_in_worker(config, is_v2)
-        self.is_asked_by_worker = self._osd_proposals.is_left_to_worker = is_left
+        self._osd_proposals = proposals_of(self.osd, settings, config, is_v2=is_v2)
+        self.is_asked_by_worker = self._osd_proposals.is_left_to_worker
+        self.has_memory_elsewhere = isinstance(self._osd_proposals, ProposalsElsewhere)
         self._osd_problem = ""
         self._osd_resting_k = 0 if settings.mode == "off" else min(largest_k, settings.k_max)
         self._osd_lookups: dict[int, list[int]] = {}
@@ -142,7 +142,8 @@ class Controlled(Undrafted):
     def _update_after_schedule(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
         super()._update_after_schedule(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self.IS_ASYNC and not self._osd_is_held:
-            self._osd_guard(lambda: self._osd_cut_placeholders(scheduler_output))
+            make_room = self._osd_proposals.make_room
+            self._osd_guard(lambda: make_room(scheduler_output, self.requests))
 
     # -- from the worker --------------------------------------------------------------------------
 
@@ -151,9 +152,9 @@ class Controlled(Undrafted):
         self._osd_proposals.is_asked_by_worker = True
         self._osd_proposals.let_go()
 
-    def osd_propose(self, sampled: Sampled, drafts: Drafts) -> None:
+    def osd_propose(self, sampled: Sampled | None, drafts: Drafts) -> None:
         """Within the worker's step, which has sampled and drafted."""
-        if not self._osd_is_held:
+        if sampled is not None and not self._osd_is_held:
             self._osd_guard(lambda: self._osd_proposals.propose(sampled, drafts, self.requests))
 
     # -- from the replica -------------------------------------------------------------------------
@@ -289,7 +290,8 @@ class Controlled(Undrafted):
             seen.num_outputs.append(request.num_output_tokens)
             seen.context += request.num_tokens
             seen.num_surplus += num_surplus(request, emitted, self.max_model_len)
-        seen.from_memory, seen.found = step.from_memory, step.found
+        seen.from_memory = self._osd_proposals.verified(step, output, result, self.requests)
+        seen.found = step.found
         return seen
 
     def _osd_learn(self, output: Any, seen: StepSeen, running: list[Any]) -> None:
@@ -300,15 +302,6 @@ class Controlled(Undrafted):
     def _osd_close(self) -> None:
         for req_id in self.osd.requests.gone(self.requests):
             self._osd_proposals.end(req_id)
-
-    def _osd_cut_placeholders(self, output: Any) -> None:
-        if not self.osd.has_caps:
-            return
-        for req_id in output.num_scheduled_tokens:
-            request = self.requests[req_id]
-            cap = self.osd.cap(req_id)
-            if not request.is_prefill_chunk and cap < len(request.spec_token_ids):
-                request.spec_token_ids = [-1] * cap
 
 
 IN_THIS_PROCESS: WeakSet[Controlled] = WeakSet()
@@ -338,7 +331,11 @@ def controlled_class(vllm_config: Any) -> type[Controlled]:
 
 
 def _command(core: Any, name: str, argument: str = "null") -> str:
-    return str(core.scheduler.osd_command(name, argument))
+    answer = str(core.scheduler.osd_command(name, argument))
+    if core.scheduler.has_memory_elsewhere and name in ("forget", "remember"):
+        answers = core.model_executor.collective_rpc("osd_memory", args=(name, argument))
+        answer = json.dumps(most_waiting([answer, *answers]))
+    return answer
 
 
 def _undrafted_problem(core: Any) -> str:

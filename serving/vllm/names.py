@@ -12,6 +12,7 @@ from typing import Literal
 
 from serving.vllm.name import Name
 from serving.vllm.names_heads import HEADS
+from serving.vllm.names_ranks import MEMORY_OF_RANKS
 from serving.vllm.names_v2 import NAMES_V2, SCHEDULED, UNDRAFTED
 
 Part = Literal[
@@ -22,6 +23,7 @@ Part = Literal[
     "control",
     "sleep",
     "memory",
+    "memory_ranks",
     "split",
     "repairs",
     "requests",
@@ -240,6 +242,7 @@ NAMES: dict[Part, tuple[Name, ...]] = {
         Name("vllm.v1.request:Request.__init__", says=("self.spec_token_ids",)),
         Name("vllm.v1.request:Request.__init__", says=("self.is_prefill_chunk =",)),
     ),
+    "memory_ranks": MEMORY_OF_RANKS,
     "split": (
         Name("vllm.v1.utils:record_function_or_nullcontext", ("name",), says=("_PROFILER_FUNC",)),
     ),

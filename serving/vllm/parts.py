@@ -35,6 +35,7 @@ CONSEQUENCES: dict[Part, str] = {
     "sleep_v2": "the draft runs at k = 0 too, and makes k_max passes in each step",
     "memory": "the memory proposes nothing under asynchronous scheduling",
     "memory_v2": "the memory proposes nothing",
+    "memory_ranks": "the memory proposes nothing over several ranks, where they alone could ask it",
     "heads": "EAGLE-3 heads are not served; draft models are",
     "split": "the time of a step is not known by part",
     "repairs": "on a CPU nothing is speculated, since outputs at temperature > 0 would be wrong",

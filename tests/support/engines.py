@@ -47,25 +47,44 @@ class ListWorker(WorkerExtension):
 @contextmanager
 def settled_as_on_devices(way: Way) -> Iterator[None]:
     """vLLM on a CPU schedules synchronously, whatever it is asked, and compiles with inductor,
-    which takes minutes: here it schedules as the way says, and what dynamo traces runs as it is."""
+    which takes minutes: here it schedules as the way says, and what dynamo traces runs as it is.
+    So do processes that are started meanwhile and have `tests.support.ranked_engines` imported."""
     from vllm.platforms.cpu import CpuPlatform
 
     own = vars(CpuPlatform)["check_and_update_config"]
-    before = os.environ.get("VLLM_CPU_CI_ENV")
-
-    def settle(cls: type, config: Any) -> None:
-        own.__func__(cls, config)
-        config.scheduler_config.async_scheduling = way.is_async
-
-    CpuPlatform.check_and_update_config = classmethod(settle)  # type: ignore[method-assign]
-    os.environ["VLLM_CPU_CI_ENV"] = "1"
+    names = {"VLLM_CPU_CI_ENV": "1", SETTLED: way.name}
+    before = {name: os.environ.get(name) for name in (*names, START_METHOD)}
+    os.environ.update(names)
+    settle(way)
     try:
         yield
     finally:
         CpuPlatform.check_and_update_config = own
-        os.environ.pop("VLLM_CPU_CI_ENV")
-        if before is not None:
-            os.environ["VLLM_CPU_CI_ENV"] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+SETTLED = "OSD_TESTED_WAY"
+"""Environment variable: how engines schedule in this process and those it starts."""
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+"""vLLM's, of its workers' processes."""
+
+
+def settle(way: Way) -> None:
+    """From now on vLLM on a CPU schedules as the way says."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    own = vars(CpuPlatform)["check_and_update_config"]
+
+    def settled(cls: type, config: Any) -> None:
+        own.__func__(cls, config)
+        config.scheduler_config.async_scheduling = way.is_async
+        if way.runner == "V2":  # ranks inherit the interpreter of Triton's kernels
+            os.environ[START_METHOD] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(settled)  # type: ignore[method-assign]
 
 
 class Engine:
@@ -152,7 +171,8 @@ class Engine:
 
     def command(self, name: str, argument: Any = None) -> Any:
         """A command to the closed loop."""
-        return json.loads(self.scheduler.osd_command(name, json.dumps(argument)))
+        core = self.llm.llm_engine.engine_core.engine_core
+        return json.loads(core.osd_speculation(name, json.dumps(argument)))
 
     @property
     def worker(self) -> Any:

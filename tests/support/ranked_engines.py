@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,9 +12,15 @@ from typing import Any
 from buffers.codec import decode_trace, encode_trace
 from osd.config.schema import CaptureConfig
 from osd.records import Trace, WorkerReport, decode
+from serving.speculation.memory.ranks import RankMemory
 from serving.swap import proof
 from serving.worker import WorkerExtension
-from tests.support.engines import Engine
+from tests.support.engines import SETTLED, Engine, settle
+from tests.support.remembered import proposed_by
+from tests.support.ways import WAYS
+
+if name := os.environ.get(SETTLED):  # a rank's process, which an engine starts
+    settle(next(way for way in WAYS if way.name == name))
 
 PLAIN = (bool, int, float, str, type(None))
 NUM_RANKS = 2
@@ -47,6 +54,20 @@ class RankWorker(WorkerExtension):
         if isinstance(found, dict) and all(isinstance(v, PLAIN) for v in found.values()):
             return True, found
         return isinstance(found, PLAIN), found if isinstance(found, PLAIN) else None
+
+    def osd_proposed(self, prompt: list[int], answer: list[int], scope: str) -> list[int]:
+        """What the first rank's memory proposes to a request that has begun like this."""
+        return proposed_by(self.osd_ask._memory, prompt, answer, scope) if self.rank == 0 else []
+
+    def osd_break_memory(self) -> None:
+        """Of the first rank, where that has one."""
+        if isinstance(self.osd_ask, RankMemory) and self.rank == 0:
+            self.osd_ask._memory.propose = lambda *_, **__: 1 / 0  # type: ignore[union-attr]
+
+    def osd_mend_memory(self) -> None:
+        if isinstance(self.osd_ask, RankMemory) and self.rank == 0:
+            vars(self.osd_ask._memory).pop("propose", None)
+            self.osd_ask.problem = ""
 
     def osd_set_capture(self, changes: dict[str, Any]) -> None:
         if self.rank == 0:
@@ -191,6 +212,10 @@ class RankedEngine(Engine):
         more = {"sink": {"path": self._directory.name}, "awake_note": self.awake_note}
         return json.dumps(settings | more)
 
+    def start_hooks(self, capture: CaptureConfig, target_id: str = "target") -> None:
+        super().start_hooks(capture, target_id)
+        self.rpc("osd_begin_to_ask")
+
     @property
     def worker(self) -> Any:
         """Of the first rank, to look at."""
@@ -224,6 +249,17 @@ class RankedEngine(Engine):
     def break_rank(self, rank: int, *steps: str) -> None:
         """These steps of a swap fail on one rank, each as often as it is named."""
         self.llm.collective_rpc("osd_break", args=(rank, list(steps)))
+
+    def break_memory(self) -> None:
+        """Whichever proposes."""
+        if self.scheduler.has_memory_elsewhere:
+            self.rpc("osd_break_memory")
+        else:
+            self.scheduler.osd.memory.propose = lambda *_, **__: 1 / 0
+
+    def mend_memory(self) -> None:
+        self.rpc("osd_mend_memory")
+        vars(self.scheduler.osd.memory).pop("propose", None)
 
     def stands(self) -> list[Mapping[str, Any]]:
         """What each rank says it serves, and what it holds."""

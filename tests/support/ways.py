@@ -17,8 +17,6 @@ class Way:
     """By torch.compile; without, eager."""
     num_ranks: int = 1
     """Processes that target and draft are split over by tensor parallelism."""
-    no_memory: str = ""
-    """Why the control leaves the memory out, as it says in its log; "" where it proposes."""
 
 
 V1_SYNC = Way(name="v1-sync")
@@ -27,8 +25,10 @@ V2_SYNC = Way(name="v2-sync", runner="V2")
 V2_ASYNC = Way(name="v2-async", runner="V2", is_async=True)
 COMPILED = Way(name="compiled", is_compiled=True)
 TENSOR_PARALLEL = Way(name="tensor-parallel", num_ranks=2)
+ASYNC_RANKS = Way(name="async-tensor-parallel", is_async=True, num_ranks=2)
+V2_RANKS = Way(name="ranks-v2-async", runner="V2", is_async=True, num_ranks=2)
 BFLOAT16 = Way(name="bfloat16", dtype="bfloat16")
 
-EXACT = (V1_SYNC, V1_ASYNC, V2_SYNC, V2_ASYNC, COMPILED, TENSOR_PARALLEL)
+EXACT = (V1_SYNC, V1_ASYNC, V2_SYNC, V2_ASYNC, COMPILED, TENSOR_PARALLEL, ASYNC_RANKS, V2_RANKS)
 """Those whose tokens at temperature 0 are the target's, one by one."""
 WAYS = (*EXACT, BFLOAT16)

@@ -15,7 +15,7 @@ from osd.evaluate.bound.runs import ProposerRuns
 from osd.records import Trace
 
 if TYPE_CHECKING:
-    from serving.speculation.requests import Remembers
+    from serving.speculation.memory.remembers import Remembers
     from trainer.draft import Draft
 
 UNLIMITED = 10**6

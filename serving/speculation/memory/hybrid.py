@@ -28,6 +28,11 @@ CHANGE, MIN_VARIANCE = 3.0, 0.1
 """Standard errors that make a change, and the least variance that these are of."""
 
 
+def kind_of(found: np.ndarray) -> np.ndarray:
+    """The kind of look-ups that found so many tokens."""
+    return np.asarray(np.searchsorted(EDGES, found, "right"))
+
+
 class Hybrid:
     """One per engine."""
 
@@ -44,8 +49,15 @@ class Hybrid:
     def ratio(self, found: np.ndarray) -> np.ndarray:
         """How many tokens of the draft are accepted beside such look-ups, over how many are
         expected of it."""
-        ratio = (self._accepted + PRIOR_WEIGHT) / (self._expected + PRIOR_WEIGHT)
-        return np.asarray(ratio[np.searchsorted(EDGES, found, "right")])
+        return np.asarray(self._ratios()[kind_of(found)])
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Of each kind of look-up."""
+        return tuple(self._ratios().tolist())
+
+    def _ratios(self) -> np.ndarray:
+        return (self._accepted + PRIOR_WEIGHT) / (self._expected + PRIOR_WEIGHT)
 
     def ratio_beside(self, found: float) -> float:
         """`ratio` of one look-up."""

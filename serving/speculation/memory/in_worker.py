@@ -1,4 +1,4 @@
-"""The memory proposes within the worker's step, where draft tokens never reach the scheduler.
+"""The memory is asked within the worker's step, where draft tokens never reach the scheduler.
 
     target samples ──► its tokens begin their way to the host
     draft runs ──────► (meanwhile)
@@ -7,20 +7,36 @@
                        expects as many tokens of each request as were found
 
 The host waits for what the target sampled in each step that may verify what the memory finds; the
-draft runs meanwhile. In other steps it waits for nothing. Worker and scheduler must be one process:
-so it is with one rank, unless another executor is asked for.
+draft runs meanwhile. In other steps it waits for nothing. Here worker and scheduler are one
+process: so it is with one rank, unless another executor is asked for. Where they are not, the
+memory is in the worker's process (`ranks.py`), which asks it in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, overload
 
 import numpy as np
 import torch
 
-from serving.speculation.scheduler import IN_THIS_PROCESS, Controlled
+from serving.speculation.scheduler import IN_THIS_PROCESS
 from serving.vllm.hooks import is_v2, to_device
+
+
+class Asked(Protocol):
+    """Who is asked: a scheduler, or a rank's memory."""
+
+    def _osd_guard(self, act: Callable[[], Any]) -> Any:
+        """What `act` returns; None after an error, which ends the asking."""
+
+    def osd_propose(self, sampled: Sampled | None, drafts: DraftsV1) -> None:
+        """Change the drafts of a step. `sampled`: what it sampled; None where that failed."""
+
+
+def ask(runner: Any, asked: Asked) -> AskV1 | AskV2:
+    """Let this model runner ask within its steps."""
+    return AskV2(runner, asked) if is_v2(runner) else AskV1(runner, asked)
 
 
 def ask_in_worker(config: Any, runner: Any) -> AskV1 | AskV2 | None:
@@ -29,27 +45,27 @@ def ask_in_worker(config: Any, runner: Any) -> AskV1 | AskV2 | None:
     beside = [each for each in IN_THIS_PROCESS if each.vllm_config is config]  # type: ignore[attr-defined]
     if not beside or not beside[0].is_asked_by_worker:
         return None
-    ask = AskV2(runner, beside[0]) if is_v2(runner) else AskV1(runner, beside[0])
+    asking = ask(runner, beside[0])
     beside[0].osd_begin_to_ask()
-    return ask
+    return asking
 
 
 class AskV1:
     """Wraps `propose_draft_token_ids` of a V1 model runner, whatever wrapped it before."""
 
-    def __init__(self, runner: Any, scheduler: Controlled) -> None:
-        self._runner, self._scheduler = runner, scheduler
+    def __init__(self, runner: Any, asked: Asked) -> None:
+        self._runner, self._asked = runner, asked
         self._propose = runner.propose_draft_token_ids
         runner.propose_draft_token_ids = self.propose
 
     def propose(self, scheduler_output: Any, sampled: Any, *given: Any, **named: Any) -> Any:
         """As vLLM's. Returns draft tokens [B, longest row]."""
-        on_its_way = self._scheduler._osd_guard(lambda: self._sampled(sampled))
+        on_its_way = self._asked._osd_guard(lambda: self._sampled(sampled))
         drafts = self._propose(scheduler_output, sampled, *given, **named)
-        if on_its_way is None or not isinstance(drafts, torch.Tensor):
+        if not isinstance(drafts, torch.Tensor):
             return drafts
         changed = DraftsV1(drafts)
-        self._scheduler.osd_propose(on_its_way, changed)
+        self._asked.osd_propose(on_its_way, changed)
         return changed.tokens
 
     def _sampled(self, sampled: torch.Tensor) -> Sampled:
@@ -62,8 +78,8 @@ class AskV2:
     """Wraps `postprocess_sampled` of a V2 model runner, and `set_draft_tokens` of its handler of
     draft tokens."""
 
-    def __init__(self, runner: Any, scheduler: Controlled) -> None:
-        self._runner, self._scheduler = runner, scheduler
+    def __init__(self, runner: Any, asked: Asked) -> None:
+        self._runner, self._asked = runner, asked
         self._postprocess = runner.postprocess_sampled
         self._set = runner.draft_tokens_handler.set_draft_tokens
         self._copy: HostCopy | None = None
@@ -74,24 +90,17 @@ class AskV2:
         self, idx: Any, sampled: torch.Tensor, num_sampled: torch.Tensor, *given: Any, **named: Any
     ) -> None:
         """As vLLM's."""
-        self._copy = self._scheduler._osd_guard(lambda: HostCopy(emitted(sampled, num_sampled)))
+        self._copy = self._asked._osd_guard(lambda: HostCopy(emitted(sampled, num_sampled)))
         self._postprocess(idx, sampled, num_sampled, *given, **named)
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
         """As vLLM's, which is told of [B, longest row]."""
         copy, self._copy = self._copy, None
-        changed = (
-            None
-            if copy is None
-            else self._scheduler._osd_guard(
-                lambda: DraftsV2(
-                    draft_tokens, self._runner.req_states.draft_tokens, input_batch.idx_mapping_np
-                )
-            )
-        )
-        if copy is not None and changed is not None:
-            self._scheduler.osd_propose(Sampled(input_batch.req_ids, copy), changed)
-            draft_tokens = changed.tokens
+        sampled = None if copy is None else Sampled(input_batch.req_ids, copy)
+        table = self._runner.req_states.draft_tokens
+        changed = DraftsV2(draft_tokens, table, input_batch.idx_mapping_np)
+        self._asked.osd_propose(sampled, changed)
+        draft_tokens = changed.tokens
         self._set(input_batch, draft_tokens)
 
 
@@ -168,12 +177,21 @@ class DraftsV1:
         if not rows:
             return
         rows_R, new_RW = padded(rows, self.tokens)
+        self.tokens = self._widened(new_RW.shape[1])
+        self.tokens[rows_R, : new_RW.shape[1]] = new_RW
+
+    def put(self, packed_BW: torch.Tensor) -> None:
+        """Put other tokens into all rows, which get as long: int [B, 1 + W], how many of the tokens
+        behind it each row gets. The host does not wait for them."""
+        self.tokens = self._widened(packed_BW.shape[1] - 1)
+        overwrite(self.tokens, packed_BW)
+
+    def _widened(self, width: int) -> torch.Tensor:
+        """The draft's tokens [B, at least `width`], with zeros behind them."""
         num, k = self._drafted.shape
-        width = max(k, new_RW.shape[1])
-        tokens = self._drafted.new_zeros(num, width)
+        tokens = self._drafted.new_zeros(num, max(k, width))
         tokens[:, :k] = self._drafted
-        tokens[rows_R, : new_RW.shape[1]] = new_RW
-        self.tokens = tokens
+        return tokens
 
 
 class DraftsV2(DraftsV1):
@@ -191,6 +209,22 @@ class DraftsV2(DraftsV1):
             at = {int(self._index_B[b]): tokens for b, tokens in rows.items()}
             index_R, new_RW = padded(at, self._table)
             self._table[index_R, : new_RW.shape[1]] = new_RW
+
+    def put(self, packed_BW: torch.Tensor) -> None:
+        """As above, and in the table, where −1 stands behind the draft's tokens."""
+        super().put(packed_BW)
+        index_B = to_device(np.asarray(self._index_B, np.int64), self._table.device)
+        rows_BG = self._table[index_B].clamp(min=0)
+        overwrite(rows_BG, packed_BW)
+        self._table[index_B] = rows_BG
+
+
+def overwrite(rows_BG: torch.Tensor, packed_BW: torch.Tensor) -> None:
+    """Write over the beginning of each row as many tokens as `packed_BW` begins with."""
+    num_B1, found_BW = packed_BW[:, :1], packed_BW[:, 1:].to(rows_BG.dtype)
+    width = found_BW.shape[1]
+    is_found_BW = torch.arange(width, device=rows_BG.device) < num_B1
+    rows_BG[:, :width] = torch.where(is_found_BW, found_BW, rows_BG[:, :width])
 
 
 class Row(Sequence[int]):

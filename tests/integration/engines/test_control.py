@@ -60,14 +60,10 @@ def test_the_tokens_it_counts_are_those_that_are_delivered(
     engine.command("force", None)
 
 
-def test_the_memory_proposes_or_is_left_out_with_a_reason(engine: Engine, way: Way) -> None:
-    is_proposer = "memory" in engine.scheduler.osd.settings.proposers
-    assert is_proposer == (not way.no_memory)
-    said = [line for line in engine.said if "the memory is left out" in line]
-    assert said == ([] if is_proposer else [LEFT_OUT + way.no_memory])
-
-
-LEFT_OUT = "the memory is left out of speculation.proposers: "
+def test_nobody_who_may_propose_is_left_out(engine: Engine) -> None:
+    assert engine.scheduler.osd.settings.proposers == ("draft", "memory")
+    assert [line for line in engine.said if "left out" in line] == []
+    assert engine.command("report")["left_out"] == {}
 
 
 def test_an_error_in_the_control_ends_the_control_and_nothing_else(

@@ -17,6 +17,7 @@ from tests.support.engines import Engine
 from tests.support.fit import misfit_of
 from tests.support.pairs import VOCABULARY
 from tests.support.reference import Reference
+from tests.support.remembered import proposed_by
 
 __all__ = ["target"]
 
@@ -28,8 +29,8 @@ MIXED = list(Plan("draft", 3, is_mixed=True))
 @pytest.fixture
 def memory(engine: Engine) -> Memory:
     """Empty."""
-    memory = engine.scheduler.osd.memory
-    memory.clear()
+    engine.command("forget")
+    memory: Memory = engine.scheduler.osd.memory
     return memory
 
 
@@ -170,13 +171,11 @@ def proposed(
 ) -> list[int]:
     """What the memory proposes to a later request that has begun like this: its prompt is another
     one, of which it knows nothing."""
-    memory = engine.scheduler.osd.memory
-    memory.begin("asked", [VOCABULARY - 1], scope=scope(salt or ""))
-    try:
-        memory.advance("asked", answer)
-        return list(memory.propose("asked", 4).tokens)
-    finally:
-        memory.end("asked")
+    given = [VOCABULARY - 1], answer, scope(salt or "")
+    found = proposed_by(engine.scheduler.osd.memory, *given)
+    if engine.scheduler.has_memory_elsewhere:
+        assert engine.rpc("osd_proposed", *given) == found, "the ranks have one of their own"
+    return found
 
 
 def test_preempted_requests_keep_their_tokens_while_the_memory_proposes(

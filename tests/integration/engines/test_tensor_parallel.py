@@ -18,6 +18,7 @@ from osd.config.schema import CaptureConfig
 from serving.vllm import undrafted
 from tests.integration.conftest import release_of
 from tests.integration.engines.conftest import KEPT
+from tests.integration.engines.test_memory import MIXED
 from tests.integration.serving.test_capture import keep_all
 from tests.integration.serving.test_odd_requests import answers, difference
 from tests.integration.serving.test_swap import acceptance_and_outputs
@@ -267,6 +268,25 @@ def test_a_control_that_fails_leaves_both_ranks_drafting(
         assert sum(trace.num_draft_tokens for trace in engine.traces()) > 0
     finally:
         del engine.scheduler.osd.plan
+        engine.scheduler._osd_problem = ""
+
+
+def test_a_memory_that_fails_costs_no_request(
+    engine: RankedEngine, plain: Reference, prompts: list[list[int]]
+) -> None:
+    """In the scheduler's process, or in the first rank's."""
+    some, want = prompts[:2], plain.generate(prompts[:2], **LONG)
+    engine.command("force", MIXED)
+    try:
+        assert engine.generate(some, **LONG) == want
+        engine.break_memory()
+        assert engine.generate(some, **LONG) == want
+        assert "ZeroDivisionError" in engine.command("report")["problem"]
+        engine.traces()
+        assert engine.generate(some, **LONG) == want
+        assert sum(trace.num_draft_tokens for trace in engine.traces()) > 0, "the draft's"
+    finally:
+        engine.mend_memory()
         engine.scheduler._osd_problem = ""
 
 

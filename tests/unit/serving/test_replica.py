@@ -74,6 +74,15 @@ async def test_where_one_ranks_draft_cannot_sleep_all_are_told_to_stay_awake(ran
     assert made._off == {"sleep": "it is gone"}
 
 
+@pytest.mark.parametrize(
+    "off", [[{}, {}], [{"memory": "a name is gone"}, {}], [{}, {"memory": "?"}]]
+)
+async def test_ranks_ask_a_memory_of_their_own_where_all_can(off: list[dict[str, str]]) -> None:
+    made = replica(engine := Engine(*off))
+    await made._begin_loop(RELEASE)
+    assert engine.asked("osd_begin_to_ask") == ([] if any(off) else [()])
+
+
 async def test_where_one_rank_refuses_the_hooks_nothing_more_is_asked() -> None:
     made = replica(engine := Engine({}, {}))
     engine.refused = "a head is not served"

@@ -96,7 +96,7 @@ def test_a_useless_draft_is_not_used_and_trying_it_costs_little(batch: int) -> N
     lost = 1 - engine.run(800, batch) / rate_off(engine, batch)
     assert engine.control.report().num_probes - num_probes >= 2
     assert 0 < lost <= 0.015
-    assert shares(engine, 800)["draft"] < 0.03
+    assert shares(engine, 800)["draft"] <= 0.03
 
 
 @pytest.mark.parametrize("alpha", [0.4, 0.5])

