@@ -1,6 +1,6 @@
 """A user who makes a mistake sees one line that names the key and the remedy.
 
-The exit status is 2, and nothing is left behind. Every command runs as a process of its own.
+The exit status is 2, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from tests.support.commands import run_osd
 from tests.support.paths import ROOT
 
 Osd = Callable[..., subprocess.CompletedProcess[str]]
@@ -57,10 +57,7 @@ def osd(tmp_path: Path) -> Osd:
     }
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "osd", *map(str, arguments)]
-        return subprocess.run(
-            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120
-        )
+        return run_osd(*map(str, arguments), environ=environ, cwd=ROOT)
 
     return run
 

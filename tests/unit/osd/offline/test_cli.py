@@ -1,6 +1,6 @@
 """Mistakes with `osd traces export`, `osd train` and `osd distil`.
 
-Each gives one line and leaves nothing behind. Every command runs as a process of its own.
+Each gives one line and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 
 from buffers.codec import encode_trace
 from buffers.trace_file import write_traces
+from tests.support.commands import run_osd
 from tests.support.heads import write_head
 from tests.support.paths import ROOT
 from tests.support.served_targets import served_target
@@ -24,6 +25,7 @@ SETTINGS = [
     "trainer.max_length=64",
     "gate.min_holdout_traces=4",
     "trainer.device=cpu",
+    "trainer.replay_batches=1",
 ]
 
 
@@ -42,17 +44,26 @@ class Shell:
     def names(self) -> list[str]:
         return sorted(os.listdir(self.directory))
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    @property
+    def environ(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OSD_")}
-        environ = kept | {"OSD_RUNTIME_DIR": str(self.directory / "run"), "PYTHONPATH": str(ROOT)}
+        return kept | {"OSD_RUNTIME_DIR": str(self.directory / "run"), "PYTHONPATH": str(ROOT)}
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """As a process of its own."""
         command = [sys.executable, "-m", "osd", *arguments]
         return subprocess.run(
-            command, cwd=self.directory, env=environ, capture_output=True, text=True, timeout=120
+            command,
+            cwd=self.directory,
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
 
     def refusal(self, *arguments: str, status: int = 2) -> str:
         """The one line of a command that was refused and left nothing."""
-        done = self.run(*arguments)
+        done = run_osd(*arguments, environ=self.environ, cwd=self.directory)
         assert done.returncode == status, done
         lines = done.stderr.strip().splitlines()
         assert len(lines) == 1, done.stderr
