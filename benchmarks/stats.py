@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -79,11 +80,19 @@ def hierarchical(
     1997, section 3.8). Raises `ValueError` without two of both."""
     if len(values) < 2 or min(map(len, values)) < 2:
         raise ValueError(f"{[len(one) for one in values]} values per model say nothing of chance")
-    rng = np.random.default_rng(0)
-    found = []
-    for _ in range(NUM_RESAMPLES):
-        models = rng.integers(0, len(values), len(values))
-        means = [np.mean(rng.choice(np.asarray(values[m], float), len(values[m]))) for m in models]
-        found.append(float(np.mean(means)))
-    low, high = np.quantile(found, [(1 - confidence) / 2, (1 + confidence) / 2])
+    found_R = _weights(tuple(map(len, values))) @ np.concatenate(values)
+    low, high = np.quantile(found_R, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
+
+
+@lru_cache(maxsize=8)
+def _weights(lengths: tuple[int, ...]) -> np.ndarray:
+    """[resamples, values]: what each value counts in the mean of each resample, of so many values
+    per model. A table asks for the same ones again and again."""
+    rng, starts = np.random.default_rng(0), np.cumsum((0, *lengths))
+    weights_RV = np.zeros((NUM_RESAMPLES, starts[-1]))
+    for weights_V in weights_RV:
+        for model in rng.integers(0, len(lengths), len(lengths)):
+            drawn = starts[model] + rng.integers(0, lengths[model], lengths[model])
+            np.add.at(weights_V, drawn, 1 / (len(lengths) * lengths[model]))
+    return weights_RV
