@@ -26,7 +26,7 @@ from tests.unit.osd.offline.test_train import SETTINGS, write
 from trainer.draft import load_draft
 from trainer.evaluate import is_match
 
-SLOWLY = [*SETTINGS, "trainer.learning_rate=3.0e-3"]
+SLOWLY = [*SETTINGS, "trainer.learning_rate=3.0e-3", "trainer.replay_batches=8"]
 USUAL = chain_traces(64)
 RARE = chain_traces(16, start=100, step=13)
 HELD_OUT = [
