@@ -214,11 +214,14 @@ class DyingBuffer(MemoryTraceBuffer):
             raise Killed
 
 
+Kills = dict[int, tuple[str, str]]
+"""round -> (place, what dies)"""
+
+
 def run_four_rounds(
-    directory: Path, base: DraftRelease, kill: tuple[int, str, str], **options: Any
+    directory: Path, base: DraftRelease, kills: Kills, **options: Any
 ) -> list[RoundOutcome]:
-    """Four rounds, each on 16 new traces and each candidate published, with one kill (round, place,
-    what dies)."""
+    """Four rounds, each on 16 new traces and each candidate published, with these kills."""
     buffer = DyingBuffer(target_id=TARGET_ID)
     buffer.put(chain_traces(8, start=500, holdout=True))
     options = {"num_anchors": 24, "replay_batches": 2} | options
@@ -226,15 +229,14 @@ def run_four_rounds(
     outcomes: list[RoundOutcome] = []
     for index in range(4):
         buffer.put(chain_traces(16, start=16 * index))
-        if kill[:2] == (index + 1, "before"):
-            trainer = trainer_at(directory, buffer, **options)
-        elif kill[0] == index + 1:
-            buffer.dies_at = kill[1]
+        place, what_dies = kills.get(index + 1, ("", ""))
+        if place and place != "before":
+            buffer.dies_at = place
             with pytest.raises(Killed):
                 trainer.run_round(base)
             buffer.dies_at = ""
-            if kill[2] == "trainer":
-                trainer = trainer_at(directory, buffer, **options)
+        if what_dies == "trainer":
+            trainer = trainer_at(directory, buffer, **options)
         outcome = trainer.run_round(base)
         published = directory / "releases" / str(index)
         shutil.copytree(outcome.path, published)  # candidates are pruned
@@ -243,28 +245,36 @@ def run_four_rounds(
     return outcomes
 
 
-KILLS = [
-    (3, "before", "trainer"),
-    (2, "the whole buffer", "trainer"),
-    (3, "new anchors, after", "trainer"),
-    (1, "the recent", "trainer"),
-    (2, "reading", "trainer"),
-    (3, "new anchors", "trainer"),
-    (4, "the whole buffer", "round"),
-    (3, "new anchors, after", "round"),
+TRAINER_DIES: list[Kills] = [
+    {
+        1: ("the recent", "trainer"),
+        2: ("reading", "trainer"),
+        3: ("before", "trainer"),
+    },
+    {
+        2: ("the whole buffer", "trainer"),
+        3: ("new anchors, after", "trainer"),
+        4: ("before", "trainer"),
+    },
+    {3: ("new anchors", "trainer")},
+]
+ROUND_DIES: list[Kills] = [
+    {3: ("new anchors, after", "round"), 4: ("the whole buffer", "round")},
 ]
 
 
-@pytest.mark.parametrize("method, kills", [("full", KILLS), ("lora", KILLS[:3])])
+@pytest.mark.parametrize(
+    "method, killed_at", [("full", TRAINER_DIES + ROUND_DIES), ("lora", TRAINER_DIES[1:2])]
+)
 def test_a_killed_trainer_ends_with_the_same_weights(
-    tmp_path: Path, base: DraftRelease, method: str, kills: list[tuple[int, str, str]]
+    tmp_path: Path, base: DraftRelease, method: str, killed_at: list[Kills]
 ) -> None:
-    unharmed = run_four_rounds(tmp_path / "unharmed", base, (0, "", ""), method=method)
+    unharmed = run_four_rounds(tmp_path / "unharmed", base, {}, method=method)
     assert unharmed[0].loss_last > unharmed[3].loss_last
-    for index, kill in enumerate(kills):
-        killed = run_four_rounds(tmp_path / str(index), base, kill, method=method)
-        for expected, got in zip(unharmed, killed, strict=True):
-            assert same_weights(expected.path, got.path), kill
+    for index, kills in enumerate(killed_at):
+        killed = run_four_rounds(tmp_path / str(index), base, kills, method=method)
+        for number, (expected, got) in enumerate(zip(unharmed, killed, strict=True), 1):
+            assert same_weights(expected.path, got.path), (number, kills)
             assert (got.loss_first, got.loss_last, got.eval) == (
                 expected.loss_first,
                 expected.loss_last,
