@@ -91,6 +91,8 @@ class SimulatedEngine:
     plans: list[str] = field(default_factory=list)
     num_verified: Counter[str] = field(default_factory=Counter)
     """proposer -> draft tokens"""
+    num_expected: float = 0.0
+    """Tokens of all steps, as many as each gives on average: nothing of it is luck."""
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
@@ -151,6 +153,10 @@ class SimulatedEngine:
         from_memory = set(self._from_memory)
         alphas = [self.copied if r in from_memory else self._alpha(r) for r in ids]
         accepted = [self._accept(num, alpha) for num, alpha in zip(drafted, alphas, strict=True)]
+        self.num_expected += sum(
+            sum(alpha**j for j in range(num + 1))
+            for num, alpha in zip(drafted, alphas, strict=True)
+        )
         seconds = self.step_time(len(ids), len(ids) + sum(drafted), plan.passes)
         seconds *= float(np.exp(self.random.normal(0, self.noise)))
         self.now += seconds

@@ -40,6 +40,13 @@ def of_best(engine: SimulatedEngine, num_steps: int, batch: int) -> float:
     return engine.run(num_steps, batch) / best_fixed(engine, batch, range(K_MAX + 1))[1]
 
 
+def expected_rate(engine: SimulatedEngine, num_steps: int, batch: int) -> float:
+    """Tokens per second of the next steps, without the luck of what was accepted."""
+    tokens, began = engine.num_expected, engine.now
+    engine.run(num_steps, batch)
+    return (engine.num_expected - tokens) / (engine.now - began)
+
+
 def rate_off(engine: SimulatedEngine, batch: int) -> float:
     return batch / engine.step_time(batch, batch, 0)
 
@@ -359,31 +366,31 @@ def test_draft_and_memory_together_beat_either_where_each_is_good_for_half(
 def test_a_useless_memory_costs_a_good_draft_nothing(
     alpha: float, batch: int, found: float, copied: float
 ) -> None:
-    """Against an engine whose draft is alone; the mean of three."""
+    """Against an engine whose draft is alone; the mean of two."""
     ratios = []
-    for seed in range(3):
+    for seed in range(2):
         rates = []
         for proposers in (("draft", "memory"), ("draft",)):
             settings = Settings(k_max=K_MAX, proposers=proposers)
             engine = SimulatedEngine(settings, alpha=alpha, found=found, copied=copied, seed=seed)
             engine.run(250, batch)
-            rates.append(engine.run(1000, batch))
+            rates.append(expected_rate(engine, 600, batch))
         ratios.append(rates[0] / rates[1])
     assert np.mean(ratios) >= 0.97, ratios
 
 
 @pytest.mark.parametrize("copied, batch", [(0.9, 1), (0.7, 4)])
 def test_a_useless_draft_costs_a_good_memory_nothing(copied: float, batch: int) -> None:
-    """Against an engine whose memory is alone; the mean of three. That is nearly the best there
+    """Against an engine whose memory is alone; the mean of two. That is nearly the best there
     is."""
     ratios, of_the_best = [], []
-    for seed in range(3):
+    for seed in range(2):
         rates = []
         for proposers in (("draft", "memory"), ("memory",)):
             settings = Settings(k_max=K_MAX, proposers=proposers)
             engine = SimulatedEngine(settings, gpu, alpha=0.02, found=1.0, copied=copied, seed=seed)
             engine.run(700, batch)
-            rates.append(engine.run(1000, batch))
+            rates.append(expected_rate(engine, 600, batch))
         ratios.append(rates[0] / rates[1])
         of_the_best.append(rates[0] / memory_alone(engine, batch, batch))
     assert np.mean(ratios) >= 0.97, ratios
