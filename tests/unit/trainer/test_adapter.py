@@ -248,20 +248,20 @@ def test_after_a_change_of_method_learning_starts_cleanly_from_the_serving_draft
     now: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    buffer = buffer_with(*chain_traces(64), *HELD_OUT)
+    buffer = buffer_with(*chain_traces(16), *HELD_OUT)
     first = trainer_at(tmp_path / "t", buffer, **then).run_round(base)
     serving = release_of(Path(first.path), version=2)
     trainer = trainer_at(tmp_path / "t", buffer, replay_batches=0, **now)
     assert "starts from the serving draft: the checkpoint is of other settings" in caplog.text
     assert trainer.num_new_traces() == 0, "what was read stays read"
-    buffer.put(chain_traces(64, start=64))
+    buffer.put(chain_traces(16, start=64))
     outcome = trainer.run_round(serving)
     assert (outcome.discarded, outcome.kind) == ("", now["method"])
     # As a trainer that never knew anything else (in its second round, too).
     idle_buffer = buffer_with(*HELD_OUT)
     idle = trainer_at(tmp_path / "idle", idle_buffer, replay_batches=0, **now)
     idle.run_round(serving)
-    idle_buffer.put(chain_traces(64, start=64))
+    idle_buffer.put(chain_traces(16, start=64))
     assert same_weights(outcome.path, idle.run_round(serving).path)
 
 

@@ -245,11 +245,11 @@ def test_sampled_answers_follow_the_target(children: str, rule: str) -> None:
     options = {"temperature": 0.7, "children": children, "rule": rule}
     engine = TreeEngine(target, drafts, (2, 1), **options)
     outputs = [answer.output_ids for answer in engine.generate([[1, 2, 3]] * 1000, 3)]
-    law = np.ones((6,) * 3)
-    for text in np.ndindex(law.shape):
-        for i, token in enumerate(text):
-            logits_V = plain(target, [1, 2, 3, *text[:i]])
-            law[text] *= probabilities(logits_V, 0.7)[token]
+    law = np.ones(())
+    for _ in range(3):
+        after = [plain(target, [1, 2, 3, *text]) for text in np.ndindex(law.shape)]
+        given = np.stack([probabilities(logits_V, 0.7) for logits_V in after])
+        law = law[..., None] * given.reshape((*law.shape, 6))
     observed = np.zeros(law.shape)
     np.add.at(observed, tuple(np.array(outputs).T), 1)
     assert pvalue(observed.ravel(), law.ravel()) > 1e-4
