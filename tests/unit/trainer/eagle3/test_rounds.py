@@ -42,7 +42,7 @@ def teacher(target: Path) -> Teacher:
 @pytest.fixture(scope="module")
 def traces() -> list[Trace]:
     """Answers in which each token follows from the one before."""
-    return [chain_trace(i, holdout=i % 8 == 0) for i in range(320)]
+    return [chain_trace(i, holdout=i % 8 == 0) for i in range(224)]
 
 
 def head(directory: Path, target: Path, **options: Any) -> DraftRelease:
