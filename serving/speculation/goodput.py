@@ -100,7 +100,7 @@ class Load(NamedTuple):
     some are not known."""
     is_bounded: bool = False
     """Whether the memory proposes no more tokens than the draft does, where that runs
-    (`memory/in_workers.py`)."""
+    (`memory/elsewhere.py`)."""
 
     @property
     def has_found(self) -> bool:

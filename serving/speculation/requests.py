@@ -202,7 +202,7 @@ class Requests:
             return 0
         survival_M = request.lookups.completed(NUM_LOOKUPS, self._lookups).mean(0)
         num = int((survival_M > plan.price).sum())
-        return min(num, request.client_cap, plan.k if plan.proposer != "draft" else plan.passes)
+        return min(num, request.client_cap, plan.k)
 
     @property
     def ratios(self) -> tuple[float, ...]:

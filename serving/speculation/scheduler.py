@@ -33,6 +33,7 @@ from serving.speculation.goodput import Plan
 from serving.speculation.memory.elsewhere import ProposalsElsewhere, most_waiting, proposals_of
 from serving.speculation.proposals import Drafts, Sampled, fitted, memory_of
 from serving.speculation.step_seen import (
+    HELD,
     DraftWork,
     Scheduled,
     Stamp,
@@ -235,7 +236,7 @@ class Controlled(Undrafted):
         self._osd_proposals.let_go()
         if self._osd_is_held and not is_held:
             plan = Plan("draft", self._osd_resting_k)
-            self._osd_proposed_by = Stamp(plan, "held")
+            self._osd_proposed_by = Stamp(plan, HELD)
             self._osd_drafting = DraftWork(plan.passes)
             self._osd_steps = StepClock(is_inline=runs_inline(self.vllm_config))  # type: ignore[attr-defined]
         self._osd_is_held = is_held

@@ -15,6 +15,8 @@ from serving.speculation.probes import Probe
 
 MAX_IDLE_SECONDS = 0.002
 """A step scheduled this soon after the end of the step before counts from that end."""
+HELD = "held"
+"""The reason of steps in which the engine went on by itself."""
 
 
 class Stamp(NamedTuple):

@@ -1,7 +1,7 @@
 """Whose tokens are verified for one request: the draft's, or what the memory has found.
 
 It is whoever's tokens are worth more beyond what verifying them takes. Asked in the scheduler's
-process, or in a worker's (`in_workers.py`), with the same answer.
+process, or in a worker's (`ranks.py`), with the same answer.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 from serving.speculation.control import Settings, Speculation
 from serving.speculation.memory.messages import Ask, Begun, Found, Told
 from serving.speculation.proposals import Proposals
-from serving.speculation.step_seen import Scheduled
+from serving.speculation.step_seen import HELD, Scheduled
 from serving.vllm.schedules import asks_in_worker, has_workers_elsewhere
 
 
@@ -87,6 +87,8 @@ class ProposalsElsewhere(Proposals):
             if (request := requests.get(req_id)) is not None:
                 at = request.num_tokens, request.num_output_tokens
                 self._osd.requests.add_unverified(req_id, proposed_in, *at, draft)
+        if step.proposed_by.reason == HELD:
+            return frozenset()
         drafts = output.scheduled_spec_decode_tokens.keys()
         return frozenset(found.keys() & drafts if step.proposed_by.plan.passes else drafts)
 
@@ -104,10 +106,6 @@ class ProposalsElsewhere(Proposals):
         if self.is_asked_by_worker:
             for request in requests:
                 self._osd.look_up(request.request_id)
-
-    def let_go(self) -> None:
-        super().let_go()
-        self._told = {}
 
     def end(self, req_id: str) -> None:
         super().end(req_id)

@@ -146,6 +146,11 @@ class Sampled:
         self._copy = sampled if isinstance(sampled, HostCopy) else HostCopy(sampled)
         self._is_partial_B = is_partial_B
         self._tokens: dict[str, list[int]] | None = None
+        self._discarded: set[str] = set()
+
+    def discard(self, req_id: str) -> None:
+        """Leave out what was sampled for a request, before any of it is read."""
+        self._discarded.add(req_id)
 
     def tokens(self) -> Mapping[str, Sequence[int]]:
         """By request. A step that ended within the prompt of one sampled nothing for it."""
@@ -153,7 +158,8 @@ class Sampled:
             self._tokens = {
                 req_id: [token for token in row if token >= 0]
                 for b, (req_id, row) in enumerate(zip(self.req_ids, self._copy.rows(), strict=True))
-                if self._is_partial_B is None or not self._is_partial_B[b]
+                if req_id not in self._discarded
+                and (self._is_partial_B is None or not self._is_partial_B[b])
             }
         return self._tokens
 

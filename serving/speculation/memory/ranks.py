@@ -130,6 +130,8 @@ class RankMemory:
         packed_BW = np.zeros((num, 1 + self._k), np.int32)
         if self._memory is not None and sampled is not None:
             self._osd_guard(lambda: self._look_up(ask, sampled, drafts, packed_BW))
+            if self.problem:
+                packed_BW[:] = 0
         drafts.put(self._broadcast(to_device(packed_BW, drafts.tokens.device)))
 
     def _osd_guard(self, act: Callable[[], Any]) -> Any:
@@ -150,8 +152,9 @@ class RankMemory:
         self.is_begun = True
 
     def forget(self) -> None:
-        """Empty the memory."""
+        """Empty the memory, of what it does not know yet as well."""
         if self._memory is not None:
+            self._read(len(self._unread))
             self._memory.clear()
 
     def remember(self, answers: Iterable[tuple[Sequence[int], Sequence[int], str]]) -> int:
@@ -167,23 +170,24 @@ class RankMemory:
     # -- inside -----------------------------------------------------------------------------------
 
     def _begin_step(self, output: Any) -> None:
-        self._is_led = self._memory is not None and hasattr(output, "osd_begun")
-        if self._memory is None or not self._is_led:
-            return self._let_go()
-        verified = output.scheduled_spec_decode_tokens.keys()
+        if self._memory is None:
+            return None
         if output.num_scheduled_tokens:
+            verified = output.scheduled_spec_decode_tokens.keys()
             found = self._found.keys() & verified if self._has_passes else verified
             output.osd_from_memory = tuple(found)
             self._has_passes = self._ask is None or self._ask.plan.passes > 0
             self._unverified, self._replaced, self._found = self._replaced, {}, {}
+        self._is_led = hasattr(output, "osd_begun")
+        if not self._is_led:
+            return self._let_go()
         if output.finished_req_ids:
             self._unread.append(set(output.finished_req_ids))
         # The newest may still be on its way. Where nothing runs, there is nothing to wait for.
         self._read(self._newest if output.num_scheduled_tokens else len(self._unread))
         for req_id, tokens in begun(output):
-            for ended in self._unread:
-                if isinstance(ended, set):
-                    ended.discard(req_id)
+            for one in self._unread:  # of another one of this name, or of before it was preempted
+                one.discard(req_id)
             self._memory.end(req_id)  # what it was served before it was preempted may be no more
             terms = output.osd_begun[req_id]
             self._memory.begin(req_id, tokens, scope=terms.scope, is_kept=terms.is_kept)

@@ -51,7 +51,14 @@ def test_an_engine_is_built_so_that_it_can_be_attached_and_is_held() -> None:
 
 
 @pytest.mark.parametrize(
-    "head", [{"method": "eagle3"}, {"model": "/data/EAGLE3-llama"}, {"method": "draft_model"}]
+    "head",
+    [
+        {"method": "eagle3"},
+        {"method": "eagle3", "model": "/data/EAGLE3-llama"},
+        {"method": "eagle3", "model": "/data/eagle-llama"},
+        {"model": "/data/EAGLE3-llama"},
+        {"method": "draft_model"},
+    ],
 )
 def test_an_engine_with_a_head_can_be_attached(head: dict[str, str]) -> None:
     args = engine_args(speculative_config={**SPECULATIVE, **head})
@@ -90,6 +97,11 @@ def test_without_the_control_the_engine_keeps_its_own_scheduler(
             {"speculative_config": {**SPECULATIVE, "method": "medusa"}},
             WITH_PLUGIN,
             "it drafts by 'medusa', and only draft models and EAGLE-3 heads can learn",
+        ),
+        (
+            {"speculative_config": {**SPECULATIVE, "method": "eagle"}},
+            WITH_PLUGIN,
+            "it drafts by 'eagle', and only draft models and EAGLE-3 heads can learn",
         ),
         (
             {"speculative_config": {"model": "/draft"}},

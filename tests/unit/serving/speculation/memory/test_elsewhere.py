@@ -105,6 +105,14 @@ def test_there_is_room_for_what_the_memory_is_likely_to_find() -> None:
     assert request.spec_token_ids == []
 
 
+def test_a_client_that_allows_less_gets_less_room() -> None:
+    bench = Elsewhere()
+    request = bench.add("a", [1, 2], extra={"osd_spec_k": 2})
+    for token in TEXT[:4]:
+        bench.run({"a": [token]})
+    assert request.spec_token_ids == [-1] * 2
+
+
 def test_beside_the_draft_the_memory_gets_no_more_room_than_it() -> None:
     bench = Elsewhere(MIXED)
     request = bench.add("a", [1, 2])
@@ -175,16 +183,43 @@ def test_a_step_of_which_nothing_was_heard_was_the_drafts() -> None:
     assert bench.seen.from_memory == frozenset() and bench.problem == ""
 
 
+def test_what_was_found_before_it_was_held_is_not_verified_after_it() -> None:
+    bench = Elsewhere(MIXED)
+    bench.add("a", [1, 2])
+    bench.run({"a": [5]}, Told({"a": Found(2, 1.5)}, {}))
+    bench.run({"a": [5]}, Told({"a": Found(2, 1.5)}, {}))
+    bench.run({"a": [5]}, Told({"a": Found(2, 1.5)}, {}))
+    bench.command("hold", True)
+    bench.give(*bench.in_flight[:2], **bench.in_flight[2])
+    bench.in_flight = None
+    assert bench.seen.from_memory == {"a"}, "it was scheduled before"
+    bench.command("hold", False)
+    for _ in range(2):
+        bench.run({"a": [5]})
+    assert bench.seen.from_memory == frozenset()
+
+
+def test_what_is_known_of_requests_goes_with_them() -> None:
+    bench = Elsewhere()
+    bench.add("a", [1, 2])
+    bench.run({"a": [61]})
+    bench.scheduler.ending = {"a"}
+    bench.run({"a": [62]})
+    assert "a" not in bench.scheduler.requests
+    assert bench.scheduler._osd_proposals._begun.keys() <= bench.scheduler.requests.keys()
+
+
 def test_where_the_next_step_waits_for_this_one_it_verifies_what_was_found() -> None:
     bench = Bench(is_async=False, is_v2=True, executor="mp", predicted=0.5)
     bench.osd.force(MIXED)
     a, b = bench.add("a", [1, 2]), bench.add("b", [1, 2])
+    c = bench.add("c", [1, 2], extra={"osd_spec_k": 1})
     for _ in range(2):
         output = bench.scheduler.schedule()
         bench.give(output, osd_told=Told({"a": Found(3, 2.5)}, {}))
         bench.draft(4)  # what the worker says is as long as its longest row
-    assert output.osd_ask.terms.keys() == {"a", "b"}
-    assert (len(a.spec_token_ids), len(b.spec_token_ids)) == (3, 2)
+    assert output.osd_ask.terms.keys() == {"a", "b", "c"}
+    assert [len(each.spec_token_ids) for each in (a, b, c)] == [3, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -218,3 +253,9 @@ def test_all_memories_of_an_engine_are_told(name: str, is_sent: bool) -> None:
     core.scheduler = here.scheduler
     scheduler._command(core, name, argument)
     assert len(told) == is_sent, "where the scheduler has the only one"
+
+
+def test_without_a_memory_no_worker_is_to_ask() -> None:
+    bench = Bench(is_async=True, executor="mp", proposers=["draft"])
+    assert not bench.scheduler.is_asked_by_worker
+    assert not bench.scheduler.has_memory_elsewhere

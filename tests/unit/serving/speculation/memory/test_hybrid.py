@@ -119,6 +119,19 @@ def test_the_slope_is_how_far_requests_differ(
     assert taught(gains, ratio).slope == pytest.approx(slope, rel=1e-2)
 
 
+@pytest.mark.parametrize("gain, differ", [(1.4, 1.0), (1.0, 0.0)])
+def test_of_a_request_alone_it_is_known_what_was_found_beside_its_drafts(
+    gain: float, differ: float
+) -> None:
+    slope = CalibrationSlope()
+    for _ in range(2000):
+        slope.believed(FAR)
+        slope.add(FAR[0].cumsum().tolist(), 2, 0.5 * gain, 0.5)
+    weight = (0.4 * 0.5) ** 2 / (1 - KEEP)
+    expected = (differ * weight + PRIOR_WEIGHT) / (weight + PRIOR_WEIGHT)
+    assert slope.slope == pytest.approx(expected, rel=1e-2)
+
+
 def test_what_is_usual_follows_the_estimates() -> None:
     slope = taught((1.0, 1.0))
     far = slope.believed(FAR / 2)[0, 0]

@@ -59,7 +59,9 @@ def test_rows_of_the_v2_runners_table_hold_tokens_as_far_as_there_may_be_room() 
     table = torch.full((5, 4), -1, dtype=torch.int32)
     index_B = np.array([4, 0, 2])
     table[index_B, :2] = DRAFTED.int()
-    DraftsV2(DRAFTED.int(), table, index_B).put(PACKED)
+    drafts = DraftsV2(DRAFTED.int(), table, index_B)
+    drafts.put(PACKED)
+    assert drafts.tokens.tolist() == [[7, 8, 0], [3, 4, 0], [7, 8, 9]]
     assert table[4].tolist() == [7, 8, 0, 0]
     assert table[0].tolist() == [3, 4, 0, 0]
     assert table[2].tolist() == [7, 8, 9, 0]

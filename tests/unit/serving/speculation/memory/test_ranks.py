@@ -16,6 +16,8 @@ from serving.speculation.memory.in_worker import DraftsV1, Sampled
 from serving.speculation.memory.memory import Memory
 from serving.speculation.memory.messages import Ask, Begun, Told
 from serving.speculation.memory.ranks import RankMemory
+from serving.speculation.proposals import scope
+from serving.vllm import parts
 from serving.worker import WorkerExtension
 from tests.support.remembered import proposed_by
 
@@ -177,6 +179,26 @@ def test_the_newest_tokens_are_not_read_before_they_have_come() -> None:
     assert len(read) == 1
 
 
+def test_the_draft_is_worth_what_it_was_beside_such_look_ups() -> None:
+    """The last kind of look-ups that find as much as here is the fifth."""
+    ranks = Ranks()
+    ranks.serve("a", TEXT)
+    terms = {name: Terms(K, 2, 1.9) for name in "bc"}
+    for name, ratio, is_found in (("b", 0.1, True), ("c", 9.0, False)):
+        ask = Ask(MIXED, (1.0, 1.0, 1.0, ratio, ratio, 1.0, 1.0), terms)
+        _, told = ranks.step({name: TEXT[:3]}, ask, new={name: [1, 2]}, drafts=[[5, 6]])
+        assert bool(told.found) is is_found
+
+
+def test_what_waits_to_be_remembered_is_remembered_step_by_step() -> None:
+    ranks = Ranks(1)
+    answers = json.dumps([([1, 2], list(range(10, 10 + 400)), "")])
+    waiting = int(worker_with(ranks, 0).osd_memory("remember", answers))
+    assert waiting == ranks.memory.num_waiting > 0
+    ranks.step({"b": [5]}, asking(), new={"b": [1, 2]})
+    assert ranks.memory.num_waiting < waiting
+
+
 def test_a_draft_that_is_worth_more_is_left() -> None:
     ranks = Ranks()
     ranks.serve("a", TEXT)
@@ -196,6 +218,15 @@ def test_what_nobody_verifies_is_told_with_the_next_step() -> None:
     assert told.found and told.unverified == {}
     _, told = ranks.step({"b": TEXT[3:7]}, verified=["b"])
     assert told.unverified == {"b": [5, 6]} and told.found == {}
+
+
+def test_a_draft_of_which_nothing_is_verified_is_told_too() -> None:
+    ranks = Ranks()
+    none = asking(MIXED, b=Terms(K, 0, 0.0), c=Terms(K, 2, 0.0))
+    new = {"b": [1, 2], "c": [1, 2]}
+    ranks.step({"b": [71], "c": [72]}, none, new=new, drafts=[[5, 6], [7, 8]])
+    _, told = ranks.step({"b": [73], "c": [74]})
+    assert told.unverified == {"b": [5, 6]}
 
 
 def test_capture_is_told_whose_tokens_a_step_verifies() -> None:
@@ -251,6 +282,22 @@ def test_after_an_error_the_first_rank_still_meets_the_others(
     assert caplog.text.count("serving is not affected") == 1
 
 
+def test_of_a_look_up_that_failed_half_way_nothing_is_put() -> None:
+    ranks = Ranks()
+    ranks.serve("a", TEXT)
+    found, asked = ranks.memory.propose, list[str]()
+
+    def fails(req_id: str, *given: Any, **named: Any) -> Any:
+        asked.append(req_id)
+        return found(req_id, *given, **named) if len(asked) == 1 else 1 / 0
+
+    ranks.memory.propose = fails  # type: ignore[method-assign]
+    given, new = {"b": TEXT[:3], "c": TEXT[:3]}, {"b": [1, 2], "c": [1, 2]}
+    drafts, told = ranks.step(given, asking(b=POOR, c=POOR), new=new, drafts=[[5, 6], [7, 8]])
+    assert asked == ["b", "c"] and told.found == {} and told.problem
+    assert [each[:, :2].tolist() for each in drafts] == [[[5, 6], [7, 8]]] * 2
+
+
 def test_where_what_was_sampled_could_not_be_copied_the_ranks_still_meet() -> None:
     ranks = Ranks()
     for worker, rank in zip(ranks.workers, ranks.ranks, strict=True):
@@ -271,6 +318,38 @@ def test_a_request_that_goes_on_after_it_was_preempted_has_the_tokens_it_is_said
     assert proposed_by(ranks.memory, [1], [71], "all") == []
 
 
+def test_where_nothing_is_said_of_its_tokens_a_request_goes_on_as_it_was() -> None:
+    """vLLM leaves them out where the step before had the request too."""
+    ranks = Ranks()
+    ranks.serve("a", TEXT)
+    ranks.step({"b": TEXT[:2]}, new={"b": [1, 2]})
+    output = step_of({"b": TEXT[2:3]}, asking(), (), resumed={"b": []})
+    output.scheduled_cached_reqs.all_token_ids = {}
+    ranks.workers[0].execute_model(output)
+    assert ranks.first.problem == ""
+
+
+@pytest.mark.parametrize(
+    "prefilled, prompt", [([1, 2, *TEXT[:2]], [1, 2]), (None, [1, 2, *TEXT[:2]]), (None, None)]
+)
+def test_a_request_begins_with_all_tokens_that_vllm_sends(
+    prefilled: list[int] | None, prompt: list[int] | None
+) -> None:
+    """The V2 runner is sent those of a request that goes on; of embeddings there are none."""
+    ranks = Ranks(1)
+    output = step_of({"b": TEXT[2:3]}, None, (), new={"b": []})
+    output.scheduled_new_reqs[0].prefill_token_ids = prefilled
+    output.scheduled_new_reqs[0].prompt_token_ids = prompt
+    ranks.workers[0].execute_model(output)
+    ranks.first.osd_propose(sampled_of({"b": TEXT[2:3]}), DraftsV1(torch.zeros(1, 0)))
+    for token in TEXT[3:]:
+        ranks.step({"b": [token]})
+    ranks.step({}, finished={"b"})
+    assert ranks.first.problem == ""
+    known = TEXT[2:6] if prefilled or prompt else []
+    assert proposed_by(ranks.memory, [99], TEXT[:2], "all") == known
+
+
 def test_what_is_not_kept_leaves_nothing_and_scopes_are_apart() -> None:
     ranks = Ranks()
     ranks.serve("a", TEXT, begun=Begun("all", False))
@@ -280,15 +359,50 @@ def test_what_is_not_kept_leaves_nothing_and_scopes_are_apart() -> None:
     assert proposed_by(ranks.memory, [99], TEXT[:3], "tenant") == TEXT[3:7]
 
 
+def test_what_is_on_its_way_when_another_request_of_the_name_begins_is_not_its() -> None:
+    ranks = Ranks()
+    ranks.step({"a": [71]}, new={"a": [1, 2]}, begun=Begun("tenant", True))
+    ranks.step({"a": [72]})
+    ranks.step({"a": TEXT[:1]}, new={"a": [1, 2]}, finished={"a"})
+    for token in TEXT[1:]:
+        ranks.step({"a": [token]})
+    ranks.step({}, finished={"a"})
+    assert proposed_by(ranks.memory, [99], [72], "all") == []
+    assert proposed_by(ranks.memory, [1], [2], "all") == TEXT[:4]
+
+
+def own_step(ranks: Ranks, verified: Sequence[str] = ()) -> Any:
+    """A step of the first rank that carries nothing of ours."""
+    worker, rank = ranks.workers[0], ranks.first
+    output = SimpleNamespace(
+        num_scheduled_tokens={"b": 1},
+        scheduled_spec_decode_tokens={req_id: [-1] for req_id in verified},
+    )
+    worker.execute_model(output)
+    rank.osd_propose(sampled_of({"b": [5]}), DraftsV1(torch.tensor([[5, 6]])))
+    worker.sample_tokens(None)
+    return output
+
+
+@pytest.mark.parametrize("plan", [MEMORY, MIXED])
+def test_where_it_is_led_again_nothing_of_before_is_told(plan: Plan) -> None:
+    ranks = Ranks(1)
+    ranks.serve("a", TEXT)
+    ranks.step({"b": TEXT[:3]}, asking(plan, b=POOR), new={"b": [1, 2]}, drafts=[[5, 6]])
+    assert own_step(ranks, ["b"]).osd_from_memory == ("b",), "they were proposed when it was led"
+    assert own_step(ranks, ["b"]).osd_from_memory == ()
+    _, told = ranks.step({"b": [5]}, verified=["b"])
+    assert told == Told({}, {})
+    assert ranks.workers[0].executed[-1].osd_from_memory == ()
+
+
 def test_while_the_engine_goes_on_by_itself_nothing_is_kept() -> None:
     """As one that is held does: its steps carry nothing of ours."""
     ranks = Ranks(1)
     ranks.step({"a": [11]}, new={"a": [1, 2]})
-    worker, rank = ranks.workers[0], ranks.first
+    rank = ranks.first
     for _ in range(50):
-        worker.execute_model(SimpleNamespace(num_scheduled_tokens={"a": 1}))
-        rank.osd_propose(sampled_of({"a": [5]}), DraftsV1(torch.tensor([[5, 6]])))
-        worker.sample_tokens(None)
+        own_step(ranks)
     assert rank._unread == [] and ranks.memory._requests == {} and rank.problem == ""
     ranks.serve("b", TEXT)
     drafts, _ = ranks.step({"c": TEXT[:3]}, asking(c=POOR), new={"c": [1, 2]})
@@ -320,6 +434,17 @@ def test_it_remembers_what_was_served_before_and_forgets_when_it_is_told() -> No
     assert proposed_by(ranks.memory, [99], TEXT[:3], nobody) == []
 
 
+def test_what_has_ended_and_is_not_known_yet_is_forgotten_too() -> None:
+    ranks = Ranks(1)
+    ranks.step({"a": TEXT[:3], "b": [5]}, new={"a": [1, 2], "b": [1]})
+    ranks.step({"a": TEXT[3:], "b": [6]})
+    ranks.workers[0].execute_model(step_of({"b": [7]}, None, (), finished={"a"}))
+    worker_with(ranks, 0).osd_memory("forget", "null")
+    ranks.step({"b": [8]})
+    ranks.step({}, finished={"b"})
+    assert proposed_by(ranks.memory, [99], TEXT[3:5], "all") == []
+
+
 def test_a_rank_that_cannot_forget_says_so() -> None:
     ranks = Ranks()
     ranks.memory.clear = lambda: 1 / 0  # type: ignore[method-assign]
@@ -340,3 +465,60 @@ def test_ranks_say_that_they_are_ready_when_they_are_told() -> None:
     ranks.first.is_begun = False
     worker_with(ranks, 0).osd_begin_to_ask()
     assert ranks.first.is_begun
+
+
+# -- who asks -------------------------------------------------------------------------------------
+
+
+def ready(
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int = 0,
+    *,
+    executor: str = "mp",
+    is_async: bool = True,
+    **settings: Any,
+) -> Any:
+    """A worker of vLLM's that was let ask, where it may."""
+    monkeypatch.setattr(parts, "problem_with", lambda part: "")
+    group = SimpleNamespace(broadcast=lambda tensor: tensor)
+    monkeypatch.setattr("vllm.distributed.parallel_state._TP", group)
+    worker: Any = type("Both", (WorkerExtension, Worker), {})()
+    worker.rank, worker.osd_off = rank, {}
+    worker.vllm_config = SimpleNamespace(
+        additional_config={"osd": {"k_max": 3, "memory_k_max": 6, "is_alone": False, **settings}},
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
+        parallel_config=SimpleNamespace(distributed_executor_backend=executor),
+        speculative_config=SimpleNamespace(num_speculative_tokens=5),
+        compilation_config=SimpleNamespace(cudagraph_mode="NONE"),
+    )
+    worker.model_runner = SimpleNamespace(propose_draft_token_ids=lambda *_: None)
+    worker.osd_let_ask()
+    assert worker.osd_off == {}
+    return worker
+
+
+def test_the_first_rank_has_a_memory_of_as_many_tokens_as_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = (ready(monkeypatch, rank).osd_ask for rank in range(2))
+    assert first._memory.k == first._k == second._k == 5
+    assert second._memory is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"executor": "uni"}, {"is_async": False}, {"proposers": ["draft"]}, {"mode": "off"}],
+)
+def test_ranks_meet_nowhere_else(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    assert ready(monkeypatch, **given).osd_ask is None
+
+
+@pytest.mark.parametrize("is_by_domain", [False, True])
+def test_answers_of_before_are_for_whoever_asks_or_their_class(
+    monkeypatch: pytest.MonkeyPatch, is_by_domain: bool
+) -> None:
+    worker = ready(monkeypatch, memory_by_domain=is_by_domain)
+    worker.osd_memory("remember", json.dumps([([1, 2], TEXT, "label")]))
+    memory = worker.osd_ask._memory
+    assert bool(proposed_by(memory, [99], TEXT[:3], scope())) is not is_by_domain
+    assert bool(proposed_by(memory, [99], TEXT[:3], scope(domain="label"))) is is_by_domain
