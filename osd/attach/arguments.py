@@ -28,8 +28,8 @@ SCHEDULER = "serving.speculation.scheduler.controlled_scheduler"
 UNTESTED = "OSD_ATTACH_UNTESTED"
 """Variable that lets an engine of a release of vLLM be attached that was never run."""
 HEADS = ("eagle-", "eagle3", "dflash", "dspark")
-"""Parts of a draft's name by which vLLM goes where no method is given, or `draft_model`, in
-its order."""
+"""Parts of a draft's name by which vLLM goes where no method is given, or `draft_model`, in its
+order."""
 METHODS = (None, "draft_model", "eagle3")
 """Of vLLM's, those whose drafts can learn."""
 ATTACHED_KEY = "osd_attached"

@@ -76,13 +76,12 @@ class ProposalsElsewhere(Proposals):
     def verified(self, step: Scheduled, output: Any, result: Any, requests: Any) -> frozenset[str]:
         """Without a pass of the draft at the end of the step before it, all are the memory's."""
         told: Told | None = getattr(result, "osd_told", None)
-        found, self._told = self._told, {}
-        proposed_in, self._step = self._step, output.osd_step
-        if told is None:
-            return frozenset()
+        self.is_asked_by_worker |= told is not None
+        told = told or Told({}, {})
         if told.problem:
             raise RuntimeError(f"the memory of the first rank has ended: {told.problem}")
-        self.is_asked_by_worker, self._told = True, told.found
+        found, self._told = self._told, told.found
+        proposed_in, self._step = self._step, output.osd_step
         for req_id, draft in told.unverified.items():
             if (request := requests.get(req_id)) is not None:
                 at = request.num_tokens, request.num_output_tokens

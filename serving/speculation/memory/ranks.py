@@ -141,7 +141,7 @@ class RankMemory:
             return act()
         except Exception as error:
             self.problem = f"{type(error).__name__}: {error}"
-            self._found, self._replaced = {}, {}
+            self._found, self._replaced, self._unread = {}, {}, []
             logger.exception("the memory has ended in this rank; serving is not affected")
             return None
 

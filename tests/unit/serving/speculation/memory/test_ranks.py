@@ -298,6 +298,18 @@ def test_of_a_look_up_that_failed_half_way_nothing_is_put() -> None:
     assert [each[:, :2].tolist() for each in drafts] == [[[5, 6], [7, 8]]] * 2
 
 
+def test_what_could_not_be_read_does_not_keep_the_memory_from_being_emptied() -> None:
+    ranks = Ranks(1)
+    ranks.serve("a", TEXT)
+    ranks.step({"b": [11]}, new={"b": [1, 2]})
+    ranks.memory.advance_all = lambda *_, **__: 1 / 0  # type: ignore[method-assign, assignment]
+    _, told = ranks.step({"b": [12]}, asking())
+    assert "ZeroDivisionError" in told.problem
+    assert worker_with(ranks, 0).osd_memory("forget", "null") == "0"
+    del ranks.memory.advance_all
+    assert proposed_by(ranks.memory, [99], TEXT[:3], "all") == []
+
+
 def test_where_what_was_sampled_could_not_be_copied_the_ranks_still_meet() -> None:
     ranks = Ranks()
     for worker, rank in zip(ranks.workers, ranks.ranks, strict=True):
