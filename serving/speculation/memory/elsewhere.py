@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from serving.speculation.control import Settings, Speculation
-from serving.speculation.memory.messages import Ask, Begun, Found, Told
+from serving.speculation.memory.messages import Ask, Begun, Told
 from serving.speculation.proposals import Proposals
 from serving.speculation.step_seen import HELD, Scheduled
 from serving.vllm.schedules import asks_in_worker, has_workers_elsewhere
@@ -31,7 +31,7 @@ class ProposalsElsewhere(Proposals):
         osd.requests.is_bounded = True
         self._begun: dict[str, Begun] = {}
         """Of all requests that may be proposed anything."""
-        self._told: dict[str, Found] = {}
+        self._told: dict[str, int] = {}
         """What was found at the end of the newest step whose output has come."""
         self._step = 0
         """Its number."""
@@ -95,9 +95,8 @@ class ProposalsElsewhere(Proposals):
         """Where the next step is scheduled after this one has ended: it verifies what was found."""
         present = self._osd.present
         for i, req_id in enumerate(req_ids):
-            found = self._told.get(req_id)
-            num = found.num if found else min(present.passes, self._osd.cap(req_id))
-            drafts[i] = drafts[i][:num]
+            drafted = min(present.passes, self._osd.cap(req_id))
+            drafts[i] = drafts[i][: self._told.get(req_id, drafted)]
 
     def told(self, output: Any, requests: Iterable[Any]) -> None:
         """What the memory here would have found stands for what the other one finds."""

@@ -29,19 +29,11 @@ class Begun(NamedTuple):
     is_kept: bool
 
 
-class Found(NamedTuple):
-    """The memory's tokens go in the place of the draft's."""
-
-    num: int
-    expected: float
-    """How many are likely to be accepted."""
-
-
 class Told(NamedTuple):
     """What became of a step."""
 
-    found: dict[str, Found]
-    """At its end, by request."""
+    found: dict[str, int]
+    """Tokens of the memory that go in the place of the draft's at its end, by request."""
     unverified: dict[str, list[int]]
     """Drafts from the end of the step before, which this one does not verify."""
     problem: str = ""

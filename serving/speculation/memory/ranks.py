@@ -31,7 +31,7 @@ from serving.speculation.memory.choice import num_better
 from serving.speculation.memory.hybrid import kind_of
 from serving.speculation.memory.in_worker import DraftsV1, Sampled, ask
 from serving.speculation.memory.memory import Memory
-from serving.speculation.memory.messages import Ask, Found, Told
+from serving.speculation.memory.messages import Ask, Told
 from serving.speculation.proposals import fitted, memory_of, scope
 from serving.vllm.hooks import is_v2, to_device
 from serving.vllm.name import resolve
@@ -82,8 +82,8 @@ class RankMemory:
         self._unread: list[Sampled | set[str]] = []
         """What was sampled, and which requests ended behind it, that the memory does not know of
         yet."""
-        self._found: dict[str, Found] = {}
-        """At the end of the newest step."""
+        self._found: dict[str, int] = {}
+        """Tokens by request, at the end of the newest step."""
         self._replaced: dict[str, Sequence[int]] = {}
         """Drafts from the end of the newest step, which nobody will verify."""
         self._unverified: dict[str, Sequence[int]] = {}
@@ -222,7 +222,7 @@ class RankMemory:
             num = num_better(found, ask.plan, terms, ratio)
             if num:
                 packed_BW[b, 0], packed_BW[b, 1 : num + 1] = num, found.tokens[:num]
-                self._found[req_id] = Found(num, expected)
+                self._found[req_id] = num
             if ask.plan.passes and (num or not terms.cap):
                 self._replaced[req_id] = drafts.row(b)
 

@@ -13,7 +13,7 @@ from serving.speculation import scheduler
 from serving.speculation.goodput import OFF, Plan
 from serving.speculation.memory.choice import Terms
 from serving.speculation.memory.elsewhere import most_waiting
-from serving.speculation.memory.messages import Begun, Found, Told
+from serving.speculation.memory.messages import Begun, Told
 from serving.speculation.proposals import scope
 from tests.unit.serving.speculation.test_scheduler import Bench
 
@@ -135,7 +135,7 @@ def test_whose_tokens_were_verified_is_known_from_the_ranks() -> None:
     bench.add("a", [1, 2])
     bench.add("b", [1, 2])
     sampled = {"a": [5], "b": [5]}
-    bench.run(sampled, Told({"a": Found(2, 1.5)}, {}))
+    bench.run(sampled, Told({"a": 2}, {}))
     bench.run({"a": [6, 7], "b": [6]})
     assert bench.seen.from_memory == frozenset(), "of the step that verified nothing yet"
     bench.run(sampled)
@@ -154,7 +154,7 @@ def test_without_a_pass_of_the_draft_all_room_was_the_memorys() -> None:
 def test_a_draft_that_nobody_verified_is_judged_by_what_was_served() -> None:
     bench = Elsewhere(MIXED)
     bench.add("a", [1, 2])
-    bench.run({"a": [5]}, Told({"a": Found(2, 1.5)}, {}))
+    bench.run({"a": [5]}, Told({"a": 2}, {}))
     proposed_in = bench.run({"a": [6, 9, 8]}, Told({}, {"a": [6, 7]})).osd_step - 1
     bench.run({"a": [3]})
     bench.run({"a": [3]})
@@ -177,18 +177,26 @@ def test_a_memory_that_has_ended_ends_the_control() -> None:
 def test_a_step_of_which_nothing_was_heard_was_the_drafts() -> None:
     bench = Elsewhere(MIXED)
     bench.add("a", [1, 2])
-    for told in (Told({"a": Found(2, 1.5)}, {}), None, Told({}, {})):
+    for told in (Told({"a": 2}, {}), None, Told({}, {})):
         bench.run({"a": [5]}, told)
     bench.run({"a": [5]})
     assert bench.seen.from_memory == frozenset() and bench.problem == ""
 
 
+def test_room_without_a_draft_is_the_memorys_though_nothing_was_heard_of_it() -> None:
+    bench = Elsewhere()
+    bench.add("a", [1, 2])
+    for token in TEXT[:6]:
+        bench.run({"a": [token]}, None)
+    assert bench.seen.drafted == [4] and bench.seen.from_memory == {"a"}
+
+
 def test_what_was_found_before_it_was_held_is_not_verified_after_it() -> None:
     bench = Elsewhere(MIXED)
     bench.add("a", [1, 2])
-    bench.run({"a": [5]}, Told({"a": Found(2, 1.5)}, {}))
-    bench.run({"a": [5]}, Told({"a": Found(2, 1.5)}, {}))
-    bench.run({"a": [5]}, Told({"a": Found(2, 1.5)}, {}))
+    bench.run({"a": [5]}, Told({"a": 2}, {}))
+    bench.run({"a": [5]}, Told({"a": 2}, {}))
+    bench.run({"a": [5]}, Told({"a": 2}, {}))
     bench.command("hold", True)
     bench.give(*bench.in_flight[:2], **bench.in_flight[2])
     bench.in_flight = None
@@ -216,7 +224,7 @@ def test_where_the_next_step_waits_for_this_one_it_verifies_what_was_found() -> 
     c = bench.add("c", [1, 2], extra={"osd_spec_k": 1})
     for _ in range(2):
         output = bench.scheduler.schedule()
-        bench.give(output, osd_told=Told({"a": Found(3, 2.5)}, {}))
+        bench.give(output, osd_told=Told({"a": 3}, {}))
         bench.draft(4)  # what the worker says is as long as its longest row
     assert output.osd_ask.terms.keys() == {"a", "b", "c"}
     assert [len(each.spec_token_ids) for each in (a, b, c)] == [3, 2, 1]
