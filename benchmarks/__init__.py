@@ -116,6 +116,11 @@ BENCHES = {
         "Whether learning online pays on prose in five languages, over the same service without a "
         "trainer and rivals that learn otherwise.",
     ),
+    "drafts": (
+        "learning.drafts",
+        "What learning online brings to first drafts of three sizes, and to those that have met "
+        "the new language before.",
+    ),
     "where_it_pays": (
         "learning.where_it_pays",
         "How sure a target and how cheap a draft make online learning pay beside a memory.",
@@ -190,3 +195,14 @@ is imported here."""
 
 READ_TRACES = ("bound",)
 """Benches that are given a directory of traces, which stay where they are."""
+
+IN_PARTS = {
+    "memory": ("schedules", "seeds"),
+    "payback": ("schedules", "seeds"),
+    "online": ("arms", "schedules", "models", "seeds", "prices"),
+    "where_it_pays": ("arms", "temperatures", "shares", "seeds"),
+    "drafts": ("arms", "families", "seeds"),
+    "heads": ("arms", "schedules", "seeds", "prices"),
+}
+"""Benches that take hours, of which a part can be asked for, and which go on where they were left:
+name -> the lists of the protocol that can be cut."""

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import IN_PARTS
 from osd.common import machine
+from osd.errors import ConfigError
 
 Row = dict[str, Any]
 """One raw measurement: plain JSON."""
@@ -92,26 +94,65 @@ class Options:
     quick: bool = False
     traces: Path | None = None
     """What others have recorded, for the benches that read it."""
+    only: tuple[str, ...] = ()
+    """NAME=VALUE: the part of a bench that is asked for (`benchmarks/parts.py`)."""
     say: Callable[[str], None] = field(default=lambda text: None)
 
 
 class Notebook:
     """The files of one run. The protocol is written by the constructor, each row as soon as it is
-    measured."""
+    measured.
+
+    A bench of `IN_PARTS` goes on where the directory holds a run of the same bench: its rows are
+    kept. Raises `ConfigError` where that run was of other sizes.
+    """
 
     def __init__(self, options: Options, protocol: Protocol) -> None:
         self.rows: list[Row] = []
         self._directory = options.directory
         self._directory.mkdir(parents=True, exist_ok=True)
         head = {"protocol": asdict(protocol), "quick": options.quick, "machine": machine.describe()}
-        (self._directory / "protocol.json").write_text(json.dumps(head, indent=2) + "\n")
-        (self._directory / "raw.jsonl").write_text("")
+        text = json.dumps(head, indent=2) + "\n"
+        path, raw = self._directory / "protocol.json", self._directory / "raw.jsonl"
+        if protocol.bench in IN_PARTS and path.exists() and raw.exists() and raw.stat().st_size:
+            if _uncut(json.loads(path.read_text())) != _uncut(json.loads(text)):
+                raise ConfigError(
+                    f"{self._directory}: holds another run, of other sizes; choose another "
+                    "directory (--out)"
+                )
+            self.rows = _whole_rows(raw)
+        else:
+            raw.write_text("")
+        path.write_text(text)
 
-    def add(self, **row: Any) -> None:
+    def add(self, **row: Any) -> Row:
         """Keep one raw measurement."""
         self.rows.append(row)
         with (self._directory / "raw.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
+        return row
+
+    def find(self, key: Row) -> Row | None:
+        """The row that has all of this."""
+        return next((row for row in self.rows if key.items() <= row.items()), None)
+
+
+def _uncut(head: dict[str, Any]) -> object:
+    """What two parts of one run have in common."""
+    protocol = head["protocol"]
+    cut = IN_PARTS[protocol["bench"]]
+    sizes = {name: value for name, value in protocol["sizes"].items() if name not in cut}
+    kept = {name: value for name, value in protocol.items() if name not in (*cut, "sizes")}
+    return kept, sizes, head["quick"]
+
+
+def _whole_rows(raw: Path) -> list[Row]:
+    """The rows of a run that may have been killed while it wrote one, which is dropped."""
+    text = raw.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        raw.write_text(whole)
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def read_rows(directory: Path) -> list[Row]:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import BENCHES
@@ -28,9 +28,10 @@ def run(
     out: Path | None,
     say: Callable[[str], None],
     traces: Path | None = None,
+    only: Sequence[str] = (),
 ) -> Result:
     """Run the bench `name` and write its files to `out`, by default a new directory under
-    `bench-results/`. `traces`: for a bench of `READ_TRACES`."""
+    `bench-results/`. `traces`: for a bench of `READ_TRACES`; `only`: for one of `IN_PARTS`."""
     directory = out or Path("bench-results") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -42,7 +43,7 @@ def run(
     # By default SIGTERM ends Python without a word to the servers a bench has started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     started, cpu_before = time.perf_counter(), machine.cpu_seconds()
-    options = Options(directory=directory, quick=quick, traces=traces, say=say)
+    options = Options(directory=directory, quick=quick, traces=traces, only=tuple(only), say=say)
     module, _ = BENCHES[name]
     result: Result = importlib.import_module(f"benchmarks.{module}").run(options)
     seconds, cpu_after = time.perf_counter() - started, machine.cpu_seconds()

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.drift import names
-from benchmarks.record import Row
-from benchmarks.replays.step_times import ModelledStepTimes
+from benchmarks.record import Notebook, Row
+from benchmarks.replays.step_times import ModelledStepTimes, measure
 from benchmarks.traffic.family import FAMILIES, FIRST_SERVED, TRAINING
 from benchmarks.traffic.schedule import Schedule, arrivals
 from osd.config.schema import Config
@@ -36,6 +38,19 @@ def base_config() -> Config:
     from osd.config.reading import load
 
     return load(PRESET, environ={}).config
+
+
+def step_times(notebook: Notebook, cycles: int, say: Callable[[str], None]) -> ModelledStepTimes:
+    """Of the cost-shaped target on this machine: measured now, in a process of its own, unless the
+    notebook has them."""
+    timed = [row for row in notebook.rows if "arm" in row]
+    if not timed:
+        say("timing steps of the cost-shaped target")
+        with ProcessPoolExecutor(
+            1, mp_context=get_context("spawn"), initializer=prepare
+        ) as process:
+            timed = [notebook.add(**row) for row in process.submit(measure, cycles).result()]
+    return ModelledStepTimes.of(timed)
 
 
 def record_stream(family: str, domain: str, block: int, num: int) -> None:

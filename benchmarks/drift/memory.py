@@ -12,15 +12,17 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
 from benchmarks.drift import jobs, names
 from benchmarks.drift.contest import Contest, mean_with_interval
 from benchmarks.drift.drift import NUM_PROCESSES, SUFFIX_MODULE, SUFFIX_PACKAGE
+from benchmarks.parts import Asked, measured, narrowed
 from benchmarks.record import Goal, Notebook, Options, Protocol, Row
 from benchmarks.replays.curve import Curve
-from benchmarks.replays.step_times import CYCLES, STREAMS, ModelledStepTimes, measure
+from benchmarks.replays.step_times import CYCLES, STREAMS, ModelledStepTimes
 from benchmarks.result import Figure, Result
 from benchmarks.traffic.family import FAMILIES, FIRST_SERVED
 from benchmarks.traffic.schedule import Schedule, arrivals, read_all, shifts
@@ -74,7 +76,7 @@ def protocol(options: Options) -> Protocol:
 
 def run(options: Options) -> Result:
     """Time steps, record where the cache lacks it, then replay."""
-    plan = protocol(options)
+    plan = narrowed(protocol(options), options)
     return summarise(plan, replay(options, plan))
 
 
@@ -86,32 +88,24 @@ def replay(options: Options, plan: Protocol) -> Sequence[Row]:
     schedules = schedules_of(plan)
     for family in dict.fromkeys(schedule.family for schedule in schedules.values()):
         FAMILIES[family].models()
-    options.say("timing steps of the cost-shaped target")
-    spawn = get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=jobs.prepare) as process:
-        timed = process.submit(measure, plan.sizes["cycles"]).result()
-    for row in timed:
-        notebook.add(**row)
-    times = ModelledStepTimes.of(timed)
+    times = jobs.step_times(notebook, plan.sizes["cycles"], options.say)
+    timed = [row for row in notebook.rows if "arm" in row]
     runs = [(name, seed) for name in schedules for seed in plan.sizes["seeds"]]
+    spawn = get_context("spawn")
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=spawn, initializer=jobs.prepare) as pool:
         options.say("recording the target's answers, where they are not in the cache")
         recorded = [pool.submit(jobs.record_stream, *one) for one in streams_of(schedules, runs)]
         for stream in recorded:
             stream.result()
-        found = [
-            pool.submit(jobs.run_one, name, schedules[name], seed, arm, 0, times)
+        asked = [
+            Asked(
+                {"schedule": name, "seed": seed, "contender": arm},
+                partial(jobs.run_one, name, schedules[name], seed, arm, 0, times),
+            )
             for arm in plan.arms
             for name, seed in runs
         ]
-        for number, done in enumerate(found, 1):
-            row = done.result()
-            notebook.add(**row)
-            options.say(
-                f"{number} of {len(found)}: {row['schedule']}, seed {row['seed']}, "
-                f"{row['contender']}"
-            )
-    return notebook.rows
+        return [*timed, *measured(pool, notebook, asked, options.say)]
 
 
 def contests(plan: Protocol, rows: Sequence[Row]) -> Iterator[Contest]:

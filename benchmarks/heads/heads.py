@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 
 from benchmarks.drift import jobs
@@ -22,8 +23,9 @@ from benchmarks.heads import report
 from benchmarks.heads.jobs import LOOPS, TIMELESS, Job, foreign, unserved
 from benchmarks.heads.report import HOME_KEPT, OF_OFFLINE, WITH, WITHOUT
 from benchmarks.learning.online_report import MEASURED, PUBLISHED
+from benchmarks.parts import Asked, measured, narrowed
 from benchmarks.record import Goal, Notebook, Options, Protocol, Row
-from benchmarks.replays.step_times import CYCLES, STREAMS, ModelledStepTimes, measure, published
+from benchmarks.replays.step_times import CYCLES, STREAMS, ModelledStepTimes, published
 from benchmarks.result import Result
 from benchmarks.traffic.family import FAMILIES, FIRST_SERVED, TRAINING
 from benchmarks.traffic.schedule import DIRECTORY, Schedule, arrivals, read
@@ -75,34 +77,33 @@ def protocol(options: Options) -> Protocol:
 
 def run(options: Options) -> Result:
     """Time steps where asked, record and build what the cache lacks, then replay."""
-    plan = protocol(options)
+    plan = narrowed(protocol(options), options)
     notebook = Notebook(options, plan)
+    times = {PUBLISHED: published()}
+    if MEASURED in plan.sizes["prices"]:
+        times[MEASURED] = jobs.step_times(notebook, plan.sizes["cycles"], options.say)
+    timed = [row for row in notebook.rows if "step_s" in row]
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=jobs.prepare)
     with pool:
-        times = {PUBLISHED: published()}
-        if MEASURED in plan.sizes["prices"]:
-            options.say("timing steps of the cost-shaped target")
-            for row in (timed := pool.submit(measure, plan.sizes["cycles"]).result()):
-                notebook.add(**row)
-            times[MEASURED] = ModelledStepTimes.of(timed)
         planned = list(_jobs(plan))
         options.say("building models and recording answers, where they are not in the cache")
         for family in dict.fromkeys(job.schedule.family for job in planned):
             pool.submit(_models, family).result()
         for stream in _streams(planned):
             pool.submit(jobs.record_stream, *stream).result()
-        found = [
-            (job, price, pool.submit(heads_jobs.run, job, times[price]))
+        asked = [
+            _asked(job, price, times[price])
             for arms in (TIMELESS, LOOPS[:2], LOOPS[2:])
             for job in planned
             if job.arm in arms
             for price in (plan.sizes["prices"] if job.arm in LOOPS else [PUBLISHED])
         ]
-        for number, (job, price, done) in enumerate(found, 1):
-            notebook.add(**done.result(), price=price)
-            where = f"{job.name}, {job.schedule.family}, seed {job.seed}"
-            options.say(f"{number} of {len(found)}: {where}, {job.arm}, {price}")
-    return summarise(plan, notebook.rows)
+        return summarise(plan, [*timed, *measured(pool, notebook, asked, options.say)])
+
+
+def _asked(job: Job, price: str, times: ModelledStepTimes) -> Asked:
+    key = {"schedule": job.name, "family": job.schedule.family, "seed": job.seed}
+    return Asked({**key, "contender": job.arm, "price": price}, partial(heads_jobs.run, job, times))
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:

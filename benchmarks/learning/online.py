@@ -15,6 +15,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 
 from benchmarks.drift import jobs, names
@@ -29,8 +30,9 @@ from benchmarks.learning.online_report import (
     TIMELESS,
     WHOLE,
 )
+from benchmarks.parts import Asked, measured, narrowed
 from benchmarks.record import Goal, Notebook, Options, Protocol, Row
-from benchmarks.replays.step_times import CYCLES, STREAMS, ModelledStepTimes, measure, published
+from benchmarks.replays.step_times import CYCLES, STREAMS, ModelledStepTimes, published
 from benchmarks.result import Result
 from benchmarks.traffic.family import FAMILIES, FIRST_SERVED, PROSE, TRAINING
 from benchmarks.traffic.schedule import DIRECTORY, Schedule, arrivals, read_all
@@ -82,36 +84,28 @@ def protocol(options: Options) -> Protocol:
 
 def run(options: Options) -> Result:
     """Time steps, record where the cache lacks it, then replay."""
-    plan = protocol(options)
+    plan = narrowed(protocol(options), options)
     notebook = Notebook(options, plan)
     for arm, reason in plan.sizes["left_out"].items():
         options.say(f"left out: {arm}: {reason}")
-    spawn = get_context("spawn")
     times = {PUBLISHED: published()}
     if MEASURED in plan.sizes["prices"]:
-        options.say("timing steps of the cost-shaped target")
-        with ProcessPoolExecutor(1, mp_context=spawn, initializer=jobs.prepare) as process:
-            timed = process.submit(measure, plan.sizes["cycles"]).result()
-        for row in timed:
-            notebook.add(**row)
-        times[MEASURED] = ModelledStepTimes.of(timed)
+        times[MEASURED] = jobs.step_times(notebook, plan.sizes["cycles"], options.say)
     runs = list(_runs(plan))
     for family in dict.fromkeys(one.schedule.family for one in runs):
         FAMILIES[family].models()
+    spawn = get_context("spawn")
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=spawn, initializer=jobs.prepare) as pool:
         options.say("recording the target's answers, where they are not in the cache")
         for stream in [pool.submit(jobs.record_stream, *one) for one in _streams(runs)]:
             stream.result()
-        found = [
-            (one, arm, price, pool.submit(_replay, one, arm, times[price]))
+        asked = [
+            _asked(one, arm, price, times[price])
             for arm in plan.arms
             for one in runs
             for price in (plan.sizes["prices"] if arm not in TIMELESS else [PUBLISHED])
         ]
-        for number, (one, arm, price, done) in enumerate(found, 1):
-            notebook.add(**done.result(), model=one.schedule.family, price=price)
-            options.say(f"{number} of {len(found)}: {one.name}, seed {one.seed}, {arm}, {price}")
-    return summarise(plan, notebook.rows)
+        return summarise(plan, measured(pool, notebook, asked, options.say))
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
@@ -139,8 +133,10 @@ def _runs(plan: Protocol) -> Iterator[_Run]:
             yield from (_Run(name, schedule, seed) for seed in plan.sizes["seeds"])
 
 
-def _replay(one: _Run, arm: str, times: ModelledStepTimes) -> Row:
-    return jobs.run_one(one.name, one.schedule, one.seed, arm, STATIC_REQUESTS, times)
+def _asked(one: _Run, arm: str, price: str, times: ModelledStepTimes) -> Asked:
+    key = {"schedule": one.name, "model": one.schedule.family, "seed": one.seed}
+    of = partial(jobs.run_one, one.name, one.schedule, one.seed, arm, STATIC_REQUESTS, times)
+    return Asked({**key, "contender": arm, "price": price}, of)
 
 
 def _streams(runs: Sequence[_Run]) -> list[tuple[str, str, int, int]]:

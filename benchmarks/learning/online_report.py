@@ -127,17 +127,19 @@ def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator
     for number, phase in enumerate(contest.schedule.phases):
         start, stop = _last_third(contest.schedule, number)
         if phase.mix.keys() == {home}:
-            if number:
+            if number and {names.SERVED, OFF} <= contest.curves.keys():
                 ratios = contest.ratios(names.SERVED, OFF, speed, start, stop)
                 yield mean(group, HOME_AGAIN, ratios)
             continue
         where = f"{group}, {phase.name}"
-        yield mean(where, LAST_THIRD, contest.ratios(names.SERVED, OFF, speed, start, stop))
-        if names.AGAIN in contest.curves:
-            yield mean(where, ALIKE, contest.ratios(names.AGAIN, OFF, speed, start, stop))
-        ratios = contest.ratios(names.OURS, names.CEILING, Curve.alpha, start, stop)
-        yield mean(where, OF_OFFLINE, ratios)
-    if not is_free and names.CHARGED in contest.curves:
+        for figure, arm, rival, measure in (
+            (LAST_THIRD, names.SERVED, OFF, speed),
+            (ALIKE, names.AGAIN, OFF, speed),
+            (OF_OFFLINE, names.OURS, names.CEILING, Curve.alpha),
+        ):
+            if {arm, rival} <= contest.curves.keys():
+                yield mean(where, figure, contest.ratios(arm, rival, measure, start, stop))
+    if not is_free and {names.CHARGED, OFF} <= contest.curves.keys():
         yield mean(group, WHOLE, contest.ratios(names.CHARGED, OFF, charged, 0, end))
         yield mean(group, BURNT, _burnt(contest, end))
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from benchmarks.drift import memory, names
 from benchmarks.drift.contest import Contest, mean_with_interval
+from benchmarks.parts import narrowed
 from benchmarks.record import Goal, Options, Protocol, Row
 from benchmarks.replays.curve import Curve
 from benchmarks.replays.step_times import ModelledStepTimes
@@ -48,7 +49,7 @@ def protocol(options: Options) -> Protocol:
 
 def run(options: Options) -> Result:
     """Time steps, record where the cache lacks it, then replay."""
-    plan = protocol(options)
+    plan = narrowed(protocol(options), options)
     return summarise(plan, memory.replay(options, plan))
 
 

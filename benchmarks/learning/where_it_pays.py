@@ -25,6 +25,7 @@ from benchmarks.drift.drift import NUM_PROCESSES
 from benchmarks.drift.memory import streams_of
 from benchmarks.learning.online import SCHEDULES
 from benchmarks.learning.online_report import LAST_THIRD, OFF, speed
+from benchmarks.parts import Asked, measured, narrowed
 from benchmarks.record import Goal, Notebook, Options, Protocol, Row
 from benchmarks.replays.curve import Curve
 from benchmarks.replays.recording import Recorded
@@ -66,7 +67,7 @@ def protocol(options: Options) -> Protocol:
 
 def run(options: Options) -> Result:
     """Record where the cache lacks it, then replay."""
-    plan = protocol(options)
+    plan = narrowed(protocol(options), options)
     notebook = Notebook(options, plan)
     FAMILIES[AT_TEMPERATURE[plan.sizes["temperatures"][0]]].models()
     spawn = get_context("spawn")
@@ -74,12 +75,12 @@ def run(options: Options) -> Result:
         options.say("recording the target's answers, where they are not in the cache")
         for stream in [pool.submit(jobs.record_stream, *one) for one in _streams(plan)]:
             stream.result()
-        asked = [pool.submit(_asked, plan, temperature) for temperature in _temperatures(plan)]
-        found = [pool.submit(_replay, plan, *one) for one in _runs(plan)]
-        for number, done in enumerate([*asked, *found], 1):
-            notebook.add(**done.result())
-            options.say(f"{number} of {len(asked) + len(found)}")
-    return summarise(plan, notebook.rows)
+        asked = [
+            Asked({"temperature": one, "of": "target"}, partial(_sureness, plan, one))
+            for one in _temperatures(plan)
+        ]
+        asked += [_asked(plan, *one) for one in _runs(plan)]
+        return summarise(plan, measured(pool, notebook, asked, options.say))
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
@@ -91,7 +92,7 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
         for name in (LIKELIEST, LOOPS):
             figures += [mean_with_interval(group, name, [r[name]]) for r in mine if name in r]
         start, stop = _window(_schedule(plan))
-        for arm in ALPHA:
+        for arm in (arm for arm in ALPHA if arm in plan.arms):
             values = [curve.alpha(start, stop) for curve in _curves(mine, arm, None)]
             figures.append(mean_with_interval(f"{group}: α, last third", arm, values))
         for share in plan.sizes["shares"]:
@@ -102,7 +103,11 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
 def _cell(group: str, plan: Protocol, rows: Sequence[Row], share: float) -> Iterator[Figure]:
     start, stop = _window(_schedule(plan))
     measure = partial(speed, start=start, stop=stop)
-    speeds = {arm: [measure(curve) for curve in _curves(rows, arm, share)] for arm in TIMED}
+    speeds = {
+        arm: [measure(curve) for curve in _curves(rows, arm, share)]
+        for arm in TIMED
+        if arm in plan.arms
+    }
     without = price(share).tokens_per_second_without()
     for arm, values in speeds.items():
         yield mean_with_interval(f"{group}: {OVER_NONE}", arm, [one / without for one in values])
@@ -110,8 +115,9 @@ def _cell(group: str, plan: Protocol, rows: Sequence[Row], share: float) -> Iter
         (LAST_THIRD, names.SERVED, OFF),
         (WITHOUT_MEMORY, names.LEARNING_DRAFT_LOOP, names.DRAFT_LOOP),
     ):
-        ratios = [a / b for a, b in zip(speeds[arm], speeds[rival], strict=True)]
-        yield mean_with_interval(group, figure, ratios)
+        if {arm, rival} <= speeds.keys():
+            ratios = [a / b for a, b in zip(speeds[arm], speeds[rival], strict=True)]
+            yield mean_with_interval(group, figure, ratios)
 
 
 def price(share: float) -> ModelledStepTimes:
@@ -128,7 +134,7 @@ def likeliest(requests: Sequence[Recorded]) -> float:
     return float(np.concatenate(shares).mean())
 
 
-def _asked(plan: Protocol, temperature: float) -> Row:
+def _sureness(plan: Protocol, temperature: float) -> Row:
     """How sure the target is in the new phase, and how often it goes in circles."""
     from benchmarks.natural.report import is_loop
     from benchmarks.traffic.recordings import take
@@ -138,22 +144,23 @@ def _asked(plan: Protocol, temperature: float) -> Row:
     family = AT_TEMPERATURE[temperature]
     requests = take(family, domain, FIRST_SERVED + plan.sizes["seeds"][0], phase.requests)
     loops = float(np.mean([is_loop(one.output_ids.tolist()) for one in requests]))
-    return {"temperature": temperature, LIKELIEST: likeliest(requests), LOOPS: loops}
+    return {LIKELIEST: likeliest(requests), LOOPS: loops}
 
 
-def _replay(plan: Protocol, temperature: float, seed: int, arm: str, share: float | None) -> Row:
+def _asked(plan: Protocol, temperature: float, seed: int, arm: str, share: float | None) -> Asked:
+    key = {"temperature": temperature, "share": share, "seed": seed, "contender": arm}
     times = None if share is None else price(share)
-    row = jobs.run_one(SCHEDULE, _answered(plan, temperature), seed, arm, 0, times)
-    return {"temperature": temperature, "share": share, **row}
+    schedule = _answered(plan, temperature)
+    return Asked(key, partial(jobs.run_one, SCHEDULE, schedule, seed, arm, 0, times))
 
 
 def _runs(plan: Protocol) -> Iterator[tuple[float, int, str, float | None]]:
     """(temperature, traffic seed, arm, share)"""
     for seed in plan.sizes["seeds"]:
         for temperature in _temperatures(plan):
-            yield from ((temperature, seed, arm, None) for arm in ALPHA)
+            yield from ((temperature, seed, arm, None) for arm in plan.arms if arm in ALPHA)
             for share in plan.sizes["shares"]:
-                yield from ((temperature, seed, arm, share) for arm in TIMED)
+                yield from ((temperature, seed, arm, share) for arm in plan.arms if arm in TIMED)
 
 
 def _streams(plan: Protocol) -> list[tuple[str, str, int, int]]:

@@ -1,0 +1,163 @@
+"""A part of a bench, and a run that goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks import IN_PARTS
+from benchmarks.learning import drafts, online, payback, where_it_pays
+from benchmarks.parts import Asked, measured, narrowed
+from benchmarks.record import Notebook, Options, Protocol, Row, read_rows
+from osd.errors import ConfigError
+from tests.unit.benchmarks.test_runner import bench
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as found:
+        yield found
+
+
+def part(directory: Path, *only: str) -> tuple[Options, Protocol]:
+    options = Options(directory=directory, only=only)
+    return options, narrowed(where_it_pays.protocol(options), options)
+
+
+def counted(calls: list[int], number: int) -> Row:
+    calls.append(number)
+    return {"value": number * 10}
+
+
+def asked(calls: list[int], *numbers: int) -> list[Asked]:
+    return [Asked({"number": one}, partial(counted, calls, one)) for one in numbers]
+
+
+def silent(text: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_every_list_that_can_be_cut_is_there(name: str, tmp_path: Path) -> None:
+    options = Options(directory=tmp_path)
+    plan = bench(name).protocol(options)
+    lists = {"arms": plan.arms, **plan.sizes}
+    for part_of in IN_PARTS[name]:
+        first = str(next(iter(lists[part_of])))
+        given = Options(directory=tmp_path, only=(f"{part_of}={first}",))
+        cut = narrowed(plan, given)
+        found = {"arms": cut.arms, **cut.sizes}
+        assert [str(one) for one in found[part_of]] == [first]
+        assert {k: v for k, v in found.items() if k != part_of} == {
+            k: v for k, v in lists.items() if k != part_of
+        }
+    assert narrowed(plan, options) == plan
+
+
+def test_a_part_is_all_that_is_asked_for(tmp_path: Path) -> None:
+    _, plan = part(tmp_path, "temperatures=0.3", "seeds=0", "seeds=2", "shares=0.14")
+    assert {(t, seed) for t, seed, _, _ in where_it_pays._runs(plan)} == {(0.3, 0), (0.3, 2)}
+    assert {share for _, _, _, share in where_it_pays._runs(plan)} == {None, 0.14}
+
+
+@pytest.mark.parametrize(
+    ("only", "said"),
+    [
+        ("seeds", "--only seeds: must be NAME=VALUE, where NAME is arms or temperatures or"),
+        ("streams=4", "--only streams=4: must be NAME=VALUE, where NAME is arms or"),
+        ("seeds=7", "--only seeds=7: must be one of 0; 1; 2"),
+        ("temperatures=0.30", "--only temperatures=0.30: must be one of 0.3; 0.5; 0.7"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_one_line(only: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        part(tmp_path, only)
+    assert str(refused.value).startswith(said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_goes_on_where_it_was_left(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    calls: list[int] = []
+    options, plan = part(tmp_path, "seeds=0")
+    first = measured(pool, Notebook(options, plan), asked(calls, 2, 1), silent)
+    assert first == [{"value": 20, "number": 2}, {"value": 10, "number": 1}]
+    with (tmp_path / "raw.jsonl").open("a") as file:
+        file.write('{"number": 3, "val')  # killed while it wrote
+    options, whole = part(tmp_path)
+    again = measured(pool, Notebook(options, whole), asked(calls, 1, 2, 3), silent)
+    assert [row["number"] for row in again] == [1, 2, 3]
+    assert calls == [2, 1, 3], "nothing is measured twice"
+    assert read_rows(tmp_path) == [*first, again[2]]
+    assert json.loads((tmp_path / "protocol.json").read_text())["protocol"]["sizes"]["seeds"] == [
+        *(0, 1, 2)
+    ]
+
+
+def test_a_run_of_other_sizes_is_left_alone(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    options, plan = part(tmp_path)
+    measured(pool, Notebook(options, plan), asked([], 1), silent)
+    before = (tmp_path / "raw.jsonl").read_text(), (tmp_path / "protocol.json").read_text()
+    for other in (
+        Options(directory=tmp_path, quick=True),
+        Options(directory=tmp_path),
+    ):
+        given = where_it_pays.protocol(other)
+        if not other.quick:
+            given = payback.protocol(other)
+        with pytest.raises(ConfigError, match="holds another run, of other sizes"):
+            Notebook(other, given)
+    assert before == (
+        (tmp_path / "raw.jsonl").read_text(),
+        (tmp_path / "protocol.json").read_text(),
+    )
+
+
+def test_what_was_measured_before_a_failure_is_kept(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    calls: list[int] = []
+    options, plan = part(tmp_path)
+
+    def failing() -> Row:
+        raise OSError("no room")
+
+    def slow() -> Row:
+        time.sleep(0.05)
+        return counted(calls, 3)
+
+    late = [Asked({"number": number}, slow) for number in range(3, 40)]
+    jobs = [*asked(calls, 1), Asked({"number": 2}, failing), *late]
+    with pytest.raises(OSError, match="no room"):
+        measured(pool, Notebook(options, plan), jobs, silent)
+    assert {"value": 10, "number": 1} in read_rows(tmp_path)
+    assert len(calls) < 38, "the rest is not begun"
+
+
+def test_a_bench_that_is_no_hours_long_begins_anew(tmp_path: Path) -> None:
+    options = Options(directory=tmp_path)
+    plan = bench("control").protocol(options)
+    Notebook(options, plan).add(value=1)
+    assert Notebook(options, plan).rows == []
+    assert (tmp_path / "raw.jsonl").read_text() == ""
+
+
+def test_all_that_the_parts_replay_is_recorded_beforehand(tmp_path: Path) -> None:
+    options = Options(directory=tmp_path, only=("seeds=1", "families=prose-2M-0%"))
+    plan = narrowed(drafts.protocol(options), options)
+    assert drafts._streams(plan) == [
+        *(("prose", "en", 2, 192), ("prose", "de", 2, 384)),
+        *(("prose", "en", 0, 192), ("prose", "de", 0, 192)),
+    ]
+    options = Options(directory=tmp_path, only=("seeds=0", "models=prose", "schedules=home-and-de"))
+    plan = narrowed(online.protocol(options), options)
+    streams = online._streams(list(online._runs(plan)))
+    assert {(family, domain) for family, domain, _, _ in streams} == {
+        ("prose", "en"),
+        ("prose", "de"),
+    }
