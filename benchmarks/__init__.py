@@ -203,6 +203,7 @@ IN_PARTS = {
     "where_it_pays": ("arms", "temperatures", "shares", "seeds"),
     "drafts": ("arms", "families", "seeds"),
     "heads": ("arms", "schedules", "seeds", "prices"),
+    "drift_speed": ("arms", "schedules"),
 }
 """Benches that take hours, of which a part can be asked for, and which go on where they were left:
 name -> the lists of the protocol that can be cut."""

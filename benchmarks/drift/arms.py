@@ -29,12 +29,14 @@ from osd.service.plan import free_port
 SECONDS_OF_QUIET = 1.2
 """No training for so long: none is coming, as the control loop looks twice a second."""
 SECONDS_BETWEEN_LOOKS = 0.2
-SERVICE_ARMS = (names.FROZEN, names.FROZEN_LOOP, names.OURS, names.OURS_LORA, names.SERVED)
 IN_CLOSED_LOOP = (names.FROZEN_LOOP, names.SERVED)
 """As `osd serve` serves by default, trainer off and on."""
+WITHOUT_MEMORY = (names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP)
+"""The same without a memory."""
+SERVICE_ARMS = (names.FROZEN, names.OURS, names.OURS_LORA, *IN_CLOSED_LOOP, *WITHOUT_MEMORY)
 LOOKUPS: dict[str, dict[str, Any]] = {names.NGRAM: {}, names.NGRAM_TUNED: names.LOOKUP_TUNED}
 """Arm -> what vLLM is told of n-gram lookup beside k."""
-ARMS = (names.FROZEN, *LOOKUPS, names.OURS, names.OURS_LORA, *IN_CLOSED_LOOP)
+ARMS = (names.FROZEN, *LOOKUPS, names.OURS, names.OURS_LORA, *IN_CLOSED_LOOP, *WITHOUT_MEMORY)
 
 
 @dataclass(slots=True)
@@ -108,7 +110,7 @@ def overrides(arm: str, config: Config, target: Path, draft: Path, directory: Pa
     found = [
         f"serving.target={target}",
         f"serving.draft={draft}",
-        f"speculation.mode={'auto' if arm in IN_CLOSED_LOOP else 'fixed'}",
+        f"speculation.mode={'auto' if arm in (*IN_CLOSED_LOOP, *WITHOUT_MEMORY) else 'fixed'}",
         f"serving.served_model_name={NAME}",
         f"deployment=drift-{os.getpid()}",
         f"data_dir={directory}",
@@ -118,6 +120,8 @@ def overrides(arm: str, config: Config, target: Path, draft: Path, directory: Pa
     ]
     if arm in IN_CLOSED_LOOP:
         found += [f"trainer.payback_seconds={WITHIN_S}"]
+    if arm in WITHOUT_MEMORY:
+        found += ["speculation.proposers=[draft]"]
     if arm in names.UNTRAINED:
         found += ["trainer.enabled=false"]
     if arm == names.FROZEN:

@@ -47,5 +47,5 @@ NO_DRAFT_MODEL = (NGRAM, NGRAM_TUNED, SUFFIX, SUFFIX_LONG)
 """Who proposes what stands in the text already."""
 HELD = (OURS, SERVED)
 """Who is held to the goals."""
-UNTRAINED = (FROZEN, FROZEN_LOOP, *NO_DRAFT_MODEL)
+UNTRAINED = (FROZEN, FROZEN_LOOP, DRAFT_LOOP, *NO_DRAFT_MODEL)
 """Who never learns."""

@@ -29,18 +29,26 @@ from typing import Any
 from benchmarks.drift import arms, jobs, names
 from benchmarks.drift.arms import Server
 from benchmarks.drift.speed_report import summarise
+from benchmarks.parts import narrowed
 from benchmarks.record import Notebook, Options, Protocol, Row
 from benchmarks.result import Result
 from benchmarks.service.serving import NAME
 from benchmarks.traffic.family import FAMILIES, FIRST_SERVED, Family
-from benchmarks.traffic.schedule import Schedule, arrivals, read_all
+from benchmarks.traffic.schedule import DIRECTORY, Schedule, arrivals, read, read_all
 from osd.client.load import Answer, drive
 from osd.errors import OSDError
 
 __all__ = ["protocol", "run", "summarise"]
 
-ARMS = {"sharp": arms.ARMS, "interleaved": arms.IN_CLOSED_LOOP}
+GENERATED = tuple(arm for arm in arms.ARMS if arm not in arms.WITHOUT_MEMORY)
+PROSE = "home-and-de"
+ARMS = {
+    "sharp": GENERATED,
+    "interleaved": arms.IN_CLOSED_LOOP,
+    PROSE: (*arms.WITHOUT_MEMORY, *arms.IN_CLOSED_LOOP),
+}
 """Schedule -> who serves it."""
+PROSE_PHASES = (48, 192, 48)
 CHUNK = 24
 STREAMS = 4
 SEED = 0
@@ -53,7 +61,9 @@ WARM_UP = 8
 
 def protocol(options: Options) -> Protocol:
     """What will be measured."""
-    schedules = {name: schedule for name, schedule in read_all().items() if name in ARMS}
+    prose = read(DIRECTORY / "prose" / f"{PROSE}.yaml").shortened(PROSE_PHASES)
+    given = {**read_all(), PROSE: prose}
+    schedules = {name: given[name] for name in ARMS}
     if options.quick:
         schedules = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE].shortened(QUICK_PHASES)}
     config = jobs.base_config()
@@ -80,11 +90,15 @@ def protocol(options: Options) -> Protocol:
 
 def run(options: Options) -> Result:
     """Every contender over every schedule, live."""
-    plan = protocol(options)
+    plan = narrowed(protocol(options), options)
     notebook = Notebook(options, plan)
     for name, tree in plan.sizes["schedules"].items():
         schedule = Schedule.model_validate(tree)
+        last = (schedule.num_requests - 1) // CHUNK * CHUNK
         for arm in (arm for arm in plan.arms if arm in ARMS[name]):
+            if notebook.find({"schedule": name, "arm": arm, "start": last}):
+                options.say(f"{name}: {arm}: is there already")
+                continue
             options.say(f"{name}: {arm}")
             _measure(options, notebook, name, schedule, arm)
     return summarise(plan, notebook.rows)

@@ -9,6 +9,7 @@ from statistics import median
 from benchmarks.record import Protocol, Row
 from benchmarks.result import Figure, Lines, Result, Spread
 from benchmarks.stats import Estimate, median_ratio, quantile
+from benchmarks.traffic.family import FAMILIES
 from benchmarks.traffic.schedule import Schedule
 
 CONTENDER, REFERENCE, NO_SPECULATION = "contender", "reference", "no speculation"
@@ -23,18 +24,26 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     drawings: list[Spread | Lines] = []
     for name, tree in plan.sizes["schedules"].items():
         schedule = Schedule.model_validate(tree)
-        mine = {
-            arm: [r for r in rows if (r["schedule"], r["arm"]) == (name, arm)] for arm in plan.arms
-        }
+        mine = {arm: _newest(rows, name, arm) for arm in plan.arms}
         mine = {arm: own for arm, own in mine.items() if own}
+        if not mine:
+            continue
         for title, start, stop in _windows(schedule, plan.sizes["chunk"]):
             within = {
                 arm: [r for r in own if start <= r["start"] < stop] for arm, own in mine.items()
             }
-            figures += _figures(f"{name}: {title}", within)
-        figures += _checks(name, mine)
+            within = {arm: own for arm, own in within.items() if own}
+            figures += _figures(f"{name}: {title}", within) if within else []
+        is_greedy = not FAMILIES[schedule.family].temperature
+        figures += _checks(name, mine, is_greedy=is_greedy)
         drawings += [_spread(name, mine), _lines(name, mine)]
     return Result(protocol=plan, figures=tuple(figures), drawings=tuple(drawings))
+
+
+def _newest(rows: Sequence[Row], name: str, arm: str) -> list[Row]:
+    """The chunks of an arm. One that was cut off has begun anew: the newest row of each counts."""
+    found = {r["start"]: r for r in rows if (r["schedule"], r["arm"]) == (name, arm)}
+    return [found[start] for start in sorted(found)]
 
 
 def _windows(schedule: Schedule, chunk: int) -> list[tuple[str, int, int]]:
@@ -159,8 +168,9 @@ def _absolute(group: str, arm: str, rows: Sequence[Row], who: str) -> list[Figur
     return figures
 
 
-def _checks(name: str, mine: dict[str, list[Row]]) -> list[Figure]:
-    """Whether both did the same work, what was charged, and what became of training."""
+def _checks(name: str, mine: dict[str, list[Row]], *, is_greedy: bool) -> list[Figure]:
+    """Whether both did the same work, what was charged, and what became of training. Answers that
+    are drawn are not compared."""
     figures, group = [], f"{name}: checks"
     for arm, own in mine.items():
         pairs = [
@@ -169,11 +179,9 @@ def _checks(name: str, mine: dict[str, list[Row]]) -> list[Figure]:
             for p in zip(row[CONTENDER]["requests"], row[REFERENCE]["requests"], strict=True)
         ]
         num_different = sum(a["hash"] != b["hash"] for a, b in pairs)
-        figures.append(
-            Figure(
-                group=group, name=f"answers that differ, {arm}", value=num_different, n=len(pairs)
-            )
-        )
+        differ = f"answers that differ, {arm}"
+        if is_greedy:
+            figures.append(Figure(group=group, name=differ, value=num_different, n=len(pairs)))
         charged = sum(row[CONTENDER]["charged_s"] for row in own)
         figures.append(
             Figure(group=group, name=f"charged, {arm}", value=charged, unit="s", n=len(own))

@@ -17,8 +17,10 @@ import pytest
 from benchmarks.drift import arms, names, speed
 from benchmarks.drift.jobs import base_config
 from benchmarks.drift.speed_report import summarise
-from benchmarks.record import Options
+from benchmarks.record import Notebook, Options
+from benchmarks.replays.charged import WITHIN_S
 from benchmarks.result import Figure
+from benchmarks.traffic.schedule import Schedule, read_all
 
 BURN = "import time\nwhile time.process_time() < {}: pass\n"
 
@@ -60,10 +62,15 @@ def test_what_each_service_is_told_can_be_loaded() -> None:
     assert loaded[names.OURS_LORA].trainer.learning_rate == pytest.approx(
         3 * config.trainer.learning_rate
     )
-    modes = {arm: each.speculation.mode for arm, each in loaded.items()}
-    assert modes == {
-        arm: "auto" if arm in (names.SERVED, names.FROZEN_LOOP) else "fixed"
-        for arm in arms.SERVICE_ARMS
+    alone, learning = loaded[names.DRAFT_LOOP], loaded[names.LEARNING_DRAFT_LOOP]
+    assert alone.speculation.proposers == learning.speculation.proposers == ["draft"]
+    assert not alone.trainer.enabled and learning.trainer.enabled
+    assert {arm for arm, each in loaded.items() if each.speculation.mode == "auto"} == {
+        *(names.SERVED, names.FROZEN_LOOP),
+        *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP),
+    }
+    assert {arm for arm, each in loaded.items() if each.trainer.payback_seconds == WITHIN_S} == {
+        *(names.SERVED, names.FROZEN_LOOP),
     }
     assert {c.serving.vllm["enable_prefix_caching"] for c in loaded.values()} == {False}
 
@@ -126,6 +133,46 @@ def test_phases_are_told_apart_and_differing_answers_counted() -> None:
     assert found["sharp: home", name].value == 2.0
     assert found["sharp: sql", name].value == 0.5
     assert found["sharp: checks", "answers that differ, n-gram, 1 to 5"].value == 96
+
+
+def test_drawn_answers_are_not_compared() -> None:
+    plan = speed.protocol(Options(directory=Path("unused")))
+    row = a_row(names.DRAFT_LOOP, 0, part(5, 0, 1), part(10, 0, 1, answer=2))
+    found = {f.name for f in summarise(plan, [{**row, "schedule": speed.PROSE}]).figures}
+    assert f"charged, {names.DRAFT_LOOP}" in found
+    assert not [name for name in found if name.startswith("answers that differ")]
+
+
+def test_an_arm_that_was_cut_off_begins_anew() -> None:
+    cut_off = [a_row(names.OURS, s, part(20, 0, 1), part(10, 0, 1)) for s in (0, 24)]
+    again = [a_row(names.OURS, s, part(5, 0, 1), part(10, 0, 1)) for s in range(0, 120, 24)]
+    found = figures(cut_off + again)
+    figure = found["sharp: all requests", "tokens/s, ours / no speculation"]
+    assert (figure.value, figure.n) == (2.0, 5)
+
+
+def test_only_arms_that_are_whole_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Options(directory=tmp_path, only=("schedules=interleaved",))
+    schedule = read_all()["interleaved"]
+    last = (schedule.num_requests - 1) // speed.CHUNK * speed.CHUNK
+    whole, cut_off = arms.IN_CLOSED_LOOP
+    rows = [a_row(whole, s, part(5, 0, 1), part(10, 0, 1)) for s in range(0, last + 1, speed.CHUNK)]
+    rows.append(a_row(cut_off, 0, part(5, 0, 1), part(10, 0, 1)))
+    notebook = Notebook(options, speed.protocol(options))
+    for row in rows:
+        notebook.add(**{**row, "schedule": "interleaved"})
+    measured: list[str] = []
+
+    def measure(_: Options, notebook: Notebook, name: str, schedule: Schedule, arm: str) -> None:
+        measured.append(arm)
+        notebook.add(**{**a_row(arm, 0, part(4, 0, 1), part(8, 0, 1)), "schedule": name})
+
+    monkeypatch.setattr(speed, "_measure", measure)
+    result = speed.run(options)
+    assert measured == [cut_off]
+    assert {f.name for f in result.figures} >= {f"charged, {arm}" for arm in (whole, cut_off)}
 
 
 class FakeClient:
