@@ -22,7 +22,7 @@ from osd.errors import AwayError, ConfigError, OSDError
 from osd.records import Place
 from osd.service.ray_watch import RayWatch, patience
 from osd.service.reaper import Reaper
-from osd.service.reasons import last_line, reason_from_log
+from osd.service.reasons import last_line, reason_from_log, refused
 
 API_KEY = "VLLM_API_KEY"
 """Environment variable from which vLLM takes the key that clients must show."""
@@ -297,7 +297,8 @@ def url_of(ready: Any, name: str, what: str, log: Callable[[], Path | Place]) ->
         cause = error.cause
         if isinstance(cause, OSDError):
             raise cause from None
-        raise OSDError(f"{name}: the {what} did not start: {_reason(log(), str(cause))}") from None
+        why = refused(cause) or _reason(log(), str(cause))
+        raise OSDError(f"{name}: the {what} did not start: {why}") from None
     except ray.exceptions.RayError as error:
         why = _reason(log(), last_line(error))
         raise OSDError(f"{name}: the process of the {what} ended: {why}") from None

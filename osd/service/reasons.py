@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import ValidationError
+
 
 def reason_from_log(path: Path) -> str:
     """The last line of a log that names an error; "" when there is none."""
@@ -13,6 +15,16 @@ def reason_from_log(path: Path) -> str:
         return ""
     marked = [line for line in lines if "Error: " in line and "See root cause" not in line]
     return marked[-1].split("Error: ", 1)[1].strip()[:300] if marked else ""
+
+
+def refused(error: BaseException) -> str:
+    """Which of vLLM's options it refuses, and why; "" where that is not what an error says."""
+    if not isinstance(error, ValidationError):
+        return ""
+    first = error.errors()[0]
+    option = ".".join(map(str, first["loc"])) or error.title
+    given = f", and is {first['input']!r:.60}" if first["loc"] else ""
+    return f"serving.vllm.{option}: {first['msg']}{given}"
 
 
 def last_line(error: Exception) -> str:
