@@ -197,8 +197,8 @@ READ_TRACES = ("bound",)
 """Benches that are given a directory of traces, which stay where they are."""
 
 IN_PARTS = {
-    "memory": ("schedules", "seeds"),
-    "payback": ("schedules", "seeds"),
+    "memory": ("arms", "schedules", "seeds"),
+    "payback": ("arms", "schedules", "seeds"),
     "online": ("arms", "schedules", "models", "seeds", "prices"),
     "where_it_pays": ("arms", "temperatures", "shares", "seeds"),
     "drafts": ("arms", "families", "seeds"),

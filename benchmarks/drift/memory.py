@@ -4,13 +4,13 @@ Replays of the drift benchmark's recordings (`drift.py`) under the service's own
 speculation, with measured step times; proposing takes no time. Suffix decoding stands in the
 memory's place with the same calibration, price, length and bytes
 (`benchmarks/replays/suffix_memory.py`). The draft never learns: this is the service with its
-trainer off.
+trainer off. On one schedule it learns as well, for what both are worth together once it has.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -28,6 +28,7 @@ from benchmarks.traffic.family import FAMILIES, FIRST_SERVED
 from benchmarks.traffic.schedule import Schedule, arrivals, read_all, shifts
 
 ARMS = (*names.SOURCES, names.FROZEN_LOOP)
+LEARNING, LEARNING_SCHEDULE = (names.SERVED, names.LEARNING_DRAFT_LOOP), "sharp"
 QUICK_SCHEDULE, QUICK_PHASES = "sharp", (96, 144)
 NATURAL = "natural"
 FIRST = 24
@@ -36,7 +37,7 @@ OVER_SUFFIX = "memory over suffix decoding"
 FIRST_OVER_SUFFIX = f"memory over suffix decoding, first {FIRST} of a shift"
 NATURAL_OVER_NONE = "memory over no speculation, natural text"
 OVER_SINGLE = "memory and draft over the better one alone, each third of a phase"
-LATE = "memory and draft over the better one alone, last third of a shift"
+LATE = "memory and learning draft over the better one alone, last third of a shift"
 
 
 def protocol(options: Options) -> Protocol:
@@ -52,7 +53,7 @@ def protocol(options: Options) -> Protocol:
     return Protocol(
         bench="memory",
         question="What does a memory of served text gain, alone and beside a draft?",
-        arms=tuple(arm for arm in ARMS if arm not in without),
+        arms=tuple(arm for arm in (*ARMS, *LEARNING) if arm not in without),
         order="Every contender on the same recorded requests, two at a time.",
         sizes={
             "schedules": {name: schedule.model_dump() for name, schedule in chosen.items()},
@@ -77,11 +78,17 @@ def protocol(options: Options) -> Protocol:
 def run(options: Options) -> Result:
     """Time steps, record where the cache lacks it, then replay."""
     plan = narrowed(protocol(options), options)
-    return summarise(plan, replay(options, plan))
+    return summarise(plan, replay(options, plan, _plays))
 
 
-def replay(options: Options, plan: Protocol) -> Sequence[Row]:
-    """The raw rows: step times, and each contender on each schedule."""
+def _plays(name: str, arm: str) -> bool:
+    return arm not in LEARNING or name == LEARNING_SCHEDULE
+
+
+def replay(
+    options: Options, plan: Protocol, plays: Callable[[str, str], bool] = lambda name, arm: True
+) -> Sequence[Row]:
+    """The raw rows: step times, and each contender on each schedule that it `plays`."""
     notebook = Notebook(options, plan)
     for arm, reason in plan.sizes["left_out"].items():
         options.say(f"left out: {arm}: {reason}")
@@ -104,6 +111,7 @@ def replay(options: Options, plan: Protocol) -> Sequence[Row]:
             )
             for arm in plan.arms
             for name, seed in runs
+            if plays(name, arm)
         ]
         return [*timed, *measured(pool, notebook, asked, options.say)]
 
@@ -119,6 +127,7 @@ def contests(plan: Protocol, rows: Sequence[Row]) -> Iterator[Contest]:
             ]
             for arm in plan.arms
         }
+        curves = {arm: found for arm, found in curves.items() if found}
         yield Contest(name=name, schedule=schedule, curves=curves)
 
 
@@ -150,11 +159,11 @@ def _of_schedule(contest: Contest, times: ModelledStepTimes) -> Iterator[Figure]
             for arm in curves:
                 yield mean_with_interval(where, arm, speeds(arm, first, last))
     group = f"{name}: compared"
-    if name == NATURAL:
+    if name == NATURAL and names.MEMORY in curves:
         yield mean_with_interval(group, NATURAL_OVER_NONE, speeds(names.MEMORY))
     end = schedule.num_requests
     changes = set(shifts(schedule, FAMILIES[schedule.family]))
-    if names.SUFFIX_LOOP in curves:
+    if {names.MEMORY, names.SUFFIX_LOOP} <= curves.keys():
         suffix = [names.SUFFIX_LOOP]
         figure = OVER_SUFFIX if name != NATURAL else f"{OVER_SUFFIX}, natural text"
         yield mean_with_interval(group, figure, over(names.MEMORY, suffix, 0, end))
@@ -165,14 +174,17 @@ def _of_schedule(contest: Contest, times: ModelledStepTimes) -> Iterator[Figure]
             ratios = over(names.MEMORY, suffix, start, min(start + FIRST, stop))
             yield mean_with_interval(f"{group}, {phase.name}", FIRST_OVER_SUFFIX, ratios)
     single = [names.MEMORY, names.DRAFT_LOOP]
+    learning = [names.MEMORY, names.LEARNING_DRAFT_LOOP]
     for number, (phase, (start, stop)) in enumerate(zip(schedule.phases, bounds, strict=True)):
         thirds = [start + (stop - start) * i // 3 for i in range(4)]
         for i, (first, last) in enumerate(zip(thirds, thirds[1:], strict=False), 1):
-            ratios = over(names.FROZEN_LOOP, single, first, last)
             where = f"{group}, {phase.name}, third {i}"
-            yield mean_with_interval(where, OVER_SINGLE, ratios)
-            if name == "sharp" and i == 3 and number in changes:
-                yield mean_with_interval(where, LATE, ratios)
+            if {names.FROZEN_LOOP, *single} <= curves.keys():
+                ratios = over(names.FROZEN_LOOP, single, first, last)
+                yield mean_with_interval(where, OVER_SINGLE, ratios)
+            if i == 3 and number in changes and {names.SERVED, *learning} <= curves.keys():
+                learnt = over(names.SERVED, learning, first, last)
+                yield mean_with_interval(where, LATE, learnt)
 
 
 def _speed(curve: Curve, start: int, stop: int | None) -> float:

@@ -40,7 +40,8 @@ from benchmarks.traffic.schedule import DIRECTORY, Schedule, arrivals, read_all
 SCHEDULES = DIRECTORY / "prose"
 ARMS = (
     *(names.FROZEN_LOOP, names.AGAIN, names.SERVED, names.CHARGED, names.NIGHTLY, names.STATIC),
-    *(*names.OSD_LOOP, names.SUFFIX_LOOP, names.MEMORY, names.DRAFT_LOOP, *TIMELESS),
+    *(*names.OSD_LOOP, names.SUFFIX_LOOP, names.MEMORY),
+    *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP, *TIMELESS),
 )
 QUICK_SCHEDULE = "home-and-de"
 QUICK_ARMS = (names.FROZEN_LOOP, names.AGAIN, names.SERVED, names.STATIC, *TIMELESS)

@@ -28,6 +28,7 @@ LAST_THIRD = "as served over trainer off, last third"
 WHOLE = "as served over trainer off, whole run, charged"
 HOME_AGAIN = "as served over trainer off, home again"
 OF_OFFLINE = "α of the draft over that trained offline, last third"
+WITHOUT_MEMORY = "without a memory: learning over frozen, last third"
 ALIKE = "trainer off over trainer off, last third"
 BURNT = "burning as much and learning nothing over trainer off, whole run, charged"
 
@@ -135,6 +136,7 @@ def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator
         for figure, arm, rival, measure in (
             (LAST_THIRD, names.SERVED, OFF, speed),
             (ALIKE, names.AGAIN, OFF, speed),
+            (WITHOUT_MEMORY, names.LEARNING_DRAFT_LOOP, names.DRAFT_LOOP, speed),
             (OF_OFFLINE, names.OURS, names.CEILING, Curve.alpha),
         ):
             if {arm, rival} <= contest.curves.keys():

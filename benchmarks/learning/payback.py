@@ -74,6 +74,8 @@ def _of_schedule(contest: Contest, times: ModelledStepTimes) -> Iterator[Figure]
     group = f"{contest.name}: rounds"
     for arm in curves:
         yield mean_with_interval(group, arm, [float(curve.num_rounds) for curve in curves[arm]])
+    if OFF not in curves:
+        return
     off = speeds(OFF, is_charged=True)
     best = [max(each) for each in zip(*(speeds(a, is_charged=True) for a in curves), strict=True)]
     group = f"{contest.name}: compared"
@@ -83,8 +85,9 @@ def _of_schedule(contest: Contest, times: ModelledStepTimes) -> Iterator[Figure]
         (HINDSIGHT, names.CHARGED, True, best),
         (ADDED, names.SERVED, True, off),
     ):
-        ratios = [a / b for a, b in zip(speeds(arm, is_charged=is_charged), rival, strict=True)]
-        yield mean_with_interval(group, figure, ratios)
+        if arm in curves:
+            ratios = [a / b for a, b in zip(speeds(arm, is_charged=is_charged), rival, strict=True)]
+            yield mean_with_interval(group, figure, ratios)
 
 
 def _speed(curve: Curve, *, is_charged: bool) -> float:

@@ -114,7 +114,10 @@ def plan(tmp_path: Path) -> Protocol:
         "models": ["prose", "prose-1"],
         "seeds": [0, 1],
     }
-    arms = (names.FROZEN_LOOP, names.AGAIN, names.SERVED, names.CHARGED, *online_report.TIMELESS)
+    arms = (
+        *(names.FROZEN_LOOP, names.AGAIN, names.SERVED, names.CHARGED),
+        *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP, *online_report.TIMELESS),
+    )
     return replace(found, sizes=sizes, arms=arms)
 
 
@@ -144,6 +147,8 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
         names.AGAIN: off,
         names.SERVED: curve(120.0),
         names.CHARGED: curve(110.0, cpu_s=6.0),
+        names.DRAFT_LOOP: curve(90.0),
+        names.LEARNING_DRAFT_LOOP: curve(126.0),
         names.FROZEN: curve(1.0, alpha=0.2),
         names.OURS: curve(1.0, alpha=0.45),
         names.CEILING: curve(1.0, alpha=0.5),
@@ -153,6 +158,8 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
         gain = figure(result.figures, online_report.LAST_THIRD, price)
         assert (gain.value, gain.low, gain.n) == pytest.approx((1.2, 1.2, 4))
         assert figure(result.figures, online_report.ALIKE, price).value == pytest.approx(1.0)
+        alone = figure(result.figures, online_report.WITHOUT_MEMORY, price)
+        assert alone.value == pytest.approx(1.4)
         assert figure(result.figures, online_report.HOME_AGAIN, price).value == pytest.approx(1.2)
         of_offline = figure(result.figures, online_report.OF_OFFLINE, price)
         assert of_offline.value == pytest.approx(0.9)
