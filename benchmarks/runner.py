@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks import BENCHES
@@ -16,6 +17,7 @@ from benchmarks.plot import page
 from benchmarks.record import Options
 from benchmarks.result import Result, table
 from osd.common import machine
+from osd.common.files import locked
 from osd.errors import ConfigError
 
 TUNABLES = "GLIBC_TUNABLES"
@@ -33,17 +35,29 @@ def run(
     """Run the bench `name` and write its files to `out`, by default a new directory under
     `bench-results/`. `traces`: for a bench of `READ_TRACES`; `only`: for one of `IN_PARTS`."""
     directory = out or Path("bench-results") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {directory}: cannot be written ({error.strerror}); choose another directory"
-        ) from None
+    with ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            is_ours = stack.enter_context(locked(directory / ".lock", wait=False))
+        except OSError as error:
+            raise ConfigError(
+                f"--out {directory}: cannot be written ({error.strerror}); choose another directory"
+            ) from None
+        if not is_ours:
+            raise ConfigError(
+                f"--out {directory}: another run writes there; wait for it, or choose another "
+                "directory"
+            )
+        given = Options(directory=directory, quick=quick, traces=traces, only=tuple(only), say=say)
+        return _run(name, given)
+
+
+def _run(name: str, options: Options) -> Result:
     _hand_on_the_path()
     # By default SIGTERM ends Python without a word to the servers a bench has started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     started, cpu_before = time.perf_counter(), machine.cpu_seconds()
-    options = Options(directory=directory, quick=quick, traces=traces, only=tuple(only), say=say)
+    directory, say = options.directory, options.say
     module, _ = BENCHES[name]
     result: Result = importlib.import_module(f"benchmarks.{module}").run(options)
     seconds, cpu_after = time.perf_counter() - started, machine.cpu_seconds()

@@ -231,6 +231,20 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         runner.run("buffer", quick=True, out=tmp_path / "file" / "x", say=print)
 
 
+def test_two_runs_do_not_write_to_one_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def again(options: Options) -> Result:
+        with pytest.raises(ConfigError, match=f"--out {tmp_path}: another run writes there"):
+            runner.run("buffer", quick=True, out=tmp_path, say=print)
+        return Result(protocol=a_protocol(), figures=())
+
+    monkeypatch.setattr(bench("buffer"), "run", again)
+    monkeypatch.setattr(runner.signal, "signal", lambda *_: None)
+    runner.run("buffer", quick=True, out=tmp_path, say=print)
+    assert (tmp_path / "result.json").exists(), "and the first goes on"
+
+
 # -- commands -------------------------------------------------------------------------------------
 
 
