@@ -93,8 +93,8 @@ def _of_side(side: Side) -> Iterator[Figure]:
 
 def _tables(side: Side) -> Iterator[Figure]:
     bounds = side.schedule.bounds
-    for phase, start, stop in zip(side.schedule.phases, bounds, bounds[1:], strict=False):
-        third = stop - max((stop - start) // 3, 1)
+    for number, phase in enumerate(side.schedule.phases):
+        start, (third, stop) = bounds[number], side.schedule.last_third(number)
         for title, first in ((phase.name, start), (f"last third of {phase.name}", third)):
             for what, of in (
                 ("α", Curve.alpha),
@@ -121,8 +121,7 @@ def _costs(side: Side) -> Iterator[Figure]:
 
 def _compared(side: Side, number: int) -> Iterator[Figure]:
     """Of a phase off home."""
-    start, stop = side.schedule.bounds[number : number + 2]
-    third = stop - max((stop - start) // 3, 1)
+    start, (third, stop) = side.schedule.bounds[number], side.schedule.last_third(number)
     group, curves = f"{side.title}: compared", side.curves
     for figure, (learning, frozen) in TWO_BY_TWO.items():
         if {learning, frozen} <= curves.keys():

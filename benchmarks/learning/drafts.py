@@ -116,7 +116,7 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
 
 
 def _of_draft(family: str, schedule: Schedule, curves: dict[str, list[Curve]]) -> Iterator[Figure]:
-    window = _last_third(schedule)
+    window = schedule.last_third(PHASE)
     for arm in (arm for arm in ALPHA if arm in curves):
         values = [curve.alpha(*window) for curve in curves[arm]]
         yield mean_with_interval(f"{family}: α, last third of German", arm, values)
@@ -138,7 +138,7 @@ def _of_offline(
     """How near to offline training, and how soon."""
     start, stop = schedule.bounds[PHASE : PHASE + 2]
     pairs = list(zip(curves[names.OURS], curves[names.CEILING], strict=True))
-    window = _last_third(schedule)
+    window = schedule.last_third(PHASE)
     ratios = [own.alpha(*window) / top.alpha(*window) for own, top in pairs]
     yield mean_with_interval(group, OF_OFFLINE, ratios)
     needed = [requests_to_reach(own, top, start, stop) for own, top in pairs]
@@ -153,7 +153,7 @@ def _of_offline(
 
 
 def _gained(schedule: Schedule, curves: dict[str, list[Curve]]) -> list[float]:
-    window = _last_third(schedule)
+    window = schedule.last_third(PHASE)
     pairs = zip(curves[names.OURS], curves[names.FROZEN], strict=True)
     return [ours.alpha(*window) - frozen.alpha(*window) for ours, frozen in pairs]
 
@@ -179,8 +179,3 @@ def _streams(plan: Protocol) -> list[tuple[str, str, int, int]]:
 
 def _schedule(plan: Protocol) -> Schedule:
     return Schedule.model_validate(plan.sizes["schedule"])
-
-
-def _last_third(schedule: Schedule) -> tuple[int, int]:
-    start, stop = schedule.bounds[PHASE : PHASE + 2]
-    return stop - max((stop - start) // 3, 1), stop

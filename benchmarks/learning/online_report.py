@@ -101,7 +101,7 @@ def _contest(plan: Protocol, rows: Sequence[Row], name: str, price: str) -> Cont
 def _tables(contest: Contest) -> Iterator[Figure]:
     end = contest.schedule.num_requests
     for number, phase in enumerate(contest.schedule.phases):
-        start, stop = _last_third(contest.schedule, number)
+        start, stop = contest.schedule.last_third(number)
         for arm in contest.curves:
             measure: Measure = Curve.alpha if arm in TIMELESS else speed
             what = "α" if arm in TIMELESS else "tokens/s"
@@ -126,7 +126,7 @@ def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator
     mean = partial(_mean, confidence=confidence)
     group = f"{contest.name}: compared"
     for number, phase in enumerate(contest.schedule.phases):
-        start, stop = _last_third(contest.schedule, number)
+        start, stop = contest.schedule.last_third(number)
         if phase.mix.keys() == {home}:
             if number and {names.SERVED, OFF} <= contest.curves.keys():
                 ratios = contest.ratios(names.SERVED, OFF, speed, start, stop)
@@ -155,11 +155,6 @@ def _burnt(contest: Contest, end: int) -> Values:
         ]
         for both in zip(contest.curves[OFF], contest.curves[names.CHARGED], strict=True)
     ]
-
-
-def _last_third(schedule: Schedule, number: int) -> tuple[int, int]:
-    start, stop = schedule.bounds[number : number + 2]
-    return stop - max((stop - start) // 3, 1), stop
 
 
 def _num_rounds(curve: Curve, start: int, stop: int) -> float:

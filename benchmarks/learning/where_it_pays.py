@@ -91,7 +91,7 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
         group = f"T = {temperature}"
         for name in (LIKELIEST, LOOPS):
             figures += [mean_with_interval(group, name, [r[name]]) for r in mine if name in r]
-        start, stop = _window(_schedule(plan))
+        start, stop = _schedule(plan).last_third(PHASE)
         for arm in (arm for arm in ALPHA if arm in plan.arms):
             values = [curve.alpha(start, stop) for curve in _curves(mine, arm, None)]
             figures.append(mean_with_interval(f"{group}: α, last third", arm, values))
@@ -101,7 +101,7 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
 
 
 def _cell(group: str, plan: Protocol, rows: Sequence[Row], share: float) -> Iterator[Figure]:
-    start, stop = _window(_schedule(plan))
+    start, stop = _schedule(plan).last_third(PHASE)
     measure = partial(speed, start=start, stop=stop)
     speeds = {
         arm: [measure(curve) for curve in _curves(rows, arm, share)]
@@ -183,12 +183,6 @@ def _schedule(plan: Protocol) -> Schedule:
 
 def _answered(plan: Protocol, temperature: float) -> Schedule:
     return _schedule(plan).model_copy(update={"family": AT_TEMPERATURE[temperature]})
-
-
-def _window(schedule: Schedule) -> tuple[int, int]:
-    """The last third of the new phase."""
-    start, stop = schedule.bounds[PHASE : PHASE + 2]
-    return stop - max((stop - start) // 3, 1), stop
 
 
 def _curves(rows: Sequence[Row], arm: str, share: float | None) -> list[Curve]:

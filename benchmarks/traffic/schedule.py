@@ -100,6 +100,11 @@ class Schedule(_Part):
         """First request of each phase, and the end."""
         return tuple(int(n) for n in np.cumsum([0, *(phase.requests for phase in self.phases)]))
 
+    def last_third(self, phase: int) -> tuple[int, int]:
+        """First request of a phase's last third, and its end: what has settled."""
+        start, stop = self.bounds[phase : phase + 2]
+        return stop - max((stop - start) // 3, 1), stop
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
