@@ -37,8 +37,9 @@ fi
 set -- --python "$VENV/bin/python" -c "constraints/$EXTRA.txt" -e ".[$EXTRA,dev]"
 if [ "$EXTRA" = cpu ]; then
   set -- --excludes constraints/cpu-excludes.txt "$@"
-  # A CPU build of torch on disk wins; otherwise uv takes PyTorch's own CPU builds.
-  if ! ls "${UV_FIND_LINKS:-/nonexistent}"/torch-*+cpu-*.whl >/dev/null 2>&1 && [ -z "${UV_TORCH_BACKEND:-}" ]; then
+  # A CPU build of torch on disk wins, if it is for this Python; otherwise uv takes PyTorch's own CPU builds.
+  TAG=$("$VENV/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+  if ! ls "${UV_FIND_LINKS:-/nonexistent}"/torch-*+cpu-"$TAG"-*.whl >/dev/null 2>&1 && [ -z "${UV_TORCH_BACKEND:-}" ]; then
     UV_TORCH_BACKEND=cpu
     export UV_TORCH_BACKEND
   fi

@@ -304,6 +304,38 @@ def test_a_python_too_old(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.parametrize(
+    ("python", "asked"), [("cp311", "torch from disk"), ("cp312", "torch from cpu")]
+)
+def test_a_cpu_build_of_torch_on_disk_is_taken_by_its_own_python(
+    python: str, asked: str, tmp_path: Path
+) -> None:
+    wheels, programs, venv = tmp_path / "wheels", tmp_path / "bin", tmp_path / "venv"
+    wheels.mkdir()
+    (wheels / "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl").touch()
+    programs.mkdir()
+    made = '"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;'
+    fakes = {
+        "python": f'case "$*" in *print*) echo {python} ;; {made} esac',
+        "uv": 'echo "torch from ${UV_TORCH_BACKEND:-disk}"',
+    }
+    for name, body in fakes.items():
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+    given = {k: v for k, v in os.environ.items() if k != "UV_TORCH_BACKEND"} | {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "OSD_PYTHON": str(programs / "python"),
+        "OSD_VENV": str(venv),
+        "OSD_EXTRA": "cpu",
+        "UV_FIND_LINKS": str(wheels),
+    }
+    done = subprocess.run(
+        [ROOT / "scripts" / "setup.sh"], env=given, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == asked
+
+
 # A running service
 
 
