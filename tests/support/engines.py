@@ -66,7 +66,7 @@ def settled_as_on_devices(way: Way) -> Iterator[None]:
                 os.environ[name] = value
 
 
-SETTLED = "OSD_TESTED_WAY"
+SETTLED = "TESTED_WAY"
 """Environment variable: how engines schedule in this process and those it starts."""
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's, of its workers' processes."""

@@ -21,11 +21,12 @@ import pytest
 
 from osd.client.load import Answer
 from osd.service.plan import free_port
-from tests.support import acceptance, services
+from tests.support import acceptance, plugin, services
 from tests.support.headed import build_headed
 from tests.support.pairs import Pair
 from tests.support.services import Served, osd, status, wait_until
 from tests.support.traffic import MODEL, PROMPTS, Traffic, ask
+from tests.support.ways import V1_SYNC, Way
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +98,9 @@ def environment(path: Path) -> dict[str, str]:
 class Fleet:
     """A deployment without an engine, and one that is attached to it."""
 
-    def __init__(self, pair: Pair, directory: Path, method: str = "draft_model") -> None:
+    def __init__(
+        self, pair: Pair, directory: Path, method: str = "draft_model", way: Way = V1_SYNC
+    ) -> None:
         arguments = services.settings(
             "test-attached", directory / "data", pair.target, pair.stranger
         )
@@ -111,6 +114,8 @@ class Fleet:
         self.directory = directory
         self.start()
         variables = environment(directory / "data/engines.env")
+        if way != V1_SYNC:
+            variables |= plugin.environment(way, directory / "plugin", variables["VLLM_PLUGINS"])
         (directory / "engine").mkdir()
         self.engine = StockEngine(
             pair.target, pair.stranger, directory / "engine", method=method, **variables

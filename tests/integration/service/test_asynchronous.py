@@ -1,0 +1,111 @@
+"""A whole service, and an engine that is attached to one, where vLLM schedules a step before that
+ahead of it has ended, as it does on a device by default."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from osd.client.load import Answer
+from osd.service.note import Running
+from tests.integration.service.test_attached import Fleet, texts
+from tests.support import acceptance, plugin, services
+from tests.support.pairs import Pair
+from tests.support.services import Served, osd, status, wait_until
+from tests.support.traffic import PROMPTS, Traffic, ask
+from tests.support.ways import V1_ASYNC
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def served(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("asynchronous")
+    arguments = [
+        *services.settings("test-async", directory / "data", pair.target, pair.stranger),
+        "speculation.mode=auto",
+    ]
+    environ = os.environ | plugin.environment(V1_ASYNC, directory / "plugin")
+    served = Served(arguments, directory / "serve.log", environ)
+    try:
+        yield served
+    finally:
+        served.end()
+
+
+@pytest.fixture(scope="module")
+def note(served: Served) -> Running:
+    return served.wait_ready()
+
+
+def replica(note: Running) -> dict[str, Any]:
+    """As the status shows it."""
+    (found,) = status(note.control_url)["replicas"]
+    return dict(found)
+
+
+def alpha(url: str) -> float:
+    return acceptance.alpha(acceptance.counts(whole(url, PROMPTS * 2)))
+
+
+def whole(url: str, prompts: Sequence[str]) -> list[Answer]:
+    answers = ask(url, prompts)
+    assert [answer.error for answer in answers if not answer.ok] == []
+    return answers
+
+
+def test_a_service_learns_and_is_controlled_on_an_asynchronous_engine(note: Running) -> None:
+    before = texts(whole(note.service_url, PROMPTS))
+    deadline = time.monotonic() + 300
+    while replica(note)["version"] < 3 or not replica(note)["speculation"]["changes"]:
+        assert time.monotonic() < deadline, replica(note)
+        assert texts(whole(note.service_url, PROMPTS)) == before
+    found = replica(note)
+    assert found["speculation"]["is_async"] is True
+    assert found["off"] == {}
+    assert texts(whole(note.service_url, PROMPTS)) == before
+    assert status(note.control_url)["buffer"]["num_put"] > 0
+
+
+def test_no_request_is_lost_while_drafts_come_and_go(note: Running) -> None:
+    services.pause_training(note)
+    with Traffic(note.service_url, PROMPTS, streams=4, max_tokens=40) as traffic:
+        for version in (1, 2, 1, 2):
+            osd("drafts", "promote", version, "--deployment", note.deployment)
+            services.wait_for_version(note.control_url, version)
+            time.sleep(1)
+    assert traffic.failed() == [] and len(traffic.answers) >= len(PROMPTS)
+    served = {tuple(answer.token_ids) for answer in traffic.answers}
+    assert served == set(texts(whole(note.service_url, PROMPTS)))
+
+
+def test_an_attached_engines_draft_learns_on_an_asynchronous_engine(
+    pair: Pair, tmp_path: Path
+) -> None:
+    fleet = Fleet(pair, tmp_path, way=V1_ASYNC)
+    try:
+        fleet.engine.wait_ready()
+        found = wait_until(fleet.replica, 20, "the engine is known")
+        assert (found["version"], found["off"]) == (1, {})
+        answers, first = texts(fleet.ask()), fleet.alpha()
+        deadline = time.monotonic() + 240
+        while (alpha := fleet.alpha()) < first + 0.3:
+            assert time.monotonic() < deadline, f"α is {alpha:.2f}, it was {first:.2f}"
+        assert fleet.replica()["version"] > 1
+        fleet.steps("observe", "capture", "swap", "control")
+        deadline = time.monotonic() + 60
+        while not (fleet.replica()["speculation"] or {}).get("changes"):
+            assert texts(fleet.ask()) == answers
+            assert time.monotonic() < deadline, fleet.replica()["speculation"]
+        assert fleet.replica()["speculation"]["is_async"] is True
+        fleet.steps()
+        wait_until(lambda: fleet.replica()["version"] == 1, 20, "its own draft serves")
+        assert texts(fleet.ask()) == answers
+    finally:
+        fleet.engine.end()
+        fleet.served.end()
