@@ -25,7 +25,7 @@ from osd.config.schema import CaptureConfig
 from osd.records import DraftRelease, Trace
 from serving.swap.ranks import Ranks
 from serving.worker import WorkerExtension, trace_settings
-from tests.support.ways import V1_SYNC, Way
+from tests.support.ways import SETTLED, V1_SYNC, Way
 
 SINK: list[Trace] = []
 """Where traces of engines in this process go."""
@@ -66,8 +66,6 @@ def settled_as_on_devices(way: Way) -> Iterator[None]:
                 os.environ[name] = value
 
 
-SETTLED = "TESTED_WAY"
-"""Environment variable: how engines schedule in this process and those it starts."""
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's, of its workers' processes."""
 

@@ -22,13 +22,18 @@ def is_asked_for() -> bool:
 
 
 def take() -> None:
+    """Let this process's vLLM run on the interpreter. Raises as `find`."""
+    if str(TRITON) not in sys.path:
+        find()
+        leave_out()
+
+
+def find() -> None:
     """Let this process's vLLM find Triton, with a backend for CPUs.
 
     Raises:
         RuntimeError: Triton is not installed, or vLLM was imported before.
     """
-    if str(TRITON) in sys.path:
-        return
     if "vllm" in sys.modules:
         raise RuntimeError("vLLM was imported before and has settled that there is no Triton")
     if not (TRITON / "triton").is_dir():
@@ -44,9 +49,12 @@ def take() -> None:
     # vLLM's CPU build asks for a backend of this name. The interpreter never calls it.
     backends.backends["cpu"] = backends.Backend(compiler=None, driver=Inactive)
 
+
+def leave_out() -> None:
+    """The kernel of top-k and top-p, which the interpreter cannot run. Once vLLM is imported."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    topk_topp_sampler.HAS_TRITON = False  # the interpreter cannot run the kernel of top-k and top-p
+    topk_topp_sampler.HAS_TRITON = False
 
 
 def leave() -> None:

@@ -15,9 +15,9 @@ from osd.records import Trace, WorkerReport, decode
 from serving.speculation.memory.ranks import RankMemory
 from serving.swap import proof
 from serving.worker import WorkerExtension
-from tests.support.engines import SETTLED, Engine, settle
+from tests.support.engines import Engine, settle
 from tests.support.remembered import proposed_by
-from tests.support.ways import WAYS
+from tests.support.ways import SETTLED, WAYS
 
 if name := os.environ.get(SETTLED):  # a rank's process, which an engine starts
     settle(next(way for way in WAYS if way.name == name))

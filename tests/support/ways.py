@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SETTLED = "TESTED_WAY"
+"""Environment variable: the name of the way, in processes that a test starts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Way:

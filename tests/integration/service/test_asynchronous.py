@@ -18,7 +18,7 @@ from tests.support import acceptance, plugin, services
 from tests.support.pairs import Pair
 from tests.support.services import Served, osd, status, wait_until
 from tests.support.traffic import PROMPTS, Traffic, ask
-from tests.support.ways import V1_ASYNC
+from tests.support.ways import V1_ASYNC, V2_ASYNC
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -70,6 +70,31 @@ def test_a_service_learns_and_is_controlled_on_an_asynchronous_engine(note: Runn
     assert found["off"] == {}
     assert texts(whole(note.service_url, PROMPTS)) == before
     assert status(note.control_url)["buffer"]["num_put"] > 0
+
+
+def test_a_service_learns_on_the_v2_runner(pair: Pair, tmp_path: Path) -> None:
+    arguments = [
+        *services.settings("test-v2", tmp_path / "data", pair.target, pair.stranger),
+        "speculation.mode=auto",
+        "trainer.min_new_traces=12",
+    ]
+    environ = os.environ | plugin.environment(V2_ASYNC, tmp_path / "plugin")
+    served = Served(arguments, tmp_path / "serve.log", environ)
+    try:
+        note = served.wait_ready()
+        (log,) = (tmp_path / "data").rglob("replica-0.log")
+        assert "Using V2 Model Runner" in log.read_text()
+        before = texts(whole(note.service_url, PROMPTS))
+        deadline = time.monotonic() + 600
+        while replica(note)["version"] < 2:
+            assert time.monotonic() < deadline, replica(note)
+            assert texts(whole(note.service_url, PROMPTS)) == before
+        found = replica(note)
+        assert found["speculation"]["is_async"] is True
+        assert found["off"] == {}
+        assert texts(whole(note.service_url, PROMPTS)) == before
+    finally:
+        served.end()
 
 
 def test_no_request_is_lost_while_drafts_come_and_go(note: Running) -> None:
