@@ -6,6 +6,7 @@ DIRECTORY/   protocol.json   raw.jsonl   result.json   report.html
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from benchmarks import IN_PARTS
 from osd.common import machine
+from osd.common.files import replace_file
 from osd.errors import ConfigError
 
 Row = dict[str, Any]
@@ -104,7 +106,8 @@ class Notebook:
     measured.
 
     A bench of `IN_PARTS` goes on where the directory holds a run of the same bench: its rows are
-    kept. Raises `ConfigError` where that run was of other sizes.
+    kept. Raises `ConfigError` where one of the two runs takes hours and they are not the same, or
+    where nothing says which run the rows there are of.
     """
 
     def __init__(self, options: Options, protocol: Protocol) -> None:
@@ -114,16 +117,11 @@ class Notebook:
         head = {"protocol": asdict(protocol), "quick": options.quick, "machine": machine.describe()}
         text = json.dumps(head, indent=2) + "\n"
         path, raw = self._directory / "protocol.json", self._directory / "raw.jsonl"
-        if protocol.bench in IN_PARTS and path.exists() and raw.exists() and raw.stat().st_size:
-            if _uncut(json.loads(path.read_text())) != _uncut(json.loads(text)):
-                raise ConfigError(
-                    f"{self._directory}: holds another run, of other sizes; choose another "
-                    "directory (--out)"
-                )
-            self.rows = _whole_rows(raw)
-        else:
+        if raw.exists() and raw.stat().st_size:
+            self.rows = _rows_to_keep(path, raw, json.loads(text))
+        if not self.rows:
             raw.write_text("")
-        path.write_text(text)
+        replace_file(path, text.encode())
 
     def add(self, **row: Any) -> Row:
         """Keep one raw measurement."""
@@ -137,22 +135,58 @@ class Notebook:
         return next((row for row in self.rows if key.items() <= row.items()), None)
 
 
-def _uncut(head: dict[str, Any]) -> object:
-    """What two parts of one run have in common."""
-    protocol = head["protocol"]
-    cut = IN_PARTS[protocol["bench"]]
-    sizes = {name: value for name, value in protocol["sizes"].items() if name not in cut}
-    kept = {name: value for name, value in protocol.items() if name not in (*cut, "sizes")}
-    return kept, sizes, head["quick"]
+def _rows_to_keep(path: Path, raw: Path, head: dict[str, Any]) -> list[Row]:
+    """Of the run that a directory holds: all rows where `head` is that of the same run, none where
+    neither took hours."""
+    elsewhere = "choose another directory (--out)"
+    try:
+        before = json.loads(path.read_text())
+        bench, differing = before["protocol"]["bench"], _differences(before, head)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise ConfigError(
+            f"{path}: does not say which run the rows of {raw.name} are of; {elsewhere}"
+        ) from None
+    if {bench, head["protocol"]["bench"]}.isdisjoint(IN_PARTS):
+        return []
+    if differing:
+        raise ConfigError(
+            f"{raw.parent}: holds another run, which differs in {', '.join(differing)}; {elsewhere}"
+        )
+    return _whole_rows(raw)
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What keeps two runs from being parts of one. Of tables that are cut, what both have is
+    compared."""
+    if (bench := now["protocol"]["bench"]) != before["protocol"]["bench"]:
+        return ["bench"]
+    cut = IN_PARTS.get(bench, ())
+    old, new = (
+        {"quick": head["quick"], **head["protocol"], **head["protocol"]["sizes"]}
+        for head in (before, now)
+    )
+    names = [n for n in dict.fromkeys([*old, *new]) if n not in (*cut, "sizes")]
+    found = [name for name in names if old.get(name) != new.get(name)]
+    for name in (name for name in cut if isinstance(new[name], dict)):
+        both = [key for key in old[name] if key in new[name]]
+        found += [f"{name}.{key}" for key in both if old[name][key] != new[name][key]]
+    return found
 
 
 def _whole_rows(raw: Path) -> list[Row]:
     """The rows of a run that may have been killed while it wrote one, which is dropped."""
-    text = raw.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        raw.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    data = raw.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    os.truncate(raw, len(whole))
+    rows = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise ConfigError(
+                f"{raw}: line {number} is not JSON; take it out, or choose another --out"
+            ) from None
+    return rows
 
 
 def read_rows(directory: Path) -> list[Row]:

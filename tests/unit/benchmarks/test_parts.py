@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -99,23 +100,76 @@ def test_a_run_goes_on_where_it_was_left(tmp_path: Path, pool: ThreadPoolExecuto
     ]
 
 
-def test_a_run_of_other_sizes_is_left_alone(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+def files_of(directory: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "quick", "differing"),
+    [("where_it_pays", True, "quick"), ("payback", False, "bench"), ("control", False, "bench")],
+)
+def test_another_run_that_took_hours_is_left_alone(
+    name: str, quick: bool, differing: str, tmp_path: Path
+) -> None:
     options, plan = part(tmp_path)
-    measured(pool, Notebook(options, plan), asked([], 1), silent)
-    before = (tmp_path / "raw.jsonl").read_text(), (tmp_path / "protocol.json").read_text()
-    for other in (
-        Options(directory=tmp_path, quick=True),
-        Options(directory=tmp_path),
-    ):
-        given = where_it_pays.protocol(other)
-        if not other.quick:
-            given = payback.protocol(other)
-        with pytest.raises(ConfigError, match="holds another run, of other sizes"):
-            Notebook(other, given)
-    assert before == (
-        (tmp_path / "raw.jsonl").read_text(),
-        (tmp_path / "protocol.json").read_text(),
-    )
+    Notebook(options, plan).add(number=1)
+    before = files_of(tmp_path)
+    other = Options(directory=tmp_path, quick=quick)
+    said = f"{tmp_path}: holds another run, which differs in {differing}; choose another"
+    with pytest.raises(ConfigError, match=said):
+        Notebook(other, bench(name).protocol(other))
+    assert before == files_of(tmp_path)
+
+
+def test_nor_does_one_that_took_hours_overwrite_another(tmp_path: Path) -> None:
+    options, plan = part(tmp_path)
+    Notebook(options, bench("control").protocol(options)).add(number=1)
+    with pytest.raises(ConfigError, match="differs in bench"):
+        Notebook(options, plan)
+    assert read_rows(tmp_path) == [{"number": 1}]
+
+
+def test_all_sizes_but_what_is_cut_must_be_the_same(tmp_path: Path) -> None:
+    options = Options(directory=tmp_path)
+    plan = payback.protocol(options)
+    some = {name: plan.sizes["schedules"][name] for name in ("sharp", "smooth")}
+    one = replace(plan, sizes={**plan.sizes, "schedules": some})
+    Notebook(options, one).add(number=1)
+    longer = {"family": "tiny", "phases": []}
+    both = {"sharp": some["sharp"], "smooth": longer, "natural": longer}
+    for sizes, differing in (({"schedules": both}, "schedules.smooth"), ({"k_max": 1}, "k_max")):
+        with pytest.raises(ConfigError, match=f"differs in {differing};"):
+            Notebook(options, replace(plan, sizes={**plan.sizes, **sizes}))
+    assert Notebook(options, plan).rows == [{"number": 1}]
+
+
+@pytest.mark.parametrize("text", [None, "", '{"protocol": {"bench": "whe', "[]", '{"sizes": 4}'])
+def test_rows_that_nobody_knows_the_run_of_are_left_alone(text: str | None, tmp_path: Path) -> None:
+    options, plan = part(tmp_path)
+    Notebook(options, plan).add(number=1)
+    (tmp_path / "protocol.json").unlink()
+    if text is not None:
+        (tmp_path / "protocol.json").write_text(text)
+    before = files_of(tmp_path)
+    with pytest.raises(ConfigError, match="protocol.json: does not say which run the rows of raw"):
+        Notebook(options, plan)
+    assert before == files_of(tmp_path)
+
+
+def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
+    options, plan = part(tmp_path)
+    Notebook(options, plan).add(number=1)
+    with (tmp_path / "raw.jsonl").open("a") as file:
+        file.write("\0\0\n")
+    with pytest.raises(ConfigError, match="raw.jsonl: line 2 is not JSON; take it out"):
+        Notebook(options, plan)
+
+
+def test_nothing_measured_is_nothing_to_keep(tmp_path: Path) -> None:
+    options, plan = part(tmp_path)
+    Notebook(options, plan)
+    (tmp_path / "protocol.json").write_text("{")
+    assert Notebook(options, payback.protocol(options)).rows == []
 
 
 def test_what_was_measured_before_a_failure_is_kept(
