@@ -124,14 +124,11 @@ class _Run:
 
 
 def _runs(plan: Protocol) -> Iterator[_Run]:
-    for model in plan.sizes["models"]:
-        for name, tree in plan.sizes["schedules"].items():
-            schedule = Schedule.model_validate(tree)
-            if schedule.family == PROSE[0]:
-                schedule = schedule.model_copy(update={"family": model})
-            elif model != PROSE[0]:
-                continue
-            yield from (_Run(name, schedule, seed) for seed in plan.sizes["seeds"])
+    for name, tree in plan.sizes["schedules"].items():
+        schedule = Schedule.model_validate(tree)
+        for model in online_report.models_of(schedule, plan.sizes["models"]):
+            replayed = schedule.model_copy(update={"family": model})
+            yield from (_Run(name, replayed, seed) for seed in plan.sizes["seeds"])
 
 
 def _asked(one: _Run, arm: str, price: str, times: ModelledStepTimes) -> Asked:

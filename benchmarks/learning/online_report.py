@@ -15,7 +15,7 @@ from benchmarks.record import Protocol, Row
 from benchmarks.replays.curve import Curve
 from benchmarks.result import Figure, Result
 from benchmarks.stats import CONFIDENCE, hierarchical
-from benchmarks.traffic.family import FAMILIES
+from benchmarks.traffic.family import FAMILIES, PROSE
 from benchmarks.traffic.schedule import Schedule
 
 OFF = names.FROZEN_LOOP
@@ -74,12 +74,20 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     """Figures from the raw rows."""
     figures: list[Figure] = []
     for price in plan.sizes["prices"]:
-        contests = [_contest(plan, rows, name, price) for name in plan.sizes["schedules"]]
-        confidence = 1 - (1 - CONFIDENCE) / (len(plan.goals) * len(contests))
+        found = [_contest(plan, rows, name, price) for name in plan.sizes["schedules"]]
+        contests = [contest for contest in found if contest.curves]
+        confidence = 1 - (1 - CONFIDENCE) / (len(plan.goals) * max(len(contests), 1))
         for contest in contests:
             figures += _tables(contest)
             figures += _compared(contest, confidence, is_free=price == PUBLISHED)
     return Result(protocol=plan, figures=tuple(figures))
+
+
+def models_of(schedule: Schedule, models: Sequence[str]) -> list[str]:
+    """Under which models a schedule is replayed: `models`, or its own beside the first of them."""
+    if schedule.family == PROSE[0]:
+        return list(models)
+    return [schedule.family] if PROSE[0] in models else []
 
 
 def _contest(plan: Protocol, rows: Sequence[Row], name: str, price: str) -> Contest:
@@ -88,14 +96,13 @@ def _contest(plan: Protocol, rows: Sequence[Row], name: str, price: str) -> Cont
         wanted = {"schedule": name, "contender": arm, "price": asked, "model": model}
         return [Curve.from_row(row) for row in rows if wanted.items() <= row.items()]
 
-    return Contest(
-        f"{name}, price {price}",
-        Schedule.model_validate(plan.sizes["schedules"][name]),
-        {
-            arm: [found for model in plan.sizes["models"] if (found := curves(arm, model))]
-            for arm in plan.arms
-        },
-    )
+    schedule = Schedule.model_validate(plan.sizes["schedules"][name])
+    models = models_of(schedule, plan.sizes["models"])
+    by_arm = {
+        arm: [found for model in models if (found := curves(arm, model))] for arm in plan.arms
+    }
+    ran = {arm: found for arm, found in by_arm.items() if found}
+    return Contest(f"{name}, price {price}", schedule, ran)
 
 
 def _tables(contest: Contest) -> Iterator[Figure]:

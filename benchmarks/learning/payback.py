@@ -82,7 +82,7 @@ def _of_schedule(contest: Contest, times: ModelledStepTimes) -> Iterator[Figure]
     for figure, arm, is_charged, rival in (
         (FREE, names.SERVED, False, off),
         (CHARGED, names.CHARGED, True, off),
-        (HINDSIGHT, names.CHARGED, True, best),
+        *([(HINDSIGHT, names.CHARGED, True, best)] if curves.keys() >= set(ARMS) else []),
         (ADDED, names.SERVED, True, off),
     ):
         if arm in curves:

@@ -75,11 +75,7 @@ def run(options: Options) -> Result:
         options.say("recording the target's answers, where they are not in the cache")
         for stream in [pool.submit(jobs.record_stream, *one) for one in _streams(plan)]:
             stream.result()
-        asked = [
-            Asked({"temperature": one, "of": "target"}, partial(_sureness, plan, one))
-            for one in _temperatures(plan)
-        ]
-        asked += [_asked(plan, *one) for one in _runs(plan)]
+        asked = [*_of_targets(plan), *(_asked(plan, *one) for one in _runs(plan))]
         return summarise(plan, measured(pool, notebook, asked, options.say))
 
 
@@ -134,7 +130,17 @@ def likeliest(requests: Sequence[Recorded]) -> float:
     return float(np.concatenate(shares).mean())
 
 
-def _sureness(plan: Protocol, temperature: float) -> Row:
+def _of_targets(plan: Protocol) -> list[Asked]:
+    seed = plan.sizes["seeds"][0]
+    return [
+        Asked(
+            {"temperature": one, "of": "target", "seed": seed}, partial(_sureness, plan, one, seed)
+        )
+        for one in _temperatures(plan)
+    ]
+
+
+def _sureness(plan: Protocol, temperature: float, seed: int) -> Row:
     """How sure the target is in the new phase, and how often it goes in circles."""
     from benchmarks.natural.report import is_loop
     from benchmarks.traffic.recordings import take
@@ -142,7 +148,7 @@ def _sureness(plan: Protocol, temperature: float) -> Row:
     phase = _schedule(plan).phases[PHASE]
     (domain,) = phase.mix
     family = AT_TEMPERATURE[temperature]
-    requests = take(family, domain, FIRST_SERVED + plan.sizes["seeds"][0], phase.requests)
+    requests = take(family, domain, FIRST_SERVED + seed, phase.requests)
     loops = float(np.mean([is_loop(one.output_ids.tolist()) for one in requests]))
     return {LIKELIEST: likeliest(requests), LOOPS: loops}
 

@@ -10,12 +10,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import IN_PARTS
-from benchmarks.learning import drafts, online, payback, where_it_pays
+from benchmarks.drift import names
+from benchmarks.learning import drafts, online, online_report, payback, where_it_pays
 from benchmarks.parts import Asked, measured, narrowed
 from benchmarks.record import Notebook, Options, Protocol, Row, read_rows
+from benchmarks.replays.curve import Curve, StepCounts
+from benchmarks.traffic.schedule import Schedule
 from osd.errors import ConfigError
 from tests.unit.benchmarks.test_runner import bench
 
@@ -215,3 +219,36 @@ def test_all_that_the_parts_replay_is_recorded_beforehand(tmp_path: Path) -> Non
         ("prose", "en"),
         ("prose", "de"),
     }
+
+
+def test_a_schedule_of_other_models_is_replayed_under_its_own(tmp_path: Path) -> None:
+    options = Options(
+        directory=tmp_path, only=("schedules=agent", "schedules=home-and-de", "seeds=1")
+    )
+    plan = narrowed(online.protocol(options), options)
+    runs = [(one.name, one.schedule.family) for one in online._runs(plan)]
+    assert runs == [
+        ("agent", "prose-agent"),
+        *(("home-and-de", family) for family in plan.sizes["models"]),
+    ]
+    num = Schedule.model_validate(plan.sizes["schedules"]["agent"]).num_requests
+    one = StepCounts(tokens=100, steps=50, drafts=50, drafted=200, tested=100, accepted=50)
+    row = {
+        **Curve.of([one] * num, seconds=np.ones(num)).as_row(),
+        "schedule": "agent",
+        "model": "prose-agent",
+        "contender": names.SERVED,
+        "price": online_report.PUBLISHED,
+    }
+    figures = online.summarise(plan, [row]).figures
+    group = f"agent, price {online_report.PUBLISHED}: tokens/s, whole run"
+    assert [f.value for f in figures if f.group == group] == [100.0]
+
+
+def test_how_sure_the_target_is_does_not_depend_on_the_order_of_parts(tmp_path: Path) -> None:
+    """The rows that tell it are of the first seed asked for, and say so."""
+    keys = []
+    for only in (("seeds=2",), ()):
+        _, plan = part(tmp_path, *only)
+        keys += [one.key["seed"] for one in where_it_pays._of_targets(plan)]
+    assert keys == [*[2] * 3, *[0] * 3]

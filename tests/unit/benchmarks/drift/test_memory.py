@@ -97,19 +97,14 @@ def test_arms_that_did_not_run_leave_their_figures_out(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_takes_the_engines_core_is_charged(tmp_path: Path) -> None:
-    options = Options(
-        directory=tmp_path,
-        only=(
-            "schedules=sharp",
-            *(f"arms={a}" for a in (payback.OFF, names.SERVED, names.CHARGED)),
-        ),
-    )
+    options = Options(directory=tmp_path, only=("schedules=sharp",))
     plan = narrowed(payback.protocol(options), options)
     seconds = END * 100 / NONE / 2
     curves = {
         payback.OFF: a_curve(2, 2, 2),
         names.SERVED: a_curve(2.2, 2.2, 2.2, cpu_s=seconds / 2),
         names.CHARGED: a_curve(2, 2, 2, cpu_s=seconds / 100),
+        **dict.fromkeys(names.STOPPED, a_curve(2.2, 2.2, 2.2, cpu_s=seconds / 5)),
     }
     found = by_name(payback.summarise(plan, [*TIMED, *rows_of(curves)]))
     group = "sharp: compared"
@@ -117,3 +112,7 @@ def test_a_trainer_that_takes_the_engines_core_is_charged(tmp_path: Path) -> Non
     assert found[group, payback.ADDED].value == pytest.approx(1 / (1 / 1.1 + 0.5))
     assert found[group, payback.CHARGED].value == pytest.approx(1 / 1.01)
     assert found[group, payback.HINDSIGHT].value == pytest.approx(1 / 1.01), "no training was best"
+    del curves[next(iter(names.STOPPED))]
+    part = by_name(payback.summarise(plan, [*TIMED, *rows_of(curves)]))
+    assert found.keys() - part.keys() >= {(group, payback.HINDSIGHT)}, "the best may be missing"
+    assert (group, payback.CHARGED) in part
