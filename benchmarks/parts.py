@@ -8,9 +8,12 @@ each written as soon as it is there: the same command over the same directory go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, as_completed
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, replace
+from multiprocessing import active_children
 from typing import Any
 
 from benchmarks import IN_PARTS
@@ -58,21 +61,47 @@ class Asked:
 
 
 def measured(
-    pool: Executor, notebook: Notebook, asked: Sequence[Asked], say: Callable[[str], None]
+    pool: Executor,
+    notebook: Notebook,
+    asked: Sequence[Asked],
+    say: Callable[[str], None],
+    *,
+    at_once: int,
 ) -> list[Row]:
-    """The rows asked for, in that order: those that the notebook lacks are made now. Where one
-    fails, none is begun any more."""
+    """The rows asked for, in that order: those that the notebook lacks are made now, `at_once` at a
+    time, as many as the pool has processes. Where one fails, no other is begun, and those that were
+    are kept. A run that is told to end does not wait for them. Raises `ConfigError` where nothing
+    is asked for."""
+    if not asked:
+        raise ConfigError("--only: leaves nothing to be measured; ask for more")
     found = {i: row for i, one in enumerate(asked) if (row := notebook.find(one.key))}
     if found:
         say(f"{len(found)} of {len(asked)} are there already")
-    running = {pool.submit(one.measure): i for i, one in enumerate(asked) if i not in found}
-    try:
-        for done in as_completed(running):
-            number = running[done]
-            found[number] = notebook.add(**{**done.result(), **asked[number].key})
-            said = ", ".join(str(value) for value in asked[number].key.values())
-            say(f"{len(found)} of {len(asked)}: {said}")
-    finally:
-        for future in running:
-            future.cancel()
+    lacking = [i for i in range(len(asked)) if i not in found]
+    running: dict[Future[Row], int] = {}
+    failed: BaseException | None = None
+    while lacking or running:
+        while lacking and len(running) < at_once:
+            number = lacking.pop(0)
+            running[pool.submit(asked[number].measure)] = number
+        for done in _next(running):
+            key = asked[number := running.pop(done)].key
+            if error := done.exception():
+                failed, lacking = failed or error, []
+            else:
+                found[number] = notebook.add(**{**done.result(), **key})
+                say(f"{len(found)} of {len(asked)}: {', '.join(map(str, key.values()))}")
+    if failed:
+        raise failed
     return [found[i] for i in range(len(asked))]
+
+
+def _next(running: Collection[Future[Row]]) -> set[Future[Row]]:
+    """Those that are done, as soon as one is. SIGTERM is handed on to the processes of the pool,
+    which would go on for minutes; Ctrl-C reaches them by itself."""
+    try:
+        return wait(running, return_when=FIRST_COMPLETED).done
+    except SystemExit:
+        for process in active_children():
+            os.kill(process.pid or 0, signal.SIGINT)
+        raise

@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 from benchmarks.drift import names
 from benchmarks.record import Notebook, Row
-from benchmarks.replays.step_times import ModelledStepTimes, measure
+from benchmarks.replays.step_times import WIDTHS, ModelledStepTimes, measure
 from benchmarks.traffic.family import FAMILIES, FIRST_SERVED, TRAINING
 from benchmarks.traffic.schedule import Schedule, arrivals
 from osd.config.schema import Config
@@ -28,9 +29,17 @@ FEATURE_BYTES = 1 << 30
 
 
 def prepare() -> None:
-    """To be called first in a process: one thread, so that two processes share two cores."""
+    """To be called first in a process: one thread, so that two processes share two cores. The
+    process ends with the run that started it, also where that is killed."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
+
+
+def _end_with_the_run() -> None:
+    if run := parent_process():
+        run.join()
+        os._exit(1)
 
 
 def base_config() -> Config:
@@ -40,17 +49,18 @@ def base_config() -> Config:
     return load(PRESET, environ={}).config
 
 
-def step_times(notebook: Notebook, cycles: int, say: Callable[[str], None]) -> ModelledStepTimes:
-    """Of the cost-shaped target on this machine: measured now, in a process of its own, unless the
-    notebook has them."""
-    timed = [row for row in notebook.rows if "arm" in row]
-    if not timed:
+def step_times(notebook: Notebook, cycles: int, say: Callable[[str], None]) -> list[Row]:
+    """The times of steps of the cost-shaped target on this machine: measured now, in a process of
+    its own, unless the notebook has all of them."""
+    whole = cycles * (len(WIDTHS) + 1)
+    timed = [row for row in notebook.rows if "step_s" in row]
+    if len(timed) < whole:
         say("timing steps of the cost-shaped target")
         with ProcessPoolExecutor(
             1, mp_context=get_context("spawn"), initializer=prepare
         ) as process:
             timed = [notebook.add(**row) for row in process.submit(measure, cycles).result()]
-    return ModelledStepTimes.of(timed)
+    return timed[-whole:]
 
 
 def record_stream(family: str, domain: str, block: int, num: int) -> None:

@@ -95,8 +95,8 @@ def replay(
     schedules = schedules_of(plan)
     for family in dict.fromkeys(schedule.family for schedule in schedules.values()):
         FAMILIES[family].models()
-    times = jobs.step_times(notebook, plan.sizes["cycles"], options.say)
-    timed = [row for row in notebook.rows if "arm" in row]
+    timed = jobs.step_times(notebook, plan.sizes["cycles"], options.say)
+    times = ModelledStepTimes.of(timed)
     runs = [(name, seed) for name in schedules for seed in plan.sizes["seeds"]]
     spawn = get_context("spawn")
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=spawn, initializer=jobs.prepare) as pool:
@@ -113,7 +113,7 @@ def replay(
             for name, seed in runs
             if plays(name, arm)
         ]
-        return [*timed, *measured(pool, notebook, asked, options.say)]
+        return [*timed, *measured(pool, notebook, asked, options.say, at_once=NUM_PROCESSES)]
 
 
 def contests(plan: Protocol, rows: Sequence[Row]) -> Iterator[Contest]:

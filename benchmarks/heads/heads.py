@@ -79,10 +79,10 @@ def run(options: Options) -> Result:
     """Time steps where asked, record and build what the cache lacks, then replay."""
     plan = narrowed(protocol(options), options)
     notebook = Notebook(options, plan)
-    times = {PUBLISHED: published()}
+    times, timed = {PUBLISHED: published()}, list[Row]()
     if MEASURED in plan.sizes["prices"]:
-        times[MEASURED] = jobs.step_times(notebook, plan.sizes["cycles"], options.say)
-    timed = [row for row in notebook.rows if "step_s" in row]
+        timed = jobs.step_times(notebook, plan.sizes["cycles"], options.say)
+        times[MEASURED] = ModelledStepTimes.of(timed)
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=jobs.prepare)
     with pool:
         planned = list(_jobs(plan))
@@ -98,7 +98,7 @@ def run(options: Options) -> Result:
             if job.arm in arms
             for price in (plan.sizes["prices"] if job.arm in LOOPS else [PUBLISHED])
         ]
-        return summarise(plan, [*timed, *measured(pool, notebook, asked, options.say)])
+        return summarise(plan, [*timed, *measured(pool, notebook, asked, options.say, at_once=1)])
 
 
 def _asked(job: Job, price: str, times: ModelledStepTimes) -> Asked:

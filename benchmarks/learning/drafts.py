@@ -93,7 +93,7 @@ def run(options: Options) -> Result:
             for seed in plan.sizes["seeds"]
             for arm in plan.arms
         ]
-        return summarise(plan, measured(pool, notebook, asked, options.say))
+        return summarise(plan, measured(pool, notebook, asked, options.say, at_once=NUM_PROCESSES))
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:

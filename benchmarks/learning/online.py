@@ -91,7 +91,8 @@ def run(options: Options) -> Result:
         options.say(f"left out: {arm}: {reason}")
     times = {PUBLISHED: published()}
     if MEASURED in plan.sizes["prices"]:
-        times[MEASURED] = jobs.step_times(notebook, plan.sizes["cycles"], options.say)
+        timed = jobs.step_times(notebook, plan.sizes["cycles"], options.say)
+        times[MEASURED] = ModelledStepTimes.of(timed)
     runs = list(_runs(plan))
     for family in dict.fromkeys(one.schedule.family for one in runs):
         FAMILIES[family].models()
@@ -106,7 +107,7 @@ def run(options: Options) -> Result:
             for one in runs
             for price in (plan.sizes["prices"] if arm not in TIMELESS else [PUBLISHED])
         ]
-        return summarise(plan, measured(pool, notebook, asked, options.say))
+        return summarise(plan, measured(pool, notebook, asked, options.say, at_once=NUM_PROCESSES))
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:

@@ -76,7 +76,7 @@ def run(options: Options) -> Result:
         for stream in [pool.submit(jobs.record_stream, *one) for one in _streams(plan)]:
             stream.result()
         asked = [*_of_targets(plan), *(_asked(plan, *one) for one in _runs(plan))]
-        return summarise(plan, measured(pool, notebook, asked, options.say))
+        return summarise(plan, measured(pool, notebook, asked, options.say, at_once=NUM_PROCESSES))
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:

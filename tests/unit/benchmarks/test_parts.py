@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,16 +14,20 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from benchmarks import IN_PARTS
-from benchmarks.drift import names
+from benchmarks.drift import jobs, names
 from benchmarks.learning import drafts, online, online_report, payback, where_it_pays
 from benchmarks.parts import Asked, measured, narrowed
 from benchmarks.record import Notebook, Options, Protocol, Row, read_rows
 from benchmarks.replays.curve import Curve, StepCounts
+from benchmarks.replays.step_times import DRAFT, STREAMS, WIDTHS
 from benchmarks.traffic.schedule import Schedule
 from osd.errors import ConfigError
+from tests.support.paths import ROOT
+from tests.support.services import wait_until
 from tests.unit.benchmarks.test_runner import bench
 
 
@@ -90,12 +97,12 @@ def test_what_is_not_there_is_refused_in_one_line(only: str, said: str, tmp_path
 def test_a_run_goes_on_where_it_was_left(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     calls: list[int] = []
     options, plan = part(tmp_path, "seeds=0")
-    first = measured(pool, Notebook(options, plan), asked(calls, 2, 1), silent)
+    first = measured(pool, Notebook(options, plan), asked(calls, 2, 1), silent, at_once=1)
     assert first == [{"value": 20, "number": 2}, {"value": 10, "number": 1}]
     with (tmp_path / "raw.jsonl").open("a") as file:
         file.write('{"number": 3, "val')  # killed while it wrote
     options, whole = part(tmp_path)
-    again = measured(pool, Notebook(options, whole), asked(calls, 1, 2, 3), silent)
+    again = measured(pool, Notebook(options, whole), asked(calls, 1, 2, 3), silent, at_once=1)
     assert [row["number"] for row in again] == [1, 2, 3]
     assert calls == [2, 1, 3], "nothing is measured twice"
     assert read_rows(tmp_path) == [*first, again[2]]
@@ -185,16 +192,79 @@ def test_what_was_measured_before_a_failure_is_kept(
     def failing() -> Row:
         raise OSError("no room")
 
-    def slow() -> Row:
-        time.sleep(0.05)
-        return counted(calls, 3)
-
-    late = [Asked({"number": number}, slow) for number in range(3, 40)]
-    jobs = [*asked(calls, 1), Asked({"number": 2}, failing), *late]
+    given = [*asked(calls, 1), Asked({"number": 2}, failing), *asked(calls, *range(3, 40))]
     with pytest.raises(OSError, match="no room"):
-        measured(pool, Notebook(options, plan), jobs, silent)
-    assert {"value": 10, "number": 1} in read_rows(tmp_path)
-    assert len(calls) < 38, "the rest is not begun"
+        measured(pool, Notebook(options, plan), given, silent, at_once=2)
+    assert [row["number"] for row in read_rows(tmp_path)] == calls
+    assert calls == [1, 3], "what was begun is kept, the rest is not begun"
+
+
+def test_a_part_of_which_nothing_is_left_is_refused(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    options, plan = part(tmp_path)
+    with pytest.raises(ConfigError, match="--only: leaves nothing to be measured"):
+        measured(pool, Notebook(options, plan), [], silent, at_once=1)
+
+
+ENDLESS = """
+import os, signal, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from benchmarks.drift.jobs import prepare
+from benchmarks.parts import Asked, measured
+from benchmarks.record import Notebook, Options, Protocol
+
+def row(begun):
+    begun.write_text(str(os.getpid()))
+    time.sleep(60)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    directory = Path(sys.argv[1])
+    plan = Protocol(bench="payback", question="", arms=(), order="", sizes={})
+    asked = [Asked({"n": n}, partial(row, directory / f"pid-{n}")) for n in range(4)]
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=prepare) as pool:
+        measured(pool, Notebook(Options(directory=directory), plan), asked, print, at_once=1)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_process_outlives_a_run_that_is_ended(
+    how: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environ)
+    begun = tmp_path / "pid-0"
+    wait_until(lambda: begun.exists() and begun.read_text(), 60, "a row is begun")
+    run.send_signal(how)
+    assert run.wait(20) == status
+    worker = int(begun.read_text())
+    wait_until(lambda: not psutil.pid_exists(worker), 20, "the process of the pool ends")
+    assert not (tmp_path / "pid-1").exists(), "no other row is begun"
+
+
+def test_times_of_steps_that_were_cut_off_are_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, plan = part(tmp_path)
+    notebook = Notebook(options, plan)
+    whole = [
+        {"batch": STREAMS, "arm": arm, "step_s": 0.1}
+        for _ in range(2)
+        for arm in (*map(str, WIDTHS), DRAFT)
+    ]
+    notebook.add(**{**whole[0], "step_s": 9.0})
+    monkeypatch.setattr(jobs, "measure", lambda cycles: whole)
+    monkeypatch.setattr(jobs, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    assert jobs.step_times(notebook, 2, silent) == whole
+    monkeypatch.setattr(jobs, "measure", lambda cycles: 1 / 0)
+    assert jobs.step_times(notebook, 2, silent) == whole, "and once there, they are kept"
 
 
 def test_a_bench_that_is_no_hours_long_begins_anew(tmp_path: Path) -> None:
