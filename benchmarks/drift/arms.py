@@ -33,10 +33,11 @@ IN_CLOSED_LOOP = (names.FROZEN_LOOP, names.SERVED)
 """As `osd serve` serves by default, trainer off and on."""
 WITHOUT_MEMORY = (names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP)
 """The same without a memory."""
-SERVICE_ARMS = (names.FROZEN, names.OURS, names.OURS_LORA, *IN_CLOSED_LOOP, *WITHOUT_MEMORY)
+CLOSED_LOOPS = (*IN_CLOSED_LOOP, *WITHOUT_MEMORY)
+SERVICE_ARMS = (names.FROZEN, names.OURS, names.OURS_LORA, *CLOSED_LOOPS)
 LOOKUPS: dict[str, dict[str, Any]] = {names.NGRAM: {}, names.NGRAM_TUNED: names.LOOKUP_TUNED}
 """Arm -> what vLLM is told of n-gram lookup beside k."""
-ARMS = (names.FROZEN, *LOOKUPS, names.OURS, names.OURS_LORA, *IN_CLOSED_LOOP, *WITHOUT_MEMORY)
+ARMS = (names.FROZEN, *LOOKUPS, names.OURS, names.OURS_LORA, *CLOSED_LOOPS)
 
 
 @dataclass(slots=True)
@@ -110,7 +111,7 @@ def overrides(arm: str, config: Config, target: Path, draft: Path, directory: Pa
     found = [
         f"serving.target={target}",
         f"serving.draft={draft}",
-        f"speculation.mode={'auto' if arm in (*IN_CLOSED_LOOP, *WITHOUT_MEMORY) else 'fixed'}",
+        f"speculation.mode={'auto' if arm in CLOSED_LOOPS else 'fixed'}",
         f"serving.served_model_name={NAME}",
         f"deployment=drift-{os.getpid()}",
         f"data_dir={directory}",
@@ -118,7 +119,7 @@ def overrides(arm: str, config: Config, target: Path, draft: Path, directory: Pa
         "control.port=0",
         "serving.vllm.enable_prefix_caching=false",
     ]
-    if arm in IN_CLOSED_LOOP:
+    if arm in CLOSED_LOOPS:
         found += [f"trainer.payback_seconds={WITHIN_S}"]
     if arm in WITHOUT_MEMORY:
         found += ["speculation.proposers=[draft]"]
