@@ -3,8 +3,9 @@
 Replays of the drift benchmark's recordings (`drift.py`) under the service's own control of
 speculation, with measured step times; proposing takes no time. Suffix decoding stands in the
 memory's place with the same calibration, price, length and bytes
-(`benchmarks/replays/suffix_memory.py`). The draft never learns: this is the service with its
-trainer off. On one schedule it learns as well, for what both are worth together once it has.
+(`benchmarks/replays/suffix_memory.py`). The draft does not learn: this is the service with its
+trainer off. On one schedule there are two more arms, whose draft learns: what memory and draft are
+worth together then. Training takes no time.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ STOPPED = {f"ours, stopped after {num} rounds": num for num in (1, 2, 4)}
 """With the trainer's time counted as lost: trained while it pays, and so many rounds whether it
 pays or not. Arms of the benchmark of training."""
 LEARNING_DRAFT_LOOP = "ours, as served, without memory"
-"""Beside `DRAFT_LOOP`, `FROZEN_LOOP` and `SERVED`: learning or not, with the memory or without. Arm
-of the benchmarks of heads and of where learning pays."""
+"""Beside `DRAFT_LOOP`, `FROZEN_LOOP` and `SERVED`: learning or not, with the memory or without."""
 AGAIN = "frozen draft, closed loop, once more"
 STATIC = "one draft for all domains, closed loop"
 NIGHTLY = "trained offline at night, closed loop"

@@ -22,9 +22,9 @@ def refused(error: BaseException) -> str:
     if not isinstance(error, ValidationError):
         return ""
     first = error.errors()[0]
-    option = ".".join(map(str, first["loc"])) or error.title
+    option = ".".join(["serving.vllm", *map(str, first["loc"])])
     given = f", and is {first['input']!r:.60}" if first["loc"] else ""
-    return f"serving.vllm.{option}: {first['msg']}{given}"
+    return f"{option}: {first['msg'].removeprefix('Value error, ')}{given}"
 
 
 def last_line(error: Exception) -> str:

@@ -35,7 +35,7 @@ class Options(BaseModel):
         ),
         (
             {"max_model_len": 200},
-            "serving.vllm.Options: Value error, no room for so long a request",
+            "serving.vllm: no room for so long a request",
         ),
     ],
 )
