@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -18,12 +19,13 @@ import psutil
 import pytest
 
 from benchmarks import IN_PARTS
-from benchmarks.drift import jobs, names
+from benchmarks.drift import jobs, memory, names
 from benchmarks.learning import drafts, online, online_report, payback, where_it_pays
 from benchmarks.parts import Asked, measured, narrowed
 from benchmarks.record import Notebook, Options, Protocol, Row, read_rows
 from benchmarks.replays.curve import Curve, StepCounts
 from benchmarks.replays.step_times import DRAFT, STREAMS, WIDTHS
+from benchmarks.traffic.family import Family
 from benchmarks.traffic.schedule import Schedule
 from osd.errors import ConfigError
 from tests.support.paths import ROOT
@@ -44,7 +46,7 @@ def part(directory: Path, *only: str) -> tuple[Options, Protocol]:
 
 def counted(calls: list[int], number: int) -> Row:
     calls.append(number)
-    return {"value": number * 10}
+    return {"value": number * 10, "number": "as the replay has it"}
 
 
 def asked(calls: list[int], *numbers: int) -> list[Asked]:
@@ -97,15 +99,15 @@ def test_what_is_not_there_is_refused_in_one_line(only: str, said: str, tmp_path
 def test_a_run_goes_on_where_it_was_left(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     calls: list[int] = []
     options, plan = part(tmp_path, "seeds=0")
-    first = measured(pool, Notebook(options, plan), asked(calls, 2, 1), silent, at_once=1)
-    assert first == [{"value": 20, "number": 2}, {"value": 10, "number": 1}]
+    first = measured(pool, Notebook(options, plan), asked(calls, 3, 1), silent, at_once=1)
+    assert first == [{"value": 30, "number": 3}, {"value": 10, "number": 1}]
     with (tmp_path / "raw.jsonl").open("a") as file:
-        file.write('{"number": 3, "val')  # killed while it wrote
+        file.write('{"number": 2, "val')  # killed while it wrote
     options, whole = part(tmp_path)
     again = measured(pool, Notebook(options, whole), asked(calls, 1, 2, 3), silent, at_once=1)
     assert [row["number"] for row in again] == [1, 2, 3]
-    assert calls == [2, 1, 3], "nothing is measured twice"
-    assert read_rows(tmp_path) == [*first, again[2]]
+    assert calls == [3, 1, 2], "nothing is measured twice"
+    assert read_rows(tmp_path) == [*first, again[1]]
     assert json.loads((tmp_path / "protocol.json").read_text())["protocol"]["sizes"]["seeds"] == [
         *(0, 1, 2)
     ]
@@ -322,3 +324,45 @@ def test_how_sure_the_target_is_does_not_depend_on_the_order_of_parts(tmp_path: 
         _, plan = part(tmp_path, *only)
         keys += [one.key["seed"] for one in where_it_pays._of_targets(plan)]
     assert keys == [*[2] * 3, *[0] * 3]
+
+
+class _Asked(Exception):
+    """Carries what a bench asks for."""
+
+
+@pytest.mark.parametrize(
+    ("name", "only", "num"),
+    [
+        ("memory", ("schedules=sharp", "schedules=natural", "seeds=0", "seeds=2"), 2 * (6 + 4)),
+        ("payback", ("schedules=sharp", "seeds=0", "seeds=2"), 2 * len(payback.ARMS)),
+        ("online", ("schedules=agent", "schedules=home-and-de", f"arms={names.SERVED}"), 3 * 4 * 2),
+        ("where_it_pays", ("temperatures=0.3", "shares=0.05", "shares=0.3"), 1 + 3 * (2 + 2 * 5)),
+        ("drafts", ("families=prose", "families=prose-2M-0%", "seeds=0", "seeds=1"), 2 * 2 * 7),
+        ("heads", (f"arms={names.SERVED}", "seeds=0"), None),
+    ],
+)
+def test_no_two_rows_of_a_bench_are_taken_for_one(
+    name: str,
+    only: tuple[str, ...],
+    num: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(pool: object, notebook: object, asked: list[Asked], *_: object, **__: object) -> None:
+        raise _Asked(asked)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(Family, "models", lambda self: None)
+    monkeypatch.setattr(jobs, "record_stream", lambda *_: None)
+    times = [{"arm": arm, "step_s": 0.1} for arm in (*map(str, WIDTHS), DRAFT)]
+    monkeypatch.setattr(jobs, "step_times", lambda *_: times)
+    module = memory if name == "payback" else bench(name)
+    monkeypatch.setattr(module, "measured", stop)
+    monkeypatch.setattr(module, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    with pytest.raises(_Asked) as found:
+        bench(name).run(Options(directory=tmp_path, only=only))
+    (rows,) = found.value.args
+    assert len({json.dumps(row.key, sort_keys=True) for row in rows}) == len(rows) > 0
+    for one in rows:
+        assert not [o for o in rows if o is not one and one.key.items() <= o.key.items()]
+    assert num in (None, len(rows))

@@ -173,6 +173,20 @@ def test_only_arms_that_are_whole_are_left_out(
     assert {f.name for f in result.figures} >= {f"charged, {arm}" for arm in (whole, cut_off)}
 
 
+def test_prose_is_served_with_and_without_a_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+
+    def measure(_: Options, notebook: Notebook, name: str, schedule: Schedule, arm: str) -> None:
+        assert (name, schedule.num_requests) == (speed.PROSE, sum(speed.PROSE_PHASES))
+        measured.append(arm)
+
+    monkeypatch.setattr(speed, "_measure", measure)
+    speed.run(Options(directory=tmp_path, only=(f"schedules={speed.PROSE}",)))
+    assert set(measured) == set(arms.CLOSED_LOOPS) and len(measured) == 4
+
+
 class FakeClient:
     """A service that trains for some seconds, then swaps for some more."""
 

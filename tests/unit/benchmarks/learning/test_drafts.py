@@ -18,7 +18,8 @@ END, GERMAN, THIRD, AGAIN = 576, 96, 352, 480
 
 
 def climbing(first: float, last: float, since: int = GERMAN, late: float = 100.0) -> Curve:
-    """α `first`, and `last` from the request `since` on; `late` tokens/s in German's last third."""
+    """α `first`, and `last` from the request `since` to the end of German; `late` tokens/s in its
+    last third."""
     counts = [
         StepCounts(
             tokens=100,
@@ -26,7 +27,7 @@ def climbing(first: float, last: float, since: int = GERMAN, late: float = 100.0
             drafts=50,
             drafted=200,
             tested=100,
-            accepted=int(100 * (last if i >= since else first)),
+            accepted=int(100 * (last if since <= i < AGAIN else first)),
         )
         for i in range(END)
     ]
