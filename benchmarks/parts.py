@@ -102,6 +102,6 @@ def _next(running: Collection[Future[Row]]) -> set[Future[Row]]:
     try:
         return wait(running, return_when=FIRST_COMPLETED).done
     except SystemExit:
-        for process in active_children():
-            os.kill(process.pid or 0, signal.SIGINT)
+        for pid in filter(None, (process.pid for process in active_children())):
+            os.kill(pid, signal.SIGINT)
         raise
