@@ -18,7 +18,7 @@ from tests.support import acceptance, plugin, services
 from tests.support.pairs import Pair
 from tests.support.services import Served, osd, status, wait_until
 from tests.support.traffic import PROMPTS, Traffic, ask
-from tests.support.ways import V1_ASYNC, V2_ASYNC, Way
+from tests.support.ways import ASYNC_RANKS, V1_ASYNC, V2_ASYNC, Way
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -109,7 +109,7 @@ def test_no_request_is_lost_while_drafts_come_and_go(note: Running) -> None:
     assert served == set(texts(whole(note.service_url, PROMPTS)))
 
 
-@pytest.mark.parametrize("way", [V1_ASYNC, V2_ASYNC], ids=lambda way: way.name)
+@pytest.mark.parametrize("way", [V1_ASYNC, V2_ASYNC, ASYNC_RANKS], ids=lambda way: way.name)
 def test_an_attached_engines_draft_learns_on_an_asynchronous_engine(
     way: Way, pair: Pair, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ class StockEngine:
         directory: Path,
         *,
         method: str = "draft_model",
+        num_ranks: int = 1,
         **variables: str,
     ) -> None:
         self.port = free_port("127.0.0.1")
@@ -64,6 +65,7 @@ class StockEngine:
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
         command += ["--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "16"]
         command += ["--per-request-spec-decode-metrics", "summary"]
+        command += ["--tensor-parallel-size", str(num_ranks)]
         environ = {**os.environ, **ENGINE_ENV, "XDG_DATA_HOME": str(directory), **variables}
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
@@ -118,7 +120,12 @@ class Fleet:
             variables |= plugin.environment(way, directory / "plugin", variables["VLLM_PLUGINS"])
         (directory / "engine").mkdir()
         self.engine = StockEngine(
-            pair.target, pair.stranger, directory / "engine", method=method, **variables
+            pair.target,
+            pair.stranger,
+            directory / "engine",
+            method=method,
+            num_ranks=way.num_ranks,
+            **variables,
         )
 
     def start(self) -> None:
