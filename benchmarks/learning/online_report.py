@@ -78,8 +78,9 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
         contests = [contest for contest in found if contest.curves]
         confidence = 1 - (1 - CONFIDENCE) / (len(plan.goals) * max(len(contests), 1))
         for contest in contests:
-            figures += _tables(contest)
-            figures += _compared(contest, confidence, is_free=price == PUBLISHED)
+            is_free = price == PUBLISHED
+            figures += _tables(contest, is_free=is_free)
+            figures += _compared(contest, confidence, is_free=is_free)
     return Result(protocol=plan, figures=tuple(figures))
 
 
@@ -105,7 +106,8 @@ def _contest(plan: Protocol, rows: Sequence[Row], name: str, price: str) -> Cont
     return Contest(f"{name}, price {price}", schedule, ran)
 
 
-def _tables(contest: Contest) -> Iterator[Figure]:
+def _tables(contest: Contest, *, is_free: bool) -> Iterator[Figure]:
+    """`is_free`: the trainer's seconds are no seconds of this price."""
     end = contest.schedule.num_requests
     for number, phase in enumerate(contest.schedule.phases):
         start, stop = contest.schedule.last_third(number)
@@ -114,7 +116,8 @@ def _tables(contest: Contest) -> Iterator[Figure]:
             what = "α" if arm in TIMELESS else "tokens/s"
             group = f"{contest.name}: {what}, last third of {phase.name}"
             yield _mean(group, arm, contest.values(arm, measure, start, stop))
-    for title, measure in (("whole run", speed), ("whole run, charged", charged)):
+    whole = {"whole run": speed} | ({} if is_free else {"whole run, charged": charged})
+    for title, measure in whole.items():
         for arm in contest.curves:
             if arm not in TIMELESS:
                 group = f"{contest.name}: tokens/s, {title}"
@@ -127,7 +130,6 @@ def _tables(contest: Contest) -> Iterator[Figure]:
 
 
 def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator[Figure]:
-    """`is_free`: the trainer's seconds are no seconds of this price."""
     end = contest.schedule.num_requests
     home = FAMILIES[contest.schedule.family].home()
     mean = partial(_mean, confidence=confidence)
