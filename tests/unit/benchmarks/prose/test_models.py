@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.natural.training import nats_per_token
-from benchmarks.prose import corpus, draft, head, models, packages, target
+from benchmarks.prose import build, corpus, draft, head, models, packages, target
 from benchmarks.prose.build import build_draft, build_target
 from benchmarks.prose.corpus import DOMAINS, HOME, split
 from benchmarks.prose.recipe import (
@@ -149,10 +150,19 @@ def test_a_built_target_has_learnt_every_domain_and_its_draft_the_target(
         assert taught < untaught - 0.5, domain
 
 
+def built_here(module: str, directory: Path, *arguments: str, progress: bool) -> None:
+    """The command, in this process: another one takes long to start."""
+    assert module == build.__name__ and not progress
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [module, str(directory), *arguments, "--quiet"])
+        build.main()
+
+
 def test_models_are_built_once_from_the_text_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OSD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(models, "run_build", built_here)
     write_tree(tmp_path / packages.cache_name())
     few, few_of_draft = replace(SMALL, steps=2), replace(SMALL_DRAFT, steps=2, answers=4)
     checkpoints = tmp_path / "prose-checkpoints"
