@@ -36,7 +36,7 @@ from benchmarks.service.serving import NAME
 from benchmarks.traffic.family import FAMILIES, FIRST_SERVED, Family
 from benchmarks.traffic.schedule import DIRECTORY, Schedule, arrivals, read, read_all
 from osd.client.load import Answer, drive
-from osd.errors import OSDError
+from osd.errors import ConfigError, OSDError
 
 __all__ = ["protocol", "run", "summarise"]
 
@@ -91,6 +91,8 @@ def protocol(options: Options) -> Protocol:
 def run(options: Options) -> Result:
     """Every contender over every schedule, live."""
     plan = narrowed(protocol(options), options)
+    if not any(set(plan.arms) & set(ARMS[name]) for name in plan.sizes["schedules"]):
+        raise ConfigError("--only: leaves nothing to be measured; ask for more")
     notebook = Notebook(options, plan)
     for name, tree in plan.sizes["schedules"].items():
         schedule = Schedule.model_validate(tree)

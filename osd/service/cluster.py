@@ -297,7 +297,7 @@ def url_of(ready: Any, name: str, what: str, log: Callable[[], Path | Place]) ->
         cause = error.cause
         if isinstance(cause, OSDError):
             raise cause from None
-        why = refused(cause) or _reason(log(), str(cause))
+        why = (refused(cause) if what == "engine" else "") or _reason(log(), str(cause))
         raise OSDError(f"{name}: the {what} did not start: {why}") from None
     except ray.exceptions.RayError as error:
         why = _reason(log(), last_line(error))

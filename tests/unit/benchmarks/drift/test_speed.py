@@ -21,6 +21,7 @@ from benchmarks.record import Notebook, Options
 from benchmarks.replays.charged import WITHIN_S
 from benchmarks.result import Figure
 from benchmarks.traffic.schedule import Schedule, read_all
+from osd.errors import ConfigError
 
 BURN = "import time\nwhile time.process_time() < {}: pass\n"
 
@@ -185,6 +186,12 @@ def test_prose_is_served_with_and_without_a_memory(
     monkeypatch.setattr(speed, "_measure", measure)
     speed.run(Options(directory=tmp_path, only=(f"schedules={speed.PROSE}",)))
     assert set(measured) == set(arms.CLOSED_LOOPS) and len(measured) == 4
+
+
+def test_arms_that_no_schedule_has_are_nothing_to_measure(tmp_path: Path) -> None:
+    only = (f"schedules={speed.PROSE}", f"arms={names.OURS}")
+    with pytest.raises(ConfigError, match="--only: leaves nothing"):
+        speed.run(Options(directory=tmp_path, only=only))
 
 
 class FakeClient:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import ray
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from osd.errors import OSDError
+from osd.service import cluster
 from osd.service.reasons import reason_from_log, refused
 
 
@@ -58,3 +61,26 @@ def test_the_last_error_of_a_log_but_for_those_that_point_elsewhere(tmp_path: Pa
     )
     assert reason_from_log(log) == "disk full"
     assert reason_from_log(tmp_path / "none.log") == ""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("engine", "replica-0: the engine did not start: serving.vllm.share: Input should be "),
+        ("control port", "replica-0: the control port did not start: disk full; see "),
+    ],
+)
+def test_an_engine_alone_is_told_that_vllm_refuses_its_options(
+    what: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log").write_text("OSError: disk full\n")
+
+    def get(ready: object) -> None:
+        with pytest.raises(ValidationError) as refusal:
+            Options(share=7)
+        raise ray.exceptions.RayTaskError("wait_ready", "", refusal.value)
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(OSDError) as raised:
+        cluster.url_of(object(), "replica-0", what, lambda: tmp_path / "log")
+    assert str(raised.value).startswith(said)
