@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import active_children
 from typing import Any
@@ -80,28 +81,30 @@ def measured(
     lacking = [i for i in range(len(asked)) if i not in found]
     running: dict[Future[Row], int] = {}
     failed: BaseException | None = None
-    while lacking or running:
-        while lacking and len(running) < at_once:
-            number = lacking.pop(0)
-            running[pool.submit(asked[number].measure)] = number
-        for done in _next(running):
-            key = asked[number := running.pop(done)].key
-            if error := done.exception():
-                failed, lacking = failed or error, []
-            else:
-                found[number] = notebook.add(**{**done.result(), **key})
-                say(f"{len(found)} of {len(asked)}: {', '.join(map(str, key.values()))}")
+    with _ended_together():
+        while lacking or running:
+            while lacking and len(running) < at_once:
+                number = lacking.pop(0)
+                running[pool.submit(asked[number].measure)] = number
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                key = asked[number := running.pop(done)].key
+                if error := done.exception():
+                    failed, lacking = failed or error, []
+                else:
+                    found[number] = notebook.add(**{**done.result(), **key})
+                    say(f"{len(found)} of {len(asked)}: {', '.join(map(str, key.values()))}")
     if failed:
         raise failed
     return [found[i] for i in range(len(asked))]
 
 
-def _next(running: Collection[Future[Row]]) -> set[Future[Row]]:
-    """Those that are done, as soon as one is. SIGTERM is handed on to the processes of the pool,
-    which would go on for minutes; Ctrl-C reaches them by itself."""
+@contextmanager
+def _ended_together() -> Iterator[None]:
+    """SIGTERM, which ends this process, is handed on to those of its pool, which would go on for
+    minutes; Ctrl-C reaches them by itself, and those that a shell started behind it ignore that."""
     try:
-        return wait(running, return_when=FIRST_COMPLETED).done
+        yield
     except SystemExit:
         for pid in filter(None, (process.pid for process in active_children())):
-            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
         raise

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -30,7 +32,9 @@ FEATURE_BYTES = 1 << 30
 
 def prepare() -> None:
     """To be called first in a process: one thread, so that two processes share two cores. The
-    process ends with the run that started it, also where that is killed."""
+    process ends with the run that started it, also where that is killed, and what it holds is
+    cleaned up where it is told to end."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_the_run, daemon=True).start()

@@ -215,13 +215,15 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from benchmarks.drift.jobs import prepare
 from benchmarks.parts import Asked, measured
 from benchmarks.record import Notebook, Options, Protocol
 
 def row(begun):
-    begun.write_text(str(os.getpid()))
-    time.sleep(60)
+    with TemporaryDirectory(dir=begun.parent, prefix="held-"):
+        begun.write_text(str(os.getpid()))
+        time.sleep(60)
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -241,7 +243,9 @@ def test_no_process_outlives_a_run_that_is_ended(
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS)
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environ)
+    # As a shell starts what it does not wait for: Ctrl-C is ignored.
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, script, tmp_path]
+    run = subprocess.Popen(command, env=environ)
     begun = tmp_path / "pid-0"
     wait_until(lambda: begun.exists() and begun.read_text(), 60, "a row is begun")
     run.send_signal(how)
@@ -249,6 +253,7 @@ def test_no_process_outlives_a_run_that_is_ended(
     worker = int(begun.read_text())
     wait_until(lambda: not psutil.pid_exists(worker), 20, "the process of the pool ends")
     assert not (tmp_path / "pid-1").exists(), "no other row is begun"
+    assert how == signal.SIGKILL or not list(tmp_path.glob("held-*")), "nothing is left behind"
 
 
 def test_times_of_steps_that_were_cut_off_are_taken_anew(
