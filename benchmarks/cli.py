@@ -46,7 +46,8 @@ def _add(name: str, summary: str) -> None:
     if name in READ_TRACES:
         command, example = bench_of_traces, "--traces data"
     if name in IN_PARTS:
-        command, example = bench_in_parts, "--only seeds=0 --out run"
+        part = "seeds=0" if "seeds" in IN_PARTS[name] else "schedules=sharp"
+        command, example = bench_in_parts, f"--only {part} --out run"
     cut = f" Lists that --only cuts: {', '.join(IN_PARTS[name])}." if name in IN_PARTS else ""
     epilog = f"Example:  osd bench {name} {example}"
     app.command(name, help=summary + cut, short_help=summary, epilog=epilog)(command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks import IN_PARTS
+from benchmarks.cli import app
 from benchmarks.drift import jobs, memory, names
 from benchmarks.learning import drafts, online, online_report, payback, where_it_pays
 from benchmarks.parts import Asked, measured, narrowed
@@ -72,6 +75,14 @@ def test_every_list_that_can_be_cut_is_there(name: str, tmp_path: Path) -> None:
             k: v for k, v in lists.items() if k != part_of
         }
     assert narrowed(plan, options) == plan
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_the_example_of_a_bench_can_be_run(name: str, tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, [name, "--help"]).output
+    (only,) = re.findall(r"Example:  osd bench \w+ --only (\S+) --out run", said)
+    options = Options(directory=tmp_path, only=(only,))
+    assert narrowed(bench(name).protocol(options), options) != bench(name).protocol(options)
 
 
 def test_a_part_is_all_that_is_asked_for(tmp_path: Path) -> None:
