@@ -14,7 +14,7 @@ import pytest
 from osd.client.load import Answer
 from osd.service.note import Running
 from tests.integration.service.test_attached import Fleet, texts
-from tests.support import acceptance, plugin, services
+from tests.support import plugin, services
 from tests.support.pairs import Pair
 from tests.support.services import Served, osd, status, wait_until
 from tests.support.traffic import PROMPTS, Traffic, ask
@@ -49,33 +49,37 @@ def replica(note: Running) -> dict[str, Any]:
     return dict(found)
 
 
-def alpha(url: str) -> float:
-    return acceptance.alpha(acceptance.counts(whole(url, PROMPTS * 2)))
-
-
 def whole(url: str, prompts: Sequence[str]) -> list[Answer]:
     answers = ask(url, prompts)
     assert [answer.error for answer in answers if not answer.ok] == []
     return answers
 
 
-def test_a_service_learns_and_is_controlled_on_an_asynchronous_engine(note: Running) -> None:
-    before = texts(whole(note.service_url, PROMPTS))
-    deadline = time.monotonic() + 300
-    while replica(note)["version"] < 3 or not replica(note)["speculation"]["changes"]:
+def learns(note: Running, version: int, seconds: float) -> list[Answer]:
+    """Serves the same prompts until this version is reached and k was changed. Answers stay the
+    same; returns the last ones."""
+    first = answers = whole(note.service_url, PROMPTS)
+    deadline = time.monotonic() + seconds
+    while replica(note)["version"] < version or not replica(note)["speculation"]["changes"]:
         assert time.monotonic() < deadline, replica(note)
-        assert texts(whole(note.service_url, PROMPTS)) == before
+        answers = whole(note.service_url, PROMPTS)
+        assert texts(answers) == texts(first)
     found = replica(note)
     assert found["speculation"]["is_async"] is True
     assert found["off"] == {}
-    assert texts(whole(note.service_url, PROMPTS)) == before
+    return answers
+
+
+def test_a_service_learns_and_is_controlled_on_an_asynchronous_engine(note: Running) -> None:
+    learns(note, version=3, seconds=300)
     assert status(note.control_url)["buffer"]["num_put"] > 0
 
 
-def test_a_service_learns_on_the_v2_runner(pair: Pair, tmp_path: Path) -> None:
+def test_a_new_draft_serves_on_the_v2_runner(pair: Pair, tmp_path: Path) -> None:
     arguments = [
         *services.settings("test-v2", tmp_path / "data", pair.target, pair.stranger),
         "speculation.mode=auto",
+        "speculation.proposers=[draft]",
         "trainer.min_new_traces=12",
     ]
     environ = os.environ | plugin.environment(V2_ASYNC, tmp_path / "plugin")
@@ -84,15 +88,7 @@ def test_a_service_learns_on_the_v2_runner(pair: Pair, tmp_path: Path) -> None:
         note = served.wait_ready()
         (log,) = (tmp_path / "data").rglob("replica-0.log")
         assert "Using V2 Model Runner" in log.read_text()
-        before = texts(whole(note.service_url, PROMPTS))
-        deadline = time.monotonic() + 600
-        while replica(note)["version"] < 2:
-            assert time.monotonic() < deadline, replica(note)
-            assert texts(whole(note.service_url, PROMPTS)) == before
-        found = replica(note)
-        assert found["speculation"]["is_async"] is True
-        assert found["off"] == {}
-        assert texts(whole(note.service_url, PROMPTS)) == before
+        learns(note, version=2, seconds=600)
     finally:
         served.end()
 
