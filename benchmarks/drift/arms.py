@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.drift import names
 from benchmarks.drift.jobs import PRESET, base_config
-from benchmarks.replays.charged import WITHIN_S
 from benchmarks.service import servers
 from benchmarks.service.serving import NAME, SECONDS_TO_SETTLE
 from osd.client.http import Client
@@ -37,6 +39,11 @@ CLOSED_LOOPS = (*IN_CLOSED_LOOP, *WITHOUT_MEMORY)
 SERVICE_ARMS = (names.FROZEN, names.OURS, names.OURS_LORA, *CLOSED_LOOPS)
 LOOKUPS: dict[str, dict[str, Any]] = {names.NGRAM: {}, names.NGRAM_TUNED: names.LOOKUP_TUNED}
 """Arm -> what vLLM is told of n-gram lookup beside k."""
+JUDGED = {
+    "osd_spec_position_tested": "tested",
+    "osd_spec_position_accepted": "accepted",
+}
+"""Metric of the control port -> what it counts."""
 ARMS = (names.FROZEN, *LOOKUPS, names.OURS, names.OURS_LORA, *CLOSED_LOOPS)
 
 
@@ -72,6 +79,20 @@ class Server:
             name: status[name] for name in ("version", "num_rounds", "num_swaps", "num_rollbacks")
         }
 
+    def judged(self) -> Counter[str]:
+        """Draft tokens so far that were `tested` (all before them accepted), and how many of them
+        were `accepted`, whoever proposed them; of a service."""
+        found: Counter[str] = Counter()
+        if self.client is None:
+            return found
+        page = httpx.get(f"{self.client.url}/metrics").raise_for_status().text
+        for family in text_string_to_metric_families(page):
+            if what := JUDGED.get(family.name):
+                found[what] += sum(
+                    int(one.value) for one in family.samples if one.name.endswith("_total")
+                )
+        return found
+
     def settle(self, since: float) -> tuple[float, float]:
         """Wait until its training is over and its engine at rest: (when training ended, CPU time by
         then).
@@ -89,16 +110,21 @@ class Server:
 
 @contextmanager
 def both(
-    arm: str, target: Path, draft: Path, directory: Path, logs: Path
+    arm: str,
+    target: Path,
+    draft: Path,
+    directory: Path,
+    logs: Path,
+    payback_s: float | None = None,
 ) -> Iterator[tuple[Server, Server]]:
-    """The contender and the reference, up at once; both gone afterwards."""
+    """The contender and the reference, up at once; both gone afterwards. `payback_s`: within which
+    training has to pay in a closed loop; None = the default."""
     config = base_config()
     with ExitStack() as stack:
         reference = _start_bare(stack, config, target, None, logs / "no-speculation.log")
         if arm in SERVICE_ARMS:
-            contender = _start_service(
-                stack, arm, config, target, draft, directory, logs / "contender.log"
-            )
+            given = overrides(arm, config, target, draft, directory, payback_s)
+            contender = _start_service(stack, given, logs / "contender.log")
         else:
             speculation = {"method": "ngram", "num_speculative_tokens": config.speculation.k_max}
             speculation |= LOOKUPS[arm]
@@ -106,7 +132,14 @@ def both(
         yield contender(), reference()
 
 
-def overrides(arm: str, config: Config, target: Path, draft: Path, directory: Path) -> list[str]:
+def overrides(
+    arm: str,
+    config: Config,
+    target: Path,
+    draft: Path,
+    directory: Path,
+    payback_s: float | None = None,
+) -> list[str]:
     """What `osd serve` is told beside the preset."""
     found = [
         f"serving.target={target}",
@@ -119,8 +152,8 @@ def overrides(arm: str, config: Config, target: Path, draft: Path, directory: Pa
         "control.port=0",
         "serving.vllm.enable_prefix_caching=false",
     ]
-    if arm in CLOSED_LOOPS:
-        found += [f"trainer.payback_seconds={WITHIN_S}"]
+    if arm in CLOSED_LOOPS and payback_s is not None:
+        found += [f"trainer.payback_seconds={payback_s}"]
     if arm in WITHOUT_MEMORY:
         found += ["speculation.proposers=[draft]"]
     if arm in names.UNTRAINED:
@@ -171,16 +204,8 @@ def _start_bare(
     return wait
 
 
-def _start_service(
-    stack: ExitStack,
-    arm: str,
-    config: Config,
-    target: Path,
-    draft: Path,
-    directory: Path,
-    log: Path,
-) -> Any:
-    given = overrides(arm, config, target, draft, directory)
+def _start_service(stack: ExitStack, given: list[str], log: Path) -> Any:
+    """Begin; what is returned waits until it answers."""
     child = stack.enter_context(servers.process(servers.serve_command(PRESET, given), log, {}))
 
     def wait() -> Server:

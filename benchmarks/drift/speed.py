@@ -28,9 +28,10 @@ from typing import Any
 
 from benchmarks.drift import arms, jobs, names
 from benchmarks.drift.arms import Server
-from benchmarks.drift.speed_report import summarise
+from benchmarks.drift.speed_report import acceptance_of, summarise
 from benchmarks.parts import narrowed
 from benchmarks.record import Notebook, Options, Protocol, Row
+from benchmarks.replays.charged import WITHIN_S
 from benchmarks.result import Result
 from benchmarks.service.serving import NAME
 from benchmarks.traffic.family import FAMILIES, FIRST_SERVED, Family
@@ -41,14 +42,20 @@ from osd.errors import ConfigError, OSDError
 __all__ = ["protocol", "run", "summarise"]
 
 GENERATED = tuple(arm for arm in arms.ARMS if arm not in arms.WITHOUT_MEMORY)
-PROSE = "home-and-de"
+PROSE, PROSE_HEAD = "home-and-de", "home-and-de-head"
 ARMS = {
     "sharp": GENERATED,
     "interleaved": arms.IN_CLOSED_LOOP,
     PROSE: (*arms.WITHOUT_MEMORY, *arms.IN_CLOSED_LOOP),
+    PROSE_HEAD: arms.WITHOUT_MEMORY,
 }
 """Schedule -> who serves it."""
+PAYBACK_S = {"sharp": WITHIN_S, "interleaved": WITHIN_S}
+"""Schedule -> within which training has to pay: about as long as its traffic lasts. Elsewhere the
+default."""
 PROSE_PHASES = (48, 192, 48)
+HEAD_PHASES = (48, 384, 48)
+"""A head's rounds take longer."""
 CHUNK = 24
 STREAMS = 4
 SEED = 0
@@ -61,8 +68,9 @@ WARM_UP = 8
 
 def protocol(options: Options) -> Protocol:
     """What will be measured."""
-    prose = read(DIRECTORY / "prose" / f"{PROSE}.yaml").shortened(PROSE_PHASES)
-    given = {**read_all(), PROSE: prose}
+    prose = read(DIRECTORY / "prose" / f"{PROSE}.yaml")
+    head = prose.shortened(HEAD_PHASES).model_copy(update={"family": "prose-head"})
+    given = {**read_all(), PROSE: prose.shortened(PROSE_PHASES), PROSE_HEAD: head}
     schedules = {name: given[name] for name in ARMS}
     if options.quick:
         schedules = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE].shortened(QUICK_PHASES)}
@@ -79,6 +87,7 @@ def protocol(options: Options) -> Protocol:
             "chunk": CHUNK,
             "streams": STREAMS,
             "seed": SEED,
+            "payback_s": {name: PAYBACK_S.get(name) for name in schedules},
             "k": config.speculation.k_max,
             "trainer": config.trainer.model_dump(),
             "gate": config.gate.model_dump(),
@@ -120,7 +129,7 @@ def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule
     logs.mkdir(exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="osd-drift-") as data,
-        arms.both(arm, family.costly_target(), family.models()[1], Path(data), logs) as (
+        arms.both(arm, *family.costly_models(), Path(data), logs, PAYBACK_S.get(name)) as (
             contender,
             reference,
         ),
@@ -132,11 +141,15 @@ def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule
             at = [a.at - coming[start].at for a in coming[start : start + CHUNK]]
             times = at if schedule.requests_per_second else None
             order = list(pair) if number % 2 else list(pair)[::-1]
+            before = contender.judged()
             parts = {who: _burst(pair[who], family, some, times) for who in order}
+            judged = dict(contender.judged() - before)
             row = {"schedule": name, "arm": arm, "start": start, "first": order[0], **parts}
-            notebook.add(**row, facts=contender.facts())
+            notebook.add(**row, judged=judged, facts=contender.facts())
+            acceptance = acceptance_of([judged])
             options.say(
                 f"  {start + len(some):4d} of {len(prompts)}: {_speed(parts):.2f} x no speculation"
+                + ("" if acceptance is None else f", acceptance {acceptance:.2f}")
             )
 
 

@@ -18,6 +18,12 @@ LAST = 4
 Part = Callable[[Row], float]
 
 
+def acceptance_of(judged: Sequence[Row]) -> float | None:
+    """Draft tokens accepted over tested; None where none was tested."""
+    tested = sum(part.get("tested", 0) for part in judged)
+    return sum(part.get("accepted", 0) for part in judged) / tested if tested else None
+
+
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     """Figures per schedule and part of it."""
     figures: list[Figure] = []
@@ -128,6 +134,10 @@ def _figures(group: str, within: dict[str, list[Row]]) -> list[Figure]:
             for arm, own in within.items()
         ]
     for arm, own in within.items():
+        # Rows of before it was noted have none.
+        acceptance = acceptance_of([row.get("judged", {}) for row in own])
+        if acceptance is not None:
+            figures.append(Figure(group=group, name=f"acceptance, {arm}", value=acceptance))
         figures += _absolute(group, arm, own, CONTENDER)
     # The reference ran beside every contender: all its chunks together.
     return figures + _absolute(

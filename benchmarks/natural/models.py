@@ -61,4 +61,5 @@ def ensure_natural_cost_shaped(
     """Directory of a target with the natural-text target's logits and the cost of the given
     sizes."""
     sizes = (hidden_size, num_layers, intermediate_size)
-    return cost_shaped("natural-wide", ensure_natural(progress, recipe), sizes, progress)
+    models = ensure_natural(progress, recipe)
+    return cost_shaped("natural-wide", models.target, models.recipe_hash, sizes, progress)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.drift import jobs
 from benchmarks.record import Row
-from benchmarks.traffic.family import FAMILIES, FIRST_SERVED
+from benchmarks.traffic.family import FAMILIES, FIRST_SERVED, Family
 from benchmarks.traffic.schedule import Schedule, arrivals
 
 if TYPE_CHECKING:
     from benchmarks.replays.closed_loop import ClosedLoop
+    from benchmarks.replays.recording import Recorded
     from benchmarks.replays.served import Served
     from benchmarks.replays.step_times import ModelledStepTimes
+    from osd.evaluate.bound.runs import RequestRuns
     from osd.evaluate.bound.speeds import Speeds
 
 STEPS, DRAFTING, VERIFYING = "more steps", "draft passes", "tokens verified"
@@ -25,11 +27,12 @@ def run(
 ) -> list[Row]:
     """Rows {"schedule", "seed", "batch", "price", "requests", "control", "speeds", "means",
     "parts"}, one a price, all of one batch. Speeds over no speculation, ratio of sums ("means":
-    means over requests); parts as shares of the time over the oracle's."""
+    means over requests); parts as shares of the time over the oracle's. Where answers are drawn,
+    one of the speeds is of who knows the odds."""
     from benchmarks.oracle.runs import costs_of, runs_of
     from benchmarks.replays.closed_loop import DRAFT, MEMORY, ClosedLoop
     from benchmarks.traffic.recordings import in_order
-    from osd.evaluate.bound.speeds import rules_of, speeds
+    from osd.evaluate.bound.speeds import ODDS, knowing_odds, rules_of, speeds
     from serving.speculation.memory.compiled import best
     from serving.speculation.memory.memory import Memory
     from trainer.draft import load_draft
@@ -43,10 +46,14 @@ def run(
     (batch,) = {one.batch for one in times.values()}
     memory = Memory(given.memory_bytes, given.memory_k_max, best(is_alone=True))
     runs = runs_of(requests, load_draft(draft), memory, k=given.k_max, batch=batch)
+    if is_drawn := FAMILIES[schedule.family].temperature > 0:
+        runs = list(_with_odds(runs, requests, FAMILIES[schedule.family]))
     rules = rules_of({DRAFT: given.k_max, MEMORY: given.memory_k_max})
     rows = []
     for price, of_step in times.items():
         found = speeds(runs, costs_of(of_step), rules)
+        if is_drawn:
+            found[ODDS] = knowing_odds(runs, costs_of(of_step), (DRAFT, MEMORY))
         loop = ClosedLoop(requests, config, of_step, seed=seed)
         loop.swap(draft, None)
         served = list(loop.serve())
@@ -64,6 +71,23 @@ def run(
             }
         )
     return rows
+
+
+def _with_odds(
+    runs: Sequence[RequestRuns], requests: Sequence[Recorded], family: Family
+) -> Iterator[RequestRuns]:
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.oracle.odds import with_odds
+    from benchmarks.replays.served import TARGET_ID
+
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+        for path in family.models()
+    )
+    for one, request in zip(runs, requests, strict=True):
+        answer = request.bare_trace(TARGET_ID)
+        yield with_odds(one, answer, target, draft, family.temperature)
 
 
 def speed_of(served: Sequence[Served], times: ModelledStepTimes) -> float:

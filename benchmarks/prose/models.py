@@ -85,7 +85,9 @@ def ensure_prose(seed: int = 0, progress: bool = True) -> TinyModels:
 def ensure_prose_cost_shaped(seed: int = 0, progress: bool = True) -> Path:
     """Directory of a target with the prose target's logits and the cost of a far larger model."""
     sizes = COST_SHAPED_HIDDEN_SIZE, COST_SHAPED_NUM_LAYERS, COST_SHAPED_INTERMEDIATE_SIZE
-    return cost_shaped("prose-wide", ensure_prose(seed, progress), sizes, progress)
+    given = TargetRecipe(seed=seed)
+    target = ensure_target(given, progress)
+    return cost_shaped("prose-wide", target, _target_name(given), sizes, progress)
 
 
 def _target_name(given: TargetRecipe) -> str:

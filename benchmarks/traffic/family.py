@@ -47,8 +47,9 @@ class Family:
     """The domain the draft was trained on."""
     models: Callable[[], tuple[Path, Path]]
     """Directories of target and draft, built where they are missing."""
-    costly_target: Callable[[], Path]
-    """The same target at the cost of a far larger model, for measuring speed."""
+    costly_models: Callable[[], tuple[Path, Path]]
+    """The same target at the cost of a far larger model, for measuring speed, and the draft that
+    goes with it."""
     requests: Callable[[str, int, int], Sequence[Any]]
     """(domain, block, n) -> the first n requests of it."""
     temperature: float
@@ -93,10 +94,10 @@ def _tiny_models() -> tuple[Path, Path]:
     return found.target, found.draft
 
 
-def _tiny_costly() -> Path:
+def _tiny_costly() -> tuple[Path, Path]:
     from osd.tiny.models import ensure_cost_shaped
 
-    return ensure_cost_shaped()
+    return ensure_cost_shaped(), _tiny_models()[1]
 
 
 def _tiny_requests(domain: str, block: int, num: int) -> Sequence[Any]:
@@ -114,15 +115,22 @@ def _deep_models() -> tuple[Path, Path]:
 
 def _deep_head() -> tuple[Path, Path]:
     from osd.tiny.deep import head
-    from osd.tiny.deep.models import ensure
+    from osd.tiny.deep.models import ensure_target
 
-    return ensure().target, head.ensure()
+    return ensure_target(), head.ensure()
 
 
-def _deep_costly() -> Path:
+def _deep_costly() -> tuple[Path, Path]:
     from osd.tiny.deep.models import ensure_cost_shaped
 
-    return ensure_cost_shaped()
+    return ensure_cost_shaped(), _deep_models()[1]
+
+
+def _deep_head_costly() -> tuple[Path, Path]:
+    from osd.tiny.deep import head
+    from osd.tiny.deep.models import ensure_cost_shaped
+
+    return ensure_cost_shaped(), head.ensure_cost_shaped()
 
 
 def _natural_domains() -> Sequence[str]:
@@ -144,10 +152,10 @@ def _natural_models() -> tuple[Path, Path]:
     return found.target, found.draft
 
 
-def _natural_costly() -> Path:
+def _natural_costly() -> tuple[Path, Path]:
     from benchmarks.natural.models import ensure_natural_cost_shaped
 
-    return ensure_natural_cost_shaped()
+    return ensure_natural_cost_shaped(), _natural_models()[1]
 
 
 def _natural_requests(domain: str, block: int, num: int) -> Sequence[Any]:
@@ -178,10 +186,10 @@ def _prose_models(seed: int, size: str, foreign: float) -> tuple[Path, Path]:
     return ensure_target(target), ensure_draft(draft_recipe(size, foreign, seed), target)
 
 
-def _prose_costly(seed: int) -> Path:
+def _prose_costly(seed: int, size: str, foreign: float) -> tuple[Path, Path]:
     from benchmarks.prose.models import ensure_prose_cost_shaped
 
-    return ensure_prose_cost_shaped(seed)
+    return ensure_prose_cost_shaped(seed), _prose_models(seed, size, foreign)[1]
 
 
 def _prose_requests(domain: str, block: int, num: int) -> Sequence[Any]:
@@ -196,7 +204,7 @@ def _prose(name: str, seed: int, size: str = SIZE, foreign: float = 0.0) -> Fami
         domains=_prose_domains,
         home=_prose_home,
         models=partial(_prose_models, seed, size, foreign),
-        costly_target=partial(_prose_costly, seed),
+        costly_models=partial(_prose_costly, seed, size, foreign),
         requests=_prose_requests,
         temperature=TEMPERATURE,
         max_tokens=96,
@@ -220,6 +228,13 @@ def _prose_head() -> tuple[Path, Path]:
     return ensure_target(), ensure_head()
 
 
+def _prose_head_costly() -> tuple[Path, Path]:
+    from benchmarks.prose.models import ensure_prose_cost_shaped
+    from benchmarks.prose.wide_head import ensure_wide_head
+
+    return ensure_prose_cost_shaped(), ensure_wide_head()
+
+
 def _agent_domains() -> Sequence[str]:
     from benchmarks.prose.agent import DOMAIN
 
@@ -237,12 +252,12 @@ _TINY = Family(
     domains=_tiny_domains,
     home=_tiny_home,
     models=_tiny_models,
-    costly_target=_tiny_costly,
+    costly_models=_tiny_costly,
     requests=_tiny_requests,
     temperature=0.0,
     max_tokens=160,
 )
-_DEEP = replace(_TINY, name="tiny-deep", models=_deep_models, costly_target=_deep_costly)
+_DEEP = replace(_TINY, name="tiny-deep", models=_deep_models, costly_models=_deep_costly)
 FAMILIES = {
     "tiny": _TINY,
     "natural": Family(
@@ -250,7 +265,7 @@ FAMILIES = {
         domains=_natural_domains,
         home=_natural_home,
         models=_natural_models,
-        costly_target=_natural_costly,
+        costly_models=_natural_costly,
         requests=_natural_requests,
         temperature=0.7,
         max_tokens=96,
@@ -270,8 +285,17 @@ FAMILIES = {
     },
     "tiny-deep": _DEEP,
     "tiny-deep-head": replace(
-        _DEEP, name="tiny-deep-head", models=_deep_head, recorded_as="tiny-deep"
+        _DEEP,
+        name="tiny-deep-head",
+        models=_deep_head,
+        costly_models=_deep_head_costly,
+        recorded_as="tiny-deep",
     ),
-    "prose-head": replace(_prose("prose-head", 0), models=_prose_head, recorded_as="prose"),
+    "prose-head": replace(
+        _prose("prose-head", 0),
+        models=_prose_head,
+        costly_models=_prose_head_costly,
+        recorded_as="prose",
+    ),
 }
 """By the names a schedule uses."""

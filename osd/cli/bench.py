@@ -58,7 +58,8 @@ def family(name: str) -> Family:
         domain: tuple(found.prompts(domain, FIRST_SERVED, FAMILY_PROMPTS))
         for domain in found.domains()
     }
-    return Family(target=found.costly_target(), draft=found.models()[1], traffic=prompts)
+    target, draft = found.costly_models()
+    return Family(target=target, draft=draft, traffic=prompts)
 
 
 def refuse() -> None:

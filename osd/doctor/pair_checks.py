@@ -64,7 +64,7 @@ def locate(name: str, key: str) -> Path | None:
 
     Raises `ConfigError` for a model that can never be found, as `osd.models.resolve.resolve` does.
     """
-    if name in built_in.NAMES and not built_in.is_built(name):
+    if name in built_in.NAMES and not built_in.is_built(name, key):
         return None
     if name in built_in.NAMES or not _is_hub_name(name):
         return resolve.resolve(name, key)

@@ -11,7 +11,7 @@ Both deep targets have an EAGLE-3 head too: tiny-eagle3, and tiny-eagle3-cost-sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from osd.common.files import cache_root
@@ -23,7 +23,7 @@ from osd.tiny.deep import models as deep
 TARGETS: Mapping[str, Callable[[], Path]] = {
     "tiny": lambda: tiny.ensure().target,
     "tiny-cost-shaped": lambda: tiny.ensure_cost_shaped(),
-    "tiny-deep": lambda: deep.ensure().target,
+    "tiny-deep": lambda: deep.ensure_target(),
     "tiny-deep-cost-shaped": lambda: deep.ensure_cost_shaped(),
 }
 """Name -> what builds the target where it is missing, and gives its directory."""
@@ -35,11 +35,15 @@ DRAFTS: Mapping[str, Callable[[], Path]] = {
 }
 """The same for `serving.draft`."""
 NAMES = frozenset({*TARGETS, *DRAFTS})
-_CACHED: Mapping[str, Callable[[], str]] = {
+_CACHED_TARGETS: Mapping[str, Callable[[], str]] = {
     "tiny": tiny.cache_name,
     "tiny-cost-shaped": tiny.cost_shaped_cache_name,
-    "tiny-deep": deep.cache_name,
+    "tiny-deep": deep.target_cache_name,
     "tiny-deep-cost-shaped": deep.cost_shaped_cache_name,
+}
+_CACHED_DRAFTS: Mapping[str, Callable[[], str]] = {
+    "tiny": tiny.cache_name,
+    "tiny-deep": deep.draft_cache_name,
     "tiny-eagle3": head.cache_name,
     "tiny-eagle3-cost-shaped": head.cost_shaped_cache_name,
 }
@@ -52,12 +56,19 @@ def directory_of(name: str, key: str) -> Path:
         place.
     """
     models = TARGETS if key == "serving.target" else DRAFTS
-    if name not in models:
-        what = "a target, not a draft" if name in TARGETS else "a draft, not a target"
-        raise ConfigError(f"{key}={name}: is {what}; use {' or '.join(models)}")
+    _check_kind(name, key, models)
     return models[name]()
 
 
-def is_built(name: str) -> bool:
-    """Whether a model of `NAMES` lies in the cache. Nothing is built."""
-    return (cache_root() / _CACHED[name]()).is_dir()
+def is_built(name: str, key: str) -> bool:
+    """Whether a model of `NAMES` lies in the cache. Nothing is built. Raises as `directory_of`
+    does."""
+    cached = _CACHED_TARGETS if key == "serving.target" else _CACHED_DRAFTS
+    _check_kind(name, key, cached)
+    return (cache_root() / cached[name]()).is_dir()
+
+
+def _check_kind(name: str, key: str, models: Collection[str]) -> None:
+    if name not in models:
+        what = "a target, not a draft" if name in TARGETS else "a draft, not a target"
+        raise ConfigError(f"{key}={name}: is {what}; use {' or '.join(models)}")

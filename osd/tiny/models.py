@@ -77,14 +77,15 @@ def ensure_cost_shaped(
 ) -> Path:
     """Directory of a target with the tiny target's logits and the cost of the given sizes."""
     sizes = (hidden_size, num_layers, intermediate_size)
-    return cost_shaped("wide", ensure(progress), sizes, progress)
+    models = ensure(progress)
+    return cost_shaped("wide", models.target, models.recipe_hash, sizes, progress)
 
 
 def cost_shaped(
-    prefix: str, models: TinyModels, sizes: tuple[int, int, int], progress: bool
+    prefix: str, target: Path, recipe_hash: str, sizes: tuple[int, int, int], progress: bool
 ) -> Path:
-    """Directory of a widened target, in the cache as `prefix`-... Sizes: hidden, layers,
-    intermediate."""
+    """Directory of a widened target, in the cache as `prefix`-... `recipe_hash`: of the target in
+    `target`. Sizes: hidden, layers, intermediate."""
     from osd.tiny import widen
 
     hidden_size, num_layers, intermediate_size = sizes
@@ -93,14 +94,14 @@ def cost_shaped(
         with stages(progress) as begin:
             begin("tiny models: widening the target")
             widen.widen(
-                models.target,
+                target,
                 directory,
                 hidden_size=hidden_size,
                 num_layers=num_layers,
                 intermediate_size=intermediate_size,
             )
 
-    return build_once(cost_shaped_name(prefix, models.recipe_hash, sizes), build)
+    return build_once(cost_shaped_name(prefix, recipe_hash, sizes), build)
 
 
 def cost_shaped_name(prefix: str, recipe_hash: str, sizes: tuple[int, int, int]) -> str:

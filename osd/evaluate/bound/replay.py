@@ -35,6 +35,7 @@ def runs_of_memory(answers: Sequence[Trace], memory: Remembers, batch: int) -> l
     before the first."""
     offered = [np.zeros(max(len(one.output_ids) - 1, 0), np.int64) for one in answers]
     right = [np.zeros_like(one) for one in offered]
+    tokens = [np.full((len(one), memory.k), -1) for one in offered]
     coming = iter(range(len(answers)))
     running: dict[int, int] = {}  # index -> output tokens so far
     while True:
@@ -50,8 +51,12 @@ def runs_of_memory(answers: Sequence[Trace], memory: Remembers, batch: int) -> l
         for index, at in running.items():
             found = memory.propose(answers[index].trace_id, memory.k, 0.0).tokens
             offered[index][at - 1] = len(found)
+            tokens[index][at - 1, : len(found)] = found
             right[index][at - 1] = _num_right(found, answers[index].output_ids[at:])
-    return [ProposerRuns(right=r, offered=o) for r, o in zip(right, offered, strict=True)]
+    return [
+        ProposerRuns(right=r, offered=o, tokens=t)
+        for r, o, t in zip(right, offered, tokens, strict=True)
+    ]
 
 
 def _advance(answers: Sequence[Trace], memory: Remembers, running: dict[int, int]) -> None:

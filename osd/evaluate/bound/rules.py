@@ -1,6 +1,7 @@
 """Who proposes how much at each position of an answer, and what that takes.
 
     no speculation   every fixed k   a running mean   ──►  walked from the first token on
+    who knows the odds, not what will be drawn        ──►  the same
     the oracles: exactly what will be accepted        ──►  V[t] from the last token back
 
 `V[t] = min over proposer and length of step(proposer, length) + V[t + length + 1]`: seconds from
@@ -95,6 +96,43 @@ def oracle(proposers: Sequence[str]) -> Rule:
     """The fastest there is: the backward programme over all proposers and lengths. A proposer is
     worth its own prefill or is not used at all."""
     return partial(_oracle, tuple(proposers))
+
+
+def foreseeing(proposers: Sequence[str], rate: float) -> Rule:
+    """Who knows the odds of each draft token, and not what will be drawn: most tokens expected of a
+    step less `rate` x its seconds. Fastest where `rate` is the tokens per second of a request that
+    this comes to (`speeds.knowing_odds`). Needs `ProposerRuns.odds`."""
+
+    def course(request: RequestRuns, costs: StepCosts) -> Course:
+        context = costs.context(request.num_prompt, request.num_output)
+        lines = {name: costs.line(name, _most(request, name)) for name in proposers}
+        nobody = costs.line(NOBODY, 0)
+        expected = {name: _expected(request.proposers[name]) for name in proposers}
+
+        def choose(t: int) -> Choice:
+            tokens, room = context[t - 1], request.num_output - 1 - t
+            best = 1 - rate * float(nobody.base_W[0] + nobody.slope_W[0] * tokens)
+            choice: Choice = (NOBODY, 0)
+            for name, line in lines.items():
+                num = min(room, int(request.proposers[name].offered[t - 1]))
+                if num <= 0:
+                    continue
+                seconds_W = line.base_W[1 : num + 1] + line.slope_W[1 : num + 1] * tokens
+                worth_W = 1 + expected[name][t - 1, :num] - rate * seconds_W
+                width = int(worth_W.argmax())
+                if worth_W[width] > best:
+                    best, choice = float(worth_W[width]), (name, width + 1)
+            return choice
+
+        return _walk(request, costs, proposers, choose)
+
+    return course
+
+
+def _expected(runs: ProposerRuns) -> np.ndarray:
+    """float [T - 1, K]: draft tokens accepted in the mean, of so many."""
+    assert runs.odds is not None, "who is to know the odds has to be told"
+    return runs.odds.cumprod(1).cumsum(1)
 
 
 def _oracle(proposers: tuple[str, ...], request: RequestRuns, costs: StepCosts) -> Course:

@@ -3,7 +3,7 @@
 The first token comes from prefill. Position t is where t tokens are out and a step begins: 1 to
 T - 1 of an answer of T tokens. Arrays hold position t at index t - 1.
 
-Legend: T output tokens.
+Legend: T output tokens, K draft tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class ProposerRuns:
     """int [T - 1]: draft tokens accepted if drafting begins there"""
     offered: np.ndarray
     """int [T - 1]: draft tokens that there are at most; 0 where it has nothing to propose"""
+    tokens: np.ndarray | None = None
+    """int [T - 1, K]: what it proposes, -1 beyond `offered`; None where nobody asked"""
+    odds: np.ndarray | None = None
+    """float [T - 1, K]: chance of each that it is accepted where those before it are"""
 
     def __post_init__(self) -> None:
         if self.right.shape != self.offered.shape:

@@ -1,5 +1,5 @@
-"""`python -m osd.tiny.deep.build DIRECTORY`: trains the deep tiny target and its draft into
-`DIRECTORY/target` and `DIRECTORY/draft`."""
+"""`python -m osd.tiny.deep.build DIRECTORY`: trains the deep tiny target into DIRECTORY; with
+`--draft-of TARGET`, its draft."""
 
 from __future__ import annotations
 
@@ -24,22 +24,39 @@ if TYPE_CHECKING:
     from osd.tiny.training import Batch, Report
 
 
-def build(directory: Path, progress: bool) -> None:
-    """Train tokenizer, target and draft, and save them."""
+def build_target(directory: Path, progress: bool) -> None:
+    """Train tokenizer and target, and save them."""
     with stages(progress) as begin:
-        begin("deep tiny models: loading torch")
+        begin("deep tiny target: loading torch")
+        import torch  # noqa: F401
+
+        begin("deep tiny target: tokenizer")
+        tokenizer = train_tokenizer(_texts(), pair.VOCAB_SIZE)
+        advance = begin("deep tiny target: training", recipe.TARGET_STEPS, "steps")
+        target = train_target(tokenizer, advance)
+    _save(target, tokenizer, directory)
+
+
+def build_draft(directory: Path, target: Path, progress: bool) -> None:
+    """Train the draft of the target in `target`, and save it with its tokenizer."""
+    with stages(progress) as begin:
+        begin("deep tiny draft: loading torch")
+        from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
         from osd.tiny.training import train_draft
 
-        begin("deep tiny models: tokenizer")
-        tokenizer = train_tokenizer(_texts(), pair.VOCAB_SIZE)
-        advance = begin("deep tiny models: target", recipe.TARGET_STEPS, "steps")
-        target = train_target(tokenizer, advance)
-        advance = begin("deep tiny models: draft", pair.DRAFT_STEPS, "steps")
-        draft = train_draft(tokenizer, target, advance)
-    for model, name in ((target, "target"), (draft, "draft")):
         with quiet_transformers():
-            model.save_pretrained(directory / name)
-            tokenizer.save_pretrained(directory / name)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
+            teacher = LlamaForCausalLM.from_pretrained(target).eval()
+        advance = begin("deep tiny draft: training", pair.DRAFT_STEPS, "steps")
+        draft = train_draft(tokenizer, teacher, advance)
+    _save(draft, tokenizer, directory)
+
+
+def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    with quiet_transformers():
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
 
 def train_target(tokenizer: PreTrainedTokenizerFast, report: Report) -> LlamaForCausalLM:
@@ -87,9 +104,14 @@ def _texts() -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m osd.tiny.deep.build", description=__doc__)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--draft-of", type=Path, metavar="TARGET", help="train its draft instead")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     arguments = parser.parse_args()
-    build(arguments.directory, progress=not arguments.quiet)
+    progress = not arguments.quiet
+    if arguments.draft_of:
+        build_draft(arguments.directory, arguments.draft_of, progress)
+    else:
+        build_target(arguments.directory, progress)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def ensure(progress: bool = True) -> Path:
     """Directory of the head of the deep target."""
 
     def build(directory: Path) -> None:
-        target = str(deep.ensure(progress).target)
+        target = str(deep.ensure_target(progress))
         models.run_build(MODULE, directory, "--target", target, progress=progress)
 
     return build_once(cache_name(), build) / "head"

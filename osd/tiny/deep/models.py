@@ -12,9 +12,14 @@ from osd.tiny.models import TinyModels
 WIDE = "deep-wide"
 
 
-def cache_name() -> str:
-    """Where the models lie in the cache."""
-    return f"deep-{recipe.recipe_hash()}"
+def target_cache_name() -> str:
+    """Where the target lies in the cache."""
+    return f"deep-target-{recipe.recipe_hash()}"
+
+
+def draft_cache_name() -> str:
+    """Where the draft lies in the cache."""
+    return f"deep-draft-{recipe.recipe_hash()}"
 
 
 def cost_shaped_cache_name() -> str:
@@ -22,18 +27,28 @@ def cost_shaped_cache_name() -> str:
     return models.cost_shaped_name(WIDE, recipe.recipe_hash(), models.COST_SHAPED_SIZES)
 
 
+def ensure_target(progress: bool = True) -> Path:
+    """Directory of the target alone: who serves it with a head needs no draft model."""
+    return build_once(target_cache_name(), lambda directory: _build(directory, progress=progress))
+
+
 def ensure(progress: bool = True) -> TinyModels:
     """The deep tiny models, as `osd.tiny.models.ensure` gives the tiny pair."""
-    root = build_once(
-        cache_name(),
-        lambda directory: models.run_build("osd.tiny.deep.build", directory, progress=progress),
+    target = ensure_target(progress)
+    draft = build_once(
+        draft_cache_name(),
+        lambda directory: _build(directory, "--draft-of", str(target), progress=progress),
     )
-    return TinyModels(
-        target=root / "target", draft=root / "draft", recipe_hash=recipe.recipe_hash()
-    )
+    return TinyModels(target=target, draft=draft, recipe_hash=recipe.recipe_hash())
 
 
 def ensure_cost_shaped(progress: bool = True) -> Path:
     """Directory of a target with the deep target's logits, and its hidden states padded with zeros,
     at the cost of `osd.tiny.models.ensure_cost_shaped`."""
-    return models.cost_shaped(WIDE, ensure(progress), models.COST_SHAPED_SIZES, progress)
+    return models.cost_shaped(
+        WIDE, ensure_target(progress), recipe.recipe_hash(), models.COST_SHAPED_SIZES, progress
+    )
+
+
+def _build(directory: Path, *arguments: str, progress: bool) -> None:
+    models.run_build("osd.tiny.deep.build", directory, *arguments, progress=progress)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from benchmarks.record import Notebook, Options
 from benchmarks.replays.charged import WITHIN_S
 from benchmarks.result import Figure
 from benchmarks.traffic.schedule import Schedule, read_all
+from osd.client.http import Client
 from osd.errors import ConfigError
 
 BURN = "import time\nwhile time.process_time() < {}: pass\n"
@@ -48,7 +51,7 @@ def test_what_each_service_is_told_can_be_loaded() -> None:
     loaded = {
         arm: load(
             arms.PRESET,
-            arms.overrides(arm, config, Path("t"), Path("d"), Path("data")),
+            arms.overrides(arm, config, Path("t"), Path("d"), Path("data"), WITHIN_S),
             environ={},
         ).config
         for arm in arms.SERVICE_ARMS
@@ -119,6 +122,51 @@ def test_training_after_a_chunk_is_charged_and_shown() -> None:
     assert found[group, "TPOT, ours / no speculation"].value == pytest.approx((2 - 0.1) / (5 - 0.1))
     assert found["sharp: checks", "charged, ours"].value == 5
     assert found["sharp: checks", "num_swaps, ours"].value == 3
+
+
+def test_acceptance_is_that_of_all_tokens_tested_and_of_services_alone() -> None:
+    rows = [
+        {**a_row(names.OURS, start, part(4, 1, 10), part(10, 0, 10)), "judged": judged}
+        for start, judged in ((0, {"tested": 10, "accepted": 9}), (24, {"tested": 30}), (48, {}))
+    ]
+    rows += [a_row(names.NGRAM_TUNED, 0, part(5, 0, 1), part(10, 0, 1))]
+    found = figures(rows)
+    assert found["sharp: all requests", "acceptance, ours"].value == 9 / 40
+    assert found["sharp: home", "acceptance, ours"].value == 0.9
+    assert [key for key in found if key[1].startswith("acceptance")] == [
+        ("sharp: all requests", "acceptance, ours"),
+        ("sharp: home", "acceptance, ours"),
+        ("sharp: sql", "acceptance, ours"),
+    ]
+
+
+PAGE = b"""# TYPE osd_spec_position_tested_total counter
+osd_spec_position_tested_total{draft="default",position="0"} 7.0
+osd_spec_position_tested_total{draft="default",position="1"} 4.0
+# TYPE osd_spec_position_accepted_total counter
+osd_spec_position_accepted_total{draft="default",position="0"} 4.0
+# TYPE osd_spec_drafts_total counter
+osd_spec_drafts_total{draft="default",domain=""} 99.0
+"""
+
+
+def test_what_was_judged_is_read_off_the_control_port() -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(PAGE)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        own = arms.Server(url="", pid=1, kind="service", client=Client(url, token="none"))
+        assert own.judged() == {"tested": 11, "accepted": 4}
+        server.shutdown()
+    assert arms.Server(url="", pid=1, kind="bare").judged() == {}
 
 
 def test_phases_are_told_apart_and_differing_answers_counted() -> None:

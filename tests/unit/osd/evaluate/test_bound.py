@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd.evaluate.bound.costs import NOBODY, DraftCosts, StepCosts
-from osd.evaluate.bound.rules import adaptive, fixed, longest, none, oracle
+from osd.evaluate.bound.rules import adaptive, fixed, foreseeing, longest, none, oracle
 from osd.evaluate.bound.runs import ProposerRuns, RequestRuns
 from osd.evaluate.bound.speeds import (
     ALL,
     NONE,
     best_fixed,
     fixed_name,
+    knowing_odds,
     rules_of,
     share_closed,
     speeds,
@@ -136,6 +137,83 @@ def test_no_rule_is_faster_than_the_oracle(request: RequestRuns, costs: StepCost
         alone = oracle((proposer,))(request, costs).seconds
         others = [fixed(proposer, k) for k in range(1, most + 1)] + [adaptive(proposer, most), none]
         assert all(rule(request, costs).seconds >= alone - 1e-9 for rule in others)
+
+
+def told(request: RequestRuns, odds: Mapping[str, Sequence[Sequence[float]]]) -> RequestRuns:
+    """The same with odds, by position."""
+    return replace(
+        request,
+        proposers={
+            name: replace(runs, odds=np.array(odds[name]))
+            for name, runs in request.proposers.items()
+        },
+    )
+
+
+def certain(request: RequestRuns) -> RequestRuns:
+    """Told what will be accepted."""
+    return told(
+        request,
+        {
+            name: [[float(i < right) for i in range(MOST[name])] for right in runs.right]
+            for name, runs in request.proposers.items()
+        },
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(request=some_requests(12), costs=some_costs(), data=st.data())
+def test_who_knows_the_odds_is_no_faster_than_who_knows_the_outcome(
+    request: RequestRuns, costs: StepCosts, data: st.DataObject
+) -> None:
+    best = oracle(tuple(MOST))(request, costs).seconds
+    chance = st.floats(0, 1)
+    odds = {
+        name: [
+            data.draw(st.lists(chance, min_size=MOST[name], max_size=MOST[name]))
+            for _ in runs.right
+        ]
+        for name, runs in request.proposers.items()
+    }
+    for known in (told(request, odds), certain(request)):
+        for rate in (0.0, 0.5, 2.0):
+            assert foreseeing(tuple(MOST), rate)(known, costs).seconds >= best - 1e-9
+
+
+def test_who_knows_the_odds_drafts_as_far_as_a_token_is_worth_its_seconds() -> None:
+    # A step takes 1 s and 0.1 s a token: at 1.2 tokens/s a token pays from a chance of 0.12 on.
+    request = a_request({"memory": [5, 0, 0, 0, 0, 0]})
+    odds = [[0.9, 0.5, 0.3, 0.8, 0.5], *([[0.1] * 5] * 5)]
+    known = told(request, {"memory": odds})
+    found = foreseeing(("memory",), 1.2)(known, COSTS).steps
+    assert found[0] == ("memory", 3, 3), "0.9, 0.45 and 0.135 pay, 0.108 and 0.054 do not"
+    assert set(found[1:]) == {(NOBODY, 0, 0)}
+
+
+def test_odds_that_are_certain_come_to_what_the_oracle_makes() -> None:
+    # Where nothing that is accepted now is worth more later.
+    request = certain(a_request({"memory": [2, 0, 0, 3, 0, 0, 0, 1, 0]}))
+    known = knowing_odds([request], COSTS, ("memory",))
+    best = speeds([request], COSTS, {ALL: oracle(("memory",))})[ALL]
+    assert known.of_sums == pytest.approx(best.of_sums) and best.of_sums > 1.5
+
+
+def test_a_second_is_worth_what_is_earned_in_it() -> None:
+    # The draft costs 0.3 s a step. Where the memory does so well, it is not worth its chance.
+    memory, draft = [4, 3, 2, 1, 0] * 4, [1, 0] * 10
+    plain = a_request({"draft": draft})
+    alone = told(plain, {"draft": [[0.5, 0, 0, 0, 0]] * 20})
+    dear = told(
+        a_request({"draft": draft, "memory": memory}),
+        {
+            "draft": [[0.5, 0, 0, 0, 0]] * 20,
+            "memory": [[1.0] * r + [0.0] * (5 - r) for r in memory],
+        },
+    )
+    used = knowing_odds([alone], COSTS, ("draft",))
+    assert "draft" in {name for name, _, _ in used.courses[0].steps}
+    both = knowing_odds([dear], COSTS, ("draft", "memory"))
+    assert {name for name, _, _ in both.courses[0].steps} == {"memory"}
 
 
 @settings(max_examples=100, deadline=None)
