@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from benchmarks.replays.recording import Recorded
     from benchmarks.replays.served import Served
     from benchmarks.replays.step_times import ModelledStepTimes
+    from osd.evaluate.bound.costs import StepCosts
     from osd.evaluate.bound.runs import RequestRuns
     from osd.evaluate.bound.speeds import Speeds
 
@@ -28,11 +29,11 @@ def run(
     """Rows {"schedule", "seed", "batch", "price", "requests", "control", "speeds", "means",
     "parts"}, one a price, all of one batch. Speeds over no speculation, ratio of sums ("means":
     means over requests); parts as shares of the time over the oracle's. Where answers are drawn,
-    one of the speeds is of who knows the odds."""
+    two of the speeds are of who knows the odds."""
     from benchmarks.oracle.runs import costs_of, runs_of
     from benchmarks.replays.closed_loop import DRAFT, MEMORY, ClosedLoop
     from benchmarks.traffic.recordings import in_order
-    from osd.evaluate.bound.speeds import ODDS, knowing_odds, rules_of, speeds
+    from osd.evaluate.bound.speeds import rules_of, speeds
     from serving.speculation.memory.compiled import best
     from serving.speculation.memory.memory import Memory
     from trainer.draft import load_draft
@@ -53,7 +54,7 @@ def run(
     for price, of_step in times.items():
         found = speeds(runs, costs_of(of_step), rules)
         if is_drawn:
-            found[ODDS] = knowing_odds(runs, costs_of(of_step), (DRAFT, MEMORY))
+            found |= _with_foresight(runs, costs_of(of_step))
         loop = ClosedLoop(requests, config, of_step, seed=seed)
         loop.swap(draft, None)
         served = list(loop.serve())
@@ -88,6 +89,16 @@ def _with_odds(
     for one, request in zip(runs, requests, strict=True):
         answer = request.bare_trace(TARGET_ID)
         yield with_odds(one, answer, target, draft, family.temperature)
+
+
+def _with_foresight(runs: Sequence[RequestRuns], costs: StepCosts) -> dict[str, Speeds]:
+    from benchmarks.replays.closed_loop import DRAFT, MEMORY
+    from osd.evaluate.bound.foresight import KNOWS, PAYS, earning, foreseeing, paying_to_see
+
+    return {
+        KNOWS: earning(runs, costs, lambda rate: foreseeing((MEMORY, DRAFT), rate)),
+        PAYS: earning(runs, costs, lambda rate: paying_to_see((MEMORY,), DRAFT, rate)),
+    }
 
 
 def speed_of(served: Sequence[Served], times: ModelledStepTimes) -> float:

@@ -2,7 +2,7 @@
 
     recorded requests ─► the service's own control, replayed (`benchmarks/replays/closed_loop.py`)
                      ├─► every fixed k of the draft or the memory, a simple adaptive rule
-                     ├─► where answers are drawn: who knows the odds of each draft token
+                     ├─► where answers are drawn: who knows the odds, or pays to see them
                      └─► the oracles: exact lengths of one proposer; of both, chosen backwards
 
 The draft never learns: this is the service with its trainer off. All are charged alike: measured
@@ -141,7 +141,7 @@ def _pooled(rows: Sequence[Row]) -> list[Row]:
 
 def _figures(where: str, rows: Sequence[Row], sizes: dict[str, Any]) -> Iterator[Figure]:
     from benchmarks.replays.closed_loop import DRAFT, MEMORY
-    from osd.evaluate.bound.speeds import ALL, NONE, ODDS, best_fixed, share_closed
+    from osd.evaluate.bound.speeds import ALL, NONE, best_fixed, share_closed
 
     if not rows:
         return
@@ -164,8 +164,7 @@ def _figures(where: str, rows: Sequence[Row], sizes: dict[str, Any]) -> Iterator
     known = [share for share in closed if share is not None]
     if known:
         yield mean_with_interval(group, CLOSED, known)
-    if ODDS in rows[0]["speeds"]:
-        yield from _beside_who_knows_the_odds(group, rows, fixed)
+    yield from _with_foresight(group, rows, fixed)
     of_oracle = [row["control"] / row["speeds"][ALL] for row in rows]
     yield mean_with_interval(group, "control / oracle of all proposers", of_oracle)
     for part in rows[0]["parts"]:
@@ -173,23 +172,22 @@ def _figures(where: str, rows: Sequence[Row], sizes: dict[str, Any]) -> Iterator
         yield mean_with_interval(group, f"time over the oracle's: {part}", shares, "of it")
 
 
-def _beside_who_knows_the_odds(
-    group: str, rows: Sequence[Row], fixed: Sequence[float]
-) -> Iterator[Figure]:
-    """How much of the gap that nobody can close who does not know what will be drawn."""
-    from osd.evaluate.bound.speeds import ALL, ODDS, share_closed
+def _with_foresight(group: str, rows: Sequence[Row], fixed: Sequence[float]) -> Iterator[Figure]:
+    """How much of the gap is closed by who knows more than any control can, and not what will be
+    drawn."""
+    from osd.evaluate.bound.foresight import KNOWS, PAYS
+    from osd.evaluate.bound.speeds import ALL, share_closed
 
-    for name, of_whom, gap_to in (
-        (f"{CLOSED}, {ODDS}", [row["speeds"][ODDS] for row in rows], ALL),
-        (f"{CLOSED}, to {ODDS}", [row["control"] for row in rows], ODDS),
-    ):
+    for who in (KNOWS, PAYS):
+        if who not in rows[0]["speeds"]:
+            continue
         shares = [
-            share_closed(speed, one, row["speeds"][gap_to])
-            for speed, one, row in zip(of_whom, fixed, rows, strict=True)
+            share_closed(row["speeds"][who], one, row["speeds"][ALL])
+            for row, one in zip(rows, fixed, strict=True)
         ]
         known = [share for share in shares if share is not None]
         if known:
-            yield mean_with_interval(group, name, known)
+            yield mean_with_interval(group, f"{CLOSED}, {who}", known)
 
 
 def _published(batch: int) -> ModelledStepTimes:

@@ -7,6 +7,7 @@ will be accepted.
     costs.py     what a step takes
     rules.py     who proposes how much at each position, and what that takes; the oracles
     speeds.py    all rules over the same requests, and how much of a gap is closed
+    foresight.py who knows the odds of a draft, and not what will be drawn
 
 An oracle knows what will be accepted and is charged like everybody else, so nobody who decides
 without knowing can be faster at the same costs.

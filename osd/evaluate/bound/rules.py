@@ -1,7 +1,6 @@
 """Who proposes how much at each position of an answer, and what that takes.
 
     no speculation   every fixed k   a running mean   ──►  walked from the first token on
-    who knows the odds, not what will be drawn        ──►  the same
     the oracles: exactly what will be accepted        ──►  V[t] from the last token back
 
 `V[t] = min over proposer and length of step(proposer, length) + V[t + length + 1]`: seconds from
@@ -44,7 +43,7 @@ Choice = tuple[str, int]
 
 def none(request: RequestRuns, costs: StepCosts) -> Course:
     """A token a step."""
-    return _walk(request, costs, (), lambda t: (NOBODY, 0))
+    return walk(request, costs, (), lambda t: (NOBODY, 0))
 
 
 def fixed(proposer: str, k: int) -> Rule:
@@ -52,7 +51,7 @@ def fixed(proposer: str, k: int) -> Rule:
 
     def course(request: RequestRuns, costs: StepCosts) -> Course:
         offered = request.proposers[proposer].offered
-        return _walk(request, costs, (proposer,), lambda t: (proposer, min(k, int(offered[t - 1]))))
+        return walk(request, costs, (proposer,), lambda t: (proposer, min(k, int(offered[t - 1]))))
 
     return course
 
@@ -72,7 +71,7 @@ def adaptive(proposer: str, most: int) -> Rule:
             nonlocal mean
             mean = MEMORY_OF_MEAN * mean + (1 - MEMORY_OF_MEAN) * accepted
 
-        return _walk(request, costs, (proposer,), choose, learn)
+        return walk(request, costs, (proposer,), choose, learn)
 
     return course
 
@@ -87,7 +86,7 @@ def longest(proposers: Sequence[str]) -> Rule:
             best = max(proposers, key=right.__getitem__)
             return best, right[best]
 
-        return _walk(request, costs, proposers, choose)
+        return walk(request, costs, proposers, choose)
 
     return course
 
@@ -96,43 +95,6 @@ def oracle(proposers: Sequence[str]) -> Rule:
     """The fastest there is: the backward programme over all proposers and lengths. A proposer is
     worth its own prefill or is not used at all."""
     return partial(_oracle, tuple(proposers))
-
-
-def foreseeing(proposers: Sequence[str], rate: float) -> Rule:
-    """Who knows the odds of each draft token, and not what will be drawn: most tokens expected of a
-    step less `rate` x its seconds. Fastest where `rate` is the tokens per second of a request that
-    this comes to (`speeds.knowing_odds`). Needs `ProposerRuns.odds`."""
-
-    def course(request: RequestRuns, costs: StepCosts) -> Course:
-        context = costs.context(request.num_prompt, request.num_output)
-        lines = {name: costs.line(name, _most(request, name)) for name in proposers}
-        nobody = costs.line(NOBODY, 0)
-        expected = {name: _expected(request.proposers[name]) for name in proposers}
-
-        def choose(t: int) -> Choice:
-            tokens, room = context[t - 1], request.num_output - 1 - t
-            best = 1 - rate * float(nobody.base_W[0] + nobody.slope_W[0] * tokens)
-            choice: Choice = (NOBODY, 0)
-            for name, line in lines.items():
-                num = min(room, int(request.proposers[name].offered[t - 1]))
-                if num <= 0:
-                    continue
-                seconds_W = line.base_W[1 : num + 1] + line.slope_W[1 : num + 1] * tokens
-                worth_W = 1 + expected[name][t - 1, :num] - rate * seconds_W
-                width = int(worth_W.argmax())
-                if worth_W[width] > best:
-                    best, choice = float(worth_W[width]), (name, width + 1)
-            return choice
-
-        return _walk(request, costs, proposers, choose)
-
-    return course
-
-
-def _expected(runs: ProposerRuns) -> np.ndarray:
-    """float [T - 1, K]: draft tokens accepted in the mean, of so many."""
-    assert runs.odds is not None, "who is to know the odds has to be told"
-    return runs.odds.cumprod(1).cumsum(1)
 
 
 def _oracle(proposers: tuple[str, ...], request: RequestRuns, costs: StepCosts) -> Course:
@@ -170,7 +132,7 @@ def _backward(proposers: tuple[str, ...], request: RequestRuns, costs: StepCosts
             best = int(seconds_W.argmin())
             if seconds_W[best] < left_T[t]:
                 left_T[t], chosen[t] = seconds_W[best], (name, best + 1)
-    return _walk(request, costs, proposers, chosen.__getitem__)
+    return walk(request, costs, proposers, chosen.__getitem__)
 
 
 def _useful(runs: ProposerRuns, num_output: int) -> np.ndarray:
@@ -178,7 +140,7 @@ def _useful(runs: ProposerRuns, num_output: int) -> np.ndarray:
     return np.minimum(runs.right, np.arange(num_output - 2, -1, -1))
 
 
-def _walk(
+def walk(
     request: RequestRuns,
     costs: StepCosts,
     proposers: Sequence[str],
@@ -189,7 +151,7 @@ def _walk(
     `choose` gets a position; `learn` hears how much of a draft was accepted. Tokens beyond the end
     of an answer are verified in vain."""
     context = costs.context(request.num_prompt, request.num_output)
-    lines = {name: costs.line(name, _most(request, name)) for name in (NOBODY, *proposers)}
+    lines = {name: costs.line(name, longest_draft(request, name)) for name in (NOBODY, *proposers)}
     seconds = sum(costs.prefill(request.num_prompt, name) for name in (NOBODY, *proposers))
     steps, t = [], 1
     while t < request.num_output:
@@ -204,5 +166,5 @@ def _walk(
     return Course(seconds=seconds, steps=tuple(steps))
 
 
-def _most(request: RequestRuns, proposer: str) -> int:
+def longest_draft(request: RequestRuns, proposer: str) -> int:
     return 0 if proposer == NOBODY else int(request.proposers[proposer].offered.max(initial=0))

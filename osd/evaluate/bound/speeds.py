@@ -11,13 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from osd.evaluate.bound.costs import StepCosts
-from osd.evaluate.bound.rules import Course, Rule, adaptive, fixed, foreseeing, none, oracle
+from osd.evaluate.bound.rules import Course, Rule, adaptive, fixed, none, oracle
 from osd.evaluate.bound.runs import RequestRuns
 
 NONE, ALL = "no speculation", "oracle of all proposers"
-ODDS = "who knows the odds"
-CLOSE_ENOUGH, MOST_ROUNDS = 1e-3, 20
-"""Of the search for the rate of `knowing_odds`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,26 +83,6 @@ def speeds(
         seconds_R = np.array([course.seconds for course in courses])
         found[name] = Speeds(plain_R=plain_R, seconds_R=seconds_R, courses=courses)
     return found
-
-
-def knowing_odds(
-    requests: Sequence[RequestRuns], costs: StepCosts, proposers: Sequence[str]
-) -> Speeds:
-    """The fastest that is had by knowing the odds of each draft token and nothing of what will be
-    drawn, but for what hindsight tells of the mean speed. Dinkelbach's search: what a second is
-    worth is what the rule earns in it."""
-    rate, best = 0.0, None
-    for _ in range(MOST_ROUNDS):
-        rule = foreseeing(proposers, rate)
-        found = speeds(requests, costs, {ODDS: rule})[ODDS]
-        if best is None or found.of_sums > best.of_sums:
-            best = found
-        tokens = sum(one.num_output - 1 for one in requests if one.num_output > 1)
-        rate, before = tokens / float(found.seconds_R.sum()), rate
-        if abs(rate - before) <= CLOSE_ENOUGH * rate:
-            break
-    assert best is not None
-    return best
 
 
 def best_fixed(found: Mapping[str, float], most: Mapping[str, int]) -> str:

@@ -18,12 +18,12 @@ from benchmarks.replays.closed_loop import DRAFT, MEMORY, ClosedLoop
 from benchmarks.replays.recording import Recorded
 from benchmarks.replays.step_times import ModelledStepTimes, published
 from osd.config.schema import Config, SpeculationConfig
+from osd.evaluate.bound.foresight import KNOWS, PAYS
 from osd.evaluate.bound.replay import runs_of_memory
 from osd.evaluate.bound.rules import fixed
 from osd.evaluate.bound.speeds import (
     ALL,
     NONE,
-    ODDS,
     adaptive_name,
     fixed_name,
     oracle_name,
@@ -175,11 +175,11 @@ def test_the_share_of_the_gap_is_held_to_half_of_it(tmp_path: Path) -> None:
 
 
 def test_what_nobody_can_close_who_does_not_know_what_will_be_drawn_is_told(tmp_path: Path) -> None:
-    found = figures([a_row(0, 1.45, **{ODDS: 1.6})], tmp_path)
-    assert found[f"{oracle.CLOSED}, {ODDS}"].value == pytest.approx(0.2 / 0.6)
-    assert found[f"{oracle.CLOSED}, to {ODDS}"].value == pytest.approx(0.05 / 0.2)
+    found = figures([a_row(0, 1.45, **{KNOWS: 1.6, PAYS: 1.5})], tmp_path)
+    assert found[f"{oracle.CLOSED}, {KNOWS}"].value == pytest.approx(0.2 / 0.6)
+    assert found[f"{oracle.CLOSED}, {PAYS}"].value == pytest.approx(0.1 / 0.6)
     assert found[oracle.CLOSED].value == pytest.approx(0.05 / 0.6) and not found["met"]
-    assert f"{oracle.CLOSED}, {ODDS}" not in figures([a_row(0, 1.45)], tmp_path)
+    assert f"{oracle.CLOSED}, {KNOWS}" not in figures([a_row(0, 1.45)], tmp_path)
 
 
 def test_who_fixes_k_chooses_once_for_all_seeds(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd.evaluate.bound.costs import NOBODY, DraftCosts, StepCosts
-from osd.evaluate.bound.rules import adaptive, fixed, foreseeing, longest, none, oracle
+from osd.evaluate.bound.foresight import earning, foreseeing, paying_to_see
+from osd.evaluate.bound.rules import adaptive, fixed, longest, none, oracle
 from osd.evaluate.bound.runs import ProposerRuns, RequestRuns
 from osd.evaluate.bound.speeds import (
     ALL,
     NONE,
     best_fixed,
     fixed_name,
-    knowing_odds,
     rules_of,
     share_closed,
     speeds,
@@ -178,6 +178,8 @@ def test_who_knows_the_odds_is_no_faster_than_who_knows_the_outcome(
     for known in (told(request, odds), certain(request)):
         for rate in (0.0, 0.5, 2.0):
             assert foreseeing(tuple(MOST), rate)(known, costs).seconds >= best - 1e-9
+            seeing = paying_to_see(("memory",), "draft", rate)
+            assert seeing(known, costs).seconds >= best - 1e-9
 
 
 def test_who_knows_the_odds_drafts_as_far_as_a_token_is_worth_its_seconds() -> None:
@@ -193,7 +195,7 @@ def test_who_knows_the_odds_drafts_as_far_as_a_token_is_worth_its_seconds() -> N
 def test_odds_that_are_certain_come_to_what_the_oracle_makes() -> None:
     # Where nothing that is accepted now is worth more later.
     request = certain(a_request({"memory": [2, 0, 0, 3, 0, 0, 0, 1, 0]}))
-    known = knowing_odds([request], COSTS, ("memory",))
+    known = earning([request], COSTS, lambda rate: foreseeing(("memory",), rate))
     best = speeds([request], COSTS, {ALL: oracle(("memory",))})[ALL]
     assert known.of_sums == pytest.approx(best.of_sums) and best.of_sums > 1.5
 
@@ -210,10 +212,37 @@ def test_a_second_is_worth_what_is_earned_in_it() -> None:
             "memory": [[1.0] * r + [0.0] * (5 - r) for r in memory],
         },
     )
-    used = knowing_odds([alone], COSTS, ("draft",))
+    used = earning([alone], COSTS, lambda rate: foreseeing(("draft",), rate))
     assert "draft" in {name for name, _, _ in used.courses[0].steps}
-    both = knowing_odds([dear], COSTS, ("draft", "memory"))
+    both = earning([dear], COSTS, lambda rate: foreseeing(("draft", "memory"), rate))
     assert {name for name, _, _ in both.courses[0].steps} == {"memory"}
+
+
+def test_who_pays_to_see_a_draft_pays_where_it_is_no_good_too() -> None:
+    # A step takes 1 s and 0.1 s a token, and 0.3 s where the draft model is asked. The memory has
+    # nothing; the draft is sure of its 3 tokens at every other position that is come to.
+    right = [3, 0, 0, 0, 0] * 6
+    request = told(
+        a_request({"memory": [0] * 30, "draft": right}),
+        {"memory": [[0.0] * 5] * 30, "draft": [[float(i < n) for i in range(5)] for n in right]},
+    )
+    knows = foreseeing(("memory", "draft"), 1.0)(request, COSTS)
+    pays = paying_to_see(("memory",), "draft", 1.0)(request, COSTS)
+    assert knows.steps == pays.steps, "both draft where it is sure, and nowhere else"
+    drafts = [step for step in pays.steps if step[0] == "draft"]
+    assert len(drafts) == 6 and set(drafts) == {("draft", 3, 3)}
+    # In vain at the step after each, but the last, where no room is left for a draft token.
+    assert pays.seconds == pytest.approx(knows.seconds + 5 * 0.3)
+
+
+def test_who_pays_to_see_does_not_ask_where_it_never_pays() -> None:
+    request = told(
+        a_request({"memory": [2, 1, 0] * 4, "draft": [0] * 12}),
+        {"memory": [[0.9, 0.8, 0.1, 0, 0]] * 12, "draft": [[0.05] * 5] * 12},
+    )
+    knows = foreseeing(("memory", "draft"), 1.0)(request, COSTS)
+    pays = paying_to_see(("memory",), "draft", 1.0)(request, COSTS)
+    assert pays.seconds == knows.seconds and {step[0] for step in pays.steps} == {"memory"}
 
 
 @settings(max_examples=100, deadline=None)
