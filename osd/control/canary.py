@@ -37,6 +37,8 @@ class _Trial:
     alarmed_since: float = math.inf
     started_at: float = 0.0
     """Unix time at which the replica that serves it started."""
+    is_lost: bool = False
+    """Whether it is gone for so long that this was counted."""
     num_losses: int = 0
     tried: set[str] = field(default_factory=set)
     """Replicas that did not take it, or whose engine was at fault."""
@@ -121,14 +123,26 @@ class CanaryWatch:
         if mine is None:
             trial.gone_since = min(trial.gone_since, now)
             if now - trial.gone_since > self._gate.canary_seconds:
-                await self._lose(canary, trial, "was lost", able)
+                await self._note_absence(canary, trial, able)
             return True
-        trial.gone_since = math.inf
+        was_counted, trial.is_lost, trial.gone_since = trial.is_lost, False, math.inf
         if mine.started_at != trial.started_at:
             trial.started_at, trial.serves_since = mine.started_at, now
-            await self._lose(canary, trial, "had to be started again", able)
+            if not was_counted:
+                await self._lose(canary, trial, "had to be started again", able)
             return True
         return mine.version != trial.version
+
+    async def _note_absence(
+        self, canary: Canary, trial: _Trial, able: dict[str, ReplicaStatus]
+    ) -> None:
+        """It is one loss, however long it lasts: where no other replica is there either, the trial
+        waits for the first that is."""
+        if trial.is_lost:
+            await self._choose_another(canary, trial, able, f"{canary.replica} is gone")
+        else:
+            trial.is_lost = True
+            await self._lose(canary, trial, "was lost", able)
 
     async def _lose(
         self, canary: Canary, trial: _Trial, what: str, able: dict[str, ReplicaStatus]

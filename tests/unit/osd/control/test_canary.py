@@ -240,6 +240,27 @@ async def test_two_machines_lost_with_a_draft_take_it_back(fleet: Fleet) -> None
         assert fleet.versions == {"third": 1} and fleet.world.releases.is_bad(2)
 
 
+async def test_one_absence_is_one_loss_also_where_no_other_replica_is_there(
+    fleet: Fleet,
+) -> None:
+    """All are on a machine that is started anew, which takes longer than a trial."""
+    async with fleet.on_trial():
+        fleet.names = ()
+        await fleet.looks()
+        await fleet.after(61)
+        await fleet.after(61)
+        assert not fleet.world.releases.is_bad(2), "it was lost once"
+        fleet.names, fleet.changes = NAMES, {name: {"started_at": 2.0} for name in NAMES}
+        await fleet.looks()
+        await fleet.looks()
+        assert not fleet.world.releases.is_bad(2), "that it came back is no other loss"
+        assert sorted(fleet.versions.values()) == [1, 1, 2]
+        (first,) = (name for name in NAMES if fleet.versions[name] == 2)
+        fleet.changes[first] = {"started_at": 3.0}
+        await fleet.looks()
+        assert fleet.world.releases.is_bad(2), "the next one counts"
+
+
 async def test_a_replica_that_is_drained_hands_the_trial_on_and_its_end_is_no_loss(
     fleet: Fleet,
 ) -> None:
