@@ -24,6 +24,8 @@ from osd.records import DraftRelease, Event, SpecWindow
 OVER_S = 3600.0
 """The live α covers at most the last so many seconds."""
 MAX_PATIENCE_S = 300.0
+MOST_DOUBLINGS = 20
+"""Of a pause: after days of them a float would not hold it."""
 SECONDS_TO_STORE = 1.0
 """Traces reach the buffer within this time after their request has ended."""
 MOST_AHEAD_S = 10.0
@@ -165,7 +167,7 @@ class RollbackMonitor:
 
     def _is_too_early(self, scope: str) -> bool:
         known = self._judged[scope]
-        patience = min(MAX_PATIENCE_S, self._patience_s * 2**known.num_stays)
+        patience = _patience(self._patience_s, known.num_stays)
         return known.num_stays > 0 and self._clock.monotonic() < known.checked_at + patience
 
     async def _check(
@@ -175,9 +177,7 @@ class RollbackMonitor:
         alphas = await self._replay([current, parent], policy.num_to_replay(live, self._gate))
         if not alphas:  # the trainer is away, or the newest traces are not stored yet
             self._num_empty += 1
-            return await self._clock.sleep(
-                min(MAX_PATIENCE_S, SECONDS_TO_STORE * 2 ** (self._num_empty - 1))
-            )
+            return await self._clock.sleep(_patience(SECONDS_TO_STORE, self._num_empty - 1))
         self._num_empty = 0
         known.checked_at = self._clock.monotonic() + min(
             max(live.at - self._clock.time(), 0.0), MOST_AHEAD_S
@@ -196,3 +196,8 @@ class RollbackMonitor:
             )
         known.alarm = reason if is_unexplained else ""
         return None
+
+
+def _patience(first_s: float, num: int) -> float:
+    """Seconds of a pause that has been doubled so often, up to `MAX_PATIENCE_S`."""
+    return min(MAX_PATIENCE_S, first_s * 2 ** min(num, MOST_DOUBLINGS))

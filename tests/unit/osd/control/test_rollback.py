@@ -213,6 +213,14 @@ async def test_one_that_stays_is_judged_again_on_newer_traffic_at_growing_interv
     assert scene.taken_back == []
 
 
+async def test_one_that_stays_for_weeks_is_judged_on(scene: Scene) -> None:
+    scene.alphas = CHANGED_TRAFFIC
+    for num in range(1, 1100):
+        scene.serve(0.3)
+        assert await scene.look() == num
+        scene.clock.move(300)
+
+
 @pytest.mark.parametrize("ahead", [-20, 0, 9])
 async def test_what_it_was_judged_on_is_not_held_against_it_again(
     scene: Scene, ahead: float
@@ -300,3 +308,14 @@ async def test_without_a_replay_it_is_tried_again_later_and_later(
     scene.serve(0.3)
     await scene.look()
     assert scene.clock.slept[11:] == [1], "and then from the beginning"
+
+
+async def test_a_trainer_that_is_away_for_weeks_ends_nothing(scene: Scene) -> None:
+    scene.alphas = None
+    scene.serve(0.3)
+    for _ in range(1100):
+        await scene.look()
+    assert scene.clock.slept[-1] == 300
+    scene.alphas = CHANGED_TRAFFIC
+    await scene.look()
+    assert scene.kinds() == ["stays"]
