@@ -42,6 +42,10 @@ class _Trial:
     num_losses: int = 0
     tried: set[str] = field(default_factory=set)
     """Replicas that did not take it, or whose engine was at fault."""
+    verdict: str = ""
+    """Why it is to be taken back."""
+    judged_at: float = -math.inf
+    """When that was tried last."""
 
 
 class CanaryWatch:
@@ -79,6 +83,8 @@ class CanaryWatch:
             return await self._releases.roll_out(trial.version, "no trials are wanted any more")
         able = able_to_swap(replicas, canary.release.target_id)
         mine = able.get(canary.replica)
+        if trial.verdict:
+            return await self._take_back(canary, trial)
         if canary.replica in draining:
             return await self._choose_another(canary, trial, able, f"{canary.replica} is drained")
         if trial.serves_since == math.inf:
@@ -150,9 +156,17 @@ class CanaryWatch:
         trial.num_losses += 1
         reason = f"{canary.replica} {what} after it took v{trial.version}"
         if trial.num_losses >= MOST_LOSSES:
-            await self._releases.take_back(canary.release, f"{reason}, as another time before")
+            trial.verdict = f"{reason}, as another time before"
+            await self._take_back(canary, trial)
         elif canary.replica not in able:
             await self._choose_another(canary, trial, able, reason)
+
+    async def _take_back(self, canary: Canary, trial: _Trial) -> None:
+        """Where the disk refuses, it is tried again, and nothing else is done with the draft."""
+        now = self._clock.monotonic()
+        if now - trial.judged_at >= self._gate.canary_seconds:
+            trial.judged_at = now
+            await self._releases.take_back(canary.release, trial.verdict)
 
     async def _judge(
         self,

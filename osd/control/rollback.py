@@ -54,6 +54,8 @@ class _Judged:
     """Monotonic time; windows of before are no evidence any more."""
     num_stays: int = 0
     """Checks after which the draft stayed."""
+    num_failed: int = 0
+    """Checks after which it should have gone, and could not be taken back."""
     alarm: str = ""
     """Why its engine seems to run something else; "" when it does not."""
     seen_at: float = -math.inf
@@ -167,8 +169,9 @@ class RollbackMonitor:
 
     def _is_too_early(self, scope: str) -> bool:
         known = self._judged[scope]
-        patience = _patience(self._patience_s, known.num_stays)
-        return known.num_stays > 0 and self._clock.monotonic() < known.checked_at + patience
+        num = known.num_stays + known.num_failed
+        patience = _patience(self._patience_s, num)
+        return num > 0 and self._clock.monotonic() < known.checked_at + patience
 
     async def _check(
         self, current: DraftRelease, parent: DraftRelease, live: SpecWindow, scope: str
@@ -185,7 +188,7 @@ class RollbackMonitor:
         decision = policy.should_rollback(live, current, parent.version, alphas, self._gate)
         reason = f"on {scope}, {decision.reason}" if scope else decision.reason
         if decision.ok:
-            await self._releases.take_back(current, reason)
+            known.num_failed += not await self._releases.take_back(current, reason)
             return None
         known.num_stays += 1
         is_unexplained = policy.is_unexplained(live, current, alphas, self._gate)

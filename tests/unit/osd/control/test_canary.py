@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from osd.errors import ReleaseError
 from osd.records import DraftRelease, Member, ReplicaStatus
 from tests.unit.osd.control.test_controller import TARGET, World, live_window, replica, world
 
@@ -226,6 +227,29 @@ async def test_a_draft_that_ends_its_engine_twice_is_taken_back(fleet: Fleet) ->
     assert fleet.served["one"] == fleet.served["third"] == [1]
     text = "other had to be started again after it took v2, as another time before"
     assert text in fleet.world.events()[-1]
+
+
+async def test_one_that_the_disk_does_not_let_go_is_tried_again_and_never_rolled_out(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(version: int, reason: str) -> None:
+        asked.append(version)
+        raise ReleaseError("the disk is full")
+
+    async with fleet.on_trial():
+        with monkeypatch.context() as patch:
+            patch.setattr(fleet.world.releases, "mark_bad", refuse)
+            for started_at in (2.0, 3.0):
+                fleet.changes["other"] = {"started_at": started_at}
+                await fleet.looks()
+            fleet.serve("other", 2, alpha=0.7)
+            await fleet.looks()
+            assert asked == [2], "not in each look"
+            assert fleet.versions == {"one": 1, "other": 2, "third": 1}
+        await fleet.after(61)
+        assert set(fleet.versions.values()) == {1} and fleet.world.releases.is_bad(2)
 
 
 async def test_two_machines_lost_with_a_draft_take_it_back(fleet: Fleet) -> None:

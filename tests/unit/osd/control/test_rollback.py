@@ -37,6 +37,7 @@ class Scene:
         self.replays: list[tuple[list[int], int]] = []
         self.events: list[Event] = []
         self.taken_back: list[tuple[int, str]] = []
+        self.is_disk_full = False
         self.changed_at = -math.inf
         self.pin: int | None = None
         self.parent: DraftRelease | None = V1
@@ -62,7 +63,7 @@ class Scene:
 
     async def take_back(self, current: DraftRelease, reason: str) -> bool:
         self.taken_back.append((current.version, reason))
-        return True
+        return not self.is_disk_full
 
     def serve(self, alpha: float, ago: float = 0.0, version: int = 2, **values: int) -> None:
         self.history.add(live_window(version, alpha, self.clock.now - ago, **values))
@@ -211,6 +212,21 @@ async def test_one_that_stays_is_judged_again_on_newer_traffic_at_growing_interv
         "the traffic changed: v2 serves with α 0.3"
     )
     assert scene.taken_back == []
+
+
+async def test_one_that_cannot_be_taken_back_is_tried_again_later_and_later(scene: Scene) -> None:
+    scene.alphas, scene.is_disk_full = BAD, True
+    scene.serve(0.3, ago=1)
+    assert await scene.look() == 1
+    tried = []
+    for second in range(5, 800, 5):
+        scene.clock.move(5)
+        scene.serve(0.3)
+        before = len(scene.taken_back)
+        await scene.look()
+        tried += [second] * (len(scene.taken_back) - before)
+    assert tried == [10, 30, 70, 150, 310, 610]
+    assert not scene.monitor.has_judged(""), "nobody has found that it is not the draft"
 
 
 async def test_one_that_stays_for_weeks_is_judged_on(scene: Scene) -> None:
