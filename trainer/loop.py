@@ -38,7 +38,7 @@ from trainer.eagle3.features import features_of
 from trainer.evaluator import Evaluator
 from trainer.files import prune
 from trainer.guard import LossGuard, has_risen
-from trainer.replay import ReplayMix
+from trainer.replay import ReplayMix, Unread
 from trainer.sampling.student import SamplingCost, StudentSampler
 from trainer.sampling.teacher import Teacher
 from trainer.trackers import open_trackers, point
@@ -132,7 +132,7 @@ class Trainer:
         """`teacher`: the target, which heads, and `trainer.sampling` student and mixed, need."""
         torch.set_num_threads(config.num_threads)
         disable_progress_bar()
-        self._config, self._buffer = config, buffer
+        self._config, self._buffer, self._unread = config, buffer, Unread(buffer)
         self._candidates = directory / "candidates"
         self._features = features_of(config, teacher, k)
         self._remedy = needing_less(config, has_teacher=teacher is not None)
@@ -176,7 +176,7 @@ class Trainer:
 
     def num_new_traces(self) -> int:
         """Training traces that arrived since the last round."""
-        return self._buffer.num_unread(self._working.state.cursor)
+        return self._unread.num(self._working.state.cursor)
 
     def evaluate_releases(
         self, versions: Sequence[DraftRelease], num_traces: int
@@ -198,8 +198,8 @@ class Trainer:
 
     def _read_new(self, vocab_size: int) -> _NewTraces:
         """The newest unread traces, at most `trainer.max_new_traces`."""
-        most = self._config.max_new_traces
-        start = cursor = self._buffer.skip_to_newest(self._working.state.cursor, most)
+        most, behind = self._config.max_new_traces, self._unread.start(self._working.state.cursor)
+        start = cursor = self._buffer.skip_to_newest(behind, most)
         read: list[Trace] = []
         while len(read) < most:
             more, cursor = self._buffer.read(cursor, most - len(read))

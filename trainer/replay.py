@@ -37,6 +37,8 @@ RECENT_ROUNDS = 8
 ANCHOR_ONE_IN = 8
 PART = 64
 """Traces read at a time: those of a whole round may not fit in memory twice."""
+EVERYTHING = 1 << 62
+"""More traces than any buffer holds."""
 Cursor = dict[str, int]
 
 
@@ -54,6 +56,29 @@ class ReplayState:
     """Number of traces that the anchors were drawn from."""
     places: list[int] = field(default_factory=list)
     """Slot -> the place, 0 or 1, that holds its anchor."""
+
+
+class Unread:
+    """The traces of a buffer that are behind a cursor, also where the buffer is an earlier copy of
+    itself since: restored, or that of another server. The ids of what comes next lie before the
+    cursor there, and would count as read."""
+
+    def __init__(self, buffer: TraceBuffer) -> None:
+        self._buffer = buffer
+        self._seen: tuple[Cursor, Cursor] = ({}, {})
+        """A cursor, and the last place behind which nothing was read."""
+
+    def start(self, cursor: Cursor) -> Cursor:
+        """Where reading begins behind a cursor."""
+        known, start = self._seen
+        return start if cursor == known else cursor
+
+    def num(self, cursor: Cursor) -> int:
+        """How many there are. To be asked again and again: what comes to another copy between two
+        questions counts as read."""
+        start = self._buffer.skip_to_newest(self.start(cursor), EVERYTHING)
+        self._seen = cursor, start
+        return self._buffer.num_unread(start)
 
 
 class ReplayMix:

@@ -307,6 +307,24 @@ def test_checkpoints_of_another_target_are_not_taken_up(tmp_path: Path, base: Dr
     assert Trainer(config(), GATE, 4, buffer, tmp_path, "target-b").num_new_traces() == 0
 
 
+def test_what_comes_to_an_earlier_copy_of_the_buffer_is_learnt(
+    tmp_path: Path, base: DraftRelease
+) -> None:
+    """Redis was restored from a dump, or another server took over that has less."""
+    buffer = buffer_with(*chain_traces(64))
+    trainer = trainer_at(tmp_path, buffer)
+    trainer.run_round(base)
+    vars(buffer).update(vars(buffer_with(*chain_traces(24))))
+    assert trainer.num_new_traces() == 0
+    buffer.put(chain_traces(8, start=100))
+    assert trainer.num_new_traces() == 8
+    assert trainer.run_round(base).num_new_rows == sum(t.num_rows for t in chain_traces(8))
+    assert trainer.num_new_traces() == 0
+    again = trainer_at(tmp_path, buffer)
+    buffer.put(chain_traces(8, start=200))
+    assert again.num_new_traces() == 8
+
+
 def test_a_full_disk_stops_one_round_and_is_forgotten(tmp_path: Path, base: DraftRelease) -> None:
     buffer = buffer_with(*chain_traces(24))
     trainer = trainer_at(tmp_path / "t", buffer)
