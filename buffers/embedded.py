@@ -28,7 +28,8 @@ from redis.retry import Retry
 
 from buffers import aof, guardian
 from buffers.program import find_server
-from osd.common.files import replace_file
+from osd.common.backoff import Backoff
+from osd.common.files import explain, replace_file
 from osd.errors import ReplayBufferError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ START_SECONDS = 120.0
 """Time that a server gets to load its data."""
 LOCK_SECONDS = 3.0
 """Time that the server of a service that has just ended gets to free the directory."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Before a server that died, and could not be started again, is started once more."""
 _NUM_TRIES = 4
 _PORT_TAKEN = "Address already in use"
 _STOP_SECONDS = 5.0
@@ -74,6 +77,7 @@ class EmbeddedValkey:
         self._host, self._given_port, self._port = host, port, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._lock_fd: int | None = None
+        self._tries = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._lock = threading.RLock()
 
     @property
@@ -95,11 +99,17 @@ class EmbeddedValkey:
                 return self
             program = self._program or find_server()
             self._make_directory()
-            self._take_directory()
-            if self._keeps_password:
-                self._password = self._kept_password()
             try:
+                self._take_directory()
+                if self._keeps_password:
+                    self._password = self._kept_password()
                 self._run(program)
+            except OSError as error:
+                self.stop()
+                why = explain(error, self._directory)
+                raise ReplayBufferError(
+                    f"the private Valkey server does not start: {why}"
+                ) from None
             except BaseException:
                 self.stop()
                 raise
@@ -110,6 +120,22 @@ class EmbeddedValkey:
         with self._lock:
             self._end_process()
             self.start()
+
+    def keep_alive(self) -> None:
+        """Start the server again if it has died. What keeps it from that is told once, and it is
+        tried again with growing pauses."""
+        if self.is_alive() or not self._tries.may_try():
+            return
+        if not self._tries.num_failures:
+            logger.warning("the private Valkey died and is started again")
+        try:
+            self.restart()
+        except ReplayBufferError as error:
+            if self._tries.failed():
+                logger.warning("%s; trying again until it works", error)
+        else:
+            if self._tries.succeeded():
+                logger.warning("the private Valkey is there again")
 
     def stop(self) -> None:
         """Stop the server; its data stays. Do nothing when it does not run."""

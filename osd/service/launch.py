@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 from osd.common.files import replace_file
@@ -127,10 +127,8 @@ class Service:
         while not stop.wait(0.5):
             if watch is not None and (gone := watch.what_is_gone()):
                 raise OSDError(why_ended(gone, self.config.ray.address))
-            if self._valkey is not None and not self._valkey.is_alive():
-                logger.warning("the private Valkey died and is started again")
-                with suppress(OSDError):
-                    self._valkey.restart()
+            if self._valkey is not None:
+                self._valkey.keep_alive()
             if watch is not None and watch.is_head_away:
                 continue  # nothing can be started, and Ray would let us wait
             if time.monotonic() - looked_at >= SECONDS_BETWEEN_LOOKS:
