@@ -112,13 +112,18 @@ class Client:
             raise OSDError(f"{self.url}: no answer ({error}); is the service running?") from None
         if response.status_code >= 400:
             raise OSDError(_reason(response))
-        return response.json()
+        try:
+            return response.json()
+        except ValueError:
+            raise OSDError(_stranger(response)) from None
 
 
 def _checked(url: str) -> str:
     try:
-        is_fit = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
-    except ValueError:
+        host = httpx.URL(url).host
+        host.encode("idna")  # else whoever looks it up would
+        is_fit = bool(host) and urlsplit(url).port != 0
+    except (ValueError, httpx.InvalidURL):
         is_fit = False
     if not is_fit:
         raise ConfigError(f"--url={url}: is no address, like http://127.0.0.1:8001")
@@ -139,7 +144,11 @@ def _reason(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"])
     except (ValueError, KeyError, TypeError):
-        return (
-            f"{response.request.url}: answered {response.status_code}; is this the control port of "
-            "a service?"
-        )
+        return _stranger(response)
+
+
+def _stranger(response: httpx.Response) -> str:
+    return (
+        f"{response.request.url}: answered {response.status_code}; is this the control port of "
+        "a service?"
+    )

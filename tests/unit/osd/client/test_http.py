@@ -1,0 +1,71 @@
+"""What the commands say of an address that is none, and of one where something else answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from osd.client.http import Client
+from osd.errors import ConfigError, OSDError
+
+
+class Page(BaseHTTPRequestHandler):
+    """A web server's front page, whatever is asked for; or its way there."""
+
+    def do_GET(self) -> None:
+        self.send_response(302 if "history" in self.path else 200)
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSD_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def page() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("path", "status"), [("/osd/status", 200), ("/osd/history", 302)])
+def test_another_server_is_told_in_one_line(page: str, path: str, status: int) -> None:
+    with pytest.raises(OSDError, match=f"{page}{path}: answered {status}; is this the control"):
+        Client(page).get(path)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://gpu..example:8001",
+        f"http://{'a' * 64}.example:8001",
+        "http://münchen..de",
+        "http://gpu\x00:8001",
+        "http://[::1:8001",
+        "http://:8001",
+        "http://gpu:0",
+        "http://gpu:99999",
+    ],
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no address, like http://127"):
+        Client(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8001/", "http://[::1]:8001", "https://münchen.de"]
+)
+def test_what_is_an_address_is_kept(url: str) -> None:
+    assert Client(url).url == url.rstrip("/")
