@@ -14,7 +14,7 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
 from redis.retry import Retry
 
 from osd.errors import ReplayBufferError
-from osd.exchange.redis_url import HOW_TO_WRITE_ONE, is_clear, mask_text, mask_url
+from osd.exchange.redis_url import HOW_TO_WRITE_ONE, check_client, is_clear, mask_text, mask_url
 
 MIN_VERSION = (7, 0)
 CONNECT_SECONDS = 2.0
@@ -33,6 +33,7 @@ class Link:
     def __init__(self, url: str, *, timeout: float) -> None:
         self.name = mask_url(url)
         self._url = url
+        kept = {} if url.startswith("unix:") else {"socket_keepalive": True}
         try:
             if not is_clear(url):
                 raise ValueError
@@ -41,10 +42,11 @@ class Link:
                 protocol=2,
                 socket_timeout=timeout,
                 socket_connect_timeout=min(timeout, CONNECT_SECONDS),
-                socket_keepalive=not url.startswith("unix:"),
                 retry=Retry(NoBackoff(), 0),
+                **kept,
             )
-        except (ValueError, TypeError):
+            check_client(self._client)
+        except (ValueError, TypeError, RedisError):
             raise ReplayBufferError(f"{self.name}: {HOW_TO_WRITE_ONE}") from None
 
     def command(self, *args: Any) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import re
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 HOW_TO_WRITE_ONE = (
     "not a Redis URL; give one like redis://user:password@host:6379/0 with --redis-url (in user "
-    "and password, %2F stands for /, %3F for ?, %23 for #)"
+    "and password, %2F stands for /, %3F for ?, %23 for #; behind a ?, options of redis-py alone)"
 )
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
@@ -40,6 +41,14 @@ def is_clear(url: str) -> bool:
     """Whether it is certain where user and password end. Otherwise a part of them would be taken
     for the host, and shown in every error."""
     return _split(url) is not None
+
+
+def check_client(client: Any) -> None:
+    """Raise what a client of `redis` would raise when it connects for options that there are not,
+    and for a host that is no name."""
+    pool = client.connection_pool
+    pool.connection_class(**pool.connection_kwargs)
+    str(pool.connection_kwargs.get("host", "")).encode("idna")
 
 
 def mask_text(text: object, url: str) -> str:

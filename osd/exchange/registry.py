@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from osd.errors import ConfigError, ReplayBufferError
-from osd.exchange.redis_url import HOW_TO_WRITE_ONE, is_clear, mask_text, mask_url
+from osd.exchange.redis_url import HOW_TO_WRITE_ONE, check_client, is_clear, mask_text, mask_url
 from osd.records import (
     Canary,
     DraftRelease,
@@ -86,7 +86,8 @@ class Registry:
                 # server. No retry after a timeout, which could append to the feed twice.
                 retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
             )
-        except ValueError:
+            check_client(self._redis)
+        except (ValueError, TypeError, redis.RedisError):
             raise ConfigError(f"buffer.redis_url={self._where}: {HOW_TO_WRITE_ONE}") from None
 
     def heartbeat(self, status: ReplicaStatus, ttl_s: float) -> int:

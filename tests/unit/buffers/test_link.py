@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,15 @@ def answer_info(listener: socket.socket, version: bytes) -> None:
                 connection.sendall(b"$%d\r\n%s\r\n" % (len(info), info))
             else:
                 connection.sendall(b"+OK\r\n" * data.count(b"CLIENT\r\n"))
+
+
+def test_a_socket_file_is_reached(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        threading.Thread(target=answer_info, args=(listener, b"8.0.0"), daemon=True).start()
+        with closing(Link(f"unix://{tmp_path}/s", timeout=10.0)) as link:
+            link.check_version()
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,27 @@ def test_what_cannot_be_told_apart_is_not_shown_and_not_used(url: str, shown: st
     )
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "rediss://me:pw@h:6379/0?ssl_ca_cert=/ca.pem",
+        "rediss://me:pw@h/0?ssl_cert_reqs=perhaps",
+        "redis://me:pw@h/0?protocol=9",
+        "unix:///run/s?socket_keepalive=yes",
+        "redis://me:pw@valkey..example:6379",
+        f"redis://me:pw@{'a' * 64}.example",
+    ],
+)
+def test_what_no_client_could_connect_by_is_refused_before_it_tries(url: str) -> None:
+    with pytest.raises(
+        ReplayBufferError, match="not a Redis URL; .* options of redis-py"
+    ) as caught:
+        Link(url, timeout=1)
+    with pytest.raises(ConfigError, match="not a Redis URL; .* options of redis-py") as refused:
+        Registry(url, "a")
+    assert "pw" not in f"{caught.value} {refused.value}".replace("password", "")
+
+
 def test_a_scheme_that_is_not_redis_is_refused() -> None:
     with pytest.raises(ReplayBufferError, match="^http://h/0: not a Redis URL"):
         Link("http://me:pw@h/0", timeout=1)
