@@ -289,6 +289,7 @@ PLAIN_WORDS = {
     "int_type": "must be a whole number",
     "float_parsing": "must be a number",
     "float_type": "must be a number",
+    "finite_number": "must be a finite number",
     "bool_parsing": "must be true or false",
     "string_type": "must be text",
     "model_type": "is a section: set a key of it, like serving.port=8000",

@@ -8,9 +8,11 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class Section(BaseModel):
-    """Strict and immutable: an unknown key is an error."""
+    """Strict and immutable: an unknown key is an error, and so is a number without end."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -180,6 +180,16 @@ def test_every_word_there_is_to_choose_can_be_typed_everywhere(
 
 
 @pytest.mark.parametrize(
+    "key", ["trainer.payback_seconds", "control.seconds_between_looks", "buffer.max_age_seconds"]
+)
+@pytest.mark.parametrize("value", [".inf", "inf"])
+def test_a_number_without_end_is_none(key: str, value: str) -> None:
+    """Spans of time are told in the log, and slept."""
+    with pytest.raises(ConfigError, match=rf"{key}='?inf'? .command line.: must be a finite"):
+        reading.load(overrides=[f"{key}={value}"], environ={})
+
+
+@pytest.mark.parametrize(
     "key", ["speculation.k_max", "serving.port", "trainer.learning_rate", "buffer.max_age_seconds"]
 )
 @pytest.mark.parametrize("value", ["true", "false"])
