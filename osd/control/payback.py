@@ -215,7 +215,8 @@ class PaybackMeter:
     def _must_rest_first(self, now: float) -> bool:
         """Whether a round that begins now would show nothing of what rounds take, or hide what the
         last one brought."""
-        is_short = now - self._changed_at < MOST_REST_S
+        # Not in a rest that has yet to begin, since the clock was set back.
+        is_short = 0 <= now - self._changed_at < MOST_REST_S
         return is_short and any(engine.is_silent for engine in self._living)
 
     def _rest_or_wake(self) -> None:

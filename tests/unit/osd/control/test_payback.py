@@ -396,6 +396,17 @@ def test_a_round_waits_a_moment_for_what_the_last_one_brought() -> None:
     assert here.meter.decide(here.now).ok
 
 
+def test_a_clock_that_is_set_back_holds_no_round_up() -> None:
+    here = after_rounds(4)
+    here.beat(10, is_training=True)
+    here.meter.add_round(make_outcome("", 1), is_published=True)
+    here.beat(3)
+    assert not here.meter.decide(here.now).ok
+    here.now -= 3600
+    here.beat(1)
+    assert here.meter.decide(here.now).ok
+
+
 def test_a_rest_ends_for_one_round_after_a_long_time() -> None:
     here = Deployment(max_idle_seconds=3600)
     here.better = here.brings = 1.0
