@@ -12,6 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,12 +122,11 @@ def _add_readers(app: FastAPI, controller: Any, history: Any) -> None:
         summary="Training, replicas, buffer, and the figures of this moment.",
     )
     async def status() -> Response:
-        state = await maybe(controller.status())
+        state = replace(await maybe(controller.status()), now=time.time())
         events = (await _events(history, NUM_TO_JUDGE_BY))[::-1]
         return as_json(
             {
                 **to_builtins(state),
-                "now": time.time(),
                 "figures": await _figures(history, NOW_SECONDS),
                 "recent": await _figures(history, RECENT_SECONDS),
                 "problems": problems_of(state, events),

@@ -29,6 +29,7 @@ from osd.records import (
     BufferStats,
     DraftRelease,
     Event,
+    Member,
     Place,
     ReplicaStatus,
     ReplicaView,
@@ -71,6 +72,7 @@ class FakeController:
         self.calls: list[Any] = []
         self.error: Exception | None = None
         self.replicas: list[ReplicaView] = []
+        self.members: tuple[Member, ...] = ()
 
     def _note(self, *call: Any) -> None:
         if self.error:
@@ -87,6 +89,7 @@ class FakeController:
             version=2,
             k=5,
             replicas=tuple(self.replicas),
+            members=self.members,
             buffer=buffer,
             num_rounds=np.int64(3),  # type: ignore[arg-type]
         )
@@ -512,6 +515,16 @@ async def test_status_names_what_is_wrong_worst_first(
         history.log.append(Event(at=at, kind="discarded", text="non-finite loss"))
     problems = (await client.get("/osd/status")).json()["problems"]
     assert len(problems) == 2 and "non-finite loss" in problems[1]
+
+
+async def test_a_problem_is_as_old_as_it_is(
+    client: httpx.AsyncClient, controller: FakeController
+) -> None:
+    controller.replicas = [describe_replica(heartbeat(None), 2, False)]
+    since = time.time() - 7200 - 120
+    controller.members = (Member(replica="replica-1", state="starting", since=since, is_lost=True),)
+    (problem,) = (await client.get("/osd/status")).json()["problems"]
+    assert problem.startswith("replica-1 was lost 2 h 2 min ago, and is started again")
 
 
 async def test_history_by_class_has_lines_and_nothing_else_may_be_asked(
