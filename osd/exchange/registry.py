@@ -216,14 +216,15 @@ class Registry:
             pipe.execute()
 
     def read(self, after: str = "0", count: int = 1000) -> list[tuple[str, FeedRecord]]:
-        """Up to `count` records behind the id `after`, oldest first. Undecodable records are
-        skipped. What replicas sent has its times by this process's clock, whatever theirs is: the
-        server's clock saw it come.
+        """The next `count` records behind the id `after`, oldest first; fewer where there are no
+        more. Undecodable ones are skipped. What replicas sent has its times by this process's
+        clock, whatever theirs is: the server's clock saw it come.
 
         Example:
             for last, record in registry.read(after=last):
                 history.add(record)
         """
+        found: list[tuple[str, FeedRecord]] = []
         while True:
             with self._errors(), self._redis.pipeline() as pipe:
                 pipe.xrange(f"{self._prefix}:feed", min=f"({after}", count=count)
@@ -231,9 +232,9 @@ class Registry:
                 entries, (seconds, microseconds) = pipe.execute()
             behind_s = round(time.time() - seconds - microseconds / 1e6)
             decoded = map(_decode_entry, entries)
-            found = [(i, _by_our_clock(i, r, behind_s)) for i, r in decoded if r is not None]
-            if found or len(entries) < count:
-                return found
+            found += [(i, _by_our_clock(i, r, behind_s)) for i, r in decoded if r is not None]
+            if len(found) >= count or len(entries) < count:
+                return found[:count]
             after = entries[-1][0].decode()
 
     def close(self) -> None:

@@ -219,6 +219,20 @@ def test_feed_passes_over_what_it_cannot_decode(registry: Registry, raw: Any) ->
         )
 
 
+def test_what_cannot_be_decoded_does_not_look_like_the_feeds_end(
+    registry: Registry, raw: Any
+) -> None:
+    """A part that is not whole says that there is no more."""
+    events = [Event(at=float(i), kind="note", text="x") for i in range(10)]
+    for event in events:
+        registry.publish(event)
+        raw.xadd("osd:here:feed", {"type": "FromTheFuture", "json": "{}"})
+    first = registry.read(count=6)
+    rest = registry.read(after=first[-1][0], count=6)
+    assert [record for _, record in first] == events[:6]
+    assert [record for _, record in rest] == events[6:]
+
+
 def test_feed_is_read_in_parts_of_a_thousand(registry: Registry) -> None:
     registry.publish(*(MetricPoint(at=float(i), name="n", value=0.0) for i in range(1001)))
     first = registry.read()
