@@ -24,8 +24,9 @@ def config_show(
         list[str] | None, typer.Argument(metavar="[FILE] [SECTION.KEY=VALUE]...")
     ] = None,
 ) -> None:
-    """The resolved configuration, each value with its origin."""
+    """The resolved configuration, each value with its origin. Keys and passwords are not shown."""
     from osd.config import reading
+    from osd.config.secrets import without_secrets
     from osd.exchange.redis_url import mask_url
 
     file, overrides = split_arguments(arguments or [])
@@ -36,7 +37,7 @@ def config_show(
         origin = resolved.origins.get(key) or next(
             (o for k, o in resolved.origins.items() if k.startswith(key + ".")), "default"
         )
-        typer.echo(f"{key} = {json.dumps(value)}    # {origin}")
+        typer.echo(f"{key} = {json.dumps(without_secrets(value))}    # {origin}")
 
 
 @app.command(

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from osd.config.schema import Config
+from osd.config.secrets import without_secrets
 from osd.errors import ConfigError
 
 ENVIRONMENT_ALONE = {
@@ -310,7 +311,7 @@ def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> Config
             f"{given} ({origin}): no such key{_suggest(given, (*known_keys(), *NUMBERS))}"
         )
     message = PLAIN_WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
-    return ConfigError(f"{key}={problem['input']!r} ({origin}): {message}")
+    return ConfigError(f"{key}={without_secrets(problem['input'])!r} ({origin}): {message}")
 
 
 def _suggest(name: str, known: Any) -> str:

@@ -23,6 +23,7 @@ from osd.common.files import replace_file
 from osd.common.machine import describe
 from osd.common.progress import Advance, stages
 from osd.config.schema import Config
+from osd.config.secrets import without_secrets
 from osd.config.serving import argument
 from osd.errors import ConfigError, OSDError
 from osd.evaluate import forms
@@ -199,8 +200,8 @@ class Evaluation:
             "head": fingerprint(models.head) if models.head else None,
             "requests": f"{len(requests)} ({digest})",
             "max_tokens": self._asked.max_tokens,
-            "vllm": self._vllm,
-            "env": self._env,
+            "vllm": without_secrets(self._vllm),
+            "env": without_secrets(self._env),
         }
 
     # -- engines ----------------------------------------------------------------------------------

@@ -225,6 +225,9 @@ def test_config_show_prints_each_value_and_its_origin(osd: Osd, tmp_path: Path) 
         "serving.port=9000",
         "serving.replicas={min: 1, max: 2}",
         "buffer.redis_url=redis://me:s3cret@h:1/0",
+        "serving.vllm.api_key=s3cret",
+        "serving.vllm.max_num_batched_tokens=64",
+        "serving.env.HF_TOKEN=s3cret",
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -235,6 +238,9 @@ def test_config_show_prints_each_value_and_its_origin(osd: Osd, tmp_path: Path) 
     assert 'buffer.redis_url = "redis://h:1/0"    # command line' in lines, (
         "neither user nor password"
     )
+    shown = '{"api_key": "***", "max_num_batched_tokens": 64}'
+    assert f"serving.vllm = {shown}    # command line" in lines
+    assert "s3cret" not in done.stdout
 
 
 # The machine

@@ -148,6 +148,15 @@ def test_a_family_is_served_like_a_built_in_target(pair: Pair) -> None:
     assert [_usual_requests(QUICK, kinds) for kinds in (0, 1, 2, 4, 10)] == [4, 4, 4, 2, 1]
 
 
+def test_what_is_kept_and_reported_of_the_settings_holds_no_secret(pair: Pair) -> None:
+    models = Models(target=pair.target, draft=pair.draft)
+    own = settings_of(
+        models, vllm={"api_key": "sk-1", "max_model_len": 64}, env={"HF_TOKEN": "hf_1", "A": "b"}
+    )
+    assert own["vllm"] == {"api_key": "***", "max_model_len": 64}
+    assert own["env"] == {"HF_TOKEN": "***", "A": "b"}
+
+
 def test_a_draft_that_cannot_be_replayed_costs_no_figure_that_was_measured(
     pair: Pair, tmp_path: Path
 ) -> None:
