@@ -4,6 +4,7 @@ position."""
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -33,6 +34,9 @@ COLUMNS = (
     "verified_memory",
 )
 """Of every history answer."""
+AHEAD_S = 60.0
+"""What was counted so long after now was counted by a clock that was set back since: a row for each
+second until then would be too many."""
 MAX_LINES = 12
 """Lines of one answer: those with most tested tokens."""
 
@@ -115,8 +119,10 @@ def _by_number(name: str) -> tuple[int, str]:
 
 def _buckets(items: Iterable[tuple[Key, T]], bucket_s: float) -> dict[int, list[tuple[Key, T]]]:
     found: dict[int, list[tuple[Key, T]]] = {}
+    latest = time.time() + AHEAD_S
     for key, value in items:
-        found.setdefault(math.floor(key[0] / bucket_s), []).append((key, value))
+        if key[0] <= latest:
+            found.setdefault(math.floor(key[0] / bucket_s), []).append((key, value))
     return found
 
 

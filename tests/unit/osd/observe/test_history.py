@@ -866,6 +866,12 @@ def test_a_clock_that_was_set_back_counts_on(path: Path) -> None:
     )
 
 
+def test_what_a_clock_counted_that_was_ahead_makes_no_rows_until_then() -> None:
+    ahead = filled(recent(86_400.0), recent(-30.0), recent(0.0))
+    at = ahead.series(NOW - 60, 1.0)["at"]
+    assert (at[0], len(at)) == (NOW - 30, 31)
+
+
 def test_a_window_of_a_version_until_a_time() -> None:
     history = filled(window(0.0), window(5.0), window(5.5), window(10.0))
     assert (found := history.window(until=START + 5)) is not None and found.num_drafts == 300
@@ -1198,18 +1204,19 @@ def test_a_disk_that_refuses_loses_nothing(path: Path) -> None:
 
 def test_long_spans_are_drawn_from_long_slots_and_say_the_same(path: Path) -> None:
     history = History(7 * 86400, HistoryFile(path))
+    began = NOW - 4 * 7200
     for i in range(0, 4 * 7200, 60):
-        history.add(recent(float(i), domain="sql" if i % 120 else "chat", num_steps=10))
-    fine, coarse = history.series(NOW, 60.0, "class"), history.series(NOW, 1200.0, "class")
+        history.add(recent(began - NOW + i, domain="sql" if i % 120 else "chat", num_steps=10))
+    fine, coarse = history.series(began, 60.0, "class"), history.series(began, 1200.0, "class")
     assert sum(coarse["requests"]) == sum(fine["requests"]) == 2 * 4 * 7200 / 60
     assert sum(coarse["tested"]) == sum(fine["tested"])
     assert set(coarse["k"]) == {20.0} and set(coarse["lines"]) == {"sql", "chat"}
-    history.save(NOW + 5 * 7200)
+    history.save(NOW + 7200)
     kept = History(7 * 86400, HistoryFile(path))
-    assert kept.series(NOW, 1200.0)["tested"][:-1] == coarse["tested"][:-1]
-    kept.add(recent(4 * 7200.0))
-    assert sum(kept.series(NOW, 1200.0)["tested"]) == pytest.approx(
-        sum(kept.series(NOW, 60.0)["tested"])
+    assert kept.series(began, 1200.0)["tested"][:-1] == coarse["tested"][:-1]
+    kept.add(recent(0.0))
+    assert sum(kept.series(began, 1200.0)["tested"]) == pytest.approx(
+        sum(kept.series(began, 60.0)["tested"])
     )
 
 
