@@ -330,7 +330,7 @@ class Trainer:
         """Draw anchors among the new traces, then save the round."""
         state = self._working.state
         seen = self._mix.remember(
-            new.traces, state.cursor, state.replay, self._rng(1), read_from=new.start
+            new.traces, state.cursor, state.replay, self._rng(1), read=(new.start, new.end)
         )
         self._working.finish_round(new.end, seen)
 

@@ -112,19 +112,20 @@ class ReplayMix:
         state: ReplayState,
         rng: np.random.Generator,
         *,
-        read_from: Cursor | None = None,
+        read: tuple[Cursor, Cursor] | None = None,
     ) -> ReplayState:
         """Make some of `fresh` anchors, and return the state after the round.
 
-        `before` is the cursor before the round; `read_from` is where reading began, if traces were
-        skipped. Traces that were purged while the round ran do not become anchors. When the server
-        refuses the anchors, they are lost and the round is kept.
+        `before` is the cursor before the round; `read` says from where to where was read, if traces
+        were skipped or left out. Traces that were purged while the round ran do not become anchors.
+        When the server refuses the anchors, they are lost and the round is kept.
         """
-        start = before if read_from is None else read_from
+        start, end = (before, {}) if read is None else read
+        num = sum(last - start.get(domain, last) for domain, last in end.items())
         try:
-            if kept := self._still_stored(fresh, start):
+            if kept := self._still_stored(fresh, start, num):
                 state = self._offer(kept, state, rng)
-            left = self._still_stored(fresh, start)  # a purge may have come in between
+            left = self._still_stored(fresh, start, num)  # a purge may have come in between
             if len(left) < len(fresh):
                 state = self._without_purged(fresh, left, state)
         except ReplayBufferError as error:
@@ -155,10 +156,11 @@ class ReplayMix:
             self._buffer.set_anchors(chosen)
         return replace(state, num_offered=state.num_offered + len(fresh), places=places)
 
-    def _still_stored(self, fresh: Sequence[Trace], start: Cursor) -> list[Trace]:
-        """Those of `fresh`, which were read from `start` on, that were not purged since."""
+    def _still_stored(self, fresh: Sequence[Trace], start: Cursor, num: int) -> list[Trace]:
+        """Those of `fresh`, which were among the `num` read from `start` on, that were not purged
+        since."""
         missing, cursor = {trace.trace_id for trace in fresh}, start
-        num_left = 2 * len(fresh) + PART
+        num_left = 2 * max(len(fresh), num) + PART
         while missing and num_left > 0:
             traces, cursor = self._buffer.read(cursor, PART)
             if not traces:

@@ -181,9 +181,9 @@ def test_anchors_are_taken_of_what_was_read_behind_what_was_skipped() -> None:
     buffer = buffer_with(*chain_traces(400))
     mix = ReplayMix(config(num_anchors=16), buffer)
     start = buffer.skip_to_newest({}, 8)
-    fresh, _ = buffer.read(start, 8)
+    fresh, end = buffer.read(start, 8)
     rng = np.random.default_rng(0)
-    state = mix.remember(fresh, {}, ReplayState(), rng, read_from=start)
+    state = mix.remember(fresh, {}, ReplayState(), rng, read=(start, end))
     assert (state.num_offered, ids(buffer.anchors(range(0, 32, 2)))) == (8, ids(fresh))
     assert state.past == [{}], "what was skipped counts as recent"
 
@@ -210,6 +210,20 @@ def test_whether_a_round_was_purged_is_not_looked_for_for_ever(
     state = mix.remember(fresh, {}, ReplayState(), np.random.default_rng(0))
     assert bool(state.places) is is_there
     assert buffer.num_read == 2 * num_parts * PART, "looked for before anchors are set, and after"
+
+
+def test_traces_that_teach_nothing_between_the_others_are_no_purge() -> None:
+    """Of many whose draft was right, a few at the end have rows."""
+    mix = ReplayMix(config(num_anchors=16), buffer := buffer_with(*chain_traces(8)))
+    _, before = buffer.read({}, 8)
+    state = mix.remember(chain_traces(8), {}, ReplayState(), np.random.default_rng(0))
+    fresh = chain_traces(2, start=500)
+    silent = [trace.with_rows(np.zeros(trace.num_rows, bool)) for trace in chain_traces(300)]
+    buffer.put([*silent, *fresh])
+    _, end = buffer.read(before, 1000)
+    rng = np.random.default_rng(0)
+    state = mix.remember(fresh, before, state, rng, read=(before, end))
+    assert (state.num_offered, len(state.places)) == (10, 10)
 
 
 def test_anchors_are_a_uniform_sample_of_everything_there_ever_was() -> None:
