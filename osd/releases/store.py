@@ -206,8 +206,8 @@ class ReleaseStore:
                 raise ReleaseError(
                     f"draft v{version}: not offered again: {self._directory.state().bad[version]}"
                 )
+            self._turn_to(release)  # first: what is pinned serves, also where the disk is full now
             self._directory.write_state(replace(self._directory.state(), pinned=version))
-            self._turn_to(release)
         return release
 
     def unpin(self) -> None:

@@ -5,6 +5,7 @@ The current release stays current and complete.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -437,6 +438,23 @@ def test_pin_serves_one_version_until_unpinned(store: ReleaseStore, model: Path)
     assert store.pinned() is None
     assert current_version(store) == 2
     assert store.publish(model, parent=2, target_id=TARGET).version == 4
+
+
+def test_what_cannot_serve_for_a_full_disk_is_not_pinned(
+    store: ReleaseStore, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing would be published any more, beside another draft that serves."""
+    publish_line(store, model, 3)
+
+    def refuse(pointer: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(store._directory, "write_pointer", refuse)
+        with pytest.raises(ReleaseError, match="No space left"):
+            store.pin(2)
+    assert store.pinned() is None and current_version(store) == 3
+    assert store.publish(model, parent=3, target_id=TARGET).version == 4
 
 
 def test_another_target_starts_another_line(store: ReleaseStore, model: Path) -> None:
