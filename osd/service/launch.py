@@ -30,6 +30,7 @@ from osd.config.schema import Config
 from osd.errors import ConfigError, OSDError, ReplayBufferError
 from osd.exchange.registry import Registry
 from osd.service import cluster, note
+from osd.service.fleet.alone import wait_until_alone
 from osd.service.fleet.engines import RayEngines
 from osd.service.fleet.fleet import Fleet
 from osd.service.fleet.front_door import PART, FrontDoor
@@ -142,6 +143,8 @@ class Service:
         if url:
             try:
                 self._reach_redis(url)
+                if self.has_engine:
+                    self._refuse_second(url)
             except ReplayBufferError as error:
                 remedy = "start that server, or leave the key out for a private one"
                 raise ConfigError(f"buffer.redis_url: {error}; {remedy}") from None
@@ -176,6 +179,13 @@ class Service:
             buffer.ping()
         finally:
             buffer.close()
+
+    def _refuse_second(self, url: str) -> None:
+        registry = Registry(url, self.config.deployment)
+        try:
+            wait_until_alone(registry, self.config)
+        finally:
+            registry.close()
 
     def _set_wanted(self) -> None:
         """Redis may remember the draft and the parts of an earlier run. The release store on disk

@@ -19,6 +19,7 @@ from osd.config.serving import ReplicasConfig
 from osd.errors import OSDError
 from osd.exchange.registry import Registry
 from osd.records import Event, Member, ReplicaStatus
+from osd.service.fleet.alone import name_of
 from osd.service.fleet.scaling import Scaler
 
 logger = logging.getLogger(__name__)
@@ -238,7 +239,7 @@ class Fleet:
         return sorted(names, key=lambda n: (self._replicas[n].state != "serving", _number(n)))
 
     def _start_one(self) -> str:
-        names = (f"replica-{i}" for i in range(len(self._replicas) + 1))
+        names = (name_of(i) for i in range(len(self._replicas) + 1))
         name = next(name for name in names if name not in self._replicas)
         clock = self._clock
         handle = self._engines.start(name)
