@@ -101,6 +101,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"--data: {path} line {line}: not UTF-8 text") from None
     if path.suffix == ".csv":
+        csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # no field is longer
         reader = csv.DictReader(text.splitlines(keepends=True))
         yield from ((f"{path} line {reader.line_num}", row) for row in reader)
     elif path.suffix == ".json":
@@ -115,7 +116,7 @@ def _items(path: Path, text: str) -> Iterator[tuple[str, Row]]:
     """Of a list, or of an object with a list in it."""
     try:
         tree = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         raise ConfigError(f"--data: {path} line {line}: is not JSON ({error})") from None
     lists = [value for value in tree.values() if isinstance(value, list)] if _is(tree) else [tree]
@@ -130,7 +131,7 @@ def _items(path: Path, text: str) -> Iterator[tuple[str, Row]]:
 def _object(where: str, line: str) -> Row:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--data: {where}: is not JSON ({error})") from None
     if not _is(row):
         raise ConfigError(f"--data: {where}: is no JSON object")

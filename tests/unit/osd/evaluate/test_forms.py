@@ -109,3 +109,16 @@ def test_a_file_that_is_not_there_and_a_form_that_is_none(tmp_path: Path) -> Non
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9"}\n')
     with pytest.raises(ConfigError, match=r"latin.jsonl line 2: not UTF-8 text"):
         read(tmp_path / "latin.jsonl")
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
+def test_what_is_nested_too_deeply_is_said_in_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match=f"{name} line 1: is not JSON .maximum recursion depth"):
+        read(tmp_path / name)
+
+
+def test_a_field_may_be_long(tmp_path: Path) -> None:
+    article = "word " * 40_000 + "end"
+    (tmp_path / "x.csv").write_text(f'article,highlights\n"{article}",short\n')
+    assert asked(str(tmp_path / "x.csv")) == [f"Summarize this article:\n\n{article}"]
