@@ -261,7 +261,7 @@ class ReleaseManager:
 
     async def promote(self, version: int) -> DraftRelease:
         async with self._lock:
-            release = await asyncio.to_thread(self._releases.set_current, version)
+            release = await asyncio.to_thread(self._releases.set_current, version, self._target_id)
             await self._serve(release)
         await self._tell(
             Event(
@@ -283,7 +283,7 @@ class ReleaseManager:
 
     async def pin(self, version: int) -> DraftRelease:
         async with self._lock:
-            release = await asyncio.to_thread(self._releases.pin, version)
+            release = await asyncio.to_thread(self._releases.pin, version, self._target_id)
             await self._serve(release)
         text = f"v{version} serves until unpinned"
         await self._tell(Event(at=self._clock.time(), kind="pinned", text=text, version=version))

@@ -176,10 +176,11 @@ class ReleaseStore:
             self._point_at(release)
         return release
 
-    def set_current(self, version: int) -> DraftRelease:
-        """Point at a release. Raises `ReleaseError` when it is bad, or when another is pinned."""
+    def set_current(self, version: int, target_id: str | None = None) -> DraftRelease:
+        """Point at a release. Raises `ReleaseError` when it is bad, of another target than this, or
+        when another is pinned."""
         with self._directory.changing():
-            release = self.get(version)
+            release = self._get_of(version, target_id)
             reason = self._directory.state().bad.get(version)
             if reason is not None:
                 raise ReleaseError(f"draft v{version}: not offered again: {reason}")
@@ -198,10 +199,11 @@ class ReleaseStore:
             state = self._directory.state()
             self._directory.write_state(replace(state, bad=state.bad | {version: reason}))
 
-    def pin(self, version: int) -> DraftRelease:
-        """Serve this version, and nothing else, until `unpin`."""
+    def pin(self, version: int, target_id: str | None = None) -> DraftRelease:
+        """Serve this version, and nothing else, until `unpin`. Raises `ReleaseError` when it is
+        bad, or of another target than this."""
         with self._directory.changing():
-            release = self.get(version)
+            release = self._get_of(version, target_id)
             if self.is_bad(version):
                 raise ReleaseError(
                     f"draft v{version}: not offered again: {self._directory.state().bad[version]}"
@@ -247,6 +249,16 @@ class ReleaseStore:
         return [release.version for release in going]
 
     # Inside
+
+    def _get_of(self, version: int, target_id: str | None) -> DraftRelease:
+        release = self.get(version)
+        if target_id not in (None, release.target_id):
+            own = ", ".join(f"v{r.version}" for r in self.list(target_id)) or "none"
+            raise ReleaseError(
+                f"draft v{version}: is of another target ({release.target_id}) than the one that "
+                f"is served ({target_id}), of which there are: {own}"
+            )
+        return release
 
     def _needed(self, serving: set[int]) -> set[int]:
         """Versions that are never pruned: pinned, kept, serving, first of their target, current and

@@ -122,6 +122,19 @@ async def test_what_cannot_be_done_is_raised_and_changes_and_says_nothing(desk: 
     assert (desk.said, desk.wanted(), desk.drafts.changed_at) == ([], None, -math.inf)
 
 
+@pytest.mark.parametrize("change", [ReleaseManager.promote, ReleaseManager.pin])
+async def test_a_draft_of_another_target_is_not_told_to_serve(
+    desk: Desk, change: Callable[[ReleaseManager, int], Awaitable[object]]
+) -> None:
+    """No engine would take it, and a pin or a trial of this target's would end for it."""
+    desk.store.publish(desk.model, parent=0, target_id="another")
+    desk.store.pin(2)
+    with pytest.raises(ReleaseError, match=r"v4: is of another target .*there are: v1, v2, v3"):
+        await change(desk.drafts, 4)
+    assert (desk.said, desk.wanted(), desk.drafts.changed_at) == ([], None, -math.inf)
+    assert await desk.drafts.pinned() == 2
+
+
 @pytest.mark.parametrize(
     "change",
     [ReleaseManager.rollback, lambda drafts: drafts.promote(2), lambda drafts: drafts.pin(2)],
