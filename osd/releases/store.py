@@ -108,8 +108,10 @@ class ReleaseStore:
         return self._directory.state().kept
 
     def pinned(self, target_id: str | None = None) -> int | None:
-        """The version that serves until unpinned. Pins on drafts of other targets do not count."""
-        version = self._directory.state().pinned
+        """The version that serves until unpinned. Pins on drafts of other targets, and on one that
+        was found damaged, do not count."""
+        state = self._directory.state()
+        version = 0 if state.pinned in state.bad else state.pinned
         if not version or target_id is None:
             return version or None
         return version if any(r.version == version for r in self.list(target_id)) else None

@@ -221,10 +221,7 @@ def first_release(config: Config, draft: Path, target_id: str, num_tokens: int) 
     try:
         store = ReleaseStore(config.releases_path)
         origin = resolve.fingerprint(draft)
-        if (pinned := store.pinned(target_id)) is not None:
-            release = store.get(pinned)
-            store.verify(release)
-        elif (found := newest_undamaged(store, target_id)) is not None:
+        if (found := newest_undamaged(store, target_id)) is not None:
             release = found
         else:
             fitting = partial(write_fitting, num_tokens=num_tokens)
@@ -256,8 +253,9 @@ def _refuse_other_kind(release: DraftRelease, draft: Path) -> None:
 
 
 def newest_undamaged(store: ReleaseStore, target_id: str) -> DraftRelease | None:
-    """The current release. Damaged ones are marked bad and skipped."""
-    while (release := store.current(target_id)) is not None:
+    """The pinned release, or the current one. Damaged ones are marked bad and skipped: a pin on
+    one of them ends."""
+    while (release := _first_choice(store, target_id)) is not None:
         try:
             store.verify(release)
         except ReleaseError as error:
@@ -266,6 +264,11 @@ def newest_undamaged(store: ReleaseStore, target_id: str) -> DraftRelease | None
             continue
         return release
     return None
+
+
+def _first_choice(store: ReleaseStore, target_id: str) -> DraftRelease | None:
+    pinned = store.pinned(target_id)
+    return store.current(target_id) if pinned is None else store.get(pinned)
 
 
 def without_speculation(config: Config) -> Config:

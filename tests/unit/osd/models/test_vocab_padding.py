@@ -236,6 +236,22 @@ def test_a_draft_that_is_not_used_is_told_of(
     assert [release.version for release in store.list()] == [1, 2]
 
 
+def test_a_pinned_draft_that_is_damaged_keeps_no_service_from_starting(
+    draft: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(data_dir=str(tmp_path / "data"))
+    first = first_release(config, draft, "target-a", 96)
+    store = ReleaseStore(config.releases_path)
+    for _ in range(2):
+        store.publish(first.path, parent=1, target_id="target-a", outcome=make_outcome())
+    store.pin(2)
+    assert first_release(config, draft, "target-a", 96).version == 2
+    (Path(store.get(2).path) / "model.safetensors").write_bytes(b"rubbish")
+    assert first_release(config, draft, "target-a", 96) == first
+    assert "draft v2" in caplog.text and "was damaged or changed" in caplog.text
+    assert store.is_bad(2) and store.pinned("target-a") is None
+
+
 def test_a_release_of_unknown_origin_stays(draft: Path, tmp_path: Path) -> None:
     """As those of the version before are."""
     config = Config(data_dir=str(tmp_path / "data"))
