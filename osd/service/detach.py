@@ -22,6 +22,7 @@ def serve_detached(config: Config, argv: Sequence[str], report: Callable[[str], 
 
     Raises `ConfigError` or `OSDError` with the last line of a service that did not start.
     """
+    note.refuse_second(config.deployment)  # whose log would be emptied
     log = config.data_path / "serve.log"
     try:
         log.parent.mkdir(parents=True, exist_ok=True)

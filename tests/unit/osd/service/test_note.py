@@ -13,8 +13,10 @@ import httpx
 import pytest
 
 from osd.client.http import Client
+from osd.config.schema import Config
 from osd.errors import ConfigError
 from osd.service import note
+from osd.service.detach import serve_detached
 
 
 @pytest.fixture
@@ -77,6 +79,15 @@ def test_a_second_service_of_one_name_is_refused(folder: Path) -> None:
     note.refuse_second("other")
     note.write(running("mine", pid=2**22 + 1))
     note.refuse_second("mine")  # it has died
+
+
+def test_a_second_service_leaves_the_log_of_the_first_alone(folder: Path, tmp_path: Path) -> None:
+    note.write(running())
+    (tmp_path / "serve.log").write_text("serving")
+    config = Config(deployment="a", data_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="runs already"):
+        serve_detached(config, ["osd", "serve"], print)
+    assert (tmp_path / "serve.log").read_text() == "serving"
 
 
 def test_a_dead_service_is_not_found_and_one_of_several_must_be_named(folder: Path) -> None:
