@@ -17,6 +17,9 @@ from osd.service import note
 R = TypeVar("R")
 SECONDS_TO_ANSWER = 10
 SECONDS_TO_READ_LOG = 40
+SECONDS_TO_CHANGE = 120
+"""What is under way has to end first: a large draft that is published, the server's file that is
+rewritten."""
 SECONDS_BETWEEN_CHUNKS = 60
 
 
@@ -53,12 +56,11 @@ class Client:
             raise OSDError(f"{self.url}: answers as no control port does ({error})") from None
 
     def admin(self, action: str, **body: Any) -> Any:
-        return self._request("POST", f"/osd/admin/{action}", json=body, headers=self._credentials())
+        return self._change(action, json=body)
 
     def set_steps(self, steps: Sequence[str]) -> Any:
         """Switch on these steps and no others in attached engines."""
-        params = {"steps": ",".join(steps)}
-        return self._request("POST", "/osd/admin/steps", params=params, headers=self._credentials())
+        return self._change("steps", params={"steps": ",".join(steps)})
 
     def places(self) -> Any:
         """The parts of the service, with their machines and logs."""
@@ -78,7 +80,7 @@ class Client:
         params = {name: value for name, value in params.items() if value is not None} or {
             "all": True
         }
-        return self._request("POST", "/osd/admin/purge", params=params, headers=self._credentials())
+        return self._change("purge", params=params)
 
     @contextmanager
     def stream(self, path: str) -> Iterator[Iterator[bytes]]:
@@ -103,8 +105,21 @@ class Client:
             raise ConfigError(f"{self.url}: this wants the admin token; set OSD_TOKEN ({where})")
         return {"Authorization": f"Bearer {self._token}"}
 
+    def _change(self, action: str, **kwargs: Any) -> Any:
+        """A change that is given up comes all the same, so it is waited for."""
+        timeout = httpx.Timeout(SECONDS_TO_CHANGE, connect=SECONDS_TO_ANSWER)
+        headers = self._credentials()
+        return self._request(
+            "POST", f"/osd/admin/{action}", headers=headers, timeout=timeout, **kwargs
+        )
+
     def _request(
-        self, method: str, path: str, *, timeout: float = SECONDS_TO_ANSWER, **kwargs: Any
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout: float | httpx.Timeout = SECONDS_TO_ANSWER,
+        **kwargs: Any,
     ) -> Any:
         try:
             response = httpx.request(method, self.url + path, timeout=timeout, **kwargs)

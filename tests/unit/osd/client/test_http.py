@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
+from buffers import aof
+from buffers.redis_stream import READ_SECONDS
 from osd.client.http import Client
 from osd.errors import ConfigError, OSDError
 
@@ -69,3 +72,21 @@ def test_what_is_no_address_is_refused(url: str) -> None:
 )
 def test_what_is_an_address_is_kept(url: str) -> None:
     assert Client(url).url == url.rstrip("/")
+
+
+def test_a_change_is_waited_for_as_long_as_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes all the same, so that whoever tries again rolls back twice."""
+    waited: list[httpx.Timeout] = []
+
+    def request(method: str, url: str, *, timeout: httpx.Timeout, **_: object) -> httpx.Response:
+        waited.append(timeout)
+        return httpx.Response(200, json={"ok": True})
+
+    monkeypatch.setattr("osd.client.http.httpx.request", request)
+    client = Client("http://127.0.0.1:8001", token="secret")
+    client.purge(None, None)
+    client.admin("rollback")
+    client.set_steps(["observe"])
+    for timeout in waited:
+        assert timeout.read is not None and timeout.connect == 10
+        assert timeout.read > aof._FORGET_SECONDS + 2 * READ_SECONDS
