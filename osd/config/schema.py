@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from osd.config.section import Section
+from osd.config.section import Section, check_home
 from osd.config.serving import CaptureConfig, ServingConfig, SpeculationConfig
 from osd.config.training import BufferConfig, GateConfig, TrainerConfig
 
@@ -38,6 +38,8 @@ class ReleasesConfig(Section):
     """Where releases are kept; empty = `releases` under the data directory."""
     keep: int = Field(8, ge=2)
     """Newest releases kept; pinned, serving and first ones are never pruned."""
+
+    _check_dir = field_validator("dir")(check_home)
 
 
 class RayConfig(Section):
@@ -73,6 +75,8 @@ class Config(Section):
     control: ControlConfig = ControlConfig()
     releases: ReleasesConfig = ReleasesConfig()
     ray: RayConfig = RayConfig()
+
+    _check_data_dir = field_validator("data_dir")(check_home)
 
     @property
     def has_front_door(self) -> bool:

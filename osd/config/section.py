@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -22,3 +23,11 @@ class Section(BaseModel):
         if isinstance(value, bool) and wanted in (int, float, int | None, float | None):
             raise ValueError("a number is wanted")
         return value
+
+
+def check_home(value: str) -> str:
+    """A directory as it was given. Raises `ValueError` where it begins with a home that there is
+    not."""
+    if os.path.expanduser(value).startswith("~"):
+        raise ValueError(f"there is no home directory {value.split('/')[0]}")
+    return value

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from osd.config.section import Section
+from osd.config.section import Section, check_home
 
 
 class BufferConfig(Section):
@@ -140,6 +140,8 @@ class TrainerConfig(Section):
     tracker_dir: str = ""
     """Where trackers write, on the trainer's machine; empty = `curves` beside the trainer's
     checkpoints. For `osd train` and `osd distil` empty = `OUT.curves`."""
+
+    _check_tracker_dir = field_validator("tracker_dir")(check_home)
 
 
 class GateConfig(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from pathlib import Path
 
@@ -36,8 +37,8 @@ def resolve(name: str, key: str) -> Path:
         )
     if name in built_in.NAMES:
         return built_in.directory_of(name, key)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))  # pathlib raises where there is no such home
+    if os.path.isdir(path):  # and for a name that is too long
         if not (path / "config.json").is_file():
             raise ConfigError(
                 f"{key}={name}: no config.json there; give a model in Hugging Face format"

@@ -179,6 +179,14 @@ def test_every_word_there_is_to_choose_can_be_typed_everywhere(
         assert reading.leaves(found.config)[key] == word
 
 
+@pytest.mark.parametrize("key", ["data_dir", "releases.dir", "trainer.tracker_dir"])
+def test_a_home_that_there_is_not_is_refused(key: str) -> None:
+    """A shell leaves it as it stands."""
+    with pytest.raises(ConfigError, match=f"{key}=.*: there is no home directory ~nobody-here$"):
+        reading.load(overrides=[f"{key}=~nobody-here/x"], environ={})
+    reading.load(overrides=[f"{key}=~/x"], environ={})
+
+
 @pytest.mark.parametrize(
     "key", ["trainer.payback_seconds", "control.seconds_between_looks", "buffer.max_age_seconds"]
 )
