@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from prometheus_client import (
@@ -27,6 +27,11 @@ disable_created_metrics()  # a service that was restarted counts on from its fee
 
 PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """Seconds."""
+MOST_GONE = 256
+"""Lives of replicas that have ended, and may yet be heard of. Of earlier ones what they counted is
+kept, all together: engines that somebody starts anew every minute would fill the memory."""
+EARLIER = ("", 0.0)
+"""The replica, and its start, that stands for these."""
 OF_THE_FEED = {
     source: [series for series in DEPLOYMENT if series.source is source]
     for source in FEED_TYPES.values()
@@ -71,13 +76,23 @@ class Totals(Collector):
 
     def observe(self, replicas: Iterable[ReplicaStatus], buffer: BufferStats | None) -> None:
         living = tuple(replicas)
-        self._seen |= {(status.replica, status.started_at): status for status in living}
+        for status in living:
+            # To the end, as the newest.
+            self._seen.pop(life := (status.replica, status.started_at), None)
+            self._seen[life] = replace(status, speculation=None)
+        self._forget_lives(len(living))
         self._found = replace(
             self._found,
             seen=tuple(self._seen.values()),
             living=living,
             buffer=buffer or self._found.buffer,
         )
+
+    def _forget_lives(self, num_living: int) -> None:
+        gone = [life for life in self._seen if life != EARLIER]
+        for life in gone[: max(0, len(gone) - num_living - MOST_GONE)]:
+            ended, earlier = self._seen.pop(life), self._seen.get(EARLIER)
+            self._seen[EARLIER] = ended if earlier is None else _together(earlier, ended)
 
     def observe_health(self, health: Health) -> None:
         self._found = replace(self._found, health=health)
@@ -106,6 +121,21 @@ class Totals(Collector):
             family = _speculation_family(series, figures)
             if family.samples:
                 yield family
+
+
+def _together(one: ReplicaStatus, other: ReplicaStatus) -> ReplicaStatus:
+    """What both have counted."""
+
+    def added(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+        return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
+
+    return replace(
+        one,
+        num_traces=one.num_traces + other.num_traces,
+        capture_rows=added(one.capture_rows, other.capture_rows),
+        capture_skipped=added(one.capture_skipped, other.capture_skipped),
+        buffer_dropped=added(one.buffer_dropped, other.buffer_dropped),
+    )
 
 
 def _found_family(series: Series, found: Found) -> Family:

@@ -18,7 +18,7 @@ import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from osd.observe.exposition import SERIES
+from osd.observe.exposition import MOST_GONE, SERIES
 from osd.observe.history import (
     MAX_CHANGES,
     MAX_CLASSES,
@@ -615,6 +615,18 @@ def test_prometheus_counters_of_replicas_never_fall() -> None:
     ):
         assert [found[name, label] for found in told] == [total for _, total in looks], name
     assert [found["osd_capture_traces_total",] for found in told] == [total for _, total in looks]
+
+
+def test_of_replicas_that_were_started_anew_for_weeks_the_sum_is_kept_and_not_each() -> None:
+    history = History()
+    for num in range(2000):
+        lives = [status("a", started_at=float(num), num_traces=2, capture_rows={"rejected": 1})]
+        history.observe([*lives, status("b", num_traces=num, buffer_dropped={"redis": 0})], None)
+    found = samples(history)
+    assert found["osd_capture_traces_total",] == 2 * 2000 + 1999
+    assert found["osd_capture_rows_total", "kind=rejected"] == 2000
+    assert found["osd_buffer_dropped_total", "reason=redis"] == 0
+    assert len(history._totals._seen) == MOST_GONE + 3, "both that live, and all earlier ones"
 
 
 def test_prometheus_shows_what_lives_now_and_what_the_buffer_held_last() -> None:
