@@ -27,8 +27,9 @@ class BufferConfig(Section):
     out."""
     max_domains: int = Field(16, ge=1)
     """Traffic labels told apart; traces of further ones count as unlabelled."""
-    max_memory: int = Field(512 << 20, ge=16 << 20)
-    """Memory limit of the private Valkey server in bytes."""
+    max_memory: int = Field(512 << 20, ge=64 << 20)
+    """Memory limit of the private Valkey server in bytes. What replicas and controller tell each
+    other takes up to 30 MiB of it."""
 
 
 class TrainerConfig(Section):

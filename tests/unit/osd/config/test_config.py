@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from osd.config import reading, schema
 from osd.errors import ConfigError
+from osd.exchange.registry import FEED_LENGTH
 from osd.service.cluster import check_gpus
 from tests.support.paths import ROOT
 
@@ -177,6 +178,15 @@ def test_every_word_there_is_to_choose_can_be_typed_everywhere(
         reading.load(file, environ={}),
     ):
         assert reading.leaves(found.config)[key] == word
+
+
+def test_a_private_valkey_has_room_for_the_feed() -> None:
+    """Of some 500 bytes a record, beside what the server takes for itself."""
+    least = 64 << 20
+    assert least > 2 * 500 * FEED_LENGTH
+    reading.load(overrides=[f"buffer.max_memory={least}"], environ={})
+    with pytest.raises(ConfigError, match="buffer.max_memory=.*greater than or equal to 67108864"):
+        reading.load(overrides=[f"buffer.max_memory={least - 1}"], environ={})
 
 
 @pytest.mark.parametrize("key", ["data_dir", "releases.dir", "trainer.tracker_dir"])

@@ -247,9 +247,9 @@ def test_the_model_runner() -> None:
 
 
 def test_the_private_server_is_run_to_see_its_version() -> None:
-    check = ladder.check_redis(config_of("buffer.max_memory=33554432"))
+    check = ladder.check_redis(config_of("buffer.max_memory=67108864"))
     assert check.ok is True and check.text.startswith("private server ")
-    assert check.text.endswith("maxmemory 32.0 MiB, noeviction")
+    assert check.text.endswith("maxmemory 64.0 MiB, noeviction")
 
 
 def test_a_redis_that_cannot_be_reached() -> None:
