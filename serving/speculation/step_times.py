@@ -20,6 +20,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,11 +77,27 @@ class _Cell:
     shapes: deque[Shape] = field(default_factory=lambda: deque(maxlen=CELL_SIZE))
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=CELL_SIZE))
     seen_at: int = 0
+    known: tuple[Shape, float, int] | None = None
+    """`middle`, unless the steps have changed since."""
+
+    def add(self, shape: Shape, seconds: float) -> None:
+        self.shapes.append(shape)
+        self.seconds.append(seconds)
+        self.known = None
 
     def forget_all_but(self, num: int) -> None:
         for values in (self.shapes, self.seconds):
             while len(values) > num:
                 values.popleft()
+        self.known = None
+
+    def middle(self) -> tuple[Shape, float, int]:
+        """Medians of the steps, and their number. The engine waits for those of all cells, few of
+        which have changed since the fit before."""
+        if self.known is None:
+            shape = Shape(*(int(median(values)) for values in zip(*self.shapes, strict=True)))
+            self.known = shape, float(median(self.seconds)), len(self.seconds)
+        return self.known
 
 
 class StepTimes:
@@ -231,21 +248,13 @@ class StepTimes:
             or not self.is_fitted
             or self._num_steps % STEPS_PER_RENEWAL == 0
         ):
-            cell.shapes.append(shape)
-            cell.seconds.append(seconds)
+            cell.add(shape, seconds)
         if len(self._cells) > MAX_CELLS:
             del self._cells[next(iter(self._cells))]
         return len(cell.seconds)
 
     def _medians(self) -> dict[Key, tuple[Shape, float, int]]:
-        return {
-            key: (
-                Shape(*map(int, np.median(cell.shapes, 0))),
-                float(np.median(cell.seconds)),
-                len(cell.seconds),
-            )
-            for key, cell in list(self._cells.items())
-        }
+        return {key: cell.middle() for key, cell in self._cells.items()}
 
     def _refit(self, medians: dict[Key, tuple[Shape, float, int]]) -> None:
         if not medians:

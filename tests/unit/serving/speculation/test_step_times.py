@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -362,6 +363,23 @@ def test_context_given_apart_counts_as_context_of_the_shapes() -> None:
         times.add(bare[5], 10 * float(before[5]))
     times.fit()
     assert times.predict(bare)[5] > 3 * before[5], "what is kept of the shapes is not their time"
+
+
+def test_an_engine_that_knows_hundreds_of_shapes_does_not_wait_for_their_medians() -> None:
+    """Each fit needs those of all, and few have changed since the fit before."""
+    shapes = [a_shape(batch, k) for batch in range(1, MAX_CELLS // len(WIDTHS) + 1) for k in WIDTHS]
+    times = StepTimes()
+    times.load_rows(
+        {**shape._asdict(), "seconds": true_seconds(shape), "steps": CELL_SIZE} for shape in shapes
+    )
+    assert times.num_cells > MAX_CELLS / 2
+    spent: list[float] = []
+    for shape in shapes[: 2 * STEPS_PER_FIT]:
+        began = time.thread_time()
+        times.add(shape, true_seconds(shape))
+        spent.append(time.thread_time() - began)
+        times.settle()
+    assert max(spent) < 0.02
 
 
 # -- a machine that is not always as fast ---------------------------------------------------------
