@@ -10,7 +10,9 @@ same, it forgets all others and diverges.
 
 A machine is not always equally fast (clocks, neighbours), and shapes are seen at different times.
 The pace is the factor by which steps of well-known cells are off, the same for all shapes. Cells
-hold times at pace 1. A full cell takes in few steps, so that it does not absorb the pace.
+hold times at pace 1. A full cell takes in few steps, so that it does not absorb the pace. The pace
+is a median, as cells are: a mean lies above it where some steps take far longer, and what the pace
+is too high by the cells would be too low by, and the pace higher again, without end.
 """
 
 from __future__ import annotations
@@ -39,9 +41,14 @@ STALE_STEPS, STALE_SIZE = 300, 3
 """After so many steps of other shapes, a cell keeps only its newest steps when it is seen again."""
 STEPS_PER_RENEWAL = 8
 """A full cell takes in one step of so many."""
+NUM_PACES = 9
+"""Newest steps whose median is the pace of now."""
 PACE_GAIN, MAX_OFF = 0.2, 0.3
-"""The share of a step's deviation by which the pace follows it, and the largest deviation of a step
-that counts (in logarithms)."""
+"""The share of its deviation from that by which the pace follows it in each step, and the largest
+deviation that counts (in logarithms)."""
+PACE_FADES = 1e-4
+"""The share of it by which the pace (its logarithm) nears 1 in each step: what is left of chance
+would add up."""
 KNEES = (8, 32, 128)
 """Verified tokens beyond which each costs more: small batches wait for memory, large ones
 compute."""
@@ -111,6 +118,8 @@ class StepTimes:
         self._corrections: dict[Key, float] = {}
         self._known_shapes: dict[tuple[Shape, ...], tuple[np.ndarray, list[Key]]] = {}
         self._pace, self._is_paced = 1.0, False
+        self._paces: deque[float] = deque(maxlen=NUM_PACES)
+        """Logarithms of what the newest steps took, over what their cells say."""
         self._num_steps = 0
         self._num_seen: Counter[tuple[int, int]] = Counter()
         """(batch, draft passes) -> steps"""
@@ -229,9 +238,11 @@ class StepTimes:
         """A step of a well-known shape that takes longer shows that the machine has slowed down."""
         if self._fit is None or self.num_steps(shape) < CELL_SIZE:
             return
-        expected = float(self.predict([shape._replace(context=0)], shape.context)[0])
-        off = min(max(math.log(max(seconds, 1e-9) / expected), -MAX_OFF), MAX_OFF)
-        self._pace *= math.exp(PACE_GAIN * off)
+        expected = float(self.predict([shape._replace(context=0)], shape.context)[0]) / self._pace
+        self._paces.append(math.log(max(seconds, 1e-9) / expected))
+        pace = math.log(self._pace)
+        off = min(max(median(self._paces) - pace, -MAX_OFF), MAX_OFF)
+        self._pace = math.exp((1 - PACE_FADES) * pace + PACE_GAIN * off)
         self._is_paced = True
 
     def _remember(self, shape: Shape, seconds: float) -> int:

@@ -427,6 +427,26 @@ def test_a_shape_not_seen_for_long_is_learnt_anew() -> None:
     assert float(times.predict([other])[0]) == pytest.approx(true_seconds(other), rel=0.1)
 
 
+@pytest.mark.parametrize("share, factor", [(0.1, 1.5), (0.02, 10.0), (0.2, 0.7), (0.0, 1.0)])
+def test_steps_that_now_and_then_take_longer_make_no_slower_machine(
+    share: float, factor: float
+) -> None:
+    """Two shapes are run, and learnt anew meanwhile; those that are not would seem too dear to be
+    tried."""
+    known, rng, paces = [a_shape(4, k) for k in range(6)], np.random.default_rng(1), []
+    times = learnt(known, steps=CELL_SIZE)
+    before = times.predict(known)
+    for i in range(8000):
+        shape = known[3] if rng.random() < 0.9 else known[0]
+        odd = factor if rng.random() < share else 1.0
+        times.add(shape, true_seconds(shape) * float(np.exp(rng.normal(0, 0.05))) * odd)
+        times.settle()
+        if i >= 4000 and times.pace is not None:
+            paces.append(times.pace)
+    assert np.mean(paces) == pytest.approx(1, abs=0.1)
+    assert times.predict(known) == pytest.approx(before, rel=0.15)
+
+
 def test_one_long_pause_hardly_changes_the_pace() -> None:
     times = learnt(steps=CELL_SIZE)
     before = times.predict(GRID)
