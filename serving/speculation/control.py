@@ -102,7 +102,7 @@ class Speculation:
         """The newest plan, sweeps left out."""
         self._batch = self._decided_for = self._num_decisions = 0
         self._num_since_decision = STEPS_PER_DECISION
-        self._probes = Probes()
+        self.probes = Probes()
         self._trials = Trials()
         self._worth = Worth()
         self._sweep = Sweep(settings.k_max, settings.proposers)
@@ -147,7 +147,7 @@ class Speculation:
 
     def give_back(self, stamp: Stamp) -> None:
         """The newest step ran nothing."""
-        self._probes.give_back(stamp.probe)
+        self.probes.give_back(stamp.probe)
         if stamp.reason == "sweep":
             self._sweep.give_back(stamp.plan)
 
@@ -163,13 +163,13 @@ class Speculation:
             return Stamp(self._resting_plan(), self.settings.mode)
         if self._is_decision_due(len(req_ids)):
             self._decide(req_ids, context)
-        if (probe := self._probes.take()) is not None:
+        if (probe := self.probes.take()) is not None:
             return Stamp(probe.plan, "probe", probe)
         return self._decided
 
     def _is_decision_due(self, batch: int) -> bool:
         is_old = self._num_since_decision >= STEPS_PER_DECISION or batch != self._decided_for
-        return batch > 0 and is_old and not self._probes.has_steps_left
+        return batch > 0 and is_old and not self.probes.has_steps_left
 
     def _decide(self, req_ids: Sequence[str], context: int) -> None:
         """Choose what the next few steps follow, by goodput; or begin a trial or a probe."""
@@ -252,7 +252,7 @@ class Speculation:
     def _learn_of_draft(self, step: StepSeen) -> None:
         num_tested, num_accepted = self.requests.learn(step)
         probe = step.proposed_by.probe
-        if self._probes.add_step(num_tested, num_accepted, probe):
+        if self.probes.add_step(num_tested, num_accepted, probe):
             assert probe is not None
             self._num_since_decision = STEPS_PER_DECISION
             if probe.surprise is not None:
@@ -263,12 +263,12 @@ class Speculation:
         self.requests.restart(predicted)
         self._worth.restart()
         self._num_since_decision = STEPS_PER_DECISION
-        self._probes.renew()
+        self.probes.renew()
 
     def force(self, plan: Plan | None) -> None:
         """Follow this plan whatever the goodput says; None = decide again."""
         self._forced = plan
-        self._probes.stop()
+        self.probes.stop()
         self._num_since_decision = STEPS_PER_DECISION
 
     def sweep(self, batch: int) -> None:
@@ -297,7 +297,7 @@ class Speculation:
             k=self.present.k,
             batch=self._batch,
             predicted_tokens_per_second=self.present.goodput,
-            num_probes=self._probes.num,
+            num_probes=self.probes.num,
             net=self.net.report(),
             num_cells=self.times.num_cells,
             pace=self.times.pace,
@@ -341,9 +341,9 @@ class Speculation:
         rate, proposer = max((each.goodput, each.proposer) for each in plans)
         share = WATCHED_SHARE if proposer == "memory" else PROBE_SHARE
         best_s = plan.seconds * plan.goodput / rate
-        if not self._probes.is_due(best_s, plan.seconds, self.requests.has_changed, share):
+        if not self.probes.is_due(best_s, plan.seconds, self.requests.has_changed, share):
             return False
-        self._probes.begin(plan, expected=float(load.draft_BG[:, 0].mean()))
+        self.probes.begin(plan, expected=float(load.draft_BG[:, 0].mean()))
         self.requests.set_caps(plan, req_ids, load)
         self._trials.note_use(load.batch, plan)
         return True

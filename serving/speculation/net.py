@@ -96,6 +96,11 @@ class NetWindows:
         self._windows = []
         self._next_at = self._clock() + self._wait()
 
+    def stop(self) -> None:
+        """Give up the windows under way: what comes after is not to be held against them."""
+        if self._windows:
+            self._windows, self._next_at = [], self._clock() + self._wait()
+
     def report(self) -> NetGain:
         """What speculation has gained so far."""
         logs = [math.log(ratio) for ratio in self._ratios]

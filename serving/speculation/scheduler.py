@@ -233,8 +233,13 @@ class Controlled(Undrafted):
     def _osd_hold(self, is_held: bool) -> None:
         """Held, the engine speculates as vLLM would by itself: with its largest k, and nothing is
         decided or learnt. Requests are still known, so that it can be let go at any time."""
+        if is_held == self._osd_is_held:
+            return
         self._osd_proposals.let_go()
-        if self._osd_is_held and not is_held:
+        # Steps that end while it is held are never observed.
+        self.osd.probes.stop()
+        self.osd.net.stop()
+        if not is_held:
             plan = Plan("draft", self._osd_resting_k)
             self._osd_proposed_by = Stamp(plan, HELD)
             self._osd_drafting = DraftWork(plan.passes)

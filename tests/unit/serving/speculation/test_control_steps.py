@@ -671,7 +671,7 @@ def test_a_probe_waits_until_a_net_window_is_over() -> None:
     control, clock = with_net_windows()
     while not control.net.is_off():
         planned_by(clock, control, 1)
-    control._probes.begin(Plan("draft", 1), 0.9)
+    control.probes.begin(Plan("draft", 1), 0.9)
     assert planned_by(clock, control, 3 + 16) == ["off"] * 19
     assert planned_by(clock, control, 4) == ["draft 1"] * 3 + ["draft 2"]
 

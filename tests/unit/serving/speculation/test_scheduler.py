@@ -19,7 +19,7 @@ from osd.records import encode
 from serving.speculation.control import Settings, Speculation, settings_of
 from serving.speculation.goodput import OFF, Plan
 from serving.speculation.memory.elsewhere import proposals_of
-from serving.speculation.probes import PROBE_STEPS
+from serving.speculation.probes import MIN_STEPS_TO_PROBE, PROBE_STEPS
 from serving.speculation.proposals import memory_of, scope
 from serving.speculation.requests import whole_number
 from serving.speculation.scheduler import (
@@ -1052,16 +1052,16 @@ def test_a_step_that_runs_nothing_takes_nothing_of_a_probe_or_a_sweep() -> None:
     bench.step()
     assert bench.osd.num_sweep_steps_left == left - 1
     bench.osd.end_sweep()
-    bench.osd._probes.begin(Plan("draft", 2), 0.5)
+    bench.osd.probes.begin(Plan("draft", 2), 0.5)
     bench.scheduler.running.clear()
     for _ in range(5):
         bench.give(bench.scheduler.schedule())
     bench.scheduler.running += bench.scheduler.requests.values()
     for _ in range(PROBE_STEPS):
-        assert bench.osd._probes._probe is not None
+        assert bench.osd.probes._probe is not None
         bench.step({"a": [1]})
     bench.step({"a": [50, 51, 1]})
-    assert bench.osd._probes._probe is None, "all of it was tested"
+    assert bench.osd.probes._probe is None, "all of it was tested"
 
 
 def test_drafts_are_cut_to_what_a_client_allows() -> None:
@@ -1368,6 +1368,50 @@ def test_an_engine_is_let_go_and_held_again_while_it_runs(is_async: bool) -> Non
     assert bench.step().num_spec_tokens_to_schedule == K
     assert len(bench.osd.seen) == num_seen + 1
     assert bench.command("report")["problem"] == ""
+
+
+@pytest.mark.parametrize("num_drafting", [1, PROBE_STEPS])
+def test_a_probe_under_way_does_not_keep_others_from_coming_when_it_was_held(
+    num_drafting: int,
+) -> None:
+    """Its last steps are never seen, so it would never end."""
+    bench = Bench()
+    bench.add("a")
+    bench.osd.probes.begin(Plan("draft", 1), expected=0.5)
+    for _ in range(num_drafting):
+        bench.step()
+        assert bench.seen.stamp.reason == "probe"
+    for is_held in (True, False):
+        bench.command("hold", is_held)
+        bench.step()
+    assert bench.seen.stamp.reason != "probe"
+    for _ in range(MIN_STEPS_TO_PROBE):
+        bench.osd.probes.add_step(0, 0, None)
+    assert bench.osd.probes.is_due(0.01, 0.01)
+
+
+def test_what_came_before_it_was_held_is_not_held_against_what_comes_after() -> None:
+    bench = Bench(net_interval_seconds=1e-9, net_window_seconds=STEP_S)
+    bench.add("a")
+    while not bench.osd.net.is_off():
+        bench.step()
+    for is_held in (True, False):
+        bench.command("hold", is_held)
+    assert bench.osd.net.newest is None
+
+
+def test_what_is_not_held_is_let_go_without_a_change() -> None:
+    """The deployment says so again whenever anything else of its terms changes."""
+    bench = Bench()
+    bench.add("a", prompt=[1, 2, 3] * 8)
+    bench.command("force", ["memory", 3])
+    for _ in range(4):
+        bench.step({"a": [1]})
+        bench.step({"a": [2]})
+        bench.step({"a": [3]})
+    bench.command("hold", False)
+    bench.step({"a": [1]})
+    assert bench.seen.from_memory == {"a"}
 
 
 def test_the_memory_does_not_go_on_when_it_is_held() -> None:
