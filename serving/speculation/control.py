@@ -343,7 +343,8 @@ class Speculation:
         best_s = plan.seconds * plan.goodput / rate
         if not self.probes.is_due(best_s, plan.seconds, self.requests.has_changed, share):
             return False
-        self.probes.begin(plan, expected=float(load.draft_BG[:, 0].mean()))
+        tested_BG = load.draft_BG[load.allowed_B > 0]  # the others' clients allow nothing
+        self.probes.begin(plan, expected=float(tested_BG[:, 0].mean()))
         self.requests.set_caps(plan, req_ids, load)
         self._trials.note_use(load.batch, plan)
         return True

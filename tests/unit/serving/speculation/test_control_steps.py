@@ -591,6 +591,34 @@ def test_a_probe_is_a_surprise_only_against_what_was_thought_of_all_its_requests
     assert after == pytest.approx(before, abs=0.1), "what was known is still believed"
 
 
+def test_those_who_get_no_draft_are_not_thought_to_fail_in_a_probe() -> None:
+    """Beside many of them, what was known of the others would be a surprise, and void."""
+    control = profiled(
+        Settings(k_max=K_MAX, proposers=("draft",)), lambda b, t, p: 0.01 + 0.001 * p
+    )
+    drafted = {"good": 2, "bad": 0, "worse": 0}
+    for req_id, accepted in drafted.items():
+        control.begin(req_id)
+        for _ in range(30):
+            step(control, {req_id: (2, accepted)})
+    req_ids = [*drafted, *(f"none{i}" for i in range(17))]
+    for req_id in req_ids[len(drafted) :]:
+        control.begin(req_id, client_cap=0)
+    while not control.report().num_probes:
+        planned(control, req_ids, 1)
+    before = of_draft(control, *drafted)[:, 0]
+    assert before[0] > 0.7 and before[1:].max() < 0.2
+    for _ in range(PROBE_STEPS):
+        probe = control._newest
+        control.plan(req_ids, 2000)
+        some = [*drafted], [1] * 3, [1, 0, 0]
+        seen = seen_by(control, *some, "draft", 0, 300, False, 0.01, [100] * 3)
+        seen.proposed_by = probe
+        control.observe(seen)
+    after = of_draft(control, *drafted)[:, 0]
+    assert after == pytest.approx(before, abs=0.1), "what was known is still believed"
+
+
 def test_a_probe_that_is_never_right_leaves_what_was_known() -> None:
     control = profiled(Settings(k_max=K_MAX, proposers=("draft",), predicted=0.9))
     control.begin("a")
