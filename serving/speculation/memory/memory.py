@@ -216,9 +216,11 @@ class Memory:
         for request, tokens in step:
             first = request.num_tokens
             request.append(tokens, self.k)
-            if request.num_own < first:  # its prompt is still being remembered
+            # Those that leave nothing are not remembered faster than they can be taken out.
+            may_learn = request.is_kept or not self._leaving
+            if may_learn and request.num_own < first:  # its prompt is still being remembered
                 self._remember_own(request, first)
-            learns.append(request.num_own == first)
+            learns.append(may_learn and request.num_own == first)
             if learns[-1]:
                 request.num_own = request.num_tokens
             all_tokens += tokens

@@ -225,6 +225,27 @@ def test_what_leaves_nothing_is_taken_out_a_few_tokens_a_step() -> None:
     assert not holds(one, SECRET) and contents(one._own) == {}
 
 
+def test_however_many_leave_nothing_they_are_gone_soon_after() -> None:
+    """An engine nothing of which is captured would hold ever more of what it served."""
+    one = memory()
+    one.begin("other", [1])
+    for step in range(30):
+        names = [f"{step} {n}" for n in range(16)]
+        for name in names:
+            one.begin(name, SECRET, is_kept=False)
+        for some in (SECRET[:2], SECRET[2:]):
+            one.advance_all([(name, some) for name in names])
+        for name in names:
+            one.end(name)
+        one.work()
+    for _ in range(2 * len(names) * len(SECRET) // TOKENS_PER_STEP[False]):
+        one.work()
+    assert not holds(one, SECRET) and contents(one._own) == {}
+    one.begin("next", [1, *SECRET], is_kept=False)
+    one.advance("next", [4, *SECRET[:2]])
+    assert one.propose("next", 3).tokens == SECRET[2:5], "it is proposed its own words again"
+
+
 def test_what_waits_is_forgotten_with_the_rest() -> None:
     """Answers that are not remembered yet, and requests of which not all is taken out."""
     one = memory()
