@@ -43,6 +43,9 @@ OWN_SHARE = 0.25
 TOKENS_PER_STEP = {True: 1024, False: 64}
 """Tokens of prompts that are remembered in one step, and as many of earlier answers, or that are
 taken out again, compiled or not: some 2 ms."""
+IDLE = 16
+"""So many times as much is taken out where no request runs. Little is asked of an idle engine: what
+is left then would stay for as long as nobody comes."""
 CACHE_LINE = 64
 """Bytes."""
 SLOTS = 16
@@ -190,7 +193,8 @@ class Memory:
     def work(self) -> None:
         """Take out what is left of requests that have gone, and remember some of the earlier
         answers: to be called once a step, and now and then between steps."""
-        left = self._num_per_step - self._take_out(self._num_per_step)
+        most = self._num_per_step * (1 if self._requests else IDLE)
+        left = self._num_per_step - self._take_out(most)
         while self._waiting and left > 0:
             token_T, done, scope = self._waiting.popleft()
             end = min(done + left, len(token_T))

@@ -185,6 +185,8 @@ class RankMemory:
             self._unread.append(set(output.finished_req_ids))
         # The newest may still be on its way. Where nothing runs, there is nothing to wait for.
         self._read(self._newest if output.num_scheduled_tokens else len(self._unread))
+        if not output.num_scheduled_tokens:
+            self._memory.work()  # there may be no other step for long
         for req_id, tokens in begun(output):
             for one in self._unread:  # of another one of this name, or of before it was preempted
                 one.discard(req_id)

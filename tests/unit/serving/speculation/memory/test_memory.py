@@ -212,15 +212,19 @@ def test_the_prompts_of_many_requests_are_remembered_a_few_tokens_a_step_togethe
     assert one.propose("r7", 3).tokens == [72, 73, 74]
 
 
-def test_what_leaves_nothing_is_taken_out_a_few_tokens_a_step() -> None:
-    """Also where the engine is idle."""
-    one = memory()
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_what_leaves_nothing_is_taken_out_a_few_tokens_a_step(is_idle: bool) -> None:
+    """More where the engine is idle, whose memory is hardly asked for anything."""
+    one, num_tokens = memory(), len(SECRET) * 60
+    if not is_idle:
+        one.begin("other", [1])
     one.begin("a", SECRET * 60, is_kept=False)
-    while one._requests["a"].num_own < 6 * 60:
+    while one._requests["a"].num_own < num_tokens:
         one.advance("a", [1])
     one.end("a")
-    assert holds(one, SECRET[3:]), "it takes more than one step"
-    for _ in range(len(SECRET) * 60 // TOKENS_PER_STEP[False] + 1):
+    one.work()
+    assert holds(one, SECRET[3:]) is not is_idle, "where others wait, it takes more than one step"
+    for _ in range(num_tokens // TOKENS_PER_STEP[False]):
         one.work()
     assert not holds(one, SECRET) and contents(one._own) == {}
 

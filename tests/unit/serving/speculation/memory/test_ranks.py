@@ -371,6 +371,16 @@ def test_what_is_not_kept_leaves_nothing_and_scopes_are_apart() -> None:
     assert proposed_by(ranks.memory, [99], TEXT[:3], "tenant") == TEXT[3:7]
 
 
+def test_what_is_not_kept_is_gone_when_the_engine_has_nothing_else_to_do() -> None:
+    ranks = Ranks(1)
+    ranks.step({"a": [5]}, new={"a": list(range(100, 700))}, begun=Begun("all", False))
+    for _ in range(12):
+        ranks.step({"a": [6]})
+    assert (ranks.memory._own.key_E >= 0).any()
+    ranks.step({}, finished={"a"})
+    assert not (ranks.memory._own.key_E >= 0).any()
+
+
 def test_what_is_on_its_way_when_another_request_of_the_name_begins_is_not_its() -> None:
     ranks = Ranks()
     ranks.step({"a": [71]}, new={"a": [1, 2]}, begun=Begun("tenant", True))
