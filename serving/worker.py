@@ -122,7 +122,9 @@ class WorkerExtension:
             self.osd_off, "swap", lambda: self.osd_make_swapper(release)
         ) or Unswappable(release.version, self.osd_off["swap"])
         first = self.osd_swapper.first_report()
-        self.osd_undrafted_problem = sample_undrafted(runner)
+        if getattr(self, "osd_undrafted_problem", "not tried"):
+            # It wraps the sampler, and must not wrap it again when what follows is refused.
+            self.osd_undrafted_problem = sample_undrafted(runner)
         self.osd_hook = None
         if self.osd_is_first_rank:
             self.osd_start_capture(release, options)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from osd.config.schema import CaptureConfig
-from osd.errors import SwapError
+from osd.errors import OSDError, SwapError
 from osd.records import DraftRelease, RankReport, StagingReport, WorkerReport, decode, encode
 from serving import worker as of_worker
 from serving.speculation.sleep.awake_note import AwakeNote
@@ -452,3 +452,28 @@ def test_hooks_that_are_refused_are_an_answer_and_may_be_asked_for_again(
     assert decode(made.osd_start("{}"), RankReport) == RankReport(version=7)
     assert decode(made.osd_start("{}"), RankReport) == RankReport(version=7)
     assert made.num_installed == 2, "once they are there, they are not installed again"
+
+
+def test_the_sampler_is_wrapped_once_however_often_the_rest_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attached engine tries again for as long as it serves, and each wrap is a call more in
+    every step."""
+    draft = torch.nn.LayerNorm(4)
+    release = written(tmp_path, {n: t.detach() for n, t in draft.named_parameters()})
+    made, wrapped = starting(draft), []
+    problems = iter(["requests are running already", ""])
+    monkeypatch.setattr(
+        of_worker, "sample_undrafted", lambda runner: wrapped.append(runner) or next(problems)
+    )
+
+    def refusing_sink(settings: dict[str, Any]) -> Any:
+        raise OSDError("there is no such buffer")
+
+    open_sink, made.osd_open_sink = made.osd_open_sink, refusing_sink
+    settings = trace_settings(release, CaptureConfig(), k=4, sink={}, target_id="t")
+    for _ in range(4):
+        assert decode(made.osd_start(settings), RankReport).refused == "there is no such buffer"
+    made.osd_open_sink = open_sink
+    assert decode(made.osd_start(settings), RankReport).refused == made.osd_undrafted() == ""
+    assert wrapped == [made.model_runner] * 2, "until it goes well"
