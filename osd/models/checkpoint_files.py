@@ -22,6 +22,8 @@ INDEX = "model.safetensors.index.json"
 CHUNK = 16 << 20
 """Bytes held in memory at a time."""
 ALIGNMENT = 8
+LFS_POINTER = b"version "
+"""The first 8 bytes of what stands for a large file where Git LFS did not bring it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     for file in weight_files(directory):
         try:
             found |= _read_header(file)
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
             raise ConfigError(
                 f"{file}: not a safetensors file that can be read ({error}); copy the draft again"
             ) from None
@@ -97,8 +99,14 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     with file.open("rb") as data:
-        (length,) = struct.unpack("<Q", data.read(8))
+        if (begin := data.read(8)) == LFS_POINTER:
+            raise ValueError("it is a pointer of Git LFS, for which `git lfs pull` gets the file")
+        (length,) = struct.unpack("<Q", begin)
+        if length > file.stat().st_size:  # as of any other file: no memory holds so much
+            raise ValueError("its header is longer than the file")
         header = json.loads(data.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no mapping")
     found = {}
     for name, entry in header.items():
         if name != "__metadata__":
