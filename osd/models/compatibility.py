@@ -25,6 +25,8 @@ CONTEXT_KEYS = (
 """Keys of `config.json` for the context length. vLLM takes the smallest."""
 LAYER_OF_A_HEAD = "transformer_layer_config"
 """Key of `config.json` under which heads of speculators hold the keys of a model."""
+PARTS = (LAYER_OF_A_HEAD, "text_config", "eagle_config")
+"""Keys of `config.json` that hold more keys."""
 NAMES = ("architectures", "model_type")
 """Keys that say what a model is. Those of its layer do not say what a head is."""
 UNSCALED_ROPE = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
@@ -150,12 +152,15 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path}: cannot be read ({error}); give a model in Hugging Face format"
         ) from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: is no mapping; give a model in Hugging Face format")
+    for key in PARTS:
+        if not isinstance(config.get(key) or {}, dict):
+            raise ConfigError(f"{path}: {key} is no mapping; give a model in Hugging Face format")
     layer, text = (config.get(key) or {} for key in (LAYER_OF_A_HEAD, "text_config"))
     of_layer = {key: value for key, value in layer.items() if key not in NAMES}
     return {**of_layer, **config, **text}

@@ -139,7 +139,7 @@ def _check_layer(layer: Mapping[str, Any], where: Path) -> None:
 
 def _number(layer: Mapping[str, Any], key: str, where: Path) -> int:
     value = layer.get(key)
-    if not isinstance(value, int):
+    if not isinstance(value, int) or value < 1:
         raise ConfigError(
             f"{where / 'config.json'}: has no {key}; give a head as SpecForge or speculators save "
             "it"

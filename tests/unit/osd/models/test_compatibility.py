@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 
 from osd.config.schema import Config
 from osd.errors import ConfigError
-from osd.models.compatibility import check_pair, context_length
+from osd.models.compatibility import check_pair, context_length, read_config
 from osd.service.plan import max_model_len
 
 WORDS = ["a", "b", "c", "d"]
@@ -181,6 +181,23 @@ def test_the_served_context_is_the_one_the_engine_is_told(key: str) -> None:
 )
 def test_a_context_is_counted_as_vllm_counts_it(config: dict[str, Any], length: int | None) -> None:
     assert context_length(config) == length
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[" * 100_000, "cannot be read (maximum recursion depth exceeded"),
+        ("[]", "is no mapping"),
+        ('{"text_config": "text"}', "text_config is no mapping"),
+        ('{"transformer_layer_config": [1]}', "transformer_layer_config is no mapping"),
+    ],
+)
+def test_a_configuration_that_is_none_is_named(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_config(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'config.json'}: {why}")
+    assert str(error.value).endswith("; give a model in Hugging Face format")
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

@@ -137,6 +137,8 @@ def test_a_tokenizer_of_its_own_is_compared(target: Path, tmp_path: Path) -> Non
         ({"draft_vocab_size": 30}, "lm_head.weight has shape [40, 32], not [30, 32]"),
         ({"intermediate_size": None}, "has no intermediate_size"),
         ({"num_attention_heads": None}, "has no num_attention_heads"),
+        ({"num_attention_heads": 0}, "has no num_attention_heads"),
+        ({"eagle_config": "true"}, "config.json: eagle_config is no mapping"),
     ],
 )
 def test_a_configuration_that_does_not_fit(
