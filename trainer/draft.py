@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from osd.common.memory import has_run_out
 from osd.common.model_directory import digests
-from osd.errors import ConfigError, ReleaseError
+from osd.errors import ConfigError, OSDError, ReleaseError
 from osd.models import eagle3
 from osd.models.compatibility import read_config
 from trainer import adapter
@@ -129,8 +129,9 @@ def load_draft(path: str | Path, features: TargetFeatures | None = None) -> Draf
             hf = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, local_files_only=True
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError, ConfigError) as error:
-        if has_run_out(error):
+    except Exception as error:  # transformers and its quantisers raise many types
+        is_told = isinstance(error, OSDError) and not isinstance(error, ConfigError)
+        if is_told or has_run_out(error):
             raise
         raise ReleaseError(
             f"{path}: not a draft model that can be loaded ({first_line(error)})"

@@ -91,7 +91,13 @@ def checkpoint_tensors(directory: Path) -> dict[str, tuple[Path, torch.dtype]]:
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
-                found[name] = (file, _DTYPES[opened.get_slice(name).get_dtype()])
+                dtype = opened.get_slice(name).get_dtype()
+                if dtype not in _DTYPES:
+                    raise ReleaseError(
+                        f"{file}: {name} is {dtype}, which the trainer cannot read; use a draft "
+                        "that is not quantised"
+                    )
+                found[name] = (file, _DTYPES[dtype])
     return found
 
 

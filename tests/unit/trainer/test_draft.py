@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +162,34 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
     weights = (base / "model.safetensors").read_bytes()
     (base / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     with pytest.raises(ReleaseError, match="not a draft model that can be loaded"):
+        load_draft(base)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},  # needs a package
+        {"hidden_act": "nonsense"},
+        {"vocab_size": "96"},
+        {"num_attention_heads": 0},
+    ],
+)
+def test_whatever_transformers_raises_is_one_line(keys: dict[str, Any], tmp_path: Path) -> None:
+    base = save_draft(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | keys))
+    with pytest.raises(ReleaseError, match="not a draft model that can be loaded") as error:
+        load_draft(base)
+    assert "\n" not in str(error.value)
+
+
+def test_a_draft_in_eight_bits_is_refused(tmp_path: Path) -> None:
+    base = save_draft(tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ReleaseError, match=f"{name} is F8_E4M3, which the trainer cannot read"):
         load_draft(base)
 
 
