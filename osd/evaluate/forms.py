@@ -17,6 +17,7 @@ The form is told by its keys, and that of InstructCoder by the file's name too, 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -102,7 +103,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
         raise ConfigError(f"--data: {path} line {line}: not UTF-8 text") from None
     if path.suffix == ".csv":
         csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # no field is longer
-        reader = csv.DictReader(text.splitlines(keepends=True))
+        reader = csv.DictReader(io.StringIO(text, newline=""))  # other separators are text
         yield from ((f"{path} line {reader.line_num}", row) for row in reader)
     elif path.suffix == ".json":
         yield from _items(path, text)

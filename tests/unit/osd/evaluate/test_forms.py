@@ -122,3 +122,10 @@ def test_a_field_may_be_long(tmp_path: Path) -> None:
     article = "word " * 40_000 + "end"
     (tmp_path / "x.csv").write_text(f'article,highlights\n"{article}",short\n')
     assert asked(str(tmp_path / "x.csv")) == [f"Summarize this article:\n\n{article}"]
+
+
+def test_separators_of_unicode_end_no_row_of_a_csv(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("problem,answer\nfirst\u2028second\x0cthird,7\r\nlast,8\r\n")
+    first, last = asked(str(tmp_path / "x.csv"))
+    assert first.startswith("first\u2028second\x0cthird\n\nPut the final answer")
+    assert last.startswith("last\n\nPut the final answer")
