@@ -188,7 +188,8 @@ class Evaluation:
 
     def _context(self) -> int:
         own = context_length(read_config(self._models.target)) or USUAL_CONTEXT
-        return int(self._vllm.get("max_model_len") or own)
+        given = self._vllm.get("max_model_len")
+        return given if isinstance(given, int) and given > 0 else own
 
     def _settings(self, requests: Sequence[Request]) -> dict[str, Any]:
         """What must be the same for runs to be compared."""

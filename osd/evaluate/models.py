@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from osd.config.schema import Config
+from osd.config.serving import argument
 from osd.errors import ConfigError
 from osd.evaluate.plan import Models
 from osd.models.compatibility import check_target, read_config, vocab_size
@@ -30,7 +31,8 @@ def find(config: Config, head: str) -> Models:
         raise ConfigError(
             f"--draft: {serving.draft} is an EAGLE-3 head, as {HEAD} is; give one head alone"
         )
-    context = serving.vllm.get("max_model_len")
+    given = argument(serving.vllm, "max_model_len")
+    context = given if isinstance(given, int) else None
     if draft is not None:
         check_fit(target, draft, context)
     if own_head is not None:

@@ -20,11 +20,11 @@ from osd.errors import ConfigError, OSDError
 from osd.evaluate.child import since
 from osd.evaluate.command import BUILT_IN_VLLM, Asked, Evaluation, Say, environment_of, run_child
 from osd.evaluate.forms import Question
-from osd.evaluate.models import fitted
+from osd.evaluate.models import find, fitted
 from osd.evaluate.plan import Load, Models, Plan
 from osd.evaluate.requests import choose, encode, stop_tokens
 from osd.evaluate.runs import Counters, Request, write
-from osd.models.compatibility import read_config
+from osd.models.compatibility import context_length, read_config
 from tests.support.evaluations import REQUESTS, run_of, served, step
 from tests.support.heads import write_head
 from tests.support.pairs import Pair, build_pair, tokenizer
@@ -258,15 +258,36 @@ def test_an_engine_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
     assert "directory" in str(error.value)  # which the job lacks
 
 
-def evaluation_of(pair: Pair, directory: Path, warn: Say = print) -> Evaluation:
+def evaluation_of(
+    pair: Pair, directory: Path, warn: Say = print, vllm: dict[str, Any] | None = None
+) -> Evaluation:
     """Of one request by nobody."""
     data = write_data(directory, {"prompt": "t20"})
+    serving = {"target": str(pair.target), "vllm": vllm or {}}
     asked = Asked(
-        config=Config.model_validate({"serving": {"target": str(pair.target)}}), data=(data,),
+        config=Config.model_validate({"serving": serving}), data=(data,),
         form=None, traffic={}, num_requests=1, max_tokens=8, seed=0, out=directory / "out",
     )  # fmt: skip
     plan = Plan(methods=("none",), lengths=(1,), loads=(Load(streams=1),))
     return Evaluation(asked, Models(target=pair.target), plan, warn)
+
+
+@pytest.mark.parametrize("key", ["max_model_len", "max-model-len"])
+def test_the_context_is_the_one_the_engine_is_told(key: str, pair: Pair, tmp_path: Path) -> None:
+    own = context_length(read_config(pair.target))
+    for length, context in ((16, 16), (-1, own), ("auto", own)):
+        found = evaluation_of(pair, tmp_path, vllm={key: length})
+        assert found._context() == context
+
+
+@pytest.mark.parametrize("key", ["max_model_len", "max-model-len"])
+def test_a_draft_may_have_the_context_that_is_served(key: str, pair: Pair, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(pair.draft, draft)
+    tree = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(tree | {"max_position_embeddings": 32}))
+    serving = {"target": str(pair.target), "draft": str(draft), "vllm": {key: 32}}
+    assert find(Config.model_validate({"serving": serving}), "").draft == draft
 
 
 def test_who_stops_it_is_told_how_it_goes_on(pair: Pair, tmp_path: Path) -> None:
