@@ -66,7 +66,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             "each)"
         )
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ConfigError(f"--prompts: {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
@@ -86,6 +86,6 @@ def _from_text(path: Path, number: int, line: str) -> Prompt:
 def _from_json(path: Path, number: int, line: str) -> Prompt:
     try:
         return msgspec.json.decode(line, type=Prompt)
-    except msgspec.MsgspecError as error:  # also for the errors of `__post_init__`
+    except (msgspec.MsgspecError, RecursionError) as error:  # also those of `__post_init__`
         form = '{"prompt": "..."} or {"messages": [...]}, with "domain" and "max_tokens" if wanted'
         raise ConfigError(f"--prompts: {path} line {number}: {error}; a line is {form}") from None

@@ -371,6 +371,12 @@ def test_prompts_as_text(tmp_path: Path) -> None:
     assert [p.prompt for p in read_prompts(tmp_path / "p.txt")] == ["one", "two"]
 
 
+def test_a_mark_of_byte_order_is_no_part_of_the_first_prompt(tmp_path: Path) -> None:
+    for name, text in (("p.txt", "one\n"), ("p.jsonl", '{"prompt": "one"}\n')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert [p.prompt for p in read_prompts(tmp_path / name)] == ["one"]
+
+
 def test_prompts_as_json(tmp_path: Path) -> None:
     lines = [
         '{"prompt": "a", "domain": "sql", "max_tokens": 7}',
@@ -394,6 +400,10 @@ def test_prompts_as_json(tmp_path: Path) -> None:
         ),
         ('{"prompt": 3}', "Expected `str`, got `int`"),
         ('{"prompt": "a", "max_tokens": -1}', "max_tokens=-1 must be at least 1"),
+        (
+            '{"messages": [{"role": "a", "content": [{"b": ' + "[" * 100_000,
+            "maximum recursion depth exceeded",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
