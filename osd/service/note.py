@@ -16,6 +16,9 @@ import psutil
 from osd.common.files import replace_file
 from osd.errors import ConfigError
 
+SAME_S = 1.0
+"""Two processes of one id do not begin so close to each other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -23,7 +26,7 @@ class Running:
 
     Example:
         Running(deployment="default", pid=4242, service_url="http://127.0.0.1:8000",
-                control_url="http://127.0.0.1:8001", token="...")
+                control_url="http://127.0.0.1:8001", token="...", begun_s=8123.4)
     """
 
     deployment: str
@@ -32,6 +35,16 @@ class Running:
     """"" where engines of others serve."""
     control_url: str
     token: str
+    begun_s: float | None = None
+    """As `begun_s`; tells the process from a later one with the same id. None = not known."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs, and is not another that was given its id."""
+        if not is_alive(self.pid):
+            return False
+        now = begun_s(self.pid)
+        return self.begun_s is None or now is None or abs(now - self.begun_s) < SAME_S
 
 
 def addresses(service_url: str, control_url: str) -> str:
@@ -61,7 +74,8 @@ def write(running: Running) -> Path:
                 f"{folder}: belongs to another user or is open to others; set OSD_RUNTIME_DIR"
             )
         path = folder / f"{running.deployment}.json"
-        replace_file(path, json.dumps(asdict(running)).encode())
+        noted = asdict(running) | {"begun_s": begun_s(running.pid)}
+        replace_file(path, json.dumps(noted).encode())
     except OSError as error:
         raise ConfigError(
             f"{folder}: cannot be written ({error.strerror}); set OSD_RUNTIME_DIR"
@@ -83,7 +97,7 @@ def find_all() -> list[Running]:
             running = Running(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             continue
-        if is_alive(running.pid):
+        if running.is_alive:
             found.append(running)
     return found
 
@@ -99,6 +113,16 @@ def is_alive(pid: int) -> bool:
     except (OSError, psutil.Error):
         return False
     return status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def begun_s(pid: int) -> float | None:
+    """Seconds from the machine's start to that of a process, which no change of the clock alters;
+    None where there is no such process."""
+    boot = psutil.boot_time()
+    try:
+        return psutil.Process(pid).create_time() - boot
+    except psutil.Error:
+        return None
 
 
 def refuse_second(deployment: str) -> None:

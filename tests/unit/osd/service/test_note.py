@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -63,6 +64,21 @@ def test_a_url_alone_is_enough_where_the_note_has_its_token(
         ConfigError, match="http://elsewhere:2: this wants the admin token; set OSD_TOKEN"
     ):
         Client("http://elsewhere:2").admin("pause")
+
+
+def test_a_process_that_was_given_the_id_of_a_service_is_none(folder: Path) -> None:
+    """As in a container that was killed and is started again: its processes have the same ids."""
+    path = note.write(running("mine"))
+    assert [found.deployment for found in note.find_all()] == ["mine"]
+    left = json.loads(path.read_text())
+    left["begun_s"] -= 3600
+    path.write_text(json.dumps(left))
+    note.refuse_second("mine")
+    with pytest.raises(ConfigError, match="no deployment 'mine' of this user is running"):
+        note.find("mine")
+    del left["begun_s"]
+    path.write_text(json.dumps(left))
+    assert note.find("mine").token == "secret", "a note of an earlier version"
 
 
 def test_a_directory_open_to_others_is_refused(folder: Path) -> None:
