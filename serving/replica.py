@@ -21,7 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from osd.common.addresses import join
 from osd.config.schema import Config
+from osd.config.serving import argument
 from osd.errors import ConfigError
 from osd.exchange.registry import Registry
 from osd.records import DraftRelease
@@ -111,8 +113,9 @@ class Replica:
 
     @property
     def url(self) -> str:
-        scheme = "https" if self._config.serving.vllm.get("ssl_certfile") else "http"
-        return f"{scheme}://{self._config.serving.host}:{self._config.serving.port}"
+        serving = self._config.serving
+        scheme = "https" if argument(serving.vllm, "ssl_certfile") else "http"
+        return f"{scheme}://{join(serving.host, serving.port)}"
 
     def step_times(self) -> list[dict[str, Any]]:
         """Cells of measured step times; [] where speculation is not controlled."""

@@ -87,6 +87,7 @@ def attached_loop(engine: Any, args: Any, url: str, activity: Any) -> Any:
     processes but its first."""
     from osd.attach.arguments import ATTACHED_KEY
     from osd.attach.loop import AttachedLoop, Models
+    from osd.common.addresses import join
     from osd.exchange.registry import Registry
     from serving.vllm import attached, parts
     from serving.vllm.undrafted import refuse_undrafted
@@ -110,7 +111,7 @@ def attached_loop(engine: Any, args: Any, url: str, activity: Any) -> Any:
         redis_url=url,
         deployment=deployment,
         name=os.environ.get("OSD_REPLICA") or f"{socket.gethostname()}-{args.port}",
-        url=f"{scheme}://{host}:{args.port}",
+        url=f"{scheme}://{join(host, args.port)}",
         models=Models(*attached.models(engine)),
         built=built,
         activity=activity,

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from buffers import trace_stream
 from buffers.redis_stream import RedisTraceBuffer
+from osd.common.addresses import join
 from osd.common.backoff import Outage
 from osd.config.schema import Config, ControlConfig
 from osd.control.controller import Controller
@@ -68,7 +69,7 @@ def url_for_others(control: ControlConfig, private_url: str) -> str:
         named = urlsplit(private_url).hostname or ""
         is_reached = named and named not in EVERYWHERE and not is_loopback(named)
         host = named if is_reached else socket.gethostname()
-    return f"http://{f'[{host}]' if ':' in host else host}:{control.port}"
+    return f"http://{join(host, control.port)}"
 
 
 class ControlPlane:
@@ -116,7 +117,7 @@ class ControlPlane:
 
     @property
     def url(self) -> str:
-        return f"http://{self._config.control.host}:{self._config.control.port}"
+        return f"http://{join(self._config.control.host, self._config.control.port)}"
 
     def wait_ready(self) -> str:
         """Block until the control port answers; returns its URL. Raises the error of a failed

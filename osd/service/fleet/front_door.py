@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from buffers import guardian
+from osd.common.addresses import join
 from osd.common.files import replace_file
 from osd.errors import ConfigError, OSDError
 from osd.service.fleet.haproxy import configuration, find_program
@@ -66,8 +67,7 @@ class FrontDoor:
 
     @property
     def url(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"
+        return f"http://{join(self._host, self._port)}"
 
     @property
     def pid(self) -> int:

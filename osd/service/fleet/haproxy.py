@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from osd.common.addresses import join
 from osd.errors import ConfigError
 
 SESSION_HEADER = "X-Session-ID"
@@ -67,7 +68,7 @@ def _version(program: str) -> tuple[int, ...]:
 def configuration(host: str, port: int, replicas: Mapping[str, str]) -> str:
     """The file for a front door on `host:port` before replicas, name -> URL."""
     addresses = {name: _address(url) for name, url in replicas.items()}
-    sections = (_global(), _defaults(), _frontend(_join(host, port)), _backends(addresses))
+    sections = (_global(), _defaults(), _frontend(join(host, port)), _backends(addresses))
     return "\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
@@ -163,11 +164,7 @@ def _id(name: str) -> str:
 
 def _address(url: str) -> str:
     parts = urlsplit(url)
-    return _join(parts.hostname or "", parts.port or 80)
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join(parts.hostname or "", parts.port or 80)
 
 
 def _error(status: int, text: str) -> str:

@@ -217,3 +217,17 @@ async def test_graphs_of_every_k_are_asked_for_where_the_control_may_choose_it(
     table = asked.get("num_speculative_tokens_per_batch_size")
     assert (table is not None) == (runner == "1" and is_controlled)
     assert table is None or [k for _, _, k in table] == [8, *range(9)], "the memory's, too"
+
+
+@pytest.mark.parametrize(
+    ("host", "vllm", "url"),
+    [
+        ("::1", {}, "http://[::1]:8000"),
+        ("127.0.0.1", {"ssl_certfile": "/cert"}, "https://127.0.0.1:8000"),
+        ("gpu-2", {"ssl-certfile": "/cert"}, "https://gpu-2:8000"),
+    ],
+)
+def test_it_says_where_it_is(host: str, vllm: dict[str, str], url: str) -> None:
+    made: Any = Replica.__new__(Replica)
+    made._config = Config.model_validate({"serving": {"host": host, "vllm": vllm}})
+    assert made.url == url

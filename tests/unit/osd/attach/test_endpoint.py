@@ -180,3 +180,5 @@ async def test_its_name_is_its_host_and_port_or_what_it_is_given(
     here = SimpleNamespace(host="10.0.0.7", port=1, ssl_certfile="/cert")
     loop = attached_loop(engine(**BUILT), here, URL, Activity())
     assert (loop._name, loop._url) == ("left", "https://10.0.0.7:1")
+    here = SimpleNamespace(host="fd00::7", port=1, ssl_certfile=None)
+    assert attached_loop(engine(**BUILT), here, URL, Activity())._url == "http://[fd00::7]:1"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from osd.config.schema import ControlConfig
+from osd.config.schema import Config, ControlConfig
 from osd.control import plane
-from osd.control.plane import url_for_others
+from osd.control.plane import ControlPlane, url_for_others
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,12 @@ def test_engines_are_told_an_address_that_they_reach(
 ) -> None:
     monkeypatch.setattr(plane.socket, "gethostname", lambda: "head")
     assert url_for_others(ControlConfig(host=host, port=8001), private_url) == found
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("::1", "http://[::1]:8001"), ("127.0.0.1", "http://127.0.0.1:8001")]
+)
+def test_commands_are_told_an_address_that_can_be_read(host: str, url: str) -> None:
+    plane = ControlPlane.__new__(ControlPlane)
+    plane._config = Config(control=ControlConfig(host=host, port=8001))
+    assert plane.url == url
