@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from osd.errors import ConfigError, OSDError
+from osd.exchange.redis_url import is_loopback
 from osd.service import note
 
 R = TypeVar("R")
@@ -33,8 +34,10 @@ class Client:
         url = url or os.environ.get("OSD_URL")
         if url and not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url={url}: must begin with http://, like http://127.0.0.1:8001")
+        self._asks_proxies = False  # none stands between machines of a deployment
         if url:
             self.url = _checked(url)
+            self._asks_proxies = may_stand_behind_a_proxy(self.url)
             mine = (
                 running.token
                 for running in note.find_all()
@@ -88,7 +91,11 @@ class Client:
         try:
             headers = self._credentials()
             with httpx.stream(
-                "GET", self.url + path, headers=headers, timeout=SECONDS_BETWEEN_CHUNKS
+                "GET",
+                self.url + path,
+                headers=headers,
+                timeout=SECONDS_BETWEEN_CHUNKS,
+                trust_env=self._asks_proxies,
             ) as response:
                 if response.status_code >= 400:
                     response.read()
@@ -122,7 +129,9 @@ class Client:
         **kwargs: Any,
     ) -> Any:
         try:
-            response = httpx.request(method, self.url + path, timeout=timeout, **kwargs)
+            response = httpx.request(
+                method, self.url + path, timeout=timeout, trust_env=self._asks_proxies, **kwargs
+            )
         except httpx.HTTPError as error:
             raise OSDError(f"{self.url}: no answer ({error}); is the service running?") from None
         if response.status_code >= 400:
@@ -131,6 +140,11 @@ class Client:
             return response.json()
         except ValueError:
             raise OSDError(_stranger(response)) from None
+
+
+def may_stand_behind_a_proxy(url: str) -> bool:
+    """Whether the proxies that the environment names are to be asked: not for this machine."""
+    return not is_loopback(httpx.URL(url).host)
 
 
 def _checked(url: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from osd.client.http import may_stand_behind_a_proxy
 from osd.records import acceptance_rate
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -124,7 +125,11 @@ async def send(
     limits = httpx.Limits(max_connections=streams, max_keepalive_connections=streams)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with httpx.AsyncClient(
-        base_url=url, timeout=120, limits=limits, headers=headers
+        base_url=url,
+        timeout=120,
+        limits=limits,
+        headers=headers,
+        trust_env=may_stand_behind_a_proxy(url),
     ) as client:
 
         async def one_stream() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,7 +14,9 @@ import pytest
 from buffers import aof
 from buffers.redis_stream import READ_SECONDS
 from osd.client.http import Client
+from osd.client.load import send
 from osd.errors import ConfigError, OSDError
+from osd.service import note
 
 
 class Page(BaseHTTPRequestHandler):
@@ -47,6 +50,26 @@ def page() -> Iterator[str]:
 def test_another_server_is_told_in_one_line(page: str, path: str, status: int) -> None:
     with pytest.raises(OSDError, match=f"{page}{path}: answered {status}; is this the control"):
         Client(page).get(path)
+
+
+async def test_no_proxy_of_the_environment_stands_before_this_machine(
+    page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be sent the admin token, and reach another machine's port."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    note.write(note.Running("a", os.getpid(), "", page, "secret"))
+    for client in (Client(page), Client()):
+        with pytest.raises(OSDError, match="answered 200; is this the control port"):
+            client.get("/osd/status")
+        with client.stream("/osd/traces") as chunks:
+            assert b"".join(chunks) == b"<html>"
+    (answer,) = await send(page, [{"prompt": "a"}], streams=1)
+    assert answer.error.startswith("501"), "the page takes no POST"
+    with pytest.raises(OSDError, match="no answer"):
+        Client("http://elsewhere.example:8001").get("/osd/status")
 
 
 @pytest.mark.parametrize(
