@@ -61,6 +61,8 @@ class RayEngines:
         self.actors: list[Any] = []
         """All that run."""
         self._reasons: dict[str, str] = {}
+        self._asked_for: set[str] = set()
+        """Those whose reason was wanted since Ray was asked."""
         self._asked_at = -SECONDS_BETWEEN_QUESTIONS
         self._asking: threading.Thread | None = None
 
@@ -141,11 +143,13 @@ class RayEngines:
 
     def why_pending(self, name: str) -> str:
         is_asking = self._asking is not None and self._asking.is_alive()
-        now = time.monotonic()
+        now = self._clock()
+        self._asked_for.add(name)
         if not is_asking and now - self._asked_at >= SECONDS_BETWEEN_QUESTIONS:
             # Ray's head may be gone, and its answer never come.
             self._asked_at = now
-            self._asking = threading.Thread(target=self._ask_why, args=(name,), daemon=True)
+            names, self._asked_for = self._asked_for, set()
+            self._asking = threading.Thread(target=self._ask_why, args=(names,), daemon=True)
             self._asking.start()
         return self._reasons.get(name, "")
 
@@ -153,15 +157,12 @@ class RayEngines:
         """Where it was last, as it said itself. Raises `OSDError`."""
         return next((place for place in self._registry.places() if place.part == name), None)
 
-    def _ask_why(self, name: str) -> None:
+    def _ask_why(self, names: set[str]) -> None:
         config = self._plan.config
-        try:
-            place = self._place(name)
-        except OSDError:
-            return
-        self._reasons[name] = room.why_pending(
-            place, config.ray.replica_resource, config.serving.num_gpus
-        )
+        resource, num_gpus = config.ray.replica_resource, config.serving.num_gpus
+        with suppress(OSDError):
+            for name in names:
+                self._reasons[name] = room.why_pending(self._place(name), resource, num_gpus)
 
     def _log(self, started: Started) -> Path | Place:
         """Its log: a place where that may be on another machine."""

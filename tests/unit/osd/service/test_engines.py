@@ -191,6 +191,24 @@ def test_the_head_of_ray_is_asked_beside_and_not_too_often(
     assert len(asked) == 1
 
 
+def test_each_replica_that_waits_is_asked_for(
+    made: RayEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only the first, which may have a machine, and load for long."""
+    found = {"replica-0": "", "replica-1": "no machine has 'gpu' left"}
+    monkeypatch.setattr(made, "_place", lambda name: name)
+    monkeypatch.setattr(engines.room, "why_pending", lambda place, *_: found[place])
+    now = 100.0
+    monkeypatch.setattr(made, "_clock", lambda: now)
+    for _ in range(2):
+        for name in found:
+            made.why_pending(name)
+            assert made._asking is not None
+            made._asking.join(5)
+        now += engines.SECONDS_BETWEEN_QUESTIONS
+    assert {name: made.why_pending(name) for name in found} == found
+
+
 def test_an_end_is_not_waited_for(made: RayEngines, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end, ended = threading.Event(), threading.Event()
 
