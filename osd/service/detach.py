@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from osd.config.schema import Config
 from osd.errors import ConfigError, OSDError
 from osd.service import note
 
-SECONDS_TO_START = 900
+SECONDS_TO_START = 7200
+"""A large target may load for half an hour."""
 SECONDS_TO_STOP = 20
 
 
@@ -26,14 +28,24 @@ def serve_detached(config: Config, argv: Sequence[str], report: Callable[[str], 
     log = config.data_path / "serve.log"
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        output = log.open("w")
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     except OSError as error:
         raise OSDError(f"{log}: cannot be written ({error.strerror}); set data_dir") from None
     command = [sys.executable, "-m", "osd", *[a for a in argv[1:] if a != "--detach"]]
-    with output:
+    with open(descriptor, "wb") as output:
         child = subprocess.Popen(
             command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
         )
+    try:
+        _wait(child, config, log, report)
+    except BaseException:  # also Ctrl-C: nothing is to start unseen
+        child.terminate()
+        raise
+
+
+def _wait(
+    child: subprocess.Popen[bytes], config: Config, log: Path, report: Callable[[str], None]
+) -> None:
     deadline = time.monotonic() + SECONDS_TO_START
     while time.monotonic() < deadline:
         if child.poll() is not None:
@@ -46,7 +58,6 @@ def serve_detached(config: Config, argv: Sequence[str], report: Callable[[str], 
                 report(f"log: {log}    end it with `osd stop --deployment {config.deployment}`")
                 return
         time.sleep(0.2)
-    child.terminate()
     raise OSDError(f"the service was not ready after {SECONDS_TO_START} s; see {log}")
 
 

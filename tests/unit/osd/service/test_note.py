@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from osd.client.http import Client
 from osd.config.schema import Config
 from osd.errors import ConfigError
-from osd.service import note
+from osd.service import detach, note
 from osd.service.detach import serve_detached
 
 
@@ -104,6 +105,32 @@ def test_a_second_service_leaves_the_log_of_the_first_alone(folder: Path, tmp_pa
     with pytest.raises(ConfigError, match="runs already"):
         serve_detached(config, ["osd", "serve"], print)
     assert (tmp_path / "serve.log").read_text() == "serving"
+
+
+def test_a_detached_start_that_is_given_up_ends(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would begin to serve long after somebody pressed Ctrl-C."""
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(_: Any, **more: Any) -> subprocess.Popen[bytes]:
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **more))
+        return started[0]
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(detach.subprocess, "Popen", start)
+    monkeypatch.setattr(detach.time, "sleep", interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            serve_detached(Config(data_dir=str(tmp_path)), ["osd", "serve"], print)
+        monkeypatch.undo()
+        assert started[0].wait(10) == -signal.SIGTERM
+    finally:
+        started[0].kill()
+    assert stat.S_IMODE((tmp_path / "serve.log").stat().st_mode) == 0o600
 
 
 def test_a_dead_service_is_not_found_and_one_of_several_must_be_named(folder: Path) -> None:
