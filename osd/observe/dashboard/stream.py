@@ -23,22 +23,22 @@ MAX_STREAM_SECONDS = 600.0
 async def event_stream(
     fetch: Callable[[], Awaitable[list[Event]]], since: float, stopping: asyncio.Event
 ) -> AsyncIterator[bytes]:
-    """The events after `since` (Unix time), oldest first, as server-sent events, until `stopping`.
+    """The events after `since` (Unix time), as server-sent events, until `stopping`: oldest first,
+    but one of a part that tells it later, or whose clock is behind, when it comes.
 
-    The id of an event is its time, which a reconnecting client sends back as `Last-Event-ID`.
+    The id is the newest time so far, which a reconnecting client sends back as `Last-Event-ID`.
     """
     started = last_sent = time.monotonic()
     latest, seen = since, set[bytes]()
     yield b"retry: 1000\n\n"
     while not stopping.is_set() and time.monotonic() - started < MAX_STREAM_SECONDS:
-        for event in sorted(await fetch(), key=lambda event: event.at):
-            data = msgspec.json.encode(event)
-            if event.at < latest or event.at <= since or data in seen:
+        listed = [event for event in await fetch() if event.at > since]
+        before, seen = seen, {msgspec.json.encode(event) for event in listed}
+        for event in sorted(listed, key=lambda event: event.at):
+            if (data := msgspec.json.encode(event)) in before:
                 continue
-            if event.at > latest:
-                latest, seen = event.at, set()
-            seen.add(data)
-            last_sent = time.monotonic()
+            before.add(data)
+            latest, last_sent = max(latest, event.at), time.monotonic()
             yield b"id: %r\nevent: osd\ndata: %b\n\n" % (latest, data)
         if time.monotonic() - last_sent > KEEPALIVE_SECONDS:
             last_sent = time.monotonic()

@@ -23,6 +23,7 @@ from osd.errors import ConfigError, OSDError, ReleaseError, ReplayBufferError
 from osd.observe.dashboard import ControlServer, build_app
 from osd.observe.dashboard.app import MAX_POINTS, MAX_SPAN, resolve_span
 from osd.observe.dashboard.guard import Guard, is_loopback
+from osd.observe.dashboard.stream import event_stream
 from osd.observe.history import History
 from osd.observe.status import describe_replica
 from osd.records import (
@@ -1024,3 +1025,19 @@ async def test_stream_sends_each_new_event_once_and_never_holds_up_a_stop(
     server.should_exit = True
     await asyncio.wait_for(asyncio.gather(serving, listening), 4)
     assert [event["kind"] for event in got] == ["published", "swap_failed", "rollback"]
+
+
+async def test_stream_sends_an_event_that_comes_after_a_later_one() -> None:
+    """Parts tell theirs through Redis, and their clocks differ."""
+    stopping, later = asyncio.Event(), Event(at=10.5, kind="published", text="")
+    lists = [[later], [Event(at=10.0, kind="scaled", text=""), later]]
+
+    async def fetch() -> list[Event]:
+        if len(lists) == 1:
+            stopping.set()
+        return lists.pop(0)
+
+    chunks = [chunk async for chunk in event_stream(fetch, 1.0, stopping)]
+    told = [chunk for chunk in chunks if chunk.startswith(b"id")]
+    assert [b"published" in chunk for chunk in told] == [True, False]
+    assert [chunk.split(b"\n")[0] for chunk in told] == [b"id: 10.5"] * 2, "never backwards"
