@@ -1,8 +1,5 @@
 """The plain parts as Ray actors. Each runs in a process of its own, logs to a file, and is
-restarted when it dies.
-
-These classes only build a part inside its process. They make no decisions.
-"""
+restarted when it dies. These classes only build it there, and make no decisions."""
 
 from __future__ import annotations
 
@@ -126,6 +123,7 @@ class ReplicaActor:
         log_dir: str,
         home: str,
     ) -> None:
+        os.environ.update(config.serving.env)  # with what is secret
         registry = Registry(redis_url, config.deployment)
         begin_log(Path(log_dir), name, registry)
         server.prepare_environment()

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from osd.config.schema import Config
+from osd.config.secrets import SECRET
 from osd.errors import AwayError, ConfigError, OSDError
 from osd.records import Place
 from osd.service.ray_watch import RayWatch, patience
 from osd.service.reaper import Reaper
 from osd.service.reasons import last_line, reason_from_log, refused
 
-API_KEY = "VLLM_API_KEY"
-"""Environment variable from which vLLM takes the key that clients must show."""
 OBJECT_STORE_BYTES = 128 << 20
 SECONDS_TO_ANSWER = 30.0
 SECONDS_FOR_A_REASON = 3.0
@@ -51,13 +50,14 @@ def start_ray(config: Config, stack: ExitStack) -> RayWatch:
         "logging_level": logging.ERROR,
     }
     if is_private:
-        # Ray's socket paths have a length limit, so the directory's path must be short.
+        # Ray's socket paths have a length limit, so the directory's path must be short. Ray lets
+        # everybody into its own, with its logs and sockets, but not into the one around it.
         directory = tempfile.mkdtemp(prefix="osd-ray-")
         stack.callback(Reaper(directory).close)
         options |= {
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
-            "_temp_dir": directory,
+            "_temp_dir": f"{directory}/r",
         }
     stack.callback(ray.shutdown)
     with signals_kept():  # Ray installs signal handlers of its own
@@ -148,7 +148,8 @@ def start_actor(
 ) -> Any:
     """Start a restartable actor and return its handle.
 
-    It runs on this machine, whose ports and files it uses, or on one that has `resource`.
+    It runs on this machine, whose ports and files it uses, or on one that has `resource`. Of `env`
+    it has what is not secret: Ray shows that in lists of processes, and in logs of its own.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -166,9 +167,8 @@ def start_actor(
     else:
         here = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
-    if API_KEY in os.environ:  # processes of an existing cluster do not inherit our environment
-        env = {API_KEY: os.environ[API_KEY], **env}
-    options["runtime_env"] = {"env_vars": env}
+    shown = {variable: value for variable, value in env.items() if not SECRET.search(variable)}
+    options["runtime_env"] = {"env_vars": shown}
     return ray.remote(cls).options(**options).remote(config, **arguments)
 
 

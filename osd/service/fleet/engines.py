@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,8 @@ from osd.service import cluster
 from osd.service.fleet import room
 from osd.service.plan import ServicePlan, without_speculation
 
+API_KEY = "VLLM_API_KEY"
+"""Environment variable from which vLLM takes the key that clients must show."""
 SECONDS_TO_STOP = 5.0
 SECONDS_BETWEEN_QUESTIONS = 5.0
 SECONDS_TO_RETURN = 120.0
@@ -80,6 +83,7 @@ class RayEngines:
         from osd.service.actors import ReplicaActor
 
         self._report(f"{name}: starting the engine")
+        config = with_key(config)
         actor = cluster.start_actor(
             ReplicaActor,
             config,
@@ -171,3 +175,10 @@ class RayEngines:
             if is_elsewhere and (place := self._place(started.name)) is not None:
                 return place
         return Path(self._arguments["log_dir"]) / f"{started.name}.log"
+
+
+def with_key(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
+    """The configuration with the key of our environment, which processes of an existing cluster do
+    not inherit."""
+    env = {name: environ[name] for name in (API_KEY,) if name in environ} | config.serving.env
+    return config.model_copy(update={"serving": config.serving.model_copy(update={"env": env})})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from osd.config.schema import Config
 from osd.errors import AwayError, OSDError
 from osd.records import Place
-from osd.service import cluster
+from osd.service import actors, cluster
 from osd.service.fleet import engines, room
 from osd.service.fleet.engines import SECONDS_TO_RETURN, RayEngines, Started
 from tests.support.clocks import HandClock
@@ -207,6 +209,81 @@ def test_each_replica_that_waits_is_asked_for(
             made._asking.join(5)
         now += engines.SECONDS_BETWEEN_QUESTIONS
     assert {name: made.why_pending(name) for name in found} == found
+
+
+def test_an_engine_gets_the_key_of_the_environment_unless_it_has_its_own(
+    made: RayEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Config] = []
+
+    def start_actor(cls: type, config: Config, *_: Any, **__: Any) -> Actor:
+        begun.append(config)
+        return Actor()
+
+    monkeypatch.setattr(cluster, "start_actor", start_actor)
+    monkeypatch.setattr(cluster, "node_id", lambda: "a")
+    monkeypatch.setenv("VLLM_API_KEY", "outer")
+    made._plan.target_dir = Path("/target")
+    for env in ({"HF_TOKEN": "t"}, {"VLLM_API_KEY": "own"}):
+        made.start_with("replica-0", Config.model_validate({"serving": {"env": env}}), None)
+    keys = [config.serving.env for config in begun]
+    assert keys == [{"VLLM_API_KEY": "outer", "HF_TOKEN": "t"}, {"VLLM_API_KEY": "own"}]
+
+
+def test_ray_shows_nothing_secret_of_an_engines_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stands in the arguments of a process, and in a log that everybody may read."""
+    import ray as real
+
+    seen: dict[str, Any] = {}
+
+    def remote(cls: type) -> Any:
+        made = SimpleNamespace(remote=lambda *_, **__: None)
+        return SimpleNamespace(options=lambda **options: seen.update(options) or made)
+
+    monkeypatch.setattr(real, "remote", remote)
+    monkeypatch.setenv("VLLM_API_KEY", "outer")
+    env = {"VLLM_API_KEY": "own", "HF_TOKEN": "t", "OMP_NUM_THREADS": "1"}
+    cluster.start_actor(Actor, Config(), {}, num_gpus=0, env=env, resource="gpu")
+    assert seen["runtime_env"] == {"env_vars": {"OMP_NUM_THREADS": "1"}}
+
+
+def test_an_engine_has_what_is_secret_of_its_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stop(*_: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setenv("VLLM_API_KEY", "of another")
+    monkeypatch.setattr(actors, "begin_log", stop)
+    config = Config.model_validate({"serving": {"env": {"VLLM_API_KEY": "own"}}})
+    given = {"name": "a", "target_dir": "/t", "target_id": "t", "draft_release": None, "home": "a"}
+    with pytest.raises(InterruptedError):
+        actors.ReplicaActor(config, redis_url="redis://127.0.0.1:1", log_dir="/", **given)
+    assert os.environ["VLLM_API_KEY"] == "own"
+
+
+def test_a_private_ray_lets_nobody_else_into_its_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It opens its own directory to everybody."""
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    given: list[Path] = []
+    monkeypatch.setattr(cluster.tempfile, "mkdtemp", lambda prefix: str(private))
+    monkeypatch.setattr(cluster, "Reaper", lambda directory: SimpleNamespace(close=lambda: None))
+    for name in ("_require_token", "set_ray_defaults"):
+        monkeypatch.setattr(cluster, name, lambda: None)
+
+    def begin(options: dict[str, Any]) -> None:
+        given.append(Path(options["_temp_dir"]))
+        raise OSDError("ray does not start")
+
+    monkeypatch.setattr(cluster, "_init_ray", begin)
+    with pytest.raises(OSDError, match="ray does not start"), ExitStack() as stack:
+        cluster.start_ray(Config(), stack)
+    assert given[0].parent == private, "Ray opens what it is given, and not what is around it"
 
 
 def test_an_end_is_not_waited_for(made: RayEngines, monkeypatch: pytest.MonkeyPatch) -> None:
