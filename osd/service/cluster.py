@@ -22,7 +22,7 @@ from osd.config.secrets import SECRET
 from osd.errors import AwayError, ConfigError, OSDError
 from osd.records import Place
 from osd.service.ray_watch import RayWatch, patience
-from osd.service.reaper import Reaper
+from osd.service.reaper import PREFIX, Reaper
 from osd.service.reasons import last_line, reason_from_log, refused
 
 OBJECT_STORE_BYTES = 128 << 20
@@ -52,7 +52,7 @@ def start_ray(config: Config, stack: ExitStack) -> RayWatch:
     if is_private:
         # Ray's socket paths have a length limit, so the directory's path must be short. Ray lets
         # everybody into its own, with its logs and sockets, but not into the one around it.
-        directory = tempfile.mkdtemp(prefix="osd-ray-")
+        directory = tempfile.mkdtemp(prefix=PREFIX)
         stack.callback(Reaper(directory).close)
         options |= {
             "include_dashboard": False,

@@ -25,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+PREFIX = "osd-ray-"
+"""Of the directories that a service makes for its Ray: no other is ever removed."""
 SECONDS_BETWEEN_LOOKS = 1.0
 GRACE_SECONDS = 2.0
 """The processes have this long to end by themselves."""
@@ -112,6 +114,8 @@ def running() -> dict[int, Process]:
 
 def main(argv: list[str]) -> None:
     service, directory = int(argv[1]), argv[2]
+    if not Path(directory).name.startswith(PREFIX):
+        sys.exit(f"{directory}: is no directory that a service has made for its Ray")
     with suppress(ProcessLookupError):
         family = Family(service, directory)
         family.look()
