@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 RECOVERY = 1.1
 """Factor by which a halved learning rate grows with every round that is kept, up to the configured
 rate."""
+LEAST_SCALE = 2.0**-10
+"""Factor below which the learning rate is not halved again. Where every round fails for another
+reason, as beside a draft that is damaged, it would take as many rounds to learn again."""
 
 
 class WorkingDraft:
@@ -134,7 +137,7 @@ class WorkingDraft:
     def adapt_rate(self, *, went_well: bool) -> None:
         """Halve the learning rate after a bad round; let it recover after a good one."""
         scale = self.state.rate_scale
-        scale = min(1.0, scale * RECOVERY) if went_well else scale / 2
+        scale = min(1.0, scale * RECOVERY) if went_well else max(LEAST_SCALE, scale / 2)
         self.state = replace(self.state, rate_scale=scale)
 
     def _resume(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from osd.config.schema import GateConfig
+from osd.config.schema import GateConfig, TrainerConfig
 from osd.records import DraftRelease, RoundOutcome, Trace
 from tests.support.builders import ids, make_trace
 from tests.support.tiny_drafts import chain_trace, chain_traces, release_of, save_draft
@@ -20,6 +20,7 @@ from trainer.batch import TrainBatch, collate
 from trainer.distiller import Distiller
 from trainer.draft import load_draft
 from trainer.guard import NUM_WATCHED, LossGuard, has_risen
+from trainer.working_draft import WorkingDraft
 
 TOO_HIGH = 0.5
 """A learning rate at which the tiny draft stays finite, and forgets what it knew."""
@@ -326,3 +327,14 @@ def test_a_good_round_shows_both_losses(tmp_path: Path) -> None:
     # Before: nearly uniform over 64 tokens, ln 64 less the target's entropy of 0.16.
     assert outcome.holdout_loss_before == pytest.approx(4.0, abs=0.1)
     assert outcome.holdout_loss_after == pytest.approx(outcome.loss_last, abs=0.5)
+
+
+def test_however_many_rounds_failed_it_learns_again(tmp_path: Path) -> None:
+    """As in a night beside a draft that is damaged."""
+    working = WorkingDraft(TrainerConfig(learning_rate=1.0), tmp_path, "default", "t")
+    for _ in range(1000):
+        working.adapt_rate(went_well=False)
+    assert 0 < working.learning_rate < 0.01
+    for _ in range(80):
+        working.adapt_rate(went_well=True)
+    assert working.learning_rate == 1.0
