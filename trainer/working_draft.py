@@ -122,6 +122,7 @@ class WorkingDraft:
         To be called once a round."""
         trained = adapter.merged(self.distiller.model.hf)
         if self._config.averaging_rate == 1:
+            self._average = {}  # of a time when it was below 1, which is not to come back
             return trained
         trained = _on_cpu(trained)
         for name, value in self._average.items():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from osd.records import DraftRelease, Trace
 from tests.support.tiny_drafts import VOCAB_SIZE, chain_traces, release_of, save_draft
@@ -71,6 +72,19 @@ def test_the_average_survives_a_kill(tmp_path: Path) -> None:
         return path
 
     assert same_weights(last("whole", is_killed=False), last("killed", is_killed=True))
+
+
+def test_an_average_of_earlier_settings_does_not_come_back(tmp_path: Path) -> None:
+    base, buffer = release_of(save_draft(tmp_path / "base")), buffer_with()
+    for number, rate in enumerate((0.25, 1.0, 0.25)):
+        buffer.put(chain_traces(16, start=100 * number))
+        trainer = trainer_at(tmp_path / "t", buffer, averaging_rate=rate)
+        base = rounds_of(trainer, base, 1)
+        if rate == 1:
+            assert load_file(tmp_path / "t" / "checkpoints" / "2" / "average.safetensors") == {}
+    learnt = weights(tmp_path / "t" / "checkpoints" / "3")
+    for name, value in weights(base.path).items():  # an average begins anew, with this round's
+        torch.testing.assert_close(value, learnt[name])
 
 
 def test_another_base_begins_another_average(tmp_path: Path) -> None:
