@@ -178,7 +178,8 @@ class Evaluation:
             chosen, self._models.target, max_tokens=asked.max_tokens, context=self._context()
         )
         if num_left_out:
-            self._warn(f"{num_left_out} requests do not fit the context and are left out")
+            why = "are empty or do not fit the context"
+            self._warn(f"{num_left_out} requests {why}, and are left out")
         return requests
 
     def _built_in(self) -> dict[str, list[str]]:

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from osd.errors import ConfigError
 
 Row = Mapping[str, Any]
@@ -58,6 +60,7 @@ def read(path: Path, form: str | None = None) -> list[Question]:
         form = form or form_of(row, path.stem) or _refuse(where, row)
         try:
             found.append(FORMS[form](row, path.stem))
+            msgspec.json.encode(found[-1])  # half of a surrogate pair is no text
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"--data: {where}: is not of the form {form} ({why})") from None

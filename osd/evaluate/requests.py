@@ -32,13 +32,13 @@ def choose(data: Sequence[Sequence[Question]], num: int, seed: int) -> list[Ques
 def encode(
     questions: Sequence[Question], target: Path, *, max_tokens: int, context: int
 ) -> tuple[list[Request], int]:
-    """Requests, and how many questions were left out since they do not fit the context with their
-    answer. Raises `ConfigError` where none is left."""
+    """Requests, and how many questions were left out since they are empty, which no engine takes,
+    or do not fit the context with their answer. Raises `ConfigError` where none is left."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(target)
     found = [_request(question, tokenizer, max_tokens) for question in questions]
-    kept = [one for one in found if len(one.prompt_ids) + one.max_tokens <= context]
+    kept = [one for one in found if 0 < len(one.prompt_ids) <= context - one.max_tokens]
     if not kept:
         raise ConfigError(
             f"--data: no request fits the context of {context} tokens with its answer; lower "

@@ -250,6 +250,15 @@ def test_a_prompt_is_what_the_targets_template_makes_of_it(pair: Pair) -> None:
         encode(questions("a", 1), pair.target, max_tokens=8, context=8)
 
 
+def test_an_empty_prompt_is_left_out(tmp_path: Path) -> None:
+    """An engine would end by it, and the other requests with it."""
+    tokenizer().save_pretrained(tmp_path)
+    empty = Question(messages=({"role": "user", "content": " "},), data="a")
+    some = [empty, *questions("a", 1)]
+    (request,), num_left_out = encode(some, tmp_path, max_tokens=8, context=64)
+    assert (request.prompt_ids, num_left_out) == ((20,), 1)
+
+
 def test_an_engine_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
     job, log = tmp_path / "job.json", tmp_path / "engine.log"
     job.write_text(json.dumps({"engine": "draft"}))

@@ -129,3 +129,9 @@ def test_separators_of_unicode_end_no_row_of_a_csv(tmp_path: Path) -> None:
     first, last = asked(str(tmp_path / "x.csv"))
     assert first.startswith("first\u2028second\x0cthird\n\nPut the final answer")
     assert last.startswith("last\n\nPut the final answer")
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b \\ud800"}\n')
+    with pytest.raises(ConfigError, match=r"x.jsonl line 2: is not of the form plain \('utf-8'"):
+        read(tmp_path / "x.jsonl")
