@@ -39,7 +39,7 @@ from trainer.evaluator import Evaluator
 from trainer.files import prune
 from trainer.guard import LossGuard, has_risen
 from trainer.replay import ReplayMix, Unread
-from trainer.sampling.student import SamplingCost, StudentSampler
+from trainer.sampling.student import SamplingCost, student_of
 from trainer.sampling.teacher import Teacher
 from trainer.trackers import open_trackers, point
 from trainer.working_draft import WorkingDraft
@@ -139,7 +139,7 @@ class Trainer:
         self._evaluator = Evaluator(config, gate, k, buffer, self._features)
         self._guard = LossGuard(config, gate, buffer)
         self._mix = ReplayMix(config, buffer)
-        self._student = _student(config, teacher)
+        self._student = student_of(config, teacher)
         self._trackers = open_trackers(config, directory, target_id)
         self._working = WorkingDraft(
             config, directory / "checkpoints", draft, target_id, self._features
@@ -173,6 +173,11 @@ class Trainer:
         """Let trackers write what they still have. Call it after the last round."""
         for tracker in self._trackers:
             tracker.close()
+
+    def forget(self) -> None:
+        """Keep nothing in memory of texts that were read before: some were purged."""
+        if self._features:
+            self._features.forget()
 
     def num_new_traces(self) -> int:
         """Training traces that arrived since the last round."""
@@ -340,11 +345,3 @@ class Trainer:
     def _draw(self, outcome: RoundOutcome, num_tokens: int) -> None:
         for tracker in self._trackers:
             tracker.log(self._working.state.round, point(outcome, num_tokens))
-
-
-def _student(config: TrainerConfig, teacher: Teacher | None) -> StudentSampler | None:
-    """Who answers prompts anew; None where only served text is learnt."""
-    if config.sampling == "teacher":
-        return None
-    assert teacher is not None, f"trainer.sampling={config.sampling} needs the target"
-    return StudentSampler(config, teacher)

@@ -40,7 +40,7 @@ PATIENCE = 120.0
 
 
 def was_restarted() -> bool:
-    """Whether Ray runs this actor's constructor again after its process died."""
+    """Whether Ray runs this constructor again after the process died."""
     import ray
 
     return ray.get_runtime_context().was_current_actor_reconstructed
@@ -180,8 +180,7 @@ def teacher_here(config: Config, target_id: str, *, is_head: bool = False) -> Te
 
 
 class TrainerActor:
-    """`trainer.loop.Trainer` in a process of its own, which gives way to an engine beside it.
-    Releases come to its machine, and candidates are read from it."""
+    """`trainer.loop.Trainer` in a process of its own, which gives way to an engine beside it."""
 
     def __init__(
         self, config: Config, *, redis_url: str, target_id: str, is_head: bool, log_dir: str
@@ -191,10 +190,12 @@ class TrainerActor:
         give_way(config.trainer)
         with started_again_when_out():
             from osd.service.pace import Pace, busy_replicas
+            from trainer.purges import Purges
 
             self._here = drafts_here(config)
             self._pace = Pace(config.trainer.duty_cycle, busy_replicas(registry))
             self._begin(config, redis_url, target_id, is_head)
+        self._purges = Purges(registry.num_purges, self._trainer.forget)
 
     def _begin(self, config: Config, redis_url: str, target_id: str, is_head: bool) -> None:
         from buffers.redis_stream import RedisTraceBuffer
@@ -217,9 +218,11 @@ class TrainerActor:
     def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
         base = self._here(base)
         self._pace.begin()
-        return self._trainer.run_round(base, on_step=self._pace, line=line)
+        with self._purges.around_round():
+            return self._trainer.run_round(base, on_step=self._pace, line=line)
 
     def num_new_traces(self) -> int:
+        self._purges.look()
         return self._trainer.num_new_traces()
 
     def evaluate_releases(self, versions: list[DraftRelease], num_traces: int) -> dict[int, float]:
@@ -236,8 +239,7 @@ class TrainerActor:
 
 
 class ControlActor:
-    """`ControlPlane` (controller, dashboard) in a process of its own. `trainer` names the trainer's
-    actor."""
+    """`ControlPlane` (controller, dashboard) in a process of its own. `trainer`: actor's name."""
 
     def __init__(
         self,

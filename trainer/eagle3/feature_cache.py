@@ -56,6 +56,11 @@ class FeatureCache:
             features_BSF[text.line, text.start : text.end] = found[key].float()
         return features_BSF
 
+    def clear(self) -> None:
+        """Forget all texts."""
+        self._kept.clear()
+        self.num_bytes = 0
+
     def _keep(self, key: bytes, features_TF: Tensor) -> None:
         if key not in self._kept:
             self.num_bytes += features_TF.nbytes

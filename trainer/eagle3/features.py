@@ -50,6 +50,12 @@ class TargetFeatures:
         weight = cast(Tensor, self._teacher.model.hf.get_input_embeddings().weight)
         return weight.detach().float()
 
+    def forget(self) -> None:
+        """Keep no features, nor the texts they are of."""
+        with self._one_at_a_time:
+            for cache in self._caches.values():
+                cache.clear()
+
     def of(self, spec: HeadSpec) -> Features:
         """The features that this head reads."""
         taps = spec.taps_in(int(self._teacher.model.hf.config.num_hidden_layers))

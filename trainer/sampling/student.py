@@ -178,3 +178,11 @@ def _text(trace: Trace, output_ids: np.ndarray) -> Trace:
 
 def _marked(trace: Trace) -> Trace:
     return replace(trace, draft_version=np.full(trace.num_rows, BY_STUDENT))
+
+
+def student_of(config: TrainerConfig, teacher: Teacher | None) -> StudentSampler | None:
+    """Who answers prompts anew; None where only served text is learnt."""
+    if config.sampling == "teacher":
+        return None
+    assert teacher is not None, f"trainer.sampling={config.sampling} needs the target"
+    return StudentSampler(config, teacher)

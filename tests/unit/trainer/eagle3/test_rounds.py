@@ -167,3 +167,15 @@ def _trace() -> Trace:
     from tests.support.builders import make_trace
 
     return make_trace(vocab_size=VOCABULARY, num_rows=0)
+
+
+def test_what_was_purged_is_not_kept_in_memory(
+    target: Path, teacher: Teacher, traces: list[Trace], tmp_path: Path
+) -> None:
+    found = trainer(tmp_path / "trainer", teacher, traces, feature_cache_bytes=1 << 20)
+    found.run_round(head(tmp_path / "head", target))
+    assert found._features is not None
+    caches = list(found._features._caches.values())
+    assert [bool(cache.num_bytes and cache._kept) for cache in caches] == [True]
+    found.forget()
+    assert [(cache.num_bytes, len(cache._kept)) for cache in caches] == [(0, 0)]
