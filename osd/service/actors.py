@@ -190,7 +190,7 @@ class TrainerActor:
         give_way(config.trainer)
         with started_again_when_out():
             from osd.service.pace import Pace, busy_replicas
-            from trainer.purges import Purges
+            from trainer.eagle3.purges import Purges
 
             self._here = drafts_here(config)
             self._pace = Pace(config.trainer.duty_cycle, busy_replicas(registry))

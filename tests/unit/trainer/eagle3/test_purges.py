@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from osd.errors import ReplayBufferError
-from trainer.purges import Purges
+from trainer.eagle3.purges import Purges
 
 
 class Redis:
