@@ -13,6 +13,7 @@ from typing import Any
 
 from osd.common.files import cache_root, replace_file, sha256
 from osd.config.schema import Config
+from osd.config.secrets import SECRET
 from serving.vllm import names
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ def profile_path(config: Config, target_id: str, draft_dir: str) -> Path:
         "draft": sha256(Path(draft_dir) / "config.json"),
         "k_max": config.speculation.k_max,
         "proposers": config.speculation.proposers,
-        "env": config.serving.env,
+        # Another key is no other engine.
+        "env": {k: v for k, v in config.serving.env.items() if not SECRET.search(k)},
         "vllm": {
             key: str(value)
             for key, value in sorted(config.serving.vllm.items())

@@ -209,6 +209,8 @@ def test_the_profile_is_another_for_another_engine(
         Config.model_validate({"serving": {"vllm": {"api_key": "k"}}}), "target", draft
     )
     assert base.parent == tmp_path / "cache" / "profiles"
+    with_key = Config.model_validate({"serving": {"env": {"VLLM_API_KEY": "sk-1"}}})
+    assert base == profile_path(with_key, "target", draft), "`osd profile` has none of a service's"
     others = {profile_path(Config(), "another", draft)}
     for change in (
         {"serving": {"vllm": {"dtype": "bfloat16"}}},
