@@ -32,6 +32,7 @@ from osd.service.actors import (
 )
 from osd.service.fleet import room
 from tests.support.tiny_drafts import chain_traces, save_draft
+from trainer.eagle3.purges import Purges
 
 
 class Handle:
@@ -201,13 +202,22 @@ class Heard:
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
+        self.num_purges = 0
+        self.is_purged_meanwhile = False
 
     def begin(self) -> None:
         self.heard.append("begin")
 
     def run_round(self, base: str, on_step: Any = None, *, line: int = 0) -> str:
         self.heard.append((base, on_step, line))
+        self.num_purges += self.is_purged_meanwhile
         return "outcome"
+
+    def num_new_traces(self) -> int:
+        return 5
+
+    def forget(self) -> None:
+        self.heard.append("forget")
 
     def evaluate_releases(self, versions: list[str], num_traces: int) -> None:
         self.heard.append((versions, num_traces))
@@ -217,7 +227,9 @@ class Heard:
 def actor() -> TrainerActor:
     """On another machine than the store."""
     actor = TrainerActor.__new__(TrainerActor)
-    actor._trainer = actor._pace = Heard()  # type: ignore[assignment]
+    heard = Heard()
+    actor._trainer = actor._pace = heard  # type: ignore[assignment]
+    actor._purges = Purges(lambda: heard.num_purges, heard.forget)
     actor._here = lambda release: f"{release} here"  # type: ignore[assignment, return-value]
     return actor
 
@@ -226,6 +238,16 @@ def test_a_round_over_there_is_paced_and_knows_its_line(actor: TrainerActor) -> 
     heard: Any = actor._trainer
     assert actor.run_round("base", 7) == "outcome"  # type: ignore[arg-type, comparison-overlap]
     assert heard.heard == ["begin", ("base here", heard, 7)]
+
+
+def test_the_trainer_forgets_where_traces_were_purged(actor: TrainerActor) -> None:
+    heard: Any = actor._trainer
+    assert actor.num_new_traces() == 5 and heard.heard == []
+    heard.num_purges = 1
+    assert actor.num_new_traces() == 5 and heard.heard == ["forget"]
+    heard.is_purged_meanwhile = True
+    actor.run_round("base", 7)  # type: ignore[arg-type]
+    assert heard.heard[-1] == "forget", "the round went on with what it had read"
 
 
 def test_what_is_replayed_over_there_is_fetched_first(actor: TrainerActor) -> None:
