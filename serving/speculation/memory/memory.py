@@ -94,6 +94,8 @@ class Memory:
         self._num_waiting = 0
         self._leaving: deque[tuple[Running, int]] = deque()
         """Requests that have gone and leave nothing, and how many of their tokens are taken out"""
+        self._num_to_leave = 0
+        """Tokens remembered since the last `work` of requests that leave nothing."""
         self._num_proposed += 1
         self._proposed, self._asked = Proposed(*(np.zeros(0),) * 3), (0, 0.0)
         """The newest proposals for many, and the (k, least) they were made for."""
@@ -194,7 +196,9 @@ class Memory:
         """Take out what is left of requests that have gone, and remember some of the earlier
         answers: to be called once a step, and now and then between steps."""
         most = self._num_per_step * (1 if self._requests else IDLE)
-        left = self._num_per_step - self._take_out(most)
+        # No less than has come meanwhile, or there would be ever more of them.
+        left = self._num_per_step - self._take_out(max(most, self._num_to_leave))
+        self._num_to_leave = 0
         while self._waiting and left > 0:
             token_T, done, scope = self._waiting.popleft()
             end = min(done + left, len(token_T))
@@ -220,13 +224,14 @@ class Memory:
         for request, tokens in step:
             first = request.num_tokens
             request.append(tokens, self.k)
-            # Those that leave nothing are not remembered faster than they can be taken out.
-            may_learn = request.is_kept or not self._leaving
-            if may_learn and request.num_own < first:  # its prompt is still being remembered
+            done = request.num_own
+            if done < first:  # its prompt is still being remembered
                 self._remember_own(request, first)
-            learns.append(may_learn and request.num_own == first)
+            learns.append(request.num_own == first)
             if learns[-1]:
                 request.num_own = request.num_tokens
+            if not request.is_kept:
+                self._num_to_leave += request.num_own - done
             all_tokens += tokens
             slots.append(request.slot)
             ends.append(len(all_tokens))

@@ -221,6 +221,7 @@ def test_what_leaves_nothing_is_taken_out_a_few_tokens_a_step(is_idle: bool) -> 
     one.begin("a", SECRET * 60, is_kept=False)
     while one._requests["a"].num_own < num_tokens:
         one.advance("a", [1])
+        one.work()
     one.end("a")
     one.work()
     assert holds(one, SECRET[3:]) is not is_idle, "where others wait, it takes more than one step"
@@ -245,9 +246,22 @@ def test_however_many_leave_nothing_they_are_gone_soon_after() -> None:
     for _ in range(2 * len(names) * len(SECRET) // TOKENS_PER_STEP[False]):
         one.work()
     assert not holds(one, SECRET) and contents(one._own) == {}
-    one.begin("next", [1, *SECRET], is_kept=False)
-    one.advance("next", [4, *SECRET[:2]])
-    assert one.propose("next", 3).tokens == SECRET[2:5], "it is proposed its own words again"
+
+
+def test_what_is_still_taken_out_changes_nothing_for_those_who_come_next() -> None:
+    """They would be proposed less, which tells that somebody was here who leaves nothing."""
+    one, other = memory(), memory()
+    for n in range(30):
+        one.begin(f"{n}", SECRET, is_kept=False)
+        one.advance(f"{n}", [1])
+    for n in range(30):
+        one.end(f"{n}")
+    assert one._leaving, "not all of it is taken out at once"
+    for each in (one, other):
+        each.begin("next", [1, *SECRET], is_kept=False)
+        each.advance("next", [4, *SECRET[:2]])
+        assert each.propose("next", 3).tokens == SECRET[2:5]
+        assert each._requests["next"].num_own == 1 + len(SECRET) + 3
 
 
 def test_what_waits_is_forgotten_with_the_rest() -> None:
