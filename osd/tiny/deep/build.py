@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from osd.tiny.training import Batch, Report
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
 
 def build_target(directory: Path, progress: bool) -> None:
     """Train tokenizer and target, and save them."""
@@ -34,7 +37,9 @@ def build_target(directory: Path, progress: bool) -> None:
         tokenizer = train_tokenizer(_texts(), pair.VOCAB_SIZE)
         advance = begin("deep tiny target: training", recipe.TARGET_STEPS, "steps")
         target = train_target(tokenizer, advance)
-    _save(target, tokenizer, directory)
+    with quiet_transformers():
+        target.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
 
 def build_draft(directory: Path, target: Path, progress: bool) -> None:
@@ -50,13 +55,10 @@ def build_draft(directory: Path, target: Path, progress: bool) -> None:
             teacher = LlamaForCausalLM.from_pretrained(target).eval()
         advance = begin("deep tiny draft: training", pair.DRAFT_STEPS, "steps")
         draft = train_draft(tokenizer, teacher, advance)
-    _save(draft, tokenizer, directory)
-
-
-def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     with quiet_transformers():
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+        draft.save_pretrained(directory)
+    for name in TOKENIZER_FILES:  # saved again, it would differ in what is said of its origin
+        shutil.copyfile(target / name, directory / name)
 
 
 def train_target(tokenizer: PreTrainedTokenizerFast, report: Report) -> LlamaForCausalLM:
