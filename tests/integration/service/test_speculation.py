@@ -61,7 +61,8 @@ def test_what_speculation_gains_is_measured_while_it_serves(beside: Beside) -> N
         assert found["plans"]["off"]["steps"] >= 10
         text = httpx.get(f"{note.control_url}/metrics").text
     print(f"net: {found['net']}")
-    assert 0.2 < found["net"]["ratio"] < 5
+    # Of one window or two, beside other load: the right order of magnitude.
+    assert 0.1 < found["net"]["ratio"] < 10
     mean = r'^osd_speculation_net_ratio\{bound="mean",replica="replica-0"\} \d'
     assert re.search(mean, text, re.M), text
 
