@@ -127,6 +127,8 @@ class Controlled(Undrafted):
         )
         if seen is not None:
             self._osd_guard(lambda: self._osd_learn(scheduler_output, seen, running))
+        elif self.osd.memory is not None:
+            self._osd_guard(self.osd.memory.work)
         self._osd_guard(self._osd_close)
         return outputs
 

@@ -1425,6 +1425,22 @@ def test_the_memory_does_not_go_on_when_it_is_held() -> None:
     assert bench.draft(K) == [[50, 51, 52, 53]]
 
 
+def test_a_held_engine_holds_nothing_of_requests_that_have_gone() -> None:
+    """While it is held, nothing is remembered of any, and nothing observed."""
+    bench = Bench()
+    bench.add("long", prompt=range(1000, 1090))
+    bench.step()
+    assert bench.osd.memory._left == 0, "it remembers a prompt, as engines in use do"
+    bench.command("hold", True)
+    bench.command("keep", 0.0)
+    for n in range(20):
+        bench.add(f"{n}", prompt=range(10_000, 10_100))
+        bench.step()
+        bench.scheduler.ending = {f"{n}"}
+        bench.step()
+    assert len(bench.osd.memory._leaving) <= 1, "the newest"
+
+
 def test_the_memory_is_emptied_and_may_remember_less() -> None:
     bench = Bench()
     bench.osd.force(Plan("memory", 3))
