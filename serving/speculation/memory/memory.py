@@ -30,12 +30,11 @@ from serving.speculation.memory.kernels import (
     NUM_CELLS,
     NUM_NEXT,
     NUM_ORDERS,
-    WAYS,
     Cells,
-    Table,
 )
 from serving.speculation.memory.running import Running
 from serving.speculation.memory.step import Proposed, Windows
+from serving.speculation.memory.tables import table_of
 
 BYTES_PER_ENTRY = 8 + 8 + NUM_NEXT * (4 + 2)
 OWN_SHARE = 0.25
@@ -46,10 +45,11 @@ taken out again, compiled or not: some 2 ms."""
 IDLE = 16
 """So many times as much is taken out where no request runs. Little is asked of an idle engine: what
 is left then would stay for as long as nobody comes."""
-CACHE_LINE = 64
-"""Bytes."""
 SLOTS = 16
 """Running requests that there is room for at first."""
+MOST_SERVED = 64
+"""So many tokens more than are proposed came while the engine was held, or are what a session's
+client said."""
 MAX_WAITING = 1 << 20
 """Tokens of earlier answers that may wait; the oldest are left out."""
 
@@ -86,8 +86,8 @@ class Memory:
     def clear(self) -> None:
         """Forget everything but the tokens of running requests, and those to come of them."""
         num_own = int(OWN_SHARE * self._max_bytes) // BYTES_PER_ENTRY
-        self._own = _table(num_own)
-        self._shared = _table(self._max_bytes // BYTES_PER_ENTRY - num_own)
+        self._own = table_of(num_own)
+        self._shared = table_of(self._max_bytes // BYTES_PER_ENTRY - num_own)
         self._cells = Cells(np.zeros(NUM_CELLS), np.zeros(NUM_CELLS))
         self._waiting: deque[tuple[np.ndarray, int, int]] = deque()
         """(tokens, how many are remembered, scope) of earlier answers"""
@@ -136,6 +136,8 @@ class Memory:
         self._left = self._num_per_step
         for req_id, tokens in served:
             if (request := self._requests.get(req_id)) is not None and len(tokens):
+                if len(tokens) > MOST_SERVED + self.k:
+                    tokens = self._read(request, tokens)
                 while len(tokens) > self.k + 1:  # more than its window has room for
                     self._advance([(request, tokens[: self.k + 1])])
                     tokens = tokens[self.k + 1 :]
@@ -267,11 +269,21 @@ class Memory:
             self._windows = Windows(*map(np.concatenate, zip(self._windows, more, strict=True)))
             self._free_slots += range(num, 2 * num)
         request.slot = slot = self._free_slots.pop()
-        last_W = request.token_T[max(0, request.num_tokens - LONGEST) : request.num_tokens]
-        self._windows.token_SW[slot, : len(last_W)] = last_W
-        self._windows.num_S[slot] = len(last_W)
         self._windows.scope_S2[slot] = request.shared, request.own
         self._windows.is_kept_S[slot] = request.is_kept
+        self._fill_window(request)
+
+    def _fill_window(self, request: Running) -> None:
+        last_W = request.token_T[max(0, request.num_tokens - LONGEST) : request.num_tokens]
+        self._windows.token_SW[request.slot, : len(last_W)] = last_W
+        self._windows.num_S[request.slot] = len(last_W)
+
+    def _read(self, request: Running, tokens: Sequence[int]) -> Sequence[int]:
+        """All but the last token is remembered in steps, as a prompt is: the engine's steps would
+        wait for it. Returns the last one."""
+        request.append(tokens[:-1], self.k)
+        self._fill_window(request)
+        return tokens[-1:]
 
     def _compile(self) -> None:
         """Each kernel is compiled when it is first called, which may take seconds: not while
@@ -323,24 +335,3 @@ class Memory:
 def num_tokens_of(max_bytes: int) -> int:
     """How many tokens of answers fill what a memory of this size has for them."""
     return int((1 - OWN_SHARE) * max_bytes) // BYTES_PER_ENTRY // NUM_ORDERS
-
-
-def _table(num: int) -> Table:
-    num = max(num // WAYS, 1) * WAYS
-    return Table(
-        _lines(num, np.int64, -1),
-        _lines(num, np.int64, -1),
-        _lines(num * NUM_NEXT, np.int32, 0).reshape(num, NUM_NEXT),
-        _lines(num * NUM_NEXT, np.uint16, 0).reshape(num, NUM_NEXT),
-    )
-
-
-def _lines(num: int, dtype: type[np.generic], value: int) -> np.ndarray:
-    """An array that begins where a line of the cache does, so that a bucket lies in as few as it
-    can."""
-    num_bytes = num * np.dtype(dtype).itemsize
-    raw_N = np.empty(num_bytes + CACHE_LINE, np.uint8)
-    start = -raw_N.ctypes.data % CACHE_LINE
-    found_N = raw_N[start : start + num_bytes].view(dtype)
-    found_N[:] = value
-    return found_N

@@ -323,6 +323,24 @@ def test_many_tokens_at_once_are_as_few_at_a_time() -> None:
     assert parts.propose("a", 3, 0.05).tokens == [40, 41, 42]
 
 
+def test_far_more_than_a_step_brings_is_remembered_in_steps() -> None:
+    """As of an engine that was held for long: its next step would wait for all of it."""
+    text, one, most = [*range(1000, 2000)], memory(1 << 22), TOKENS_PER_STEP[False]
+    one.begin("a", [1, 2], is_kept=False)
+    one.advance("a", [5, *text])
+    assert one._requests["a"].num_own == most
+    assert one._requests["a"].token_T[3 : 3 + len(text)].tolist() == text
+    for _ in range(len(text) // most + 1):
+        one.advance("a", [7])
+    assert one._requests["a"].num_own == one._requests["a"].num_tokens
+    one.advance("a", text[-12:-8])
+    assert one.propose("a", 8).tokens == text[-8:]
+    one.end("a")
+    for _ in range(len(text) // most + 1):
+        one.work()
+    assert not holds(one, text) and contents(one._own) == {}
+
+
 def test_a_long_answer_is_known_from_its_beginning_and_leaves_nothing() -> None:
     """Token by token, beyond the room that there was at first."""
     text, one = [*range(1000, 1700)], memory(1 << 22)
