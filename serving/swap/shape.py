@@ -15,13 +15,12 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 
-from osd.common.files import sha256
 from osd.errors import ConfigError, SwapError
 from osd.models import eagle3
 from osd.models.heads import draft_head
 from osd.records import DraftRelease
+from serving.swap.reading import TensorFile
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURE_KEYS = (
@@ -84,7 +83,8 @@ class DraftShape:
             dtypes = {name: part.get_dtype() for name, part in slices.items()}
             masks = frozenset(n for n, kind in dtypes.items() if kind == "BOOL" or kind[0] in "IU")
             is_head = eagle3.is_eagle3(config)
-            maps = {name: weights.get_tensor(name) for name in masks} if is_head else {}
+            # Copies, for as long as the engine runs: what is read of a mapped file is not.
+            maps = {name: weights.get_tensor(name).clone() for name in masks} if is_head else {}
         return cls(shapes, architecture, masks, maps)
 
 
@@ -107,11 +107,11 @@ def read_release(release: DraftRelease, expected: DraftShape) -> dict[str, torch
     """The tensors of a release. Raises `SwapError` saying what does not fit."""
     directory = Path(release.path)
     try:
-        digest = sha256(directory / WEIGHTS)
+        file = TensorFile(directory / WEIGHTS)
         config = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise SwapError(f"{directory} cannot be read: {error}") from None
-    if digest != release.sha256:
+    if (digest := file.sha256) != release.sha256:
         raise SwapError(
             f"sha256 of {WEIGHTS} is {digest[:12]}, release.json says {release.sha256[:12]}"
         )
@@ -120,8 +120,8 @@ def read_release(release: DraftRelease, expected: DraftShape) -> dict[str, torch
         if found.get(key) != value:
             raise SwapError(f"config.json has {key}={found.get(key)!r}, the engine runs {value!r}")
     try:
-        tensors = load_file(directory / WEIGHTS)
-    except Exception as error:  # noqa: BLE001  safetensors raises its own types for damaged files
+        tensors = file.tensors()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SwapError(f"{WEIGHTS} is damaged: {error}") from None
     check_tensors(tensors, expected)
     return tensors

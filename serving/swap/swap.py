@@ -23,11 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from safetensors.torch import load_file
-
 from osd.errors import SwapError
 from osd.records import DraftRelease, RankReport, StagingReport
 from serving.swap.proof import SwapProof, problem
+from serving.swap.reading import TensorFile
 from serving.swap.shape import WEIGHTS, DraftShape, Tensors, read_release
 
 logger = logging.getLogger(__name__)
@@ -89,7 +88,8 @@ class DraftSwapper(Generic[Built]):
         self._staging: Staging[Built] | None = None
         self._put: Staging[Built] | None = None
         """What was put in, until it is confirmed or taken out."""
-        self._last_checksum = self._checksum(load_file(Path(release.path) / WEIGHTS))
+        first = TensorFile(Path(release.path) / WEIGHTS)
+        self._last_checksum = self._checksum(first.tensors())
 
     def first_report(self) -> RankReport:
         """What the engine has loaded itself; with an error where it cannot be read back."""

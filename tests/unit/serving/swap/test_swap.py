@@ -18,6 +18,7 @@ import torch
 from osd.errors import SwapError
 from osd.records import DraftRelease, StagingReport
 from serving.swap.proof import EVERY_RANK, SwapProof, of_release
+from serving.swap.shape import DraftShape, read_release
 from serving.swap.swap import DraftSwapper
 from tests.support.draft_releases import CONFIG, written
 from tests.support.ranks import ranks_of
@@ -272,6 +273,17 @@ def test_damaged_files_are_refused(
     release = world.releases[2]
     assert world.stage(damage(release)).startswith(reason.format(path=release.path))
     assert_not_committed(world)
+
+
+def test_what_becomes_of_a_file_after_it_was_read_does_no_harm(world: World) -> None:
+    """Cut short under a mapping, it would end the engine. Written over, other weights would serve
+    than those whose digest was right."""
+    release = world.releases[2]
+    file = Path(release.path) / "model.safetensors"
+    read = read_release(release, DraftShape.of(Path(world.releases[1].path)))
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors(2).items())
 
 
 def test_both_hashes_are_named(world: World) -> None:
