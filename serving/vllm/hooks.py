@@ -314,7 +314,7 @@ def new_request(data: Any, is_shared: bool = False) -> NewRequest:
         stop_ids |= set(params.all_stop_token_ids)
     return NewRequest(
         req_id=data.req_id,
-        prompt_ids=data.prompt_token_ids or [],
+        prompt_ids=list(data.prompt_token_ids or ()),  # vLLM extends its own, of a session
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=max(params.top_k, 0),

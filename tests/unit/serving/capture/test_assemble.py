@@ -317,6 +317,22 @@ def test_what_must_not_be_captured_is_left_out_and_counted(reason: str) -> None:
     assert len(bench.traces) == (0 if reason else 1)
 
 
+def test_a_session_that_goes_on_leaves_its_later_part_alone() -> None:
+    """vLLM extends the very list that it announced: by what it has answered, but for the last
+    token, and by what its client says then."""
+    prompt, bench = [1, 2, 3], Bench()
+    bench.begin(new_request(announced(prompt_token_ids=prompt, max_tokens=None)))
+    bench.add(step(3, [10]), step(4, [11]))
+    prompt += [10, 50, 51]
+    bench.begin(new_request(announced(prompt_token_ids=prompt, max_tokens=None)))
+    bench.add(step(6, [12]))
+    bench.finish("r")
+    trace = bench.only_trace()
+    assert (trace.prompt_ids.tolist(), trace.output_ids.tolist()) == ([1, 2, 3, 10, 50, 51], [12])
+    assert trace.position.tolist() == [6], "none of a token that was not what followed"
+    assert dict(bench.assembler.skipped) == {"gap": 1}
+
+
 def test_prompts_of_tokens_and_embeddings_count_as_embeddings() -> None:
     assert new_request(announced(prompt_embeds=torch.zeros(3, 4))).skip_reason == "prompt_embeds"
 
