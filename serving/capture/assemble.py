@@ -36,7 +36,7 @@ MAX_WAITING_BYTES = 32 << 20
 """Bytes of rows that may wait for their top-k."""
 
 STORED_OVERHEAD = 1024
-"""Most bytes that a stored trace takes beyond its arrays. The budget counts them."""
+"""Most bytes that a stored trace takes beyond its arrays and its id. The budget counts them."""
 
 
 @dataclass(slots=True)
@@ -317,7 +317,8 @@ class TraceAssembler:
             at=at,
             num_repeated=num_repeated,
         )
-        if not self._budget.spend(trace.num_bytes + STORED_OVERHEAD):
+        num_id_bytes = len(trace.trace_id.encode())  # which a client may have chosen
+        if not self._budget.spend(trace.num_bytes + num_id_bytes + STORED_OVERHEAD):
             self.skipped["budget"] += 1
             return
         self.num_traces += 1

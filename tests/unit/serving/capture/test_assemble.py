@@ -560,7 +560,8 @@ def test_a_rest_saves_up_for_one_second_alone() -> None:
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_trace_costs_its_bytes_and_what_storing_it_adds(missing: int) -> None:
-    num_bytes = full_trace(40, 26).num_bytes + STORED_OVERHEAD
+    trace = full_trace(40, 26)
+    num_bytes = trace.num_bytes + len(trace.trace_id) + STORED_OVERHEAD
     assert len(full_traces(40, 26, ByteBudget(num_bytes - missing, Clock()))) == 1 - missing
 
 
@@ -580,6 +581,18 @@ def test_a_flood_of_requests_stores_what_the_budget_allows_and_counts_the_rest()
     assert bench.assembler.num_traces == len(bench.traces)
     assert 0 < len(bench.traces) < 0.5 * num_seconds * per_second
     assert bench.assembler.rows["plain"] == 12 * len(bench.traces)
+
+
+def test_a_long_id_is_a_part_of_what_a_trace_costs() -> None:
+    """Clients choose it (`X-Request-Id`)."""
+    clock = Clock()
+    bench = Bench(ByteBudget(40_000, clock))
+    for i in range(10):
+        req_id = f"chatcmpl-{i}" + "x" * 12_000
+        bench.begin(make_request(req_id))
+        bench.add(step(3, [5], req_id=req_id))
+        bench.finish(req_id)
+    assert 0 < sum(len(encode_trace(trace)) for trace in bench.traces) <= 40_000
 
 
 def full_trace(num_prompt: int, num_output: int) -> Trace:

@@ -621,7 +621,7 @@ def test_a_batch_in_which_somebody_waits_is_hurried_whenever_the_word_came(line:
 
 def test_a_budget_is_spent_by_all_that_is_stored_of_a_trace() -> None:
     for spare, is_stored in ((0, True), (-1, False)):
-        bench = Bench(ByteBudget(ONE_ROW_BYTES + STORED_OVERHEAD + spare, Clock()))
+        bench = Bench(ByteBudget(ONE_ROW_BYTES + len("r") + STORED_OVERHEAD + spare, Clock()))
         bench.begin(make_request())
         bench.add(step(3, [10]))
         bench.finish("r")
