@@ -49,6 +49,10 @@ LATE_S = 3.0
 MOST_REST_S = 6.0
 """Seconds that a round waits, at most, for engines to show their pace without it, and what the
 draft of the last one brought."""
+SKEW_OVER = 8
+"""Heartbeats from which it is known by how much a replica's clock is wrong."""
+MAX_LATE_S = 12.0
+"""A heartbeat does not last so long: one that is later is of a clock that was set."""
 MAX_PACE = 1e9
 """A heartbeat that says more, or as much less, is no measurement."""
 MIN_BUSY = 0.02
@@ -69,6 +73,18 @@ class _Engine:
     gain: Gain = field(default_factory=Gain)
     version: int = 0
     seen_at: float = 0.0
+    """Time of its newest heartbeat, by its own clock."""
+    delays: deque[float] = field(default_factory=lambda: deque(maxlen=SKEW_OVER))
+    """When heartbeats were seen, less their times: how far its clock is behind, and a little."""
+
+    def sent_at(self, at: float, now: float) -> float:
+        """By the caller's clock, when a heartbeat was sent that is seen now. In whole seconds of
+        correction, so that nothing is changed where clocks are right."""
+        delay = now - at
+        if self.delays and abs(delay - min(self.delays)) > MAX_LATE_S:
+            self.delays.clear()
+        self.delays.append(delay)
+        return at + round(min(self.delays))
 
     @property
     def is_silent(self) -> bool:
@@ -110,7 +126,7 @@ class PaybackMeter:
         for name, status in living.items():
             engine = self._engines.setdefault(name, _Engine())
             if status.at != engine.seen_at:
-                self._add(engine, status)
+                self._add(engine, status, now)
         if self._has_outcome and not is_training and now - self._changed_at >= LATE_S:
             self._settle()
         if living:
@@ -196,7 +212,8 @@ class PaybackMeter:
             engine.pace.before = None
         self._has_outcome = False
 
-    def _add(self, engine: _Engine, status: ReplicaStatus) -> None:
+    def _add(self, engine: _Engine, status: ReplicaStatus, now: float) -> None:
+        sent_at = engine.sent_at(status.at, now)
         engine.seen_at, engine.version = status.at, status.version
         engine.busy.add(float(status.num_running > 0))
         report = status.speculation
@@ -206,10 +223,10 @@ class PaybackMeter:
         if not status.num_running or report.pace is None or not math.isfinite(report.pace):
             return
         pace = math.log(min(max(report.pace, 1 / MAX_PACE), MAX_PACE))
-        if status.at < self._changed_at:  # it was sent before the trainer began or ended
+        if sent_at < self._changed_at:  # it was sent before the trainer began or ended
             if not self._is_training:
                 engine.pace.within.add(pace)
-        elif status.at - self._changed_at >= SETTLE_S:
+        elif sent_at - self._changed_at >= SETTLE_S:
             (engine.pace.within if self._is_training else engine.pace.at_rest).add(pace)
 
     def _must_rest_first(self, now: float) -> bool:

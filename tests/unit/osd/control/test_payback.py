@@ -42,6 +42,8 @@ class Deployment:
         """None: as much as `better`."""
         self.version, self.draft, self.brings = 1, 1.5, 1.04
         self.idle, self.fixed, self.spared = set[str](), set[str](), set[str]()
+        self.ahead_s = 0.0
+        """Of the replicas' clocks."""
 
     def beat(self, seconds: int, *, is_training: bool = False) -> None:
         for _ in range(seconds):
@@ -60,7 +62,7 @@ class Deployment:
         is_idle = name in self.idle
         return replace(
             replica(self.version, name),
-            at=self.now,
+            at=self.now + self.ahead_s,
             speculation=report,
             num_running=int(not is_idle),
         )
@@ -405,6 +407,31 @@ def test_a_clock_that_is_set_back_holds_no_round_up() -> None:
     here.now -= 3600
     here.beat(1)
     assert here.meter.decide(here.now).ok
+
+
+@pytest.mark.parametrize("ahead_s", [-86_400.0, -30.0, -5.0, 5.0, 30.0, 86_400.0])
+def test_a_replica_whose_clock_is_wrong_shows_as_much(ahead_s: float) -> None:
+    right, wrong = after_rounds(3), Deployment()
+    wrong.ahead_s = ahead_s
+    wrong.beat(10)
+    for _ in range(3):
+        wrong.round()
+    assert figures(wrong).slowdown == pytest.approx(1.25)
+    assert figures(wrong) == figures(right)
+
+
+def test_a_replica_whose_clock_is_set_is_understood_again() -> None:
+    here = after_rounds(3)
+    usual = figures(here)
+    here.ahead_s = -3600.0
+    here.beat(10)
+    for _ in range(9):
+        here.round()
+    assert figures(here).slowdown == pytest.approx(usual.slowdown)
+    here.slowdown = 2.0
+    for _ in range(9):
+        here.round()
+    assert figures(here).slowdown == pytest.approx(2.0)
 
 
 def test_a_rest_ends_for_one_round_after_a_long_time() -> None:
