@@ -90,10 +90,8 @@ class History:
         self._kept: set[bytes] = set()
         """Events of the file; the feed may tell them again."""
         self._unsaved: list[Event | SwapReport] = []
-        self._saved_until = 0.0
-        """Start of the first minute that the file does not have."""
-        self._loaded_until = 0.0
-        """The same when the file was read."""
+        self._loaded_until = self._loaded_at = 0.0
+        """Start of the first minute that the file did not have when it was read; when it was."""
         self._feed_from: float | None = None if file else 0.0
         """Windows that ended before are in the file's minutes; None until the feed's first one."""
         if file is not None:
@@ -244,12 +242,13 @@ class History:
             minutes = [
                 (kind, key, value)
                 for kind, table in self._tables().items()
-                for key, value in table.minutes(self._saved_until, until).items()
+                for key, value in table.changed(until).items()
             ]
             events = list(self._unsaved)
         self._file.write(minutes, events, oldest=now - self._history_seconds)
         with self._lock:
-            self._saved_until = max(self._saved_until, until)
+            for table in self._tables().values():
+                table.note_saved(until)
             del self._unsaved[: len(events)]
 
     def _tables(self) -> dict[str, SlotTable[Any]]:
@@ -257,14 +256,14 @@ class History:
         return {"replica": self._counts, "class": self._classes, "speculation": self._steps}
 
     def _load(self, file: HistoryFile) -> None:
-        for kind, key, value in file.minutes(time.time() - self._history_seconds):
+        self._loaded_at = time.time()
+        for kind, key, value in file.minutes(self._loaded_at - self._history_seconds):
             self._tables()[kind].put_minute(key, value)
-            self._saved_until = max(self._saved_until, key[0] + MINUTE_S)
+            self._loaded_until = max(self._loaded_until, key[0] + MINUTE_S)
             if kind == "replica":
                 self._count_served(key[2], value)
             if kind == "class" and key[1] != OTHER_CLASSES:
                 self._class_names.add(str(key[1]))
-        self._loaded_until = self._saved_until
         for event in file.events():
             self._kept.add(encode(event))
             self._list_event(event)
@@ -297,7 +296,8 @@ class History:
         self._served.clear()
         for key, counts in self._counts.since(0.0):
             self._count_served(key[2], counts)
-        return minute + MINUTE_S if minute < self._loaded_until else self._loaded_until
+        until = minute + MINUTE_S if minute < self._loaded_until else self._loaded_until
+        return min(until, self._loaded_at)  # the file is ahead where the clock was set back
 
     def _count_served(self, version: int, counters: Counters) -> None:
         tested, accepted = self._served.get(version, (0, 0))

@@ -136,11 +136,14 @@ class SlotTable(Generic[Value]):
         self._narrow = Slots(make, narrow_s)
         self._minutes, self._long = Slots(make, MINUTE_S), Slots(make, LONG_S)
         self._summed = [Slots(make, width) for width in SUMMED_S if is_summed]
+        self._changed: set[float] = set()
+        """Starts of the minutes that were added to since they were saved."""
         self._whole_from = -math.inf
         """Start of the first of the widest sums of which no part is gone."""
 
     def add(self, at: float, labels: tuple[Any, ...], value: Value) -> None:
         """Add to the slot of this moment."""
+        self._changed.add(floor(at, MINUTE_S))
         for slots in (self._narrow, self._long, *self._summed):
             slots.add(at, labels, value)
 
@@ -207,13 +210,20 @@ class SlotTable(Generic[Value]):
             if a < b:
                 yield from self._cover(a, b, others)
 
-    def minutes(self, start: float, end: float) -> dict[Key, Value]:
-        """Whole minutes of [start, end), which begin on a minute, as copies."""
+    def changed(self, until: float) -> dict[Key, Value]:
+        """Whole minutes before `until`, which begins one, that were added to since they were saved
+        last, as copies."""
+        starts = {start for start in self._changed if start < until}
         found = Slots(self._make, MINUTE_S)
-        for key, value in self.since(start):
-            if key[0] < end:
-                found.add(key[0], key[1:], value)
+        for slots in (self._minutes, self._narrow) if starts else ():
+            for key, value in slots.within(min(starts), until):  # all: a clock may be set back
+                if floor(key[0], MINUTE_S) in starts:
+                    found.add(key[0], key[1:], value)
         return dict(found.within(-math.inf))
+
+    def note_saved(self, until: float) -> None:
+        """What `changed` found is kept elsewhere now."""
+        self._changed = {start for start in self._changed if start >= until}
 
 
 def floor(at: float, width: float) -> float:

@@ -867,15 +867,37 @@ def test_a_clock_that_was_set_back_counts_on(path: Path) -> None:
     assert [n for n in history.series(NOW + 400, 60.0)["requests"] if n] == [4, 2]
     assert (whole := history.window()) is not None and whole.num_drafts == 400
     history.save(NOW + 520)
+    assert drafts_of_minutes(path) == {0.0: 100, 960.0: 100}
+    history.save(NOW + 590)
+    assert drafts_of_minutes(path) == {0.0: 100, 480.0: 200, 960.0: 100}, (
+        "long before the time is reached at which the clock was"
+    )
+    history.add(recent(970.0))
     history.save(NOW + 2100)
-    minutes = [
-        (key[0] - NOW, value.num_drafts)
+    assert drafts_of_minutes(path) == {0.0: 100, 480.0: 200, 960.0: 200}, (
+        "a minute that came twice has all that was counted in it"
+    )
+
+
+def drafts_of_minutes(path: Path) -> dict[float, int]:
+    return {
+        key[0] - NOW: value.num_drafts
         for kind, key, value in HistoryFile(path).minutes(0.0)
         if kind == "class"
-    ]
-    assert minutes == [(0.0, 100), (960.0, 100)], (
-        "what is in the file stays as it is, and is there once"
-    )
+    }
+
+
+def test_a_file_that_is_ahead_of_a_clock_that_was_set_back_hides_nothing_new(path: Path) -> None:
+    ahead = 7200.0
+    kept_in(path, recent(0.0), recent(ahead), now=NOW + ahead + 200)
+    after = History(7 * 86400, HistoryFile(path))
+    at = math.ceil(time.time() - NOW) + 1.0
+    after.add(recent(ahead + 60))  # told again by the feed
+    after.add(recent(at))
+    assert (now := after.window(since=NOW + at, until=NOW + at)) is not None
+    assert now.num_drafts == 100
+    after.save(NOW + at + 200)
+    assert drafts_of_minutes(path)[math.floor(at / 60) * 60.0] == 100
 
 
 def test_what_a_clock_counted_that_was_ahead_makes_no_rows_until_then() -> None:

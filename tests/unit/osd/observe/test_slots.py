@@ -146,7 +146,7 @@ def test_what_is_given_stays_the_givers() -> None:
     slots.add(DAY, ("r",), counts)
     counts.add(drafts(100))
     counts.num_tested_per_pos[0] = 100
-    (_, copy), *_ = slots.minutes(DAY, DAY + 60).items()
+    (_, copy), *_ = slots.changed(DAY + 60).items()
     copy.add(drafts(1000))
     for bucket_s in (0.0, LONG_S):
         assert since(slots, 0.0, bucket_s) == [(0.0, 1)]
@@ -254,20 +254,26 @@ def test_an_hour_is_added_up_from_few_slots() -> None:
     assert len(list(slots.between(DAY + 3333, DAY + 7210))) < 3 * 60
 
 
-def test_minutes_are_whole_and_end_before_their_end() -> None:
+def test_minutes_that_changed_are_whole_and_told_until_they_are_saved() -> None:
     slots = table((59.0, 1), (60.0, 2), (119.0, 4), (120.0, 8))
+    slots.put_minute((DAY + 180, "r"), drafts(100))
     slots.add(DAY + 61, ("other",), drafts(16))
-    found = {
-        (key[0] - DAY, key[1]): counts.num_drafts
-        for key, counts in slots.minutes(DAY + 60, DAY + 120).items()
-    }
-    assert found == {(60.0, "r"): 6, (60.0, "other"): 16}
+
+    def changed(until: float) -> dict[tuple[float, str], int]:
+        found = slots.changed(DAY + until).items()
+        return {(key[0] - DAY, key[1]): counts.num_drafts for key, counts in found}
+
+    assert changed(0) == {}
+    whole = {(0.0, "r"): 1, (60.0, "r"): 6, (60.0, "other"): 16}
+    assert changed(120) == changed(120) == whole
     slots.forget(DAY + 65 + RECENT_S, 0.0)
-    folded = {
-        (key[0] - DAY, key[1]): counts.num_drafts
-        for key, counts in slots.minutes(DAY + 60, DAY + 120).items()
-    }
-    assert folded == found, "also where a part is a minute already"
+    assert changed(120) == whole, "also where a part is a minute already"
+    slots.note_saved(DAY + 120)
+    assert changed(240) == {(120.0, "r"): 8}, "what a file had is there already"
+    slots.add(DAY + 70, ("r",), drafts(32))
+    assert changed(120) == {(60.0, "r"): 38, (60.0, "other"): 16}, "one that comes late"
+    slots.note_saved(DAY + 240)
+    assert changed(240) == {}
 
 
 def test_minutes_of_a_file_are_told_like_those_that_were_folded() -> None:
