@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -58,22 +58,20 @@ class RayState:
     """The Ray that was started last on this machine.
 
     Example:
-        RayState(pid=4242, started_at=1.7e9, stamp="5f3c...")
+        RayState(pid=4242, begun_s=8123.4, stamp="5f3c...")
     """
 
     pid: int
     """of the leader of its process group"""
-    started_at: float
-    """tells that process from a later one with the same id"""
+    begun_s: float
+    """As `note.begun_s`; tells that process from a later one with the same id."""
     stamp: str
 
     @property
     def is_alive(self) -> bool:
-        try:
-            started_at = psutil.Process(self.pid).create_time()
-        except psutil.Error:
-            return False
-        return note.is_alive(self.pid) and abs(started_at - self.started_at) < 1
+        now = note.begun_s(self.pid)
+        is_same = now is not None and abs(now - self.begun_s) < note.SAME_S
+        return is_same and note.is_alive(self.pid)
 
 
 def start_head(
@@ -217,8 +215,8 @@ def start_ray(stamp: str, address: str, arguments: Sequence[str], head: str) -> 
             stderr=output,
             start_new_session=True,
         )
-    state = RayState(process.pid, psutil.Process(process.pid).create_time(), stamp)
-    replace_file(_state_path(), json.dumps(asdict(state)).encode())
+    noted = {"pid": process.pid, "begun_s": note.begun_s(process.pid), "stamp": stamp}
+    replace_file(_state_path(), json.dumps(noted).encode())
     deadline = time.monotonic() + SECONDS_TO_START
     while process.poll() is None and time.monotonic() < deadline:
         with suppress(OSError):
@@ -257,7 +255,10 @@ def _state_path() -> Path:
 
 def _read_state() -> RayState | None:
     try:
-        return RayState(**json.loads(_state_path().read_text()))
+        noted = json.loads(_state_path().read_text())
+        if "started_at" in noted:  # Unix time, as earlier versions noted it
+            noted["begun_s"] = noted.pop("started_at") - psutil.boot_time()
+        return RayState(**noted)
     except (OSError, ValueError, TypeError):
         return None
 

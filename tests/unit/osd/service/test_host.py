@@ -305,6 +305,30 @@ def test_a_process_with_the_id_of_a_ray_that_ended_is_left_alone(machine: Machin
             other.kill()
 
 
+def test_a_clock_that_is_set_hides_no_ray_that_runs(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel has it: with the clock, the time moves at which the machine was started."""
+    machine.head()
+    ray = machine.ray
+    real = psutil.boot_time, psutil.Process.create_time
+    monkeypatch.setattr(psutil, "boot_time", lambda: real[0]() + 3600)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: real[1](process) + 3600)
+    machine.head()
+    assert machine.said[-1] == "nothing has changed: Ray and the service run on"
+    machine.head("serving.port=9001")
+    assert members(ray) == []
+
+
+def test_a_ray_that_an_earlier_version_started_is_ended(machine: Machine) -> None:
+    machine.head()
+    ray, path = machine.ray, machine.folder / "run/ray.state"
+    started_at = psutil.Process(ray).create_time()
+    path.write_text(json.dumps({"pid": ray, "started_at": started_at, "stamp": "5f3c"}))
+    machine.head()
+    assert machine.ray != ray and members(ray) == []
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
 def test_a_damaged_note_is_none(machine: Machine, text: str) -> None:
     (machine.folder / "run").mkdir()
