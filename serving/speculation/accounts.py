@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -46,12 +47,12 @@ class Accounts:
         totals.tokens += tokens
         totals.predicted_seconds += plan.seconds
 
-    def add_sources(self, step: StepSeen) -> None:
-        """Whose tokens a step verified and accepted."""
+    def add_sources(self, step: StepSeen, is_counted: Callable[[str], bool]) -> None:
+        """Whose tokens a step verified and accepted, of the requests that count."""
         for req_id, drafted, accepted in zip(
             step.req_ids, step.drafted, step.accepted, strict=True
         ):
-            if drafted:
+            if drafted and is_counted(req_id):
                 counts = self._sources["memory" if req_id in step.from_memory else "draft"]
                 counts[0] += drafted
                 counts[1] += accepted

@@ -246,7 +246,7 @@ class Speculation:
         is_without = step.stamp.reason == "net window"  # as in an engine that has no control
         seconds = step.seconds - step.own_seconds if is_without else step.seconds
         self.net.add_step(step.stamp.window, max(seconds, 0.0), tokens, len(step.req_ids))
-        self.accounts.add_sources(step)
+        self.accounts.add_sources(step, self.requests.is_counted)
         self.accounts.write(step)
 
     def _learn_of_draft(self, step: StepSeen) -> None:

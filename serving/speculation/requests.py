@@ -118,6 +118,9 @@ class Requests:
             if request.lookups is not None and self._memory is not None:
                 self._memory.end(req_id)
 
+    def is_counted(self, req_id: str) -> bool:
+        return (found := self._requests.get(req_id)) is None or found.is_counted
+
     def gone(self, alive: Collection[str]) -> set[str]:
         """Known requests that are not alive any more. All that are alive must be known."""
         if len(self._requests) <= len(alive):

@@ -292,6 +292,17 @@ def test_requests_that_are_not_counted_teach_nothing() -> None:
     assert next_survival(is_counted=True) < 0.2 * untouched
 
 
+def test_whose_tokens_were_verified_counts_those_of_the_traffic_alone() -> None:
+    control = profiled()
+    control.begin("calibration", is_counted=False)
+    control.begin("asked")
+    step(control, {"calibration": (K_MAX, 2)})
+    step(control, {"calibration": (K_MAX, 1)}, "memory")
+    assert control.report().sources == {"draft": (0, 0), "memory": (0, 0)}
+    step(control, {"calibration": (K_MAX, 2), "asked": (K_MAX, 1)})
+    assert control.report().sources == {"draft": (K_MAX, 1), "memory": (0, 0)}
+
+
 def test_a_finished_request_teaches_its_domain() -> None:
     control = profiled(batches=(1,))
     for i in range(20):
