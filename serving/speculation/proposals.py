@@ -128,6 +128,14 @@ class Proposals:
         self._untold = []
         return frozenset(from_memory)
 
+    def scheduled_while_held(self, output: Any) -> None:
+        """A step was scheduled as vLLM does by itself. It may verify what the memory proposed
+        before, of which the worker is told all the same."""
+        verified = output.scheduled_spec_decode_tokens
+        if from_memory := self._from_memory & verified.keys():
+            output.osd_from_memory = tuple(from_memory)
+        self._from_memory.difference_update(output.num_scheduled_tokens)
+
     def redraft(self, req_ids: Iterable[str], drafts: list[list[int]], requests: Any) -> None:
         """Change in place what the next step verifies."""
         if self.is_asked_by_worker:  # which has changed it, and knows how much is verified
@@ -212,9 +220,7 @@ class Proposals:
                 self._osd.look_up(request.request_id)
 
     def let_go(self) -> None:
-        """From now on the draft model's tokens are verified, whoever proposed before. What is in
-        flight is not known."""
-        self._from_memory.clear()
+        """What is in flight is not known."""
         if self.is_asked_by_worker:
             self._in_flight[self._num_steps] = None
 

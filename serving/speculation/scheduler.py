@@ -102,7 +102,9 @@ class Controlled(Undrafted):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._osd_is_held:
             self.dynamic_sd_lookup = self._osd_lookup_table(self._osd_resting_k)
-            return super().schedule(*args, **kwargs)
+            output = super().schedule(*args, **kwargs)
+            self._osd_guard(lambda: self._osd_proposals.scheduled_while_held(output))
+            return output
         started = self.osd_clock()
         self._osd_steps.enter(started)
         stamp = self._osd_guard(self._osd_plan)

@@ -1421,8 +1421,30 @@ def test_the_memory_does_not_go_on_when_it_is_held() -> None:
     for _ in range(4):
         bench.step({"a": [1]})
     bench.command("hold", True)
-    assert not hasattr(bench.scheduler.schedule(), "osd_from_memory")
+    bench.step({"a": [1]}, drafts=False)  # what was proposed before
     assert bench.draft(K) == [[50, 51, 52, 53]]
+    assert not hasattr(bench.scheduler.schedule(), "osd_from_memory")
+
+
+@pytest.mark.parametrize("is_let_go", [False, True])
+def test_what_the_memory_had_proposed_when_it_was_held_is_the_memorys(is_let_go: bool) -> None:
+    bench = Bench()
+    bench.add("a", prompt=[1, 2, 3] * 8)
+    bench.command("force", ["memory", 3])
+    for _ in range(4):
+        bench.step({"a": [1]})
+        bench.step({"a": [2]})
+        bench.step({"a": [3]})
+    bench.command("hold", True)
+    if is_let_go:
+        bench.command("hold", False)
+    output = bench.scheduler.schedule()
+    assert output.scheduled_spec_decode_tokens == {"a": [1, 2, 3]}
+    assert output.osd_from_memory == ("a",)
+    bench.give(output, {"a": [1]})
+    bench.draft(K)
+    if not is_let_go:
+        assert not hasattr(bench.scheduler.schedule(), "osd_from_memory"), "the draft's again"
 
 
 def test_a_held_engine_holds_nothing_of_requests_that_have_gone() -> None:
