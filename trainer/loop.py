@@ -112,8 +112,8 @@ class Trainer:
 
     Its weights continue from round to round, also after the gate refused a candidate. It returns to
     the serving release when that is not its own newest (rollback, promote, pin), when its last
-    candidate was significantly worse, and after a non-finite loss. It undoes a round that raised
-    the loss on held-out traces. A non-finite or risen loss halves the learning rate.
+    candidate was significantly worse, or when a round's first loss is not finite. It undoes a round
+    that made the loss infinite, or raised it on held-out traces; both halve the learning rate.
 
     Not thread-safe, except that `evaluate_releases` and `num_new_traces` may run during a round.
     """
@@ -303,7 +303,10 @@ class Trainer:
 
     def _keep_or_discard(self, base: DraftRelease, progress: _Progress) -> _Result:
         if not progress.is_finite:
-            self._working.start_from(base)
+            if progress.losses:
+                self._working.undo_round(base, keeps_moments=False)
+            else:  # by the weights that it began with
+                self._working.start_from(base)
             return _Result(discarded=NON_FINITE)
         if progress.has_risen:
             return self._undo(base, progress)

@@ -107,14 +107,15 @@ class WorkingDraft:
         self._is_from_base = True
         self.state = replace(self.state, base_version=base.version, candidate_sha256="")
 
-    def undo_round(self, base: DraftRelease) -> None:
-        """Go back to the weights before this round."""
+    def undo_round(self, base: DraftRelease, *, keeps_moments: bool = True) -> None:
+        """Go back to the weights before this round, and to the optimizer's moments or to none."""
         found = None if self._is_from_base else self._load()
         if found is None:
             self.start_from(base)
         else:
             weights = adapter.below(found.model.hf)
-            self.distiller.restart(weights, found.moments, found.adapters)
+            moments = found.moments if keeps_moments else {}
+            self.distiller.restart(weights, moments, found.adapters)
 
     @torch.no_grad()
     def average(self) -> Mapping[str, Tensor]:

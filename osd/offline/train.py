@@ -153,11 +153,15 @@ def _run_rounds(
     )
     kept: list[RoundOutcome] = []
     undone: list[RoundOutcome] = []
+    goes_back = False
     with progress("training", total, "traces") as advance:
         for part in _parts(len(traces.training), job.epochs, size, config.seed):
             buffer.put([traces.training[i] for i in part])
             outcome = trainer.run_round(release, _share_of(len(part), advance))
+            if goes_back and not outcome.discarded:
+                kept.clear()
             (undone if outcome.discarded else kept).append(outcome)
+            goes_back = _goes_back(outcome) or (goes_back and bool(outcome.discarded))
             advance(0, _figures(outcome))
     trainer.close()
     if not kept:
@@ -200,6 +204,14 @@ def _sum(outcomes: list[RoundOutcome]) -> RoundOutcome:
         sampling_cpu_s=sum(o.sampling_cpu_s for o in outcomes),
         scoring_cpu_s=sum(o.scoring_cpu_s for o in outcomes),
     )
+
+
+def _goes_back(outcome: RoundOutcome) -> bool:
+    """Whether the trainer begins anew with the first draft after this round."""
+    from trainer.loop import NON_FINITE
+
+    is_worse = outcome.eval is not None and outcome.eval.diff_high < 0
+    return is_worse or (outcome.discarded == NON_FINITE and not outcome.num_steps)
 
 
 def _figures(outcome: RoundOutcome) -> str:

@@ -451,6 +451,25 @@ def test_divergence_discards_the_round_and_nothing_else(tmp_path: Path, base: Dr
     assert same_weights(calm.path, idle.run_round(base).path)
 
 
+def test_divergence_undoes_its_round_and_nothing_before(tmp_path: Path, base: DraftRelease) -> None:
+    """What earlier rounds have learnt stays; the optimizer begins anew."""
+    buffers = [buffer_with(*chain_traces(32)) for _ in range(2)]
+    learnt = [
+        trainer_at(tmp_path / str(i), buffer, learning_rate=5e-3, replay_batches=0).run_round(base)
+        for i, buffer in enumerate(buffers)
+    ]
+    buffers[0].put(chain_traces(16, start=100))
+    wild = trainer_at(tmp_path / "0", buffers[0], learning_rate=1e30, warmup_steps=0)
+    assert wild.run_round(base).discarded == "non-finite loss"
+    for buffer in buffers:
+        buffer.put(chain_traces(8, start=200))
+    calm = trainer_at(tmp_path / "0", buffers[0], learning_rate=5e-3, replay_batches=0)
+    after = calm.run_round(base)
+    assert after.loss_first < learnt[0].loss_first - 0.3
+    last = trainer_at(tmp_path / "1", buffers[1], learning_rate=5e-3, replay_batches=0)
+    assert after.loss_first == pytest.approx(last.run_round(base).loss_first)
+
+
 def test_a_last_step_that_diverges_discards_the_round_too(
     tmp_path: Path, base: DraftRelease
 ) -> None:

@@ -25,6 +25,8 @@ from tests.support.heads import write_head
 from tests.support.served_targets import served_target
 from tests.support.starving import MemoryFor
 from tests.support.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, save_draft
+from trainer.batch import TrainBatch
+from trainer.distiller import Distiller
 from trainer.draft import load_draft
 from trainer.evaluate import replay
 
@@ -322,6 +324,25 @@ def test_a_loss_that_is_not_finite_leaves_nothing(train: Run, tmp_path: Path) ->
     ):
         train(file, settings=("trainer.learning_rate=1.0e30", "trainer.warmup_steps=0"))
     assert train.names() == set()
+
+
+def test_rounds_that_are_left_behind_do_not_count(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rounds; the second fails at once, so the third begins with the first draft again."""
+    steps = list[int]()
+    real = Distiller.step
+
+    def step(self: Distiller, batch: TrainBatch, index: int, scale: float = 1.0) -> float | None:
+        steps.append(index)
+        return None if steps.count(0) == 2 else real(self, batch, index, scale)
+
+    monkeypatch.setattr(Distiller, "step", step)
+    file = write(tmp_path / "a.traces", TRAINING + HELD_OUT)
+    train(file, epochs=1, force=True, settings=("trainer.max_new_traces=22",))
+    assert steps.count(0) == 3
+    report = json.loads((train.out / REPORT).read_text())
+    assert report["num_steps"] == steps[-1] + 1, "those of the third"
 
 
 # Files
