@@ -40,7 +40,7 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        return self.num_bytes // self.shape[0]
+        return self.num_bytes // max(1, self.shape[0])
 
     def chunks(self, num_bytes: int | None = None) -> Iterator[bytes]:
         """Its first `num_bytes` (None = all), in pieces of whole rows."""

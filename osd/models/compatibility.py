@@ -27,6 +27,8 @@ LAYER_OF_A_HEAD = "transformer_layer_config"
 """Key of `config.json` under which heads of speculators hold the keys of a model."""
 PARTS = (LAYER_OF_A_HEAD, "text_config", "eagle_config")
 """Keys of `config.json` that hold more keys."""
+ROPES = ("rope_parameters", "rope_scaling")
+"""Keys of `config.json` for the rotary embedding."""
 NAMES = ("architectures", "model_type")
 """Keys that say what a model is. Those of its layer do not say what a head is."""
 UNSCALED_ROPE = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
@@ -128,8 +130,8 @@ def context_length(config: dict[str, Any]) -> int | None:
     lengths = [config[key] for key in CONTEXT_KEYS if isinstance(config.get(key), int)]
     if not lengths:
         return None
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = next(filter(None, map(config.get, ROPES)), {})
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
     factor = 1.0 if kind in UNSCALED_ROPE else rope.get("factor") or 1.0
     return int(min(lengths) * factor)
 
@@ -138,7 +140,7 @@ def vocab_size(config: dict[str, Any], directory: Path) -> int:
     """Rows of the model's embedding by its `config.json`. Raises `ConfigError` when it does not
     say."""
     size = config.get("vocab_size")
-    if not isinstance(size, int):
+    if type(size) is not int or size < 1:
         raise ConfigError(
             f"{directory / 'config.json'}: has no vocab_size; give a text model in Hugging Face "
             "format"
@@ -163,4 +165,15 @@ def read_config(directory: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: {key} is no mapping; give a model in Hugging Face format")
     layer, text = (config.get(key) or {} for key in (LAYER_OF_A_HEAD, "text_config"))
     of_layer = {key: value for key, value in layer.items() if key not in NAMES}
-    return {**of_layer, **config, **text}
+    found = {**of_layer, **config, **text}
+    for key in ROPES:
+        _check_rope(found.get(key) or {}, key, path)
+    return found
+
+
+def _check_rope(rope: Any, key: str, path: Path) -> None:
+    problem = "" if isinstance(rope, dict) else "is no mapping"
+    if not problem and not isinstance(factor := rope.get("factor") or 1, int | float):
+        problem = f"has factor={factor!r}, which is no number"
+    if problem:
+        raise ConfigError(f"{path}: {key} {problem}; give a model in Hugging Face format")

@@ -88,7 +88,8 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
     """Whether a `config.json` describes an EAGLE-3 head that is served: one Llama layer."""
-    names = set(config.get("architectures") or ())
+    named = config.get("architectures")
+    names = {str(name) for name in named} if isinstance(named, list) else set()
     if is_parallel(config):
         return False
     if (kind := config.get("speculators_model_type")) is not None:
@@ -109,17 +110,23 @@ def spec_of(config: Mapping[str, Any], where: Path) -> HeadSpec:
     layer: Mapping[str, Any] = config[LAYER] if form == "speculators" else config
     eagle = config.get("eagle_config") or {}
     _check_layer(layer, where)
-    hidden = _number(layer, "hidden_size", where)
+    hidden, num_tokens = (number(layer, key, where) for key in ("hidden_size", "vocab_size"))
     for key in ("num_attention_heads", "intermediate_size"):
-        _number(layer, key, where)
+        number(layer, key, where)
+    for key in ("head_dim", "num_key_value_heads", "max_position_embeddings"):
+        number(layer, key, where, usual=1)
+    for key in ("rms_norm_eps", "rope_theta"):
+        _check_positive(layer, key, where)
+    _flag(layer, "attention_bias", False, where)
+    taps, of_eagle = _taps(config, where), _taps(eagle, where)
     return HeadSpec(
         form=form,
         layer=layer,
         hidden_size=hidden,
-        target_hidden_size=config.get("target_hidden_size") or hidden,
-        vocab_size=_number(layer, "vocab_size", where),
-        draft_vocab_size=config.get("draft_vocab_size") or _number(layer, "vocab_size", where),
-        taps=_taps(config.get(TAPS) or eagle.get(TAPS) or (), where),
+        target_hidden_size=number(config, "target_hidden_size", where, usual=hidden),
+        vocab_size=num_tokens,
+        draft_vocab_size=number(config, "draft_vocab_size", where, usual=num_tokens),
+        taps=taps or of_eagle,
         # vLLM takes True where a head of speculators does not say.
         norm_before_residual=_flag(config, "norm_before_residual", form == "speculators", where),
         norm_before_fc=_flag({**config, **eagle}, "norm_before_fc", False, where),
@@ -137,18 +144,33 @@ def _check_layer(layer: Mapping[str, Any], where: Path) -> None:
         )
 
 
-def _number(layer: Mapping[str, Any], key: str, where: Path) -> int:
-    value = layer.get(key)
-    if not isinstance(value, int) or value < 1:
+def number(config: Mapping[str, Any], key: str, where: Path, usual: int = 0) -> int:
+    """A whole number above 0 of a `config.json`. `usual`: where it has none; 0 = it must. Raises
+    `ConfigError`."""
+    value = config.get(key) or usual
+    if type(value) is int and value > 0:
+        return value
+    if not value:
         raise ConfigError(
             f"{where / 'config.json'}: has no {key}; give a head as SpecForge or speculators save "
             "it"
         )
-    return value
+    raise ConfigError(
+        f"{where / 'config.json'}: {key} is {value!r}, and must be a whole number above 0; "
+        "correct it"
+    )
+
+
+def _check_positive(config: Mapping[str, Any], key: str, where: Path) -> None:
+    value = config.get(key)
+    if value is not None and not (type(value) in (int, float) and 0 < value < float("inf")):
+        raise ConfigError(
+            f"{where / 'config.json'}: {key} is {value!r}, and must be a number above 0; correct it"
+        )
 
 
 def _flag(config: Mapping[str, Any], key: str, usual: bool, where: Path) -> bool:
-    value = config.get(key, usual)
+    value = usual if config.get(key) is None else config[key]
     if not isinstance(value, bool):
         raise ConfigError(
             f"{where / 'config.json'}: {key} is {value!r}, and must be true or false; correct it"
@@ -156,7 +178,8 @@ def _flag(config: Mapping[str, Any], key: str, usual: bool, where: Path) -> bool
     return value
 
 
-def _taps(value: Any, where: Path) -> tuple[int, ...]:
+def _taps(config: Mapping[str, Any], where: Path) -> tuple[int, ...]:
+    value = config.get(TAPS) or ()
     if not isinstance(value, list | tuple) or not all(type(layer) is int for layer in value):
         raise ConfigError(
             f"{where / 'config.json'}: {TAPS} is {value!r}, and must be a list of layers of the "

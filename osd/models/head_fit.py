@@ -29,6 +29,7 @@ from osd.models.eagle3 import (
     HeadSpec,
     canonical,
     is_eagle3,
+    number,
     shapes,
     spec_of,
 )
@@ -148,16 +149,16 @@ def _check_taps(
     if len(set(taps)) != spec.num_taps:
         what = f"{where}: one layer is there twice, and each is read once"
         raise _wrong(head, what, SAME_TARGET)
-    if spec.num_taps != (read := _num_read(config)):
+    if spec.num_taps != (read := _num_read(config, head)):
         what = f"{where}: they are {spec.num_taps}, and vLLM gives {read} to the head"
         raise _wrong(head, what, f"set num_aux_hidden_states={spec.num_taps} in its config.json")
 
 
-def _num_read(config: Mapping[str, Any]) -> int:
+def _num_read(config: Mapping[str, Any], head: Path) -> int:
     """Inputs for which vLLM makes `fc` (its `llama_eagle3.py`). It does not count the layers
     that are named outside `eagle_config`."""
     named = (config.get("eagle_config") or {}).get(TAPS)
-    return int(config.get("num_aux_hidden_states") or len(named or ()) or 3)
+    return number(config, "num_aux_hidden_states", head, usual=len(named or ()) or 3)
 
 
 def _check_tensors(spec: HeadSpec, tensors: Mapping[str, Tensor], head: Path) -> None:

@@ -158,6 +158,7 @@ def test_an_odd_mixture_of_dtypes_stays_aligned(tmp_path: Path) -> None:
         **load_file(file),
         "a.mask": torch.ones(3, dtype=torch.bool),
         "a.scale": torch.tensor(2.0).half(),
+        "a.none": torch.zeros(0, 3),
     }
     save_file(tensors, file)
     fitted = load_file(fit(tmp_path / "draft", 96) / "model.safetensors")
