@@ -19,7 +19,9 @@ CHUNK = 1000
 
 
 class FeedClient:
-    """Passes each record of the feed once, in order, to the history and the drift detector.
+    """Passes each record of the feed once, in order, to the history and the drift detector. What
+    comes to another feed in its place (of a Redis that lost it, or has an older one) between two
+    looks counts as heard.
 
     Example:
         feed = FeedClient(registry, history, detector)
@@ -36,12 +38,18 @@ class FeedClient:
     async def catch_up(self) -> None:
         """Read all new records. Raises `ReplayBufferError` when Redis is away."""
         while True:
-            found = await asyncio.to_thread(self._registry.read, self._cursor, CHUNK)
+            found = await asyncio.to_thread(self._read)
             for self._cursor, record in found:
                 self._hear(record)
             if len(found) < CHUNK:
                 self.is_caught_up = True
                 return
+
+    def _read(self) -> list[tuple[str, FeedRecord]]:
+        found = self._registry.read(self._cursor, CHUNK)
+        if not found:  # the clock of another server may be behind, and its ids with it
+            self._cursor = min(self._cursor, self._registry.newest(), key=_place)
+        return found
 
     async def tell(self, *records: FeedRecord) -> None:
         """Append records to the feed. When Redis is away they are heard here directly."""
@@ -57,3 +65,7 @@ class FeedClient:
     def _hear(self, record: FeedRecord) -> None:
         self._history.add(record)
         self._detector.add(record)
+
+
+def _place(record_id: str) -> tuple[int, ...]:
+    return tuple(map(int, record_id.split("-")))

@@ -237,6 +237,12 @@ class Registry:
                 return found[:count]
             after = entries[-1][0].decode()
 
+    def newest(self) -> str:
+        """The id of the newest record; "0" where there is none."""
+        with self._errors():
+            entries = self._redis.xrevrange(f"{self._prefix}:feed", count=1)
+        return entries[0][0].decode() if entries else "0"
+
     def close(self) -> None:
         """Close the connections."""
         with self._errors():

@@ -432,6 +432,14 @@ def test_a_server_whose_clock_is_wrong_changes_no_time(
     assert [record for _, record in registry.read()] == [window]
 
 
+def test_the_newest_record_is_told_by_its_id(registry: Registry, raw: Any) -> None:
+    assert registry.newest() == "0"
+    registry.publish(*(Event(at=float(i), kind="note", text="") for i in range(3)))
+    assert registry.newest() == registry.read()[-1][0]
+    raw.xadd("osd:here:feed", {"type": "Event", "json": "no record"})
+    assert registry.newest() > registry.read()[-1][0]
+
+
 def test_one_replica_is_told_first(registry: Registry, raw: Any) -> None:
     newer = replace(RELEASE, version=5)
     assert registry.canary() is None

@@ -69,6 +69,10 @@ class MemoryRegistry:
             for i, record in enumerate(self.feed[start : start + count])
         ]
 
+    def newest(self) -> str:
+        self._check()
+        return str(len(self.feed))
+
     def publish(self, *records: FeedRecord) -> None:
         self._check()
         self.feed.extend(records)
@@ -588,6 +592,42 @@ async def test_the_whole_feed_is_heard_before_the_first_round_each_record_once(
         await world.a_few_looks()
         assert world.trainer.calls == []
         assert world.history.total("osd_round_total") == 2500
+
+
+async def test_the_feed_of_another_redis_is_heard_whose_clock_is_behind(world: World) -> None:
+    """Its ids begin below those of the one that is gone."""
+    events = [Event(at=float(i), kind="note", text=f"{i}") for i in range(7)]
+
+    def heard() -> list[str]:
+        return [event.text for event in world.history.events() if event.kind == "note"]
+
+    world.registry.feed += events[:5]
+    async with world.running():
+        await world.until(lambda: len(heard()) == 5)
+        world.registry.feed.clear()
+        await world.a_few_looks()
+        world.registry.publish(*events[5:])
+        await world.until(lambda: len(heard()) == 7)
+    assert heard() == [str(i) for i in range(7)]
+
+
+@pytest.mark.parametrize("num_left", [1, 4])
+async def test_of_a_feed_that_lost_its_end_no_record_is_heard_again(
+    world: World, num_left: int
+) -> None:
+    events = [Event(at=float(i), kind="note", text=f"{i}") for i in range(7)]
+
+    def heard() -> list[str]:
+        return [event.text for event in world.history.events() if event.kind == "note"]
+
+    world.registry.feed += events[:5]
+    async with world.running():
+        await world.until(lambda: len(heard()) == 5)
+        del world.registry.feed[num_left:]
+        await world.a_few_looks()
+        world.registry.publish(*events[5:])
+        await world.until(lambda: len(heard()) == 7)
+    assert heard() == [str(i) for i in range(7)]
 
 
 async def test_without_redis_rounds_that_bring_nothing_count_too(world: World) -> None:
