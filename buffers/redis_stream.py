@@ -30,6 +30,9 @@ PUT_SECONDS = 2.0
 half a second on a busy machine. The capture thread waits here, and a queue stands before it."""
 READ_SECONDS = 15.0
 """How long all other calls wait for an answer."""
+ROOM_BYTES = 1 << 20
+"""Of the server's memory, for all that is no trace: heartbeats, the feed, and what they take on
+their way. The buffer makes room where less is free."""
 _READ_CHUNK = 32
 _TIMES_CHUNK = 64
 
@@ -181,6 +184,18 @@ class RedisTraceBuffer:
             oldest_at=min((info.oldest_at for info in train if info.span.num), default=0.0),
             dropped=self.dropped | unreadable,
         )
+
+    def make_room(self) -> int:
+        """Where the server's memory is full, and it evicts nothing itself, delete the oldest eighth
+        of all streams of the deployment. Without traffic no put does, and whatever else is written
+        would be refused. Returns how many traces that were."""
+        with self._link.errors():
+            info = self._link.command("INFO", "memory")
+            most, used = int(info.get("maxmemory", 0)), int(info["used_memory"])
+            used -= int(info.get("mem_not_counted_for_evict", 0))
+            is_kept = info.get("maxmemory_policy", "noeviction") == "noeviction"
+            is_full = is_kept and most > 0 and used > most - min(ROOM_BYTES, most // 16)
+            return self._writer.make_room() if is_full else 0
 
     def purge(
         self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False

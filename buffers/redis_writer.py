@@ -171,7 +171,7 @@ class RedisWriter:
     def _store(self, packed: list[_Packed], tally: _Tally) -> None:
         refused = self._send(packed, tally)
         if refused:
-            self._make_room()
+            self.make_room()
             refused = self._send(refused, tally)
             self._drop("memory", len(refused), tally)
 
@@ -213,12 +213,14 @@ class RedisWriter:
             args += [one.at, one.payload, int(one.is_shared)]
         return scripts.PUT, [self._keys.train(domain), self._keys.holdout(domain)], args
 
-    def _make_room(self) -> None:
+    def make_room(self) -> int:
+        """Delete the oldest eighth of every stream of the deployment; returns how many entries that
+        were. Raises `RedisError`."""
         calls: list[Call] = []
         for keys in self._keys.others(self._link.command("SMEMBERS", self._keys.buffers)):
             labels = self._link.command("SMEMBERS", keys.domains)
             for domain in ["", *(label.decode() for label in labels)]:
                 streams = [keys.train(domain), keys.holdout(domain)]
                 calls.append((scripts.SHRINK, streams, [_KEEP_WHEN_FULL, _SHRINK_ONE_IN]))
-        if calls:
-            self._link.scripts(calls)
+        answers = self._link.scripts(calls) if calls else []
+        return sum(num for num in answers if isinstance(num, int))

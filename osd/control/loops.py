@@ -195,11 +195,16 @@ class ControlLoops:
         return found if is_settled else pays
 
     async def _observe(self) -> None:
+        await self._make_room()
         await self.replicas.refresh()
         self.buffer_stats = await asyncio.to_thread(self._buffer.stats)
         is_training, now = self.phase == "training", self._clock.time()
         self.payback.look(self.replicas.statuses, is_training=is_training, now=now)
         self._history.observe(self.replicas.statuses, self.buffer_stats)
+
+    async def _make_room(self) -> None:
+        if num := await asyncio.to_thread(self._buffer.make_room):
+            log.warning("the memory of Redis is full: the oldest %d traces were deleted", num)
 
     def _observe_health(self, *, is_redis_up: bool) -> None:
         is_training_wanted = self._config.trainer.enabled and not self.releases.is_paused

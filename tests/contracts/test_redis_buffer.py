@@ -24,8 +24,9 @@ from buffers.embedded import EmbeddedValkey
 from buffers.link import Link
 from buffers.redis_stream import RedisTraceBuffer
 from osd.errors import ReplayBufferError
+from osd.exchange.registry import Registry
 from osd.observe.exposition import Totals
-from osd.records import Trace
+from osd.records import ReplicaStatus, Trace
 from tests.support import servers
 from tests.support.builders import ids, make_trace, make_traces
 
@@ -461,6 +462,33 @@ def test_a_server_full_of_traces_lets_the_oldest_go(open_buffer: OpenBuffer) -> 
         "all give something up"
     )
     assert ids(buffer.holdout(999)) == ids(held_out[-stats.num_holdout :])
+
+
+def test_room_is_made_for_heartbeats_without_traffic(
+    server: EmbeddedValkey, buffer: RedisTraceBuffer, admin: Any
+) -> None:
+    size = {"num_prompt": 24_000, "num_output": 1, "num_rows": 1, "top_k": 2, "seed": 0}
+    traces = make_traces(160, **size)
+    assert buffer.put(traces) == 160 and buffer.make_room() == 0
+    fill(admin)
+    status = ReplicaStatus(
+        **dict.fromkeys(("replica", "url", "target_id", "engine"), ""),
+        **dict.fromkeys(("at", "version", "k", "pid", "started_at"), 1),
+    )
+    with closing(Registry(server.url, "a")) as registry:
+        with pytest.raises(ReplayBufferError, match="OOM|maxmemory"):
+            registry.heartbeat(status, ttl_s=5)
+        assert buffer.make_room() == 20
+        registry.heartbeat(status, ttl_s=5)
+        assert registry.replicas() == [status]
+    assert ids(buffer.read({}, 999)[0]) == ids(traces[20:])
+    assert buffer.make_room() == 0
+    admin.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        admin.set("more", b"x" * (8 << 20))
+        assert buffer.make_room() == 0, "it makes room itself"
+    finally:
+        admin.config_set("maxmemory-policy", "noeviction")
 
 
 @pytest.mark.parametrize(("num", "left"), [(160, 140), (161, 140), (70, 64), (64, 64), (3, 3)])

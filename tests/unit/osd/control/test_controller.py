@@ -124,10 +124,15 @@ class FakeBuffer:
         self.purged: list[tuple[str | None, float | None]] = []
         """(domain, before) of each purge"""
         self.is_failing = False
+        self.num_in_the_way = 0
         self.meanwhile: Callable[[], object] = lambda: None
 
     def stats(self) -> BufferStats:
         return STATS
+
+    def make_room(self) -> int:
+        num, self.num_in_the_way = self.num_in_the_way, 0
+        return num
 
     def purge(
         self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False
@@ -1140,6 +1145,15 @@ def test_controller_imports_no_engine() -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+async def test_a_redis_that_is_full_gets_room_whether_there_is_traffic_or_not(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world.running():
+        world.buffer.num_in_the_way = 17
+        await world.a_few_looks()
+    assert caplog.text.count("memory of Redis is full: the oldest 17 traces were deleted") == 1
 
 
 @pytest.mark.parametrize(("max_age", "between"), [(2.0, 60.0), (3600.0, 180.0)])
