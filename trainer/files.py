@@ -3,6 +3,7 @@ tensors of a checkpoint."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,30 @@ from safetensors import SafetensorError, safe_open
 
 from osd.common.files import fsync, replace_file
 from osd.errors import OSDError, ReleaseError
+
+logger = logging.getLogger(__name__)
+
+
+KEEP_TARGETS = 3
+"""Targets other than the present one with which the trainer can go on where it was."""
+PARTS = ("checkpoints", "candidates")
+
+
+def directory_of(root: Path, target_id: str) -> Path:
+    """Where the trainer keeps what belongs to a target. Of other targets, what was not used for
+    longest is removed: each holds several times the weights of its draft. Curves stay."""
+    parts = {path: [path / part for part in PARTS if (path / part).is_dir()] for path in _in(root)}
+    others = [path for path, found in parts.items() if found and path.name != target_id]
+    others.sort(key=lambda path: max(part.stat().st_mtime for part in parts[path]))
+    for path in others[:-KEEP_TARGETS]:
+        logger.info("removing checkpoints in %s, whose target is served no longer", path)
+        for part in parts[path]:
+            shutil.rmtree(part, ignore_errors=True)
+    return root / target_id
+
+
+def _in(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
 
 
 @contextmanager

@@ -62,8 +62,7 @@ def exit_when_failed(wait_ready: Any) -> None:
 
 
 def awake_note(config: Config, name: str, *, is_restart: bool) -> Path:
-    """Where a replica keeps its `AwakeNote` from one engine to the next. A service that is started
-    anew has none."""
+    """Where a replica keeps its `AwakeNote` from one engine to the next of the same service."""
     path = config.data_path / f"{name}.awake"
     if not is_restart:
         path.unlink(missing_ok=True)
@@ -199,6 +198,7 @@ class TrainerActor:
 
     def _begin(self, config: Config, redis_url: str, target_id: str, is_head: bool) -> None:
         from buffers.redis_stream import RedisTraceBuffer
+        from trainer.files import directory_of
         from trainer.loop import Trainer
 
         limit_gpu_memory(config.trainer)
@@ -207,7 +207,7 @@ class TrainerActor:
             config.gate,
             config.speculation.k_max,
             RedisTraceBuffer(**buffer_settings(config, redis_url, target_id)),
-            config.checkpoint_path / target_id,
+            directory_of(config.checkpoint_path, target_id),
             target_id,
             teacher=teacher_here(config, target_id, is_head=is_head),
         )
