@@ -109,7 +109,8 @@ class RollbackMonitor:
         if self._task is not None:
             if self.is_checking:
                 return
-            self._task.result()
+            ended, self._task = self._task, None
+            ended.result()
         if current.version != self._version:
             self._version, self._judged = current.version, {}
         lives = self._lives(current, ["", *(replicas if len(replicas) > 1 else ())])
@@ -188,7 +189,8 @@ class RollbackMonitor:
         decision = policy.should_rollback(live, current, parent.version, alphas, self._gate)
         reason = f"on {scope}, {decision.reason}" if scope else decision.reason
         if decision.ok:
-            known.num_failed += not await self._releases.take_back(current, reason)
+            known.num_failed += 1  # also where the disk raises
+            known.num_failed -= await self._releases.take_back(current, reason)
             return None
         known.num_stays += 1
         is_unexplained = policy.is_unexplained(live, current, alphas, self._gate)

@@ -13,6 +13,7 @@ import pytest
 
 from osd.config.schema import GateConfig
 from osd.control.rollback import RollbackMonitor
+from osd.errors import ReleaseError
 from osd.observe.history import History
 from osd.records import DraftRelease, Event
 from tests.support.clocks import HandClock
@@ -173,6 +174,31 @@ async def test_an_error_of_a_judgement_is_raised_at_the_next_look(scene: Scene) 
     await scene.look()
     with pytest.raises(KeyError, match="a mistake of ours"):
         await scene.look()
+
+
+async def test_a_disk_that_refuses_is_told_of_once_and_the_draft_is_judged_again_later(
+    scene: Scene,
+) -> None:
+    """As where `state.json` cannot be read for a moment."""
+    taking_back = scene.take_back
+
+    async def refuse(current: DraftRelease, reason: str) -> bool:
+        raise ReleaseError("state.json: damaged; repair the file or delete it")
+
+    scene.take_back = refuse  # type: ignore[method-assign]
+    scene.alphas = BAD
+    scene.serve(0.3, ago=1)
+    assert await scene.look() == 1
+    with pytest.raises(ReleaseError, match="repair the file"):
+        await scene.look()
+    scene.take_back = taking_back  # type: ignore[method-assign]
+    scene.clock.move(5)
+    scene.serve(0.3)
+    assert await scene.look() == 1, "too early"
+    scene.clock.move(5)
+    scene.serve(0.3)
+    assert await scene.look() == 2
+    assert [version for version, _ in scene.taken_back] == [2]
 
 
 async def test_closing_drops_the_judgement_under_way(scene: Scene) -> None:
