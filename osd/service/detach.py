@@ -49,7 +49,7 @@ def _wait(
     deadline = time.monotonic() + SECONDS_TO_START
     while time.monotonic() < deadline:
         if child.poll() is not None:
-            lines = [line for line in log.read_text().splitlines() if line.strip()]
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
             said = (lines[-1] if lines else "the service ended at once").removeprefix("osd: ")
             raise (ConfigError if child.returncode == ConfigError.exit_status else OSDError)(said)
         for running in note.find_all():

@@ -16,7 +16,7 @@ import pytest
 
 from osd.client.http import Client
 from osd.config.schema import Config
-from osd.errors import ConfigError
+from osd.errors import ConfigError, OSDError
 from osd.service import detach, note
 from osd.service.detach import serve_detached
 
@@ -131,6 +131,26 @@ def test_a_detached_start_that_is_given_up_ends(
     finally:
         started[0].kill()
     assert stat.S_IMODE((tmp_path / "serve.log").stat().st_mode) == 0o600
+
+
+def test_a_detached_start_that_fails_says_why_whatever_else_its_log_holds(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path of a file system, say, whose names are not UTF-8."""
+    program = (
+        "import os, sys\n"
+        "os.write(2, b'loading caf\\xe9\\n')\n"
+        "os.write(2, b'osd: serving.port=80: taken\\n')\n"
+        "sys.exit(1)"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        detach.subprocess,
+        "Popen",
+        lambda _, **more: popen([sys.executable, "-c", program], **more),
+    )
+    with pytest.raises(OSDError, match="^serving.port=80: taken$"):
+        serve_detached(Config(data_dir=str(tmp_path)), ["osd", "serve"], print)
 
 
 def test_a_dead_service_is_not_found_and_one_of_several_must_be_named(folder: Path) -> None:
