@@ -90,7 +90,7 @@ function showFreshness(status) {
 
 function showFailure() {
   const seconds = dom.duration((performance.now() - firstFailure) / 1000);
-  const shown = lastAnswer === null ? "" : ` Shown is what was last seen, at ${new Date(Date.now() - (performance.now() - lastAnswer)).toLocaleTimeString("en-GB")}.`;
+  const shown = lastAnswer === null ? "" : ` Shown is what was last seen, at ${dom.when((Date.now() - (performance.now() - lastAnswer)) / 1000)}.`;
   view.showBanner(failure ? `The service reports an error, for ${seconds}: ${failure}.${shown}` : `Service unreachable for ${seconds}. Trying again every second.${shown}`);
   view.showLive("down", failure ? "error" : "unreachable");
 }

@@ -1,5 +1,6 @@
 // Six charts on one time axis: acceptance, tokens by source, speed, gain, parts of a step, load. Drawn by uPlot from the columns of /osd/history.
 
+import { day } from "./dom.js";
 import { Marks, tell } from "./marks.js";
 import { smooth } from "./smoothing.js";
 import { chosen, onChoice } from "./state.js";
@@ -287,10 +288,12 @@ function lonePoints(plot, index, isShown) {
   return lone.length ? lone : null;
 }
 
+/** Midnight is told as the day that begins. */
 function clock(_, splits, __, ___, step) {
   const two = (n) => `${n}`.padStart(2, "0");
   return splits.map((at) => {
     const d = new Date(1000 * at);
+    if (step >= 86400 || d.getHours() + d.getMinutes() + d.getSeconds() === 0) return day(d);
     return `${two(d.getHours())}:${two(d.getMinutes())}` + (step < 60 ? `:${two(d.getSeconds())}` : "");
   });
 }

@@ -25,12 +25,19 @@ export const points = (value) => `${value >= 0 ? "+" : "−"}${Math.abs(100 * va
 export const count = (value) => isNumber(value) ? value.toLocaleString("en") : "–";
 export const version = (value) => value ? `v${value}` : "–";
 
-export function moment(at) {
+export const day = (date) => date.toLocaleDateString("en-GB", { day: "numeric", month: "short" });
+
+/** "14:03:22" of today, "26 Nov 14:03" of another day. */
+export function when(at) {
   const then = new Date(1000 * at);
   const time = then.toLocaleTimeString("en-GB");
-  const isToday = then.toDateString() === new Date().toDateString();
-  const text = isToday ? time : `${then.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${time.slice(0, 5)}`;
-  return element("time", { datetime: then.toISOString(), title: then.toLocaleString() }, text);
+  return then.toDateString() === new Date().toDateString() ? time : `${day(then)} ${time.slice(0, 5)}`;
+}
+
+/** A time shown as by `when`, kept true by `tick`. */
+export function moment(at) {
+  const then = new Date(1000 * at);
+  return element("time", { datetime: then.toISOString(), title: then.toLocaleString(), "data-when": at }, when(at));
 }
 
 /** A time shown as "3 s ago", kept true by `tick`. */
@@ -39,7 +46,9 @@ export function since(at) {
 }
 
 export function tick() {
-  for (const time of document.querySelectorAll("time[data-at]")) time.textContent = `${duration(ago(Number(time.dataset.at)))} ago`;
+  const show = (time, text) => { if (time.textContent !== text) time.textContent = text; };
+  for (const time of document.querySelectorAll("time[data-at]")) show(time, `${duration(ago(Number(time.dataset.at)))} ago`);
+  for (const time of document.querySelectorAll("time[data-when]")) show(time, when(Number(time.dataset.when)));
 }
 
 /** Whether `data` differs from last time: what has not changed is not drawn again, so that selections and scrolling survive. */

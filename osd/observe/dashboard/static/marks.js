@@ -1,6 +1,6 @@
 // The changes of the serving draft over a chart: each a button that tells, when it is pointed at or has the focus, what the draft is.
 
-import { count, duration, element, isNumber, percent, points } from "./dom.js";
+import { count, duration, element, isNumber, percent, points, when } from "./dom.js";
 
 const GAP = 4; // px between two labels; an older one that would touch a newer one becomes a dot
 
@@ -28,14 +28,15 @@ export class Marks {
       const half = (`v${seen[i].version}`.length * 8 + 10) / 2;
       const isDot = seen[i].x + half > free;
       button.classList.toggle("dot-only", isDot);
+      const told = details(seen[i]).join("; ");
+      if (button.getAttribute("aria-label") !== told) button.setAttribute("aria-label", told);
       button.style.left = `${seen[i].x}px`;
       free = seen[i].x - (isDot ? 4 : half) - GAP;
     }
   }
 
   button(mark, details) {
-    const lines = details(mark);
-    const button = element("button", { type: "button", class: "mark", "data-mark": `${mark.version}@${mark.at}`, "aria-label": lines.join("; ") }, `v${mark.version}`);
+    const button = element("button", { type: "button", class: "mark", "data-mark": `${mark.version}@${mark.at}` }, `v${mark.version}`);
     const show = () => {
       this.bubble.replaceChildren(...details(mark).map((line, i) => element(i ? "p" : "strong", {}, line)));
       this.bubble.hidden = false;
@@ -55,7 +56,7 @@ export class Marks {
 /** What is known of the draft that began to serve at a mark, in lines. */
 export function tell(mark, drafts) {
   const draft = drafts.find((known) => known.version === mark.version);
-  const lines = [`v${mark.version}, ${new Date(1000 * mark.at).toLocaleTimeString("en-GB")}${mark.previous ? `, after v${mark.previous}` : ""}`];
+  const lines = [`v${mark.version}, ${when(mark.at)}${mark.previous ? `, after v${mark.previous}` : ""}`];
   if (draft?.num_steps) lines.push(`${draft.kind === "lora" ? "LoRA" : "full"} training: ${count(draft.num_tokens)} rows, ${count(draft.num_steps)} steps, ${duration(draft.seconds)}`);
   if (!draft) lines.push("no longer in the store");
   const report = draft?.eval;

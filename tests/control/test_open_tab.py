@@ -1,0 +1,104 @@
+"""A tab that stays open for days: what it shows stays true, and nothing moves under the reader."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from osd.observe.history import History
+from osd.records import Event, SwapReport
+from tests.support.browser import Open, until
+from tests.support.dashboards import Scene, served, window
+
+DAY_S = 86_400.0
+A_DAY = r"\d{1,2} (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)"
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene(History())
+
+
+@pytest.fixture
+def url(scene: Scene) -> Iterator[str]:
+    scene.history.add(window(time.time(), 0.8))
+    with served(scene) as url:
+        yield url
+
+
+def swap(ago: float, version: int) -> SwapReport:
+    return SwapReport(
+        at=time.time() - ago,
+        replica="replica-0",
+        version=version,
+        previous=version - 1,
+        ok=True,
+        stage_s=0.1,
+        pause_s=0.006,
+    )
+
+
+def pass_a_day(page: Any) -> None:
+    """Set the clock of the browser to this time tomorrow."""
+    page.evaluate(
+        """() => {
+            const Usual = Date;
+            window.Date = class extends Usual {
+                constructor(...given) { super(...(given.length ? given : [Usual.now() + 864e5])); }
+                static now() { return Usual.now() + 864e5; }
+            };
+        }"""
+    )
+
+
+def drawn_texts(page: Any) -> set[str]:
+    """What is written into the charts from now on, for as long as a few answers take."""
+    page.evaluate(
+        """() => {
+            window.written = [];
+            const draw = CanvasRenderingContext2D.prototype.fillText;
+            CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+                window.written.push(text);
+                return draw.call(this, text, ...place);
+            };
+            window.dispatchEvent(new Event("resize"));
+        }"""
+    )
+    until(lambda: page.evaluate("window.written.length") > 0, "the charts are drawn again")
+    page.wait_for_timeout(300)
+    return set(page.evaluate("window.written"))
+
+
+def test_days_are_told_apart_on_the_axis(url: str, visit: Open) -> None:
+    page = visit(f"{url}/dashboard#range=7d", viewport={"width": 1360, "height": 900})
+    page.set_viewport_size({"width": 1300, "height": 900})
+    days = {text for text in drawn_texts(page) if re.fullmatch(A_DAY, text)}
+    assert len(days) == 7
+
+
+def test_a_mark_of_another_day_says_which(scene: Scene, url: str, visit: Open) -> None:
+    scene.history.add(swap(3 * DAY_S, 2))
+    page = visit(f"{url}/dashboard#range=7d")
+    page.locator(".mark").focus()
+    assert re.search(rf"^v2, {A_DAY} \d\d:\d\d", page.locator("#mark-bubble").inner_text())
+    assert re.search(rf"^v2, {A_DAY} \d\d:\d\d", page.get_attribute(".mark", "aria-label"))
+
+
+def test_what_happened_yesterday_says_so_once_it_is_yesterday(
+    scene: Scene, url: str, visit: Open
+) -> None:
+    scene.history.add(Event(at=time.time(), kind="published", text="v3", version=3))
+    page = visit(f"{url}/dashboard")
+    page.wait_for_selector("#events li time")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", page.locator("#events li time").inner_text())
+    pass_a_day(page)
+    until(
+        lambda: bool(
+            re.fullmatch(rf"{A_DAY} \d\d:\d\d", page.locator("#events li time").inner_text())
+        ),
+        "the day of the event",
+    )
