@@ -102,3 +102,21 @@ def test_what_happened_yesterday_says_so_once_it_is_yesterday(
         ),
         "the day of the event",
     )
+
+
+def test_the_answer_to_an_earlier_choice_that_comes_late_is_not_shown(
+    scene: Scene, url: str, visit: Open
+) -> None:
+    scene.history.add(swap(3 * DAY_S, 2))
+    page = visit(f"{url}/dashboard#range=1h")
+    held: list[Any] = []
+    page.route("**/osd/history?since=-604800*", lambda route: held.append(route))
+    page.locator(".ranges span", has_text="7 d").click()
+    until(lambda: (page.wait_for_timeout(50), bool(held))[1], "the question")
+    with page.expect_response(lambda response: "since=-86400" in response.url):
+        page.locator(".ranges span", has_text="24 h").click()
+    with page.expect_response(lambda response: "since=-604800" in response.url):
+        held[0].continue_()
+    page.wait_for_timeout(1500)
+    assert page.locator(".mark").count() == 0, "a mark of the week, in a chart of the day"
+    assert "since=-86400" in page.get_attribute("#twin-history", "href")

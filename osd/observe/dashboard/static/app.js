@@ -33,9 +33,11 @@ const whatIsShown = () => `${chosen("range")} ${chosen("by")}`;
 /** History of the chosen range; over longer ranges a point lasts longer, so it is asked for less often. */
 async function getHistory() {
   if (performance.now() < historyDue) return null;
+  const asked = whatIsShown();
   const [seconds, bucket] = RANGES[chosen("range")];
   const path = `osd/history?since=-${seconds}&bucket=${bucket}&by=${chosen("by")}`;
   const history = await get(path);
+  if (asked !== whatIsShown()) return null; // something else was chosen meanwhile
   document.getElementById("twin-history").href = path;
   historyDue = performance.now() + Math.min(500 * history.bucket, 10000) - POLL_MS / 2;
   return history;
