@@ -120,3 +120,26 @@ def test_the_answer_to_an_earlier_choice_that_comes_late_is_not_shown(
     page.wait_for_timeout(1500)
     assert page.locator(".mark").count() == 0, "a mark of the week, in a chart of the day"
     assert "since=-86400" in page.get_attribute("#twin-history", "href")
+
+
+def test_answers_of_another_version_are_no_missing_answers(
+    scene: Scene, url: str, visit: Open
+) -> None:
+    """The service was upgraded meanwhile: the page that is open is of the version before."""
+    page = visit(f"{url}/dashboard")
+    page.route("**/osd/status", lambda route: route.fulfill(json={"now": time.time()}))
+    page.wait_for_selector("#live[data-state=down]")
+    said = page.locator("#banner").inner_text()
+    assert "unreachable" not in said and "load it again" in said
+    assert page.locator("#live-text").inner_text() == "error"
+    page.unroute("**/osd/status")
+    page.wait_for_selector("#live[data-state=live]")
+    assert page.locator("#banner").is_hidden()
+
+
+def test_what_is_no_json_is_no_missing_answer(scene: Scene, url: str, visit: Open) -> None:
+    """A proxy asks to log in again."""
+    page = visit(f"{url}/dashboard")
+    page.route("**/osd/status", lambda route: route.fulfill(body="<h1>Log in</h1>"))
+    page.wait_for_selector("#live[data-state=down]")
+    assert "load it again" in page.locator("#banner").inner_text()

@@ -21,11 +21,22 @@ let firstFailure = null; // of the first failed attempt since then
 let failure = "";
 let historyDue = 0;
 
+class NoAnswer extends Error {}
+class Refusal extends Error {}
+
 async function get(path) {
-  const response = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" });
-  if (response.ok) return response.json();
-  const { error } = await response.json().catch(() => ({}));
-  throw new Error(error || `${path} answered ${response.status}`);
+  const options = { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" };
+  const [response, text] = await fetch(path, options).then(async (r) => [r, await r.text()]).catch(() => { throw new NoAnswer(); });
+  if (response.ok) return JSON.parse(text);
+  throw new Refusal(errorIn(text) || `${path} answered ${response.status}`);
+}
+
+function errorIn(text) {
+  try {
+    return JSON.parse(text).error;
+  } catch {
+    return "";
+  }
 }
 
 const whatIsShown = () => `${chosen("range")} ${chosen("by")}`;
@@ -72,7 +83,7 @@ async function poll() {
     showFreshness(status);
   } catch (error) {
     firstFailure ??= lastAnswer ?? performance.now();
-    failure = error instanceof TypeError || error.name === "TimeoutError" ? "" : error.message;
+    failure = told(error);
     historyDue = 0;
     showFailure();
   }
@@ -90,10 +101,17 @@ function showFreshness(status) {
   view.showLive(isStale ? "stale" : "live", isStale ? "stale" : isIdle ? "live, no traffic" : "live");
 }
 
+/** What the service says is wrong, or that it answers what this page does not know; "" where it does not answer. */
+function told(error) {
+  if (error instanceof NoAnswer) return "";
+  if (error instanceof Refusal) return `the service reports an error: ${error.message}`;
+  return `what answers is not what this page knows, perhaps of another version: load it again (${error.message})`;
+}
+
 function showFailure() {
   const seconds = dom.duration((performance.now() - firstFailure) / 1000);
   const shown = lastAnswer === null ? "" : ` Shown is what was last seen, at ${dom.when((Date.now() - (performance.now() - lastAnswer)) / 1000)}.`;
-  view.showBanner(failure ? `The service reports an error, for ${seconds}: ${failure}.${shown}` : `Service unreachable for ${seconds}. Trying again every second.${shown}`);
+  view.showBanner(failure ? `For ${seconds}, ${failure}.${shown}` : `Service unreachable for ${seconds}. Trying again every second.${shown}`);
   view.showLive("down", failure ? "error" : "unreachable");
 }
 
