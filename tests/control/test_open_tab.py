@@ -143,3 +143,19 @@ def test_what_is_no_json_is_no_missing_answer(scene: Scene, url: str, visit: Ope
     page.route("**/osd/status", lambda route: route.fulfill(body="<h1>Log in</h1>"))
     page.wait_for_selector("#live[data-state=down]")
     assert "load it again" in page.locator("#banner").inner_text()
+
+
+def test_an_event_that_comes_moves_nobody_to_the_event_of_the_address(
+    scene: Scene, url: str, visit: Open
+) -> None:
+    first = Event(at=time.time() - 9, kind="published", text="v3", version=3)
+    scene.history.add(first)
+    page = visit(f"{url}/dashboard#event={first.at}", viewport={"width": 1360, "height": 700})
+    until(lambda: page.evaluate("scrollY") > 0, "the event of the address is shown")
+    page.evaluate("scrollTo(0, 0)")
+    scene.history.add(Event(at=time.time(), kind="refused", text="no gain"))
+    page.wait_for_selector("#events li:has-text('no gain')")
+    page.wait_for_timeout(300)
+    assert page.evaluate("scrollY") == 0
+    page.locator("#events a").first.click()
+    until(lambda: page.evaluate("scrollY") > 0, "a new choice is shown")

@@ -7,6 +7,8 @@ const TONES = {
   published: "good", promoted: "good", resumed: "good", trainer_back: "good", replica_back: "good", learns: "good", swapped: "info", rolled_back: "warn", rolled_out: "good", canary_moved: "warn", lagging: "warn",
   paused: "warn", discarded: "warn", alarm: "bad", pinned: "info", unpinned: "info", kept: "info",
 };
+let scrolledTo = ""; // the event of the address, once it was brought into view
+
 const isProblem = (kind) => /fail|error|lost|died/.test(kind) || ["alarm", "lagging", "rolled_back", "canary_moved", "discarded"].includes(kind);
 const GROUPS = {
   all: () => true,
@@ -26,12 +28,16 @@ export function showEvents(events) {
     const nothing = events.length ? "None of the newest events is of this kind." : "Nothing has happened yet. New drafts, refusals with their reason, rollbacks and failed swaps are listed here.";
     return list.replaceChildren(element("li", { class: "none" }, nothing));
   }
+  if (!wanted) scrolledTo = "";
   list.replaceChildren(...shown.map((event) => {
     const link = element("a", { href: linkWith("event", event.at), title: "A link to this event" }, moment(event.at));
     const isWanted = `${event.at}` === wanted;
     const tone = TONES[event.kind] ?? (isProblem(event.kind) ? "bad" : "");
     const item = element("li", isWanted ? { class: "wanted", "aria-current": "true" } : {}, link, tag(tone, `${event.kind}`.replaceAll("_", " ")), element("span", { class: "text" }, event.text));
-    if (isWanted) requestAnimationFrame(() => item.scrollIntoView({ block: "nearest" }));
+    if (isWanted && scrolledTo !== wanted) {
+      scrolledTo = wanted;
+      requestAnimationFrame(() => item.scrollIntoView({ block: "nearest" }));
+    }
     return item;
   }));
 }
