@@ -10,6 +10,7 @@ narrow slots ─ after 2 h ─► minutes ─ after `history_seconds` ─► gon
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -26,8 +27,6 @@ SUMMED_S = (LONG_S, MINUTE_S, 10.0)
 up."""
 MOST_PARTS = 60
 """Of a window of many seconds."""
-DISORDER_S = 120.0
-"""Seconds by which the clocks of replicas may differ."""
 
 Key = tuple[Any, ...]
 """Start of the slot in Unix time, then its labels."""
@@ -71,15 +70,22 @@ def spread(at: float, seconds: float, counts: Counters) -> Iterator[tuple[float,
 
 
 class Slots(Generic[Value]):
-    """Sums in slots of one width, in the order in which the slots came up. Not thread-safe."""
+    """Sums in slots of one width, oldest first, whenever each came up: clocks are set, and what a
+    replica could not send comes late. Not thread-safe."""
 
     def __init__(self, make: Callable[[], Value], width: float) -> None:
         self._make, self.width = make, width
         self._by_start: dict[float, dict[Key, Value]] = {}
+        self._starts: list[float] = []
+        """Ascending."""
 
     def add(self, at: float, labels: Key, value: Value) -> None:
         """Add to the slot of this moment."""
-        sums = self._by_start.setdefault(floor(at, self.width), {})
+        start = floor(at, self.width)
+        sums = self._by_start.get(start)
+        if sums is None:
+            sums = self._by_start[start] = {}
+            insort(self._starts, start)
         found = sums.get(labels)
         if found is None:
             found = sums[labels] = self._make()
@@ -87,34 +93,21 @@ class Slots(Generic[Value]):
 
     def within(self, start: float, end: float = math.inf) -> Iterator[tuple[Key, Value]]:
         """The slots that begin in [start, end)."""
-        for at in [at for at in self._by_start if start <= at < end]:
-            yield from self._items(at)
+        for at in self._starts[bisect_left(self._starts, start) : bisect_left(self._starts, end)]:
+            yield from (((at, *labels), value) for labels, value in self._by_start[at].items())
 
-    def newest(self, since: float) -> Iterator[tuple[Key, Value]]:
-        """The slots that begin at `since` or later. Slots came up nearly in order, so the search
-        ends at the first that is clearly older."""
-        found = []
-        for at in reversed(self._by_start):
-            if at >= since:
-                found.append(at)
-            elif at < since - DISORDER_S:
-                break
-        for at in reversed(found):
-            yield from self._items(at)
-
-    def take_before(self, start: float) -> Iterator[tuple[Key, Value]]:
-        """Take out the slots that begin before, up to the first that does not."""
-        while self._by_start and (at := next(iter(self._by_start))) < start:
-            yield from self._items(at)
-            del self._by_start[at]
+    def take_before(self, start: float) -> list[tuple[Key, Value]]:
+        """Take out the slots that begin before."""
+        taken = list(self.within(-math.inf, start))
+        self.drop_before(start)
+        return taken
 
     def drop_before(self, start: float) -> None:
         """As `take_before`."""
-        while self._by_start and (at := next(iter(self._by_start))) < start:
+        num = bisect_left(self._starts, start)
+        for at in self._starts[:num]:
             del self._by_start[at]
-
-    def _items(self, at: float) -> Iterator[tuple[Key, Value]]:
-        return (((at, *labels), value) for labels, value in self._by_start[at].items())
+        del self._starts[:num]
 
 
 class SlotTable(Generic[Value]):
@@ -176,10 +169,10 @@ class SlotTable(Generic[Value]):
         """The slots that begin at `since` or later (or in its minute, where only minutes are left);
         minutes first. Long slots are used where buckets of `bucket_s` consist of them."""
         if bucket_s and bucket_s % LONG_S == 0:
-            yield from self._long.newest(floor(since, LONG_S))
+            yield from self._long.within(floor(since, LONG_S))
             return
-        yield from self._minutes.newest(floor(since, MINUTE_S))
-        yield from self._narrow.newest(since)
+        yield from self._minutes.within(floor(since, MINUTE_S))
+        yield from self._narrow.within(since)
 
     def between(self, since: float, until: float) -> Iterator[tuple[Key, Value]]:
         """What adds up to the slots that `since` gives and that begin at `until` at the latest: of
@@ -187,10 +180,9 @@ class SlotTable(Generic[Value]):
         if not self._summed or since < self._whole_from:
             found = self.since(since)
         else:
-            minutes = self._minutes.newest(floor(since, MINUTE_S))
             end = floor(until, self._narrow.width) + self._narrow.width
             yield from self._cover(since, end, [*self._summed, self._narrow])
-            found = minutes
+            found = self._minutes.within(floor(since, MINUTE_S))
         yield from ((key, value) for key, value in found if key[0] <= until)
 
     def _cover(
