@@ -6,7 +6,7 @@ It is built anew at start, from the registry's feed and, for what is older, from
     file ──► minutes ┐
     feed ─► add ─► slots (`slots.py`) ─► series (`series.py`), window
                 ├► totals (`exposition.py`) ─► prometheus
-                └► lists of events, swaps, rounds, changes of plan
+                └► lists of events, swaps, rounds, changes of plan (`happened.py`)
 
     slots, events ─► save ─► file
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,9 +24,10 @@ from msgspec.structs import replace
 from osd.exchange.registry import FeedRecord
 from osd.observe import series
 from osd.observe.exposition import Totals
+from osd.observe.happened import Happened
 from osd.observe.history_file import HistoryFile
 from osd.observe.slots import MINUTE_S, Key, SlotTable, SpeculationTimes, added, floor, spread
-from osd.observe.status import plan_changes, seconds_per_part, swap_event
+from osd.observe.status import seconds_per_part
 from osd.records import (
     BufferStats,
     Counters,
@@ -42,10 +42,6 @@ from osd.records import (
     encode,
 )
 
-MAX_LISTED = 2000
-"""Events, swaps and rounds kept."""
-MAX_CHANGES = 200
-"""Changes of plan kept."""
 MAX_CLASSES = 8
 """Classes of traffic counted apart, besides the unlabelled; the first to come."""
 OTHER_CLASSES, UNLABELLED = "(other classes)", "(unlabelled)"
@@ -79,12 +75,7 @@ class History:
         """replica -> end of its newest window; the windows of one look share their seconds"""
         self._seconds_per_part: dict[tuple[str, float], dict[str, float]] = {}
         """(replica, started_at) -> what its newest heartbeat reported"""
-        self._events: deque[Event] = deque(maxlen=MAX_LISTED)
-        self._swaps: deque[SwapReport] = deque(maxlen=MAX_LISTED)
-        self._rounds: deque[RoundOutcome] = deque(maxlen=MAX_LISTED)
-        self._changes: deque[ReplicaPlanChange] = deque(maxlen=MAX_CHANGES)
-        self._changed_at: dict[str, float] = {}
-        """replica -> time of its newest change of plan; a heartbeat is seen more than once"""
+        self._happened = Happened()
         self._totals = Totals()
         self._lock = threading.RLock()
         self._kept: set[bytes] = set()
@@ -107,7 +98,7 @@ class History:
                 case Event() | SwapReport():
                     self._add_event(record)
                 case RoundOutcome():
-                    self._rounds.append(record)
+                    self._happened.rounds.append(record)
                 case MetricPoint():
                     pass
 
@@ -117,7 +108,7 @@ class History:
         with self._lock:
             self._totals.observe(replicas, buffer)
             for status in replicas:
-                self._add_changes(status)
+                self._happened.add_changes(status)
                 self._add_speculation(status)
 
     def observe_health(self, health: Health) -> None:
@@ -184,34 +175,24 @@ class History:
             return self._served.get(version, (0, 0))
 
     def marks(self) -> list[dict[str, Any]]:
-        """When the deployment went over to another version, oldest first:
-        `{"at", "version", "previous", "pause_s"}`.
-
-        The first replica to swap counts; those that follow, or are catching up, do not mark it
-        again.
-        """
-        marks: list[dict[str, Any]] = []
-        for report in sorted(self.swaps(), key=lambda report: report.at):
-            is_new = all(mark["version"] != report.version for mark in marks)
-            if report.ok and (is_new or report.previous == marks[-1]["version"] != report.version):
-                mark = {"at": report.at, "version": report.version, "previous": report.previous}
-                marks.append(mark | {"pause_s": report.pause_s, "proved": report.proved})
-        return marks
+        """When the deployment went over to another version, oldest first."""
+        with self._lock:
+            return self._happened.marks()
 
     def events(self, limit: int = 100) -> list[Event]:
         """The newest events, oldest first; swaps are among them."""
         with self._lock:
-            return sorted(self._events, key=lambda event: event.at)[-limit:]
+            return self._happened.events(limit)
 
     def rounds(self) -> list[RoundOutcome]:
         """Training rounds, oldest first."""
         with self._lock:
-            return list(self._rounds)
+            return list(self._happened.rounds)
 
     def swaps(self) -> list[SwapReport]:
         """Swap reports, in the order they came."""
         with self._lock:
-            return list(self._swaps)
+            return list(self._happened.swaps)
 
     def changes(self, limit: int = 50) -> list[ReplicaPlanChange]:
         """The newest changes of what is speculated, oldest first.
@@ -219,7 +200,7 @@ class History:
         They come from heartbeats, so only those since the start of this process are known.
         """
         with self._lock:
-            return sorted(self._changes, key=lambda change: change.at)[-limit:]
+            return self._happened.changes(limit)
 
     def total(self, name: str) -> int:
         """Sum of a counter over its labels: `total("osd_rollback_total")`."""
@@ -266,7 +247,7 @@ class History:
                 self._class_names.add(str(key[1]))
         for event in file.events():
             self._kept.add(encode(event))
-            self._list_event(event)
+            self._happened.add(event)
 
     def _add_window(self, window: SpecWindow) -> None:
         if self._feed_from is None:
@@ -318,19 +299,7 @@ class History:
             if encode(record) in self._kept:
                 return
             self._unsaved.append(record)
-        self._list_event(record)
-
-    def _list_event(self, record: Event | SwapReport) -> None:
-        if isinstance(record, SwapReport):
-            self._swaps.append(record)
-            record = swap_event(record)
-        self._events.append(record)
-
-    def _add_changes(self, status: ReplicaStatus) -> None:
-        changed_at = self._changed_at.get(status.replica, 0.0)
-        new = [change for change in plan_changes(status) if change.at > changed_at]
-        self._changes.extend(new)
-        self._changed_at[status.replica] = max([changed_at, *(change.at for change in new)])
+        self._happened.add(record)
 
     def _add_speculation(self, status: ReplicaStatus) -> None:
         """Take what the replica's totals grew by since its last heartbeat."""
