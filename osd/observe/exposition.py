@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from osd.exchange.registry import FEED_TYPES, FeedRecord
+from osd.observe.happened import MOST_GONE
 from osd.observe.metrics import DEPLOYMENT, Found, Series
 from osd.observe.speculation_metrics import SPECULATION
 from osd.observe.status import speculation_figures
@@ -27,11 +28,9 @@ disable_created_metrics()  # a service that was restarted counts on from its fee
 
 PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """Seconds."""
-MOST_GONE = 256
-"""Lives of replicas that have ended, and may yet be heard of. Of earlier ones what they counted is
-kept, all together: engines that somebody starts anew every minute would fill the memory."""
 EARLIER = ("", 0.0)
-"""The replica, and its start, that stands for these."""
+"""The replica, and its start, that stands for all that ended before the last `MOST_GONE`: of these
+what they counted is kept, all together."""
 OF_THE_FEED = {
     source: [series for series in DEPLOYMENT if series.source is source]
     for source in FEED_TYPES.values()

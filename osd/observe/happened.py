@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from osd.observe.status import plan_changes, swap_event
@@ -12,6 +13,15 @@ MAX_LISTED = 2000
 """Events, swaps and rounds kept."""
 MAX_CHANGES = 200
 """Changes of plan kept."""
+MOST_GONE = 256
+"""Replicas that have ended, and may yet be heard of. Somebody may start engines anew every minute,
+each under a name of its own."""
+
+
+def keep_newest(table: dict[Any, Any], num: int) -> None:
+    """Drop all entries but those that were set last."""
+    for key in list(table)[: max(0, len(table) - num)]:
+        del table[key]
 
 
 class Happened:
@@ -38,12 +48,14 @@ class Happened:
             record = swap_event(record)
         self._events.append(record)
 
-    def add_changes(self, status: ReplicaStatus) -> None:
-        """The changes of plan in a heartbeat."""
-        changed_at = self._changed_at.get(status.replica, 0.0)
-        new = [change for change in plan_changes(status) if change.at > changed_at]
-        self._changes.extend(new)
-        self._changed_at[status.replica] = max([changed_at, *(change.at for change in new)])
+    def observe(self, replicas: Sequence[ReplicaStatus]) -> None:
+        """Take the changes of plan in the heartbeats of the living replicas."""
+        for status in replicas:
+            changed_at = self._changed_at.pop(status.replica, 0.0)
+            new = [change for change in plan_changes(status) if change.at > changed_at]
+            self._changes.extend(new)
+            self._changed_at[status.replica] = max([changed_at, *(change.at for change in new)])
+        keep_newest(self._changed_at, len(replicas) + MOST_GONE)
 
     def events(self, limit: int) -> list[Event]:
         """The newest, oldest first."""

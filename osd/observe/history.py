@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from osd.exchange.registry import FeedRecord
 from osd.observe import series
 from osd.observe.exposition import Totals
-from osd.observe.happened import Happened
+from osd.observe.happened import MOST_GONE, Happened, keep_newest
 from osd.observe.history_file import HistoryFile
 from osd.observe.slots import MINUTE_S, Key, SlotTable, SpeculationTimes, added, floor, spread
 from osd.observe.status import seconds_per_part
@@ -107,9 +107,11 @@ class History:
         replicas = list(replicas)
         with self._lock:
             self._totals.observe(replicas, buffer)
+            self._happened.observe(replicas)
             for status in replicas:
-                self._happened.add_changes(status)
                 self._add_speculation(status)
+            for table in (self._ends, self._seconds_per_part):
+                keep_newest(table, len(replicas) + MOST_GONE)
 
     def observe_health(self, health: Health) -> None:
         """Take the health that the controller found in its last look."""
@@ -254,7 +256,7 @@ class History:
             self._feed_from = self._meet_feed(window.at)
         if window.at < self._feed_from:
             return
-        is_same_look = self._ends.get(window.replica) == window.at
+        is_same_look = self._ends.pop(window.replica, None) == window.at
         self._ends[window.replica] = window.at
         timed = window.counters
         counts = replace(timed, seconds=0.0) if is_same_look else timed
@@ -307,7 +309,7 @@ class History:
         if report is None:
             return
         run, seconds = (status.replica, status.started_at), seconds_per_part(report)
-        before, self._seconds_per_part[run] = self._seconds_per_part.get(run), seconds
+        before, self._seconds_per_part[run] = self._seconds_per_part.pop(run, None), seconds
         if before is None:
             return
         grown = {part: s - before.get(part, 0.0) for part, s in seconds.items()}

@@ -18,8 +18,8 @@ import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from osd.observe.exposition import MOST_GONE, SERIES
-from osd.observe.happened import MAX_CHANGES, MAX_LISTED
+from osd.observe.exposition import SERIES
+from osd.observe.happened import MAX_CHANGES, MAX_LISTED, MOST_GONE
 from osd.observe.history import MAX_CLASSES, OTHER_CLASSES, UNLABELLED, History
 from osd.observe.history_file import HistoryFile, Minute
 from osd.observe.series import COLUMNS, MAX_LINES
@@ -825,6 +825,22 @@ def test_a_restarted_replica_counts_from_nothing() -> None:
 
 
 # -- bounds and clocks ----------------------------------------------------------------------------
+
+
+def test_of_engines_that_were_started_anew_for_weeks_the_newest_are_known() -> None:
+    """Each under a name of its own, as on Kubernetes."""
+    history = History()
+    for number in range(3 * MOST_GONE):
+        name = f"pod-{number}"
+        changes = [change(number, "draft 2")]
+        seen = status(name, started_at=START + number, speculation=REPORT | {"changes": changes})
+        history.add(window(number, replica=name))
+        history.observe([seen], None)
+        history.observe([seen], None)
+    assert len(history.changes()) == 50, "each change once"
+    assert (whole := history.window()) is not None and whole.at == START + 3 * MOST_GONE - 1
+    known = history._ends, history._seconds_per_part, history._happened._changed_at
+    assert [len(of) for of in known] == [MOST_GONE + 1] * 3
 
 
 def test_what_is_listed_is_bounded_and_the_newest_stays() -> None:
