@@ -222,16 +222,25 @@ class History:
         now = time.time() if now is None else now
         until = floor(now - LATE_S, MINUTE_S)
         with self._lock:
+            events, tables = list(self._unsaved), self._tables()
+            # Of minutes that an earlier process wrote the feed may no longer have all.
+            first = min(self._loaded_until, floor(self._loaded_at, MINUTE_S))
             minutes = [
                 (kind, key, value)
-                for kind, table in self._tables().items()
+                for kind, table in tables.items()
                 for key, value in table.changed(until).items()
+                if key[0] >= first
             ]
-            events = list(self._unsaved)
-        self._file.write(minutes, events, oldest=now - self._history_seconds)
+            # What is added while the file is written is to be written again.
+            starts = {kind: table.note_saved(until) for kind, table in tables.items()}
+        try:
+            self._file.write(minutes, events, oldest=now - self._history_seconds)
+        except BaseException:
+            with self._lock:
+                for kind, table in tables.items():
+                    table.note_unsaved(starts[kind])
+            raise
         with self._lock:
-            for table in self._tables().values():
-                table.note_saved(until)
             del self._unsaved[: len(events)]
 
     def _tables(self) -> dict[str, SlotTable[Any]]:

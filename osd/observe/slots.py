@@ -213,9 +213,15 @@ class SlotTable(Generic[Value]):
                     found.add(key[0], key[1:], value)
         return dict(found.within(-math.inf))
 
-    def note_saved(self, until: float) -> None:
-        """What `changed` found is kept elsewhere now."""
-        self._changed = {start for start in self._changed if start >= until}
+    def note_saved(self, until: float) -> set[float]:
+        """What `changed` found is kept elsewhere now. Returns the starts of these minutes."""
+        saved = {start for start in self._changed if start < until}
+        self._changed -= saved
+        return saved
+
+    def note_unsaved(self, starts: set[float]) -> None:
+        """It could not be kept."""
+        self._changed |= starts
 
 
 def floor(at: float, width: float) -> float:

@@ -1053,6 +1053,53 @@ def test_a_late_window_is_in_its_minute_and_each_minute_and_event_is_written_onc
     ]
 
 
+def minutes_in(path: Path) -> dict[tuple[str, float], int]:
+    """(kind, seconds after NOW) -> drafts in the file"""
+    return {
+        (kind, key[0] - NOW): value.num_drafts
+        for kind, key, value in HistoryFile(path).minutes(0.0)
+        if kind != "speculation"
+    }
+
+
+def test_what_came_late_since_redis_was_away_is_in_the_file_too(path: Path) -> None:
+    history = kept_in(path, recent(0.0), recent(600.0), now=NOW + 900)
+    for at in (10.0, 300.0, 310.0, 901.0):
+        history.add(recent(at))
+    history.save(NOW + 930)
+    expected = {0.0: 200, 300.0: 200, 600.0: 100}
+    assert minutes_in(path) == {
+        (k, at): n for k in ("replica", "class") for at, n in expected.items()
+    }
+    assert History(7 * 86400, HistoryFile(path)).served(1) == (5 * 180, 5 * 120)
+
+
+def test_what_the_feed_tells_again_in_part_takes_nothing_from_the_file(path: Path) -> None:
+    """Its first window came late: of the minutes after it the feed has no longer all."""
+    before = kept_in(path, *(recent(10.0 * i) for i in range(60)))
+    after = History(7 * 86400, HistoryFile(path))
+    for at in (120.0, 590.0, 1000.0):
+        after.add(recent(at))
+    after.save()
+    kept = HistoryFile(path).minutes(0.0)
+    assert sum(value.num_drafts for kind, _, value in kept if kind == "replica") == 6100
+    assert before.served(1) == (60 * 180, 60 * 120)
+
+
+def test_what_came_late_is_not_lost_on_a_disk_that_refuses(path: Path) -> None:
+    history = kept_in(path, recent(0.0), recent(600.0), now=NOW + 900)
+    history.add(recent(10.0))
+    history.add(recent(840.0))
+    blocker = sqlite3.connect(path, isolation_level=None)
+    blocker.execute("begin immediate")
+    with pytest.raises(sqlite3.OperationalError):
+        history.save(NOW + 960)
+    blocker.execute("rollback")
+    history.save(NOW + 970)
+    assert minutes_in(path)["replica", 0.0] == 200
+    assert minutes_in(path)["replica", 840.0] == 100
+
+
 def test_all_kinds_of_minutes_come_back_as_they_were(path: Path) -> None:
     before = History(7 * 86400, HistoryFile(path))
     for at in (0.0, 20.0, 70.0):
