@@ -35,7 +35,8 @@ from serving.vllm.server import call_core
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_LOOKS, MAX_PAUSE = 1.0, 30.0
+"""Seconds until the deployment is asked again; after each failure in a row twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class AttachedLoop:
         self._terms: EngineTerms | None = None
         """Those that are followed."""
         self._newest: EngineTerms | None = None
-        self._look_at = 0.0
+        self._look_at, self._pause = 0.0, SECONDS_BETWEEN_LOOKS
         self._has_begun = asyncio.Event()
         self._own: DraftRelease | None = None
         """The draft that the engine was started with."""
@@ -95,11 +96,22 @@ class AttachedLoop:
         return asyncio.create_task(self._has_begun.wait(), name="osd-begun")
 
     async def look(self) -> None:
-        """Follow the terms, then do what is switched on."""
+        """Follow the terms, then do what is switched on: also where newer terms cannot be
+        followed, since the heartbeat is among it."""
         try:
             if self._clock() >= self._look_at:
-                self._look_at = self._clock() + SECONDS_BETWEEN_LOOKS
+                self._look_at = self._clock() + self._pause
                 await self._ask()
+                self._pause = SECONDS_BETWEEN_LOOKS
+        except Exception:
+            if self._beside is None:
+                raise
+            self._pause = min(2 * self._pause, MAX_PAUSE)
+            logger.exception(
+                "what %s wants could not be followed; the engine goes on as it is, and it is tried "
+                "again",
+                self._deployment,
+            )
         finally:
             self._has_begun.set()
         if self._beside is not None:
