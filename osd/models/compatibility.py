@@ -130,7 +130,7 @@ def context_length(config: dict[str, Any]) -> int | None:
     lengths = [config[key] for key in CONTEXT_KEYS if isinstance(config.get(key), int)]
     if not lengths:
         return None
-    rope = next(filter(None, map(config.get, ROPES)), {})
+    rope: dict[str, Any] = next(filter(None, map(config.get, ROPES)), {})
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     factor = 1.0 if kind in UNSCALED_ROPE else rope.get("factor") or 1.0
     return int(min(lengths) * factor)
