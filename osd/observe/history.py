@@ -43,7 +43,8 @@ from osd.records import (
 )
 
 MAX_CLASSES = 8
-"""Classes of traffic counted apart, besides the unlabelled; the first to come."""
+"""Classes of traffic counted apart, besides the unlabelled; the first to come of those in the
+history."""
 OTHER_CLASSES, UNLABELLED = "(other classes)", "(unlabelled)"
 LATE_S = 45.0
 """Seconds after which nothing more is expected of a minute."""
@@ -69,6 +70,7 @@ class History:
         self._steps = SlotTable(SpeculationTimes, narrow_s=10.0)
         """(start, replica)"""
         self._class_names: set[str] = {UNLABELLED}
+        self._classes_sought_at = -math.inf
         self._served: dict[int, tuple[int, int]] = {}
         """version -> (tested, accepted)"""
         self._ends: dict[str, float] = {}
@@ -269,7 +271,7 @@ class History:
         self._ends[window.replica] = window.at
         timed = window.counters
         counts = replace(timed, seconds=0.0) if is_same_look else timed
-        labels, name = (window.replica, window.version, window.k), self._class_of(window.domain)
+        labels, name = (window.replica, window.version, window.k), self._class_of(window)
         for at, part in spread(window.at, window.seconds, counts):
             if at >= self._feed_from:
                 self._counts.add(at, labels, part)
@@ -298,12 +300,21 @@ class History:
             accepted + sum(counters.num_accepted_tokens_per_pos),
         )
 
-    def _class_of(self, domain: str) -> str:
-        name = domain or UNLABELLED
+    def _class_of(self, window: SpecWindow) -> str:
+        name = window.domain or UNLABELLED
         if name not in self._class_names and len(self._class_names) > MAX_CLASSES:
-            return OTHER_CLASSES
+            self._forget_classes(window.at)
+            if len(self._class_names) > MAX_CLASSES:
+                return OTHER_CLASSES
         self._class_names.add(name)
         return name
+
+    def _forget_classes(self, at: float) -> None:
+        """Those of which the history has nothing any more. Sought once a minute."""
+        if floor(at, MINUTE_S) != self._classes_sought_at:
+            self._classes_sought_at = floor(at, MINUTE_S)
+            kept = {str(name) for (name,) in self._classes.labels()}
+            self._class_names = {UNLABELLED, *kept} - {OTHER_CLASSES}
 
     def _add_event(self, record: Event | SwapReport) -> None:
         if self._file is not None:

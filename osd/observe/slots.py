@@ -174,6 +174,10 @@ class SlotTable(Generic[Value]):
         yield from self._minutes.within(floor(since, MINUTE_S))
         yield from self._narrow.within(since)
 
+    def labels(self) -> set[Key]:
+        """Of all that is kept."""
+        return {key[1:] for key, _ in self._long.within(-math.inf)}
+
     def between(self, since: float, until: float) -> Iterator[tuple[Key, Value]]:
         """What adds up to the slots that `since` gives and that begin at `until` at the latest: of
         many narrow slots, wider ones that consist of them."""

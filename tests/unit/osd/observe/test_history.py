@@ -767,6 +767,17 @@ def test_the_first_classes_to_come_have_lines_and_the_others_share_one() -> None
     assert found[UNLABELLED] == [0.666667], "is not counted among them"
 
 
+def test_a_class_that_is_gone_from_the_history_makes_room_for_one_that_comes() -> None:
+    history = History(history_seconds=3600.0)
+    for number in range(MAX_CLASSES):
+        history.add(window(0.0, domain=f"class {number}"))
+    for at, shown in ((1800.0, OTHER_CLASSES), (6000.0, "new")):
+        history.add(window(at, domain="class 0"))
+        history.add(window(at, domain="new"))
+        assert set(line(history, "class", 600.0)) >= {"class 0", shown}
+    assert set(line(history, "class", 600.0)) == {"class 0", "new"}
+
+
 def test_classes_of_the_file_are_known_again_and_what_they_shared_is_none(path: Path) -> None:
     known = [f"class {i}" for i in range(MAX_CLASSES - 1)]
     counts = Counters(num_tested_per_pos=[4], num_accepted_tokens_per_pos=[1])
