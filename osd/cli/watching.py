@@ -23,10 +23,10 @@ def status(
     if as_json:
         show(state)
         return
-    from osd.observe.status_text import page
+    from osd.observe.status_text import NUM_SOUGHT, page
     from osd.records import Event, ServiceStatus
 
-    events = client.parsed(client.get("/osd/events"), list[Event])
+    events = client.parsed(client.get("/osd/events", limit=NUM_SOUGHT), list[Event])
     typer.echo(page(client.parsed(state, ServiceStatus), events))
 
 

@@ -13,6 +13,9 @@ from osd.observe.problems import last_outcome, learnable, problems_of
 from osd.records import DraftView, Event, Figures, ServiceStatus, SpeculationFigures
 
 NUM_EVENTS = 3
+NUM_SOUGHT = 1000
+"""Newest events among which the last training round's end is sought: each of many replicas may have
+swapped since."""
 LEFT_OUT_SHOWN = 4
 LEFT_OUT = {
     "memory": "the memory cannot propose",

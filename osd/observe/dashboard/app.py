@@ -44,8 +44,8 @@ RECENT_SECONDS = (300.0,)
 ALL_IN_ONE = 1e9
 """A bucket wide enough to take any span as one row."""
 MAX_EVENTS = 1000
-NUM_TO_JUDGE_BY = 100
-"""Newest events among which the last training round's end is sought."""
+"""Of one answer. Among so many the last training round's end is sought: each of many replicas may
+have swapped since."""
 MAX_KEPT_S = 30.0
 """Seconds for which an answer of long points is given again."""
 
@@ -123,7 +123,7 @@ def _add_readers(app: FastAPI, controller: Any, history: Any) -> None:
     )
     async def status() -> Response:
         state = replace(await maybe(controller.status()), now=time.time())
-        events = (await _events(history, NUM_TO_JUDGE_BY))[::-1]
+        events = (await _events(history, MAX_EVENTS))[::-1]
         return as_json(
             {
                 **to_builtins(state),

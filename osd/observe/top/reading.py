@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from osd.errors import ConfigError, OSDError
+from osd.observe.status_text import NUM_SOUGHT
 from osd.records import Event, ServiceStatus
 
 NUM_POINTS = 300
@@ -62,7 +63,7 @@ def read(reader: Reader, window_s: float) -> Answers:
     try:
         status = msgspec.convert(clean(reader.get("/osd/status")), ServiceStatus)
         history = clean(reader.get("/osd/history", since=-window_s, bucket=bucket))
-        events = msgspec.convert(clean(reader.get("/osd/events")), list[Event])
+        events = msgspec.convert(clean(reader.get("/osd/events", limit=NUM_SOUGHT)), list[Event])
         if "series" not in history:
             raise ValueError("JSON of something else")
     except (ValueError, TypeError):

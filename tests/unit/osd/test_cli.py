@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,10 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from osd.observe.history import History
+from osd.records import Event, SwapReport
 from tests.support.commands import run_osd
+from tests.support.dashboards import Scene, served
 from tests.support.paths import ROOT
 
 Osd = Callable[..., subprocess.CompletedProcess[str]]
@@ -362,6 +368,29 @@ def test_no_service_is_running(osd: Osd, tmp_path: Path, command: tuple[str, ...
     line = refusal(osd(*command), tmp_path)
     remedy = "start one with `osd serve`, or give --url"
     assert line == f"osd: no service of this user is running here; {remedy}"
+
+
+def test_the_last_round_is_told_however_many_replicas_swapped_since(osd: Osd) -> None:
+    scene = Scene(History())
+    published = Event(at=time.time() - 60, kind="published", text="v3: better", version=3)
+    scene.history.add(published)
+    for number in range(150):
+        scene.history.add(swap_of(f"replica-{number}"))
+    with served(scene) as url:
+        done = osd("status", "--url", url)
+    assert re.search(r"last round +published 1 min .*ago: v3: better", done.stdout), done.stdout
+
+
+def swap_of(replica: str) -> SwapReport:
+    return SwapReport(
+        at=time.time(),
+        replica=replica,
+        version=3,
+        previous=2,
+        ok=True,
+        stage_s=0.1,
+        pause_s=0.006,
+    )
 
 
 def test_the_note_of_a_service_that_was_killed_does_not_count(osd: Osd, tmp_path: Path) -> None:

@@ -518,6 +518,15 @@ async def test_status_names_what_is_wrong_worst_first(
     assert len(problems) == 2 and "non-finite loss" in problems[1]
 
 
+async def test_a_problem_is_found_however_much_happened_since(
+    client: httpx.AsyncClient, history: FakeHistory
+) -> None:
+    """As where each of many replicas swaps."""
+    history.log.append(Event(at=200.0, kind="publish_failed", text="no space left"))
+    history.log += [Event(at=300.0 + i, kind="swapped", text=f"replica-{i}") for i in range(150)]
+    assert "no space left" in (await client.get("/osd/status")).json()["problems"][1]
+
+
 async def test_a_problem_is_as_old_as_it_is(
     client: httpx.AsyncClient, controller: FakeController
 ) -> None:
