@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -36,6 +37,8 @@ bench.add_benches(app)
 def main() -> None:
     """Entry point. An error that a user can cause becomes one line; with `OSD_DEBUG=1` it keeps its
     traceback."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what its encoding lacks ends no command
     try:
         app()
     except OSDError as error:

@@ -370,6 +370,23 @@ def test_no_service_is_running(osd: Osd, tmp_path: Path, command: tuple[str, ...
     assert line == f"osd: no service of this user is running here; {remedy}"
 
 
+def test_a_character_that_the_output_lacks_ends_no_command() -> None:
+    """As in a shell whose locale is an old one."""
+    scene = Scene(History())
+    scene.changes = {"deployment": "перевод"}
+    with served(scene) as url:
+        for command, said in (("drafts list", b"? predicted"), ("status", b"??????? at ")):
+            done = subprocess.run(
+                [sys.executable, "-m", "osd", *command.split(), "--url", url],
+                env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+                cwd=ROOT,
+                capture_output=True,
+                timeout=60,
+            )
+            assert done.returncode == 0, done.stderr
+            assert said in done.stdout
+
+
 def test_the_last_round_is_told_however_many_replicas_swapped_since(osd: Osd) -> None:
     scene = Scene(History())
     published = Event(at=time.time() - 60, kind="published", text="v3: better", version=3)
