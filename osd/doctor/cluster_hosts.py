@@ -4,6 +4,7 @@ the setup needs, and once they are set up, are versions and target the same on a
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,10 +71,9 @@ def ssh(file: ClusterFile) -> Ask:
         flags += ["-i", str(key)]
 
     def ask(host: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        quoted = " ".join(f"'{argument}'" for argument in arguments)
         where = f"{file.get('auth.ssh_user')}@{host}"
         return subprocess.run(
-            ["ssh", "-q", *flags, where, f"python3 - {quoted}"],
+            ["ssh", "-q", *flags, where, f"python3 - {shlex.join(arguments)}"],
             input=LOOK,
             capture_output=True,
             text=True,
@@ -103,7 +103,7 @@ def check_hosts(
         try:
             done = ask(host, [json.dumps([list(ports.get(host, ())), target])])
             said = json.loads(done.stdout) if done.returncode == 0 else done.stderr.strip()
-        except (subprocess.TimeoutExpired, ValueError) as error:
+        except (subprocess.TimeoutExpired, ValueError, OSError) as error:
             said = f"no answer ({type(error).__name__})"
         if isinstance(said, dict):
             found[host] = said

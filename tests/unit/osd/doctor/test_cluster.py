@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -413,6 +414,29 @@ def test_ports_of_our_own_service_are_not_in_the_way(machines: Machines) -> None
 def test_machines_that_are_not_set_up_are_not_compared(machines: Machines) -> None:
     machines.answers["10.0.0.2"] = WELL | {"versions": {}, "fingerprint": ""}
     assert machines.broken() == []
+
+
+def test_without_ssh_it_is_said_of_this_machine_and_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, machines: Machines
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    broken = {c.name: c.text for c in cluster.checks(machines.file, False) if c.ok is False}
+    assert broken["this machine"] == "ssh and rsync missing"
+    for host in machines.file.hosts:
+        assert broken[host].endswith("cannot be asked by ssh (no answer (FileNotFoundError))")
+
+
+def test_a_target_with_an_apostrophe_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, machines: Machines, tmp_path: Path
+) -> None:
+    """A shell reads the command there."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    done = cluster_hosts.ssh(machines.file)("10.0.0.1", [json.dumps([[], "/data/o'brien/llama"])])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["taken"] == []
 
 
 def test_the_look_at_a_machine_runs_with_nothing_but_python() -> None:
