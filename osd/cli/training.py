@@ -68,7 +68,8 @@ def export(
 
 @app.command(
     epilog="Examples:  osd train --traces monday.traces --draft ./draft --out ./draft-2    "
-    "osd train --traces monday.traces --draft ./head --out ./head-2 serving.target=./llama-8b"
+    "osd train --traces monday.traces --draft ./head --out ./head-2 serving.target=./llama-8b    "
+    "osd train --traces monday.traces --draft ./draft --out ./drafts --pool 3"
 )
 def train(
     traces: Annotated[list[Path], typer.Option(help="File of traces; more may follow.")],

@@ -348,6 +348,11 @@ def test_a_cpu_build_of_torch_on_disk_is_taken_by_its_own_python(
     assert done.stdout.splitlines()[-1] == asked
 
 
+def test_the_help_of_train_shows_how_a_pool_is_made(osd: Osd) -> None:
+    shown = " ".join(osd("train", "--help").stdout.split())
+    assert "--draft ./draft --out ./drafts --pool 3" in shown
+
+
 # A running service
 
 
