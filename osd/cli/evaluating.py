@@ -34,6 +34,56 @@ WHOLE = Usual(k="1,2,3,5", batch="1,4,16", requests=64, max_tokens=256, repeats=
 USUAL_KINDS = 2
 """Of traffic, as the built-in target has."""
 
+ArgumentsOption = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides."),
+]
+HeadOption = Annotated[
+    str | None, typer.Option(help="EAGLE-3 head beside a draft model: directory or hub name.")
+]
+FamilyOption = Annotated[
+    str | None,
+    typer.Option(help="In a checkout: models and traffic of a bench's family: prose, tiny ..."),
+]
+MethodsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Of none, ngram, memory, suffix, draft, eagle3, auto. Default: all that can run."
+    ),
+]
+DataOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="File of requests (.jsonl, .json, .csv); more may follow."),
+]
+FormOption = Annotated[
+    str | None, typer.Option(help="Of the data, where its keys do not tell: gsm8k, alpaca ...")
+]
+LengthsOption = Annotated[str | None, typer.Option("--k", help="Draft tokens of a step: 1,3.")]
+BatchOption = Annotated[
+    str | None, typer.Option(help="Requests kept in flight: 1,4. Default with no other load.")
+]
+RateOption = Annotated[
+    str | None, typer.Option(help="Requests per second, at random times (Poisson): 0.5,2.")
+]
+ArrivalsOption = Annotated[
+    bool, typer.Option("--arrivals", help='Requests come at the times in the data ("at").')
+]
+TemperatureOption = Annotated[str, typer.Option(help="Of sampling: 0,0.7.")]
+RequestsOption = Annotated[int | None, typer.Option(min=1, help="Requests of each file.")]
+MaxTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Longest answer, where the data does not say.")
+]
+RepeatsOption = Annotated[int | None, typer.Option(min=1, help="Runs of each arm.")]
+SeedOption = Annotated[int, typer.Option(help="Which requests of a file are taken.")]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="Few requests, lengths and batches: minutes.")
+]
+RunsOption = Annotated[
+    Path | None,
+    typer.Option(help="Directory of the runs; those that are there are not done again."),
+]
+FiguresOption = Annotated[bool, typer.Option("--json", help="The figures, as JSON.")]
+
 
 @app.command(
     epilog="Examples:  osd evaluate tiny-cost-shaped --draft tiny --quick    "
@@ -44,58 +94,26 @@ USUAL_KINDS = 2
     "osd evaluate --family prose --quick"
 )
 def evaluate(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[TARGET] [SECTION.KEY=VALUE]...", help="Target model; overrides."),
-    ] = None,
+    arguments: ArgumentsOption = None,
     draft: DraftOption = None,
-    head: Annotated[
-        str | None,
-        typer.Option(help="EAGLE-3 head beside a draft model: directory or hub name."),
-    ] = None,
-    family: Annotated[
-        str | None,
-        typer.Option(help="In a checkout: models and traffic of a bench's family: prose, tiny ..."),
-    ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Of none, ngram, memory, suffix, draft, eagle3, auto. Default: all that can run."
-        ),
-    ] = None,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="File of requests (.jsonl, .json, .csv); more may follow."),
-    ] = None,
-    form: Annotated[
-        str | None, typer.Option(help="Of the data, where its keys do not tell: gsm8k, alpaca ...")
-    ] = None,
-    k: Annotated[str | None, typer.Option("--k", help="Draft tokens of a step: 1,3.")] = None,
-    batch: Annotated[
-        str | None, typer.Option(help="Requests kept in flight: 1,4. Default with no other load.")
-    ] = None,
-    rate: Annotated[
-        str | None, typer.Option(help="Requests per second, at random times (Poisson): 0.5,2.")
-    ] = None,
-    arrivals: Annotated[
-        bool, typer.Option("--arrivals", help='Requests come at the times in the data ("at").')
-    ] = False,
-    temperature: Annotated[str, typer.Option(help="Of sampling: 0,0.7.")] = "0",
-    requests: Annotated[int | None, typer.Option(min=1, help="Requests of each file.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer, where the data does not say.")
-    ] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Runs of each arm.")] = None,
-    seed: Annotated[int, typer.Option(help="Which requests of a file are taken.")] = 0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Few requests, lengths and batches: minutes.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Directory of the runs; those that are there are not done again."),
-    ] = None,
+    head: HeadOption = None,
+    family: FamilyOption = None,
+    methods: MethodsOption = None,
+    data: DataOption = None,
+    form: FormOption = None,
+    k: LengthsOption = None,
+    batch: BatchOption = None,
+    rate: RateOption = None,
+    arrivals: ArrivalsOption = False,
+    temperature: TemperatureOption = "0",
+    requests: RequestsOption = None,
+    max_tokens: MaxTokensOption = None,
+    repeats: RepeatsOption = None,
+    seed: SeedOption = 0,
+    quick: QuickOption = False,
+    out: RunsOption = None,
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The figures, as JSON.")] = False,
+    as_json: FiguresOption = False,
 ) -> None:
     """What each way to speculate gains on TARGET: tokens/s over none, latencies, acceptance, where
     a step's time goes, at each length and load."""
