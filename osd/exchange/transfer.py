@@ -9,6 +9,7 @@ that a machine sees where they were written (its own, or those of a shared direc
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -27,11 +28,14 @@ from osd.records import DraftRelease, decode
 
 logger = logging.getLogger(__name__)
 
+PART = ".part-"
+"""A transfer that has not ended: this, and the draft's ID."""
 PART_BYTES = 8 << 20
 KEEP = 8
 """Drafts that a machine keeps of those it fetched. A round reads the files of its base to its end,
 so there must be more than are asked for meanwhile."""
 SECONDS_BETWEEN_TRIES = 1.0
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 Read = Callable[[str, int, int], bytes]
 """`read(name, offset, size)`: up to `size` bytes of a file; none behind its end."""
@@ -60,13 +64,15 @@ class FetchedDrafts:
                 os.utime(self._root / name)
                 self._prune(self._root / name)
         except OSError as error:
+            if error.errno in NO_ROOM:
+                self._drop_unfinished(besides=name)
             raise ReleaseError(f"a draft is not fetched: {explain(error, self._root)}") from None
         return self._root / name
 
     def _fetch(self, path: Path, files: Mapping[str, str], read: Read) -> None:
         started = time.monotonic()
         shutil.rmtree(path, ignore_errors=True)  # damaged since
-        aside = path.with_name(f".part-{path.name}")
+        aside = path.with_name(PART + path.name)
         aside.mkdir(exist_ok=True)
         for name, digest in files.items():
             fetch_file(aside / name, digest, read)
@@ -92,6 +98,12 @@ class FetchedDrafts:
         others.sort(key=lambda p: p.stat().st_mtime, reverse=True)
         for path in others[self._keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
+
+    def _drop_unfinished(self, besides: str) -> None:
+        """Remove what came of other drafts, which may never be asked for again."""
+        for path in self._root.glob(f"{PART}*"):
+            if path.name != PART + besides:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 class DraftsHere:

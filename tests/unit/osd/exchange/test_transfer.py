@@ -217,6 +217,32 @@ def test_a_full_disk_is_said(
     assert contents(here(elsewhere(release)).path)["model.safetensors"] == WEIGHTS
 
 
+def test_where_the_disk_is_full_nothing_stays_of_drafts_that_nobody_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each newer draft would leave another part of itself there, and none would ever come."""
+    store, most = ReleaseStore(tmp_path / "releases"), 30_000
+    sources = []
+    for weights in (WEIGHTS * 2, WEIGHTS * 2 + b"1", WEIGHTS):
+        model = make_model(tmp_path / "model", weights)
+        sources.append(Source(store.publish(model, parent=0, target_id=TARGET)))
+
+    def room(handle: int) -> None:
+        taken = sum(p.stat().st_size for p in (tmp_path / "fetched").rglob("*") if p.is_file())
+        if taken > most:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(transfer.os, "fsync", room)
+    told = []
+    for source in sources:
+        try:
+            machine(tmp_path, source)(elsewhere(source.release))
+            told.append("here")
+        except ReleaseError:
+            told.append("full")
+    assert told == ["full", "full", "here"]
+
+
 def test_those_asked_for_longest_ago_are_removed(tmp_path: Path) -> None:
     store = ReleaseStore(tmp_path / "releases")
     found = []
