@@ -98,6 +98,8 @@ class FetchedDrafts:
         others.sort(key=lambda p: p.stat().st_mtime, reverse=True)
         for path in others[self._keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
+        kept = {newest, *others[: self._keep - 1]}
+        self._verified = {seen for seen in self._verified if Path(seen[0]).parent in kept}
 
     def _drop_unfinished(self, besides: str) -> None:
         """Remove what came of other drafts, which may never be asked for again."""

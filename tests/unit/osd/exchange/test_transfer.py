@@ -243,6 +243,18 @@ def test_where_the_disk_is_full_nothing_stays_of_drafts_that_nobody_waits_for(
     assert told == ["full", "full", "here"]
 
 
+def test_what_was_read_of_drafts_that_are_gone_is_forgotten(tmp_path: Path) -> None:
+    """A trainer fetches a draft each round, for weeks."""
+    store, fetched = ReleaseStore(tmp_path / "releases"), FetchedDrafts(tmp_path / "fetched", 2)
+    for n in range(6):
+        model = make_model(tmp_path / "model", b"%d" % n)
+        source = Source(store.publish(model, parent=0, target_id=TARGET))
+        here = DraftsHere(fetched, source.read)
+        for _ in range(2):
+            assert here(elsewhere(source.release)).path
+    assert {Path(name).parent.name for name, _ in fetched._verified} <= set(whole(tmp_path))
+
+
 def test_those_asked_for_longest_ago_are_removed(tmp_path: Path) -> None:
     store = ReleaseStore(tmp_path / "releases")
     found = []
