@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from osd.observe.history import History
-from osd.records import Event, SwapReport
+from osd.observe.status import describe_replica
+from osd.records import Event, ServiceStatus, SwapReport
 from tests.support.browser import Open, until
-from tests.support.dashboards import Scene, served, window
+from tests.support.dashboards import Scene, heartbeat, served, window
 
 DAY_S = 86_400.0
 A_DAY = r"\d{1,2} (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)"
@@ -143,6 +146,33 @@ def test_what_is_no_json_is_no_missing_answer(scene: Scene, url: str, visit: Ope
     page.route("**/osd/status", lambda route: route.fulfill(body="<h1>Log in</h1>"))
     page.wait_for_selector("#live[data-state=down]")
     assert "load it again" in page.locator("#banner").inner_text()
+
+
+class Elsewhere(Scene):
+    """Replicas on machines whose clocks are behind."""
+
+    def __init__(self, behind_s: float) -> None:
+        super().__init__(History())
+        self.behind_s = behind_s
+        self.ended_at = math.inf
+        """When they were heard of last."""
+
+    def status(self) -> ServiceStatus:
+        at = min(time.time(), self.ended_at) - self.behind_s
+        views = tuple(describe_replica(heartbeat(i, 3, at), 3, False) for i in (0, 1))
+        return replace(super().status(), replicas=views)
+
+
+def test_a_replica_whose_clock_is_behind_is_not_silent(visit: Open) -> None:
+    scene = Elsewhere(60.0)
+    scene.history.add(window(time.time(), 0.8))
+    with served(scene) as url:
+        page = visit(f"{url}/dashboard")
+        page.wait_for_timeout(2500)
+        assert page.get_attribute("#live", "data-state") == "live"
+        assert page.locator("#banner").is_hidden()
+        scene.ended_at = time.time()
+        page.wait_for_selector("#banner:has-text('no replica has reported')", timeout=30_000)
 
 
 def test_an_event_that_comes_moves_nobody_to_the_event_of_the_address(

@@ -20,6 +20,7 @@ let lastAnswer = null; // performance.now() of the last complete answer
 let firstFailure = null; // of the first failed attempt since then
 let failure = "";
 let historyDue = 0;
+let heard = { newest: null, at: null }; // the newest heartbeats, and when they came; null = before this page was opened
 
 class NoAnswer extends Error {}
 class Refusal extends Error {}
@@ -91,10 +92,16 @@ async function poll() {
   setTimeout(poll, document.hidden ? 5 * POLL_MS : POLL_MS);
 }
 
+/** Seconds since a heartbeat came. The clocks of replicas may be wrong: what this page saw come is told by its own. */
+function silence(status, replicas) {
+  const newest = replicas.map((replica) => `${replica.replica} ${replica.at}`).join();
+  if (newest !== heard.newest) heard = { newest, at: heard.newest === null ? null : performance.now() };
+  return heard.at === null ? status.now - Math.max(0, ...replicas.map((replica) => replica.at)) : (performance.now() - heard.at) / 1000;
+}
+
 function showFreshness(status) {
   const replicas = status.replicas ?? [];
-  const heartbeat = Math.max(0, ...replicas.map((replica) => replica.at));
-  const age = status.now - heartbeat;
+  const age = silence(status, replicas);
   const isStale = replicas.length > 0 && age > HEARTBEAT_OLD;
   view.showBanner(isStale ? `Stale: no replica has reported for ${dom.duration(age)}. The service answers, but the figures below are old.` : "", true);
   const isIdle = !isStale && Object.keys(status.figures).length === 0;
