@@ -148,6 +148,25 @@ def test_what_is_no_json_is_no_missing_answer(scene: Scene, url: str, visit: Ope
     assert "load it again" in page.locator("#banner").inner_text()
 
 
+def test_a_list_of_drafts_that_is_open_stays_until_there_is_another_draft(
+    scene: Scene, url: str, visit: Open
+) -> None:
+    """What each has served changes with every request; whoever chooses is not disturbed."""
+    page = visit(f"{url}/dashboard")
+    page.wait_for_selector("#admin-version option", state="attached")
+    page.get_by_text("Compare two").click()
+    lists = "['admin-version', 'compare-first', 'compare-second']"
+    page.evaluate(f"window.before = {lists}.map((id) => document.getElementById(id).firstChild)")
+    page.wait_for_timeout(3000)
+    assert page.evaluate("window.before.map((option) => option.isConnected)") == [True] * 3
+    page.select_option("#compare-first", "2")
+    page.wait_for_timeout(1500)
+    assert page.input_value("#compare-first") == "2" and "compare=2-3" in page.url
+    page.evaluate("location.hash = '#compare=1-2'")
+    until(lambda: page.input_value("#compare-second") == "2", "what the address says")
+    assert page.input_value("#compare-first") == "1"
+
+
 class Elsewhere(Scene):
     """Replicas on machines whose clocks are behind."""
 

@@ -45,15 +45,19 @@ function pair(drafts) {
   return [versions.includes(first) ? first : versions.includes(other) ? other : versions.at(-1), versions.includes(second) ? second : serving];
 }
 
+/** The versions to choose from. They stay what they are while they are the same: somebody may be choosing. */
+function offer(place, drafts) {
+  if (!changed(place.id, drafts.map((draft) => draft.version))) return false;
+  place.replaceChildren(...drafts.map((draft) => element("option", { value: draft.version }, version(draft.version))));
+  return true;
+}
+
 function showChoice(drafts) {
   const [first, second] = pair(drafts);
   for (const [id, selected] of [["compare-first", first], ["compare-second", second]]) {
     const place = document.getElementById(id);
-    place.replaceChildren(...drafts.map((draft) => {
-      const option = element("option", { value: draft.version }, version(draft.version));
-      option.selected = draft.version === selected;
-      return option;
-    }));
+    offer(place, drafts);
+    if (place.value !== `${selected}`) place.value = `${selected}`;
   }
 }
 
@@ -101,8 +105,7 @@ function showComparison(drafts) {
 function offerVersions(drafts) {
   const place = document.getElementById("admin-version");
   const before = place.value;
-  place.replaceChildren(...drafts.map((draft) => element("option", { value: draft.version }, version(draft.version))));
-  if (drafts.some((draft) => `${draft.version}` === before)) place.value = before;
+  if (offer(place, drafts) && drafts.some((draft) => `${draft.version}` === before)) place.value = before;
 }
 
 const ASKED = {
