@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from osd.client.http import SECONDS_TO_CHANGE
 from osd.observe.history import History
 from osd.observe.status import describe_replica
 from osd.records import Event, ServiceStatus, SwapReport
 from tests.support.browser import Open, until
-from tests.support.dashboards import Scene, heartbeat, served, window
+from tests.support.dashboards import TOKEN, Scene, heartbeat, served, window
 
 DAY_S = 86_400.0
 A_DAY = r"\d{1,2} (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)"
@@ -165,6 +166,24 @@ def test_a_list_of_drafts_that_is_open_stays_until_there_is_another_draft(
     page.evaluate("location.hash = '#compare=1-2'")
     until(lambda: page.input_value("#compare-second") == "2", "what the address says")
     assert page.input_value("#compare-first") == "1"
+
+
+def test_a_change_that_takes_a_minute_is_waited_for(scene: Scene, url: str, visit: Open) -> None:
+    """As where a large draft is being published. Given up, it would come all the same."""
+    page = visit(f"{url}/dashboard")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.evaluate(
+        """() => {
+            window.waits = [];
+            const usual = AbortSignal.timeout;
+            AbortSignal.timeout = (ms) => (window.waits.push(ms), usual.call(AbortSignal, ms));
+        }"""
+    )
+    page.get_by_text("Change what serves").click()
+    page.fill("#admin-token", TOKEN)
+    page.get_by_role("button", name="Unpin", exact=True).click()
+    page.wait_for_selector("#admin-answer:has-text('Done: unpin.')")
+    assert max(page.evaluate("window.waits")) >= 1000 * SECONDS_TO_CHANGE
 
 
 class Elsewhere(Scene):

@@ -3,6 +3,7 @@
 import { changed, count, duration, element, fill, isNumber, moment, percent, points, tag, version } from "./dom.js";
 import { choose, chosen } from "./state.js";
 
+const TIMEOUT_MS = 120000; // of a change: what is under way ends first, and one that is given up comes all the same
 const STATES = { serving: "good", pinned: "info", kept: "info", bad: "bad" };
 
 export function showDrafts(drafts) {
@@ -124,7 +125,7 @@ async function act(action) {
   if (!confirm(ASKED[action](wanted))) return;
   try {
     const path = `osd/admin/${action}${takesVersion ? `?version=${wanted}` : ""}`;
-    const response = await fetch(path, { method: "POST", headers: { authorization: `Bearer ${token}` }, signal: AbortSignal.timeout(30000) });
+    const response = await fetch(path, { method: "POST", headers: { authorization: `Bearer ${token}` }, signal: AbortSignal.timeout(TIMEOUT_MS) });
     const answer = await response.json().catch(() => ({}));
     say(response.ok ? "good" : "bad", response.ok ? `Done: ${action}${takesVersion ? ` v${wanted}` : ""}.` : answer.error ?? `It was answered ${response.status}.`);
   } catch (error) {
