@@ -40,8 +40,8 @@ function requests({ figures }, replicas) {
 
 function rows(status, replicas) {
   const now = total(replicas, "capture_rows");
-  if (before === null || status.now - before.at >= 2) {
-    flows = { rows: before && now >= before.rows ? (now - before.rows) / (status.now - before.at) : null };
+  if (before === null || Math.abs(status.now - before.at) >= 2) { // the clock may be set back
+    flows = { rows: before && now >= before.rows && status.now > before.at ? (now - before.rows) / (status.now - before.at) : null };
     before = { at: status.now, rows: now };
   }
   const skipped = merged(replicas, "capture_skipped");
