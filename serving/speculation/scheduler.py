@@ -136,12 +136,8 @@ class Controlled(Undrafted):
 
     def update_draft_token_ids(self, draft_token_ids: Any, *args: Any, **kwargs: Any) -> None:
         if not self._osd_is_held:
-            drafted = draft_token_ids
-            self._osd_guard(
-                lambda: self._osd_proposals.redraft(
-                    drafted.req_ids, drafted.draft_token_ids, self.requests
-                )
-            )
+            new, redraft = draft_token_ids, self._osd_proposals.redraft
+            self._osd_guard(lambda: redraft(new.req_ids, new.draft_token_ids, self.requests))
         super().update_draft_token_ids(draft_token_ids, *args, **kwargs)  # type: ignore[misc]
 
     def _update_after_schedule(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:

@@ -70,8 +70,9 @@ def a_step(drafted: list[int], accepted: list[int], from_memory: set[str]) -> St
 def test_tokens_are_counted_by_who_proposed_them() -> None:
     accounts = Accounts()
     assert accounts.report()["sources"] == {"draft": (0, 0), "memory": (0, 0)}
-    accounts.add_sources(a_step([2, 8, 0], [1, 5, 0], {"b", "c", "gone"}))
-    accounts.add_sources(a_step([2, 0, 2], [2, 0, 0], set()))
+    accounts.add_sources(a_step([2, 8, 0], [1, 5, 0], {"b", "c", "gone"}), lambda _: True)
+    accounts.add_sources(a_step([2, 0, 2], [2, 0, 0], set()), lambda _: True)
+    accounts.add_sources(a_step([2, 8, 2], [2, 5, 2], {"b"}), lambda req_id: False)
     assert accounts.report()["sources"] == {"draft": (6, 3), "memory": (8, 5)}
 
 
