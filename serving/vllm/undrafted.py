@@ -91,7 +91,7 @@ class Undrafted:
         how many tokens there are.
         """
         params, all_of_them = request.sampling_params, len(request.spec_token_ids)
-        if why_undrafted(params):
+        if self._osd_why_undrafted(request):
             return 0
         if params is None or not params.min_tokens or not params.all_stop_token_ids:
             return all_of_them
@@ -101,7 +101,12 @@ class Undrafted:
         return 0 if self.IS_ASYNC else missing - 1
 
     def _osd_why_undrafted(self, request: Any) -> str:
-        return "" if self.osd_undrafted_problem else why_undrafted(request.sampling_params)
+        """vLLM takes draft tokens that were accepted behind the end of a session's turn for a part
+        of its text: the next turn would follow what nobody said, or end the engine."""
+        if self.osd_undrafted_problem:
+            return ""
+        is_session = bool(getattr(request, "resumable", False))
+        return "session" if is_session else why_undrafted(request.sampling_params)
 
 
 # -- front end ------------------------------------------------------------------------------------

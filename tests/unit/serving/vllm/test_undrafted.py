@@ -95,6 +95,17 @@ def test_no_draft_token_of_such_a_request_is_scheduled() -> None:
     assert shared == [5, 6, 7], "placeholders of asynchronous scheduling are one list for all"
 
 
+def test_a_session_is_not_drafted_for() -> None:
+    """Whose next turn begins behind what was computed: draft tokens that were accepted behind the
+    end of the turn before are no part of it."""
+    scheduler, session = Scheduler(), request("session")
+    session.resumable = True
+    for _ in range(2):  # it goes on
+        scheduler.add_request(session)
+    assert scheduler.schedule() == {"session": []}
+    assert scheduler.osd_undrafted == {"session": 1}
+
+
 def test_they_are_counted_once_by_reason() -> None:
     scheduler = Scheduler()
     for name, reason in (("a", "min_p"), ("a", "min_p"), ("b", "logit_bias"), ("c", "min_p")):
