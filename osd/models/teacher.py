@@ -25,6 +25,8 @@ from osd.models.eagle3 import read_spec, shapes
 DTYPES = {"float": "float32", "half": "float16"}
 """vLLM's other names of types, as torch calls them."""
 FLOAT32 = 4
+SECONDS_FOR_GPUS = 30.0
+"""A driver that was not in use is loaded first."""
 OTHER_WEIGHTS = {
     "enable_lora": "requests may be answered by an adapter of the target",
     "quantization": "the engine serves quantised weights",
@@ -153,11 +155,19 @@ def _room(config: Config, is_offline: bool) -> tuple[int, str, int]:
 
 
 def _gpu_bytes() -> list[int]:
-    """Memory of each visible NVIDIA GPU."""
+    """Memory of each visible NVIDIA GPU. Raises `ConfigError` where their driver hangs."""
     program = shutil.which("nvidia-smi")
     if not program:
         return []
     query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False)
-    lines = answer.stdout.split() if answer.returncode == 0 else []
+    asked = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        answer, _ = asked.communicate(timeout=SECONDS_FOR_GPUS)
+    except subprocess.TimeoutExpired:
+        asked.kill()  # and not waited for: what hangs in the driver may not end
+        raise ConfigError(
+            f"nvidia-smi does not answer within {SECONDS_FOR_GPUS:.0f} s, so a GPU or its driver "
+            "hangs: the kernel's log (`dmesg`) says which; restart the machine"
+        ) from None
+    lines = answer.split() if asked.returncode == 0 else []
     return [int(line) << 20 for line in lines if line.isdigit()]

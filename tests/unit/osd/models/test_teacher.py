@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from osd.config import reading
 from osd.config.schema import Config
 from osd.doctor.pair_checks import check_models
 from osd.errors import ConfigError
+from osd.models import teacher
 from osd.models.teacher import check_teacher, dtype_of, is_needed
 from osd.service import plan
 from tests.support.heads import write_head
@@ -129,6 +131,20 @@ def test_a_gpu_has_to_hold_it_in_the_share_of_the_trainer(pair: Pair, tmp_path: 
     assert "take 300.0 MiB in the trainer, and 204.8 MiB of a GPU are its own" in line
     check_teacher(config_of(pair, "trainer.gpu_memory_fraction=0.4"), large)
     check_teacher(config_of(pair, "trainer.num_gpus=1"), large)
+
+
+def test_a_gpu_that_hangs_is_said_and_not_waited_for(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(teacher, "SECONDS_FOR_GPUS", 0.2)
+    whole = json.loads((pair.target / "config.json").read_text())
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="nvidia-smi does not answer within 0 s, so a GPU or"):
+        check_teacher(config_of(pair), sparse(tmp_path / "l", 300 << 20, whole))
+    assert time.monotonic() - began < 30
 
 
 def test_it_computes_in_the_type_of_the_engine(pair: Pair) -> None:
