@@ -184,6 +184,9 @@ async def _ask(client: httpx.AsyncClient, index: int, body: dict[str, Any]) -> A
         return Answer(
             index=index, ok=False, error=f"{type(error).__name__}: {error}", started=started
         )
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        told = f"a line of the answer cannot be read ({type(error).__name__}: {error})"
+        return Answer(index=index, ok=False, error=told[:200], started=started)
     return Answer(
         index=index,
         ok=bool(token_ids),

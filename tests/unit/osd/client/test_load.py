@@ -5,9 +5,12 @@ The last step may have accepted more than was served.
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import pytest
 
-from osd.client.load import Answer, figures
+from osd.client.load import Answer, figures, send
 from osd.demo.findings import alpha
 from osd.records import SpecWindow
 
@@ -73,3 +76,40 @@ def window(at: float, accepted: tuple[int, ...], tested: tuple[int, ...]) -> Spe
         num_accepted_tokens_per_pos=accepted,
         num_tested_per_pos=tested,
     )
+
+
+class Odd(BaseHTTPRequestHandler):
+    """Answers every other request with a line that is cut off, or is not an answer's."""
+
+    LINES = (
+        b'data: {"choices": [{"text": "a", "token_ids": [1]}]}\n\n',
+        b'data: {"choices": [{"text": "a", "tok\n\n',
+        b'data: {"object": "another"}\n\n',
+        b'data: {"choices": [7]}\n\n',
+    )
+    num_asked = 0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        line = self.LINES[Odd.num_asked % len(self.LINES)]
+        Odd.num_asked += 1
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(line)))
+        self.end_headers()
+        self.wfile.write(line)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing is printed."""
+
+
+async def test_an_answer_that_cannot_be_read_is_one_that_failed() -> None:
+    """The requests behind it are sent all the same."""
+    Odd.num_asked = 0
+    with HTTPServer(("127.0.0.1", 0), Odd) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        answers = await send(url, [{"prompt": "a"}] * 5, streams=1)
+        server.shutdown()
+    assert [answer.ok for answer in answers] == [True, False, False, False, True]
+    for answer in answers[1:4]:
+        assert answer.error.startswith("a line of the answer cannot be read (")
