@@ -21,7 +21,7 @@ import numpy as np
 from osd.evaluate.bound.costs import DraftCosts, StepCosts
 from osd.evaluate.bound.replay import runs_of_draft, runs_of_memory
 from osd.evaluate.bound.runs import ProposerRuns, RequestRuns
-from osd.evaluate.bound.speeds import ALL, best_fixed, rules_of, share_closed, speeds
+from osd.evaluate.bound.speeds import ALL, best_fixed, fixed_name, rules_of, share_closed, speeds
 from osd.evaluate.figures import MIN_STEPS, Figures
 from osd.evaluate.plan import AUTO, DRAFT, MEMORY, NONE, Load
 from osd.evaluate.runs import Request, Run, Step
@@ -56,20 +56,21 @@ class Bound:
 
 
 def closed_by_auto(bound: Bound, figures: Iterable[Figures]) -> float | None:
-    """How much of the way from the best fixed choice to the oracle the control has gone. It was
-    measured, and so is the fixed choice it is held against; the oracle is held against the fixed
-    choice as computed. None where one of them is missing."""
+    """How much of the way from the best fixed choice to the oracle the control has gone, of the
+    lengths that were measured. The control is held against the fastest of them as measured, the
+    oracle against the fastest of them as computed: a length between them, which nobody ran, would
+    shorten the way and be missed beside the control. None where one of them is missing."""
     measured = {
         (one.method, one.k): one.over_none.value
         for one in figures
         if (one.load, one.temperature) == (bound.load, bound.temperature) and one.over_none
     }
     auto = next((value for (method, _), value in measured.items() if method == AUTO), None)
-    fixed = [value for (method, _), value in measured.items() if method in bound.most]
+    fixed = {choice: value for choice, value in measured.items() if choice[0] in bound.most}
     if auto is None or not fixed:
         return None
-    computed = bound.speeds[ALL] / bound.speeds[bound.best_fixed]
-    return share_closed(auto / max(1.0, *fixed), 1.0, computed)
+    computed = max(1.0, *(bound.speeds[fixed_name(*choice)] for choice in fixed))
+    return share_closed(auto / max(1.0, *fixed.values()), 1.0, bound.speeds[ALL] / computed)
 
 
 def bounds(

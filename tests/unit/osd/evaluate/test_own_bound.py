@@ -176,3 +176,22 @@ def test_where_no_fixed_length_gains_the_control_is_held_against_none() -> None:
     gap = found.speeds[ALL] / found.speeds[found.best_fixed] - 1
     closed = own.closed_by_auto(found, figures_of(runs, REQUESTS))
     assert closed == pytest.approx((2 / 1.2 - 1) / gap)
+
+
+def test_a_length_that_was_not_measured_does_not_shorten_the_way_to_the_oracle() -> None:
+    """none took 2 s, the memory at 1 and 3 tokens 1.6 each, the control 1.2; 2 tokens would have
+    been faster, as computed."""
+    runs = [
+        NONES,
+        replace(memory(1, 0.13, 0.01), seconds=1.6),
+        replace(memory(3, 0.17, 0.03), seconds=1.6),
+        AUTO_NONE,
+        replace(AUTO, started="b"),
+    ]
+    speeds = {NONE: 1.0, "memory, k = 1": 1.2, "memory, k = 2": 1.4, "memory, k = 3": 1.25}
+    bound = own.Bound(
+        load="batch 2", temperature=0.0, most={"memory": 3}, speeds=speeds | {ALL: 1.5}
+    )
+    assert bound.best_fixed == "memory, k = 2"
+    closed = own.closed_by_auto(bound, figures_of(runs, REQUESTS))
+    assert closed == pytest.approx((1.6 / 1.2 - 1) / (1.5 / 1.25 - 1))
