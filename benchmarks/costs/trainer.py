@@ -4,7 +4,8 @@ Hugging Face's `Trainer`.
 Both make the same updates: same traces in the same order, same batches, loss, optimizer and
 learning rate. The loop pads every trace to the longest of its batch and computes the logits of all
 tokens. Ours packs the traces and computes the logits of the captured rows. The losses of both are
-kept, and must agree.
+kept, and must agree. Time is that of the steps, from the first batch to the last update: what
+either does once, before them, is in neither.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ LENGTHS = (24, 256)
 half as long."""
 BATCH_SIZE = 8
 RATIO = "tokens/s over the padded loop"
-Step = Callable[[], tuple[int, list[float]]]
+Loop = Callable[[], tuple[float, int, list[float]]]
+"""Seconds of its steps, tokens without padding, losses."""
 
 
 def protocol(options: Options) -> Protocol:
@@ -77,16 +79,15 @@ def _measure(notebook: Notebook, plan: Protocol, name: str, draft: Path) -> None
     config = TrainerConfig(device="cpu", batch_size=BATCH_SIZE, warmup_steps=0)
     for repeat in range(-1, plan.sizes["num_repeats"]):  # the first warms up
         traces = mixed_traces(plan.sizes["num_steps"] * BATCH_SIZE, SIZES[name].vocab_size, rng)
-        arms: dict[str, Step] = {
+        arms: dict[str, Loop] = {
             "ours": _ours(draft, traces, config),
             "padded": _padded(draft, traces, config),
         }
         rows: dict[str, Row] = {}
         for arm in ("ours", "padded") if repeat % 2 else ("padded", "ours"):
             machine.reset_peak_memory()
-            before, started = machine.memory()["anonymous"], time.perf_counter()
-            num_tokens, losses = arms[arm]()
-            seconds = time.perf_counter() - started
+            before = machine.memory()["anonymous"]
+            seconds, num_tokens, losses = arms[arm]()
             rows[arm] = {
                 "seconds": seconds,
                 "num_tokens": num_tokens,
@@ -107,29 +108,35 @@ def mixed_traces(num: int, vocab_size: int, rng: np.random.Generator) -> list[Tr
     ]
 
 
-def _ours(draft: Path, traces: Sequence[Trace], config: TrainerConfig) -> Step:
+def _ours(draft: Path, traces: Sequence[Trace], config: TrainerConfig) -> Loop:
     from trainer.distiller import Distiller
     from trainer.draft import load_draft
 
     distiller = Distiller(load_draft(draft), config)
 
-    def work() -> tuple[int, list[float]]:
-        losses, num_tokens = [], 0
+    def work() -> tuple[float, int, list[float]]:
+        losses, num_tokens, started = [], 0, time.perf_counter()
         for index, start in enumerate(range(0, len(traces), BATCH_SIZE)):
             batch = distiller.collate(traces[start : start + BATCH_SIZE])
             loss = distiller.step(batch, index)
             assert loss is not None
             losses.append(loss)
             num_tokens += batch.num_tokens
-        return num_tokens, losses
+        return time.perf_counter() - started, num_tokens, losses
 
     return work
 
 
-def _padded(draft: Path, traces: Sequence[Trace], config: TrainerConfig) -> Step:
+def _padded(draft: Path, traces: Sequence[Trace], config: TrainerConfig) -> Loop:
     """Hugging Face's `Trainer` with our loss at the captured rows of its full logits."""
     import torch
-    from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainingArguments
+    from transformers import (
+        AutoModelForCausalLM,
+        PrinterCallback,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
     from transformers.utils import logging
 
     from trainer.batch import collate
@@ -168,6 +175,16 @@ def _padded(draft: Path, traces: Sequence[Trace], config: TrainerConfig) -> Step
             losses.append(float(loss.detach()))
             return loss
 
+    class Watch(TrainerCallback):
+        began = ended = 0.0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self.ended = time.perf_counter()
+
+    watch = Watch()
     arguments = TrainingArguments(
         output_dir=tempfile.gettempdir(),
         per_device_train_batch_size=BATCH_SIZE,
@@ -185,13 +202,17 @@ def _padded(draft: Path, traces: Sequence[Trace], config: TrainerConfig) -> Step
         dataloader_pin_memory=False,
     )
     trainer = PaddedTrainer(
-        model=model, args=arguments, train_dataset=list(traces), data_collator=pad
+        model=model,
+        args=arguments,
+        train_dataset=list(traces),
+        data_collator=pad,
+        callbacks=[watch],
     )
     trainer.remove_callback(PrinterCallback)
 
-    def work() -> tuple[int, list[float]]:
+    def work() -> tuple[float, int, list[float]]:
         trainer.train()
-        return num_tokens, losses
+        return watch.ended - watch.began, num_tokens, losses
 
     return work
 
