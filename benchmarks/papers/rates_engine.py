@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,8 @@ from benchmarks.papers.open_loop import AUTO, poisson
 from benchmarks.record import Row
 
 WARM_UP = ((1, 64), (4, 192), (16, 384))
-"""Streams and tokens, served by each engine first: the control learns what steps take."""
+"""Streams and tokens, served by each engine first: an engine's first steps take longer than any
+other, and the control learns what steps take."""
 STEPS_IN_A_ROW = 16
 """Of one engine. The control learns from steps that follow each other."""
 
@@ -109,7 +110,7 @@ def measure(sizes: dict[str, Any], say: Callable[[str], None]) -> Iterator[Row]:
                     arms[arm].command("force", ("draft", arm))
                 say(f"{draft} draft: engine for {arm}")
             kept.append(arms)
-            arms[AUTO].drive(WARM_UP, prompts, 0)
+            warm_up(arms.values(), prompts)
             full = none.drive(((engines.MAX_STREAMS, sizes["full_tokens"]),), prompts, 0)
             most = full.num_tokens / full.cpu_seconds / sizes["output_tokens"]
             say(f"{draft} draft: {most:.2f} requests per CPU second without speculation")
@@ -123,6 +124,12 @@ def measure(sizes: dict[str, Any], say: Callable[[str], None]) -> Iterator[Row]:
                         row = {"draft": draft, "share": share, "draw": draw, "arm": arm}
                         yield row | {"latency_s": latency_s} | (did if arm == AUTO else {})
                     say(f"{draft} draft, draw {draw + 1} of {sizes['draws']}: load {share:g}")
+
+
+def warm_up(engines: Iterable[Any], prompts: Sequence[list[int]]) -> None:
+    """None of the arms begins cold beside another that does not."""
+    for one in engines:
+        one.drive(WARM_UP, prompts, 0)
 
 
 def mean_k(plans: dict[str, int]) -> float:

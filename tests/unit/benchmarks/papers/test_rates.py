@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.drift.contenders import with_proposers
 from benchmarks.drift.jobs import base_config
-from benchmarks.papers import open_loop, rates
+from benchmarks.papers import open_loop, rates, rates_engine
 from benchmarks.papers.open_loop import OpenLoop, capacity, poisson, run_arm
 from benchmarks.papers.rates import AUTO, FALLS, FIXED, HERE, MODELLED, OVER_BEST, OVER_NONE
 from benchmarks.papers.rates_engine import STEPS_IN_A_ROW, LiveLoop, mean_k, side_by_side
@@ -210,6 +210,19 @@ def test_engines_side_by_side_are_charged_their_own_time_and_stay_together() -> 
     assert loops[1].latencies == [2.0] * 40
     in_a_row = 10.0 * STEPS_IN_A_ROW / 2  # of the quick one, with its jumps
     assert 0 < max(ahead) <= in_a_row + 10
+
+
+def test_no_arm_begins_cold() -> None:
+    class Driven:
+        def __init__(self) -> None:
+            self.phases: list[Any] = []
+
+        def drive(self, phases: Any, prompts: Any, first: int) -> None:
+            self.phases.append(phases)
+
+    arms = {arm: Driven() for arm in (*FIXED, AUTO)}
+    rates_engine.warm_up(arms.values(), [[1]])
+    assert [one.phases for one in arms.values()] == [[rates_engine.WARM_UP]] * len(arms)
 
 
 def test_the_mean_k_counts_steps_without_a_draft() -> None:
