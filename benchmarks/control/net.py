@@ -23,11 +23,14 @@ NUM_PAIRS = 3
 """Of engines: two alike differ by a little for as long as they live."""
 WINDOWS, SPECULATING, NONE = "net windows", "speculating", "no draft"
 REPORTED, PAIRED, OFF = "reported net speed-up", "speculating / no draft", "reported / paired"
+COUNTED = "windows that count"
 SCHEDULING = {"synchronous": False, "asynchronous": True}
 
 
 def protocol(options: Options) -> Protocol:
     """What will be measured."""
+    from serving.speculation.net import MIN_FOR_INTERVAL
+
     return Protocol(
         bench="net",
         question="Is the net speed-up that a service reports the one that engines side by side "
@@ -52,6 +55,7 @@ def protocol(options: Options) -> Protocol:
         goals=(
             Goal(figure=OFF, bound="low", at_most=1.0),
             Goal(figure=OFF, bound="high", at_least=1.0),
+            Goal(figure=COUNTED, at_least=MIN_FOR_INTERVAL),  # else nothing was reported
         ),
     )
 
@@ -129,9 +133,10 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
         paired = median_ratio(rates[SPECULATING], rates[NONE])
         net = [row for row in mine if row["arm"] == WINDOWS][-1]
         figures.append(Figure.of(group, PAIRED, paired))
+        figures.append(Figure(group=group, name=COUNTED, value=net["windows"]))
         spread.append((f"{group}, paired", paired, tuple(ratios)))
         if net["low"] is None:
-            continue  # too few windows for an interval
+            continue
         reported = Estimate(value=net["ratio"], low=net["low"], high=net["high"], n=net["windows"])
         spread.append((f"{group}, reported", reported, ()))
         figures += [
