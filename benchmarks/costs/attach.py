@@ -21,6 +21,8 @@ NUM_TOKENS = 48
 STOCK, OFF, OBSERVED, CAPTURED = "stock", "all off", "observe", "observe, capture"
 SWITCHED = {OFF: (False, False), OBSERVED: (True, False), CAPTURED: (True, True)}
 CPU = "CPU seconds per token over stock"
+OVER_OFF = "CPU seconds per token over all off"
+"""Of engines that were built alike: what the switches take."""
 
 
 def protocol(options: Options) -> Protocol:
@@ -123,6 +125,9 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
                     group, f"{arm}: tokens/s over stock", median_ratio(speed[arm], speed[STOCK])
                 )
             )
+            if arm != OFF:
+                over_off = median_ratio(cpu[arm], cpu[OFF])
+                figures.append(Figure.of(group, f"{arm}: {OVER_OFF}", over_off))
             observed = tuple(a / b for a, b in zip(cpu[arm], cpu[STOCK], strict=True))
             spread.append((f"{group}, {arm}", ratio, observed))
     drawing = Spread(title=CPU, unit="ratio", rows=tuple(spread), reference=1.0)
