@@ -29,14 +29,11 @@ class Figure:
 
     @classmethod
     def of(cls, group: str, name: str, found: Estimate, unit: str = "") -> Figure:
+        """With its interval, which a single observation has none of: resampled, it would seem to
+        be certain."""
+        low, high = (found.low, found.high) if found.n > 1 else (None, None)
         return cls(
-            group=group,
-            name=name,
-            value=found.value,
-            unit=unit,
-            low=found.low,
-            high=found.high,
-            n=found.n,
+            group=group, name=name, value=found.value, unit=unit, low=low, high=high, n=found.n
         )
 
 

@@ -159,6 +159,20 @@ def test_a_shape_that_nothing_was_measured_of_is_inconclusive() -> None:
     assert [one["verdict"] for one in found.as_dict()["shapes"]] == ["inconclusive"]
 
 
+def test_a_single_observation_has_no_interval_and_meets_no_bound() -> None:
+    """Resampled again and again it is always itself, which would pass for certainty."""
+    plan = replace(
+        a_protocol(Goal(figure="speed", bound="low", at_least=0.98)),
+        shapes=(Shape(figure="speed", says="it is fast", above=0.98),),
+    )
+    for values, met, verdict in (([1.0], [], "inconclusive"), ([1.0, 1.1], [True], "seen")):
+        figure = Figure.of("one", "speed", estimate(values))
+        found = Result(protocol=plan, figures=(figure,))
+        assert [is_met for _, _, is_met in found.verdicts()] == met
+        assert [said for _, _, said in found.seen()] == [verdict]
+        assert bool(found.unjudged()) == (not met)
+
+
 def test_numbers_are_short() -> None:
     assert [number(x) for x in (0.98765, 12.3456, 151_936.4, 0.0)] == [
         "0.9877",
