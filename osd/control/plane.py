@@ -29,7 +29,7 @@ from osd.exchange.registry import Registry
 from osd.observe.dashboard import ControlServer, build_app
 from osd.observe.dashboard.logs import Logs
 from osd.observe.history import History
-from osd.observe.history_file import HistoryFile
+from osd.observe.history_file import HistoryFile, UnopenedFile
 from osd.releases.store import ReleaseStore
 
 logger = logging.getLogger(__name__)
@@ -38,14 +38,19 @@ SECONDS_BETWEEN_SAVES = 30.0
 EVERYWHERE = ("0.0.0.0", "::")
 
 
-def open_history_file(path: Path) -> HistoryFile | None:
-    """The file; None, with a warning, where the disk refuses. History then lives as long as the
-    feed in Redis."""
+def open_history_file(path: Path) -> HistoryFile:
+    """The file. Where the disk refuses, with a warning, one that is opened when `keep` saves. Until
+    then, history lives as long as the feed in Redis."""
     try:
         return HistoryFile(path)
     except (OSError, sqlite3.Error) as error:
-        logger.warning("history is not kept on disk, for %s cannot be used: %s", path, error)
-        return None
+        logger.warning(
+            "history is not kept on disk, for %s cannot be used (%s); trying again until it works, "
+            "and what it has from before is shown after the next start",
+            path,
+            error,
+        )
+        return UnopenedFile(path)
 
 
 async def keep(history: History, seconds: float = SECONDS_BETWEEN_SAVES) -> None:

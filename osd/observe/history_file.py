@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from osd.observe.slots import Key, SpeculationTimes
+from osd.observe.slots import MINUTE_S, Key, SpeculationTimes, floor
 from osd.records import Counters, Event, SwapReport, decode, encode
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,11 @@ class HistoryFile:
                 continue
         return found
 
+    def ends_at(self) -> float:
+        """End of the newest minute; 0.0 without any."""
+        newest = self._db.execute("select max(start) from minutes").fetchone()[0]
+        return 0.0 if newest is None else float(newest) + MINUTE_S
+
     def events(self) -> list[Event | SwapReport]:
         """Oldest first."""
         found = []
@@ -116,6 +121,42 @@ class HistoryFile:
 
     def close(self) -> None:
         self._db.close()
+
+
+class UnopenedFile(HistoryFile):
+    """A file that cannot be opened yet. What is to be written opens it, and raises where the disk
+    still refuses. Minutes and events that the file has already stay in it as they are; they are
+    read at the next start."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: HistoryFile | None = None
+        self._has_until = 0.0
+        """Before this time, the minutes are the file's own."""
+
+    def minutes(self, since: float) -> list[Minute]:
+        return []
+
+    def events(self) -> list[Event | SwapReport]:
+        return []
+
+    def write(
+        self, minutes: Iterable[Minute], events: Iterable[Event | SwapReport], oldest: float
+    ) -> None:
+        file = self._opened()
+        file.write([each for each in minutes if each[1][0] >= self._has_until], events, oldest)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _opened(self) -> HistoryFile:
+        if self._file is None:
+            file = HistoryFile(self.path)
+            # Where the clock was set back, the file may be ahead of it.
+            self._has_until = min(file.ends_at(), floor(time.time(), MINUTE_S))
+            self._file = file
+        return self._file
 
 
 def _open(path: Path) -> sqlite3.Connection:

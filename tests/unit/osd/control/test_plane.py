@@ -1,12 +1,18 @@
-"""Where the control port is reached."""
+"""Where the control port is reached, and where history is kept."""
 
 from __future__ import annotations
+
+import time
+from pathlib import Path
 
 import pytest
 
 from osd.config.schema import Config, ControlConfig
 from osd.control import plane
-from osd.control.plane import ControlPlane, url_for_others
+from osd.control.plane import ControlPlane, open_history_file, url_for_others
+from osd.observe.history import History
+from osd.observe.history_file import HistoryFile
+from osd.records import Counters, Event, SpecWindow
 
 
 @pytest.mark.parametrize(
@@ -35,3 +41,37 @@ def test_commands_are_told_an_address_that_can_be_read(host: str, url: str) -> N
     plane = ControlPlane.__new__(ControlPlane)
     plane._config = Config(control=ControlConfig(host=host, port=8001))
     assert plane.url == url
+
+
+def test_a_history_that_cannot_be_opened_at_the_start_is_kept_once_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it has from before stays: the feed may lack a part of it."""
+    path, away = tmp_path / "history.db", tmp_path / "away"
+    minute = time.time() // 60 * 60 - 3600
+    before = HistoryFile(path)
+    key, told = (minute, "replica-0", 1, 2), Event(at=minute, kind="published", text="v1")
+    before.write([("replica", key, Counters(num_drafts=7))], [told], oldest=0.0)
+    before.close()
+    path.rename(away)
+    path.mkdir()
+    history = History(7 * 86400, open_history_file(path))
+    assert "history is not kept on disk" in caplog.text
+    for at in (30, 90, 150):
+        counted = Counters(seconds=1.0, num_drafts=100)
+        history.add(SpecWindow.of(counted, at=minute + at, replica="replica-0", version=1, k=2))
+    for event in (told, Event(at=minute + 90, kind="published", text="v2")):
+        history.add(event)
+    with pytest.raises(OSError):
+        history.save()
+    path.rmdir()
+    away.rename(path)
+    history.save()
+    history.save()
+    kept = HistoryFile(path)
+    assert [
+        (key[0] - minute, value.num_drafts)
+        for kind, key, value in kept.minutes(0.0)
+        if kind == "replica"
+    ] == [(0, 7), (60, 100), (120, 100)]
+    assert [event.text for event in kept.events()] == ["v1", "v2"]
