@@ -100,8 +100,8 @@ class Watched:
 class DriftDetector:
     """Decides whether new traces are worth a round. It is given every record of the feed, in order.
 
-    Rounds of other targets are ignored, and so is everything before `since`: a new target does not
-    inherit the rest of an earlier one.
+    Rounds of other targets are ignored, and so is all before the feed comes to `since`: a new
+    target does not inherit the rest of an earlier one.
 
     Example:
         detector = DriftDetector(config.trainer, target_id="9f2c", since=releases.began_at("9f2c"))
@@ -113,6 +113,9 @@ class DriftDetector:
 
     def __init__(self, trainer: TrainerConfig, target_id: str, since: float = 0.0) -> None:
         self._trainer, self._target_id, self._since = trainer, target_id, since
+        self._has_begun = False
+        """Whether the feed has come to `since`: what follows counts, also where the clock was set
+        back."""
         self._is_own = False
         """Whether the newest round was of this target."""
         self._is_conclusive = False
@@ -129,8 +132,10 @@ class DriftDetector:
 
     def add(self, record: SpecWindow | SwapReport | RoundOutcome | Event | MetricPoint) -> None:
         """Take one record of the feed."""
-        if not isinstance(record, RoundOutcome) and record.at < self._since:
-            return
+        if not isinstance(record, RoundOutcome):
+            self._has_begun = self._has_begun or record.at >= self._since
+            if not self._has_begun:
+                return
         match record:
             case SpecWindow():
                 self._add_window(record)

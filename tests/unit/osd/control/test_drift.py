@@ -324,6 +324,17 @@ def test_what_was_before_the_first_release_says_nothing() -> None:
     )
 
 
+def test_a_clock_that_was_set_back_since_the_first_release_hides_nothing() -> None:
+    detector = DriftDetector(TrainerConfig(patience_rounds=PATIENCE), "t", since=NOW + 3600)
+    detector.add(Event(at=NOW + 3600, kind="attached", text=""))
+    serve(detector, 0.9)
+    for _ in range(PATIENCE):
+        end(detector, FRUITLESS, at=NOW)
+    assert detector.is_resting
+    serve(detector, 0.3)
+    assert not detector.is_resting and "fell from" in detector.woken_by
+
+
 def test_rounds_of_another_target_say_nothing(detector: DriftDetector) -> None:
     for _ in range(PATIENCE):
         end(detector, replace(FRUITLESS, target_id="other"))
