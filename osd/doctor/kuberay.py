@@ -223,6 +223,13 @@ def _services(documents: Sequence[Document], job: Document, config: Config) -> I
         elif _selects(selector, head):
             for number, port in enumerate(service.mappings("spec.ports")):
                 reached = port.get("targetPort", port.get("port"))
+                if isinstance(reached, str):
+                    if reached not in (named := _named_ports(job)):
+                        where = service.at(f"spec.ports.{number}.targetPort")
+                        text = f"no container of the head has a port named {reached}"
+                        yield f"{where}: {text}; write its number, or name it there"
+                        continue
+                    reached = named[reached]
                 open_ports.append(reached)
                 if reached not in ports.values():
                     said = " nor ".join(f"{name}.port={each}" for name, each in ports.items())
@@ -234,6 +241,16 @@ def _services(documents: Sequence[Document], job: Document, config: Config) -> I
         elif is_loopback(host := getattr(config, name).host):
             yield f"{job.at('spec.entrypoint')}: {name}.host={host} lets no Service in; set 0.0.0.0"
     yield from _addresses(services, job, config)
+
+
+def _named_ports(job: Document) -> dict[str, Any]:
+    """Name -> number, of all containers of the head."""
+    containers = f"{HEAD}.template.spec.containers"
+    return {
+        str(port.get("name")): port.get("containerPort")
+        for number in range(len(job.mappings(containers)))
+        for port in job.mappings(f"{containers}.{number}.ports")
+    }
 
 
 def _selects(selector: dict[str, Any], labels: dict[str, Any]) -> bool:

@@ -273,6 +273,18 @@ CASES: list[Case] = [
         "{at}: 81 is neither",
     ),
     (
+        "port: 8001}\n---",
+        "port: 8001, targetPort: contrl}\n---",
+        "targetPort: contrl",
+        "services: {at}: no container of the head has a port named contrl; write its number",
+    ),
+    (
+        "port: 8001}\n---",
+        "port: 8001, targetPort: gcs}\n---",
+        "targetPort: gcs",
+        "services: {at}: 6379 is neither serving.port=8000",
+    ),
+    (
         "    - {name: control, port: 8001}\n",
         "",
         "kind: RayJob",
@@ -343,6 +355,11 @@ def test_what_ray_has_in_its_own_words_is_read_too(tmp_path: Path) -> None:
     own = """rayStartParams: {resources: '"{\\"train\\": 1}"'}"""
     text = shipped().replace('rayStartParams: {}\n        resources: {train: "1"}', own)
     assert own in text and broken(tmp_path, text) == []
+
+
+def test_a_service_may_name_the_port_of_a_container(tmp_path: Path) -> None:
+    text = shipped().replace("port: 8001}\n---", "port: 80, targetPort: control}\n---", 1)
+    assert "targetPort: control" in text and broken(tmp_path, text) == []
 
 
 def test_ray_may_keep_its_tables_in_valkey(tmp_path: Path) -> None:
