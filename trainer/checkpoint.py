@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from osd.common.memory import has_run_out
@@ -26,7 +26,7 @@ from trainer import adapter
 from trainer.distiller import Distiller
 from trainer.draft import Draft, load_draft
 from trainer.eagle3.features import TargetFeatures
-from trainer.files import numbered, point_to, prune, write_aside
+from trainer.files import numbered, point_to, prune, read_tensors, write_aside
 from trainer.optimizer import moments_of
 from trainer.replay import ReplayState
 
@@ -102,9 +102,9 @@ def load_checkpoint(directory: Path, features: TargetFeatures | None = None) -> 
             return Checkpoint(
                 state=state,
                 model=load_draft(path, features),
-                moments=load_file(path / "optimizer.safetensors"),
-                adapters=load_file(path / "adapter.safetensors"),
-                average=load_file(path / "average.safetensors"),
+                moments=read_tensors(path / "optimizer.safetensors"),
+                adapters=read_tensors(path / "adapter.safetensors"),
+                average=read_tensors(path / "average.safetensors"),
             )
         except (OSError, ValueError, SafetensorError, ReleaseError) as error:
             if has_run_out(error):

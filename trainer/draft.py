@@ -145,7 +145,15 @@ def load_draft(path: str | Path, features: TargetFeatures | None = None) -> Draf
             f"{path}: the checkpoint has no {missing[0]} ({len(missing)} such); use one with "
             f"tensors named as in {type(hf).__name__}"
         )
-    return RowModel(hf.eval())
+    return RowModel(let_go_of_files(hf).eval())
+
+
+def let_go_of_files(hf: PreTrainedModel) -> PreTrainedModel:
+    """The model in memory of its own. Weights that were stored in float32 are the mapped file,
+    which another machine may cut short or remove."""
+    for tensor in (*hf.parameters(), *hf.buffers()):
+        tensor.data = tensor.data.clone()
+    return hf
 
 
 def export_draft(
@@ -168,7 +176,7 @@ def export_draft(
             )
         else:
             with safe_open(file, framework="pt") as opened:
-                tensors[name] = opened.get_tensor(name)
+                tensors[name] = opened.get_tensor(name).clone()
     with write_aside(out) as aside:
         save_file(tensors, aside / WEIGHTS_NAME, metadata={"format": "pt"})
         for path in Path(base).iterdir():

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from osd.common.files import fsync, replace_file
 from osd.errors import OSDError, ReleaseError
+from osd.models.tensor_file import TensorFile
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,15 @@ def checkpoint_tensors(directory: Path) -> dict[str, tuple[Path, torch.dtype]]:
                     )
                 found[name] = (file, _DTYPES[dtype])
     return found
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, in memory of their own: what becomes of the file is
+    nothing to them. Raises `OSError` where it cannot be read, `ValueError` where it is damaged."""
+    try:
+        return TensorFile(file).tensors()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged ({error!r})") from None
 
 
 _DTYPES: dict[str, torch.dtype] = {

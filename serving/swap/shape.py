@@ -19,8 +19,8 @@ from safetensors import safe_open
 from osd.errors import ConfigError, SwapError
 from osd.models import eagle3
 from osd.models.heads import draft_head
+from osd.models.tensor_file import TensorFile
 from osd.records import DraftRelease
-from serving.swap.reading import TensorFile
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURE_KEYS = (

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from osd.errors import SwapError
+from osd.models.tensor_file import TensorFile
 from osd.records import DraftRelease, RankReport, StagingReport
 from serving.swap.proof import SwapProof, problem
-from serving.swap.reading import TensorFile
 from serving.swap.shape import WEIGHTS, DraftShape, Tensors, read_release
 
 logger = logging.getLogger(__name__)

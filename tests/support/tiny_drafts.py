@@ -110,3 +110,10 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def write_over(directory: Path) -> None:
+    """Put zeros in the place of all weights, in the same files: whoever maps these sees them."""
+    for file in directory.rglob("*.safetensors"):
+        with file.open("r+b") as opened:
+            opened.write(bytes(file.stat().st_size))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from osd.errors import ReleaseError
@@ -16,7 +15,7 @@ from osd.models.compatibility import read_config
 from trainer.eagle3.head import HeadModel
 from trainer.eagle3.layer import Eagle3Head
 from trainer.eagle3.vocabulary import DraftVocabulary
-from trainer.files import checkpoint_tensors
+from trainer.files import checkpoint_tensors, read_tensors
 
 if TYPE_CHECKING:
     from trainer.eagle3.features import TargetFeatures
@@ -39,7 +38,8 @@ def load_head(directory: Path, features: TargetFeatures | None) -> HeadModel:
             f"{directory}: the head has no {missing[0]} ({len(missing)} such); copy it again"
         )
     hf.load_state_dict({name: tensors[name] for name in hf.state_dict()})
-    kept = {name: tensor for name, tensor in tensors.items() if name not in hf.state_dict()}
+    # Copies, so that the memory of the whole file is let go.
+    kept = {name: tensors[name].clone() for name in tensors if name not in hf.state_dict()}
     own = kept.get(eagle3.EMBEDDING)
     return HeadModel(
         hf.eval(),
@@ -54,10 +54,12 @@ def load_head(directory: Path, features: TargetFeatures | None) -> HeadModel:
 
 def _read(directory: Path) -> dict[str, Tensor]:
     """Canonical name -> tensor; numbers that are trained in float32."""
-    found = {}
-    for name, (file, _) in checkpoint_tensors(directory).items():
-        with safe_open(file, framework="pt") as opened:
-            found[eagle3.canonical(name)] = opened.get_tensor(name)
+    files = {file for file, _ in checkpoint_tensors(directory).values()}
+    found = {
+        eagle3.canonical(name): tensor
+        for file in sorted(files)
+        for name, tensor in read_tensors(file).items()
+    }
     return {
         name: tensor.float()
         if torch.is_floating_point(tensor) and name != eagle3.EMBEDDING

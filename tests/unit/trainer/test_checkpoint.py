@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from osd.errors import OSDError
-from tests.support.tiny_drafts import chain_traces, files_of_at_most, tiny_llama
+from tests.support.tiny_drafts import chain_traces, files_of_at_most, tiny_llama, write_over
 from tests.support.tiny_rounds import config
 from trainer import adapter
 from trainer.checkpoint import TrainerState, load_checkpoint, save_checkpoint
@@ -76,6 +76,26 @@ def test_all_that_was_saved_comes_back(tmp_path: Path, method: str) -> None:
         assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert bool(found.adapters) is (method == "lora")
     assert found.moments
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_was_read_does_not_depend_on_the_files_any_more(tmp_path: Path, method: str) -> None:
+    """Another machine may share them: a mapped file that it removes or cuts short ends this
+    process with the next look at a tensor."""
+    distiller = distiller_after_a_step(method)
+    average = {"w": torch.arange(9000.0)}
+    save_checkpoint(tmp_path, state_of(3), distiller, average)
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    write_over(tmp_path)
+    for got, expected in (
+        (found.model.hf.state_dict(), adapter.below(distiller.model.hf)),
+        (found.moments, moments_of(distiller.optimizer)),
+        (found.adapters, adapter.adapters(distiller.model.hf)),
+        (found.average, average),
+    ):
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 FILES = [

@@ -21,7 +21,7 @@ from transformers import (
 from osd.common.files import sha256
 from osd.common.model_directory import digests
 from osd.errors import OSDError, ReleaseError
-from tests.support.tiny_drafts import files_of_at_most, save_draft, tiny_llama
+from tests.support.tiny_drafts import files_of_at_most, save_draft, tiny_llama, write_over
 from trainer.draft import RowModel, export_draft, load_draft
 
 
@@ -59,6 +59,20 @@ def test_an_export_has_the_tensors_of_its_base(
         torch.testing.assert_close(
             now[name].float(), before[name].float() + 0.01, atol=2e-3, rtol=1e-2
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_draft_does_not_depend_on_its_files(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = save_draft(tmp_path / "base", dtype=dtype)
+    before = {n: t.float() for n, t in layer_copies(base).items()}
+    model = load_draft(base)
+    write_over(base)
+    found = model.hf.state_dict()
+    assert all(torch.equal(found[name], before[name]) for name in before)
+
+
+def layer_copies(base: Path) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in load_file(base / "model.safetensors").items()}
 
 
 def test_untrained_weights_survive_the_round_trip_bit_by_bit(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from osd.models import eagle3
@@ -16,6 +18,7 @@ from osd.records import Trace
 from tests.support.builders import make_trace
 from tests.support.deep_targets import TAPS, VOCABULARY, save_target
 from tests.support.heads import write_head
+from tests.support.tiny_drafts import write_over
 from trainer.batch import NUM_LIKELIEST, collate_outputs
 from trainer.draft import load_draft
 from trainer.eagle3.features import TargetFeatures
@@ -60,14 +63,27 @@ def tokens_of(trace: Trace) -> Tensor:
     return torch.from_numpy(np.concatenate([trace.prompt_ids, trace.output_ids])).long()
 
 
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_a_loaded_head_does_not_depend_on_its_files(
+    tmp_path: Path, target: Path, teacher: Teacher, form: dict[str, Any]
+) -> None:
+    head = write_head(tmp_path / "head", target, **form)
+    copy = shutil.copytree(head, tmp_path / "copy")
+    model = load(copy, teacher)
+    write_over(copy)
+    (tmp_path / "saved").mkdir()
+    model.save(tmp_path / "saved", model.hf.state_dict())
+    now, before = (load_file(d / "model.safetensors") for d in (tmp_path / "saved", head))
+    for name, tensor in before.items():
+        assert torch.equal(now[eagle3.canonical(name)].float(), tensor.float())
+
+
 class Reference:
     """A head that drafts as the engine does: first one pass over the text with the target's
     features, then token by token with its own states. Written from the paper's formulas over the
     stored tensors; it shares no code with the trainer."""
 
     def __init__(self, directory: Path, teacher: Teacher) -> None:
-        from safetensors.torch import load_file
-
         stored = load_file(directory / "model.safetensors")
         self.w = {name.replace("midlayer.", "layers.0."): t for name, t in stored.items()}
         self.spec = eagle3.read_spec(directory)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from serving.swap.reading import DTYPES, TensorFile
+from osd.models.tensor_file import DTYPES, TensorFile
 
 SHAPES = {"matrix": (3, 5), "row": (7,), "number": (), "nothing": (0, 4)}
 

@@ -1,8 +1,8 @@
 """A file of tensors, read into memory once.
 
 safetensors maps files instead. Where one is cut short under a mapping, or removed by another
-machine that shares it, the next look at its tensors ends the process, and the engine with it; where
-one is written over, these are no longer the tensors whose digest was right.
+machine that shares it, the next look at its tensors ends the process, be it an engine's or the
+trainer's; where one is written over, these are no longer the tensors whose digest was right.
 """
 
 from __future__ import annotations
