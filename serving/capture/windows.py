@@ -18,6 +18,8 @@ LONGEST_GAP = 2.0
 MAX_DOMAINS = 64
 """Labels counted apart. Further ones count as unlabelled, so that clients cannot grow the counters
 without bound."""
+DOMAIN_SECONDS = 3600.0
+"""Seconds after which a label that did not come again makes room for another."""
 
 
 class _Tally:
@@ -50,7 +52,8 @@ class WindowCounter:
     clock: Callable[[], float] = time.monotonic
     last_version: int = 0
     _tallies: dict[tuple[int, str], _Tally] = field(default_factory=dict)
-    _domains: set[str] = field(default_factory=set)
+    _domains: dict[str, float] = field(default_factory=dict)
+    """label -> when it came last; the longest ago first"""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _since: float = field(init=False)
 
@@ -135,14 +138,25 @@ class WindowCounter:
         ]
 
     def _of(self, version: int, domain: str) -> _Tally:
-        if domain not in self._domains:
-            if len(self._domains) >= MAX_DOMAINS:
-                domain = ""
-            self._domains.add(domain)
+        domain = self._admitted(domain)
         found = self._tallies.get((version, domain))
         if found is None:
             found = self._tallies[version, domain] = _Tally(self.num_speculative_tokens)
         return found
+
+    def _admitted(self, domain: str) -> str:
+        """The label under which this counts."""
+        if not domain:
+            return ""
+        now = self.clock()
+        is_known = self._domains.pop(domain, None) is not None
+        if not is_known and len(self._domains) >= MAX_DOMAINS:
+            oldest, came_at = next(iter(self._domains.items()))
+            if now - came_at < DOMAIN_SECONDS:
+                return ""
+            del self._domains[oldest]
+        self._domains[domain] = now
+        return domain
 
 
 def _per_position(num_of_length: Sequence[int]) -> list[int]:

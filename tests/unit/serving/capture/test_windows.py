@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from osd.records import Counters, SpecWindow
-from serving.capture.windows import LONGEST_GAP, MAX_DOMAINS, WindowCounter
+from serving.capture.windows import DOMAIN_SECONDS, LONGEST_GAP, MAX_DOMAINS, WindowCounter
 from tests.support.captures import Clock
 
 
@@ -147,6 +147,24 @@ def test_so_many_labels_are_counted_apart_and_further_ones_as_unlabelled() -> No
     add(counter, 3, "d0")
     add(counter, 3, "newer")
     assert windows_of(counter).keys() == {(3, "d0"), (3, "")}, "labels that were taken stay so"
+
+
+def test_a_label_that_does_not_come_again_makes_room_for_another() -> None:
+    counter = WindowCounter(4, clock=(clock := Clock()))
+    for i in range(MAX_DOMAINS):
+        add(counter, 1, f"d{i}")
+    clock.now = DOMAIN_SECONDS - 1
+    add(counter, 1, "d0")
+    counter.take("r", "default")
+    for at, shown in ((DOMAIN_SECONDS - 1, ""), (DOMAIN_SECONDS, "new")):
+        clock.now = at
+        add(counter, 1, "new")
+        add(counter, 1, "d0")
+        assert windows_of(counter).keys() == {(1, "d0"), (1, shown)}
+    for i in range(MAX_DOMAINS + 50):
+        add(counter, 2, f"other {i}")
+    labels = {domain for _, domain in windows_of(counter)}
+    assert len(labels - {""}) == MAX_DOMAINS - 2, "as many as before, with those two"
 
 
 def test_what_is_not_judged_counts_in_the_totals_alone() -> None:
