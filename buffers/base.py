@@ -31,6 +31,8 @@ class TraceBuffer(Protocol):
     under its cleaned domain (`osd.records.clean_domain`), or under "" once `max_domains` other
     labels exist.
 
+    Where the clock of who puts a trace is wrong, `finished_at` is by the server's.
+
     All methods except `put` and `dropped` raise `ReplayBufferError` when the server cannot be
     reached. Stored entries that cannot be decoded are skipped and counted.
     """

@@ -9,6 +9,7 @@ keys, `scripts.py` the scripts.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -203,8 +204,8 @@ class RedisTraceBuffer:
         """As in `TraceBuffer`. Then the server rewrites its append-only file, so that no deleted
         trace stays there."""
         chosen = None if domain is None else clean_domain(domain)
-        until = math.inf if before is None else before
         with self._link.errors():
+            until = math.inf if before is None else before + self._ahead()
             # Owed until it is done, also when a command before it fails.
             was_owed, self._owes_rewrite = self._owes_rewrite, True
             members = self._link.command("SMEMBERS", self._keys.buffers) if all_targets else []
@@ -270,6 +271,12 @@ class RedisTraceBuffer:
         if last is None:
             return 0
         return int(self._link.command("XTRIM", key, "MINID", "=", f"{last + 1}-0"))
+
+    def _ahead(self) -> float:
+        """Seconds by which the server's clock is ahead of this process's; 0 where they agree."""
+        seconds, microseconds = self._link.command("TIME")
+        ahead = float(seconds + microseconds / 1e6 - time.time())
+        return ahead if abs(ahead) >= scripts.WRONG_CLOCK_S else 0.0
 
     def _domains(self, keys: Keys) -> list[str]:
         return [

@@ -211,6 +211,7 @@ class RedisWriter:
         args: list[Any] = [*self._capacities, sum(not one.is_holdout for one in group)]
         for one in group:
             args += [one.at, one.payload, int(one.is_shared)]
+        args += [repr(time.time()), scripts.WRONG_CLOCK_S]
         return scripts.PUT, [self._keys.train(domain), self._keys.holdout(domain)], args
 
     def make_room(self) -> int:

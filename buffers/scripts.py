@@ -1,11 +1,15 @@
 """The Lua that runs inside the server: each script is one atomic step on the streams of one domain.
 
-An entry of a stream has the fields `t` (finished_at), `p` (the encoded trace) and `s` (1: it may be
-proposed to others), in this order, and the id `SEQ-0`; earlier versions neither write nor read `s`.
+An entry of a stream has the fields `t` (finished_at, by the server's clock where the writer's is
+wrong), `p` (the encoded trace) and `s` (1: it may be proposed to others), in this order, and the id
+`SEQ-0`; earlier versions neither write nor read `s`.
 SEQ is dense: it is the stream's last id plus one, which trimming does not change. A new stream
 starts at the server's clock in microseconds, so a stream that was purged or lost never reuses an
 id, and no old cursor skips its traces.
 """
+
+WRONG_CLOCK_S = 10.0
+"""A clock that differs from the server's by less counts as right: a call takes its time."""
 
 _LAST_ID = """
 local function last_id(key)
@@ -24,22 +28,29 @@ PUT = (
     _LAST_ID
     + """
 -- KEYS: training stream, held-out stream.
--- ARGV: capacity of each stream, number of training entries, then t, p and s of every entry.
+-- ARGV: capacity of each stream, number of training entries, then t, p and s of every entry,
+-- then the writer's time, by whose clock t is, and by how much that may be wrong.
 -- Returns the number of entries stored.
+local now = redis.call('TIME')
+local behind = now[1] + now[2] / 1000000 - ARGV[#ARGV - 1]
+local function at(t)
+  if math.abs(behind) < tonumber(ARGV[#ARGV]) then return t end
+  return string.format('%.6f', t + behind)
+end
 local function append(key, capacity, from, to)
   if from > to then return end
   local seq = last_id(key)
   for i = from, to, 3 do
     seq = seq + 1
     local id = string.format('%.0f-0', seq)
-    redis.call('XADD', key, id, 't', ARGV[i], 'p', ARGV[i + 1], 's', ARGV[i + 2])
+    redis.call('XADD', key, id, 't', at(ARGV[i]), 'p', ARGV[i + 1], 's', ARGV[i + 2])
   end
   redis.call('XTRIM', key, 'MINID', '=', string.format('%.0f-0', seq - capacity + 1))
 end
 local split = 3 + 3 * tonumber(ARGV[3])
 append(KEYS[1], tonumber(ARGV[1]), 4, split)
-append(KEYS[2], tonumber(ARGV[2]), split + 1, #ARGV)
-return (#ARGV - 3) / 3
+append(KEYS[2], tonumber(ARGV[2]), split + 1, #ARGV - 2)
+return (#ARGV - 5) / 3
 """
 )
 

@@ -10,8 +10,10 @@ entry again.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from buffers import scripts
 from buffers.codec import CorruptTrace, UnknownSchema, decode_trace
@@ -39,6 +41,8 @@ class Unreadable:
             seq = int(entry_id.split(b"-")[0])
             fields = fields or {}
             trace, reason = _decode(fields.get(b"p", b""), fields.get(b"s") == b"1")
+            if trace is not None:
+                trace = _by_the_servers_clock(trace, fields.get(b"t", b""))
             entries.append(Entry(trace.finished_at if trace else UNREADABLE_AT, seq, trace))
             if reason:
                 reasons[seq] = reason
@@ -81,3 +85,13 @@ def _decode(data: bytes, is_shared: bool = False) -> tuple[Trace | None, str]:
         return None, "schema"
     except CorruptTrace:
         return None, "corrupt"
+
+
+def _by_the_servers_clock(trace: Trace, at: bytes) -> Trace:
+    """The trace with its time as the server has it: the clock of its writer may be wrong."""
+    try:
+        finished_at = float(at)
+    except ValueError:
+        return trace
+    is_same = finished_at == trace.finished_at or not math.isfinite(finished_at)
+    return trace if is_same else replace(trace, finished_at=finished_at)

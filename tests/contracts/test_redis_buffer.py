@@ -578,3 +578,35 @@ def test_names_that_cannot_be_part_of_a_key_are_refused(place: dict[str, str]) -
     names = {"deployment": "a", "target_id": "target-a"} | place
     with pytest.raises(ValueError, match=next(iter(place))):
         RedisTraceBuffer("redis://127.0.0.1:1/0", **names)
+
+
+# -- clocks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong_by", [-7200.0, 7200.0])
+def test_a_replica_whose_clock_is_wrong_empties_nothing_and_is_not_preferred(
+    buffer: RedisTraceBuffer, monkeypatch: pytest.MonkeyPatch, wrong_by: float
+) -> None:
+    now = time.time()
+
+    def put(index: int, ago: float, wrong_by: float = 0.0) -> None:
+        """A training trace, and a held-out one."""
+        finished_at = now + wrong_by - ago
+        traces = [
+            make_trace(index=index + i, holdout=bool(i), finished_at=finished_at) for i in (0, 1)
+        ]
+        with monkeypatch.context() as patch:
+            patch.setattr("time.time", lambda: now + wrong_by)
+            assert buffer.put(traces) == 2
+
+    put(0, ago=30.0)
+    put(10, ago=20.0, wrong_by=wrong_by)
+    put(20, ago=10.0)
+    assert buffer.purge(before=now - 3600) == 0
+    times = [trace.finished_at - now for trace in (*buffer.holdout(9), *buffer.read({}, 9)[0])]
+    assert times == pytest.approx([-30, -20, -10] * 2, abs=5)
+    assert ids(buffer.holdout(1)) == ids([make_trace(index=21, holdout=True)])
+    with monkeypatch.context() as patch:
+        patch.setattr("time.time", lambda: now + wrong_by)
+        assert buffer.purge(before=now + wrong_by - 15) == 4, "by the clock of who asks"
+    assert len(buffer.read({}, 9)[0]) == 1

@@ -87,8 +87,8 @@ class FakeServer:
         if not self.room:
             return OutOfMemoryError("OOM command not allowed")
         self.room -= 1
-        self.puts.append((domain, ids([decode_trace(payload) for payload in args[4::3]])))
-        return len(args[4::3])
+        self.puts.append((domain, ids([decode_trace(payload) for payload in args[4:-2:3]])))
+        return len(args[4:-2:3])
 
 
 NAMES = {getattr(scripts, name): name for name in ("ADMIT", "PUT", "SHRINK", "REGISTER")}
@@ -141,7 +141,7 @@ def test_each_domain_is_one_script_with_training_traces_first(world: World) -> N
         KEYS.holdout("code"),
     ]
     assert first[2][:3] == [1000, holdout_capacity(1000), 2] and second[2][:3] == [1000, 125, 2]
-    assert first[2][3::3] == [repr(trace.finished_at) for trace in [*plain, *held_out]]
+    assert first[2][3:-2:3] == [repr(trace.finished_at) for trace in [*plain, *held_out]]
     assert world.dropped == {}
 
 
@@ -164,7 +164,7 @@ def test_labels_are_asked_for_once_and_cleaned(world: World) -> None:
     assert admit[1:] == ([KEYS.domains], [3, "a_c", "b"])
     assert [domain for domain, _ in world.server.puts] == ["", "a_c"]
     payloads = {
-        domain: args[4::3]
+        domain: args[4:-2:3]
         for (domain, _), (_, _, args) in zip(
             world.server.puts, world.server.sent(scripts.PUT), strict=True
         )
