@@ -200,7 +200,7 @@ class ControlLoops:
         self.buffer_stats = await asyncio.to_thread(self._buffer.stats)
         is_training, now = self.phase == "training", self._clock.time()
         self.payback.look(self.replicas.statuses, is_training=is_training, now=now)
-        self._history.observe(self.replicas.statuses, self.buffer_stats)
+        self._history.observe(self.replicas.statuses, self.buffer_stats, now)
 
     async def _make_room(self) -> None:
         if num := await asyncio.to_thread(self._buffer.make_room):

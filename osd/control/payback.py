@@ -27,6 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from osd.common.clock import Skew
 from osd.common.wording import span
 from osd.config.schema import TrainerConfig
 from osd.control.policy import Decision
@@ -49,10 +50,6 @@ LATE_S = 3.0
 MOST_REST_S = 6.0
 """Seconds that a round waits, at most, for engines to show their pace without it, and what the
 draft of the last one brought."""
-SKEW_OVER = 8
-"""Heartbeats from which it is known by how much a replica's clock is wrong."""
-MAX_LATE_S = 12.0
-"""A heartbeat does not last so long: one that is later is of a clock that was set."""
 MAX_PACE = 1e9
 """A heartbeat that says more, or as much less, is no measurement."""
 MIN_BUSY = 0.02
@@ -74,17 +71,7 @@ class _Engine:
     version: int = 0
     seen_at: float = 0.0
     """Time of its newest heartbeat, by its own clock."""
-    delays: deque[float] = field(default_factory=lambda: deque(maxlen=SKEW_OVER))
-    """When heartbeats were seen, less their times: how far its clock is behind, and a little."""
-
-    def sent_at(self, at: float, now: float) -> float:
-        """By the caller's clock, when a heartbeat was sent that is seen now. In whole seconds of
-        correction, so that nothing is changed where clocks are right."""
-        delay = now - at
-        if self.delays and abs(delay - min(self.delays)) > MAX_LATE_S:
-            self.delays.clear()
-        self.delays.append(delay)
-        return at + round(min(self.delays))
+    skew: Skew = field(default_factory=Skew)
 
     @property
     def is_silent(self) -> bool:
@@ -213,7 +200,7 @@ class PaybackMeter:
         self._has_outcome = False
 
     def _add(self, engine: _Engine, status: ReplicaStatus, now: float) -> None:
-        sent_at = engine.sent_at(status.at, now)
+        sent_at = engine.skew.by_ours(status.at, now)
         engine.seen_at, engine.version = status.at, status.version
         engine.busy.add(float(status.num_running > 0))
         report = status.speculation

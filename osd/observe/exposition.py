@@ -22,7 +22,7 @@ from osd.observe.happened import MOST_GONE
 from osd.observe.metrics import DEPLOYMENT, Found, Series
 from osd.observe.speculation_metrics import SPECULATION
 from osd.observe.status import speculation_figures
-from osd.records import BufferStats, Health, ReplicaStatus, SpeculationFigures
+from osd.records import BufferStats, Health, ReplicaStatus, SpeculationFigures, SpecWindow
 
 disable_created_metrics()  # a service that was restarted counts on from its feed
 
@@ -31,6 +31,10 @@ PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 EARLIER = ("", 0.0)
 """The replica, and its start, that stands for all that ended before the last `MOST_GONE`: of these
 what they counted is kept, all together."""
+MAX_DOMAINS = 256
+"""Classes of traffic counted apart; the first to come. Engines send some of their own each, and
+others with every start."""
+OTHER_CLASSES = "(other classes)"
 OF_THE_FEED = {
     source: [series for series in DEPLOYMENT if series.source is source]
     for source in FEED_TYPES.values()
@@ -53,6 +57,7 @@ class Totals(Collector):
         }
         self._seen: dict[tuple[str, float], ReplicaStatus] = {}
         """(replica, started_at) -> its last heartbeat"""
+        self._domains: set[str] = set()
         self._found = Found()
         self._registry.register(self)
 
@@ -64,6 +69,8 @@ class Totals(Collector):
         return Counter(series.name, series.text, series.labels, registry=self._registry)
 
     def add(self, record: FeedRecord) -> None:
+        if isinstance(record, SpecWindow) and not self._is_apart(record.domain):
+            record = replace(record, domain=OTHER_CLASSES)
         for series in OF_THE_FEED.get(type(record), ()):
             total = self._sums[series.name]
             for labels, value in series.read(record):
@@ -72,6 +79,11 @@ class Totals(Collector):
                 else:
                     # A counter that is told to fall raises, which would end the control plane.
                     (total.labels(*labels) if labels else total).inc(max(0, value))
+
+    def _is_apart(self, domain: str) -> bool:
+        if domain and len(self._domains) < MAX_DOMAINS:
+            self._domains.add(domain)
+        return not domain or domain in self._domains
 
     def observe(self, replicas: Iterable[ReplicaStatus], buffer: BufferStats | None) -> None:
         living = tuple(replicas)

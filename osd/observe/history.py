@@ -21,9 +21,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from osd.common.clock import Skew
 from osd.exchange.registry import FeedRecord
 from osd.observe import series
-from osd.observe.exposition import Totals
+from osd.observe.exposition import OTHER_CLASSES, Totals
 from osd.observe.happened import MOST_GONE, Happened, keep_newest
 from osd.observe.history_file import HistoryFile
 from osd.observe.slots import MINUTE_S, Key, SlotTable, SpeculationTimes, added, floor, spread
@@ -45,7 +46,7 @@ from osd.records import (
 MAX_CLASSES = 8
 """Classes of traffic counted apart, besides the unlabelled; the first to come of those in the
 history."""
-OTHER_CLASSES, UNLABELLED = "(other classes)", "(unlabelled)"
+UNLABELLED = "(unlabelled)"
 LATE_S = 45.0
 """Seconds after which nothing more is expected of a minute."""
 LINES = ("class", "replica", "position")
@@ -77,6 +78,7 @@ class History:
         """replica -> end of its newest window; the windows of one look share their seconds"""
         self._seconds_per_part: dict[tuple[str, float], dict[str, float]] = {}
         """(replica, started_at) -> what its newest heartbeat reported"""
+        self._skews: dict[tuple[str, float], Skew] = {}
         self._happened = Happened()
         self._totals = Totals()
         self._lock = threading.RLock()
@@ -104,15 +106,18 @@ class History:
                 case MetricPoint():
                     pass
 
-    def observe(self, replicas: Iterable[ReplicaStatus], buffer: BufferStats | None) -> None:
-        """Take the heartbeats of the living replicas, and the statistics of the buffer."""
-        replicas = list(replicas)
+    def observe(
+        self, seen: Iterable[ReplicaStatus], buffer: BufferStats | None, now: float | None = None
+    ) -> None:
+        """Take the heartbeats of the living replicas, and the statistics of the buffer. `now`: by
+        which their times are corrected; None where their clocks are right."""
+        replicas = list(seen)
         with self._lock:
             self._totals.observe(replicas, buffer)
             self._happened.observe(replicas)
             for status in replicas:
-                self._add_speculation(status)
-            for table in (self._ends, self._seconds_per_part):
+                self._add_speculation(status, now)
+            for table in (self._ends, self._seconds_per_part, self._skews):
                 keep_newest(table, len(replicas) + MOST_GONE)
 
     def observe_health(self, health: Health) -> None:
@@ -323,7 +328,7 @@ class History:
             self._unsaved.append(record)
         self._happened.add(record)
 
-    def _add_speculation(self, status: ReplicaStatus) -> None:
+    def _add_speculation(self, status: ReplicaStatus, now: float | None) -> None:
         """Take what the replica's totals grew by since its last heartbeat."""
         report = status.speculation
         if report is None:
@@ -338,4 +343,6 @@ class History:
             net = report.net
             measured = None if net.ratio is None else (net.ratio, net.low, net.high)
             times = SpeculationTimes(net=measured, seconds_per_part=grown)
-            self._steps.add(status.at, (status.replica,), times)
+            self._skews[run] = skew = self._skews.pop(run, None) or Skew()
+            at = status.at if now is None else skew.by_ours(status.at, now)
+            self._steps.add(at, (status.replica,), times)

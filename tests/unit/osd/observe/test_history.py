@@ -18,7 +18,7 @@ import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from osd.observe.exposition import SERIES
+from osd.observe.exposition import MAX_DOMAINS, SERIES
 from osd.observe.happened import MAX_CHANGES, MAX_LISTED, MOST_GONE
 from osd.observe.history import MAX_CLASSES, OTHER_CLASSES, UNLABELLED, History
 from osd.observe.history_file import HistoryFile, Minute
@@ -635,6 +635,23 @@ def test_of_replicas_that_were_started_anew_for_weeks_the_sum_is_kept_and_not_ea
     assert len(history._totals._seen) == MOST_GONE + 3, "both that live, and all earlier ones"
 
 
+def test_labels_that_came_over_many_lives_of_engines_are_bounded_and_none_is_lost() -> None:
+    history = History()
+    for number in range(MAX_DOMAINS + 50):
+        history.add(window(float(number), domain=f"class {number}"))
+    history.add(window(0.0))
+    history.add(window(0.0, domain="class 0"))
+    found = {
+        labels: value
+        for (name, *labels_), value in samples(history).items()
+        if name == "osd_spec_drafts_total"
+        for labels in [next(label for label in labels_ if label.startswith("domain="))]
+    }
+    assert len(found) == MAX_DOMAINS + 2
+    assert found[f"domain={OTHER_CLASSES}"] == 50 * 100
+    assert (found["domain=class 0"], found["domain="]) == (200, 100)
+
+
 def test_prometheus_shows_what_lives_now_and_what_the_buffer_held_last() -> None:
     history = History()
     stats = BufferStats(
@@ -833,6 +850,20 @@ def test_a_restarted_replica_counts_from_nothing() -> None:
     columns = history.series(START, 10.0)
     assert columns["net_ratio"] == [None, 1.6, None, 1.2], "its first heartbeat is no span"
     assert columns["share_verify"] == pytest.approx([None, 0.75, None, 0.75])
+
+
+@pytest.mark.parametrize("wrong_by", [0.0, -5400.0, 5400.0])
+def test_what_a_replica_measured_stands_beside_its_windows_whatever_its_clock(
+    wrong_by: float,
+) -> None:
+    """Those have the times at which they came."""
+    history = filled(*(window(float(at)) for at in range(0, 50, 10)))
+    for at, seconds in ((0, 100.0), (10, 104.0), (20, 108.0)):
+        seen = working(at + wrong_by, seconds, 1.6)
+        for later in (0.2, 1.2):
+            history.observe([seen], None, now=START + at + later)
+    assert history.series(START, 10.0)["net_ratio"] == [None, 1.6, 1.6, None, None]
+    assert len(history.series(START - 7200, 10.0)["at"]) == 5
 
 
 # -- bounds and clocks ----------------------------------------------------------------------------
