@@ -92,7 +92,7 @@ class EngineLoop:
             is_observed=self._heard[0],
             is_captured=self._heard[1],
         )
-        ranks = Ranks(self._call)
+        ranks = Ranks(self._call, is_asleep=self._is_asleep)
         await ranks.start(settings)
         for off in await self._call("osd_parts_off"):
             self._off |= json.loads(off)
@@ -157,6 +157,9 @@ class EngineLoop:
     async def go_back(self, release: DraftRelease) -> bool:
         """Serve a draft that is not the wanted one. Whether it went well."""
         return self._puller is not None and await self._puller.turn_to(release)
+
+    async def _is_asleep(self) -> bool:
+        return bool(await self._engine.is_sleeping())
 
     async def _call(self, method: str, *args: Any) -> list[str]:
         """Call the worker extension on all ranks. Returns their answers in order."""

@@ -197,7 +197,7 @@ class DraftPuller:
         if wanted is None or wanted.version == self._version or wanted.target_id != self._target_id:
             return
         retry_at, delay = self._retry_at.get(wanted.version, (0.0, FIRST_DELAY))
-        if self._clock() < retry_at:
+        if self._clock() < retry_at or not await self._ranks.can_swap():
             return
         if await self.turn_to(wanted):
             self._retry_at.clear()

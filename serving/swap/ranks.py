@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS_TO_STAGE = 600.0
 SECONDS_BETWEEN_LOOKS = 0.02
+ASLEEP = "the engine sleeps, and has no memory to put a draft into; wake it up"
 
 Record = TypeVar("Record", StagingReport, RankReport, WorkerReport)
 
@@ -39,9 +40,13 @@ async def _nothing() -> None:
     pass
 
 
+async def _never() -> bool:
+    return False
+
+
 class Ranks:
     """The ranks of one engine. `call(method, *arguments)` calls a method of the worker extension
-    on all of them and returns their answers in order.
+    on all of them and returns their answers in order. `is_asleep`: vLLM's own question.
 
     `unproved` says why swaps cannot be proved in this engine; "" when they can.
     """
@@ -50,8 +55,9 @@ class Ranks:
         self,
         call: Callable[..., Awaitable[Sequence[str]]],
         clock: Callable[[], float] = time.monotonic,
+        is_asleep: Callable[[], Awaitable[bool]] = _never,
     ) -> None:
-        self._call, self._clock = call, clock
+        self._call, self._clock, self._is_asleep = call, clock, is_asleep
         self.unproved = ""
 
     async def start(self, settings: str) -> None:
@@ -66,13 +72,23 @@ class Ranks:
         if self.unproved:
             logger.warning("swaps are not proved in this engine: %s", self.unproved)
 
+    async def can_swap(self) -> bool:
+        """Whether the engine has its memory: not while it sleeps (vLLM's /sleep)."""
+        try:
+            return not await self._is_asleep()
+        except RuntimeError:
+            return False  # some of its cores sleep, and others do not
+
     async def stage(
         self, release: DraftRelease, meanwhile: Callable[[], Awaitable[None]] = _nothing
     ) -> StagingReport:
         """Load and check a release beside the draft of every rank. Where one fails, or time is
         over, all drop it. `meanwhile` is called again and again."""
         deadline = self._clock() + SECONDS_TO_STAGE
-        await self._call("osd_stage", encode(release).decode())
+        begun = await self._ask(StagingReport, "osd_stage", encode(release).decode())
+        if error := _first_error(begun):
+            await self._call("osd_drop")
+            return StagingReport(version=release.version, done=True, error=error)
         while not (found := _slowest(await self._ask(StagingReport, "osd_staging"))).done:
             if self._clock() >= deadline:
                 found = StagingReport(version=release.version, error="staging took too long")
@@ -112,6 +128,9 @@ class Ranks:
         staged = await self.stage(release, meanwhile)
         if staged.error:
             return staged, CommitReport(error=staged.error)
+        if not await self.can_swap():
+            await self._call("osd_drop")
+            return staged, CommitReport(error=ASLEEP)
         return staged, await self.commit(release.version)
 
     async def report(self, replica: str, draft: str) -> WorkerReport:

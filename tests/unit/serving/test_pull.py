@@ -55,7 +55,13 @@ class FakeEngine:
         """What it was asked to stage."""
         self.num_windows, self.windows_at_once = 0, 1
         self.seconds_to_stage = 0.0
+        self.sleeps: bool | Exception = False
         self._world = world
+
+    async def is_sleeping(self) -> bool:
+        if isinstance(self.sleeps, Exception):
+            raise self.sleeps
+        return self.sleeps
 
     async def call(self, method: str, *args: Any) -> list[str]:
         self.calls.append(method)
@@ -187,7 +193,7 @@ class Pulled:
             FakeRegistry(),
             Activity(self.clock),
         )
-        self.ranks = Ranks(self.engine.call, self.clock)
+        self.ranks = Ranks(self.engine.call, self.clock, self.engine.is_sleeping)
         self.speculation_client = FakeSteering()
         self.puller = DraftPuller(
             self.registry,  # type: ignore[arg-type]
@@ -368,6 +374,21 @@ async def test_after_a_success_what_was_refused_before_need_not_wait(pulled: Pul
         pulled.registry.want, pulled.engine.refused = release(version), set()
         await pulled.look()
         assert pulled.engine.live == version
+
+
+@pytest.mark.parametrize("sleeps", [True, RuntimeError("Engines returned different results")])
+async def test_a_swap_waits_until_the_engine_is_awake(
+    pulled: Pulled, sleeps: bool | Exception
+) -> None:
+    """While it sleeps (vLLM's /sleep) it has no memory to put a draft into."""
+    pulled.registry.want, pulled.engine.sleeps = release(2), sleeps
+    for _ in range(3):
+        await pulled.look(1.0)
+    assert num_stagings(pulled) == 0 and pulled.registry.of(SwapReport) == []
+    assert pulled.registry.num_heartbeats == 3
+    pulled.engine.sleeps = False
+    await pulled.look(1.0)
+    assert pulled.engine.live == 2
 
 
 async def test_staging_is_waited_for_while_reports_go_on(pulled: Pulled) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from osd.records import DraftRelease, RankReport, StagingReport, WorkerReport, encode
 from serving.swap.proof import EVERY_RANK, SwapProof, columns
-from serving.swap.ranks import SECONDS_TO_STAGE, Ranks
+from serving.swap.ranks import ASLEEP, SECONDS_TO_STAGE, Ranks
 from serving.swap.swap import DraftSwapper
 from tests.support.draft_releases import written
 from tests.support.ranks import answer, ranks_of
@@ -322,6 +322,39 @@ def test_a_rank_that_answers_with_an_error_has_failed(tmp_path: Path) -> None:
 
     _, committed = asyncio.run(Ranks(call).swap(world.releases[2]))
     assert committed.error.endswith("previous draft was restored: rank 2: OSError: gone")
+    assert world.serves(1)
+
+
+def test_what_keeps_a_rank_from_beginning_to_stage_is_said(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    async def call(method: str, *arguments: Any) -> list[str]:
+        if method == "osd_stage":
+            return ["{}", '{"error":"DecodeError: no such field"}', "{}"]
+        return [answer(swapper, method, arguments) for swapper in world.swappers]
+
+    staged, committed = asyncio.run(Ranks(call).swap(world.releases[2]))
+    assert staged.error == committed.error == "rank 1: DecodeError: no such field"
+    assert {swapper.staging.error for swapper in world.swappers} == {"nothing staged"}
+    assert world.serves(1)
+
+
+def test_an_engine_that_fell_asleep_while_a_draft_was_staged_keeps_the_one_it_has(
+    tmp_path: Path,
+) -> None:
+    """Its memory is not mapped: to write there would end it."""
+    world, calls = World(tmp_path), list[str]()
+
+    async def call(method: str, *arguments: Any) -> list[str]:
+        calls.append(method)
+        return [answer(swapper, method, arguments) for swapper in world.swappers]
+
+    async def is_asleep() -> bool:
+        return "osd_staging" in calls
+
+    _, committed = asyncio.run(Ranks(call, is_asleep=is_asleep).swap(world.releases[2]))
+    assert committed.error == ASLEEP and "osd_put" not in calls
+    assert {swapper.staging.error for swapper in world.swappers} == {"nothing staged"}
     assert world.serves(1)
 
 
