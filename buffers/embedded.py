@@ -98,6 +98,7 @@ class EmbeddedValkey:
             if self.is_alive():
                 return self
             program = self._program or find_server()
+            was_ours = self._lock_fd is not None
             self._make_directory()
             try:
                 self._take_directory()
@@ -105,15 +106,22 @@ class EmbeddedValkey:
                     self._password = self._kept_password()
                 self._run(program)
             except OSError as error:
-                self.stop()
+                self._give_up(was_ours)
                 why = explain(error, self._directory)
                 raise ReplayBufferError(
                     f"the private Valkey server does not start: {why}"
                 ) from None
             except BaseException:
-                self.stop()
+                self._give_up(was_ours)
                 raise
             return self
+
+    def _give_up(self, keeps_directory: bool) -> None:
+        """The directory of a server that is to be started again stays taken: another service would
+        begin with its data."""
+        self._end_process()
+        if not keeps_directory:
+            self._free_directory()
 
     def restart(self) -> None:
         """End the server if it runs, and start it again with the same port and data."""
@@ -141,10 +149,7 @@ class EmbeddedValkey:
         """Stop the server; its data stays. Do nothing when it does not run."""
         with self._lock:
             self._end_process()
-            if self._lock_fd is not None:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
-                os.close(self._lock_fd)
-                self._lock_fd = None
+            self._free_directory()
 
     def __enter__(self) -> EmbeddedValkey:
         return self.start()
@@ -184,6 +189,12 @@ class EmbeddedValkey:
                 )
             time.sleep(0.05)
         self._lock_fd = lock_fd
+
+    def _free_directory(self) -> None:
+        if self._lock_fd is not None:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
     def _run(self, program: Path) -> None:
         """Start the server and wait. Try again on another port when the port is taken, and after a

@@ -250,6 +250,24 @@ def test_two_on_one_directory_is_one_clear_error(tmp_path: Path):
         assert stored(server) == ids(make_traces(3))
 
 
+def test_a_directory_stays_taken_while_its_server_cannot_be_started_again(tmp_path: Path):
+    """Another service would begin with its traces, and this one never come back."""
+    with servers.start("valkey", tmp_path) as server:
+        put(server, 3)
+        log = tmp_path / "valkey.log"
+        log.unlink()
+        log.mkdir()
+        with pytest.raises(ReplayBufferError, match="does not start"):
+            server.restart()
+        log.rmdir()
+        with pytest.raises(ReplayBufferError, match="in use by another service"):
+            EmbeddedValkey(tmp_path).start()
+        server.restart()
+        assert stored(server) == ids(make_traces(3))
+    with servers.start("valkey", tmp_path) as server:
+        assert stored(server) == ids(make_traces(3))
+
+
 def test_nobody_else_gets_in(kind: str, tmp_path: Path):
     directory = tmp_path / "nested" / "data"
     with servers.start(kind, directory) as server:
