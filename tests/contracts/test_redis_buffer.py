@@ -470,23 +470,27 @@ def test_room_is_made_for_heartbeats_without_traffic(
     size = {"num_prompt": 24_000, "num_output": 1, "num_rows": 1, "top_k": 2, "seed": 0}
     traces = make_traces(160, **size)
     assert buffer.put(traces) == 160 and buffer.make_room() == 0
-    fill(admin)
-    admin.config_set("maxmemory-policy", "allkeys-lru")
-    try:
-        assert buffer.make_room() == 0, "it makes room itself"
-    finally:
-        admin.config_set("maxmemory-policy", "noeviction")
     status = ReplicaStatus(
         **dict.fromkeys(("replica", "url", "target_id", "engine"), ""),
         **dict.fromkeys(("at", "version", "k", "pid", "started_at"), 1),
     )
-    with closing(Registry(server.url, "a")) as registry:
-        with pytest.raises(ReplayBufferError, match="OOM|maxmemory"):
+    most = admin.config_get("maxmemory")["maxmemory"]
+    # Below what is used, so that nothing that is let go meanwhile makes room.
+    admin.config_set("maxmemory", admin.info("memory")["used_memory"] - (64 << 10))
+    try:
+        with closing(Registry(server.url, "a")) as registry:
+            with pytest.raises(ReplayBufferError, match="OOM|maxmemory"):
+                registry.heartbeat(status, ttl_s=5)
+            assert buffer.make_room() == 20
             registry.heartbeat(status, ttl_s=5)
-        assert buffer.make_room() == 20
-        registry.heartbeat(status, ttl_s=5)
-        assert registry.replicas() == [status]
-    assert ids(buffer.read({}, 999)[0]) == ids(traces[20:])
+            assert registry.replicas() == [status]
+        assert ids(buffer.read({}, 999)[0]) == ids(traces[20:])
+        admin.config_set("maxmemory-policy", "allkeys-lru")
+        admin.config_set("maxmemory", admin.info("memory")["used_memory"])
+        assert buffer.make_room() == 0, "it makes room itself"
+    finally:
+        admin.config_set("maxmemory-policy", "noeviction")
+        admin.config_set("maxmemory", most)
     assert buffer.make_room() == 0
 
 
