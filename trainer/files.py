@@ -14,14 +14,14 @@ from safetensors import SafetensorError, safe_open
 
 from osd.common.files import fsync, replace_file
 from osd.errors import OSDError, ReleaseError
-from osd.models.tensor_file import TensorFile
+from osd.models.tensor_file import DTYPES, TensorFile
 
 logger = logging.getLogger(__name__)
-
 
 KEEP_TARGETS = 3
 """Targets other than the present one with which the trainer can go on where it was."""
 PARTS = ("checkpoints", "candidates")
+QUANTISED = "F8"
 
 
 def directory_of(root: Path, target_id: str) -> Path:
@@ -118,12 +118,12 @@ def checkpoint_tensors(directory: Path) -> dict[str, tuple[Path, torch.dtype]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 dtype = opened.get_slice(name).get_dtype()
-                if dtype not in _DTYPES:
+                if dtype not in DTYPES or dtype.startswith(QUANTISED):
                     raise ReleaseError(
                         f"{file}: {name} is {dtype}, which the trainer cannot read; use a draft "
                         "that is not quantised"
                     )
-                found[name] = (file, _DTYPES[dtype])
+                found[name] = (file, DTYPES[dtype])
     return found
 
 
@@ -134,17 +134,3 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
         return TensorFile(file).tensors()
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged ({error!r})") from None
-
-
-_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
