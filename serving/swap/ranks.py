@@ -58,6 +58,7 @@ class Ranks:
         is_asleep: Callable[[], Awaitable[bool]] = _never,
     ) -> None:
         self._call, self._clock, self._is_asleep = call, clock, is_asleep
+        self._cannot_say = False
         self.unproved = ""
 
     async def start(self, settings: str) -> None:
@@ -73,11 +74,17 @@ class Ranks:
             logger.warning("swaps are not proved in this engine: %s", self.unproved)
 
     async def can_swap(self) -> bool:
-        """Whether the engine has its memory: not while it sleeps (vLLM's /sleep)."""
+        """Whether the engine has its memory: not while it sleeps (vLLM's /sleep). Where it cannot
+        say, as when some of its cores sleep and others do not, it serves on with what it has."""
         try:
-            return not await self._is_asleep()
-        except RuntimeError:
-            return False  # some of its cores sleep, and others do not
+            is_asleep = await self._is_asleep()
+        except Exception as error:  # noqa: BLE001  its heartbeat must go on
+            if not self._cannot_say:
+                logger.warning("swaps wait: the engine does not say whether it sleeps: %r", error)
+            self._cannot_say = True
+            return False
+        self._cannot_say = False
+        return not is_asleep
 
     async def stage(
         self, release: DraftRelease, meanwhile: Callable[[], Awaitable[None]] = _nothing

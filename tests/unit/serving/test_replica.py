@@ -19,6 +19,7 @@ from serving.activity import Activity
 from serving.engine_loop import EngineLoop
 from serving.pull import as_it_lies
 from serving.replica import Replica
+from serving.swap.ranks import Ranks
 
 RELEASE = DraftRelease(version=1, parent=0, path="/v1", sha256="a", target_id="t", created_at=1.0)
 
@@ -32,6 +33,7 @@ class Engine:
         """Why the last rank does not take the hooks."""
         self.answer = ""
         """The core's to all that it is asked."""
+        self.is_asleep = False
         self.vllm_config = SimpleNamespace(speculative_config=object())
         self.engine_core = SimpleNamespace(call_utility_async=self._call_utility)
 
@@ -45,6 +47,9 @@ class Engine:
         if method == "osd_report":
             return [encode(WorkerReport()).decode()] * len(self.off)
         return [""] * len(self.off)
+
+    async def is_sleeping(self) -> bool:
+        return self.is_asleep
 
     async def _call_utility(self, method: str, *args: Any) -> str:
         return self.answer
@@ -114,6 +119,36 @@ async def test_an_engine_may_begin_deaf_and_without_a_permit(
     assert (told["is_observed"], told["is_captured"]) == (True, False)
     assert engine.asked("osd_undrafted") == []
     assert await loop.go_back(RELEASE) is False, "nothing is pulled"
+
+
+async def test_no_draft_is_put_into_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked by the engine loop itself."""
+    engine = Engine({})
+    seen = list[Ranks]()
+
+    class Noted(Ranks):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            seen.append(self)
+
+    monkeypatch.setattr(engine_loop, "Ranks", Noted)
+    loop = EngineLoop(
+        engine,
+        Config(),
+        name="gpu-2-8000",
+        url="",
+        release=RELEASE,
+        target_id="t",
+        registry=None,
+        sink={},
+        is_controlled=False,
+        activity=Activity(),
+    )
+    await loop.start(permits=False)
+    (ranks,) = seen
+    assert await ranks.can_swap()
+    engine.is_asleep = True
+    assert not await ranks.can_swap()
 
 
 @pytest.mark.parametrize(

@@ -358,6 +358,25 @@ def test_an_engine_that_fell_asleep_while_a_draft_was_staged_keeps_the_one_it_ha
     assert world.serves(1)
 
 
+def test_an_engine_that_does_not_say_whether_it_sleeps_serves_on_and_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What asks goes on: it sends the heartbeat, too."""
+    answers: list[Any] = [AttributeError("is_sleeping"), RuntimeError("mixed"), True, False]
+
+    async def call(method: str, *arguments: Any) -> list[str]:
+        raise AssertionError("no rank is asked for anything")
+
+    async def is_asleep() -> bool:
+        if isinstance(found := answers.pop(0), Exception):
+            raise found
+        return bool(found)
+
+    ranks = Ranks(call, is_asleep=is_asleep)
+    assert [asyncio.run(ranks.can_swap()) for _ in range(4)] == [False, False, False, True]
+    assert caplog.text.count("swaps wait: the engine does not say whether it sleeps") == 1
+
+
 def test_counters_are_the_first_ranks(tmp_path: Path) -> None:
     counted = WorkerReport(num_traces=4)
 
