@@ -192,7 +192,7 @@ class RedisTraceBuffer:
         would be refused. Returns how many traces that were."""
         with self._link.errors():
             info = self._link.command("INFO", "memory")
-            most, used = int(info.get("maxmemory", 0)), int(info["used_memory"])
+            most, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
             used -= int(info.get("mem_not_counted_for_evict", 0))
             is_kept = info.get("maxmemory_policy", "noeviction") == "noeviction"
             is_full = is_kept and most > 0 and used > most - min(ROOM_BYTES, most // 16)

@@ -494,6 +494,21 @@ def test_room_is_made_for_heartbeats_without_traffic(
     assert buffer.make_room() == 0
 
 
+def test_no_room_is_made_on_a_server_that_does_not_say_how_full_it_is(
+    buffer: RedisTraceBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = make_traces(80)
+    buffer.put(traces)
+    own = buffer._link.command
+    monkeypatch.setattr(
+        buffer._link,
+        "command",
+        lambda *words: {"maxmemory": 1 << 20} if words[0] == "INFO" else own(*words),
+    )
+    assert buffer.make_room() == 0
+    assert ids(buffer.read({}, 999)[0]) == ids(traces)
+
+
 @pytest.mark.parametrize(("num", "left"), [(160, 140), (161, 140), (70, 64), (64, 64), (3, 3)])
 def test_a_stream_gives_up_its_oldest_eighth_and_never_the_newest_64(
     server: EmbeddedValkey, buffer: RedisTraceBuffer, admin: Any, num: int, left: int
