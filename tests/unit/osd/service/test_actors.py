@@ -250,6 +250,22 @@ def test_the_trainer_forgets_where_traces_were_purged(actor: TrainerActor) -> No
     assert heard.heard[-1] == "forget", "the round went on with what it had read"
 
 
+def test_a_trainer_that_begins_removes_what_old_targets_left(
+    actor: TrainerActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(data_dir=str(tmp_path))
+    for number in range(6):
+        left = config.checkpoint_path / f"t{number}" / "checkpoints"
+        left.mkdir(parents=True)
+        os.utime(left, (number, number))
+    given: list[Any] = []
+    monkeypatch.setattr("trainer.loop.Trainer", lambda *arguments, **_: given.extend(arguments))
+    actor._begin(config, "redis://127.0.0.1:1", "t0", False)
+    assert given[4] == config.checkpoint_path / "t0"
+    kept = {path.parent.name for path in config.checkpoint_path.glob("*/checkpoints")}
+    assert kept == {"t0", "t3", "t4", "t5"}
+
+
 def test_what_is_replayed_over_there_is_fetched_first(actor: TrainerActor) -> None:
     heard: Any = actor._trainer
     actor.evaluate_releases(["v1", "v2"], 9)  # type: ignore[list-item]
