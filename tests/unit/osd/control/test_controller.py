@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -599,40 +599,40 @@ async def test_the_whole_feed_is_heard_before_the_first_round_each_record_once(
         assert world.history.total("osd_round_total") == 2500
 
 
+def noted(world: World) -> list[str]:
+    return [event.text for event in world.history.events() if event.kind == "note"]
+
+
+def notes(num: int) -> list[Event]:
+    return [Event(at=float(i), kind="note", text=f"{i}") for i in range(num)]
+
+
 async def test_the_feed_of_another_redis_is_heard_whose_clock_is_behind(world: World) -> None:
     """Its ids begin below those of the one that is gone."""
-    events = [Event(at=float(i), kind="note", text=f"{i}") for i in range(7)]
-
-    def heard() -> list[str]:
-        return [event.text for event in world.history.events() if event.kind == "note"]
-
+    events = notes(7)
     world.registry.feed += events[:5]
     async with world.running():
-        await world.until(lambda: len(heard()) == 5)
+        await world.until(lambda: len(noted(world)) == 5)
         world.registry.feed.clear()
         await world.a_few_looks()
         world.registry.publish(*events[5:])
-        await world.until(lambda: len(heard()) == 7)
-    assert heard() == [str(i) for i in range(7)]
+        await world.until(lambda: len(noted(world)) == 7)
+    assert noted(world) == [str(i) for i in range(7)]
 
 
 @pytest.mark.parametrize("num_left", [1, 4])
 async def test_of_a_feed_that_lost_its_end_no_record_is_heard_again(
     world: World, num_left: int
 ) -> None:
-    events = [Event(at=float(i), kind="note", text=f"{i}") for i in range(7)]
-
-    def heard() -> list[str]:
-        return [event.text for event in world.history.events() if event.kind == "note"]
-
+    events = notes(7)
     world.registry.feed += events[:5]
     async with world.running():
-        await world.until(lambda: len(heard()) == 5)
+        await world.until(lambda: len(noted(world)) == 5)
         del world.registry.feed[num_left:]
         await world.a_few_looks()
         world.registry.publish(*events[5:])
-        await world.until(lambda: len(heard()) == 7)
-    assert heard() == [str(i) for i in range(7)]
+        await world.until(lambda: len(noted(world)) == 7)
+    assert noted(world) == [str(i) for i in range(7)]
 
 
 async def test_without_redis_rounds_that_bring_nothing_count_too(world: World) -> None:
@@ -1145,6 +1145,24 @@ def test_controller_imports_no_engine() -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+async def test_history_is_told_when_heartbeats_were_seen(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which it corrects the clocks of replicas."""
+    own, seen = world.history.observe, list[tuple[float | None, float]]()
+
+    def observe(
+        replicas: Iterable[ReplicaStatus], buffer: BufferStats | None, now: float | None = None
+    ) -> None:
+        seen.append((now, world.clock.now))
+        own(replicas, buffer, now)
+
+    monkeypatch.setattr(world.history, "observe", observe)
+    async with world.running():
+        await world.a_few_looks()
+    assert seen and all(now == at for now, at in seen)
 
 
 async def test_a_redis_that_is_full_gets_room_whether_there_is_traffic_or_not(

@@ -1400,15 +1400,19 @@ def test_what_came_before_it_was_held_is_not_held_against_what_comes_after() -> 
     assert bench.osd.net.newest is None
 
 
-def test_what_is_not_held_is_let_go_without_a_change() -> None:
-    """The deployment says so again whenever anything else of its terms changes."""
+def of_a_text_that_repeats() -> Bench:
+    """1, 2, 3 again and again: the memory proposes the next three."""
     bench = Bench()
     bench.add("a", prompt=[1, 2, 3] * 8)
     bench.command("force", ["memory", 3])
-    for _ in range(4):
-        bench.step({"a": [1]})
-        bench.step({"a": [2]})
-        bench.step({"a": [3]})
+    for token in (1, 2, 3) * 4:
+        bench.step({"a": [token]})
+    return bench
+
+
+def test_what_is_not_held_is_let_go_without_a_change() -> None:
+    """The deployment says so again whenever anything else of its terms changes."""
+    bench = of_a_text_that_repeats()
     bench.command("hold", False)
     bench.step({"a": [1]})
     assert bench.seen.from_memory == {"a"}
@@ -1428,13 +1432,7 @@ def test_the_memory_does_not_go_on_when_it_is_held() -> None:
 
 @pytest.mark.parametrize("is_let_go", [False, True])
 def test_what_the_memory_had_proposed_when_it_was_held_is_the_memorys(is_let_go: bool) -> None:
-    bench = Bench()
-    bench.add("a", prompt=[1, 2, 3] * 8)
-    bench.command("force", ["memory", 3])
-    for _ in range(4):
-        bench.step({"a": [1]})
-        bench.step({"a": [2]})
-        bench.step({"a": [3]})
+    bench = of_a_text_that_repeats()
     bench.command("hold", True)
     if is_let_go:
         bench.command("hold", False)
