@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -128,93 +127,9 @@ def _ours(draft: Path, traces: Sequence[Trace], config: TrainerConfig) -> Loop:
 
 
 def _padded(draft: Path, traces: Sequence[Trace], config: TrainerConfig) -> Loop:
-    """Hugging Face's `Trainer` with our loss at the captured rows of its full logits."""
-    import torch
-    from transformers import (
-        AutoModelForCausalLM,
-        PrinterCallback,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
-    from transformers.utils import logging
+    from benchmarks.costs.padded import PaddedLoop
 
-    from trainer.batch import collate
-    from trainer.loss import LOSSES, coarsen, weighted_mean
-
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32)
-    vocab_size = int(model.config.vocab_size)
-    losses: list[float] = []
-    num_tokens = 0
-
-    def pad(some: list[Trace]) -> dict[str, Any]:
-        nonlocal num_tokens
-        batch = collate(some, config.max_length, vocab_size, packed=False)
-        num_tokens += batch.num_tokens
-        lengths_B = torch.zeros(len(some), dtype=torch.long).scatter_reduce(
-            0, batch.row_b_N, batch.row_s_N + 1, reduce="amax"
-        )
-        mask_BS = (torch.arange(batch.ids_BS.shape[1])[None] < lengths_B[:, None]).long()
-        return {"input_ids": batch.ids_BS, "attention_mask": mask_BS, "batch": batch}
-
-    class PaddedTrainer(Trainer):
-        def _get_train_sampler(self, *args: Any) -> Any:
-            return torch.utils.data.SequentialSampler(traces)
-
-        def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
-            batch = inputs["batch"]
-            logits_BSV = model(
-                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
-            ).logits
-            rows_NV = logits_BSV[batch.row_b_N, batch.row_s_N]
-            both = coarsen(
-                rows_NV, batch.target_ids_NK, batch.target_logprobs_NK, batch.tail_logprob_N
-            )
-            loss = weighted_mean(LOSSES[config.loss](both), batch.weight_N)
-            losses.append(float(loss.detach()))
-            return loss
-
-    class Watch(TrainerCallback):
-        began = ended = 0.0
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.began = time.perf_counter()
-
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            self.ended = time.perf_counter()
-
-    watch = Watch()
-    arguments = TrainingArguments(
-        output_dir=tempfile.gettempdir(),
-        per_device_train_batch_size=BATCH_SIZE,
-        max_steps=len(traces) // BATCH_SIZE,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        lr_scheduler_type="constant",
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-    )
-    trainer = PaddedTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=list(traces),
-        data_collator=pad,
-        callbacks=[watch],
-    )
-    trainer.remove_callback(PrinterCallback)
-
-    def work() -> tuple[float, int, list[float]]:
-        trainer.train()
-        return watch.ended - watch.began, num_tokens, losses
-
-    return work
+    return PaddedLoop(draft, traces, config, BATCH_SIZE).run
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
