@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 LIVE = """
 import json
-from benchmarks import engine
+from benchmarks.engines import engine
 engine.prepare()
 from benchmarks.papers.rates_engine import measure
 sizes = {"drafts": ["good"], "fixed": (0, 4), "loads": (0.5,), "draws": 1, "requests": 6,
