@@ -101,11 +101,15 @@ class Fleet:
     """A deployment without an engine, and one that is attached to it."""
 
     def __init__(
-        self, pair: Pair, directory: Path, method: str = "draft_model", way: Way = V1_SYNC
+        self,
+        pair: Pair,
+        directory: Path,
+        *,
+        deployment: str = "test-attached",
+        method: str = "draft_model",
+        way: Way = V1_SYNC,
     ) -> None:
-        arguments = services.settings(
-            "test-attached", directory / "data", pair.target, pair.stranger
-        )
+        arguments = services.settings(deployment, directory / "data", pair.target, pair.stranger)
         self.arguments = [
             *arguments,
             "serving.engines=attached",
@@ -269,7 +273,8 @@ def test_every_process_of_ours_killed_costs_no_request_and_it_is_found_again(
 
 
 def test_an_attached_engines_head_learns_and_goes_back(tmp_path: Path) -> None:
-    fleet = Fleet(build_headed(tmp_path / "models"), tmp_path, method="eagle3")
+    models = build_headed(tmp_path / "models")
+    fleet = Fleet(models, tmp_path, deployment="test-attached-head", method="eagle3")
     try:
         fleet.engine.wait_ready()
         replica = wait_until(fleet.replica, 20, "the engine is known")
