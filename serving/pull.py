@@ -113,6 +113,9 @@ class DraftPuller:
         self._version = release.version
         self._started_at = time.time()
         self._unsent: deque[SpecWindow | SwapReport] = deque(maxlen=MAX_UNSENT)
+        self._sent: list[SpecWindow | SwapReport] = []
+        """What was sent last and is not known to have come."""
+        self._num_sent = 0
         self._folding, self._num_replicas = Folding(), 1
         self._swapped_at = -math.inf
         self._counted = WorkerReport()
@@ -248,15 +251,18 @@ class DraftPuller:
             self._num_purges = num
 
     async def _publish(self) -> None:
-        """Send what waits. Where this is cancelled, it is on its way, and not sent again."""
-        batch = list(self._unsent)
-        self._unsent.clear()
-        if not batch:
-            return
-        try:
-            await asyncio.to_thread(self._registry.publish, *batch)
-        except OSDError:
-            self._unsent = deque([*batch, *self._unsent], maxlen=MAX_UNSENT)
+        """Send what waits. What was not answered may have come: it is sent again under its number,
+        and first."""
+        while self._sent or self._unsent:
+            if not self._sent:
+                self._sent, self._num_sent = list(self._unsent), self._num_sent + 1
+                self._unsent.clear()
+            once = (f"{self._name}:{self._started_at}", self._num_sent)
+            try:
+                await asyncio.to_thread(self._registry.publish, *self._sent, once=once)
+            except OSDError:
+                return
+            self._sent = []
 
     async def _count(self) -> None:
         """Ask the engine for its counters. Where it cannot say, the heartbeat goes on with those

@@ -8,7 +8,7 @@ Keys: `osd:DEPLOYMENT:replicas` (set of names), `osd:DEPLOYMENT:replica:NAME` (a
 expires), `osd:DEPLOYMENT:wanted:DRAFT` (a `DraftRelease`), `osd:DEPLOYMENT:feed` (the stream),
 `osd:DEPLOYMENT:canary:DRAFT` (a `Canary`), `osd:DEPLOYMENT:places` (part -> `Place`),
 `osd:DEPLOYMENT:terms` (`EngineTerms`), `osd:DEPLOYMENT:members` (of `Member`),
-`osd:DEPLOYMENT:purges` (a number).
+`osd:DEPLOYMENT:purges` (a number), `osd:DEPLOYMENT:published:SENDER` (a number that expires).
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ OF_REPLICAS = (SpecWindow, SwapReport)
 """Records that replicas write, whose clocks may be wrong."""
 FEED_LENGTH = 50_000
 """Records kept in the feed (about 25 MB); the oldest leave first."""
+PUBLISHED_TTL = 86_400
+"""Seconds for which it is known what a sender published last."""
 
 
 class Registry:
@@ -204,10 +206,19 @@ class Registry:
         with self._errors():
             self._redis.delete(f"{self._prefix}:places")
 
-    def publish(self, *records: FeedRecord) -> None:
-        """Append all records to the feed, or none, in order."""
+    def publish(self, *records: FeedRecord, once: tuple[str, int] | None = None) -> None:
+        """Append all records to the feed, or none, in order. After a `ReplayBufferError` they may
+        have been appended all the same: with `once` (who sends, and a number that grows) they can
+        be published again, and are appended once."""
         sent_at = time.time()
         with self._errors(), self._redis.pipeline() as pipe:
+            if once is not None:
+                key = f"{self._prefix}:published:{once[0]}"
+                pipe.watch(key)
+                if int(pipe.get(key) or 0) >= once[1]:
+                    return
+                pipe.multi()
+                pipe.set(key, once[1], ex=PUBLISHED_TTL)
             for record in records:
                 if isinstance(record, OF_REPLICAS):
                     record = replace(record, sent_at=sent_at)

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -413,6 +414,35 @@ def test_a_replica_whose_clock_is_wrong_hides_nothing(
     assert [record for _, record in registry.read()] == [read_window, read_swap]
     if not wrong_by:
         assert [read_window, read_swap] == [window, swap]
+
+
+def test_what_is_published_again_under_its_number_is_appended_once(
+    registry: Registry, raw: Any
+) -> None:
+    """Whoever sent it was not answered in time."""
+    for number in (1, 1, 2, 1, 2, 3):
+        registry.publish(replace(SWAP, version=number), SWAP, once=("r:1.0", number))
+    registry.publish(replace(SWAP, version=4), once=("other", 1))
+    found = [record.version for _, record in registry.read() if isinstance(record, SwapReport)]
+    assert found == [1, 2, 2, 2, 3, 2, 4]
+    assert 0 < raw.ttl("osd:here:published:other") <= 86400, "nothing is left of those that ended"
+
+
+def test_what_two_calls_publish_at_once_under_one_number_is_appended_once(
+    registry: Registry,
+) -> None:
+    """The first is still on its way when it is sent again."""
+
+    def publish() -> None:
+        with suppress(ReplayBufferError):
+            registry.publish(SWAP, once=("r", 1))
+
+    threads = [threading.Thread(target=publish) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [record for _, record in registry.read()] == [SWAP]
 
 
 def test_events_keep_the_time_they_were_given(registry: Registry) -> None:

@@ -145,7 +145,8 @@ class FakeRegistry:
     def __init__(self) -> None:
         self.num_heartbeats = 0
         self.ttls: set[float] = set()
-        self.takes_feed = True
+        self.takes_feed = self.answers_feed = True
+        self.published: dict[str, int] = {}
         self.want: DraftRelease | None = None
         self.said: list[Any] = []
         self.status: ReplicaStatus | None = None
@@ -169,11 +170,16 @@ class FakeRegistry:
         self.ttls.add(ttl_s)
         return self.num_replicas
 
-    def publish(self, *records: Any) -> None:
+    def publish(self, *records: Any, once: tuple[str, int] | None = None) -> None:
         self._answer()
         if not self.takes_feed:
             raise ReplayBufferError("full")
-        self.said += records
+        if once is None or self.published.get(once[0], 0) < once[1]:
+            self.said += records
+        if once is not None:
+            self.published[once[0]] = max(once[1], self.published.get(once[0], 0))
+        if not self.answers_feed:
+            raise ReplayBufferError("timeout")
 
     def _answer(self) -> None:
         if self.is_away:
@@ -472,6 +478,18 @@ async def test_what_was_to_be_said_waits_for_redis(pulled: Pulled) -> None:
     assert len(pulled.registry.of(SwapReport)) == 1
 
 
+async def test_what_redis_took_without_an_answer_in_time_is_said_once(pulled: Pulled) -> None:
+    pulled.activity.is_always, pulled.registry.answers_feed = True, False
+    for _ in range(3):
+        await pulled.look(1.0)
+    assert [window.at for window in pulled.registry.of(SpecWindow)] == [1.0]
+    pulled.registry.answers_feed = True
+    await pulled.look(1.0)
+    assert [window.at for window in pulled.registry.of(SpecWindow)] == [1.0, 2.0, 3.0, 4.0], (
+        "each once, in order"
+    )
+
+
 async def test_what_waits_is_bounded_and_the_oldest_leaves_first(pulled: Pulled) -> None:
     pulled.engine.windows_at_once = 1500
     await pulled.look()
@@ -577,9 +595,9 @@ async def test_what_is_on_its_way_when_the_replica_stops_is_sent_once(
     pulled.registry.said.clear()
     publish, may_go = pulled.registry.publish, threading.Event()
 
-    def slowly(*records: Any) -> None:
+    def slowly(*records: Any, **options: Any) -> None:
         may_go.wait(5)
-        publish(*records)
+        publish(*records, **options)
 
     monkeypatch.setattr(pulled.registry, "publish", slowly)
     looking = asyncio.create_task(pulled.look(1.0))
