@@ -1,8 +1,8 @@
 """The history of a deployment on disk: whole minutes, and events, in one SQLite file, so that it
 survives restarts.
 
-Redis' feed holds the newest hours; this file holds the rest. A file
-that cannot be read is put aside and a new one begun: history is never a reason not to serve.
+Redis' feed holds the newest hours; this file holds the rest. A file that cannot be read is put
+aside and a new one begun: history is never a reason not to serve.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,13 @@ create table if not exists minutes (
 create table if not exists events (at real, type text, record blob, unique (type, record));
 """
 EVENT_TYPES: dict[str, type[Event] | type[SwapReport]] = {"Event": Event, "SwapReport": SwapReport}
-VALUE_TYPES: dict[str, Any] = {
-    "replica": Counters,
-    "class": Counters,
-    "speculation": SpeculationTimes,
+COLUMNS = {"minutes": ["kind", "start", "labels", "value"], "events": ["at", "type", "record"]}
+MINUTE_TYPES: dict[str, tuple[Any, Any]] = {
+    "replica": (tuple[str, int, int], Counters),
+    "class": (tuple[str], Counters),
+    "speculation": (tuple[str], SpeculationTimes),
 }
-"""Kind of a minute -> what it holds."""
+"""Kind of a minute -> its labels, and what it holds."""
 MAX_EVENTS = 2000
 
 Minute = tuple[str, Key, Any]
@@ -59,7 +62,7 @@ class HistoryFile:
             self._db = _open(path)
         except sqlite3.OperationalError:
             raise
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             aside = path.with_name(f"{path.name}.unreadable-{int(time.time())}")
             log.warning(
                 "%s cannot be read (%s); it is kept as %s, and history begins anew",
@@ -68,6 +71,9 @@ class HistoryFile:
                 aside.name,
             )
             path.replace(aside)
+            for suffix in ("-wal", "-shm"):  # what SQLite keeps beside a file is of that file alone
+                with suppress(FileNotFoundError):
+                    path.with_name(path.name + suffix).replace(aside.with_name(aside.name + suffix))
             self._db = _open(path)
 
     def minutes(self, since: float) -> list[Minute]:
@@ -76,9 +82,10 @@ class HistoryFile:
         found = []
         for kind, start, labels, value in self._db.execute(query, (since,)):
             try:
-                key = (start, *msgspec.json.decode(labels, type=list[str | int]))
-                found.append((kind, key, msgspec.json.decode(value, type=VALUE_TYPES[kind])))
-            except (KeyError, msgspec.DecodeError):
+                labels_type, value_type = MINUTE_TYPES[kind]
+                key = (float(start), *msgspec.json.decode(labels, type=labels_type))
+                found.append((kind, key, msgspec.json.decode(value, type=value_type)))
+            except (KeyError, TypeError, ValueError, msgspec.DecodeError):
                 continue
         return found
 
@@ -93,7 +100,7 @@ class HistoryFile:
         for kind, record in self._db.execute("select type, record from events order by at"):
             try:
                 found.append(decode(record, EVENT_TYPES[kind]))
-            except (KeyError, ValueError):
+            except (KeyError, TypeError, ValueError):
                 continue
         return found
 
@@ -162,12 +169,17 @@ class UnopenedFile(HistoryFile):
 def _open(path: Path) -> sqlite3.Connection:
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     db = sqlite3.connect(path, timeout=2.0, check_same_thread=False)
+    db.text_factory = partial(str, encoding="utf-8", errors="replace")
     try:
         db.execute("pragma journal_mode = wal")
         db.execute("pragma synchronous = normal")
         db.executescript(SCHEMA)
         if (state := db.execute("pragma quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(state)
+        for table, columns in COLUMNS.items():
+            found = [name for name, *_ in db.execute(f"select * from {table} limit 0").description]
+            if found != columns:
+                raise sqlite3.DatabaseError(f"its table {table} has columns {', '.join(found)}")
     except BaseException:
         db.close()
         raise

@@ -9,6 +9,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -1284,6 +1285,40 @@ def test_a_file_that_is_none_is_put_aside(path: Path, caplog: pytest.LogCaptureF
     assert [key[0] for _, key, _ in HistoryFile(path).minutes(0.0)] == [NOW, NOW]
     aside = [file for file in path.parent.iterdir() if "unreadable" in file.name]
     assert len(aside) == 1 and aside[0].read_bytes().startswith(b"no database")
+
+
+def test_a_file_of_another_kind_is_put_aside(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("create table minutes (at real, acceptance real)")
+    kept_in(path, recent(0.0))
+    assert "its table minutes has columns at, acceptance" in caplog.text
+    assert len(HistoryFile(path).minutes(0.0)) == 2
+    (aside,) = [file for file in path.parent.iterdir() if "unreadable" in file.name]
+    with closing(sqlite3.connect(aside)) as kept:
+        assert kept.execute("select at, acceptance from minutes").fetchall() == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "update minutes set labels = cast(x'5bff' as text) where kind = 'class'",
+        "update minutes set labels = '[\"r\"]' where kind = 'replica'",
+        "update minutes set start = 'now' where kind = 'class'",
+        "update minutes set kind = cast(x'ff' as text) where kind = 'class'",
+        "update minutes set value = cast(x'22f022' as blob) where kind = 'class'",
+        "update events set type = cast(x'ff' as text)",
+        "update events set record = null",
+    ],
+)
+def test_of_a_damaged_file_the_rest_is_read(path: Path, damage: str) -> None:
+    kept_in(path, recent(0.0), Event(at=NOW, kind="note", text="hello"))
+    with closing(sqlite3.connect(path)) as file:
+        file.execute(damage)
+        file.commit()
+    after = History(7 * 86400, HistoryFile(path))
+    num_minutes, num_events = len(HistoryFile(path).minutes(0.0)), len(after.events())
+    assert (num_minutes, num_events) == ((2, 0) if "events" in damage else (1, 1))
 
 
 def test_a_file_that_another_holds_is_not_put_aside(path: Path) -> None:
