@@ -28,6 +28,8 @@ SURE = 2.0
 """A fall must exceed the margin by this many standard errors."""
 MAX_LABELS = 64
 """Traffic classes watched on their own. Further ones count only in the total."""
+LABEL_SECONDS = 3600.0
+"""Seconds after which a class that was not served again makes room for another."""
 ENDS_OF_A_ROUND = frozenset({"published", "refused", "discarded"})
 WAKING = frozenset({"rolled_back", "promoted", "unpinned"})
 """Events after which there is another draft to improve."""
@@ -72,8 +74,11 @@ class Watched:
     usual: FadingAlpha = field(default_factory=lambda: FadingAlpha(USUAL_TOKENS))
     usual_error: float = 0.0
     """Standard error of the recent α when it became the usual one."""
+    seen_at: float = 0.0
+    """End of the newest window."""
 
     def add(self, window: SpecWindow) -> None:
+        self.seen_at = window.at
         self.recent.add(window)
         self.usual.add(window)
 
@@ -121,6 +126,7 @@ class DriftDetector:
         self._is_conclusive = False
         """Whether the newest round counts: it had held-out traces, or was undone."""
         self._all, self._labels = Watched(), dict[str, Watched]()
+        """The label that was seen the longest ago comes first."""
         self._num_fruitless = 0
         self._rounds_at = 0.0
         """End of the newest round."""
@@ -172,13 +178,23 @@ class DriftDetector:
 
     def _add_window(self, window: SpecWindow) -> None:
         self._all.add(window)
-        if window.domain and (window.domain in self._labels or len(self._labels) < MAX_LABELS):
-            self._labels.setdefault(window.domain, Watched()).add(window)
+        if window.domain:
+            self._add_labelled(window)
         if self.is_resting:
             for label, watched in {"": self._all, **self._labels}.items():
                 if fell := watched.fall(self._trainer.drift_margin):
                     of = f" of {label!r}" if label else ""
                     return self._wake(f"α{of} fell from {fell[0]:.2f} to {fell[1]:.2f}")
+
+    def _add_labelled(self, window: SpecWindow) -> None:
+        watched = self._labels.pop(window.domain, None)
+        if watched is None and len(self._labels) >= MAX_LABELS:
+            label, oldest = next(iter(self._labels.items()))
+            if window.at - oldest.seen_at < LABEL_SECONDS:
+                return
+            del self._labels[label]
+        watched = self._labels[window.domain] = watched or Watched()
+        watched.add(window)
 
     def _end_round(self, *, gained: bool) -> None:
         """A round brought gain if its candidate serves."""

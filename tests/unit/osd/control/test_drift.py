@@ -197,6 +197,25 @@ def test_of_many_labels_the_first_64_are_watched(detector: DriftDetector) -> Non
     assert detector.woken_by.startswith("α of 'label-63' fell from 0.79 to 0.")
 
 
+def test_a_label_that_is_served_no_more_makes_room_for_another(detector: DriftDetector) -> None:
+    """Label 0, which goes on being served, keeps its place."""
+    for index in range(64):
+        serve(detector, 0.8, num_windows=3, domain=f"label-{index}")
+    for hours in (0.9, 1.1):
+        for label in ("label-0", "new", "newer"):
+            later = replace(window(0.8, domain=label), at=NOW + 3600 * hours)
+            for _ in range(3):
+                detector.add(later)
+    resting(detector, 0.8)
+    assert len(detector._labels) == 64
+    assert {"label-0", "new", "newer", "label-3"} <= set(detector._labels)
+    assert not {"label-1", "label-2"} & set(detector._labels)
+    for _ in range(20):
+        serve(detector, 0.8, num_windows=1, num_tested=4000)
+        serve(detector, 0.3, num_windows=1, num_tested=160, domain="new")
+    assert detector.woken_by.startswith("α of 'new' fell from 0.79 to 0.")
+
+
 def test_a_rest_takes_what_is_recent_of_each_label_for_usual(detector: DriftDetector) -> None:
     serve(detector, 0.9, num_windows=100, domain="sql")
     serve(detector, 0.5, num_windows=40, domain="sql")
