@@ -26,7 +26,8 @@ class BufferConfig(Section):
     """Traces are deleted when they are so old, anchors too. None = only newer ones push them
     out."""
     max_domains: int = Field(16, ge=1)
-    """Traffic labels told apart; traces of further ones count as unlabelled."""
+    """Traffic labels told apart, the first to come; traces of further ones count as unlabelled.
+    `osd traces purge --all` makes room for others."""
     max_memory: int = Field(512 << 20, ge=64 << 20)
     """Memory limit of the private Valkey server in bytes. What replicas and controller tell each
     other takes up to 30 MiB of it."""
