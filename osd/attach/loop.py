@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from buffers.recent import recent
 from osd.attach.fetch import read_over_http
@@ -168,7 +169,7 @@ class AttachedLoop:
             activity=self._activity,
             here=self._here(config, own),
             off=self._off,
-            awake_note=str(config.data_path / f"{self._name}.awake"),
+            awake_note=str(config.data_path / f"{quote(self._name, safe='')}.awake"),
             heard=heard(terms.steps, CaptureConfig.model_validate(terms.capture)),
         )
         measures = is_controlled and "control" in terms.steps and not self.is_serving

@@ -85,7 +85,7 @@ class Beside:
 class Attached:
     """A loop, its engine, and the deployment's Redis."""
 
-    def __init__(self, directory: Path, **built: Any) -> None:
+    def __init__(self, directory: Path, *, name: str = "gpu-2-8000", **built: Any) -> None:
         self.target, self.draft = make_model(directory / "target", b"t"), directory / "draft"
         make_model(self.draft, b"d")
         self.store = ReleaseStore(directory / "releases")
@@ -97,7 +97,7 @@ class Attached:
             self,  # type: ignore[arg-type]
             redis_url="redis://there",
             deployment="here",
-            name="gpu-2-8000",
+            name=name,
             url="http://gpu-2:8000",
             models=Models(str(self.target), str(self.draft)),
             built={"k": 4, "off": {}, **built},
@@ -197,6 +197,17 @@ async def test_the_engines_own_loop_knows_what_the_deployment_said(attached: Att
     own = given["release"]
     assert (own.version, own.sha256) == (1, attached.first.sha256), "it is the first release"
     assert (given["name"], given["url"]) == ("gpu-2-8000", "http://gpu-2:8000")
+
+
+@pytest.mark.parametrize("name", ["/etc/left", "../../left", "rack/left", "..", "left"])
+async def test_whatever_an_engine_is_called_its_note_lies_in_its_directory(
+    tmp_path: Path, name: str
+) -> None:
+    attached = Attached(tmp_path, name=name)
+    await attached.tell("swap")
+    note = Path(attached.beside.given["awake_note"])
+    assert note.resolve().parent == tmp_path / "data" / "osd" / "here"
+    assert name != "left" or note.name == "left.awake"
 
 
 async def test_a_draft_that_is_no_release_has_no_version(attached: Attached) -> None:
