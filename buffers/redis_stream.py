@@ -187,16 +187,16 @@ class RedisTraceBuffer:
         )
 
     def make_room(self) -> int:
-        """Where the server's memory is full, and it evicts nothing itself, delete the oldest eighth
-        of all streams of the deployment. Without traffic no put does, and whatever else is written
-        would be refused. Returns how many traces that were."""
+        """Where the server's memory is full of traces, and it evicts nothing itself, delete the
+        oldest eighth of all streams of the deployment. Without traffic no put does, and whatever
+        else is written would be refused. Returns how many traces that were."""
         with self._link.errors():
             info = self._link.command("INFO", "memory")
             most, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
             used -= int(info.get("mem_not_counted_for_evict", 0))
             is_kept = info.get("maxmemory_policy", "noeviction") == "noeviction"
-            is_full = is_kept and most > 0 and used > most - min(ROOM_BYTES, most // 16)
-            return self._writer.make_room() if is_full else 0
+            lacking = used - (most - min(ROOM_BYTES, most // 16))
+            return self._writer.free(lacking, used - most) if is_kept and most > 0 else 0
 
     def purge(
         self, *, domain: str | None = None, before: float | None = None, all_targets: bool = False

@@ -95,6 +95,7 @@ class RedisWriter:
         self._seconds = seconds
         self._clock = clock
         self._backoff = Backoff(clock=clock)
+        self._is_crowded_out = False
 
     def put(self, traces: Sequence[Trace]) -> int:
         """Store as many traces as possible within about `seconds`; count the others as dropped."""
@@ -217,11 +218,42 @@ class RedisWriter:
     def make_room(self) -> int:
         """Delete the oldest eighth of every stream of the deployment; returns how many entries that
         were. Raises `RedisError`."""
-        calls: list[Call] = []
+        least = [_KEEP_WHEN_FULL, _SHRINK_ONE_IN]
+        calls = [(scripts.SHRINK, streams, least) for streams in self._streams()]
+        answers = self._link.scripts(calls) if calls else []
+        return sum(num for num in answers if isinstance(num, int))
+
+    def free(self, lacking: int, over: int) -> int:
+        """Make room where so many bytes are to become free, of which the server is `over` its
+        limit. Where all traces are less than that, other data fill it, which is told once; then
+        traces go only while it refuses everything. Raises `RedisError`."""
+        spare = self._spare_bytes() if lacking > 0 else 0
+        was_crowded_out, self._is_crowded_out = self._is_crowded_out, lacking > spare
+        if self._is_crowded_out and not was_crowded_out:
+            logger.warning(
+                "replay buffer %s: the server's memory is full of other data: %d bytes are to be "
+                "freed, and the traces that may go hold %d; raise its maxmemory",
+                *(self._link.name, lacking, spare),
+            )
+        wanted = over if self._is_crowded_out else lacking
+        return self.make_room() if 0 < wanted <= spare else 0
+
+    def _spare_bytes(self) -> int:
+        """What all streams of the deployment hold beyond what each keeps."""
+        keys = [key for streams in self._streams() for key in streams]
+        lengths = self._link.commands([("XLEN", key) for key in keys])
+        sizes = self._link.commands([("MEMORY", "USAGE", key) for key in keys])
+        return sum(
+            size * (num - _KEEP_WHEN_FULL) // num
+            for num, size in zip(lengths, sizes, strict=True)
+            if size is not None and num > _KEEP_WHEN_FULL
+        )
+
+    def _streams(self) -> list[list[str]]:
+        """The streams of each domain of the deployment."""
+        found = []
         for keys in self._keys.others(self._link.command("SMEMBERS", self._keys.buffers)):
             labels = self._link.command("SMEMBERS", keys.domains)
             for domain in ["", *(label.decode() for label in labels)]:
-                streams = [keys.train(domain), keys.holdout(domain)]
-                calls.append((scripts.SHRINK, streams, [_KEEP_WHEN_FULL, _SHRINK_ONE_IN]))
-        answers = self._link.scripts(calls) if calls else []
-        return sum(num for num in answers if isinstance(num, int))
+                found.append([keys.train(domain), keys.holdout(domain)])
+        return found

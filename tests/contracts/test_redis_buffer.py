@@ -494,6 +494,30 @@ def test_room_is_made_for_heartbeats_without_traffic(
     assert buffer.make_room() == 0
 
 
+def test_on_a_server_full_of_other_data_no_trace_is_deleted_in_vain(
+    buffer: RedisTraceBuffer, admin: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All traces together would not make the room that is missing."""
+    admin.set("other", b"x" * (8 << 20))
+    traces = make_traces(100, num_prompt=1000)
+    assert buffer.put(traces) == 100
+    most = admin.config_get("maxmemory")["maxmemory"]
+    try:
+        for _ in range(2):
+            admin.config_set("maxmemory", admin.info("memory")["used_memory"] + (300 << 10))
+            assert [buffer.make_room() for _ in range(3)] == [0, 0, 0]
+            admin.config_set("maxmemory", most)
+            assert buffer.make_room() == 0
+        assert ids(buffer.read({}, 999)[0]) == ids(traces)
+        admin.config_set("maxmemory", admin.info("memory")["used_memory"] - (20 << 10))
+        assert buffer.make_room() == 13, "whatever is written now is refused"
+    finally:
+        admin.config_set("maxmemory", most)
+    said = [record.message for record in caplog.records]
+    assert len(said) == 3, "once each time"
+    assert "the server's memory is full of other data" in said[0]
+
+
 def test_no_room_is_made_on_a_server_that_does_not_say_how_full_it_is(
     buffer: RedisTraceBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
