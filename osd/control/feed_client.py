@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 
 from osd.control.drift import DriftDetector
 from osd.control.protocols import Feed
@@ -16,6 +17,7 @@ log = logging.getLogger(__name__)
 
 CHUNK = 1000
 """Records read at a time."""
+MOST_UNANSWERED = 100
 
 
 class FeedClient:
@@ -32,6 +34,8 @@ class FeedClient:
     def __init__(self, registry: Feed, history: History, detector: DriftDetector) -> None:
         self._registry, self._history, self._detector = registry, history, detector
         self._cursor = "0"
+        self._unanswered = deque[FeedRecord](maxlen=MOST_UNANSWERED)
+        """Heard when they were told. Redis may have taken them all the same."""
         self.is_caught_up = False
         """Whether the whole feed was read once: before that, the past is unknown."""
 
@@ -40,7 +44,10 @@ class FeedClient:
         while True:
             found = await asyncio.to_thread(self._read)
             for self._cursor, record in found:
-                self._hear(record)
+                if record in self._unanswered:
+                    self._unanswered.remove(record)
+                else:
+                    self._hear(record)
             if len(found) < CHUNK:
                 self.is_caught_up = True
                 return
@@ -61,6 +68,7 @@ class FeedClient:
         except ReplayBufferError:
             for record in records:
                 self._hear(record)
+            self._unanswered.extend(records)
 
     def _hear(self, record: FeedRecord) -> None:
         self._history.add(record)
