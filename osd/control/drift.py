@@ -155,6 +155,10 @@ class DriftDetector:
                 self._rounds_at = record.at
                 self._end_round(gained=record.kind == "published")
 
+    def begin(self) -> None:
+        """What comes from now on is of this target, whatever the clock says."""
+        self._has_begun = True
+
     def decide(self, now: float) -> Decision:
         """Whether a round is worth it now, and why."""
         if not self.is_resting:

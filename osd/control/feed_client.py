@@ -50,6 +50,7 @@ class FeedClient:
                     self._hear(record)
             if len(found) < CHUNK:
                 self.is_caught_up = True
+                self._detector.begin()
                 return
 
     def _read(self) -> list[tuple[str, FeedRecord]]:

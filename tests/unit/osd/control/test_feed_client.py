@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from osd.config.schema import TrainerConfig
@@ -12,7 +14,7 @@ from osd.exchange.registry import FeedRecord
 from osd.observe.history import History
 from osd.records import Event
 from tests.unit.osd.control.test_controller import MemoryRegistry
-from tests.unit.osd.control.test_drift import NOW
+from tests.unit.osd.control.test_drift import FRUITLESS, NOW, end, window
 
 
 class SlowRegistry(MemoryRegistry):
@@ -29,9 +31,9 @@ class SlowRegistry(MemoryRegistry):
 class Fed:
     """A feed with what hears it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, since: float = 0.0) -> None:
         self.registry, self.history = SlowRegistry(), History()
-        self.detector = DriftDetector(TrainerConfig(patience_rounds=3), "t")
+        self.detector = DriftDetector(TrainerConfig(patience_rounds=3), "t", since=since)
         self.client = FeedClient(self.registry, self.history, self.detector)  # type: ignore[arg-type]
 
     def texts(self) -> list[str]:
@@ -64,3 +66,15 @@ async def test_what_redis_did_not_take_is_heard_all_the_same(fed: Fed) -> None:
     fed.registry.is_away = False
     await fed.client.catch_up()
     assert fed.registry.feed == [] and fed.texts()[-1] == "199"
+
+
+async def test_where_the_clock_was_set_back_before_the_first_record_rounds_count() -> None:
+    """The target's first release is of an hour later; what the feed had before is another's."""
+    fed = Fed(since=NOW + 3600)
+    for _ in range(40):
+        fed.registry.publish(window(0.8))
+    await fed.client.catch_up()
+    for _ in range(3):
+        end(fed.detector, replace(FRUITLESS))
+    assert fed.detector.is_resting
+    assert "α" not in fed.detector.decide(NOW).reason, "the windows were of before"
