@@ -24,6 +24,7 @@ from osd.common.addresses import join
 from osd.common.backoff import Outage
 from osd.config.schema import Config, ControlConfig
 from osd.control.controller import Controller
+from osd.errors import ConfigError
 from osd.exchange.redis_url import is_loopback
 from osd.exchange.registry import Registry
 from osd.observe.dashboard import ControlServer, build_app
@@ -75,6 +76,20 @@ def url_for_others(control: ControlConfig, private_url: str) -> str:
         is_reached = named and named not in EVERYWHERE and not is_loopback(named)
         host = named if is_reached else socket.gethostname()
     return f"http://{join(host, control.port)}"
+
+
+def listen(control: ControlConfig) -> socket.socket:
+    """The control port. Raises `ConfigError` where it was taken since it was chosen, or while the
+    process was away."""
+    host, port = control.host, control.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"control.port={port}: cannot listen on {join(host, port)} ({error.strerror}); choose "
+            "another with control.port=N, or 0 for any free one"
+        ) from None
 
 
 class ControlPlane:
@@ -162,7 +177,7 @@ class ControlPlane:
             releases=self._drafts,
         )
         self._server = ControlServer.of(app, host=control.host, port=control.port)
-        http = asyncio.create_task(self._server.serve(), name="http")
+        http = asyncio.create_task(self._server.serve([listen(control)]), name="http")
         loops = asyncio.create_task(self._controller.run(), name="controller")
         keeping = asyncio.create_task(keep(self._history), name="history")
         while not self._server.started and not http.done():

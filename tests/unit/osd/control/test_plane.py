@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from osd.config.schema import Config, ControlConfig
 from osd.control import plane
 from osd.control.plane import ControlPlane, open_history_file, url_for_others
+from osd.errors import ConfigError
 from osd.observe.history import History
 from osd.observe.history_file import HistoryFile
 from osd.records import Counters, Event, SpecWindow
@@ -75,3 +77,25 @@ def test_a_history_that_cannot_be_opened_at_the_start_is_kept_once_it_can(
         if kind == "replica"
     ] == [(0, 7), (60, 100), (120, 100)]
     assert [event.text for event in kept.events()] == ["v1", "v2"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_control_port_that_was_taken_meanwhile_is_one_line(tmp_path: Path, host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
+        port = taken.getsockname()[1]
+        config = Config.model_validate(
+            {"data_dir": str(tmp_path), "control": {"host": host, "port": port}}
+        )
+        url = "redis://127.0.0.1:1/0"
+        plane = ControlPlane(
+            config,
+            redis_url=url,
+            buffer_settings={"url": url, "deployment": "d", "target_id": "t"},
+            target_id="t",
+            token="token",
+            trainer=None,
+        )
+        with pytest.raises(ConfigError, match=f"^control.port={port}: cannot listen on .*in use"):
+            plane.wait_ready()
+    plane.stop()
