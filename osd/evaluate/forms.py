@@ -12,6 +12,8 @@
     spider         {"question", "query", "db_id"}: to be answered in SQL
 
 The form is told by its keys, and that of InstructCoder by the file's name too, unless it is named.
+Published files of ShareGPT hold conversations in which no human says anything, and those of
+CNN/DailyMail empty articles: these are passed over.
 """
 
 from __future__ import annotations
@@ -59,11 +61,13 @@ def read(path: Path, form: str | None = None) -> list[Question]:
     for where, row in _rows(path):
         form = form or form_of(row, path.stem) or _refuse(where, row)
         try:
-            found.append(FORMS[form](row, path.stem))
-            msgspec.json.encode(found[-1])  # half of a surrogate pair is no text
+            question = FORMS[form](row, path.stem)
+            msgspec.json.encode(question)  # half of a surrogate pair is no text
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"--data: {where}: is not of the form {form} ({why})") from None
+        if question is not None:
+            found.append(question)
     if not found:
         raise ConfigError(f"--data: {path}: holds no request")
     return found
@@ -195,15 +199,15 @@ def _alpaca(row: Row, name: str) -> Question:
     return _asked(f"{_text(row, 'instruction')}\n\n{about}".strip(), name)
 
 
-def _sharegpt(row: Row, name: str) -> Question:
+def _sharegpt(row: Row, name: str) -> Question | None:
     turns = row["conversations"]
     said = next((turn["value"] for turn in turns if turn.get("from") in ("human", "user")), "")
-    if not said:
-        raise ValueError("no human says anything")
-    return _asked(str(said), name)
+    return _asked(str(said), name) if said else None
 
 
-def _cnn_dailymail(row: Row, name: str) -> Question:
+def _cnn_dailymail(row: Row, name: str) -> Question | None:
+    if row["article"] == "":
+        return None
     return _asked(f"Summarize this article:\n\n{_text(row, 'article')}", name)
 
 
@@ -243,7 +247,7 @@ def _first(row: Row, *keys: str) -> str:
     return next((row[key] for key in keys if isinstance(row.get(key), str) and row[key]), "")
 
 
-FORMS: dict[str, Callable[[Row, str], Question]] = {
+FORMS: dict[str, Callable[[Row, str], Question | None]] = {
     "plain": _plain,
     "instructcoder": _instructcoder,
     "alpaca": _alpaca,
@@ -254,4 +258,4 @@ FORMS: dict[str, Callable[[Row, str], Question]] = {
     "gpqa": _gpqa,
     "spider": _spider,
 }
-"""By name: what makes a row a question."""
+"""By name: what makes a row a question; None where it asks nothing."""

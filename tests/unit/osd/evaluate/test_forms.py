@@ -135,3 +135,34 @@ def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b \\ud800"}\n')
     with pytest.raises(ConfigError, match=r"x.jsonl line 2: is not of the form plain \('utf-8'"):
         read(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (
+            [
+                {"id": "a_0", "conversations": []},
+                {"id": "b_1", "conversations": [{"from": "gpt", "value": "I am a model."}]},
+                {"id": "c_0", "conversations": [{"from": "human", "value": ""}]},
+                {"id": "d_0", "conversations": [{"from": "human", "value": "Name a river."}]},
+            ],
+            "Name a river.",
+        ),
+        (
+            [
+                {"article": "", "highlights": "Nothing.", "id": "1"},
+                {"article": "It rains.", "highlights": "Rain.", "id": "2"},
+            ],
+            "Summarize this article:\n\nIt rains.",
+        ),
+    ],
+)
+def test_what_asks_nothing_in_published_files_is_passed_over(
+    rows: list[object], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(rows))
+    assert asked(str(tmp_path / "x.json")) == [words]
+    (tmp_path / "x.json").write_text(json.dumps(rows[:1]))
+    with pytest.raises(ConfigError, match="holds no request"):
+        read(tmp_path / "x.json")
