@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from osd.observe.history import History
-from osd.records import SwapReport
+from osd.records import MAX_DOMAIN_LENGTH, SwapReport
 from tests.support.browser import Open, smoothed, until
 from tests.support.dashboards import TOKEN, Scene, served, week, window
 
@@ -315,6 +315,14 @@ def test_it_fits_phones_and_walls(lived: str, visit: Open, size: tuple[int, int]
         f"{boxes}.filter((e) => e.scrollWidth > e.clientWidth + 1).map((e) => e.innerText)"
     )
     assert cut == []
+
+
+def test_the_longest_label_of_traffic_fits_a_phone(scene: Scene, url: str, visit: Open) -> None:
+    label = "customer_support_questions_in_english_and_german"[:MAX_DOMAIN_LENGTH]
+    feed(scene, 0.6, domain=label)
+    page = visit(f"{url}/dashboard#by=class", viewport={"width": 390, "height": 844})
+    page.wait_for_selector(f"#legend-acceptance .key:has-text('{label}')")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_dark_is_dark(scene: Scene, url: str, visit: Open) -> None:
