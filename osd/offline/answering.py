@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,13 @@ TOO_LONG = ("maximum context length", "exceeds model's maximum")
 REFUSED, FAILED = "refused by the target and skipped", "failed"
 
 
+class Incomplete(OSDError):
+    """Not every prompt was asked. What was captured before is in the file."""
+
+
 def record(config: Config, prompts: Sequence[Prompt], asking: Asking, path: Path, say: Say) -> None:
-    """Let the target answer the prompts, in random order, and write the captured traces to a
-    file."""
+    """Let the target answer the prompts, in random order, and write the captured traces to a file.
+    Raises `OSDError`: `Incomplete` where the file holds a part of them."""
     # SIGTERM stops all that was started, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     service = Service(config, say)
@@ -51,15 +55,33 @@ def record(config: Config, prompts: Sequence[Prompt], asking: Asking, path: Path
         buffer = RedisTraceBuffer(
             **buffer_settings(service.config, service.redis_url, service.plan.target_id)
         )
-        with write_traces(path, service.plan.target_id) as file:
+
+        def answer(file: TraceWriter) -> Tally:
             tally = _answer_all(service, buffer, prompts, asking, file)
             if not file.num_traces:
                 raise OSDError(f"no prompt left a trace ({tally}); see {service.log_dir}")
+            return tally
+
+        tally = written(path, service.plan.target_id, answer)
         buffer.close()
         why = _why_not_captured(service) if tally.num_lost else ""
     finally:
         service.stop()
     say(f"prompts: {tally}{why}")
+
+
+def written(path: Path, target_id: str, answer: Callable[[TraceWriter], Tally]) -> Tally:
+    """Write a file of what `answer` captures. Raises what it raises, but `Incomplete` where
+    something was captured before: the file holds that."""
+    failed: OSDError | None = None
+    with write_traces(path, target_id) as file:
+        try:
+            return answer(file)
+        except OSDError as error:
+            if not file.num_traces:
+                raise
+            failed = error
+    raise Incomplete(str(failed)) from failed
 
 
 def _why_not_captured(service: Service) -> str:

@@ -104,7 +104,10 @@ def run(
         try:
             answering.record(config, prompts, asking, traces, say)
         except OSDError as error:
-            raise type(error)(_with_logs_kept(str(error), config, out)) from None
+            text = _with_logs_kept(str(error), config, out)
+            if isinstance(error, answering.Incomplete):
+                text += f"; {kept(traces, keep_traces, out)} has what was captured, for `osd train`"
+            raise type(error)(text) from None
         if keep_traces is not None:
             say(f"traces: {keep_traces}, for `osd train`")
         read = recorded.load([traces], warn)
@@ -150,6 +153,13 @@ def _new_head(config: Config, read: recorded.Recorded, size: int, work: Path) ->
 
 def _target(config: Config) -> Path:
     return resolve.resolve(config.serving.target, "serving.target")
+
+
+def kept(traces: Path, keep_traces: Path | None, out: Path) -> Path:
+    """Where the traces of a run that failed lie: a place that outlives it."""
+    if keep_traces is not None:
+        return keep_traces
+    return traces.rename(train.free_name(out, "traces"))
 
 
 def _with_logs_kept(text: str, config: Config, out: Path) -> str:

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from buffers.codec import encode_trace
+from buffers.trace_file import TraceFile, TraceWriter
 from osd.client.load import Answer
-from osd.offline.answering import Tally, body_of, has_chat_template
+from osd.errors import OSDError
+from osd.offline import distil
+from osd.offline.answering import Incomplete, Tally, body_of, has_chat_template, written
 from osd.offline.prompts import Asking, Message, Prompt
+from tests.support.builders import make_minimal_trace
 
 ASKING = Asking(max_tokens=256, temperature=0.5, streams=1)
 
@@ -83,3 +88,25 @@ def test_the_tally_tells_what_became_of_each_prompt_and_why() -> None:
         '2 refused by the target and skipped (400: {"message": "no such role"}), 1 answered but '
         "not captured"
     )
+
+
+@pytest.mark.parametrize("num", [0, 2])
+def test_where_the_target_stops_answering_what_was_captured_is_kept(
+    num: int, tmp_path: Path
+) -> None:
+    def answer(file: TraceWriter) -> Tally:
+        for i in range(num):
+            file.add(encode_trace(make_minimal_trace(str(i))))
+        raise OSDError("the target does not answer")
+
+    path = tmp_path / "work" / "traces"
+    path.parent.mkdir()
+    with pytest.raises(OSDError, match="^the target does not answer$") as raised:
+        written(path, "9f2c", answer)
+    assert isinstance(raised.value, Incomplete) == path.exists() == bool(num)
+    if num:
+        kept = distil.kept(path, None, tmp_path / "draft-0")
+        assert kept == tmp_path / "draft-0.traces"
+        with TraceFile(kept) as file:
+            assert [trace.trace_id for trace in file] == ["0", "1"]
+    assert not list(path.parent.iterdir())
