@@ -4,7 +4,8 @@
                    seconds at which it came) if wanted
     instructcoder  {"instruction", "input", "output"}: an edit of the code in "input"
     alpaca         the same keys: a task, and what it is about
-    sharegpt       {"conversations": [{"from": "human", "value": ...}, ...]}: the first message
+    sharegpt       {"conversations": [{"from": "human", "value": ...}, ...]}, or with "role" and
+                   "content": the first message of a human
     cnn_dailymail  {"article", "highlights"}: to be summarised
     gsm8k          {"question", "answer"}, the answer ending in #### and a number
     aime           {"problem", "answer"}, or {"question", "answer"}
@@ -200,9 +201,15 @@ def _alpaca(row: Row, name: str) -> Question:
 
 
 def _sharegpt(row: Row, name: str) -> Question | None:
-    turns = row["conversations"]
-    said = next((turn["value"] for turn in turns if turn.get("from") in ("human", "user")), "")
-    return _asked(str(said), name) if said else None
+    said = next(filter(None, map(_said, row["conversations"])), "")
+    return _asked(said, name) if said else None
+
+
+def _said(turn: Row) -> str:
+    """What a human says; "" where somebody else speaks."""
+    speaker, words = ("from", "value") if "from" in turn else ("role", "content")
+    is_human = turn[speaker] in ("human", "user") and turn[words] != ""
+    return _text(turn, words) if is_human else ""
 
 
 def _cnn_dailymail(row: Row, name: str) -> Question | None:

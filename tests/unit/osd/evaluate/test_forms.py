@@ -166,3 +166,12 @@ def test_what_asks_nothing_in_published_files_is_passed_over(
     (tmp_path / "x.json").write_text(json.dumps(rows[:1]))
     with pytest.raises(ConfigError, match="holds no request"):
         read(tmp_path / "x.json")
+
+
+def test_a_conversation_may_have_roles_and_contents_and_nothing_else(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a sea."}]
+    (tmp_path / "x.jsonl").write_text(json.dumps({"conversations": turns}))
+    assert asked(str(tmp_path / "x.jsonl")) == ["Name a sea."]
+    (tmp_path / "x.jsonl").write_text('{"conversations": [{"speaker": "user", "text": "a"}]}')
+    with pytest.raises(ConfigError, match="line 1: is not of the form sharegpt .'role' is missing"):
+        read(tmp_path / "x.jsonl")
