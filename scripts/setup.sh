@@ -25,8 +25,9 @@ if [ ! -x "$VENV/bin/python" ]; then
   echo "setup: creating $VENV"
   "$PY" -m venv "$VENV"
 fi
-if command -v uv >/dev/null 2>&1; then UV=uv; else
-  [ -x "$VENV/bin/uv" ] || "$VENV/bin/python" -m pip install -q uv
+# Before 0.9.8 uv knows no --excludes.
+if uv pip install --help 2>/dev/null | grep -q -e --excludes; then UV=uv; else
+  "$VENV/bin/python" -m pip install -q 'uv>=0.9.8'
   UV=$VENV/bin/uv
 fi
 # uv does not read pip's settings: hand it the wheel folder pip was told about.

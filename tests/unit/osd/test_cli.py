@@ -322,30 +322,48 @@ def test_a_python_too_old(tmp_path: Path) -> None:
 def test_a_cpu_build_of_torch_on_disk_is_taken_by_its_own_python(
     python: str, asked: str, tmp_path: Path
 ) -> None:
-    wheels, programs, venv = tmp_path / "wheels", tmp_path / "bin", tmp_path / "venv"
+    wheels = tmp_path / "wheels"
     wheels.mkdir()
     (wheels / "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl").touch()
+    says = 'echo "torch from ${UV_TORCH_BACKEND:-disk}"'
+    uv = f"case $* in *--help) echo --excludes ;; *) {says} ;; esac"
+    assert set_up(tmp_path, python, uv, UV_FIND_LINKS=str(wheels)) == asked
+
+
+def test_a_uv_that_is_too_old_is_not_used(tmp_path: Path) -> None:
+    uv = 'case $* in *--excludes*) exit 2 ;; *) echo "old uv" ;; esac'
+    assert set_up(tmp_path, "cp311", uv) == "own uv"
+
+
+def set_up(tmp_path: Path, python: str, uv: str, **given: str) -> str:
+    """The last line that scripts/setup.sh says where these are Python and uv."""
+    programs, venv = tmp_path / "bin", tmp_path / "venv"
     programs.mkdir()
-    made = '"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;'
+    make_venv = '"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;'
+    install_uv = """*"pip install"*uv*) cd "$(dirname "$0")" &&
+        printf '#!/bin/sh\\necho "own uv"\\n' >uv && chmod +x uv ;;"""
     fakes = {
-        "python": f'case "$*" in *print*) echo {python} ;; {made} esac',
-        "uv": 'echo "torch from ${UV_TORCH_BACKEND:-disk}"',
+        "python": f'case "$*" in *print*) echo {python} ;; {make_venv} {install_uv} esac',
+        "uv": uv,
     }
     for name, body in fakes.items():
         (programs / name).write_text(f"#!/bin/sh\n{body}\n")
         (programs / name).chmod(0o755)
-    given = {k: v for k, v in os.environ.items() if k != "UV_TORCH_BACKEND"} | {
+    environ = {k: v for k, v in os.environ.items() if k != "UV_TORCH_BACKEND"} | {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "OSD_PYTHON": str(programs / "python"),
         "OSD_VENV": str(venv),
         "OSD_EXTRA": "cpu",
-        "UV_FIND_LINKS": str(wheels),
     }
     done = subprocess.run(
-        [ROOT / "scripts" / "setup.sh"], env=given, capture_output=True, text=True, timeout=60
+        [ROOT / "scripts" / "setup.sh"],
+        env=environ | given,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == asked
+    return done.stdout.splitlines()[-1]
 
 
 def test_the_help_of_train_shows_how_a_pool_is_made(osd: Osd) -> None:
