@@ -33,10 +33,9 @@ def encode(
     questions: Sequence[Question], target: Path, *, max_tokens: int, context: int
 ) -> tuple[list[Request], int]:
     """Requests, and how many questions were left out since they are empty, which no engine takes,
-    or do not fit the context with their answer. Raises `ConfigError` where none is left."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(target)
+    or do not fit the context with their answer. Raises `ConfigError` where none is left, or the
+    target's tokenizer cannot be loaded."""
+    tokenizer = _tokenizer(target)
     found = [_request(question, tokenizer, max_tokens) for question in questions]
     kept = [one for one in found if 0 < len(one.prompt_ids) <= context - one.max_tokens]
     if not kept:
@@ -45,6 +44,19 @@ def encode(
             "--max-tokens or raise serving.vllm.max_model_len"
         )
     return kept, len(found) - len(kept)
+
+
+def _tokenizer(target: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(target)
+    except Exception as error:  # noqa: BLE001  transformers raises many types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"serving.target={target}: its tokenizer cannot be loaded ({reason}); put the "
+            "tokenizer's files there"
+        ) from None
 
 
 def _request(question: Question, tokenizer: Any, max_tokens: int) -> Request:

@@ -281,6 +281,21 @@ def evaluation_of(
     return Evaluation(asked, Models(target=pair.target), plan, warn)
 
 
+def test_a_target_whose_tokenizer_cannot_be_loaded_is_said_in_one_line(
+    pair: Pair, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(pair.target, target)
+    for file in target.glob("tokenizer*"):
+        file.unlink()
+    for _ in range(2):
+        with pytest.raises(ConfigError) as error:
+            encode(questions("a", 1), target, max_tokens=8, context=64)
+        line = f"serving.target={target}: its tokenizer cannot be loaded ("
+        assert str(error.value).startswith(line) and "\n" not in str(error.value)
+        (target / "tokenizer.json").write_text("{")  # nor is a damaged one
+
+
 @pytest.mark.parametrize("key", ["max_model_len", "max-model-len"])
 def test_the_context_is_the_one_the_engine_is_told(key: str, pair: Pair, tmp_path: Path) -> None:
     own = context_length(read_config(pair.target))
