@@ -40,6 +40,7 @@ def size_for(target: Path, asked: int | None) -> int:
             f"--draft-vocab={size}: must be between 1 and the {num_tokens} tokens of {target}"
         )
     _output_layer(target, num_tokens)
+    _whole_config(target)
     return size
 
 
@@ -65,17 +66,31 @@ def write_for(out: Path, target: Path, texts: Sequence[Trace], *, size: int, see
 
 def _write(out: Path, target: Path, ids_D: Tensor, *, seed: int) -> Path:
     from safetensors import safe_open
-    from transformers import AutoConfig
 
     from trainer.eagle3.fresh import write_head
 
     num_tokens = vocab_size(read_config(target), target)
     name, stored = _output_layer(target, num_tokens)
-    config: Any = AutoConfig.from_pretrained(target, local_files_only=True)
     with safe_open(stored.file, framework="pt") as file:
         output_VH = file.get_tensor(name)
     known_D = ids_D[ids_D < num_tokens]
-    return write_head(out, config.get_text_config().to_dict(), output_VH, known_D, seed=seed)
+    return write_head(out, _whole_config(target), output_VH, known_D, seed=seed)
+
+
+def _whole_config(target: Path) -> dict[str, Any]:
+    """The target's configuration, of its text model, with what its `config.json` leaves out. Raises
+    `ConfigError`."""
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(target, local_files_only=True)
+        return dict(config.get_text_config().to_dict())
+    except Exception as error:  # noqa: BLE001  transformers raises many types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"--new-head: {target}: its config.json is none that transformers can read ({reason}); "
+            "use another target, or a draft model"
+        ) from None
 
 
 def _check_layers(target: Path) -> None:

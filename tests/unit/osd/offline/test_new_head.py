@@ -124,3 +124,14 @@ def test_a_target_without_an_output_layer_is_refused(target: Path) -> None:
     del config["tie_word_embeddings"]
     (target / "config.json").write_text(json.dumps(config))
     assert size_for(target, None) == VOCABULARY, "it is the embedding then"
+
+
+@pytest.mark.parametrize("key", [{"model_type": "unheard_of"}, {"num_attention_heads": "many"}])
+def test_a_target_that_transformers_does_not_know_is_refused(
+    key: dict[str, str], target: Path
+) -> None:
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | key))
+    with pytest.raises(ConfigError, match="^--new-head: .*: its config.json is none that") as error:
+        size_for(target, None)
+    assert "\n" not in str(error.value)
