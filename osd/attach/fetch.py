@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 import httpx
 
 from osd.errors import AwayError, ReleaseError
@@ -11,7 +13,7 @@ SECONDS_TO_ANSWER = 30.0
 
 def read_over_http(url: str, token: str, version: int, name: str, offset: int, size: int) -> bytes:
     """A part of a file. Raises `OSDError`."""
-    where = f"{url}/osd/releases/{version}/{name}"
+    where = f"{url}/osd/releases/{version}/{quote(name, safe='')}"
     try:
         answer = httpx.get(
             where,
