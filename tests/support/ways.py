@@ -12,7 +12,7 @@ SETTLED = "TESTED_WAY"
 class Way:
     name: str
     runner: str = "V1"
-    """V1 or V2: vLLM's model runner. V2 needs a process of its own (`elsewhere.py`)."""
+    """V1 or V2: vLLM's model runner. V2 needs an environment of its own (`elsewhere.py`)."""
     is_async: bool = False
     """Whether a step is scheduled before the one ahead of it has ended."""
     dtype: str = "float32"

@@ -1,13 +1,15 @@
 """One engine for each way in which vLLM runs, and the same tests over all of them.
 
 The fixtures have the names of those a folder above, so that tests written for one engine run over
-all ways when a module of this folder imports them. What runs on vLLM's V2 model runner runs in a
-process of its own, which this pytest starts. With `-n`, the tests of a way stay together.
+all ways when a module of this folder imports them. What runs on vLLM's V2 model runner, or over
+several ranks, runs in a process of its own, which this pytest starts. With `-n`, the tests of a way
+stay together.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from serving.vllm import undrafted
 from tests.integration.conftest import release_of
 from tests.integration.engines import matrix
 from tests.support import interpreter
+from tests.support.asked import CHANNEL
 from tests.support.elsewhere import Elsewhere, run_elsewhere
 from tests.support.engines import Engine
 from tests.support.headed import build_headed, form_of_heads
@@ -33,27 +36,40 @@ from tests.support.ways import EXACT, WAYS, Way
 
 KEPT: list[Engine] = []
 """vLLM takes down what all engines of a process share when one of them is collected."""
-OTHERS: list[Elsewhere] = []
+OTHERS: dict[str, Elsewhere] = {}
+"""By the name of the way. Only that of the newest way is kept: its engines take memory."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     way = way_of(item)
-    if way is None or way.runner == "V1" or interpreter.is_asked_for():
+    if way is None or not is_run_elsewhere(way) or CHANNEL in os.environ:
         return None
-    run_elsewhere(item, nextitem, v2_process)
+    run_elsewhere(item, nextitem, lambda: process_of(way))
     return True
 
 
-def v2_process() -> Elsewhere:
-    if not OTHERS:
-        OTHERS.append(Elsewhere(str(Path(__file__).parent), interpreter.ENVIRONMENT))
-    return OTHERS[0]
+def is_run_elsewhere(way: Way) -> bool:
+    """Whether the way wants another environment, or workers that are forked from a process in which
+    no engine of another kind has run."""
+    return way.runner == "V2" or way.num_ranks > 1
+
+
+def process_of(way: Way) -> Elsewhere:
+    if way.name not in OTHERS:
+        close_others()
+        environment = interpreter.ENVIRONMENT if way.runner == "V2" else {}
+        OTHERS[way.name] = Elsewhere(str(Path(__file__).parent), environment)
+    return OTHERS[way.name]
+
+
+def close_others() -> None:
+    while OTHERS:
+        OTHERS.popitem()[1].close()
 
 
 def pytest_sessionfinish() -> None:
-    while OTHERS:
-        OTHERS.pop().close()
+    close_others()
 
 
 def way_of(item: pytest.Item) -> Way | None:
