@@ -40,3 +40,8 @@ class CaptureError(OSDError):
 
 class SwapError(OSDError):
     """An engine refused a draft; the previous one keeps serving."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of others says, cut after its first line; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

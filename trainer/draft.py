@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from osd.common.memory import has_run_out
 from osd.common.model_directory import digests
-from osd.errors import ConfigError, OSDError, ReleaseError
+from osd.errors import ConfigError, OSDError, ReleaseError, first_line
 from osd.models import eagle3
 from osd.models.compatibility import read_config
 from trainer import adapter
@@ -218,8 +218,3 @@ def _can_pack(hf: PreTrainedModel) -> bool:
         ]
         alone_SV = hf(input_ids=ids_S[None, 3:], use_cache=False).logits[0]
         return torch.allclose(packed_SV, alone_SV, atol=1e-4, rtol=1e-4)
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, cut after its first line."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -9,7 +9,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from osd.errors import ConfigError
+from osd.errors import ConfigError, first_line
 from osd.evaluate.forms import Question
 from osd.evaluate.runs import Request
 
@@ -52,10 +52,9 @@ def _tokenizer(target: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(target)
     except Exception as error:  # noqa: BLE001  transformers raises many types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"serving.target={target}: its tokenizer cannot be loaded ({reason}); put the "
-            "tokenizer's files there"
+            f"serving.target={target}: its tokenizer cannot be loaded ({first_line(error)}); put "
+            "the tokenizer's files there"
         ) from None
 
 

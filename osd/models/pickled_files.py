@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osd.errors import ConfigError
+from osd.errors import ConfigError, first_line
 from osd.models.checkpoint_files import CHUNK
 
 if TYPE_CHECKING:
@@ -98,9 +98,8 @@ def _load(file: Path) -> dict[str, Any]:
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
         return dict(found)
     except Exception as error:  # noqa: BLE001  the unpickler raises whatever a damaged file leads to
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{file}: not weights that can be read ({reason}); copy the draft again"
+            f"{file}: not weights that can be read ({first_line(error)}); copy the draft again"
         ) from None
 
 

@@ -7,7 +7,7 @@ import os
 import struct
 from pathlib import Path
 
-from osd.errors import ConfigError
+from osd.errors import ConfigError, first_line
 from osd.models import built_in
 from osd.models.compatibility import read_config
 from osd.models.eagle3 import is_eagle3
@@ -78,10 +78,9 @@ def _download(name: str, key: str) -> Path:
             snapshot_download(name, allow_patterns=[*PATTERNS, "pytorch_model*.bin"])
         return found
     except Exception as error:  # noqa: BLE001  the hub's client raises many types
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"{key}={name}: no such directory, and the hub does not give it ({reason}); correct "
-            "the name, set HF_TOKEN where the model is gated, or give a directory"
+            f"{key}={name}: no such directory, and the hub does not give it ({first_line(error)}); "
+            "correct the name, set HF_TOKEN where the model is gated, or give a directory"
         ) from None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from osd.errors import ConfigError
+from osd.errors import ConfigError, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ def read(directory: Path) -> Vocabulary | None:
             try:
                 return reader(file)
             except Exception as error:  # noqa: BLE001  the three parsers raise types of their own
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                reason = lines[0]
-                raise ConfigError(f"{file}: not a tokenizer that can be read ({reason})") from None
+                raise ConfigError(
+                    f"{file}: not a tokenizer that can be read ({first_line(error)})"
+                ) from None
     return None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osd.errors import ConfigError
+from osd.errors import ConfigError, first_line
 from osd.models.checkpoint_files import StoredTensor, stored_tensors
 from osd.models.compatibility import check_target, read_config, vocab_size
 from osd.models.eagle3 import EMBEDDING, LM_HEAD, default_taps
@@ -86,10 +86,9 @@ def _whole_config(target: Path) -> dict[str, Any]:
         config: Any = AutoConfig.from_pretrained(target, local_files_only=True)
         return dict(config.get_text_config().to_dict())
     except Exception as error:  # noqa: BLE001  transformers raises many types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"--new-head: {target}: its config.json is none that transformers can read ({reason}); "
-            "use another target, or a draft model"
+            f"--new-head: {target}: its config.json is none that transformers can read "
+            f"({first_line(error)}); use another target, or a draft model"
         ) from None
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 
 from osd.config.schema import Config
 from osd.config.secrets import SECRET
-from osd.errors import AwayError, ConfigError, OSDError
+from osd.errors import AwayError, ConfigError, OSDError, first_line
 from osd.records import Place
 from osd.service.ray_watch import RayWatch, patience
 from osd.service.reaper import PREFIX, Reaper
@@ -106,14 +106,12 @@ def _init_ray(options: dict[str, Any]) -> None:
     try:
         ray.init(**options)
     except ConnectionError as error:
-        reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"ray.address={options['address']}: no Ray cluster there ({reason})"
+            f"ray.address={options['address']}: no Ray cluster there ({first_line(error)})"
         ) from None
     except Exception as error:  # noqa: BLE001  Ray raises plain exceptions when its start times out
-        reason = str(error).splitlines()[0]
         raise OSDError(
-            f"ray does not start: {reason}; is the machine overloaded? Try again"
+            f"ray does not start: {first_line(error)}; is the machine overloaded? Try again"
         ) from None
 
 
@@ -224,8 +222,8 @@ def call(name: str, method: str, *arguments: Any) -> Any:
             raise error.cause from None
         raise OSDError(f"the service's part {name!r} failed: {error.cause!r}") from None
     except (ray.exceptions.RayError, ValueError) as error:  # of what was never started
-        reason = str(error).strip().splitlines()[0]
-        raise AwayError(f"the service's part {name!r} does not answer ({reason})") from None
+        why = first_line(error)
+        raise AwayError(f"the service's part {name!r} does not answer ({why})") from None
 
 
 def run_on(place: Place, function: Callable[..., T], *arguments: Any) -> T:
@@ -241,8 +239,8 @@ def run_on(place: Place, function: Callable[..., T], *arguments: Any) -> T:
     except ray.exceptions.RayTaskError as error:
         raise OSDError(f"{place.part} on {place.host}: {error.cause}") from None
     except ray.exceptions.RayError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise AwayError(f"{place.part}: {place.host} does not answer ({reason})") from None
+        why = first_line(error)
+        raise AwayError(f"{place.part}: {place.host} does not answer ({why})") from None
 
 
 def wait_ready(handle: Any, name: str, what: str, log: Path) -> str:

@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from osd.common.memory import has_run_out
-from osd.errors import OSDError
+from osd.errors import OSDError, first_line
 from osd.records import NO_VERSION, PLAIN, Trace
 from trainer.batch import collate_outputs, to_device
-from trainer.draft import LOADING, RowModel, first_line
+from trainer.draft import LOADING, RowModel
 
 WHOLE = 2**31
 """No sequence loses its start: the target has served contexts of this length."""
