@@ -127,7 +127,7 @@ def load_draft(path: str | Path, features: TargetFeatures | None = None) -> Draf
             return load_head(Path(path), features)
         with LOADING:
             hf = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, local_files_only=True
+                path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # transformers and its quantisers raise many types
         is_told = isinstance(error, OSDError) and not isinstance(error, ConfigError)

@@ -50,7 +50,7 @@ def _tokenizer(target: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(target)
+        return AutoTokenizer.from_pretrained(target, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001  transformers raises many types
         raise ConfigError(
             f"serving.target={target}: its tokenizer cannot be loaded ({first_line(error)}); put "

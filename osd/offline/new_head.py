@@ -83,7 +83,9 @@ def _whole_config(target: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        config: Any = AutoConfig.from_pretrained(target, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(
+            target, local_files_only=True, trust_remote_code=False
+        )
         return dict(config.get_text_config().to_dict())
     except Exception as error:  # noqa: BLE001  transformers raises many types
         raise ConfigError(

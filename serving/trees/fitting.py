@@ -29,7 +29,9 @@ def load(
             raise ConfigError(f"draft {draft}: trees need a draft model, this is an EAGLE-3 head")
         check_pair(target, draft)
     models = [
-        AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+        AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, trust_remote_code=False
+        ).eval()
         for path in (target, *drafts)
     ]
     return models[0], models[1:]

@@ -58,7 +58,11 @@ class Teacher:
         try:
             with LOADING:
                 hf = AutoModelForCausalLM.from_pretrained(
-                    self._directory, dtype=dtype, local_files_only=True, **self._placed()
+                    self._directory,
+                    dtype=dtype,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    **self._placed(),
                 )
             hf = hf.eval().requires_grad_(False)
             if self._memory is not None and hf.get_input_embeddings().weight.is_meta:

@@ -197,6 +197,21 @@ def test_whatever_transformers_raises_is_one_line(keys: dict[str, Any], tmp_path
     assert "\n" not in str(error.value)
 
 
+def test_code_that_comes_with_a_draft_never_runs_whoever_would_say_yes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_draft(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    own = {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (base / "config.json").write_text(json.dumps(config | {"model_type": "own"} | own))
+    ran = tmp_path / "ran"
+    (base / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: ...\n")
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    with pytest.raises(ReleaseError, match="contains custom code"):
+        load_draft(base)
+    assert not ran.exists()
+
+
 def test_a_draft_in_eight_bits_is_refused(tmp_path: Path) -> None:
     base = save_draft(tmp_path / "base")
     tensors = load_file(base / "model.safetensors")
