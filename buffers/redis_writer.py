@@ -8,6 +8,7 @@ traces ─► admitted domain ─► encoded ─► chunks ─► one script per
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from buffers import scripts
@@ -239,10 +240,14 @@ class RedisWriter:
         return self.make_room() if 0 < wanted <= spare else 0
 
     def _spare_bytes(self) -> int:
-        """What all streams of the deployment hold beyond what each keeps."""
+        """What all streams of the deployment hold beyond what each keeps. Where the server does not
+        say what a key holds, it may be enough."""
         keys = [key for streams in self._streams() for key in streams]
         lengths = self._link.commands([("XLEN", key) for key in keys])
-        sizes = self._link.commands([("MEMORY", "USAGE", key) for key in keys])
+        try:
+            sizes = self._link.commands([("MEMORY", "USAGE", key) for key in keys])
+        except ResponseError:
+            return sys.maxsize
         return sum(
             size * (num - _KEEP_WHEN_FULL) // num
             for num, size in zip(lengths, sizes, strict=True)

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 CHUNK = 1000
 """Records read at a time."""
 MOST_UNANSWERED = 100
+"""Records that Redis may have taken without an answer; of older ones it is not known any more."""
 
 
 class FeedClient:

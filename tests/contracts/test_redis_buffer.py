@@ -518,6 +518,22 @@ def test_on_a_server_full_of_other_data_no_trace_is_deleted_in_vain(
     assert "the server's memory is full of other data" in said[0]
 
 
+def test_room_is_made_where_a_user_may_not_ask_what_a_key_holds(
+    buffer: RedisTraceBuffer, admin: Any
+) -> None:
+    traces = make_traces(160, num_prompt=2000)
+    buffer.put(traces)
+    most = admin.config_get("maxmemory")["maxmemory"]
+    admin.config_set("maxmemory", admin.info("memory")["used_memory"] - (64 << 10))
+    admin.execute_command("ACL", "SETUSER", "default", "-memory")
+    try:
+        assert buffer.make_room() == 20
+    finally:
+        admin.execute_command("ACL", "SETUSER", "default", "+memory")
+        admin.config_set("maxmemory", most)
+    assert ids(buffer.read({}, 999)[0]) == ids(traces[20:])
+
+
 def test_no_room_is_made_on_a_server_that_does_not_say_how_full_it_is(
     buffer: RedisTraceBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
