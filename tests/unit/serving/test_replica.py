@@ -58,6 +58,22 @@ class Engine:
         return [args for name, args in self.calls if name == method]
 
 
+def engine_loop_of(engine: Engine, config: Config, **options: Any) -> EngineLoop:
+    """Without a registry and without control, where `options` do not say otherwise."""
+    usual: dict[str, Any] = {"registry": None, "is_controlled": False}
+    return EngineLoop(
+        engine,
+        config,
+        name="gpu-2-8000",
+        url="",
+        release=RELEASE,
+        target_id="t",
+        sink={},
+        activity=Activity(),
+        **(usual | options),
+    )
+
+
 def replica(engine: Engine | None = None, **serving: Any) -> Any:
     made: Any = Replica.__new__(Replica)
     made._config = Config.model_validate({"serving": {"vllm": serving}})
@@ -100,19 +116,7 @@ async def test_an_engine_may_begin_deaf_and_without_a_permit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = replica(engine := Engine({}))
-    loop = EngineLoop(
-        engine,
-        made._config,
-        name="gpu-2-8000",
-        url="",
-        release=RELEASE,
-        target_id="t",
-        registry=None,
-        sink={},
-        is_controlled=False,
-        activity=Activity(),
-        heard=(True, False),
-    )
+    loop = engine_loop_of(engine, made._config, heard=(True, False))
     await loop.start(permits=False)
     (settings,) = engine.asked("osd_start")[0]
     told = json.loads(settings)
@@ -132,18 +136,7 @@ async def test_no_draft_is_put_into_an_engine_that_sleeps(monkeypatch: pytest.Mo
             seen.append(self)
 
     monkeypatch.setattr(engine_loop, "Ranks", Noted)
-    loop = EngineLoop(
-        engine,
-        Config(),
-        name="gpu-2-8000",
-        url="",
-        release=RELEASE,
-        target_id="t",
-        registry=None,
-        sink={},
-        is_controlled=False,
-        activity=Activity(),
-    )
+    loop = engine_loop_of(engine, Config())
     await loop.start(permits=False)
     (ranks,) = seen
     assert await ranks.can_swap()
@@ -177,17 +170,11 @@ async def test_a_memory_is_filled_where_requests_are_captured_and_speculation_is
         return iter(())
 
     engine.answer = "0"
-    loop = EngineLoop(
+    loop = engine_loop_of(
         engine,
         config,
-        name="gpu-2-8000",
-        url="",
-        release=RELEASE,
-        target_id="t",
-        registry=SimpleNamespace(num_purges=lambda: 0),  # type: ignore[arg-type]
-        sink={},
+        registry=SimpleNamespace(num_purges=lambda: 0),
         is_controlled=is_controlled,
-        activity=Activity(),
         heard=(True, is_captured),
         recent=recent if has_recent else None,
     )
