@@ -141,8 +141,9 @@ class Gain:
         if self.newest is not None:
             brought, promised = map(Fading.and_also, (brought, promised), self.newest)
         untried = UNTRIED * (1 - (1 - KEEP_ROUND) * promised.weight)
-        ratio = (untried + brought.total) / (untried + promised.total)
-        return min(max(ratio, 0.0), 1.0)
+        # Less than nothing is chance: estimates of a new draft begin anew, maybe with the traffic.
+        ratio = (untried + max(brought.total, 0.0)) / (untried + promised.total)
+        return min(ratio, 1.0)
 
     def of_share(self, share: float) -> float:
         """What is expected of drafts that err less often by a share."""

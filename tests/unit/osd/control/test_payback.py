@@ -311,7 +311,20 @@ def test_a_draft_that_makes_engines_slower_brings_nothing() -> None:
     here.beat(1)
     for _ in range(6):
         here.round()
-    assert figures(here).saved_s == 0.0 and here.meter.is_resting
+    assert figures(here).saved_s < 0.1 and here.meter.is_resting
+
+
+def test_one_round_that_brought_nothing_or_less_ends_no_training_of_which_much_is_promised() -> None:
+    """The engine's estimates of a new draft begin anew, and the traffic may just have changed."""
+    for brings in (1.0, math.exp(-0.9 * CHANGED)):
+        here = Deployment()
+        here.better, here.brings = 1.2, brings
+        here.beat(10)
+        here.round(errs_less_by(0.5))
+        assert not here.meter.is_resting and figures(here).saved_s > taken(here.slowdown)
+        for _ in range(6):
+            here.round(errs_less_by(0.5))
+        assert here.meter.is_resting, "all of them did"
 
 
 def test_where_the_traffic_changes_in_a_round_it_shows_nothing_of_the_draft() -> None:
