@@ -30,9 +30,11 @@ SHIFTED = "sql"
 SEED = 20_000
 """Traffic seed of the demo; the models were trained on others."""
 STREAMS = 4
-NUM_HOME = 120
-NUM_BEFORE, NUM_AFTER, NUM_RECOVERED = 100, 50, 100
+NUM_HOME, NUM_SHIFTED = 72, 288
+NUM_BEFORE, NUM_AFTER, NUM_RECOVERED = 60, 50, 100
 """Requests in the windows before the shift, after it, and at the end."""
+FIRST_CONTROL = NUM_SHIFTED - NUM_RECOVERED
+"""The last window, which the controls send again, begins with this request after the shift."""
 LINE_EVERY = 24
 """Requests per printed line."""
 NUM_TIMED = 40
@@ -49,8 +51,6 @@ MAX_RECORDS = 100_000
 class Story:
     """What the run has seen so far."""
 
-    num_shifted: int
-    """Requests after the shift."""
     home: list[Answer] = field(default_factory=list)
     shifted: list[Answer] = field(default_factory=list)
     adapted: list[Answer] = field(default_factory=list)
@@ -68,19 +68,10 @@ class Story:
     num_different: int = 0
     version: int = 0
 
-    @property
-    def first_control(self) -> int:
-        """The last window, which the controls send again, begins with this request."""
-        return self.num_shifted - NUM_RECOVERED
 
-    @property
-    def shifted_prompts(self) -> list[str]:
-        return [r.prompt for r in requests(SHIFTED, self.num_shifted, SEED)]
-
-
-async def play(service: Service, screen: Screen, num_shifted: int) -> Story:
+async def play(service: Service, screen: Screen) -> Story:
     """Start the service and an engine without speculation, then send both their traffic."""
-    story = Story(num_shifted)
+    story = Story()
     service.launch()
     assert service.engines is not None
     plain = service.engines.start_plain("plain")
@@ -98,7 +89,7 @@ async def _live_traffic(service: Service, screen: Screen, story: Story) -> None:
     model = service.config.serving.served_model_name
     for title, domain, count, answers in (
         (f"home traffic ({HOME})", HOME, NUM_HOME, story.home),
-        (f"the traffic shifts ({SHIFTED})", SHIFTED, story.num_shifted, story.shifted),
+        (f"the traffic shifts ({SHIFTED})", SHIFTED, NUM_SHIFTED, story.shifted),
     ):
         screen.title(title)
 
@@ -108,17 +99,20 @@ async def _live_traffic(service: Service, screen: Screen, story: Story) -> None:
                 _read_swaps(registry, story)
                 screen.line(len(answers), answers[-LINE_EVERY:], story.swaps)
 
-        prompts = [r.prompt for r in requests(domain, count, SEED)]
         answers[:] = await drive(
             service.url,
             model,
-            prompts,
+            _prompts(domain, count),
             streams=STREAMS,
             api_key=service.config.serving.api_key,
             on_answer=on_answer,
         )
     _read_swaps(registry, story)
     registry.close()
+
+
+def _prompts(domain: str, count: int) -> list[str]:
+    return [request.prompt for request in requests(domain, count, SEED)]
 
 
 def _read_swaps(registry: Registry, story: Story) -> None:
@@ -148,11 +142,11 @@ async def _controls(service: Service, plain_url: str, screen: Screen, story: Sto
 
 async def _time_arms(service: Service, plain_url: str, client: Client, story: Story) -> None:
     """Adapted draft, frozen first draft and no speculation, in turns and back again."""
-    prompts, half = story.shifted_prompts, NUM_TIMED // 2
+    prompts, half = _prompts(SHIFTED, NUM_SHIFTED), NUM_TIMED // 2
     versions = {"adapted": story.version, "static": service.plan.release.version}
     for start, arms in (
-        (story.first_control, ("adapted", "static", "plain")),
-        (story.first_control + half, ("plain", "static", "adapted")),
+        (FIRST_CONTROL, ("adapted", "static", "plain")),
+        (FIRST_CONTROL + half, ("plain", "static", "adapted")),
     ):
         for arm in arms:
             if arm != "plain":
@@ -167,16 +161,16 @@ async def _time_arms(service: Service, plain_url: str, client: Client, story: St
 async def _compare_answers(service: Service, plain_url: str, story: Story) -> None:
     """Send the untimed requests to both engines, and compare every answer there is with that of the
     engine without speculation."""
-    prompts, first = story.shifted_prompts, story.first_control
-    untimed = prompts[first + NUM_TIMED :]
-    others = list(range(0, first, max(1, first // NUM_MORE_COMPARED)))
+    prompts = _prompts(SHIFTED, NUM_SHIFTED)
+    untimed = prompts[FIRST_CONTROL + NUM_TIMED :]
+    others = list(range(0, FIRST_CONTROL, max(1, FIRST_CONTROL // NUM_MORE_COMPARED)))
     asked_plain = untimed + [prompts[i] for i in others]
     story.static_untimed, answers = await asyncio.gather(
         _ask(service, service.url, untimed, STREAMS_UNTIMED),
         _ask(service, plain_url, asked_plain, STREAMS_UNTIMED),
     )
     story.plain_untimed, again = answers[: len(untimed)], answers[len(untimed) :]
-    live = [story.shifted[i] for i in others] + story.shifted[first:]
+    live = [story.shifted[i] for i in others] + story.shifted[FIRST_CONTROL:]
     _compare(story, live, [*again, *story.plain, *story.plain_untimed])
     _compare(story, story.adapted, story.plain)
     _compare(story, story.static, story.plain)

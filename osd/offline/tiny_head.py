@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from osd.records import Trace
 
 NUM_STEPS = 150
-BATCH = 24
-LEARNING_RATE = 0.016
+BATCH = 12
+LEARNING_RATE = 0.02
 NUM_DEPTHS = 4
 TAPS = (2, 4, 5)
 """vLLM's default for eight layers, named, so that a target with idle layers behind them has the

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from random import Random
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from osd.tiny.training import Batch, Report
 
+NUM_STEPS = recipe.SHALLOW_STEPS + recipe.TARGET_STEPS
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -35,7 +37,7 @@ def build_target(directory: Path, progress: bool) -> None:
 
         begin("deep tiny target: tokenizer")
         tokenizer = train_tokenizer(_texts(), pair.VOCAB_SIZE)
-        advance = begin("deep tiny target: training", recipe.TARGET_STEPS, "steps")
+        advance = begin("deep tiny target: training", NUM_STEPS, "steps")
         target = train_target(tokenizer, advance)
     with quiet_transformers():
         target.save_pretrained(directory)
@@ -62,30 +64,60 @@ def build_draft(directory: Path, target: Path, progress: bool) -> None:
 
 
 def train_target(tokenizer: PreTrainedTokenizerFast, report: Report) -> LlamaForCausalLM:
-    """The deep target, trained on all domains."""
+    """The deep target, trained on all domains: at half its depth, then with every layer doubled."""
+    from osd.tiny.training import batches, examples, make_model
+
+    pools = {domain: examples(tokenizer, domain, pair.TRAIN_SEED) for domain in recipe.TARGET_MIX}
+    mixed = (next(pools[domain]) for domain in cycle(recipe.TARGET_MIX))
+    data = batches(mixed, recipe.TARGET_BATCH, Random(0))
+    shape = replace(recipe.TARGET, num_layers=recipe.TARGET.num_layers // 2)
+    shallow = make_model(shape, tokenizer, seed=1)
+    _train(shallow, data, recipe.SHALLOW_STEPS, recipe.SHALLOW_LEARNING_RATE, report)
+    target = make_model(recipe.TARGET, tokenizer, seed=1)
+    _double(shallow, target)
+    _train(target, data, recipe.TARGET_STEPS, recipe.TARGET_LEARNING_RATE, report)
+    return target
+
+
+def _double(shallow: LlamaForCausalLM, target: LlamaForCausalLM) -> None:
+    """Give the target each layer of the shallow one, and behind it a copy that writes nothing yet
+    (block expansion, Wu et al. 2024, arXiv 2401.02415): at first both compute the same."""
+    from torch.nn.init import zeros_
+
+    target.model.embed_tokens.load_state_dict(shallow.model.embed_tokens.state_dict())
+    target.model.norm.load_state_dict(shallow.model.norm.state_dict())
+    for index, layer in enumerate(target.model.layers):
+        layer.load_state_dict(shallow.model.layers[index // 2].state_dict())
+        if index % 2:
+            zeros_(layer.self_attn.o_proj.weight)
+            zeros_(layer.mlp.down_proj.weight)
+
+
+def _train(
+    model: LlamaForCausalLM,
+    data: Iterator[Batch],
+    steps: int,
+    learning_rate: float,
+    report: Report,
+) -> None:
     from torch.nn.functional import cross_entropy
 
-    from osd.tiny.training import answer_logits, batches, examples, make_model, train
+    from osd.tiny.training import answer_logits, train
 
-    model = make_model(recipe.TARGET, tokenizer, seed=1)
-    pools = {domain: examples(tokenizer, domain, pair.TRAIN_SEED) for domain in pair.TARGET_MIX}
-    mixed = (next(pools[domain]) for domain in cycle(pair.TARGET_MIX))
-    data = batches(mixed, recipe.TARGET_BATCH, Random(0))
-    shares = _decay_shares(recipe.TARGET_STEPS)
+    shares = _decay_shares(steps, learning_rate)
 
     def loss_of(batch: Batch) -> Tensor:
         _shrink(model, next(shares))
         return cross_entropy(answer_logits(model, batch), batch.labels)
 
-    train(model, data, loss_of, recipe.TARGET_STEPS, recipe.TARGET_LEARNING_RATE, report)
-    return model
+    train(model, data, loss_of, steps, learning_rate, report)
 
 
-def _decay_shares(steps: int) -> Iterator[float]:
+def _decay_shares(steps: int, learning_rate: float) -> Iterator[float]:
     """What each step takes off the matrices: in proportion to the learning rate, which falls
     linearly to zero."""
     for step in range(steps):
-        yield recipe.TARGET_WEIGHT_DECAY * recipe.TARGET_LEARNING_RATE * (1 - step / steps)
+        yield recipe.TARGET_WEIGHT_DECAY * learning_rate * (1 - step / steps)
 
 
 def _shrink(model: LlamaForCausalLM, share: float) -> None:
