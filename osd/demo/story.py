@@ -31,13 +31,13 @@ SEED = 20_000
 """Traffic seed of the demo; the models were trained on others."""
 STREAMS = 4
 NUM_HOME, NUM_SHIFTED = 72, 288
-NUM_BEFORE, NUM_AFTER, NUM_RECOVERED = 60, 50, 100
+NUM_BEFORE, NUM_AFTER, NUM_RECOVERED = 60, 50, 80
 """Requests in the windows before the shift, after it, and at the end."""
 FIRST_CONTROL = NUM_SHIFTED - NUM_RECOVERED
 """The last window, which the controls send again, begins with this request after the shift."""
 LINE_EVERY = 24
 """Requests per printed line."""
-NUM_TIMED = 40
+NUM_TIMED = 32
 """Requests of the last window that are timed in every arm. The others are only counted."""
 STREAMS_UNTIMED = 16
 SECONDS_TO_REPORT = 2.0

@@ -314,7 +314,7 @@ def test_a_draft_that_makes_engines_slower_brings_nothing() -> None:
     assert figures(here).saved_s < 0.1 and here.meter.is_resting
 
 
-def test_one_round_that_brought_nothing_or_less_ends_no_training_of_which_much_is_promised() -> None:
+def test_one_round_that_brought_less_than_nothing_ends_no_training_that_promises_much() -> None:
     """The engine's estimates of a new draft begin anew, and the traffic may just have changed."""
     for brings in (1.0, math.exp(-0.9 * CHANGED)):
         here = Deployment()
