@@ -30,7 +30,7 @@ SHIFTED = "sql"
 SEED = 20_000
 """Traffic seed of the demo; the models were trained on others."""
 STREAMS = 4
-NUM_HOME, NUM_SHIFTED = 72, 288
+NUM_HOME, NUM_SHIFTED = 72, 336
 NUM_BEFORE, NUM_AFTER, NUM_RECOVERED = 60, 50, 80
 """Requests in the windows before the shift, after it, and at the end."""
 FIRST_CONTROL = NUM_SHIFTED - NUM_RECOVERED
