@@ -1,7 +1,4 @@
-"""The quality of the tiny models, whatever recipe made them. They are built once, then cached.
-
-Each kind of processor rounds otherwise while it trains them, so limits leave some room.
-"""
+"""The quality of the tiny models, whatever recipe made them. They are built once, then cached."""
 
 from __future__ import annotations
 
@@ -114,7 +111,7 @@ def test_greedy_answers_end_and_are_well_formed(
     whole = [e for e in answers[domain] if e.answer_ids[-1] == tokenizer.eos_token_id]
     assert len(whole) >= 0.95 * NUM
     texts = [tokenizer.decode(e.answer_ids[:-1]) for e in whole]
-    assert sum(map(_WELL_FORMED[domain], texts)) >= 0.85 * NUM
+    assert sum(map(_WELL_FORMED[domain], texts)) >= 0.9 * NUM
     assert len(set(texts)) >= 0.9 * NUM
 
 
@@ -204,7 +201,7 @@ def test_taps_of_the_deep_target_tell_a_head_different_things(domain: str) -> No
     assert hits == sorted(hits)
     for lower, upper in pairwise(taps):
         change = upper - lower
-        assert (change.norm(dim=-1) / lower.norm(dim=-1)).mean() > 0.07
+        assert (change.norm(dim=-1) / lower.norm(dim=-1)).mean() > 0.1
 
 
 def test_impossible_widths_are_refused(models: TinyModels, tmp_path: Path) -> None:
