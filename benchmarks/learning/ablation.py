@@ -11,12 +11,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.drift import jobs
+from benchmarks.drift.drift import NUM_PROCESSES
+from benchmarks.parts import Asked, measured, narrowed
 from benchmarks.record import Notebook, Options, Protocol, Row
 from benchmarks.result import Figure, Lines, Result
 from benchmarks.stats import estimate
@@ -36,6 +40,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "no replay": ("trainer.replay_batches=0",),
     "replay 4": ("trainer.replay_batches=4",),
     "replay 16": ("trainer.replay_batches=16",),
+    "batches of 4": ("trainer.batch_size=4",),
+    "batches of 4, replay 4": ("trainer.batch_size=4", "trainer.replay_batches=4"),
     "replay of recent traces alone": ("trainer.recent_fraction=1", "trainer.num_anchors=0"),
     "replay of all times alike": ("trainer.recent_fraction=0",),
     "half the learning rate": ("trainer.learning_rate=1e-3",),
@@ -79,21 +85,23 @@ def protocol(options: Options) -> Protocol:
 
 def run(options: Options) -> Result:
     """Record the target's answers, then every arm over them."""
-    plan = protocol(options)
+    plan = narrowed(protocol(options), options)
     notebook = Notebook(options, plan)
     with tempfile.TemporaryDirectory(prefix="osd-bench-") as directory:
-        jobs = [(arm, seed) for seed in plan.sizes["seeds"] for arm in plan.arms]
         recordings = {seed: _record(seed, Path(directory)) for seed in plan.sizes["seeds"]}
-        with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-            found = [
-                pool.submit(_measure, arm, seed, recordings[seed], directory) for arm, seed in jobs
-            ]
-            for row in (one.result() for one in found):
-                notebook.add(**row)
-                options.say(
-                    f"{row['group']}, seed {row['seed']}: {row['shifted_end']:.3f} at the end"
-                )
-    return summarise(plan, notebook.rows)
+        asked = [
+            Asked(
+                {"group": arm, "seed": seed},
+                partial(_measure, arm, seed, recordings[seed], directory),
+            )
+            for seed in plan.sizes["seeds"]
+            for arm in plan.arms
+        ]
+        with ProcessPoolExecutor(
+            NUM_PROCESSES, mp_context=get_context("spawn"), initializer=jobs.prepare
+        ) as pool:
+            rows = measured(pool, notebook, asked, options.say, at_once=NUM_PROCESSES)
+    return summarise(plan, rows)
 
 
 def _record(seed: int, directory: Path) -> Path:
@@ -130,8 +138,6 @@ def _measure(arm: str, seed: int, recording: Path, directory: str) -> Row:
     curve = learn(config, models.ensure().draft, requests, where, seed=seed)
     end = NUM_HOME + NUM_SHIFTED
     return {
-        "group": arm,
-        "seed": seed,
         "home": curve.rate(0, NUM_HOME),
         "shifted": curve.rate(NUM_HOME, end),
         "shifted_end": curve.rate(end - 100, end),
