@@ -39,6 +39,9 @@ MINUTE_TYPES: dict[str, tuple[Any, Any]] = {
 }
 """Kind of a minute -> its labels, and what it holds."""
 MAX_EVENTS = 2000
+DAMAGE = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY)
+"""Codes of SQLite for a file whose header is damaged, though it calls such errors operational. A
+disk that takes no writes has refused before, where `_open` opens the file."""
 
 Minute = tuple[str, Key, Any]
 """(kind, (start, labels ...), value)"""
@@ -60,9 +63,9 @@ class HistoryFile:
         self.path = path
         try:
             self._db = _open(path)
-        except sqlite3.OperationalError:
-            raise
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode not in DAMAGE:
+                raise
             aside = path.with_name(f"{path.name}.unreadable-{int(time.time())}")
             log.warning(
                 "%s cannot be read (%s); it is kept as %s, and history begins anew",
@@ -180,6 +183,8 @@ def _open(path: Path) -> sqlite3.Connection:
             found = [name for name, *_ in db.execute(f"select * from {table} limit 0").description]
             if found != columns:
                 raise sqlite3.DatabaseError(f"its table {table} has columns {', '.join(found)}")
+        with db:
+            db.execute("delete from events where false")  # fails where none can be written
     except BaseException:
         db.close()
         raise

@@ -1300,6 +1300,26 @@ def test_a_file_of_another_kind_is_put_aside(path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(
+    ("at", "value"),
+    [(0, 0x00), (18, 3), (19, 3), (47, 5), (47, 0x84)],
+    ids=["name", "version to write", "version to read", "format", "a flipped bit"],
+)
+def test_a_file_with_a_damaged_header_is_put_aside_and_a_new_one_begun(
+    at: int, value: int, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A header that says a newer version wrote the file lets it be read, and never written."""
+    HistoryFile(path).close()
+    damaged = bytearray(path.read_bytes())
+    damaged[at] = value
+    path.write_bytes(damaged)
+    kept_in(path, recent(60.0))
+    assert "cannot be read" in caplog.text and len(caplog.records) == 1
+    assert {key[0] for _, key, _ in HistoryFile(path).minutes(0.0)} == {NOW + 60.0}
+    (aside,) = [file for file in path.parent.iterdir() if "unreadable" in file.name]
+    assert aside.read_bytes() == damaged
+
+
+@pytest.mark.parametrize(
     "damage",
     [
         "update minutes set labels = cast(x'5bff' as text) where kind = 'class'",
