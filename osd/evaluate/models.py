@@ -11,7 +11,7 @@ from osd.errors import ConfigError
 from osd.evaluate.plan import Models
 from osd.models.compatibility import check_target, read_config, vocab_size
 from osd.models.fit import check_fit, is_head
-from osd.models.resolve import resolve
+from osd.models.resolve import check_name, resolve
 from osd.models.vocab_padding import write_fitting
 
 HEAD = "--head"
@@ -21,6 +21,10 @@ def find(config: Config, head: str) -> Models:
     """The target, and the drafts that are given; built or fetched first where that is needed.
     `head`: an EAGLE-3 head; "" = none. Raises `ConfigError` where they do not fit."""
     serving = config.serving
+    check_name(serving.target, "serving.target")
+    for name, key in ((serving.draft, "serving.draft"), (head, HEAD)):
+        if name:
+            check_name(name, key)  # before the target is fetched
     target = resolve(serving.target, "serving.target")
     check_target(target)
     draft = resolve(serving.draft, "serving.draft") if serving.draft else None

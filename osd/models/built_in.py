@@ -11,7 +11,7 @@ Both deep targets have an EAGLE-3 head too: tiny-eagle3, and tiny-eagle3-cost-sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from osd.common.files import cache_root
@@ -55,20 +55,25 @@ def directory_of(name: str, key: str) -> Path:
     key: configuration key or option of `name`. Raises `ConfigError` for a target in a draft's
         place.
     """
-    models = TARGETS if key == "serving.target" else DRAFTS
-    _check_kind(name, key, models)
-    return models[name]()
+    check_kind(name, key)
+    return _models(key)[name]()
 
 
 def is_built(name: str, key: str) -> bool:
     """Whether a model of `NAMES` lies in the cache. Nothing is built. Raises as `directory_of`
     does."""
+    check_kind(name, key)
     cached = _CACHED_TARGETS if key == "serving.target" else _CACHED_DRAFTS
-    _check_kind(name, key, cached)
     return (cache_root() / cached[name]()).is_dir()
 
 
-def _check_kind(name: str, key: str, models: Collection[str]) -> None:
+def check_kind(name: str, key: str) -> None:
+    """Raise `ConfigError` for a target in a draft's place, or the other way round."""
+    models = _models(key)
     if name not in models:
         what = "a target, not a draft" if name in TARGETS else "a draft, not a target"
         raise ConfigError(f"{key}={name}: is {what}; use {' or '.join(models)}")
+
+
+def _models(key: str) -> Mapping[str, Callable[[], Path]]:
+    return TARGETS if key == "serving.target" else DRAFTS

@@ -31,24 +31,32 @@ def resolve(name: str, key: str) -> Path:
 
     Raises `ConfigError` with key and remedy.
     """
+    check_name(name, key)
+    if name in built_in.NAMES:
+        return built_in.directory_of(name, key)
+    path = Path(os.path.expanduser(name))  # pathlib raises where there is no such home
+    return path.resolve() if os.path.isdir(path) else _download(name, key)
+
+
+def check_name(name: str, key: str) -> None:
+    """Raise `ConfigError`, as `resolve` does, for a name that can be of no model. Nothing is
+    fetched or built."""
     if not name:
         raise ConfigError(
             f"{key} is not set: give models, as in `osd serve ./target --draft ./draft`"
         )
     if name in built_in.NAMES:
-        return built_in.directory_of(name, key)
-    path = Path(os.path.expanduser(name))  # pathlib raises where there is no such home
-    if os.path.isdir(path):  # and for a name that is too long
+        return built_in.check_kind(name, key)
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):  # pathlib raises for a name that is too long
         if not (path / "config.json").is_file():
             raise ConfigError(
                 f"{key}={name}: no config.json there; give a model in Hugging Face format"
             )
-        return path.resolve()
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ConfigError(
             f"{key}={name}: no such directory; give a model directory or a hub name (owner/model)"
         )
-    return _download(name, key)
 
 
 def cached(name: str, revision: str | None = None, cache_dir: str | None = None) -> Path:

@@ -92,6 +92,7 @@ def run(
             config.gate,
             force,
         )
+        resolve.check_name(config.serving.target, "serving.target")  # before a draft is fetched
         size = _check_new_head(config, begin.draft_vocab) if begin.is_new_head else 0
         if begin.is_new_head:
             config = load(own | _with_stand_in(config, work))

@@ -60,6 +60,8 @@ def check(config: Config) -> tuple[Path, Path, int]:
     check_remote_parts(config)
     check_front_door(config)
     check_attached(config)
+    resolve.check_name(config.serving.target, "serving.target")
+    resolve.check_name(config.serving.draft, "serving.draft")  # before the target is fetched
     target = resolve.resolve(config.serving.target, "serving.target")
     draft = resolve.resolve(config.serving.draft, "serving.draft")
     num_tokens = check_fit(target, draft, max_model_len(config))
