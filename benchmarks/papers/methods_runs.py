@@ -35,6 +35,7 @@ def measure(
     """Rows of one size of target. {"what": "run", ...}: of each run. {"what": "request", ...}: of
     each request of the runs at batch 1."""
     from osd.config.schema import Config
+    from osd.evaluate import forms
     from osd.evaluate.command import ONE_THREAD, Asked, Evaluation
     from osd.tiny.models import ensure, ensure_cost_shaped
 
@@ -53,8 +54,7 @@ def measure(
         data.write_text("".join(json.dumps(one) + "\n" for one in traffic(sizes["requests"])))
         asked = Asked(
             config=config,
-            data=(data,),
-            form=None,
+            data=(forms.read(data),),
             traffic={},
             num_requests=2 * sizes["requests"],
             max_tokens=sizes["max_tokens"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -118,22 +119,20 @@ def evaluate(
     """What each way to speculate gains on TARGET: tokens/s over none, latencies, acceptance, where
     a step's time goes, at each length and load."""
     from osd.config import reading
-    from osd.evaluate import command
-    from osd.evaluate.models import find
+    from osd.evaluate import command, forms
+    from osd.evaluate.models import find, possible
     from osd.evaluate.plan import Plan, methods_of, numbers, whole_numbers
 
     target, overrides = split_arguments(arguments or [])
     if family and (target or draft or head):
         raise ConfigError("--family: brings its own models; leave TARGET, --draft and --head out")
-    flags, traffic = _family(family) if family else ({}, {})
     own = {"serving.target": target, "serving.draft": draft}
     usual = QUICK if quick else WHOLE
     asked = command.Asked(
-        config=reading.load(config, overrides, own | flags).config,
-        data=tuple(data or ()),
-        form=form,
-        traffic=traffic,
-        num_requests=requests or _usual_requests(usual, len(traffic)),
+        config=reading.load(config, overrides, own).config,
+        data=tuple(forms.read(path, form) for path in data or ()),
+        traffic={},
+        num_requests=requests or usual.requests,
         max_tokens=max_tokens or usual.max_tokens,
         seed=seed,
         out=out or (Path(f"evaluation-{family}") if family else None),
@@ -141,9 +140,21 @@ def evaluate(
     loads = _loads(batch, rate, arrivals, usual.batch)
     lengths = whole_numbers(k or usual.k, "--k")
     temperatures = numbers(temperature, "--temperature", least=0)
+    has_suffix = command.has_suffix()
+    may_be = possible(family or asked.config.serving.draft, head or "")
+    may_run = methods_of(methods, may_be, has_suffix=has_suffix)
+    command.check(asked, may_run, loads, is_family=bool(family))
+    if family:
+        flags, traffic = _family(family)
+        asked = replace(
+            asked,
+            config=reading.load(config, overrides, own | flags).config,
+            traffic=traffic,
+            num_requests=requests or _usual_requests(usual, len(traffic)),
+        )
     models = find(asked.config, head or "")
     plan = Plan(
-        methods=methods_of(methods, models, has_suffix=command.has_suffix()),
+        methods=methods_of(methods, models, has_suffix=has_suffix),
         lengths=lengths,
         loads=tuple(loads),
         temperatures=temperatures,

@@ -26,14 +26,13 @@ from osd.config.schema import Config
 from osd.config.secrets import without_secrets
 from osd.config.serving import argument
 from osd.errors import ConfigError, OSDError
-from osd.evaluate import forms
 from osd.evaluate.bound.own import Bound, bounds
 from osd.evaluate.drive import arrivals
 from osd.evaluate.engines import Job, options_of
 from osd.evaluate.figures import Figures, figures_of
 from osd.evaluate.forms import Question
 from osd.evaluate.models import fitted
-from osd.evaluate.plan import AUTO, DRAFT, MEMORY, SUFFIX, Models, Plan, Planned
+from osd.evaluate.plan import AUTO, DRAFT, MEMORY, SUFFIX, Load, Models, Plan, Planned
 from osd.evaluate.report import html
 from osd.evaluate.requests import built_in_traffic, choose, encode, questions_of, stop_tokens
 from osd.evaluate.runs import Directory, Request, writing
@@ -41,7 +40,7 @@ from osd.evaluate.success import Success, successes
 from osd.evaluate.table import table
 from osd.models import built_in
 from osd.models.compatibility import context_length, read_config
-from osd.models.resolve import fingerprint
+from osd.models.resolve import check_name, fingerprint
 
 if TYPE_CHECKING:
     from trainer.draft import Draft
@@ -67,13 +66,13 @@ class Asked:
     """What is asked for.
 
     Example:
-        Asked(config=config, data=(Path("gsm8k.jsonl"),), form=None,
-              traffic={}, num_requests=32, max_tokens=128, seed=0, out=None)
+        Asked(config=config, data=(forms.read(Path("gsm8k.jsonl")),), traffic={},
+              num_requests=32, max_tokens=128, seed=0, out=None)
     """
 
     config: Config
-    data: tuple[Path, ...]
-    form: str | None
+    data: tuple[Sequence[Question], ...]
+    """Of each file."""
     traffic: Mapping[str, Sequence[str]]
     """Kind -> prompts, where there is no data; {} = that of a built-in target."""
     num_requests: int
@@ -81,6 +80,32 @@ class Asked:
     max_tokens: int
     seed: int
     out: Path | None
+
+    @property
+    def directory(self) -> Path:
+        """Of the runs."""
+        return self.out or Path(f"evaluation-{Path(self.config.serving.target).name}")
+
+
+def check(asked: Asked, methods: Sequence[str], loads: Sequence[Load], *, is_family: bool) -> None:
+    """Raise `ConfigError` for what is wrong whatever the models are, which may yet have to be
+    fetched or built. `is_family`: the traffic of a bench's family comes with its models."""
+    serving = asked.config.serving
+    if not is_family:
+        check_name(serving.target, "serving.target")
+    for method in (MEMORY, SUFFIX, AUTO):
+        if method in methods and argument(serving.vllm, "async_scheduling"):
+            raise ConfigError(
+                f"--methods: {method} cannot be measured with serving.vllm.async_scheduling=true; "
+                "leave one of them out"
+            )
+    if not asked.data and not is_family and serving.target not in built_in.TARGETS:
+        raise ConfigError("--data: is missing; give files of requests (JSON lines)")
+    chosen = choose(asked.data, asked.num_requests, asked.seed)
+    for load in loads:
+        arrivals(load, chosen)  # which fails where the data does not tell them
+    if asked.directory.exists() and not asked.directory.is_dir():
+        raise ConfigError(f"--out: {asked.directory}: is a file; give a directory")
 
 
 def has_suffix() -> bool:
@@ -113,14 +138,11 @@ class Evaluation:
         self._vllm = {**own, **given}
         self._env = (ONE_THREAD if own else {}) | serving.env
         self.settings: dict[str, Any] = {}
-        self.directory = Directory(asked.out or Path(f"evaluation-{Path(serving.target).name}"))
+        self.directory = Directory(asked.directory)
 
     def run(self) -> Found:
         """Do what is missing. Returns what all runs say."""
-        check_scheduling(self._plan, self._vllm)
         requests = self._requests()
-        for load in self._plan.loads:
-            arrivals(load, requests)  # which fails where the data does not tell them
         self.settings = self._settings(requests)
         self.directory.open(self.settings, requests)
         try:
@@ -170,9 +192,7 @@ class Evaluation:
 
     def _requests(self) -> list[Request]:
         asked = self._asked
-        data: list[Sequence[Question]] = [forms.read(path, asked.form) for path in asked.data]
-        if not data:
-            data = list(questions_of(asked.traffic or self._built_in()))
+        data = asked.data or questions_of(asked.traffic or built_in_traffic())
         chosen = choose(data, asked.num_requests, asked.seed)
         requests, num_left_out = encode(
             chosen, self._models.target, max_tokens=asked.max_tokens, context=self._context()
@@ -181,11 +201,6 @@ class Evaluation:
             why = "are empty or do not fit the context"
             self._warn(f"{num_left_out} requests {why}, and are left out")
         return requests
-
-    def _built_in(self) -> dict[str, list[str]]:
-        if self._asked.config.serving.target not in built_in.TARGETS:
-            raise ConfigError("--data: is missing; give files of requests (JSON lines)")
-        return built_in_traffic()
 
     def _context(self) -> int:
         own = context_length(read_config(self._models.target)) or USUAL_CONTEXT
@@ -238,17 +253,6 @@ class Evaluation:
     def _num_seqs(self) -> int:
         streams = [load.streams or OPEN_LOOP_SEQS for load in self._plan.loads]
         return max(streams)
-
-
-def check_scheduling(plan: Plan, vllm: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for methods that need their drafts seen by the scheduler, where it
-    schedules ahead."""
-    for method in (MEMORY, SUFFIX, AUTO):
-        if method in plan.methods and argument(dict(vllm), "async_scheduling"):
-            raise ConfigError(
-                f"--methods: {method} cannot be measured with serving.vllm.async_scheduling=true; "
-                "leave one of them out"
-            )
 
 
 def run_child(arguments: Sequence[str], env: dict[str, str], log: Path, advance: Advance) -> None:

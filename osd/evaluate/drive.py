@@ -23,6 +23,13 @@ SEED = 0
 LONGEST_SLEEP = 0.05
 
 
+class Timed(Protocol):
+    """What comes at a time."""
+
+    @property
+    def at(self) -> float | None: ...
+
+
 class Engine(Protocol):
     """What is driven."""
 
@@ -60,7 +67,7 @@ class Drive:
     requests: tuple[Served, ...]
 
 
-def arrivals(load: Load, requests: Sequence[Request]) -> list[float] | None:
+def arrivals(load: Load, requests: Sequence[Timed]) -> list[float] | None:
     """Seconds after the beginning at which each request arrives; None = when one before it has
     ended. Raises `ConfigError` where recorded times are missing."""
     if load.streams:
@@ -70,7 +77,7 @@ def arrivals(load: Load, requests: Sequence[Request]) -> list[float] | None:
         gaps = [0.0, *(rng.expovariate(load.rate) for _ in requests[1:])]
         return list(accumulate(gaps))
     times = [request.at for request in requests]
-    if any(at is None for at in times):
+    if not times or any(at is None for at in times):
         raise ConfigError('--arrivals: the data has requests without "at", their time in seconds')
     first = min(at for at in times if at is not None)
     return [at - first for at in times if at is not None]

@@ -17,6 +17,15 @@ from osd.models.vocab_padding import write_fitting
 HEAD = "--head"
 
 
+def possible(draft: str, head: str) -> Models:
+    """What the models may prove to be once they are found: a draft may be a head."""
+    return Models(
+        target=Path(),
+        draft=Path(draft) if draft else None,
+        head=Path(head or draft) if head or draft else None,
+    )
+
+
 def find(config: Config, head: str) -> Models:
     """The target, and the drafts that are given; built or fetched first where that is needed.
     `head`: an EAGLE-3 head; "" = none. Raises `ConfigError` where they do not fit."""

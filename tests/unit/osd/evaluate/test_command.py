@@ -17,6 +17,7 @@ from osd.cli import app
 from osd.cli.evaluating import QUICK, _usual_requests
 from osd.config.schema import Config
 from osd.errors import ConfigError, OSDError
+from osd.evaluate import forms
 from osd.evaluate.child import since
 from osd.evaluate.command import BUILT_IN_VLLM, Asked, Evaluation, Say, environment_of, run_child
 from osd.evaluate.forms import Question
@@ -54,9 +55,9 @@ def write_data(directory: Path, *rows: dict[str, Any]) -> Path:
         (("--methods", "auto", "serving.vllm.async_scheduling=true"), "auto cannot be measured"),
         (("--family", "tiny"), "--family: brings its own models"),
         (("serving.vllm.dtyp=", "serving.dtype=bf16"), "serving.dtype"),
-        (("--head", "{draft}"), "is no EAGLE-3 head; give a draft model by --draft"),
-        (("--head", "./missing"), "--head=./missing: no such directory"),
-        (("--head", "tiny-cost-shaped"), "--head=tiny-cost-shaped: is a target, not a draft"),
+        (("--data", "{data}", "--head", "{draft}"), "is no EAGLE-3 head; give a draft model by"),
+        (("--data", "{data}", "--head", "./missing"), "--head=./missing: no such directory"),
+        (("--data", "{data}", "--head", "tiny-cost-shaped"), "=tiny-cost-shaped: is a target, not"),
         (("--data", "{data}", "--arrivals"), '--arrivals: the data has requests without "at"'),
     ],
 )
@@ -72,9 +73,41 @@ def test_what_cannot_be_run_is_refused_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("tiny", "--data", "none.jsonl"), "--data: none.jsonl: cannot be read (No such file"),
+        (("--family", "tiny", "--data", "none.jsonl"), "--data: none.jsonl: cannot be read"),
+        ((), "serving.target is not set"),
+        (("./none",), "serving.target=./none: no such directory"),
+        (("owner/model",), "--data: is missing"),
+        (("tiny", "--arrivals"), '--arrivals: the data has requests without "at"'),
+        (("tiny", "--data", "{data}", "--arrivals"), "--arrivals: the data has requests without"),
+        (("tiny", "--methods", "draff"), "--methods: 'draff' is none of none, ngram"),
+        (("tiny", "--methods", "draft"), "--methods: draft needs a draft model: --draft"),
+        (("--family", "tiny", "--k", "0"), "--k=0: must be whole numbers"),
+        (("--family", "tiny", "serving.dtype=bf16"), "serving.dtype"),
+        (("tiny", "serving.vllm.async_scheduling=true"), "memory cannot be measured"),
+        (("tiny", "--out", "{data}"), "is a file; give a directory"),
+    ],
+)
+def test_what_is_wrong_whatever_the_models_are_is_told_before_one_is_built(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSD_CACHE_DIR", str(tmp_path / "cache"))
+    data = write_data(tmp_path, {"prompt": "t20", "at": 1.5}, {"prompt": "t21"})
+    given = [one.format(data=data) for one in arguments]
+    given += [] if "--out" in given else ["--out", str(tmp_path / "out")]
+    found = CliRunner().invoke(app, ["evaluate", *given])
+    assert isinstance(found.exception, ConfigError), found.output
+    assert said in str(found.exception) and "\n" not in str(found.exception)
+    assert not (tmp_path / "cache").exists() and not (tmp_path / "out").exists()
+
+
 def test_two_heads_are_refused(pair: Pair, tmp_path: Path) -> None:
     head = str(write_head(tmp_path / "head", pair.target))
-    command = ["evaluate", str(pair.target), "--draft", head, "--head", head, "--data", "none"]
+    data = str(write_data(tmp_path, {"prompt": "t20"}))
+    command = ["evaluate", str(pair.target), "--draft", head, "--head", head, "--data", data]
     found = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
     line = f"--draft: {head} is an EAGLE-3 head, as --head is; give one head alone"
     assert str(found.exception) == line
@@ -88,14 +121,16 @@ def test_a_head_is_one_by_whichever_option(option: str, tmp_path: Path) -> None:
     command = ["evaluate", str(target), option, head, "--out", str(tmp_path / "out")]
     found = CliRunner().invoke(app, [*command, "--methods", "eagle3"])
     assert str(found.exception).startswith("--data: is missing; give files of requests")
-    found = CliRunner().invoke(app, [*command, "--methods", "draft"])
+    data = str(write_data(tmp_path, {"prompt": "t20"}))
+    found = CliRunner().invoke(app, [*command, "--methods", "draft", "--data", data])
     assert str(found.exception) == "--methods: draft needs a draft model: --draft DIRECTORY"
 
 
 def test_a_head_that_does_not_fit_is_named_by_its_option(pair: Pair, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", pair.target, target_hidden_size=48)
+    command = ["evaluate", str(pair.target), "--data", str(write_data(tmp_path, {"prompt": "t"}))]
     for option, name in (("--head", "--head"), ("--draft", "serving.draft")):
-        found = CliRunner().invoke(app, ["evaluate", str(pair.target), option, str(head)])
+        found = CliRunner().invoke(app, [*command, option, str(head)])
         assert isinstance(found.exception, ConfigError)
         assert str(found.exception).startswith(f"{name}={head}: ")
 
@@ -128,7 +163,6 @@ def settings_of(
     asked = Asked(
         config=Config.model_validate({"serving": {"target": str(models.target)} | serving}),
         data=(),
-        form=None,
         traffic=traffic or {},
         num_requests=4,
         max_tokens=max_tokens,
@@ -166,7 +200,7 @@ def test_a_draft_that_cannot_be_replayed_costs_no_figure_that_was_measured(
     plan = Plan(methods=("none", "draft"), lengths=(3,), loads=(Load(streams=2),))
     asked = Asked(
         config=Config.model_validate({"serving": {"target": str(pair.target)}}), data=(),
-        form=None, traffic={}, num_requests=4, max_tokens=8, seed=0, out=tmp_path / "out",
+        traffic={}, num_requests=4, max_tokens=8, seed=0, out=tmp_path / "out",
     )  # fmt: skip
     models = Models(target=pair.target, draft=draft)
     evaluation = Evaluation(asked, models, plan, warned.append)
@@ -274,8 +308,8 @@ def evaluation_of(
     data = write_data(directory, {"prompt": "t20"})
     serving = {"target": str(pair.target), "vllm": vllm or {}}
     asked = Asked(
-        config=Config.model_validate({"serving": serving}), data=(data,),
-        form=None, traffic={}, num_requests=1, max_tokens=8, seed=0, out=directory / "out",
+        config=Config.model_validate({"serving": serving}), data=(forms.read(data),),
+        traffic={}, num_requests=1, max_tokens=8, seed=0, out=directory / "out",
     )  # fmt: skip
     plan = Plan(methods=("none",), lengths=(1,), loads=(Load(streams=1),))
     return Evaluation(asked, Models(target=pair.target), plan, warn)
