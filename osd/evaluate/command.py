@@ -137,6 +137,7 @@ class Evaluation:
         given = {name.replace("-", "_"): value for name, value in serving.vllm.items()}
         self._vllm = {**own, **given}
         self._env = (ONE_THREAD if own else {}) | serving.env
+        self._stop_token_ids = stop_tokens(models.target)
         self.settings: dict[str, Any] = {}
         self.directory = Directory(asked.directory)
 
@@ -241,7 +242,7 @@ class Evaluation:
             options=options_of(
                 engine, models, max(self._plan.lengths), self._num_seqs(), self._vllm
             ),
-            stop_token_ids=stop_tokens(self._models.target),
+            stop_token_ids=self._stop_token_ids,
             runs=tuple(asdict(one) for one in missing),
         )
         file, log = path / LOGS / f"{engine}.job.json", path / LOGS / f"{engine}.log"

@@ -90,13 +90,19 @@ def _templated(question: Question, tokenizer: Any) -> list[int]:
 
 
 def stop_tokens(target: Path) -> tuple[int, ...]:
-    """Token ids with which the target ends an answer."""
+    """Token ids with which the target ends an answer. Raises `ConfigError` for a damaged file."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         file = target / name
-        tree = json.loads(file.read_text()) if file.is_file() else {}
-        ids = tree.get("eos_token_id")
-        found.update(ids if isinstance(ids, list) else [ids] if ids is not None else [])
+        try:
+            tree = json.loads(file.read_text()) if file.is_file() else {}
+            ids = tree.get("eos_token_id")
+            found.update(map(int, ids if isinstance(ids, list) else [] if ids is None else [ids]))
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"serving.target={target}: its {name} cannot be read ({first_line(error)}); repair "
+                "the file, or copy the model again"
+            ) from None
     return tuple(sorted(found))
 
 

@@ -330,6 +330,29 @@ def test_a_target_whose_tokenizer_cannot_be_loaded_is_said_in_one_line(
         (target / "tokenizer.json").write_text("{")  # nor is a damaged one
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "'list' object has no attribute"),
+        ('{"eos_token_id": ["</s>"]}', "invalid literal for int"),
+    ],
+)
+def test_a_target_whose_ends_of_answers_cannot_be_read_is_said_in_one_line(
+    text: str, why: str, pair: Pair, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(pair.target, target)
+    (target / "generation_config.json").write_text(text)
+    data = str(write_data(tmp_path, {"prompt": "t20"}))
+    command = ["evaluate", str(target), "--data", data, "--out", str(tmp_path / "out")]
+    found = CliRunner().invoke(app, command)
+    assert isinstance(found.exception, ConfigError), found.output
+    line = f"serving.target={target}: its generation_config.json cannot be read ({why}"
+    assert str(found.exception).startswith(line) and "\n" not in str(found.exception)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("key", ["max_model_len", "max-model-len"])
 def test_the_context_is_the_one_the_engine_is_told(key: str, pair: Pair, tmp_path: Path) -> None:
     own = context_length(read_config(pair.target))
