@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from osd.common.files import open_to_others
 from osd.common.memory import has_run_out
 from osd.common.model_directory import digests
 from osd.errors import ConfigError, OSDError, ReleaseError, first_line
@@ -179,6 +180,7 @@ def export_draft(
                 tensors[name] = opened.get_tensor(name).clone()
     with write_aside(out) as aside:
         save_file(tensors, aside / WEIGHTS_NAME, metadata={"format": "pt"})
+        open_to_others(aside / WEIGHTS_NAME)
         for path in Path(base).iterdir():
             if (
                 path.is_file()

@@ -44,6 +44,13 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync(path.parent)
 
 
+def open_to_others(path: Path) -> None:
+    """Give a file the mode of any new one, by the umask: safetensors makes files of 0600."""
+    mask = os.umask(0o077)  # it is told only where it is set
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def fsync(path: Path) -> None:
     """Flush a file's content, or a directory's list of names, to the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from osd.common.files import explain, replace_file
+from osd.common.files import explain, open_to_others, replace_file
 from osd.config.schema import GateConfig
 from osd.control.policy import Decision
 from osd.errors import OSDError
@@ -43,6 +43,7 @@ def write_report(
     path = Path(outcome.path) / REPORT
     try:
         replace_file(path, json.dumps(report, indent=2).encode() + b"\n")
+        open_to_others(path)
     except OSError as error:
         raise OSDError(explain(error, path)) from None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import stat
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +81,13 @@ class Run:
 @pytest.fixture
 def train(tmp_path: Path) -> Run:
     return Run(tmp_path)
+
+
+@pytest.fixture
+def umask_of_groups() -> Iterator[None]:
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
 
 
 def alpha(directory: Path, traces: list[Trace]) -> float:
@@ -185,6 +194,16 @@ def test_what_it_says_and_reports_is_what_a_replay_of_the_draft_gives(
         f"gain {after - before:+.3f} (80 % interval {low:+.3f} to {high:+.3f})"
     )
     assert train.said[2] == f"draft: {train.out}"
+
+
+def test_all_of_the_draft_may_be_read_by_whom_the_umask_allows(
+    train: Run, tmp_path: Path, umask_of_groups: None
+) -> None:
+    """Another user's engine may serve it."""
+    assert train(write(tmp_path / "a.traces", TRAINING + HELD_OUT), epochs=1, force=True) == 0
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in train.out.iterdir()}
+    assert set(modes.values()) == {0o640}, modes
+    assert stat.S_IMODE(train.out.stat().st_mode) == 0o750
 
 
 def test_more_passes_are_more_steps(train: Run, tmp_path: Path) -> None:
