@@ -44,9 +44,14 @@ class Incomplete(OSDError):
     """Not every prompt was asked. What was captured before is in the file."""
 
 
+class Stopped(KeyboardInterrupt):
+    """The same, by Ctrl-C or SIGTERM."""
+
+
 def record(config: Config, prompts: Sequence[Prompt], asking: Asking, path: Path, say: Say) -> None:
     """Let the target answer the prompts, in random order, and write the captured traces to a file.
-    Raises `OSDError`: `Incomplete` where the file holds a part of them."""
+    Raises `OSDError`, or `KeyboardInterrupt` where it is stopped: `Incomplete` or `Stopped` where
+    the file holds a part of them."""
     # SIGTERM stops all that was started, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     service = Service(config, say)
@@ -71,17 +76,16 @@ def record(config: Config, prompts: Sequence[Prompt], asking: Asking, path: Path
 
 
 def written(path: Path, target_id: str, answer: Callable[[TraceWriter], Tally]) -> Tally:
-    """Write a file of what `answer` captures. Raises what it raises, but `Incomplete` where
-    something was captured before: the file holds that."""
-    failed: OSDError | None = None
+    """Write a file of what `answer` captures. Raises what it raises, but `Incomplete` or `Stopped`
+    where something was captured before: the file holds that."""
     with write_traces(path, target_id) as file:
         try:
             return answer(file)
-        except OSDError as error:
+        except (OSDError, KeyboardInterrupt) as error:
             if not file.num_traces:
                 raise
             failed = error
-    raise Incomplete(str(failed)) from failed
+    raise Incomplete(str(failed)) if isinstance(failed, OSDError) else Stopped from failed
 
 
 def _why_not_captured(service: Service) -> str:
@@ -114,21 +118,36 @@ def _answer_all(
     with progress("answering", len(bodies), "prompts") as advance:
         for start in range(0, len(bodies), PORTION):
             portion = bodies[start : start + PORTION]
+            answers: list[Answer] = []
             sent = send(
                 service.url,
                 portion,
                 streams=asking.streams,
                 api_key=serving.api_key,
-                on_answer=_tick(advance),
+                on_answer=_tick(advance, answers),
             )
-            answers = asyncio.run(sent)
-            _check_alive(answers)
-            tally.add(answers, _empty(buffer, sum(answer.ok for answer in answers), file))
+            try:
+                asyncio.run(sent)
+                _check_alive(answers)
+                tally.add(answers, _empty(buffer, _num_ok(answers), file))
+            except KeyboardInterrupt:
+                _empty(buffer, _num_ok(answers), file)
+                raise
     return tally
 
 
-def _tick(advance: Advance) -> Any:
-    return lambda answer: advance(1, "" if answer.ok else answer.error[:60])
+def _tick(advance: Advance, answers: list[Answer]) -> Callable[[Answer], None]:
+    """Takes each answer as it comes."""
+
+    def on_answer(answer: Answer) -> None:
+        answers.append(answer)
+        advance(1, "" if answer.ok else answer.error[:60])
+
+    return on_answer
+
+
+def _num_ok(answers: Sequence[Answer]) -> int:
+    return sum(answer.ok for answer in answers)
 
 
 class Tally:

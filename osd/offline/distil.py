@@ -11,8 +11,10 @@ Training begins after the service has ended, since it may need the engine's memo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from osd.config.schema import Config
 from osd.errors import ConfigError, OSDError
 from osd.models import resolve
 from osd.offline import new_head, recorded, train
-from osd.offline.prompts import Asking, read_prompts
+from osd.offline.prompts import Asking, Prompt, read_prompts
 from osd.offline.recorded import Say
 from osd.records import HOLDOUT_ONE_IN
 
@@ -100,21 +102,58 @@ def run(
             config=config, draft=train.check_draft(config), out=out, epochs=epochs, force=force
         )
         traces = keep_traces or work / "traces"
-        from osd.offline import answering  # loads torch, which the checks above do not need
-
-        try:
-            answering.record(config, prompts, asking, traces, say)
-        except OSDError as error:
-            text = _with_logs_kept(str(error), config, out)
-            if isinstance(error, answering.Incomplete):
-                text += f"; {kept(traces, keep_traces, out)} has what was captured, for `osd train`"
-            raise type(error)(text) from None
+        where = partial(_where_kept, traces, keep_traces, out)
+        _record(config, prompts, asking, traces, out, where, say=say, warn=warn)
         if keep_traces is not None:
             say(f"traces: {keep_traces}, for `osd train`")
-        read = recorded.load([traces], warn)
-        if begin.is_new_head:
-            job = replace(job, draft=_new_head(config, read, size, work))
-        return train.train(job, read, say)
+        with _telling(where, warn):
+            read = recorded.load([traces], warn)
+            if begin.is_new_head:
+                job = replace(job, draft=_new_head(config, read, size, work))
+            return train.train(job, read, say)
+
+
+def _record(
+    config: Config,
+    prompts: Sequence[Prompt],
+    asking: Asking,
+    traces: Path,
+    out: Path,
+    where: Callable[[], str],
+    *,
+    say: Say,
+    warn: Say,
+) -> None:
+    """Let the target answer into the file `traces`. Where it fails or is stopped, the logs are
+    kept, and what the file has."""
+    from osd.offline import answering  # loads torch, which the checks before do not need
+
+    try:
+        answering.record(config, prompts, asking, traces, say)
+    except answering.Stopped:
+        warn(f"stopped; {where()}")
+        raise
+    except OSDError as error:
+        text = _with_logs_kept(str(error), config, out)
+        if isinstance(error, answering.Incomplete):
+            text += f"; {where()}"
+        raise type(error)(text) from None
+
+
+@contextmanager
+def _telling(where: Callable[[], str], warn: Say) -> Iterator[None]:
+    """Keep the traces where the body does not come to its end, and say where."""
+    try:
+        yield
+    except OSDError as error:
+        raise type(error)(f"{error}; {where()}") from None
+    except BaseException as error:
+        warn(f"{'stopped' if isinstance(error, KeyboardInterrupt) else 'failed'}; {where()}")
+        raise
+
+
+def _where_kept(traces: Path, keep_traces: Path | None, out: Path) -> str:
+    return f"{kept(traces, keep_traces, out)} has what was captured, for `osd train`"
 
 
 def _check_begin(begin: Begin) -> None:

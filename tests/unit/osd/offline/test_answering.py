@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from buffers.codec import encode_trace
+from buffers.memory import MemoryTraceBuffer
 from buffers.trace_file import TraceFile, TraceWriter
 from osd.client.load import Answer
+from osd.config import reading
+from osd.config.schema import Config
 from osd.errors import OSDError
-from osd.offline import distil
-from osd.offline.answering import Incomplete, Tally, body_of, has_chat_template, written
+from osd.offline import answering, distil
+from osd.offline.answering import (
+    Incomplete,
+    Stopped,
+    Tally,
+    _answer_all,
+    body_of,
+    has_chat_template,
+    written,
+)
 from osd.offline.prompts import Asking, Message, Prompt
 from tests.support.builders import make_minimal_trace
+from tests.support.tiny_drafts import TARGET_ID, chain_trace, save_draft
 
 ASKING = Asking(max_tokens=256, temperature=0.5, streams=1)
 
@@ -110,3 +130,110 @@ def test_where_the_target_stops_answering_what_was_captured_is_kept(
         with TraceFile(kept) as file:
             assert [trace.trace_id for trace in file] == ["0", "1"]
     assert not list(path.parent.iterdir())
+
+
+@contextmanager
+def target_that_is_left(buffer: MemoryTraceBuffer, after: int) -> Iterator[str]:
+    """Each answer leaves a trace in the buffer. After so many of them comes Ctrl-C, and no more
+    answers."""
+    left, lock = threading.Event(), threading.Lock()
+    served = list[int]()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            with lock:
+                number = len(served)
+                served.append(number)
+            if number >= after:
+                if number == after:
+                    os.kill(os.getpid(), signal.SIGINT)
+                left.wait(30)
+                return
+            buffer.put([chain_trace(number)])
+            self.send_response(200)
+            self.end_headers()
+            line = json.dumps({"choices": [{"text": "x", "token_ids": [3]}]})
+            self.wfile.write(f"data: {line}\n\n".encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            left.set()
+            server.shutdown()
+            thread.join()
+
+
+def test_who_stops_it_keeps_all_that_was_answered(tmp_path: Path) -> None:
+    """Also of the portion that is under way, of which nothing is in the file yet."""
+    buffer = MemoryTraceBuffer(target_id=TARGET_ID, max_traces=64)
+    prompts, path = [Prompt(prompt="hi")] * 30, tmp_path / "traces"
+    with target_that_is_left(buffer, after=20) as url:
+        plan = SimpleNamespace(target_dir=tmp_path)
+        service: Any = SimpleNamespace(url=url, config=Config(), plan=plan)
+        with pytest.raises(Stopped):
+            written(
+                path, TARGET_ID, lambda file: _answer_all(service, buffer, prompts, ASKING, file)
+            )
+    with TraceFile(path) as file:
+        assert len({trace.trace_id for trace in file}) == 20
+
+
+def distil_with(record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Any) -> int:
+    """`osd distil` whose target answers as `record` says, and whose training fails."""
+    monkeypatch.setattr(answering, "record", record)
+    save_draft(tmp_path / "draft")
+    (tmp_path / "p.txt").write_text("hello\n" * 64)
+    models = {name: str(tmp_path / "draft") for name in ("serving.target", "serving.draft")}
+    settings = ["trainer.device=cpu", "trainer.max_length=64", "gate.min_holdout_traces=4"]
+    harmful = ["trainer.learning_rate=1.0e30", "trainer.warmup_steps=0"]
+    return distil.run(
+        lambda own: reading.load(None, [*settings, *harmful], models | own, {}).config,
+        begin=distil.Begin(),
+        prompts_file=tmp_path / "p.txt",
+        out=tmp_path / "new",
+        keep_traces=None,
+        asking=ASKING,
+        epochs=1,
+        force=False,
+        say=print,
+        warn=warned.append,
+    )
+
+
+def recorded_to(path: Path) -> None:
+    def answer(file: TraceWriter) -> None:
+        for index in range(64):
+            file.add(encode_trace(chain_trace(index, holdout=index < 8)))
+
+    written(path, TARGET_ID, answer)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "training fails"])
+def test_what_was_captured_outlives_what_comes_to_no_end(
+    is_stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned = list[str]()
+
+    def record(config: Any, prompts: Any, asking: Any, path: Path, say: Any) -> None:
+        recorded_to(path)
+        if is_stopped:
+            raise Stopped
+
+    kept = tmp_path / "new.traces"
+    where = f"{kept} has what was captured, for `osd train`"
+    with pytest.raises(KeyboardInterrupt if is_stopped else OSDError) as raised:
+        distil_with(record, tmp_path, monkeypatch, warned)
+    if is_stopped:
+        assert warned == [f"stopped; {where}"]
+    else:
+        assert str(raised.value).startswith("no round of training helped: non-finite loss")
+        assert str(raised.value).endswith(f"; {where}") and not warned
+    with TraceFile(kept) as file:
+        assert len(list(file)) == 64
+    assert {path.name for path in tmp_path.iterdir()} == {"draft", "p.txt", "new.traces"}
