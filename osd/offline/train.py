@@ -136,15 +136,15 @@ def train(job: Job, traces: Recorded, say: Say) -> int:
 def _run_rounds(
     job: Job, traces: Recorded, release: DraftRelease, work: Path, say: Say
 ) -> RoundOutcome:
-    """Train on the shuffled traces in rounds. Returns the last candidate with the figures of all
-    rounds."""
+    """Train on the shuffled traces in rounds. Returns the last candidate with the figures of the
+    rounds that led to it, or an earlier one that was clearly better."""
     from trainer.loop import Trainer
 
     total = job.epochs * len(traces.training)
     size = max(job.config.trainer.max_new_traces, math.ceil(total / MAX_ROUNDS))
     curves = job.config.trainer.tracker_dir or str(free_name(job.out, "curves"))
     config = job.config.trainer.model_copy(
-        # The last round alone makes the draft: nothing is served before that could be harmed.
+        # No average of the rounds: nothing is served between them that could be harmed.
         update={"max_new_traces": size, "tracker_dir": curves, "averaging_rate": 1.0}
     )
     buffer, k = traces.buffer(), job.config.speculation.k_max
@@ -153,6 +153,7 @@ def _run_rounds(
     )
     kept: list[RoundOutcome] = []
     undone: list[RoundOutcome] = []
+    best: RoundOutcome | None = None
     goes_back = False
     with progress("training", total, "traces") as advance:
         for part in _parts(len(traces.training), job.epochs, size, config.seed):
@@ -161,6 +162,9 @@ def _run_rounds(
             if goes_back and not outcome.discarded:
                 kept.clear()
             (undone if outcome.discarded else kept).append(outcome)
+            if not outcome.discarded and _alpha(outcome) > (_alpha(best) if best else 0.0):
+                kept[-1] = _set_aside(outcome, work)
+                best = _sum(kept)
             goes_back = _goes_back(outcome) or (goes_back and bool(outcome.discarded))
             advance(0, _figures(outcome))
     trainer.close()
@@ -173,7 +177,34 @@ def _run_rounds(
             f"{len(undone)} of {len(undone) + len(kept)} rounds undone, the last because: "
             f"{undone[-1].discarded}"
         )
-    return _sum(kept)
+    last = _sum(kept)
+    if best is not None and _is_clearly_worse(last, best):
+        say(
+            f"the last round's α is {_alpha(last):.3f}, an earlier one's {_alpha(best):.3f}: that "
+            "one is taken; fewer --epochs or a lower trainer.learning_rate would do"
+        )
+        return best
+    return last
+
+
+def _alpha(outcome: RoundOutcome) -> float:
+    return outcome.eval.alpha_candidate if outcome.eval else 0.0
+
+
+def _set_aside(outcome: RoundOutcome, work: Path) -> RoundOutcome:
+    """The candidate where later rounds leave it alone, in the place of an earlier one."""
+    aside = work / "best"
+    shutil.rmtree(aside, ignore_errors=True)
+    Path(outcome.path).rename(aside)
+    return replace(outcome, path=str(aside))
+
+
+def _is_clearly_worse(last: RoundOutcome, best: RoundOutcome) -> bool:
+    """Whether their gains' intervals leave no doubt. The best of many rounds is often so by chance
+    alone."""
+    if last.eval is None or best.eval is None:
+        return False
+    return last.eval.diff_high < best.eval.diff_low
 
 
 def _share_of(num_traces: int, advance: Advance) -> Callable[[int, int, float], None]:

@@ -8,7 +8,9 @@ import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -26,7 +28,7 @@ from osd.records import Trace
 from tests.support.heads import write_head
 from tests.support.served_targets import served_target
 from tests.support.starving import MemoryFor
-from tests.support.tiny_drafts import TARGET_ID, VOCAB_SIZE, chain_traces, save_draft
+from tests.support.tiny_drafts import TARGET_ID, VOCAB_SIZE, after, chain_traces, save_draft
 from trainer.batch import TrainBatch
 from trainer.distiller import Distiller
 from trainer.draft import load_draft
@@ -253,6 +255,37 @@ def test_held_out_traces_are_not_learnt(train: Run, tmp_path: Path) -> None:
     assert train(file, settings=unguarded, force=True) == 0
     assert alpha(train.out, poison) < 0.1
     assert alpha(train.out, chain_traces(8, start=900)) > 0.5
+
+
+def noisy_traces(num: int, start: int, **fields: Any) -> list[Trace]:
+    """Answers of which every third token follows from nothing, so that too many passes learn them
+    by heart."""
+    made = []
+    for trace in chain_traces(num, start=start, num_output=24, **fields):
+        rng, served = np.random.default_rng(int(trace.finished_at)), trace.output_ids.copy()
+        for i in range(len(served)):
+            is_noise = rng.random() < 0.3
+            before = served[i - 1] if i else trace.prompt_ids[-1]
+            served[i] = rng.integers(VOCAB_SIZE) if is_noise else after(int(before), 5)
+        targets = np.stack([served, (served + 1) % VOCAB_SIZE], 1)
+        made.append(replace(trace, output_ids=served, draft_ids=served, target_ids=targets))
+    return made
+
+
+def test_of_too_many_passes_the_round_is_taken_that_was_best(train: Run, tmp_path: Path) -> None:
+    held_out = noisy_traces(40, 5000, holdout=True)
+    file = write(tmp_path / "a.traces", noisy_traces(24, 0) + held_out)
+    own = ("trainer.learning_rate=5.0e-3", "trainer.replay_batches=1", "speculation.k_max=4")
+    assert train(file, epochs=16, settings=own) == 0
+    said = next(line for line in train.said if line.startswith("the last round's α is "))
+    last, best = (float(word.strip(",:")) for word in said.split() if word.startswith("0."))
+    print(said)
+    assert best > last + 0.03
+    assert alpha(train.out, held_out) == pytest.approx(best, abs=1e-3)
+    assert train.names() == {"new"}
+    report = json.loads((train.out / REPORT).read_text())
+    assert report["eval"]["alpha_candidate"] == pytest.approx(best, abs=1e-3)
+    assert report["num_steps"] < 16 * 6, "those of the rounds that led to it"
 
 
 # What it refuses
