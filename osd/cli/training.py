@@ -98,11 +98,13 @@ def train(
     draft is not better."""
     from osd.config import reading
     from osd.offline import pool as pools
-    from osd.offline import train
+    from osd.offline import recorded, train
 
     files = [*traces, *(Path(a) for a in arguments or [] if not is_override(a))]
     overrides = [a for a in arguments or [] if is_override(a)]
     resolved = reading.load(config, overrides, {"serving.draft": draft}).config
+    train.check_out(out)
+    recorded.check_files(files)  # before a draft is fetched
     job = train.Job(
         config=resolved, draft=train.check_draft(resolved), out=out, epochs=epochs, force=force
     )

@@ -103,6 +103,13 @@ class Recorded:
         return buffer
 
 
+def check_files(paths: Sequence[Path]) -> None:
+    """Raise `OSDError` for a file that cannot be opened, or is not one of traces."""
+    for path in paths:
+        with TraceFile(path):
+            pass
+
+
 def load(paths: Sequence[Path], say: Say) -> Recorded:
     """Read files of traces. Raises `OSDError` for another kind of file, for traces of two targets,
     and when no trace is left."""

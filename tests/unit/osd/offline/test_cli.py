@@ -121,6 +121,23 @@ def test_train_refuses(shell: Shell, arguments: list[str], line: str) -> None:
     assert said.startswith(line)
 
 
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["--out", "new", "--traces", "a.traces", "b.traces"], "b.traces: cannot be read"),
+        (["--out", "p.txt", "--traces", "a.traces"], "--out: p.txt: exists already"),
+    ],
+)
+def test_train_looks_at_its_files_before_a_draft_is_built(
+    shell: Shell, more: list[str], line: str
+) -> None:
+    """Or fetched."""
+    environ = shell.environ | {"OSD_CACHE_DIR": str(shell.directory / "cache")}
+    done = run_osd("train", "--draft", "tiny", *more, environ=environ, cwd=shell.directory)
+    assert done.stderr.startswith(f"osd: {line}") and len(done.stderr.splitlines()) == 1
+    assert shell.names() == shell.before
+
+
 def test_train_hands_the_number_of_drafts_to_the_pool(shell: Shell) -> None:
     """A pool is of draft models, and says so of a head before it reads a trace."""
     write_head(shell.directory / "head", served_target(shell.directory / "target"))
