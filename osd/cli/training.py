@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -102,6 +103,7 @@ def train(
 
     files = [*traces, *(Path(a) for a in arguments or [] if not is_override(a))]
     overrides = [a for a in arguments or [] if is_override(a)]
+    _end_on_sigterm()
     resolved = reading.load(config, overrides, {"serving.draft": draft}).config
     train.check_out(out)
     recorded.check_files(files)  # before a draft is fetched
@@ -164,6 +166,7 @@ def distil(
     from osd.offline import distil as command
     from osd.offline.prompts import Asking
 
+    _end_on_sigterm()
     target, overrides = split_arguments(arguments or [])
     flags = {"serving.target": target, "serving.draft": draft}
     sys.exit(
@@ -180,3 +183,8 @@ def distil(
             warn=warn,
         )
     )
+
+
+def _end_on_sigterm() -> None:
+    """As on Ctrl-C: all that was started ends too, and no temporary directory stays."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -45,15 +44,13 @@ class Incomplete(OSDError):
 
 
 class Stopped(KeyboardInterrupt):
-    """The same, by Ctrl-C or SIGTERM."""
+    """The same, by Ctrl-C or SIGTERM (`osd/cli/training.py`)."""
 
 
 def record(config: Config, prompts: Sequence[Prompt], asking: Asking, path: Path, say: Say) -> None:
     """Let the target answer the prompts, in random order, and write the captured traces to a file.
     Raises `OSDError`, or `KeyboardInterrupt` where it is stopped: `Incomplete` or `Stopped` where
     the file holds a part of them."""
-    # SIGTERM stops all that was started, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     service = Service(config, say)
     try:
         service.start()

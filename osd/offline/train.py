@@ -110,13 +110,13 @@ def run(job: Job, traces: Sequence[Path], say: Say, warn: Say) -> int:
 
 def train(job: Job, traces: Recorded, say: Say) -> int:
     """Train, evaluate and write the draft. Returns the exit status: 1 when the draft is not better,
-    and kept aside."""
+    and kept aside. Where it is stopped (`KeyboardInterrupt`), the rounds before make the draft."""
     _check_vocabulary(job.draft, traces)
     check_holdout(len(traces.holdout), "--traces: only", job.config.gate, job.force)
     say(describe(traces))
     with workplace(job.out) as work:
         release = _release_of(job.draft, traces.target_id, work)
-        outcome = _run_rounds(job, traces, release, work, say)
+        outcome, is_stopped = _run_rounds(job, traces, release, work, say)
         verdict = policy.should_publish(outcome, release, job.config.gate, pinned=False)
         is_taken = verdict.ok or job.force
         out = job.out if is_taken else free_name(job.out, "refused")
@@ -128,16 +128,18 @@ def train(job: Job, traces: Recorded, say: Say) -> int:
             f"draft: {out}"
             + ("" if verdict.ok else "  (taken by --force although not shown to be better)")
         )
-        return 0
-    say(f"refused: {verdict.reason}; the draft is kept aside in {out}")
-    return 1
+    else:
+        say(f"refused: {verdict.reason}; the draft is kept aside in {out}")
+    if is_stopped:
+        raise KeyboardInterrupt
+    return int(not is_taken)
 
 
 def _run_rounds(
     job: Job, traces: Recorded, release: DraftRelease, work: Path, say: Say
-) -> RoundOutcome:
+) -> tuple[RoundOutcome, bool]:
     """Train on the shuffled traces in rounds. Returns the last candidate with the figures of the
-    rounds that led to it, or an earlier one that was clearly better."""
+    rounds that led to it, or an earlier one that was clearly better; and whether it was stopped."""
     from trainer.loop import Trainer
 
     total = job.epochs * len(traces.training)
@@ -155,18 +157,25 @@ def _run_rounds(
     undone: list[RoundOutcome] = []
     best: RoundOutcome | None = None
     goes_back = False
-    with progress("training", total, "traces") as advance:
-        for part in _parts(len(traces.training), job.epochs, size, config.seed):
-            buffer.put([traces.training[i] for i in part])
-            outcome = trainer.run_round(release, _share_of(len(part), advance))
-            if goes_back and not outcome.discarded:
-                kept.clear()
-            (undone if outcome.discarded else kept).append(outcome)
-            if not outcome.discarded and _alpha(outcome) > (_alpha(best) if best else 0.0):
-                kept[-1] = _set_aside(outcome, work)
-                best = _sum(kept)
-            goes_back = _goes_back(outcome) or (goes_back and bool(outcome.discarded))
-            advance(0, _figures(outcome))
+    is_stopped = False
+    try:
+        with progress("training", total, "traces") as advance:
+            for part in _parts(len(traces.training), job.epochs, size, config.seed):
+                buffer.put([traces.training[i] for i in part])
+                outcome = trainer.run_round(release, _share_of(len(part), advance))
+                if goes_back and not outcome.discarded:
+                    kept.clear()
+                (undone if outcome.discarded else kept).append(outcome)
+                if not outcome.discarded and _alpha(outcome) > (_alpha(best) if best else 0.0):
+                    kept[-1] = _set_aside(outcome, work)
+                    best = _sum(kept)
+                goes_back = _goes_back(outcome) or (goes_back and bool(outcome.discarded))
+                advance(0, _figures(outcome))
+    except KeyboardInterrupt:
+        if not kept:
+            raise
+        is_stopped = True
+        say(f"stopped after {len(kept) + len(undone)} rounds of training")
     trainer.close()
     if not kept:
         raise OSDError(
@@ -183,8 +192,8 @@ def _run_rounds(
             f"the last round's α is {_alpha(last):.3f}, an earlier one's {_alpha(best):.3f}: that "
             "one is taken; fewer --epochs or a lower trainer.learning_rate would do"
         )
-        return best
-    return last
+        return best, is_stopped
+    return last, is_stopped
 
 
 def _alpha(outcome: RoundOutcome) -> float:

@@ -132,6 +132,14 @@ def test_where_the_target_stops_answering_what_was_captured_is_kept(
     assert not list(path.parent.iterdir())
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What was started in the background of a shell may ignore Ctrl-C, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @contextmanager
 def target_that_is_left(buffer: MemoryTraceBuffer, after: int) -> Iterator[str]:
     """Each answer leaves a trace in the buffer. After so many of them comes Ctrl-C, and no more
@@ -169,7 +177,7 @@ def target_that_is_left(buffer: MemoryTraceBuffer, after: int) -> Iterator[str]:
             thread.join()
 
 
-def test_who_stops_it_keeps_all_that_was_answered(tmp_path: Path) -> None:
+def test_who_stops_it_keeps_all_that_was_answered(tmp_path: Path, interruptible: None) -> None:
     """Also of the portion that is under way, of which nothing is in the file yet."""
     buffer = MemoryTraceBuffer(target_id=TARGET_ID, max_traces=64)
     prompts, path = [Prompt(prompt="hi")] * 30, tmp_path / "traces"

@@ -6,8 +6,10 @@ Each gives one line and leaves nothing behind.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,35 @@ def test_train_looks_at_its_files_before_a_draft_is_built(
     done = run_osd("train", "--draft", "tiny", *more, environ=environ, cwd=shell.directory)
     assert done.stderr.startswith(f"osd: {line}") and len(done.stderr.splitlines()) == 1
     assert shell.names() == shell.before
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What was started in the background of a shell may ignore Ctrl-C, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_stops_training_keeps_what_the_rounds_before_brought(
+    number: signal.Signals, shell: Shell, interruptible: None
+) -> None:
+    given = ["--traces", "a.traces", "--draft", "draft", "--out", "new", "--epochs", "12"]
+    command = [sys.executable, "-m", "osd", "train", *SETTINGS, *given]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=shell.directory, env=shell.environ, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        while " traces after " not in (line := process.stderr.readline()):
+            assert line, "it ended"
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=100)
+    assert process.returncode not in (0, -number), said
+    assert "\nstopped after " in said and said.endswith("draft: new\n")
+    assert shell.names() == sorted([*shell.before, "new"])
+    assert (shell.directory / "new" / "distillation.json").is_file()
 
 
 def test_train_hands_the_number_of_drafts_to_the_pool(shell: Shell) -> None:
