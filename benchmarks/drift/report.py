@@ -3,6 +3,7 @@ intervals (Student's t).
 
 Some contenders propose only in some steps (n-gram, suffix decoding). *α of the steps* makes them
 comparable: a step without a draft counts as one rejected token. For drafts of a model it equals α.
+Under the closed loop, both count what the memory proposed as well as what the draft did.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from benchmarks.result import Figure, Lines, Result
 from benchmarks.traffic.family import FAMILIES
 from benchmarks.traffic.schedule import Schedule, returns, shifts
 
+BY_ANYONE = "whoever proposed"
 WINDOW = 48
 """Requests of a moving window, and of "first": right after a shift."""
 TO_REACH = 0.9
@@ -86,7 +88,7 @@ def _with_better_osd(curves: dict[str, list[Curve]]) -> dict[str, list[Curve]]:
 def _overall(contest: Contest) -> list[Figure]:
     return [
         *compared(contest, "acceptance rate, all requests", Curve.rate),
-        *compared(contest, "α, all requests", Curve.alpha),
+        *compared(contest, f"α, {BY_ANYONE}, all requests", Curve.alpha),
         *compared(contest, "acceptance length, all requests", Curve.length),
         *compared(contest, "tokens per step of the target, all requests", Curve.tokens_per_step),
     ]
@@ -98,10 +100,14 @@ def _windows(contest: Contest) -> list[Figure]:
     for phase, start, stop in zip(contest.schedule.phases, bounds, bounds[1:], strict=False):
         first, last = f"first {WINDOW} of {phase.name}", f"last {LAST} of {phase.name}"
         figures += compared(
-            contest, f"α of the steps, {first}", _over(Curve.alpha_of_steps, start, start + WINDOW)
+            contest,
+            f"α of the steps, {BY_ANYONE}, {first}",
+            _over(Curve.alpha_of_steps, start, start + WINDOW),
         )
         figures += compared(
-            contest, f"α of the steps, {last}", _over(Curve.alpha_of_steps, stop - LAST, stop)
+            contest,
+            f"α of the steps, {BY_ANYONE}, {last}",
+            _over(Curve.alpha_of_steps, stop - LAST, stop),
         )
         figures += compared(
             contest, f"tokens per step, {last}", _over(Curve.tokens_per_step, stop - LAST, stop)
@@ -177,8 +183,8 @@ def _memory(contest: Contest) -> list[Figure]:
             return curve.alpha_of_steps(back, back + WINDOW) / before if before else 0.0
 
         title = (
-            f"α kept of {phases[earlier].name}: first {WINDOW} of {phases[later].name} "
-            f"over its last {WINDOW}"
+            f"α kept of {phases[earlier].name}, {BY_ANYONE}: first {WINDOW} of "
+            f"{phases[later].name} over its last {WINDOW}"
         )
         figures += compared(contest, title, kept)
     return figures
@@ -205,7 +211,8 @@ def _costs(contest: Contest) -> list[Figure]:
 
 def _differences(contest: Contest) -> list[Figure]:
     """Ours against everybody, seed by seed: below 0 is a loss."""
-    group, figures = f"{contest.name}: α of the steps, all requests: ours minus", []
+    group = f"{contest.name}: α of the steps, {BY_ANYONE}, all requests: ours minus"
+    figures = []
     ours = contest.curves.get(names.OURS, [])
     for name, curves in contest.curves.items():
         if ours and name != names.OURS:
@@ -230,6 +237,6 @@ def _drawing(contest: Contest) -> Lines:
     return Lines(
         title=f"{contest.name}: {turns}",
         x_label="requests served",
-        y_label=f"α of the steps, last {WINDOW} requests",
+        y_label=f"α of the steps, {BY_ANYONE}, last {WINDOW} requests",
         lines=lines,
     )

@@ -55,9 +55,11 @@ def test_the_quick_run_tells_learners_from_a_frozen_draft(tmp_path: Path) -> Non
     subprocess.run(command, check=True, cwd=ROOT, timeout=580)
     result = json.loads((tmp_path / "result.json").read_text())
     values = {(f["group"], f["name"]): f["value"] for f in result["figures"]}
-    last = "sharp: α of the steps, last 96 of sql"
+    last = "sharp: α of the steps, whoever proposed, last 96 of sql"
     assert values[last, "frozen draft"] < 0.1
     assert values[last, "ours"] > 0.8 * values[last, "ceiling"] > 0.6
     assert values["sharp: training, ours", "published"] >= 3
-    assert values["sharp: α of the steps, all requests: ours minus", "ceiling"] < 0
+    assert (
+        values["sharp: α of the steps, whoever proposed, all requests: ours minus", "ceiling"] < 0
+    )
     assert 'class="report-chart"' in (tmp_path / "report.html").read_text()

@@ -191,13 +191,13 @@ def report(*timed: Row) -> dict[tuple[str, str], Figure]:
 
 
 def test_of_osds_published_pairs_the_better_is_shown() -> None:
-    shown = {name for group, name in report() if group == "some: α, all requests"}
+    shown = {name for group, name in report() if group == "some: α, whoever proposed, all requests"}
     assert shown == {names.FROZEN, names.CEILING, "OSD (1e-5 every 1)", names.OURS}
 
 
 def test_losses_are_shown_like_wins() -> None:
     figures = report()
-    group = "some: α of the steps, all requests: ours minus"
+    group = "some: α of the steps, whoever proposed, all requests: ours minus"
     assert figures[group, names.FROZEN].value > 0
     assert figures[group, names.CEILING].value < 0
 
@@ -214,7 +214,8 @@ def test_recovery_is_censored_in_the_open() -> None:
 
 def test_what_is_kept_is_measured_at_once() -> None:
     figures = report()
-    group = f"some: α kept of home: first {WINDOW} of home again over its last {WINDOW}"
+    kept = f"first {WINDOW} of home again over its last {WINDOW}"
+    group = f"some: α kept of home, whoever proposed: {kept}"
     assert figures[group, names.FROZEN].value == pytest.approx(1.0)
     assert figures[group, names.OURS].value < 0.6
 
