@@ -23,7 +23,7 @@ from osd.errors import AwayError, ConfigError, OSDError, first_line
 from osd.records import Place
 from osd.service.ray_watch import RayWatch, patience
 from osd.service.reaper import PREFIX, Reaper
-from osd.service.reasons import last_line, reason_from_log, refused
+from osd.service.reasons import in_one_line, last_line, reason_from_log, refused
 
 OBJECT_STORE_BYTES = 128 << 20
 SECONDS_TO_ANSWER = 30.0
@@ -295,7 +295,7 @@ def url_of(ready: Any, name: str, what: str, log: Callable[[], Path | Place]) ->
         cause = error.cause
         if isinstance(cause, OSDError):
             raise cause from None
-        why = (refused(cause) if what == "engine" else "") or _reason(log(), str(cause))
+        why = (refused(cause) if what == "engine" else "") or _reason(log(), in_one_line(cause))
         raise OSDError(f"{name}: the {what} did not start: {why}") from None
     except ray.exceptions.RayError as error:
         why = _reason(log(), last_line(error))

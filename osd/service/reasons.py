@@ -30,3 +30,8 @@ def refused(error: BaseException) -> str:
 def last_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__
+
+
+def in_one_line(error: BaseException) -> str:
+    """All of what an error says, where each line may be but a part of a sentence."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

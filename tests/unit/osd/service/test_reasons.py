@@ -84,3 +84,19 @@ def test_an_engine_alone_is_told_that_vllm_refuses_its_options(
     with pytest.raises(OSDError) as raised:
         cluster.url_of(object(), "replica-0", what, lambda: tmp_path / "log")
     assert str(raised.value).startswith(said)
+
+
+def test_what_an_engine_says_in_several_lines_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers does where a tokenizer is missing."""
+
+    def get(ready: object) -> None:
+        said = ValueError("needs one of: \n(1) a file, \n(2) a package.\nNone is there.")
+        raise ray.exceptions.RayTaskError("wait_ready", "", said)
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(OSDError) as raised:
+        cluster.url_of(object(), "replica-0", "engine", lambda: tmp_path / "log")
+    why = "needs one of: (1) a file, (2) a package. None is there."
+    assert str(raised.value) == f"replica-0: the engine did not start: {why}; see {tmp_path}/log"
