@@ -82,6 +82,8 @@ def run(
     train.check_out(out)
     if keep_traces is not None:
         recorded.check_new_file(keep_traces, "--keep-traces", force)
+        if keep_traces.absolute() == out.absolute():
+            raise ConfigError(f"--keep-traces: {keep_traces}: is --out as well; name another file")
     prompts = read_prompts(prompts_file)
     with train.workplace(out) as work:
         own = settings(work)

@@ -219,6 +219,11 @@ def test_distil_will_not_replace_kept_traces(shell: Shell) -> None:
     assert shell.refusal("distil", *options).startswith("--keep-traces: a.traces: exists already")
 
 
+def test_distil_will_not_keep_traces_in_the_place_of_the_draft(shell: Shell) -> None:
+    options = ["--prompts", "p.txt", "--out", "new", "--keep-traces", "./new"]
+    assert shell.refusal("distil", *options).startswith("--keep-traces: new: is --out as well")
+
+
 HEAD = ["distil", "--new-head", "--prompts", "p.txt", "--out", "new"]
 
 
