@@ -182,7 +182,8 @@ def _loads(batch: str | None, rate: str | None, arrivals: bool, usual: str) -> S
 
     if batch is None and rate is None and not arrivals:
         batch = usual
-    loads = [Load(streams=n) for n in whole_numbers(batch, "--batch")] if batch else []
-    if rate:
+    counts = [] if batch is None else whole_numbers(batch, "--batch")
+    loads = [Load(streams=n) for n in counts]
+    if rate is not None:
         loads += [Load(rate=n) for n in numbers(rate, "--rate", least=1e-3)]
     return [*loads, *[Load()] * arrivals]

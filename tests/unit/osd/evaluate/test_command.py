@@ -49,6 +49,8 @@ def write_data(directory: Path, *rows: dict[str, Any]) -> Path:
         ((), "--data: is missing; give files of requests"),
         (("--methods", "suffix"), "suffix needs the package arctic-inference"),
         (("--methods", "draft"), "draft needs a draft model: --draft"),
+        (("--batch", ""), "--batch=: must be whole numbers"),
+        (("--rate", ""), "--rate=: must be numbers"),
         (("--batch", "0"), "--batch=0: must be whole numbers of at least 1"),
         (("--rate", "fast"), "--rate=fast: must be numbers of at least 0.001"),
         (("serving.vllm.async_scheduling=true",), "memory cannot be measured with serving.vllm"),
