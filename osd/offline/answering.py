@@ -59,7 +59,7 @@ def record(config: Config, prompts: Sequence[Prompt], asking: Asking, path: Path
         )
 
         def answer(file: TraceWriter) -> Tally:
-            tally = _answer_all(service, buffer, prompts, asking, file)
+            tally = _answer_all(service, buffer, prompts, asking, file, say)
             if not file.num_traces:
                 raise OSDError(f"no prompt left a trace ({tally}); see {service.log_dir}")
             return tally
@@ -104,6 +104,7 @@ def _answer_all(
     prompts: Sequence[Prompt],
     asking: Asking,
     file: TraceWriter,
+    say: Say,
 ) -> Tally:
     serving = service.config.serving
     model = serving.served_model_name or serving.target
@@ -128,6 +129,7 @@ def _answer_all(
                 _check_alive(answers)
                 tally.add(answers, _empty(buffer, _num_ok(answers), file))
             except KeyboardInterrupt:
+                say("stopping; what was captured is being kept")
                 _empty(buffer, _num_ok(answers), file)
                 raise
     return tally

@@ -186,7 +186,9 @@ def test_who_stops_it_keeps_all_that_was_answered(tmp_path: Path, interruptible:
         service: Any = SimpleNamespace(url=url, config=Config(), plan=plan)
         with pytest.raises(Stopped):
             written(
-                path, TARGET_ID, lambda file: _answer_all(service, buffer, prompts, ASKING, file)
+                path,
+                TARGET_ID,
+                lambda file: _answer_all(service, buffer, prompts, ASKING, file, print),
             )
     with TraceFile(path) as file:
         assert len({trace.trace_id for trace in file}) == 20
