@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from osd.common.model_directory import WEIGHTS
 from osd.config.schema import Config
 from osd.errors import ConfigError, OSDError
 from osd.models import resolve
@@ -104,7 +105,8 @@ def run(
             config=config, draft=train.check_draft(config), out=out, epochs=epochs, force=force
         )
         traces = keep_traces or work / "traces"
-        where = partial(_where_kept, traces, keep_traces, out)
+        keep_head = partial(_kept_head, config, size, work, out) if begin.is_new_head else None
+        where = partial(_where_kept, traces, keep_traces, out, keep_head)
         _record(config, prompts, asking, traces, out, where, say=say, warn=warn)
         if keep_traces is not None:
             say(f"traces: {keep_traces}, for `osd train`")
@@ -154,8 +156,23 @@ def _telling(where: Callable[[], str], warn: Say) -> Iterator[None]:
         raise
 
 
-def _where_kept(traces: Path, keep_traces: Path | None, out: Path) -> str:
-    return f"{kept(traces, keep_traces, out)} has what was captured, for `osd train`"
+def _where_kept(
+    traces: Path, keep_traces: Path | None, out: Path, keep_head: Callable[[Path], Path] | None
+) -> str:
+    place = kept(traces, keep_traces, out)
+    told = f"{place} has what was captured"
+    if keep_head is not None:
+        with suppress(OSDError):  # too little was captured for a head
+            told += f", {keep_head(place)} is the head to begin with"
+    return f"{told}, for `osd train`"
+
+
+def _kept_head(config: Config, size: int, work: Path, out: Path, traces: Path) -> Path:
+    """The new head, not yet trained, in a place that outlives the run."""
+    made = work / "head"
+    if not (made / WEIGHTS).is_file():
+        _new_head(config, recorded.load([traces], lambda line: None), size, work)
+    return made.rename(train.free_name(out, "head"))
 
 
 def _check_begin(begin: Begin) -> None:

@@ -22,6 +22,8 @@ from osd.client.load import Answer
 from osd.config import reading
 from osd.config.schema import Config
 from osd.errors import OSDError
+from osd.models.eagle3 import read_spec
+from osd.models.fit import check_fit
 from osd.offline import answering, distil
 from osd.offline.answering import (
     Incomplete,
@@ -34,6 +36,7 @@ from osd.offline.answering import (
 )
 from osd.offline.prompts import Asking, Message, Prompt
 from tests.support.builders import make_minimal_trace
+from tests.support.served_targets import served_target
 from tests.support.tiny_drafts import TARGET_ID, chain_trace, save_draft
 
 ASKING = Asking(max_tokens=256, temperature=0.5, streams=1)
@@ -194,17 +197,23 @@ def test_who_stops_it_keeps_all_that_was_answered(tmp_path: Path, interruptible:
         assert len({trace.trace_id for trace in file}) == 20
 
 
-def distil_with(record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Any) -> int:
+def distil_with(
+    record: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warned: list[str],
+    begin: distil.Begin | None = None,
+) -> int:
     """`osd distil` whose target answers as `record` says, and whose training fails."""
     monkeypatch.setattr(answering, "record", record)
-    save_draft(tmp_path / "draft")
     (tmp_path / "p.txt").write_text("hello\n" * 64)
-    models = {name: str(tmp_path / "draft") for name in ("serving.target", "serving.draft")}
+    models = {"serving.target": str(tmp_path / "target")}
+    models |= {} if begin else {"serving.draft": str(tmp_path / "target")}
     settings = ["trainer.device=cpu", "trainer.max_length=64", "gate.min_holdout_traces=4"]
     harmful = ["trainer.learning_rate=1.0e30", "trainer.warmup_steps=0"]
     return distil.run(
         lambda own: reading.load(None, [*settings, *harmful], models | own, {}).config,
-        begin=distil.Begin(),
+        begin=begin or distil.Begin(),
         prompts_file=tmp_path / "p.txt",
         out=tmp_path / "new",
         keep_traces=None,
@@ -229,6 +238,7 @@ def test_what_was_captured_outlives_what_comes_to_no_end(
     is_stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warned = list[str]()
+    save_draft(tmp_path / "target")
 
     def record(config: Any, prompts: Any, asking: Any, path: Path, say: Any) -> None:
         recorded_to(path)
@@ -246,4 +256,25 @@ def test_what_was_captured_outlives_what_comes_to_no_end(
         assert str(raised.value).endswith(f"; {where}") and not warned
     with TraceFile(kept) as file:
         assert len(list(file)) == 64
-    assert {path.name for path in tmp_path.iterdir()} == {"draft", "p.txt", "new.traces"}
+    assert {path.name for path in tmp_path.iterdir()} == {"target", "p.txt", "new.traces"}
+
+
+def test_of_a_new_head_its_beginning_is_kept_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, nothing could be trained on what was captured."""
+    target, warned = served_target(tmp_path / "target"), list[str]()
+
+    def record(config: Any, prompts: Any, asking: Any, path: Path, say: Any) -> None:
+        recorded_to(path)
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        distil_with(record, tmp_path, monkeypatch, warned, distil.Begin(True, 40))
+    (line,) = warned
+    assert line.endswith(f", {tmp_path / 'new.head'} is the head to begin with, for `osd train`")
+    assert check_fit(target, tmp_path / "new.head")
+    assert read_spec(tmp_path / "new.head").draft_vocab_size == 40
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("target", "p.txt", "new.traces", "new.head")
+    }
