@@ -116,7 +116,10 @@ def train(job: Job, traces: Recorded, say: Say) -> int:
     say(describe(traces))
     with workplace(job.out) as work:
         release = _release_of(job.draft, traces.target_id, work)
-        outcome, is_stopped = _run_rounds(job, traces, release, work, say)
+        try:
+            outcome, is_stopped = _run_rounds(job, traces, release, work, say)
+        except OSDError as error:  # what is wrong with the copy is wrong with the draft
+            raise type(error)(str(error).replace(release.path, str(job.draft))) from None
         verdict = policy.should_publish(outcome, release, job.config.gate, pinned=False)
         is_taken = verdict.ok or job.force
         out = job.out if is_taken else free_name(job.out, "refused")

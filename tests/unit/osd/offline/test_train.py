@@ -369,6 +369,16 @@ def test_traces_that_teach_another_language_leave_nothing(train: Run, tmp_path: 
     assert train.names() == set()
 
 
+def test_a_draft_that_cannot_be_loaded_is_named_by_its_own_place(
+    train: Run, tmp_path: Path
+) -> None:
+    (train.draft / "generation_config.json").write_text("[]")
+    file = write(tmp_path / "a.traces", TRAINING + HELD_OUT)
+    with pytest.raises(OSDError, match=f"^{train.draft}: not a draft model that can be loaded"):
+        train(file)
+    assert train.names() == set()
+
+
 def test_a_loss_that_is_not_finite_leaves_nothing(train: Run, tmp_path: Path) -> None:
     file = write(tmp_path / "a.traces", TRAINING + HELD_OUT)
     with pytest.raises(
