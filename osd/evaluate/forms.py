@@ -24,6 +24,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from osd.errors import ConfigError
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv")
+NUMBERS = {"max_tokens", "at"}
+"""Keys of the plain form, which are text in a CSV file as all else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,13 +115,26 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     if path.suffix == ".csv":
         csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # no field is longer
         reader = csv.DictReader(io.StringIO(text, newline=""))  # other separators are text
-        yield from ((f"{path} line {reader.line_num}", row) for row in reader)
+        yield from ((f"{path} line {reader.line_num}", _with_numbers(row)) for row in reader)
     elif path.suffix == ".json":
         yield from _items(path, text)
     else:
         numbered = enumerate(text.split("\n"), 1)
         lines = ((f"{path} line {number}", line) for number, line in numbered if line.strip())
         yield from ((where, _object(where, line)) for where, line in lines)
+
+
+def _with_numbers(row: Row) -> Row:
+    """A row of text, with what has to be a number as one, where it is; without it where it is
+    empty."""
+    found = dict(row)
+    for key in NUMBERS & row.keys():
+        if not row[key]:
+            del found[key]
+            continue
+        with suppress(ValueError, RecursionError):
+            found[key] = json.loads(row[key])
+    return found
 
 
 def _items(path: Path, text: str) -> Iterator[tuple[str, Row]]:

@@ -124,6 +124,15 @@ def test_a_field_may_be_long(tmp_path: Path) -> None:
     assert asked(str(tmp_path / "x.csv")) == [f"Summarize this article:\n\n{article}"]
 
 
+def test_numbers_of_a_csv_are_numbers(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("prompt,max_tokens,at\na,7,1.5\nb,,2\nc\n")
+    found = [(one.max_tokens, one.at) for one in read(tmp_path / "x.csv")]
+    assert found == [(7, 1.5), (None, 2.0), (None, None)]
+    (tmp_path / "y.csv").write_text("prompt,at\na,noon\n")
+    with pytest.raises(ConfigError, match=r"y.csv line 2: .* \(at=noon must be seconds\)"):
+        read(tmp_path / "y.csv")
+
+
 def test_separators_of_unicode_end_no_row_of_a_csv(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("problem,answer\nfirst\u2028second\x0cthird,7\r\nlast,8\r\n")
     first, last = asked(str(tmp_path / "x.csv"))
