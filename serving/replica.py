@@ -183,6 +183,8 @@ class Replica:
                 "model": self._release.path,
                 "num_speculative_tokens": room,
             }
+            if self._config.speculation.is_sampled:
+                extra["speculative_config"]["draft_sample_method"] = "probabilistic"
             extra |= self._control_arguments()
             if self._is_controlled:
                 extra["speculative_config"] |= graphs_for_every_k(room)

@@ -106,7 +106,7 @@ class TrainBatch(RowBatch):
     Example:
         Of a trace with tokens [1, 7, 9, 4, 4, 2] and a row at position 4:
         ids_BS=[[1, 7, 9, 4]], row_b_N=[0], row_s_N=[3], label_ids_N=[4], target_ids_NK=[[4, 2]],
-        target_logprobs_NK=[[-0.1, -2.5]], tail_logprob_N=[-4.1], weight_N=[1.0]
+        target_logprobs_NK=[[-0.1, -2.5]], tail_logprob_N=[-4.1], weight_N=[1.0], num_positions=1.0
     """
 
     target_ids_NK: Tensor
@@ -117,6 +117,8 @@ class TrainBatch(RowBatch):
     """float32; -inf when the K tokens hold all mass."""
     weight_N: Tensor
     """float32, proportional to 1 / keep_prob, sums to 1."""
+    num_positions: float
+    """How many positions the rows stand for: the sum of 1 / keep_prob."""
 
 
 def collate(
@@ -150,6 +152,7 @@ def collate(
         target_logprobs_NK=torch.from_numpy(logprobs_NK - log_mass_N[:, None]).float(),
         tail_logprob_N=torch.from_numpy(tail_N - log_mass_N).float(),
         weight_N=torch.from_numpy(weight_N / weight_N.sum()).float(),
+        num_positions=float(weight_N.sum()),
     )
 
 

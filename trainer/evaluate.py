@@ -6,6 +6,10 @@ itself. So one forward pass over prompt and output shows where a draft's argmax 
 accepted, at any temperature. Walking the output in steps of k gives the counts that the engine
 would have reported. Candidate and base replay the same requests, so they are compared in pairs.
 
+Where the engines draw draft tokens from the draft's distribution q (vLLM's `draft_sample_method`
+"probabilistic"), those of a request above temperature 0 are counted as `trainer/sampling/drafts.py`
+expects them to be.
+
 The same pass shows how often a token tree of width k would have held the served token: whether it
 is among the draft's k likeliest (*success by k*; SpecInfer, arXiv 2305.09781, table 1).
 
@@ -16,7 +20,7 @@ vocabulary, I bootstrap resamples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +30,13 @@ from osd.records import ClassReport, EvalReport, Trace, conditional_acceptance
 from trainer.batch import NUM_LIKELIEST, collate_outputs, to_device
 from trainer.classes import classes_of
 from trainer.draft import Draft
+from trainer.sampling.drafts import expected_counts
+from trainer.sampling.student import GREEDY
 
 
 class ReplayCounts(NamedTuple):
-    """The counts that the engine would have reported for each trace."""
+    """The counts that the engine would have reported for each trace; float64, and expected ones,
+    where drafts are sampled."""
 
     tested_RG: np.ndarray
     """int64; drafts whose first g tokens were all accepted, and that had a token g + 1 to test."""
@@ -44,7 +51,7 @@ class ReplayCounts(NamedTuple):
     @property
     def alpha(self) -> float | None:
         """Conditional acceptance over all traces; None when nothing was tested."""
-        return conditional_acceptance(int(self.accepted_RG.sum()), int(self.tested_RG.sum()))
+        return conditional_acceptance(float(self.accepted_RG.sum()), float(self.tested_RG.sum()))
 
     @property
     def alpha_per_pos(self) -> tuple[float, ...]:
@@ -67,11 +74,11 @@ def can_replay(trace: Trace) -> bool:
 
 
 def replay(
-    model: Draft, traces: Sequence[Trace], k: int, *, max_length: int, batch_size: int = 8
+    model: Draft, traces: Sequence[Trace], k: int, *, max_length: int, **how: Any
 ) -> ReplayCounts:
-    """Tested and accepted draft tokens per trace and position, for k tokens that `model` drafts
-    greedily in every step."""
-    return replay_all([model], traces, k, max_length=max_length, batch_size=batch_size)[0]
+    """Tested and accepted draft tokens per trace and position, for k tokens that `model` drafts in
+    every step."""
+    return replay_all([model], traces, k, max_length=max_length, **how)[0]
 
 
 def replay_all(
@@ -81,8 +88,13 @@ def replay_all(
     *,
     max_length: int,
     batch_size: int = 8,
+    is_sampled: bool = False,
 ) -> list[ReplayCounts]:
-    """`replay` of several drafts of one kind. What they read of the target is computed once."""
+    """`replay` of several drafts of one kind. What they read of the target is computed once.
+
+    `is_sampled`: draft tokens are drawn from the draft, where a request is above temperature 0. The
+    rows of such requests must be well formed.
+    """
     num = len(traces)
     found = [
         ReplayCounts(
@@ -102,7 +114,26 @@ def replay_all(
                 counts.tested_RG[r], counts.accepted_RG[r] = count_steps(is_match_GT, k)
                 counts.held_RK[r] = np.logical_or.accumulate(is_likely_KT).sum(1)
                 counts.served_R[r] = is_likely_KT.shape[1]
-    return found
+    return _with_sampled(found, models, traces, max_length, batch_size) if is_sampled else found
+
+
+def _with_sampled(
+    found: Sequence[ReplayCounts],
+    models: Sequence[Draft],
+    traces: Sequence[Trace],
+    max_length: int,
+    batch_size: int,
+) -> list[ReplayCounts]:
+    """Expected counts in place of those of requests whose drafts are sampled."""
+    drawn = [r for r, trace in enumerate(traces) if trace.temperature >= GREEDY]
+    k = found[0].tested_RG.shape[1]
+    with_expected = []
+    expected = expected_counts(models, [traces[r] for r in drawn], k, max_length, batch_size)
+    for counts, (tested_RG, accepted_RG) in zip(found, expected, strict=True):
+        both = counts.tested_RG.astype(np.float64), counts.accepted_RG.astype(np.float64)
+        both[0][drawn], both[1][drawn] = tested_RG, accepted_RG
+        with_expected.append(counts._replace(tested_RG=both[0], accepted_RG=both[1]))
+    return with_expected
 
 
 def count_steps(is_match_GT: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -146,10 +177,16 @@ def compare(
     max_length: int,
     batch_size: int = 8,
     seed: int = 0,
+    is_sampled: bool = False,
 ) -> EvalReport:
     """Replay both drafts on the same traces; α of each, and the difference with its interval."""
     counts_candidate, counts_base = replay_all(
-        [candidate, base], traces, k, max_length=max_length, batch_size=batch_size
+        [candidate, base],
+        traces,
+        k,
+        max_length=max_length,
+        batch_size=batch_size,
+        is_sampled=is_sampled,
     )
     diff_I = bootstrap_diff(
         counts_candidate, counts_base, gate.num_bootstrap, np.random.default_rng(seed)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from osd.config.schema import GateConfig, TrainerConfig
 from osd.records import DraftRelease, EvalReport, Trace
-from trainer.batch import check_tokens, well_formed
+from trainer.batch import check_rows, check_tokens, well_formed
 from trainer.distiller import accelerator
 from trainer.draft import Draft, load_draft
 from trainer.evaluate import can_replay, compare, replay_all
@@ -31,9 +31,11 @@ class Evaluator:
         k: int,
         buffer: TraceBuffer,
         features: TargetFeatures | None = None,
+        is_sampled: bool = False,
     ) -> None:
+        """`is_sampled`: whether the engines draw draft tokens from the draft's distribution."""
         self._config, self._gate, self._k, self._buffer = config, gate, k, buffer
-        self._features = features
+        self._features, self._is_sampled = features, is_sampled
         self._device = accelerator(config).device
 
     def compare(self, candidate: Path, base: DraftRelease) -> EvalReport | None:
@@ -51,6 +53,7 @@ class Evaluator:
             max_length=self._config.max_length,
             batch_size=self._config.batch_size,
             seed=self._config.seed,
+            is_sampled=self._is_sampled,
         )
 
     def alphas(self, releases: Sequence[DraftRelease], num_traces: int) -> dict[int, float]:
@@ -67,6 +70,7 @@ class Evaluator:
             self._k,
             max_length=self._config.max_length,
             batch_size=self._config.batch_size,
+            is_sampled=self._is_sampled,
         )
         alphas = {v: of_model.alpha for v, of_model in zip(models, counts, strict=True)}
         return {v: alpha for v, alpha in alphas.items() if alpha is not None}
@@ -75,8 +79,11 @@ class Evaluator:
         """Those of the newest `num` held-out traces that can be replayed; none when they are too
         few."""
         newest = [trace for trace in self._buffer.holdout(num) if can_replay(trace)]
-        traces = well_formed(newest, check_tokens, vocab_size)
+        traces = well_formed(newest, self._check, vocab_size)
         return traces if len(traces) >= self._gate.min_holdout_traces else []
+
+    def _check(self, trace: Trace, vocab_size: int) -> None:
+        (check_rows if self._is_sampled and trace.num_rows else check_tokens)(trace, vocab_size)
 
     def _load(self, path: str | Path) -> Draft:
         return load_draft(path, self._features).to(self._device)

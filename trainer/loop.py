@@ -128,6 +128,7 @@ class Trainer:
         target_id: str,
         draft: str = "default",
         teacher: Teacher | None = None,
+        is_sampled: bool = False,
     ) -> None:
         """`teacher`: the target, which heads, and `trainer.sampling` student and mixed, need."""
         torch.set_num_threads(config.num_threads)
@@ -136,9 +137,8 @@ class Trainer:
         self._candidates = directory / "candidates"
         self._features = features_of(config, teacher, k)
         self._remedy = needing_less(config, has_teacher=teacher is not None)
-        self._evaluator = Evaluator(config, gate, k, buffer, self._features)
-        self._guard = LossGuard(config, gate, buffer)
-        self._mix = ReplayMix(config, buffer)
+        self._evaluator = Evaluator(config, gate, k, buffer, self._features, is_sampled)
+        self._guard, self._mix = LossGuard(config, gate, buffer), ReplayMix(config, buffer)
         self._student = student_of(config, teacher)
         self._trackers = open_trackers(config, directory, target_id)
         self._working = WorkingDraft(

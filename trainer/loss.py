@@ -128,6 +128,45 @@ LOSSES: dict[str, Loss] = {
 """By their names in `trainer.loss`."""
 
 
+def at_sampling(
+    logprobs_NK: Tensor,
+    tail_logprob_N: Tensor,
+    num_tokens: int,
+    temperature_N: Tensor,
+    top_p_N: Tensor,
+    top_k_N: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The K listed log-probabilities, most likely first, and the tail's, as the target samples:
+    after temperature, then top-k (0 = off), then top-p, normalised.
+
+    num_tokens: in the vocabulary. The tail is taken for tokens that are alike, which is exact at
+    temperature 1.
+    """
+    num_rest_N = (num_tokens - (logprobs_NK > -torch.inf).sum(1)).clamp(min=1).log()
+    tail_N = num_rest_N + (tail_logprob_N - num_rest_N) / temperature_N
+    scaled_NK = logprobs_NK / temperature_N[:, None]
+    top_k_N = torch.where(top_k_N > 0, top_k_N, num_tokens)
+    place_K = torch.arange(logprobs_NK.shape[1], device=logprobs_NK.device)
+    scaled_NK = scaled_NK.masked_fill(place_K >= top_k_N[:, None], -torch.inf)
+    tail_N = tail_N.masked_fill(top_k_N <= logprobs_NK.shape[1], -torch.inf)
+    log_mass_N = torch.logaddexp(scaled_NK.logsumexp(1), tail_N)
+    before_NC = (scaled_NK - log_mass_N[:, None]).exp().cumsum(1)
+    before_NC = torch.nn.functional.pad(before_NC, (1, 0))
+    is_beyond_NC = before_NC >= torch.where(top_p_N < 1, top_p_N, torch.inf)[:, None]
+    scaled_NK = scaled_NK.masked_fill(is_beyond_NC[:, :-1], -torch.inf)
+    tail_N = tail_N.masked_fill(is_beyond_NC[:, -1], -torch.inf)
+    log_mass_N = torch.logaddexp(scaled_NK.logsumexp(1), tail_N)
+    return scaled_NK - log_mass_N[:, None], tail_N - log_mass_N
+
+
+def acceptance(both: Coarse, tail_logprob_N: Tensor) -> Tensor:
+    """Σ min(p, q): how likely a token that is drawn from q is accepted. `tail_logprob_N`: the mass
+    of p outside its listed tokens, to which a head's rest adds what the head cannot propose."""
+    least_NC = torch.minimum(both.p_NC, both.q_NC)
+    rest_N = torch.minimum(least_NC[:, -1], tail_logprob_N.exp())
+    return least_NC[:, :-1].sum(1) + rest_N
+
+
 def weighted_mean(loss_N: Tensor, weight_N: Tensor) -> Tensor:
     """Σ w·loss, a scalar, for weights that sum to 1 (`TrainBatch.weight_N`)."""
     return (loss_N * weight_N).sum()

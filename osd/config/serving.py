@@ -190,6 +190,10 @@ class SpeculationConfig(Section):
     proposers: list[Literal["draft", "memory"]] = Field(["draft", "memory"], min_length=1)
     """Who may propose: the draft model, and the memory: what followed the same words in this
     request, or in answers to earlier ones."""
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    """vLLM's: how the draft picks its tokens in requests above temperature 0. greedy = the most
+    likely one. probabilistic = [drawn](control.md#sampled-drafts) from its distribution at the
+    request's temperature. Attached engines must be started with the same."""
     memory_k_max: int = Field(8, ge=1, le=32)
     """Most draft tokens of the memory per step."""
     memory_bytes: int = Field(64 << 20, ge=1 << 20)
@@ -209,6 +213,15 @@ class SpeculationConfig(Section):
     net_window_seconds: float = Field(2, gt=0)
     """How long that moment is."""
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether draft tokens are drawn from the draft's distribution."""
+        return self.draft_sample_method == "probabilistic"
+
+    @property
+    def may_memory_propose(self) -> bool:
+        return "memory" in self.proposers and not self.is_sampled
+
     @field_validator("proposers", mode="before")
     @classmethod
     def _ngram_is_the_memory(cls, value: Any) -> Any:
@@ -222,6 +235,15 @@ class SpeculationConfig(Section):
         if len(set(value)) < len(value):
             raise ValueError("names a proposer twice")
         return value
+
+    @model_validator(mode="after")
+    def _refuse_a_memory_alone_beside_sampled_drafts(self) -> SpeculationConfig:
+        if self.is_sampled and "draft" not in self.proposers:
+            raise ValueError(
+                "draft_sample_method=probabilistic leaves out the memory, which alone is in "
+                "proposers; add draft to speculation.proposers"
+            )
+        return self
 
 
 class CaptureConfig(Section):

@@ -154,7 +154,9 @@ def _run_rounds(
     )
     buffer, k = traces.buffer(), job.config.speculation.k_max
     trainer = Trainer(
-        config, job.config.gate, k, buffer, work, traces.target_id, teacher=_teacher(job, traces)
+        *(config, job.config.gate, k, buffer, work, traces.target_id),
+        teacher=_teacher(job, traces),
+        is_sampled=job.config.speculation.is_sampled,
     )
     kept: list[RoundOutcome] = []
     undone: list[RoundOutcome] = []

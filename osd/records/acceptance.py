@@ -33,7 +33,7 @@ def acceptance_length(num_accepted_tokens: int, num_drafts: int) -> float | None
     return 1 + num_accepted_tokens / num_drafts if num_drafts else None
 
 
-def conditional_acceptance(num_accepted_tokens: int, num_tested_tokens: int) -> float | None:
+def conditional_acceptance(num_accepted_tokens: float, num_tested_tokens: float) -> float | None:
     """α = accepted / tested, None when nothing was tested."""
     return num_accepted_tokens / num_tested_tokens if num_tested_tokens else None
 

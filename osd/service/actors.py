@@ -202,14 +202,12 @@ class TrainerActor:
         from trainer.loop import Trainer
 
         limit_gpu_memory(config.trainer)
+        buffer = RedisTraceBuffer(**buffer_settings(config, redis_url, target_id))
+        directory, k = directory_of(config.checkpoint_path, target_id), config.speculation.k_max
         self._trainer = Trainer(
-            config.trainer,
-            config.gate,
-            config.speculation.k_max,
-            RedisTraceBuffer(**buffer_settings(config, redis_url, target_id)),
-            directory_of(config.checkpoint_path, target_id),
-            target_id,
+            *(config.trainer, config.gate, k, buffer, directory, target_id),
             teacher=teacher_here(config, target_id, is_head=is_head),
+            is_sampled=config.speculation.is_sampled,
         )
 
     def machine(self) -> str:

@@ -2,7 +2,8 @@
 
 Asked for as vLLM and Triton ask: VLLM_USE_V2_MODEL_RUNNER=1 and TRITON_INTERPRET=1 in the
 environment, before vLLM is imported. The kernels are the real ones but for top-k and
-top-p, which vLLM then applies as without Triton. A step takes about 0.1 s a request.
+top-p, which vLLM then applies as without Triton, and a function of CUDA's libdevice, which is
+written out. A step takes about 0.1 s a request.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 TRITON = Path(sys.prefix) / "triton"
 """Where scripts/setup_tests.sh puts Triton. A folder of its own: vLLM and torch look for Triton
@@ -51,10 +54,16 @@ def find() -> None:
 
 
 def leave_out() -> None:
-    """The kernel of top-k and top-p, which the interpreter cannot run. Once vLLM is imported."""
+    """What the interpreter cannot run: the kernel of top-k and top-p, and libdevice, whose log1p
+    verifies sampled drafts. Once vLLM is imported, and before its model runner is."""
+    from vllm import triton_utils
     from vllm.v1.sample.ops import topk_topp_sampler
 
+    def log1p(x: Any) -> Any:
+        return triton_utils.tl.log(1.0 + x)
+
     topk_topp_sampler.HAS_TRITON = False
+    triton_utils.tldevice = SimpleNamespace(log1p=log1p)
 
 
 def leave() -> None:

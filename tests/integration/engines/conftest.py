@@ -179,6 +179,29 @@ def tight(pair: Pair, way: Way, speculating: Engine) -> Engine:
 
 
 @pytest.fixture(scope="session")
+def drawing(pair: Pair, way: Way) -> Engine:
+    """Draft tokens are drawn from the draft's distribution. All ids of a row are captured."""
+    sampled = {"draft_sample_method": "probabilistic"}
+    engine = started(pair, way, speculative=sampled, max_num_batched_tokens=384)
+    engine.set_capture(top_k=VOCABULARY, accepted_fraction=1.0, plain_fraction=1.0)
+    return engine
+
+
+@pytest.fixture
+def sampling(drawing: Engine, pair: Pair) -> Iterator[Engine]:
+    """As above, with k fixed at 4; at the end the control and the hooks must be whole."""
+    drawing.command("force", ["draft", K])
+    drawing.llm.reset_prefix_cache()
+    if drawing.worker.osd_swapper.version != 1:
+        assert drawing.swap(release_of(pair.draft, 1))["error"] == ""
+    yield drawing
+    drawing.traces()
+    assert drawing.command("report")["problem"] == ""
+    assert drawing.worker.osd_hook.is_listening
+    assert drawing.worker.osd_off == {}
+
+
+@pytest.fixture(scope="session")
 def headed(tmp_path_factory: pytest.TempPathFactory, way: Way) -> Pair:
     form = form_of_heads(way)
     return build_headed(tmp_path_factory.mktemp(f"headed-{way.name}"), **form)

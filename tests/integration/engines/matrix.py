@@ -68,6 +68,21 @@ OF_HEADS: dict[str, tuple[str, ...]] = {
 }
 """Asked of EAGLE-3 heads, over one rank."""
 
+OF_SAMPLED: dict[str, tuple[str, ...]] = {
+    "with sampled drafts (`draft_sample_method: probabilistic`): at temperature 0 tokens are those "
+    "without speculation, at 1 they follow the target, while k changes every step, 0 included, and "
+    "20 drafts are swapped in; captured rows are the target's; the memory is left out": (
+        "test_with_sampled_drafts_tokens_are_the_targets",
+        "test_with_sampled_drafts_tokens_at_temperature_one_follow_the_target",
+        "test_rows_captured_beside_sampled_drafts_are_the_targets",
+        "test_beside_sampled_drafts_the_memory_is_left_out",
+    ),
+    "... what the gate predicts for a draft is what it serves with, version by version": (
+        "test_a_sampled_draft_serves_as_its_replay_says",
+    ),
+}
+"""Asked of drafts that are drawn from their distribution, over one rank."""
+
 PROMISES: dict[str, tuple[str, ...]] = {
     "at temperature 0 tokens are those of the V1 runner without speculation: k changes every step, "
     "requests are aborted, the control decides, or has failed": (
@@ -153,6 +168,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_preempted_requests_keep_their_tokens_and_their_drafts",
         "test_cached_prefixes_that_the_draft_slept_through_are_caught_up_once",
     ),
+    **OF_SAMPLED,
     **OF_HEADS,
     **OF_RANKS,
     "answers differ at near-ties of the target alone: k from 0 to 4, 20 swaps": (
@@ -231,12 +247,17 @@ def of_heads() -> set[str]:
     return {test for tests in OF_HEADS.values() for test in tests}
 
 
+def of_one_rank() -> set[str]:
+    sampled = {test for tests in OF_SAMPLED.values() for test in tests}
+    return {*INSTEAD, *NOT_OF_RANKS, *sampled, *of_heads()}
+
+
 def is_run(test: str, way: Way) -> bool:
     if way == V2_RANKS and test not in ON_V2_RANKS:
         return False
     if test in {*INSTEAD.values(), *(one for tests in OF_RANKS.values() for one in tests)}:
         return way.num_ranks > 1
-    if way.num_ranks > 1 and (test in {*INSTEAD, *NOT_OF_RANKS, *of_heads()}):
+    if way.num_ranks > 1 and test in of_one_rank():
         return False
     is_about_rounding = any(test in tests for tests in list(PROMISES.values())[-NUM_ROUGH:])
     return is_about_rounding == (way == BFLOAT16)

@@ -37,10 +37,11 @@ ORDER = (
     "test_rollback.py",
     "test_rest.py",
     # They have services of their own: of two ranks, without an engine, of an asynchronous one, of
-    # two, on a cluster.
+    # sampled drafts, of two, on a cluster.
     "test_tensor_parallel.py",
     "test_attached.py",
     "test_asynchronous.py",
+    "test_sampled_drafts.py",
     "test_replicas.py",
     "test_head_restart.py",
     "test_stopping.py",

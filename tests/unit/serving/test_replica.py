@@ -217,6 +217,17 @@ async def test_vllm_drafts_by_the_method_of_the_draft(monkeypatch: pytest.Monkey
     assert (asked["method"], asked["model"]) == ("eagle3", "/v1")
 
 
+@pytest.mark.parametrize("how", ["greedy", "probabilistic"])
+async def test_vllm_picks_draft_tokens_as_the_gate_judges_them(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    made = replica()
+    speculation = made._config.speculation.model_copy(update={"draft_sample_method": how})
+    made._config = made._config.model_copy(update={"speculation": speculation})
+    asked = (await asked_of_vllm(monkeypatch, made))["speculative_config"]
+    assert asked.get("draft_sample_method", "greedy") == how
+
+
 @pytest.mark.parametrize(("num_ranks", "executor"), [(1, None), (2, "mp")])
 async def test_ranks_are_processes_of_vllms_own(
     num_ranks: int, executor: str | None, monkeypatch: pytest.MonkeyPatch

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from osd.records import Trace
@@ -63,6 +65,24 @@ def test_too_few_held_out_traces_evaluate_no_draft(
     releases = [release_of(drafts[0], version=1), release_of(drafts[1], version=2)]
     assert (evaluator(*traces).compare(drafts[0], releases[1]) is not None) is is_evaluated
     assert bool(evaluator(*traces).alphas(releases, 16)) is is_evaluated
+
+
+def test_where_drafts_are_sampled_they_are_judged_so(drafts: tuple[Path, Path]) -> None:
+    """Requests whose rows cannot be read are left out."""
+    newest = held_out(5, 600)
+    drawn = [replace(trace, temperature=1.0) for trace in newest]
+    broken = replace(drawn[0], trace_id=held_out(1, 700)[0].trace_id, tail_logprob=np.zeros(24))
+    releases = [release_of(path, version) for version, path in enumerate(drafts, 1)]
+    buffer = buffer_with(*drawn, broken)
+    found = Evaluator(CONFIG, GATE, K, buffer, is_sampled=True).alphas(releases, 6)
+    models = [load_draft(path) for path in drafts]
+    by_hand = [replay(model, drawn, K, max_length=16, is_sampled=True).alpha for model in models]
+    assert found == dict(enumerate(by_hand, 1))
+    report = Evaluator(CONFIG, GATE, K, buffer, is_sampled=True).compare(drafts[0], releases[1])
+    assert report is not None
+    assert (report.alpha_candidate, report.alpha_base) == tuple(by_hand)
+    greedy = Evaluator(CONFIG, GATE, K, buffer).alphas(releases, 6)
+    assert greedy != found
 
 
 def test_releases_are_replayed_on_as_many_of_the_newest_traces_as_is_asked_for(
