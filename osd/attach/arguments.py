@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from osd.attach.plugin import VARIABLE
+from osd.config.serving import argument
 from serving.speculation.control import SETTINGS_KEY
 from serving.vllm import names, parts, server
 from serving.vllm.attached import on_engine_config
@@ -53,7 +54,11 @@ def prepare(args: Any, environ: Mapping[str, str] = os.environ) -> None:
     speculative = dict(args.speculative_config)
     k = int(speculative["num_speculative_tokens"])
     given = dict(args.additional_config or {})
-    given[ATTACHED_KEY] = {"k": k, "off": {}}
+    given[ATTACHED_KEY] = {
+        "k": k,
+        "draft_sample_method": argument(speculative, "draft_sample_method") or "greedy",
+        "off": {},
+    }
     args.worker_extension_cls = EXTENSION
     if problem := parts.problem_with("control"):
         parts.switch_off(given[ATTACHED_KEY]["off"], "control", problem)
@@ -91,6 +96,13 @@ def why_not(args: Any, environ: Mapping[str, str] = os.environ) -> str:
         return f"vLLM takes its draft for a head, since its name contains {head!r}"
     if "num_speculative_tokens_per_batch_size" in speculative:
         return "it has a table of draft tokens by batch size, which would be lost"
+    if (rule := argument(speculative, "rejection_sample_method")) == "synthetic":
+        return (
+            "rejection_sample_method='synthetic' accepts draft tokens by lot, so that its answers "
+            "are not the target's; leave it out of --speculative-config"
+        )
+    if rule not in (None, "standard"):
+        return f"rejection_sample_method={rule!r} was never run with it; leave it out"
     if not speculative.get("num_speculative_tokens"):
         return "--speculative-config lacks num_speculative_tokens"
     for name in ("worker_extension_cls", "scheduler_cls"):

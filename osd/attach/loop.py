@@ -73,6 +73,7 @@ class AttachedLoop:
         self._redis_url, self._deployment = redis_url, deployment
         self._name, self._url, self._models = name, url, models
         self._k, self._off, self._permits = int(built["k"]), dict(built["off"]), permits
+        self._draft_sample_method = str(built.get("draft_sample_method", "greedy"))
         self._clock = clock
         self.is_serving = False
         """Whether requests come, so that the engine's time is theirs."""
@@ -131,6 +132,16 @@ class AttachedLoop:
             self._target_id, self._own = found
         own: DraftRelease = self._own
         steps = terms.steps if self._target_id == terms.target_id else ()
+        if terms.draft_sample_method != self._draft_sample_method:
+            steps = ()
+            logger.error(
+                "not attached to %s: its gate judges drafts by draft_sample_method=%s, and this "
+                "engine has %s; start it with the one, or the deployment with the other "
+                "(speculation.draft_sample_method)",
+                self._deployment,
+                terms.draft_sample_method,
+                self._draft_sample_method,
+            )
         if self._target_id != terms.target_id:
             logger.error(
                 "not attached to %s: its target is %s, and this engine serves another (%s, %s)",

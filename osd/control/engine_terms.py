@@ -49,6 +49,7 @@ class TermsKeeper:
             first=next(iter(self._releases.list(self._target_id)), None),
             drafts_url=self._drafts_url,
             drafts_token=self._drafts_token,
+            draft_sample_method=self._config.speculation.draft_sample_method,
         )
 
     async def restore(self) -> None:

@@ -155,6 +155,8 @@ class EngineTerms:
     drafts_url: str = ""
     """Where releases are fetched; "" = they are seen where the store keeps them."""
     drafts_token: str = ""
+    draft_sample_method: str = "greedy"
+    """How engines must pick draft tokens, since the gate judges drafts so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,7 +44,8 @@ def test_an_engine_is_built_so_that_it_can_be_attached_and_is_held() -> None:
     assert args.worker_extension_cls == "osd.service.worker.Worker"
     assert args.scheduler_cls == "serving.speculation.scheduler.controlled_scheduler"
     assert args.additional_config["theirs"] == 1
-    assert args.additional_config[ATTACHED_KEY] == {"k": 4, "off": {}}
+    built = {"k": 4, "draft_sample_method": "greedy", "off": {}}
+    assert args.additional_config[ATTACHED_KEY] == built
     settings = settings_of(args.additional_config)
     assert (settings.mode, settings.k_max, settings.is_held) == ("auto", 4, True)
     assert args.speculative_config == SPECULATIVE, "nothing else about speculation is changed"
@@ -65,6 +66,14 @@ def test_an_engine_with_a_head_can_be_attached(head: dict[str, str]) -> None:
     prepare(args, WITH_PLUGIN)
     assert args.worker_extension_cls == "osd.service.worker.Worker"
     assert args.speculative_config == {**SPECULATIVE, **head}
+
+
+@pytest.mark.parametrize("key", ["draft_sample_method", "draft-sample-method"])
+def test_how_it_picks_draft_tokens_is_noted(key: str) -> None:
+    args = engine_args(speculative_config={**SPECULATIVE, key: "probabilistic"})
+    prepare(args, WITH_PLUGIN)
+    assert args.additional_config[ATTACHED_KEY]["draft_sample_method"] == "probabilistic"
+    assert args.speculative_config == {**SPECULATIVE, key: "probabilistic"}
 
 
 def test_what_was_prepared_stays_as_it_is() -> None:
@@ -133,6 +142,23 @@ def test_without_the_control_the_engine_keeps_its_own_scheduler(
             },
             WITH_PLUGIN,
             "it has a table of draft tokens by batch size, which would be lost",
+        ),
+        (
+            {
+                "speculative_config": {
+                    **SPECULATIVE,
+                    "rejection-sample-method": "synthetic",
+                    "synthetic-acceptance-length": 3,
+                }
+            },
+            WITH_PLUGIN,
+            "rejection_sample_method='synthetic' accepts draft tokens by lot, so that its answers "
+            "are not the target's; leave it out of --speculative-config",
+        ),
+        (
+            {"speculative_config": {**SPECULATIVE, "rejection_sample_method": "block"}},
+            WITH_PLUGIN,
+            "rejection_sample_method='block' was never run with it; leave it out",
         ),
         ({"worker_extension_cls": "a.B"}, WITH_PLUGIN, "--worker-extension-cls is taken by a.B"),
         ({"scheduler_cls": "a.S"}, WITH_PLUGIN, "--scheduler-cls is taken by a.S"),

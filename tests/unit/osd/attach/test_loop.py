@@ -248,6 +248,24 @@ async def test_an_engine_of_another_target_is_left_alone_and_told_so(
     assert "not attached to here: its target is 0123, and this engine serves another" in caplog.text
 
 
+@pytest.mark.parametrize("own", ["greedy", "probabilistic"])
+async def test_an_engine_whose_drafts_the_gate_would_judge_wrongly_is_left_alone_and_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, own: str
+) -> None:
+    attached = Attached(tmp_path, draft_sample_method=own)
+    other = {"greedy": "probabilistic", "probabilistic": "greedy"}[own]
+    with caplog.at_level(logging.ERROR):
+        await attached.tell(*STEPS, draft_sample_method=other)
+    assert Beside.made == [] and attached.engine.switched == []
+    assert (
+        f"not attached to here: its gate judges drafts by draft_sample_method={other}, and this "
+        f"engine has {own}; start it with the one, or the deployment with the other "
+        "(speculation.draft_sample_method)"
+    ) in caplog.text
+    await attached.tell(*STEPS, draft_sample_method=own)
+    assert attached.beside.steps == STEPS
+
+
 async def test_a_deployment_that_goes_over_to_another_target_lets_its_engines_go(
     attached: Attached,
 ) -> None:

@@ -46,6 +46,14 @@ async def test_engines_are_told_what_the_configuration_says(tmp_path: Path) -> N
     assert told.capture["top_k"] == Config().capture.top_k
 
 
+@pytest.mark.parametrize("how", ["greedy", "probabilistic"])
+async def test_engines_are_told_how_drafts_are_judged(tmp_path: Path, how: str) -> None:
+    kept = Kept(tmp_path)
+    speculation = kept._config.speculation.model_copy(update={"draft_sample_method": how})
+    kept._config = kept._config.model_copy(update={"speculation": speculation})
+    assert kept.again().terms().draft_sample_method == how
+
+
 async def test_all_is_on_unless_told_otherwise(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     await kept.keeper.restore()
