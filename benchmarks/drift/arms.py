@@ -35,7 +35,9 @@ IN_CLOSED_LOOP = (names.FROZEN_LOOP, names.SERVED)
 """As `osd serve` serves by default, trainer off and on."""
 WITHOUT_MEMORY = (names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP)
 """The same without a memory."""
-CLOSED_LOOPS = (*IN_CLOSED_LOOP, *WITHOUT_MEMORY)
+DRAWN = (names.DRAWN_DRAFT_LOOP, names.DRAWN_SERVED)
+"""With sampled drafts, beside which there is no memory."""
+CLOSED_LOOPS = (*IN_CLOSED_LOOP, *WITHOUT_MEMORY, *DRAWN)
 SERVICE_ARMS = (names.FROZEN, names.OURS, names.OURS_LORA, *CLOSED_LOOPS)
 LOOKUPS: dict[str, dict[str, Any]] = {names.NGRAM: {}, names.NGRAM_TUNED: names.LOOKUP_TUNED}
 """Arm -> what vLLM is told of n-gram lookup beside k."""
@@ -156,6 +158,8 @@ def overrides(
         found += [f"trainer.payback_seconds={payback_s}"]
     if arm in WITHOUT_MEMORY:
         found += ["speculation.proposers=[draft]"]
+    if arm in DRAWN:
+        found += ["speculation.draft_sample_method=probabilistic"]
     if arm in names.UNTRAINED:
         found += ["trainer.enabled=false"]
     if arm == names.FROZEN:

@@ -57,7 +57,9 @@ class Setup:
 def fixed(setup: Setup) -> Curve:
     """A draft that never learns."""
     model = load_draft(setup.draft)
-    return Curve.of([counts_of(matches_of(model, request), setup.k) for request in setup.requests])
+    how = {"is_sampled": setup.config.speculation.is_sampled}
+    matches = (matches_of(model, request, **how) for request in setup.requests)
+    return Curve.of([counts_of(one, setup.k) for one in matches])
 
 
 def ours(setup: Setup, **trainer: object) -> Curve:

@@ -121,7 +121,7 @@ def run_one(
     one_thread()
     coming = arrivals(schedule, name, seed)
     target, draft = FAMILIES[schedule.family].models()
-    if contender in (names.CEILING, names.STATIC):
+    if contender in names.TRAINED_OFFLINE:
         draft = ceiling(schedule.family, schedule.domains, ceiling_requests)
     with tempfile.TemporaryDirectory(prefix="osd-drift-") as directory:
         setup = contenders.Setup(

@@ -29,6 +29,15 @@ OSD_LOOP = {
     "OSD, 1e-3, closed loop": (8, 1e-3),
 }
 """Arms of the benchmark of online learning."""
+DRAWN_FROZEN, DRAWN_OURS, DRAWN_CEILING = (
+    f"{name}, sampled drafts" for name in (FROZEN, OURS, CEILING)
+)
+DRAWN_DRAFT_LOOP = "frozen draft, sampled, closed loop"
+DRAWN_SERVED = "ours, sampled drafts, closed loop"
+DRAWN_CHARGED = "ours, sampled drafts, closed loop, where training is charged"
+DRAWN_STATIC = "one draft for all domains, sampled, closed loop"
+"""The draft alone, whose tokens are drawn from its distribution."""
+TRAINED_OFFLINE = (CEILING, STATIC, DRAWN_CEILING, DRAWN_STATIC)
 OSD, OSD_TUNED = "OSD", "OSD, our rate"
 OSD_PUBLISHED = {"OSD, 1e-4 every 8": (8, 1e-4), "OSD, 1e-5 every 1": (1, 1e-5)}
 """Both pairs of (requests between updates, learning rate) of OSD's released scripts. Reported as
@@ -46,5 +55,5 @@ NO_DRAFT_MODEL = (NGRAM, NGRAM_TUNED, SUFFIX, SUFFIX_LONG)
 """Who proposes what stands in the text already."""
 HELD = (OURS, SERVED)
 """Who is held to the goals."""
-UNTRAINED = (FROZEN, FROZEN_LOOP, DRAFT_LOOP, *NO_DRAFT_MODEL)
+UNTRAINED = (FROZEN, FROZEN_LOOP, DRAFT_LOOP, DRAWN_DRAFT_LOOP, *NO_DRAFT_MODEL)
 """Who never learns."""

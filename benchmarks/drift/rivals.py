@@ -16,6 +16,8 @@ from benchmarks.drift.contenders import (
     Contender,
     OsdLearner,
     Setup,
+    fixed,
+    ours,
     replayed,
     served,
     train_offline,
@@ -81,6 +83,15 @@ def without_memory(setup: Setup) -> Curve:
     return served(replace(setup, config=with_proposers(setup.config, ["draft"])), learns=True)
 
 
+def drawn(setup: Setup) -> Setup:
+    """With sampled drafts, beside which there is no memory."""
+    given = setup.config.speculation
+    how = {"draft_sample_method": "probabilistic", "proposers": ["draft"]}
+    return replace(
+        setup, config=setup.config.model_copy(update={"speculation": given.model_copy(update=how)})
+    )
+
+
 def _loop(setup: Setup) -> ClosedLoop:
     assert setup.times is not None, "the control decides by step times"
     return ClosedLoop(setup.requests, setup.config, setup.times, seed=setup.seed)
@@ -99,6 +110,13 @@ def _curve(ended: Sequence[Served], cpu_s: np.ndarray, num_rounds: int) -> Curve
 
 
 RIVALS: dict[str, Contender] = {
+    names.DRAWN_FROZEN: lambda setup: fixed(drawn(setup)),
+    names.DRAWN_CEILING: lambda setup: fixed(drawn(setup)),
+    names.DRAWN_OURS: lambda setup: ours(drawn(setup)),
+    names.DRAWN_DRAFT_LOOP: lambda setup: replayed(_loop(drawn(setup)), setup),
+    names.DRAWN_STATIC: lambda setup: replayed(_loop(drawn(setup)), setup),
+    names.DRAWN_SERVED: lambda setup: served(drawn(setup), learns=True),
+    names.DRAWN_CHARGED: lambda setup: served(drawn(setup), learns=True, is_charged=True),
     names.AGAIN: again,
     names.STATIC: lambda setup: replayed(_loop(setup), setup),
     names.NIGHTLY: nightly,

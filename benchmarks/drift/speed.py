@@ -41,12 +41,12 @@ from osd.errors import ConfigError, OSDError
 
 __all__ = ["protocol", "run", "summarise"]
 
-GENERATED = tuple(arm for arm in arms.ARMS if arm not in arms.WITHOUT_MEMORY)
+GENERATED = tuple(arm for arm in arms.ARMS if arm not in (*arms.WITHOUT_MEMORY, *arms.DRAWN))
 PROSE, PROSE_HEAD = "home-and-de", "home-and-de-head"
 ARMS = {
     "sharp": GENERATED,
     "interleaved": arms.IN_CLOSED_LOOP,
-    PROSE: (*arms.WITHOUT_MEMORY, *arms.IN_CLOSED_LOOP),
+    PROSE: (*arms.WITHOUT_MEMORY, *arms.IN_CLOSED_LOOP, *arms.DRAWN),
     PROSE_HEAD: arms.WITHOUT_MEMORY,
 }
 """Schedule -> who serves it."""

@@ -22,6 +22,11 @@ from benchmarks.drift import jobs, names
 from benchmarks.drift.drift import NUM_PROCESSES, SUFFIX_MODULE, SUFFIX_PACKAGE
 from benchmarks.learning import online_report
 from benchmarks.learning.online_report import (
+    DRAWN,
+    DRAWN_AGAIN,
+    DRAWN_LEARNT,
+    DRAWN_OF_OFFLINE,
+    DRAWN_WHOLE,
     HOME_AGAIN,
     LAST_THIRD,
     MEASURED,
@@ -41,7 +46,9 @@ SCHEDULES = DIRECTORY / "prose"
 ARMS = (
     *(names.FROZEN_LOOP, names.AGAIN, names.SERVED, names.CHARGED, names.NIGHTLY, names.STATIC),
     *(*names.OSD_LOOP, names.SUFFIX_LOOP, names.MEMORY),
-    *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP, *TIMELESS),
+    *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP),
+    *(names.DRAWN_DRAFT_LOOP, names.DRAWN_SERVED, names.DRAWN_CHARGED, names.DRAWN_STATIC),
+    *TIMELESS,
 )
 QUICK_SCHEDULE = "home-and-de"
 QUICK_ARMS = (names.FROZEN_LOOP, names.AGAIN, names.SERVED, names.STATIC, *TIMELESS)
@@ -79,6 +86,12 @@ def protocol(options: Options) -> Protocol:
             Goal(figure=WHOLE, at_least=1.0),
             Goal(figure=HOME_AGAIN, at_least=0.9),
             Goal(figure=OF_OFFLINE, at_least=0.9),
+            Goal(figure=DRAWN, at_least=1.10),
+            Goal(figure=DRAWN, bound="low", at_least=1.0),
+            Goal(figure=DRAWN_LEARNT, at_least=1.10),
+            Goal(figure=DRAWN_WHOLE, at_least=1.0),
+            Goal(figure=DRAWN_AGAIN, at_least=0.9),
+            Goal(figure=DRAWN_OF_OFFLINE, at_least=0.9),
         ),
     )
 

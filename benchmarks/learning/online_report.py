@@ -20,7 +20,10 @@ from benchmarks.traffic.schedule import Schedule
 
 OFF = names.FROZEN_LOOP
 """The identical service with its trainer off."""
-TIMELESS = (names.FROZEN, names.OURS, names.CEILING)
+TIMELESS = (
+    *(names.FROZEN, names.OURS, names.CEILING),
+    *(names.DRAWN_FROZEN, names.DRAWN_OURS, names.DRAWN_CEILING),
+)
 """Four tokens of the draft in every step: what it would be accepted, whoever else proposes."""
 MEASURED, PUBLISHED = "as measured", "published (H100)"
 
@@ -29,6 +32,11 @@ WHOLE = "as served over trainer off, whole run, charged"
 HOME_AGAIN = "as served over trainer off, home again"
 OF_OFFLINE = "α of the draft over that trained offline, last third"
 WITHOUT_MEMORY = "without a memory: learning over frozen, last third"
+DRAWN = "sampled drafts, learning, over trainer off with a memory, last third"
+DRAWN_LEARNT = "sampled drafts: learning over frozen, last third"
+DRAWN_AGAIN = "sampled drafts, learning, over trainer off with a memory, home again"
+DRAWN_WHOLE = "sampled drafts, learning, over trainer off with a memory, whole run, charged"
+DRAWN_OF_OFFLINE = "sampled drafts: α learnt over that trained offline, last third"
 ALIKE = "trainer off over trainer off, last third"
 BURNT = "burning as much and learning nothing over trainer off, whole run, charged"
 
@@ -137,9 +145,10 @@ def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator
     for number, phase in enumerate(contest.schedule.phases):
         start, stop = contest.schedule.last_third(number)
         if phase.mix.keys() == {home}:
-            if number and {names.SERVED, OFF} <= contest.curves.keys():
-                ratios = contest.ratios(names.SERVED, OFF, speed, start, stop)
-                yield mean(group, HOME_AGAIN, ratios)
+            for figure, arm in ((HOME_AGAIN, names.SERVED), (DRAWN_AGAIN, names.DRAWN_SERVED)):
+                if number and {arm, OFF} <= contest.curves.keys():
+                    ratios = contest.ratios(arm, OFF, speed, start, stop)
+                    yield mean(group, figure, ratios)
             continue
         where = f"{group}, {phase.name}"
         for figure, arm, rival, measure in (
@@ -147,12 +156,17 @@ def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator
             (ALIKE, names.AGAIN, OFF, speed),
             (WITHOUT_MEMORY, names.LEARNING_DRAFT_LOOP, names.DRAFT_LOOP, speed),
             (OF_OFFLINE, names.OURS, names.CEILING, Curve.alpha),
+            (DRAWN, names.DRAWN_SERVED, OFF, speed),
+            (DRAWN_LEARNT, names.DRAWN_SERVED, names.DRAWN_DRAFT_LOOP, speed),
+            (DRAWN_OF_OFFLINE, names.DRAWN_OURS, names.DRAWN_CEILING, Curve.alpha),
         ):
             if {arm, rival} <= contest.curves.keys():
                 yield mean(where, figure, contest.ratios(arm, rival, measure, start, stop))
     if not is_free and {names.CHARGED, OFF} <= contest.curves.keys():
         yield mean(group, WHOLE, contest.ratios(names.CHARGED, OFF, charged, 0, end))
         yield mean(group, BURNT, _burnt(contest, end))
+    if not is_free and {names.DRAWN_CHARGED, OFF} <= contest.curves.keys():
+        yield mean(group, DRAWN_WHOLE, contest.ratios(names.DRAWN_CHARGED, OFF, charged, 0, end))
 
 
 def _burnt(contest: Contest, end: int) -> Values:

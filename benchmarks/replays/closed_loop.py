@@ -157,7 +157,7 @@ class ClosedLoop:
             settings, clock=lambda: self.clock, memory=memory or memory_of(settings)
         )
         self._requests, self._times, self._features = requests, times, features
-        self._k_max = given.k_max
+        self._k_max, self._is_sampled = given.k_max, given.is_sampled
         self._rng = np.random.default_rng(seed)
         self.model: Draft | None = None
         """The draft that serves."""
@@ -292,7 +292,7 @@ class ClosedLoop:
 
     def _matches(self, index: int) -> np.ndarray:
         assert self.model is not None, "swap() comes first"
-        return matches_of(self.model, self._requests[index])
+        return matches_of(self.model, self._requests[index], is_sampled=self._is_sampled)
 
     def _measure_beforehand(self) -> None:
         """What an engine measures before its port answers."""

@@ -57,12 +57,15 @@ def learn(
     buffer = MemoryTraceBuffer(target_id=TARGET_ID, max_traces=config.buffer.max_traces)
     store = ReleaseStore(directory / "releases")
     serving = store.publish(draft, parent=0, target_id=TARGET_ID)
+    is_sampled = config.speculation.is_sampled
     teacher = Teacher(target, top_k=config.capture.top_k) if target is not None else None
     trainer = Trainer(
-        config.trainer, config.gate, k, buffer, directory / "trainer", TARGET_ID, teacher=teacher
+        *(config.trainer, config.gate, k, buffer, directory / "trainer", TARGET_ID),
+        teacher=teacher,
+        is_sampled=is_sampled,
     )
     detector = DriftDetector(config.trainer, TARGET_ID)
-    server = server or EveryStep(requests, k, features_of(target, k))
+    server = server or EveryStep(requests, k, features_of(target, k), is_sampled=is_sampled)
     server.swap(serving.path, None)
     rounds: list[_Round] = []
     ended: list[Served] = []

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from benchmarks.replays.curve import StepCounts
+from benchmarks.replays.drawn import drawn_matches
 from benchmarks.replays.recording import Recorded, kinds
 from trainer.draft import Draft, load_draft
 from trainer.eagle3.features import TargetFeatures
@@ -58,10 +59,17 @@ class EveryStep:
     """k draft tokens in every step, one request after the other."""
 
     def __init__(
-        self, requests: Sequence[Recorded], k: int, features: TargetFeatures | None = None
+        self,
+        requests: Sequence[Recorded],
+        k: int,
+        features: TargetFeatures | None = None,
+        *,
+        is_sampled: bool = False,
     ) -> None:
-        """`features`: of the target, which a head reads."""
+        """`features`: of the target, which a head reads. `is_sampled`: the draft's tokens are drawn
+        from its distribution."""
         self._requests, self._k, self._features = requests, k, features
+        self._is_sampled = is_sampled
         self.model: Draft | None = None
         """The draft that serves."""
 
@@ -71,7 +79,7 @@ class EveryStep:
     def serve(self) -> Iterator[Served]:
         for index, request in enumerate(self._requests):
             assert self.model is not None, "swap() comes first"
-            matches = matches_of(self.model, request)
+            matches = matches_of(self.model, request, is_sampled=self._is_sampled)
             counts = counts_of(matches, self._k)
             kind_T = kinds(matches, self._k, len(request.output_ids))
             yield Served(index=index, counts=counts, of_the_draft=counts, kind_T=kind_T)
@@ -82,9 +90,12 @@ def features_of(target: Path | None, k: int, cache_bytes: int = 0) -> TargetFeat
     return None if target is None else TargetFeatures(Teacher(target, top_k=1), k, cache_bytes)
 
 
-def matches_of(model: Draft, request: Recorded) -> np.ndarray:
-    """bool [G, T - 1]: where what the draft proposes at depth g of a step is the served token, from
-    the second output token on. G = 1 where all depths propose alike."""
+def matches_of(model: Draft, request: Recorded, *, is_sampled: bool = False) -> np.ndarray:
+    """bool [G, T - 1]: where what the draft proposes at depth g of a step is accepted, from the
+    second output token on. G = 1 where all depths propose alike. `is_sampled`: what it proposes is
+    drawn from its distribution, where the request is above temperature 0."""
+    if is_sampled and request.temperature > 0:
+        return drawn_matches(model, request, UNLIMITED)
     return is_match(model, request.bare_trace(TARGET_ID), max_length=UNLIMITED)
 
 

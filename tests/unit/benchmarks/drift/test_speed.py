@@ -69,7 +69,13 @@ def test_what_each_service_is_told_can_be_loaded() -> None:
     alone, learning = loaded[names.DRAFT_LOOP], loaded[names.LEARNING_DRAFT_LOOP]
     assert alone.speculation.proposers == learning.speculation.proposers == ["draft"]
     assert not alone.trainer.enabled and learning.trainer.enabled
-    loops = {names.SERVED, names.FROZEN_LOOP, names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP}
+    drawn = {loaded[arm].trainer.enabled: loaded[arm].speculation for arm in arms.DRAWN}
+    assert drawn[True] == drawn[False] and drawn[True].is_sampled
+    assert not alone.speculation.is_sampled
+    loops = {
+        *(names.SERVED, names.FROZEN_LOOP, names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP),
+        *arms.DRAWN,
+    }
     assert {arm for arm, each in loaded.items() if each.speculation.mode == "auto"} == loops
     assert {
         arm for arm, each in loaded.items() if each.trainer.payback_seconds == WITHIN_S
@@ -222,7 +228,7 @@ def test_only_arms_that_are_whole_are_left_out(
     assert {f.name for f in result.figures} >= {f"charged, {arm}" for arm in (whole, cut_off)}
 
 
-def test_prose_is_served_with_and_without_a_memory(
+def test_prose_is_served_with_and_without_a_memory_and_with_sampled_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[str] = []
@@ -233,7 +239,7 @@ def test_prose_is_served_with_and_without_a_memory(
 
     monkeypatch.setattr(speed, "_measure", measure)
     speed.run(Options(directory=tmp_path, only=(f"schedules={speed.PROSE}",)))
-    assert set(measured) == set(arms.CLOSED_LOOPS) and len(measured) == 4
+    assert set(measured) == set(arms.CLOSED_LOOPS) and len(measured) == 6
 
 
 def test_arms_that_no_schedule_has_are_nothing_to_measure(tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ def plan(tmp_path: Path) -> Protocol:
     }
     arms = (
         *(names.FROZEN_LOOP, names.AGAIN, names.SERVED, names.CHARGED),
-        *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP, *online_report.TIMELESS),
+        *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP, names.DRAWN_DRAFT_LOOP),
+        *(names.DRAWN_SERVED, names.DRAWN_CHARGED, *online_report.TIMELESS),
     )
     return replace(found, sizes=sizes, arms=arms)
 
@@ -152,6 +153,11 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
         names.FROZEN: curve(1.0, alpha=0.2),
         names.OURS: curve(1.0, alpha=0.45),
         names.CEILING: curve(1.0, alpha=0.5),
+        names.DRAWN_DRAFT_LOOP: curve(80.0),
+        names.DRAWN_SERVED: curve(160.0),
+        names.DRAWN_CHARGED: curve(150.0, cpu_s=6.0),
+        names.DRAWN_OURS: curve(1.0, alpha=0.6),
+        names.DRAWN_CEILING: curve(1.0, alpha=0.8),
     }
     result = online.summarise(given, rows(given, curves))
     for price in given.sizes["prices"]:
@@ -163,9 +169,18 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
         assert figure(result.figures, online_report.HOME_AGAIN, price).value == pytest.approx(1.2)
         of_offline = figure(result.figures, online_report.OF_OFFLINE, price)
         assert of_offline.value == pytest.approx(0.9)
+        for name, value in {
+            online_report.DRAWN: 1.6,
+            online_report.DRAWN_LEARNT: 2.0,
+            online_report.DRAWN_AGAIN: 1.6,
+            online_report.DRAWN_OF_OFFLINE: 0.75,
+        }.items():
+            assert figure(result.figures, name, price).value == pytest.approx(value)
     # 60 requests of 100 tokens at 110 a second, and 6 seconds of a trainer.
     whole = figure(result.figures, online_report.WHOLE, online_report.MEASURED)
     assert whole.value == pytest.approx((6000 / (6000 / 110 + 6)) / 100)
+    drawn = figure(result.figures, online_report.DRAWN_WHOLE, online_report.MEASURED)
+    assert drawn.value == pytest.approx((6000 / (40 + 6)) / 100)
     burnt = figure(result.figures, online_report.BURNT, online_report.MEASURED)
     assert burnt.value == pytest.approx((6000 / (60 + 6)) / 100)
     charged = [f for f in result.figures if "whole run, charged" in f"{f.group} {f.name}"]
