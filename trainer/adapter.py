@@ -27,7 +27,7 @@ ADAPTER = "default"
 def add_lora(hf: Body, rank: int, alpha: int) -> None:
     """Freeze the model and add adapters to all its linear layers except the output layer. B is 0 at
     first, so the model's output does not change."""
-    with _fixed_seed():
+    with _fixed_seed(hf):
         inject_adapter_in_model(
             LoraConfig(r=rank, lora_alpha=alpha, target_modules=_linear_layers(hf)), hf, ADAPTER
         )
@@ -57,7 +57,7 @@ def restart_from(hf: Body, weights: Mapping[str, Tensor]) -> None:
     hf.load_state_dict(
         {name: weights[plain_name(name)] for name in own if ".lora_" not in name}, strict=False
     )
-    with _fixed_seed():
+    with _fixed_seed(hf):
         for _, layer in _layers(hf):
             layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
@@ -84,10 +84,12 @@ def restore(hf: Body, found: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def _fixed_seed() -> Iterator[None]:
+def _fixed_seed(hf: Body) -> Iterator[None]:
     """A starts random. The seed is fixed so that a trainer that was killed ends with the same
     weights."""
-    with torch.random.fork_rng():
+    # By default torch would take memory of every GPU, also of those that train nothing.
+    device = next(hf.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         yield
 
