@@ -34,8 +34,10 @@ from tests.support.shapes import PADDED, SHAPES, VOCABULARY, add_old_masks, buil
 from trainer.draft import load_draft
 from trainer.evaluate import ReplayCounts, replay
 from trainer.loop import Trainer
+from trainer.loss import LOSSES
 
 TRAINING = TrainerConfig(device="cpu", learning_rate=3e-3, min_new_traces=16)
+LORA = TRAINING.model_copy(update={"method": "lora", "learning_rate": 9e-3})
 GATE = GateConfig(min_holdout_traces=4)
 CAPTURE = CaptureConfig(top_k=16, max_bytes_per_second=1 << 40)
 
@@ -60,12 +62,18 @@ class Loop:
         (window,) = json.loads(self.engine.rpc("osd_report", "test", "default"))["windows"]
         return answers, traces, decode(json.dumps(window), SpecWindow)
 
-    def train(self, traces: list[Trace], base: DraftRelease, directory: Path) -> RoundOutcome:
+    def train(
+        self,
+        traces: list[Trace],
+        base: DraftRelease,
+        directory: Path,
+        training: TrainerConfig = TRAINING,
+    ) -> RoundOutcome:
         """One round of a new trainer."""
         buffer = MemoryTraceBuffer(target_id="target")
         assert buffer.put(traces) == len(traces)
         with drafts_beside(self.engine):
-            return Trainer(TRAINING, GATE, self.engine.k, buffer, directory, "target").run_round(
+            return Trainer(training, GATE, self.engine.k, buffer, directory, "target").run_round(
                 base
             )
 
@@ -216,6 +224,39 @@ def test_every_release_has_the_names_and_the_dtypes_of_the_first_draft(loop: Loo
     assert same == {
         name for name in first if name.endswith(("attention.bias", "masked_bias", "inv_freq"))
     }
+
+
+def learns(loop: Loop, prompts: list[list[int]], directory: Path, training: TrainerConfig) -> float:
+    """The first draft serves, learns from that in one round, and serves what it learnt. Returns
+    the gain in α."""
+    loop.release = first = loop.store.get(1)
+    assert loop.engine.swap(first)["error"] == ""
+    answers, traces, before = loop.serve(prompts)
+    release = loop.publish(loop.train(traces, first, directory, training))
+    swapped = loop.engine.swap(release)
+    assert (swapped["error"], swapped["proved"], release.kind) == ("", True, training.method)
+    again, traces, after = loop.serve(prompts)
+    assert again == answers
+    assert counts(after) == counts(loop.replay(Path(release.path), traces))
+    assert shapes_of(Path(release.path)) == shapes_of(Path(first.path))
+    assert before.alpha is not None and after.alpha is not None
+    return after.alpha - before.alpha
+
+
+def test_adapters_learn_in_the_linear_layers_of_each_architecture(
+    loop: Loop, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """LoRA. What it releases is a plain draft."""
+    assert learns(loop, prompts, tmp_path, LORA) > 0.3
+
+
+@pytest.mark.parametrize("loop", ["llama-tied"], indirect=True)
+@pytest.mark.parametrize("loss", sorted({*LOSSES} - {TRAINING.loss}))
+def test_each_other_loss_teaches_what_is_then_served(
+    loop: Loop, prompts: list[list[int]], tmp_path: Path, loss: str
+) -> None:
+    training = TRAINING.model_copy(update={"loss": loss})
+    assert learns(loop, prompts, tmp_path, training) > 0.3
 
 
 def shapes_of(directory: Path) -> dict[str, tuple[str, list[int]]]:

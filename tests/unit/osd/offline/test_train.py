@@ -167,9 +167,10 @@ def test_a_head_is_trained_with_the_target_of_its_traces_and_stays_of_its_form(
 # What it makes
 
 
-def test_it_makes_a_better_draft_that_stands_alone(train: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_it_makes_a_better_draft_that_stands_alone(train: Run, tmp_path: Path, method: str) -> None:
     file = write(tmp_path / "a.traces", TRAINING + HELD_OUT)
-    assert train(file) == 0
+    assert train(file, settings=(f"trainer.method={method}",)) == 0
     unseen = chain_traces(30, start=900)
     before, after = alpha(train.draft, unseen), alpha(train.out, unseen)
     print(f"α on traces it never saw: {before:.3f} -> {after:.3f}")
