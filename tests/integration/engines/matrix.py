@@ -12,7 +12,10 @@ from tests.support.ways import (
     BFLOAT16,
     COMPILED,
     TENSOR_PARALLEL,
+    V1_ASYNC,
+    V1_SYNC,
     V2_RANKS,
+    V2_SYNC,
     WAYS,
     Way,
 )
@@ -81,7 +84,9 @@ OF_SAMPLED: dict[str, tuple[str, ...]] = {
         "test_a_sampled_draft_serves_as_its_replay_says",
     ),
 }
-"""Asked of drafts that are drawn from their distribution, over one rank."""
+"""Asked of drafts that are drawn from their distribution."""
+WITH_SAMPLED = (V1_SYNC, V1_ASYNC, V2_SYNC)
+"""The ways in which these are asked."""
 
 PROMISES: dict[str, tuple[str, ...]] = {
     "at temperature 0 tokens are those of the V1 runner without speculation: k changes every step, "
@@ -247,9 +252,8 @@ def of_heads() -> set[str]:
     return {test for tests in OF_HEADS.values() for test in tests}
 
 
-def of_one_rank() -> set[str]:
-    sampled = {test for tests in OF_SAMPLED.values() for test in tests}
-    return {*INSTEAD, *NOT_OF_RANKS, *sampled, *of_heads()}
+def of_sampled() -> set[str]:
+    return {test for tests in OF_SAMPLED.values() for test in tests}
 
 
 def is_run(test: str, way: Way) -> bool:
@@ -257,7 +261,9 @@ def is_run(test: str, way: Way) -> bool:
         return False
     if test in {*INSTEAD.values(), *(one for tests in OF_RANKS.values() for one in tests)}:
         return way.num_ranks > 1
-    if way.num_ranks > 1 and test in of_one_rank():
+    if test in of_sampled():
+        return way in WITH_SAMPLED
+    if way.num_ranks > 1 and (test in {*INSTEAD, *NOT_OF_RANKS, *of_heads()}):
         return False
     is_about_rounding = any(test in tests for tests in list(PROMISES.values())[-NUM_ROUGH:])
     return is_about_rounding == (way == BFLOAT16)

@@ -37,11 +37,10 @@ ORDER = (
     "test_rollback.py",
     "test_rest.py",
     # They have services of their own: of two ranks, without an engine, of an asynchronous one, of
-    # sampled drafts, of two, on a cluster.
+    # two, on a cluster.
     "test_tensor_parallel.py",
     "test_attached.py",
     "test_asynchronous.py",
-    "test_sampled_drafts.py",
     "test_recipes.py",
     "test_replicas.py",
     "test_head_restart.py",
