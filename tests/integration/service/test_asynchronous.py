@@ -1,5 +1,5 @@
 """A whole service, and an engine that is attached to one, where vLLM schedules a step before that
-ahead of it has ended, as it does on a device by default."""
+ahead of it has ended, as it does on a device by default, and on the V2 model runner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support import plugin, services
 from tests.support.pairs import Pair
 from tests.support.services import Served, osd, status, wait_until
 from tests.support.traffic import PROMPTS, Traffic, ask
-from tests.support.ways import ASYNC_RANKS, V1_ASYNC, V2_ASYNC, Way
+from tests.support.ways import ASYNC_RANKS, V1_ASYNC, V2_ASYNC, V2_SYNC, Way
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -55,7 +55,7 @@ def whole(url: str, prompts: Sequence[str]) -> list[Answer]:
     return answers
 
 
-def learns(note: Running, version: int, seconds: float) -> list[Answer]:
+def learns(note: Running, version: int, seconds: float, way: Way = V1_ASYNC) -> list[Answer]:
     """Serves the same prompts until this version is reached and k was changed. Answers stay the
     same; returns the last ones."""
     first = answers = whole(note.service_url, PROMPTS)
@@ -65,7 +65,7 @@ def learns(note: Running, version: int, seconds: float) -> list[Answer]:
         answers = whole(note.service_url, PROMPTS)
         assert texts(answers) == texts(first)
     found = replica(note)
-    assert found["speculation"]["is_async"] is True
+    assert found["speculation"]["is_async"] is way.is_async
     assert found["off"] == {}
     return answers
 
@@ -75,20 +75,21 @@ def test_a_service_learns_and_is_controlled_on_an_asynchronous_engine(note: Runn
     assert status(note.control_url)["buffer"]["num_put"] > 0
 
 
-def test_a_new_draft_serves_on_the_v2_runner(pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [V2_SYNC, V2_ASYNC], ids=lambda way: way.name)
+def test_a_new_draft_serves_on_the_v2_runner(way: Way, pair: Pair, tmp_path: Path) -> None:
     arguments = [
         *services.settings("test-v2", tmp_path / "data", pair.target, pair.stranger),
         "speculation.mode=auto",
         "speculation.proposers=[draft]",
         "trainer.min_new_traces=12",
     ]
-    environ = os.environ | plugin.environment(V2_ASYNC, tmp_path / "plugin")
+    environ = os.environ | plugin.environment(way, tmp_path / "plugin")
     served = Served(arguments, tmp_path / "serve.log", environ)
     try:
         note = served.wait_ready()
         (log,) = (tmp_path / "data").rglob("replica-0.log")
         assert "Using V2 Model Runner" in log.read_text()
-        learns(note, version=2, seconds=600)
+        learns(note, 2, 600, way)
     finally:
         served.end()
 
@@ -115,16 +116,10 @@ def test_an_attached_engines_draft_learns_on_an_asynchronous_engine(
         assert ("Using V2 Model Runner" in fleet.engine.log.read_text()) is (way.runner == "V2")
         found = wait_until(fleet.replica, 20, "the engine is known")
         assert (found["version"], found["off"]) == (1, {})
-        answers, first = texts(fleet.ask()), fleet.alpha()
-        deadline = time.monotonic() + 240
-        while (alpha := fleet.alpha()) < first + 0.3:
-            assert time.monotonic() < deadline, f"α is {alpha:.2f}, it was {first:.2f}"
+        answers = texts(fleet.ask())
+        fleet.learns(0.3)
         assert fleet.replica()["version"] > 1
-        fleet.steps("observe", "capture", "swap", "control")
-        deadline = time.monotonic() + 60
-        while not (fleet.replica()["speculation"] or {}).get("changes"):
-            assert texts(fleet.ask()) == answers
-            assert time.monotonic() < deadline, fleet.replica()["speculation"]
+        fleet.is_controlled(answers)
         assert fleet.replica()["speculation"]["is_async"] is True
         fleet.steps()
         wait_until(lambda: fleet.replica()["version"] == 1, 20, "its own draft serves")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tests.support.headed import build_headed
 from tests.support.pairs import Pair
 from tests.support.services import Served, osd, status, wait_until
 from tests.support.traffic import MODEL, PROMPTS, Traffic, ask
-from tests.support.ways import V1_SYNC, Way
+from tests.support.ways import V1_ASYNC, V1_SYNC, Way
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +108,8 @@ class Fleet:
         deployment: str = "test-attached",
         method: str = "draft_model",
         way: Way = V1_SYNC,
+        settings: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         arguments = services.settings(deployment, directory / "data", pair.target, pair.stranger)
         self.arguments = [
@@ -116,25 +118,26 @@ class Fleet:
             "speculation.mode=auto",
             f"buffer.port={free_port('127.0.0.1')}",
             "serving.steps=[observe, capture, swap]",  # acceptance is measured at the largest k
+            *settings,
         ]
         self.directory = directory
         self.start()
-        variables = environment(directory / "data/engines.env")
+        found = environment(directory / "data/engines.env")
         if way != V1_SYNC:
-            variables |= plugin.environment(way, directory / "plugin", variables["VLLM_PLUGINS"])
-        (directory / "engine").mkdir()
-        self.engine = StockEngine(
-            pair.target,
-            pair.stranger,
-            directory / "engine",
-            method=method,
-            num_ranks=way.num_ranks,
-            **variables,
-        )
+            found |= plugin.environment(way, directory / "plugin", found["VLLM_PLUGINS"])
+        self._models = (pair.target, pair.stranger)
+        self._of_engines: dict[str, Any] = {"method": method, "num_ranks": way.num_ranks}
+        self._of_engines |= found | dict(variables or {})
+        self.engine = self.start_engine("engine")
 
     def start(self) -> None:
         self.served = Served(self.arguments, self.directory / f"serve-{time.time():.0f}.log")
         self.note = self.served.wait_ready()
+
+    def start_engine(self, name: str) -> StockEngine:
+        directory = self.directory / name
+        directory.mkdir()
+        return StockEngine(*self._models, directory, **self._of_engines)
 
     def kill(self) -> None:
         """Every process of ours, at once."""
@@ -149,23 +152,49 @@ class Fleet:
 
     def replica(self) -> dict[str, Any]:
         """As the status shows it; {} where there is none."""
-        (found,) = status(self.note.control_url).get("replicas") or [{}]
-        return dict(found)
+        (found,) = self.replicas().values() or [{}]
+        return found
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        """By their addresses."""
+        return {r["url"]: dict(r) for r in status(self.note.control_url).get("replicas", ())}
+
+    def versions(self) -> dict[str, int]:
+        return {url: replica["version"] for url, replica in self.replicas().items()}
 
     def num_stored(self) -> int:
         """Those held out too: one in eight."""
         stored = status(self.note.control_url)["buffer"]
         return int(stored["num_put"]) + int(stored["num_holdout"])
 
-    def ask(self, prompts: Sequence[str] = PROMPTS, **more: Any) -> list[Answer]:
-        answers = ask(self.engine.url, prompts, **more)
+    def ask(self, prompts: Sequence[str] = PROMPTS, *, url: str = "") -> list[Answer]:
+        """Of the engine at `url`, else of the first."""
+        answers = ask(url or self.engine.url, prompts)
         assert [answer.error for answer in answers if not answer.ok] == []
         return answers
 
-    def alpha(self) -> float:
-        found = acceptance.alpha(acceptance.counts(self.ask(PROMPTS * 2)))
+    def alpha(self, url: str = "") -> float:
+        found = acceptance.alpha(acceptance.counts(self.ask(PROMPTS * 2, url=url)))
         assert found is not None
         return found
+
+    def learns(self, gain: float) -> float:
+        """Serves until α has risen by `gain`. Returns it."""
+        first = alpha = self.alpha()
+        deadline = time.monotonic() + 240
+        while alpha < first + gain:
+            assert time.monotonic() < deadline, f"α is {alpha:.2f}, it was {first:.2f}"
+            alpha = self.alpha()
+        print(f"α {first:.2f}, then {alpha:.2f}")
+        return alpha
+
+    def is_controlled(self, answers: Sequence[tuple[int, ...]]) -> None:
+        """Switches control on, and serves until k was changed."""
+        self.steps("observe", "capture", "swap", "control")
+        deadline = time.monotonic() + 60
+        while not (self.replica()["speculation"] or {}).get("changes"):
+            assert texts(self.ask()) == answers
+            assert time.monotonic() < deadline, self.replica()["speculation"]
 
 
 @pytest.fixture(scope="module")
@@ -201,12 +230,7 @@ def test_an_engine_that_was_started_by_hand_is_a_replica(fleet: Fleet) -> None:
 
 
 def test_its_draft_learns(fleet: Fleet, answers: list[tuple[int, ...]]) -> None:
-    first = alpha = fleet.alpha()
-    deadline = time.monotonic() + 240
-    while alpha < first + 0.3:
-        assert time.monotonic() < deadline, f"α is {alpha:.2f}, it was {first:.2f}"
-        alpha = fleet.alpha()
-    print(f"α {first:.2f}, then {alpha:.2f}")
+    fleet.learns(0.3)
     assert fleet.replica()["version"] > 1
     assert texts(fleet.ask()) == answers
 
@@ -245,11 +269,7 @@ def test_with_everything_switched_off_it_is_as_it_was_started(
 def test_k_is_decided_where_control_is_switched_on(
     fleet: Fleet, answers: list[tuple[int, ...]]
 ) -> None:
-    fleet.steps("observe", "capture", "swap", "control")
-    deadline = time.monotonic() + 60
-    while not (fleet.replica()["speculation"] or {}).get("changes"):
-        assert texts(fleet.ask()) == answers
-        assert time.monotonic() < deadline, fleet.replica()["speculation"]
+    fleet.is_controlled(answers)
     fleet.steps("observe", "capture", "swap")
     assert texts(fleet.ask()) == answers
 
@@ -272,22 +292,62 @@ def test_every_process_of_ours_killed_costs_no_request_and_it_is_found_again(
     wait_until(lambda: fleet.num_stored() > before, 20, "it is captured again")
 
 
-def test_an_attached_engines_head_learns_and_goes_back(tmp_path: Path) -> None:
+def test_two_engines_learn_together_and_one_is_killed(pair: Pair, tmp_path: Path) -> None:
+    """They keep what they fetch in one place, as on one machine."""
+    place = {"XDG_DATA_HOME": str(tmp_path)}
+    few = ["gate.canary_seconds=5"]
+    fleet = Fleet(pair, tmp_path, deployment="test-attached-two", settings=few, variables=place)
+    engines = [fleet.engine]
+    try:
+        engines.append(fleet.start_engine("second"))
+        for engine in engines:
+            engine.wait_ready()
+        one, two = (engine.url for engine in engines)
+        wait_until(lambda: fleet.replicas().keys() == {one, two}, 20, "both are known")
+        assert len({replica["replica"] for replica in fleet.replicas().values()}) == 2
+        answers, first = texts(fleet.ask()), fleet.alpha(two)
+        assert texts(fleet.ask(url=two)) == answers
+        fleet.learns(0.3)
+        version = services.pause_training(fleet.note)
+        wait_until(lambda: fleet.versions() == {one: version, two: version}, 30, "both serve it")
+        assert fleet.alpha(two) > first + 0.3, "it learnt from what the other served"
+        assert texts(fleet.ask(url=two)) == answers
+        with Traffic(one, PROMPTS, streams=4, max_tokens=40) as traffic:
+            time.sleep(2)
+            engines[1].end()
+            wait_until(lambda: fleet.replicas().keys() == {one}, 30, "the dead one is forgotten")
+            for each in (1, version):
+                osd("drafts", "promote", each, "--deployment", fleet.served.deployment)
+                services.wait_for_version(fleet.note.control_url, each)
+        assert traffic.failed() == [] and len(traffic.answers) >= len(PROMPTS)
+        assert texts(fleet.ask()) == answers
+        before = fleet.num_stored()
+        fleet.ask()
+        wait_until(lambda: fleet.num_stored() > before, 20, "it is captured")
+    finally:
+        for engine in engines:
+            engine.end()
+        fleet.served.end()
+
+
+@pytest.mark.parametrize("way", [V1_SYNC, V1_ASYNC], ids=lambda way: way.name)
+def test_an_attached_engines_head_learns_is_controlled_and_goes_back(
+    way: Way, tmp_path: Path
+) -> None:
     models = build_headed(tmp_path / "models")
-    fleet = Fleet(models, tmp_path, deployment="test-attached-head", method="eagle3")
+    fleet = Fleet(models, tmp_path, deployment="test-attached-head", method="eagle3", way=way)
     try:
         fleet.engine.wait_ready()
         replica = wait_until(fleet.replica, 20, "the engine is known")
         assert (replica["version"], replica["off"]) == (1, {})
-        answers, first = texts(fleet.ask()), fleet.alpha()
-        deadline = time.monotonic() + 240
-        while (alpha := fleet.alpha()) < first + 0.1:
-            assert time.monotonic() < deadline, f"α is {alpha:.2f}, it was {first:.2f}"
+        answers, learnt = texts(fleet.ask()), fleet.learns(0.1)
         assert fleet.replica()["version"] > 1
         assert texts(fleet.ask()) == answers
+        fleet.is_controlled(answers)
+        assert fleet.replica()["speculation"]["is_async"] is way.is_async
         fleet.steps()
         wait_until(lambda: fleet.replica()["version"] == 1, 20, "its own head serves")
-        assert fleet.alpha() < alpha - 0.05
+        assert fleet.alpha() < learnt - 0.05
         assert texts(fleet.ask()) == answers
     finally:
         fleet.engine.end()
