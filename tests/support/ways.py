@@ -31,7 +31,10 @@ TENSOR_PARALLEL = Way(name="tensor-parallel", num_ranks=2)
 ASYNC_RANKS = Way(name="async-tensor-parallel", is_async=True, num_ranks=2)
 V2_RANKS = Way(name="ranks-v2-async", runner="V2", is_async=True, num_ranks=2)
 BFLOAT16 = Way(name="bfloat16", dtype="bfloat16")
+FLOAT16 = Way(name="float16", dtype="float16")
 
 EXACT = (V1_SYNC, V1_ASYNC, V2_SYNC, V2_ASYNC, COMPILED, TENSOR_PARALLEL, ASYNC_RANKS, V2_RANKS)
 """Those whose tokens at temperature 0 are the target's, one by one."""
-WAYS = (*EXACT, BFLOAT16)
+HALF = (BFLOAT16, FLOAT16)
+"""Those whose tokens may differ where the target is all but undecided."""
+WAYS = (*EXACT, *HALF)

@@ -11,6 +11,8 @@ from tests.support.ways import (
     ASYNC_RANKS,
     BFLOAT16,
     COMPILED,
+    FLOAT16,
+    HALF,
     TENSOR_PARALLEL,
     V1_ASYNC,
     V1_SYNC,
@@ -188,7 +190,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
 }
 
 NUM_ROUGH = 3
-"""The last promises, asked of bfloat16 alone."""
+"""The last promises, asked of 16 bits alone."""
 
 INSTEAD = {
     "test_the_engine_runs_this_way": "test_both_ranks_run_this_way",
@@ -266,7 +268,7 @@ def is_run(test: str, way: Way) -> bool:
     if way.num_ranks > 1 and (test in {*INSTEAD, *NOT_OF_RANKS, *of_heads()}):
         return False
     is_about_rounding = any(test in tests for tests in list(PROMISES.values())[-NUM_ROUGH:])
-    return is_about_rounding == (way == BFLOAT16)
+    return is_about_rounding == (way in HALF)
 
 
 TITLES = {way.name: f"{way.runner}, {'async' if way.is_async else 'sync'}" for way in WAYS} | {
@@ -275,6 +277,7 @@ TITLES = {way.name: f"{way.runner}, {'async' if way.is_async else 'sync'}" for w
     ASYNC_RANKS.name: "V1, async, tensor parallel",
     V2_RANKS.name: "V2, async, tensor parallel",
     BFLOAT16.name: "V1, sync, bfloat16",
+    FLOAT16.name: "V1, sync, float16",
 }
 
 PAGE = """# The ways in which vLLM runs
@@ -312,7 +315,7 @@ IN_README = "[promises](docs/engines.md) | "
 def readme_row() -> str:
     """How many promises are kept in each way, of those asked of a way with one rank."""
     asked = [tests for promise, tests in PROMISES.items() if promise not in OF_RANKS][:-NUM_ROUGH]
-    cells = {way.name: [_cell(tests, way) for tests in asked] for way in WAYS if way != BFLOAT16}
+    cells = {way.name: [_cell(tests, way) for tests in asked] for way in WAYS if way not in HALF}
     kept = {name: found.count("✓") for name, found in cells.items()}
     kept["not run"] = cells[TENSOR_PARALLEL.name].count("")
     row = "V1 {v1-sync}, async {v1-async}; V2 {v2-sync}, {v2-async}; compiled {compiled}; "

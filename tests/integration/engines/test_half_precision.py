@@ -1,4 +1,4 @@
-"""bfloat16: tokens may differ from another engine's where the target is all but undecided, and
+"""16 bits: tokens may differ from another engine's where the target is all but undecided, and
 nowhere else. Everything that is not a matter of rounding holds as in float32."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tests.integration.serving.test_swap import acceptance_and_outputs
 from tests.support.engines import Engine
 from tests.support.pairs import Pair
 from tests.support.reference import Reference
-from tests.support.ways import BFLOAT16, Way
+from tests.support.ways import HALF, Way
 
 __all__ = ["target"]
 
-pytestmark = pytest.mark.parametrize("way", [BFLOAT16], indirect=True, ids=lambda way: way.name)
+pytestmark = pytest.mark.parametrize("way", HALF, indirect=True, ids=lambda way: way.name)
 
 LONG = {"ignore_eos": True, "max_tokens": 60}
 LIKELY = -2.0
