@@ -207,6 +207,10 @@ NAMES: dict[Part, tuple[Name, ...]] = {
             ),
         ),
         Name(
+            f"{_RUNNER}._copy_draft_token_ids_to_cpu",
+            takes=("self", "scheduler_output", "zeros_only"),
+        ),
+        Name(
             "vllm.v1.sample.sampler:Sampler.forward",
             takes=("self", "logits", "sampling_metadata", "predict_bonus_token"),
         ),

@@ -43,13 +43,14 @@ def why_not(runner: Any) -> str:
 
 
 class LazyDraftV1(LazyDraft):
-    """Wraps `drafter.propose`, `propose_draft_token_ids` and the rejection sampler of one model
-    runner."""
+    """Wraps `drafter.propose`, `propose_draft_token_ids`, `_copy_draft_token_ids_to_cpu` and the
+    rejection sampler of one model runner."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner.vllm_config.parallel_config.tensor_parallel_size)
         self._runner, self._drafter = runner, runner.drafter
         self._propose, self._propose_step = runner.drafter.propose, runner.propose_draft_token_ids
+        self._copy_to_host = runner._copy_draft_token_ids_to_cpu
         self._verify = runner.rejection_sampler.forward
         self._metadata_at = (
             list(inspect.signature(self._propose_step).parameters).index("common_attn_metadata") - 1
@@ -60,6 +61,7 @@ class LazyDraftV1(LazyDraft):
             self._unseen = UnseenTokens(runner.max_model_len, runner.drafter.device)
         runner.drafter.propose = self.propose
         runner.propose_draft_token_ids = self.propose_step
+        runner._copy_draft_token_ids_to_cpu = self.copy_to_host
         runner.rejection_sampler.forward = self.verify
 
     def propose_step(self, scheduler_output: Any, *given: Any, **named: Any) -> Any:
@@ -82,6 +84,13 @@ class LazyDraftV1(LazyDraft):
         k, metadata = given["num_speculative_tokens"], given["common_attn_metadata"]
         nothing = self._guarded(lambda: self._before(k, metadata))
         return self._propose(**given) if nothing is None else nothing
+
+    def copy_to_host(self, scheduler_output: Any, zeros_only: bool = False) -> None:
+        """As vLLM's. Where one request is about to reach the end of the draft's context, vLLM hands
+        out zeros and leaves the draft out for all of the step, which then miss it as at k = 0."""
+        if zeros_only:
+            self._guarded(lambda: self._miss(self._runner.query_start_loc.np))
+        self._copy_to_host(scheduler_output, zeros_only)
 
     def verify(
         self,
@@ -109,28 +118,39 @@ class LazyDraftV1(LazyDraft):
     def _before(self, k: int, metadata: Any) -> torch.Tensor | None:
         """Called before the draft would run. Returns empty drafts at k = 0; None when the draft is
         to run, after it has caught up."""
-        batch = self._runner.input_batch
-        num_reqs, req_ids = batch.num_reqs, batch.req_ids[: batch.num_reqs]
-        start_B = batch.num_computed_tokens_cpu[:num_reqs].copy()
-        ends = metadata.query_start_loc_cpu.numpy()[: num_reqs + 1]
-        end_B = start_B + np.diff(ends)
-        self._forget_finished(num_reqs)
-        met = self._missed.meet(req_ids, start_B, self._blocks)
-        if self._unseen is not None:
-            self._unseen.end(met)
+        ends = metadata.query_start_loc_cpu.numpy()
         if k == 0:
-            self._missed.sleep(req_ids, start_B, end_B, self._blocks)
-            if self._unseen is not None:
-                self._keep_tokens(self._unseen, req_ids, start_B, ends)
+            self._miss(ends)
             self._drafter.num_speculative_tokens = 0
             self._drafter._last_draft_probs = None
             self.num_forwards_saved += 1
+            num_reqs = self._runner.input_batch.num_reqs
             return torch.empty(num_reqs, 0, dtype=torch.int64, device=self._drafter.device)
+        req_ids, start_B, end_B = self._meet(ends)
         spans = self._missed.wake(req_ids, start_B, end_B, self._blocks)
         self._catch_up(metadata, spans)
         if self._unseen is not None:
             self._unseen.end(req_ids)
         return None
+
+    def _miss(self, ends: np.ndarray) -> None:
+        """The draft is left out of this step."""
+        req_ids, start_B, end_B = self._meet(ends)
+        self._missed.sleep(req_ids, start_B, end_B, self._blocks)
+        if self._unseen is not None:
+            self._keep_tokens(self._unseen, req_ids, start_B, ends)
+
+    def _meet(self, ends: np.ndarray) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """The requests of this step, and which positions of each it computes. `ends`: where each
+        request's tokens begin in the step, and the last ones end."""
+        batch = self._runner.input_batch
+        req_ids = batch.req_ids[: batch.num_reqs]
+        start_B = batch.num_computed_tokens_cpu[: batch.num_reqs].copy()
+        self._forget_finished(batch.num_reqs)
+        met = self._missed.meet(req_ids, start_B, self._blocks)
+        if self._unseen is not None:
+            self._unseen.end(met)
+        return req_ids, start_B, start_B + np.diff(ends[: batch.num_reqs + 1])
 
     def _keep_tokens(
         self, unseen: UnseenTokens, req_ids: list[str], start_B: np.ndarray, ends: np.ndarray

@@ -105,6 +105,13 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "answers end at stop tokens and `min_tokens`": (
         "test_an_answer_ends_where_it_would_without_us",
     ),
+    "a request may reach `max_model_len` while others go on: tokens, rows and counts are right": (
+        "test_tokens_up_to_the_longest_length_are_the_targets_and_counted",
+        "test_rows_up_to_the_longest_length_are_the_targets",
+    ),
+    "... who comes beside it is then drafted for as ever": (
+        "test_who_comes_beside_such_requests_is_then_drafted_for_as_ever",
+    ),
     "at temperature 1 drafted tokens follow the target (goodness of fit)": (
         "test_at_temperature_one_drafted_tokens_follow_the_target",
     ),
@@ -219,6 +226,7 @@ NOT_OF_RANKS = (
     "test_without_catching_up_it_proposes_something_else",
     "test_preempted_requests_keep_their_tokens_and_their_drafts",
     "test_cached_prefixes_that_the_draft_slept_through_are_caught_up_once",
+    "test_who_comes_beside_such_requests_is_then_drafted_for_as_ever",
 )
 """Not run over several ranks: they overhear the worker, or need an engine of their own."""
 
