@@ -173,6 +173,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_the_draft_makes_as_many_passes_as_k_says",
         "test_a_window_without_speculation_holds_no_pass_of_the_draft",
     ),
+    "held and let go with requests in flight: tokens and rows are the target's": (
+        "test_tokens_and_rows_are_the_targets_while_it_is_held_and_let_go",
+    ),
     "the control counts the tokens that are delivered, also where a step reaches beyond the end of "
     "an answer": ("test_the_tokens_it_counts_are_those_that_are_delivered",),
     "after a sleep it proposes what it would have, had it never slept": (

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
+import torch
 
 from tests.integration.engines.conftest import started
+from tests.integration.engines.test_lossless import plans_of
+from tests.integration.serving.test_capture import assert_rows_are_the_targets, keep_all, target
 from tests.integration.serving.test_control import (
     test_a_client_may_cap_its_own_request,
     test_without_speculation_rows_are_still_captured,
@@ -17,6 +21,7 @@ from tests.support.reference import Reference
 from tests.support.ways import Way
 
 __all__ = [
+    "target",
     "test_a_client_may_cap_its_own_request",
     "test_without_speculation_rows_are_still_captured",
 ]
@@ -39,6 +44,34 @@ def test_tokens_are_the_targets_while_the_loop_decides(
     report = engine.command("report")
     assert report["num_cells"] > 3, "at first it measures what plans cost"
     assert report["is_async"] == engine.way.is_async
+
+
+def test_tokens_and_rows_are_the_targets_while_it_is_held_and_let_go(
+    engine: Engine, plain: Reference, prompts: list[list[int]], target: torch.nn.Module
+) -> None:
+    """The draft is asleep, or the memory has proposed, when the engine goes on by itself."""
+    keep_all(engine)
+    random, plans = np.random.default_rng(2), plans_of(engine)
+    num_switched, is_held = 0, False
+
+    def change(step: int) -> None:
+        nonlocal num_switched, is_held
+        engine.command("force", plans[random.integers(len(plans))])
+        if random.random() < 0.4:
+            is_held, num_switched = not is_held, num_switched + 1
+            engine.command("hold", is_held)
+
+    try:
+        ids = [engine.add(prompt, **LONG) for prompt in prompts]
+        done = engine.run(change)
+    finally:
+        engine.command("hold", False)
+    answers = [done[i][0] for i in ids]
+    assert answers == plain.generate(prompts, **LONG)
+    assert num_switched > 4
+    traces = engine.traces()
+    assert sorted(trace.output_ids.tolist() for trace in traces) == sorted(answers)
+    assert assert_rows_are_the_targets(target, traces) == sum(map(len, answers))
 
 
 def test_the_tokens_it_counts_are_those_that_are_delivered(

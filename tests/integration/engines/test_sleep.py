@@ -132,11 +132,13 @@ def proposed_by(sleeper: Engine) -> Iterator[Callable[..., list[dict[int, list[i
     ) -> list[dict[int, list[int]]]:
         proposals = Proposals(sleeper)
         kept.append(proposals)
-        sleeper.command("force", plans[0])
 
         def plan(step: int) -> None:
             if step in plans:
-                sleeper.command("force", plans[step])
+                sleeper.command("hold", plans[step] == HELD)
+                sleeper.command("force", None if plans[step] == HELD else plans[step])
+
+        plan(0)
 
         sampling |= {"ignore_eos": True, "max_tokens": num_tokens}
         ids = [sleeper.add(p, **sampling) for p in prompts]
@@ -145,10 +147,13 @@ def proposed_by(sleeper: Engine) -> Iterator[Callable[..., list[dict[int, list[i
         return [{n: d for (r, n), d in proposals.found.items() if r == req} for req in ids]
 
     yield run
+    sleeper.command("hold", False)
     for proposals in kept:
         proposals.close()
 
 
+HELD = ("held", 0)
+"""As vLLM speculates by itself: with its largest k, whatever was decided."""
 AWAKE = {0: ("draft", 1)}
 """A pass in every step; proposals of one token depend on all positions before them as any do."""
 SLEEPS = {
@@ -159,6 +164,8 @@ SLEEPS = {
     "for two steps": {0: ("draft", K), 3: ("off", 0), 5: ("draft", 1), 7: ("off", 0)}
     | {9: ("draft", K), 10: ("off", 0), 12: ("draft", 1)},
     "with penalties": {0: ("draft", K), 4: ("off", 0), 4 + NUM_SLEPT: ("draft", 1)},
+    "until it is held": {0: ("off", 0), NUM_SLEPT: HELD},
+    "after it was held": {0: HELD, 4: ("off", 0), 4 + NUM_SLEPT: ("draft", 1)},
 }
 SAMPLING = {"with penalties": {"repetition_penalty": 1.1}}
 """For penalties, vLLM tells the host afterwards what was written."""
