@@ -152,17 +152,16 @@ def _run_rounds(
         # No average of the rounds: nothing is served between them that could be harmed.
         update={"max_new_traces": size, "tracker_dir": curves, "averaging_rate": 1.0}
     )
-    buffer, k = traces.buffer(), job.config.speculation.k_max
+    buffer, given = traces.buffer(), job.config.speculation
     trainer = Trainer(
-        *(config, job.config.gate, k, buffer, work, traces.target_id),
+        *(config, job.config.gate, given.k_max, buffer, work, traces.target_id),
         teacher=_teacher(job, traces),
-        is_sampled=job.config.speculation.is_sampled,
+        is_sampled=given.is_sampled,
     )
     kept: list[RoundOutcome] = []
     undone: list[RoundOutcome] = []
     best: RoundOutcome | None = None
-    goes_back = False
-    is_stopped = False
+    goes_back = is_stopped = False
     try:
         with progress("training", total, "traces") as advance:
             for part in _parts(len(traces.training), job.epochs, size, config.seed):
