@@ -42,6 +42,7 @@ ORDER = (
     "test_attached.py",
     "test_asynchronous.py",
     "test_recipes.py",
+    "test_sampled_drafts.py",
     "test_replicas.py",
     "test_head_restart.py",
     "test_stopping.py",
