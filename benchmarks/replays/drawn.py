@@ -51,7 +51,11 @@ def _served_logprobs(request: Recorded, num_tokens: int) -> Tensor:
     logprobs_NK = torch.from_numpy(request.target_logprobs[1:]).float()
     tail_N = torch.from_numpy(request.tail_logprob[1:]).float()
     num = len(tail_N)
-    every = (torch.full((num,), request.temperature), torch.ones(num), torch.zeros(num, dtype=int))
+    every = (
+        torch.full((num,), request.temperature),
+        torch.ones(num),
+        torch.zeros(num, dtype=torch.int64),
+    )
     logprobs_NK, tail_N = at_sampling(logprobs_NK, tail_N, num_tokens, *every)
     served_N1 = torch.from_numpy(request.output_ids[1:, None])
     is_served_NK = torch.from_numpy(request.target_ids[1:]) == served_N1
