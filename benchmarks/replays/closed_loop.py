@@ -142,7 +142,9 @@ class ClosedLoop:
         settings = Settings(
             mode=given.mode,
             k_max=given.k_max,
-            proposers=tuple(given.proposers),
+            proposers=tuple(
+                one for one in given.proposers if one != MEMORY or given.may_memory_propose
+            ),
             net_interval_seconds=given.net_interval_seconds,
             net_window_seconds=given.net_window_seconds,
             seed=seed,

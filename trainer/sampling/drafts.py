@@ -34,8 +34,8 @@ def expected_counts(
     """Per draft: tested and accepted tokens in steps of k, as the engine is expected to count them.
 
     A position that has been reached is tested at depth g where the g tokens before it were
-    accepted, for which all requests together say how likely that is. What ends with its request
-    counts as whole.
+    accepted, for which all requests together say how likely that is: where requests differ much,
+    α reads a little high, of all drafts alike. What ends with its request counts as whole.
     """
     drafted = [_drafted(trace) for trace in traces]
     order = [r for r, trace in enumerate(drafted) if trace.num_rows]

@@ -18,7 +18,7 @@ from benchmarks.replays import closed_loop, learning
 from benchmarks.replays.closed_loop import ClosedLoop
 from benchmarks.replays.curve import Curve
 from benchmarks.replays.recording import Recorded, kinds
-from benchmarks.replays.served import EveryStep, Served
+from benchmarks.replays.served import EveryStep, Served, counts_of, matches_of
 from benchmarks.replays.step_times import STREAMS, ModelledStepTimes
 from osd.config.schema import Config, SpeculationConfig
 from osd.control.drift import DriftDetector
@@ -30,6 +30,7 @@ from serving.speculation.step_seen import StepSeen
 from serving.speculation.step_times import StepTimes
 from tests.support.tiny_drafts import save_draft
 from tests.unit.benchmarks.drift.test_contenders import a_setup, recorded
+from trainer.draft import load_draft
 
 TIMES = ModelledStepTimes(verify_s=(0.04, 0.05, 0.12), draft_s=0.008)
 
@@ -340,3 +341,21 @@ def test_kinds_of_an_answer() -> None:
         REJECTED,
         ACCEPTED,
     ]
+
+
+def test_sampled_drafts_are_drawn_in_every_replay(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closed_loop, "NOISE", 0.0)
+    requests = [replace(one, temperature=1.0) for one in recorded(20)]
+    given = config("fixed", ("draft",))
+    how = given.speculation.model_copy(update={"draft_sample_method": "probabilistic"})
+    model = load_draft(good)
+    drawn = [counts_of(matches_of(model, one, is_sampled=True), 4) for one in requests]
+    assert drawn != [counts_of(matches_of(model, one), 4) for one in requests]
+    sampled = given.model_copy(update={"speculation": how})
+    found = run(ClosedLoop(requests, sampled, TIMES, seed=0), good)
+    assert [served.counts for served in found] == drawn
+    every_step = EveryStep(requests, 4, is_sampled=True)
+    every_step.swap(good, None)
+    assert [served.counts for served in every_step.serve()] == drawn

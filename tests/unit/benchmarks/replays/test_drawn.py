@@ -63,9 +63,12 @@ def test_the_chances_agree_with_what_the_gate_expects_and_are_never_above_1() ->
     )
 
 
-def test_a_draft_that_is_the_target_is_always_accepted_also_beyond_the_listed_tokens() -> None:
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_a_draft_that_is_the_target_is_always_accepted_also_beyond_the_listed_tokens(
+    temperature: float,
+) -> None:
     target = RowModel(flat_pair()[0])
-    traces = served(1.0)[0][:8]
+    traces = served(temperature)[0][:8]
     whole = np.concatenate([chances(target, recorded(t), EVERYTHING) for t in traces])
     assert whole == pytest.approx(np.ones(len(whole)), abs=0.02)
     cut = np.concatenate([chances(target, recorded(t, top_k=8), EVERYTHING) for t in traces])

@@ -507,3 +507,12 @@ def test_a_file_that_is_none(tmp_path: Path, name: str, content: bytes | None, r
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=reason):
         read_prompts(tmp_path / name)
+
+
+def test_sampled_drafts_are_judged_by_what_is_accepted_of_them(train: Run) -> None:
+    held_out = [replace(one, temperature=1.0) for one in HELD_OUT]
+    files = write(train.directory / "a.traces", [*TRAINING, *held_out])
+    how = ("speculation.draft_sample_method=probabilistic",)
+    train(files, epochs=1, settings=how, force=True)
+    first = replay(load_draft(train.draft), held_out, 4, max_length=64, is_sampled=True).alpha
+    assert any(f"{first:.3f}" in line for line in train.said)

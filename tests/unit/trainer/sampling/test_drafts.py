@@ -87,6 +87,22 @@ def test_what_is_predicted_is_what_sampled_drafts_serve(
     assert greedy is not None and abs(greedy - alpha) > 5 * error, "they must be told apart"
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_a_draft_that_is_the_target_is_always_accepted(temperature: float) -> None:
+    traces = served(temperature, num=4)[0]
+    found = replay(RowModel(flat_pair()[0]), traces, K, max_length=256, is_sampled=True)
+    assert found.alpha == pytest.approx(1.0, abs=0.005)
+
+
+@pytest.mark.parametrize("how", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
+def test_what_the_request_cuts_off_is_not_accepted(how: dict[str, Any]) -> None:
+    traces = [replace(trace, **how) for trace in served(1.0, num=4)[0]]
+    rows = np.concatenate([t.target_logprobs[t.position > len(t.prompt_ids)] for t in traces])
+    likeliest = np.exp(rows.astype(float)).max(1).mean()
+    found = replay(RowModel(flat_pair()[0]), traces, K, max_length=256, is_sampled=True)
+    assert found.alpha == pytest.approx(likeliest, abs=0.005)
+
+
 def test_each_position_is_tested_about_as_often_as_it_was() -> None:
     traces, steps = served(1.0)
     found = replay(RowModel(flat_pair()[1]), traces, K, max_length=256, is_sampled=True)
@@ -145,6 +161,31 @@ class Says(RowModel):
 
     def forward(self, ids_BS: Any, position_ids_BS: Any, row_b_N: Any, row_s_N: Any) -> Any:
         return self.logits.expand(len(row_b_N), -1)
+
+
+def test_a_row_stands_for_those_that_were_not_kept_and_each_request_for_itself() -> None:
+    probs = np.array([0.5, 0.3, 0.2])
+
+    def trace(index: int, num: int, p: np.ndarray, keep: float) -> Trace:
+        return make_trace(
+            index=index,
+            vocab_size=3,
+            num_output=num,
+            num_rows=num,
+            top_k=3,
+            temperature=1.0,
+            output_ids=np.zeros(num, np.int32),
+            target_ids=np.tile([0, 1, 2], (num, 1)),
+            target_logprobs=np.tile(np.log(p), (num, 1)),
+            tail_logprob=np.full(num, -np.inf),
+            keep_prob=np.full(num, keep),
+        )
+
+    traces = [trace(0, 30, probs, 0.5), trace(1, 11, np.array([0.8, 0.1, 0.1]), 1.0)]
+    found = replay(Says(*probs), traces, K, max_length=64, is_sampled=True)
+    each = found.accepted_RG.sum(1) / found.tested_RG.sum(1)
+    assert each == pytest.approx([1.0, 0.7], abs=0.002)
+    assert found.alpha == pytest.approx((58 * 1.0 + 10 * 0.7) / 68, abs=0.002)
 
 
 def test_the_gate_prefers_the_draft_that_is_accepted_more() -> None:
