@@ -190,15 +190,7 @@ def drawing(pair: Pair, way: Way) -> Engine:
 @pytest.fixture
 def sampling(drawing: Engine, pair: Pair) -> Iterator[Engine]:
     """As above, with k fixed at 4; at the end the control and the hooks must be whole."""
-    drawing.command("force", ["draft", K])
-    drawing.llm.reset_prefix_cache()
-    if drawing.worker.osd_swapper.version != 1:
-        assert drawing.swap(release_of(pair.draft, 1))["error"] == ""
-    yield drawing
-    drawing.traces()
-    assert drawing.command("report")["problem"] == ""
-    assert drawing.worker.osd_hook.is_listening
-    assert drawing.worker.osd_off == {}
+    yield from whole(drawing, pair)
 
 
 @pytest.fixture(scope="session")
@@ -228,15 +220,7 @@ def drafting(headed: Pair, way: Way) -> Engine:
 @pytest.fixture
 def head(drafting: Engine, headed: Pair) -> Iterator[Engine]:
     """An engine whose head proposes 4 tokens; at the end control and hooks must be whole."""
-    drafting.command("force", ("draft", K))
-    drafting.llm.reset_prefix_cache()
-    if drafting.worker.osd_swapper.version != 1:
-        assert drafting.swap(release_of(headed.draft, 1))["error"] == ""
-    yield drafting
-    drafting.traces()
-    assert drafting.command("report")["problem"] == ""
-    assert drafting.worker.osd_hook.is_listening
-    assert drafting.worker.osd_off == {}
+    yield from whole(drafting, headed)
 
 
 @pytest.fixture(scope="session")
@@ -244,6 +228,19 @@ def deep(headed: Pair) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(headed.target, dtype=torch.float32).eval()
+
+
+def whole(engine: Engine, pair: Pair) -> Iterator[Engine]:
+    """The engine with the first draft and k = 4; afterwards its control and hooks must be whole."""
+    engine.command("force", ("draft", K))
+    engine.llm.reset_prefix_cache()
+    if engine.worker.osd_swapper.version != 1:
+        assert engine.swap(release_of(pair.draft, 1))["error"] == ""
+    yield engine
+    engine.traces()
+    assert engine.command("report")["problem"] == ""
+    assert engine.worker.osd_hook.is_listening
+    assert engine.worker.osd_off == {}
 
 
 def started(pair: Pair, way: Way, **options: Any) -> Engine:
