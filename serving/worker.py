@@ -25,6 +25,7 @@ from osd.records import (
     encode,
 )
 from serving.capture.capture import Capture
+from serving.speculation.memory.certain import Certain, verify_certain
 from serving.speculation.memory.in_worker import AskV1, AskV2, ask_in_worker
 from serving.speculation.memory.ranks import RankMemory, ask_ranks, has_ranks_to_ask
 from serving.speculation.sleep.awake_note import AwakeNote
@@ -37,6 +38,7 @@ from serving.swap.shape import DraftShape
 from serving.swap.swap import DraftSwapper
 from serving.swap.unswappable import Unswappable
 from serving.vllm import fixes, heads, hooks, parts
+from serving.vllm.schedules import draws_drafts
 from serving.vllm.undrafted_sampling import sample_undrafted
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class WorkerExtension:
     osd_split: StepSplit
     osd_lazy_draft: LazyDraft | None
     osd_ask: AskV1 | AskV2 | RankMemory | None
+    osd_certain: Certain | None
     osd_off: dict[str, str]
     osd_awake: str
     osd_sink_stats: Callable[[], dict[str, int]]
@@ -125,11 +128,14 @@ class WorkerExtension:
         if getattr(self, "osd_undrafted_problem", "not tried"):
             # It wraps the sampler, and must not wrap it again when what follows is refused.
             self.osd_undrafted_problem = sample_undrafted(runner)
+        is_controlled = options.get("is_controlled", False)
+        if is_controlled and getattr(self, "osd_certain", None) is None:
+            self.osd_certain = verify_certain(self, self.osd_off)
         self.osd_hook = None
         if self.osd_is_first_rank:
             self.osd_start_capture(release, options)
         self.osd_lazy_draft, self.osd_awake, self.osd_ask = None, "", None
-        if options.get("is_controlled"):
+        if is_controlled:
             path = options.get("awake_note")
             self.osd_let_sleep(AwakeNote(Path(path) if path else None))
             self.osd_let_ask()
@@ -195,6 +201,8 @@ class WorkerExtension:
         own: parts.Part = "memory_v2" if hooks.is_v2(runner) else "memory"
         config: Any = self.vllm_config  # type: ignore[attr-defined]
         self.osd_ask, off = None, self.osd_off
+        if draws_drafts(config) and self.osd_certain is None:
+            return
         beside = parts.start(off, "memory", lambda: ask_in_worker(config, runner), own)
         if beside is not None:
             self.osd_ask = beside
@@ -246,6 +254,8 @@ class WorkerExtension:
             off["capture"] = parts.reason("capture", self.osd_hook.problem)
         if self.osd_lazy_draft is not None and self.osd_lazy_draft.problem:
             off["sleep"] = parts.reason("sleep", self.osd_lazy_draft.problem)
+        if self.osd_certain is not None and self.osd_certain.problem:
+            off["sampled"] = f"{self.osd_certain.problem}; drawn tokens are accepted less often"
         return json.dumps(off)
 
     @answering

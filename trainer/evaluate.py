@@ -27,11 +27,20 @@ import torch
 
 from osd.config.schema import GateConfig
 from osd.records import ClassReport, EvalReport, Trace, conditional_acceptance
-from trainer.batch import NUM_LIKELIEST, collate_outputs, to_device
+from trainer.batch import (
+    NUM_LIKELIEST,
+    check_rows,
+    collate_outputs,
+    to_device,
+    well_formed,
+)
 from trainer.classes import classes_of
-from trainer.draft import Draft
+from trainer.draft import Draft, RowModel
 from trainer.sampling.drafts import expected_counts
 from trainer.sampling.student import GREEDY
+
+NUM_IF_SAMPLED = 16
+"""Requests that show what sampled drafts would bring: each takes the draft another pass."""
 
 
 class ReplayCounts(NamedTuple):
@@ -193,6 +202,7 @@ def compare(
     )
     alpha_candidate, alpha_base = counts_candidate.alpha or 0.0, counts_base.alpha or 0.0
     return EvalReport(
+        sampled=None if is_sampled else if_sampled(candidate, traces, k, max_length, batch_size),
         num_traces=len(traces),
         num_tokens=sum(len(trace.output_ids) for trace in traces),
         k=k,
@@ -207,6 +217,23 @@ def compare(
         success_candidate=counts_candidate.success,
         classes=_class_reports(traces, counts_base, counts_candidate, gate, seed),
     )
+
+
+def if_sampled(
+    model: Draft, traces: Sequence[Trace], k: int, max_length: int, batch_size: int
+) -> tuple[float, float] | None:
+    """(α, α if its tokens were drawn from the draft) of the newest traces above temperature 0 that
+    have rows, which are the last; None where there are too few, and for heads, of which vLLM draws
+    none."""
+    if not isinstance(model, RowModel):
+        return None
+    warm = [trace for trace in traces if trace.temperature >= GREEDY and trace.num_rows]
+    newest = well_formed(warm[-NUM_IF_SAMPLED:], check_rows, model.vocab_size)
+    if len(newest) < NUM_IF_SAMPLED:
+        return None
+    now = replay_all([model], newest, k, max_length=max_length, batch_size=batch_size)
+    (drawn,) = _with_sampled(now, [model], newest, max_length, batch_size)
+    return now[0].alpha or 0.0, drawn.alpha or 0.0
 
 
 def bootstrap_diff(

@@ -36,8 +36,10 @@ IN_CLOSED_LOOP = (names.FROZEN_LOOP, names.SERVED)
 WITHOUT_MEMORY = (names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP)
 """The same without a memory."""
 DRAWN = (names.DRAWN_DRAFT_LOOP, names.DRAWN_SERVED)
-"""With sampled drafts, beside which there is no memory."""
-CLOSED_LOOPS = (*IN_CLOSED_LOOP, *WITHOUT_MEMORY, *DRAWN)
+"""With sampled drafts alone."""
+MIXED = (names.MIXED_FROZEN_LOOP, names.MIXED_SERVED)
+"""With sampled drafts, and the memory beside them."""
+CLOSED_LOOPS = (*IN_CLOSED_LOOP, *WITHOUT_MEMORY, *DRAWN, *MIXED)
 SERVICE_ARMS = (names.FROZEN, names.OURS, names.OURS_LORA, *CLOSED_LOOPS)
 LOOKUPS: dict[str, dict[str, Any]] = {names.NGRAM: {}, names.NGRAM_TUNED: names.LOOKUP_TUNED}
 """Arm -> what vLLM is told of n-gram lookup beside k."""
@@ -156,9 +158,9 @@ def overrides(
     ]
     if arm in CLOSED_LOOPS and payback_s is not None:
         found += [f"trainer.payback_seconds={payback_s}"]
-    if arm in WITHOUT_MEMORY:
+    if arm in (*WITHOUT_MEMORY, *DRAWN):
         found += ["speculation.proposers=[draft]"]
-    if arm in DRAWN:
+    if arm in (*DRAWN, *MIXED):
         found += ["speculation.draft_sample_method=probabilistic"]
     if arm in names.UNTRAINED:
         found += ["trainer.enabled=false"]

@@ -37,6 +37,10 @@ DRAWN_SERVED = "ours, sampled drafts, closed loop"
 DRAWN_CHARGED = "ours, sampled drafts, closed loop, where training is charged"
 DRAWN_STATIC = "one draft for all domains, sampled, closed loop"
 """The draft alone, whose tokens are drawn from its distribution."""
+MIXED_FROZEN_LOOP = "frozen draft, sampled, and memory, closed loop"
+MIXED_SERVED = "ours, sampled drafts and memory, closed loop"
+MIXED_CHARGED = "ours, sampled drafts and memory, closed loop, where training is charged"
+"""With the memory beside it."""
 TRAINED_OFFLINE = (CEILING, STATIC, DRAWN_CEILING, DRAWN_STATIC)
 OSD, OSD_TUNED = "OSD", "OSD, our rate"
 OSD_PUBLISHED = {"OSD, 1e-4 every 8": (8, 1e-4), "OSD, 1e-5 every 1": (1, 1e-5)}
@@ -55,5 +59,8 @@ NO_DRAFT_MODEL = (NGRAM, NGRAM_TUNED, SUFFIX, SUFFIX_LONG)
 """Who proposes what stands in the text already."""
 HELD = (OURS, SERVED)
 """Who is held to the goals."""
-UNTRAINED = (FROZEN, FROZEN_LOOP, DRAFT_LOOP, DRAWN_DRAFT_LOOP, *NO_DRAFT_MODEL)
+UNTRAINED = (
+    *(FROZEN, FROZEN_LOOP, DRAFT_LOOP, DRAWN_DRAFT_LOOP, MIXED_FROZEN_LOOP),
+    *NO_DRAFT_MODEL,
+)
 """Who never learns."""

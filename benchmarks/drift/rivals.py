@@ -84,12 +84,15 @@ def without_memory(setup: Setup) -> Curve:
 
 
 def drawn(setup: Setup) -> Setup:
-    """With sampled drafts, beside which there is no memory."""
-    given = setup.config.speculation
-    how = {"draft_sample_method": "probabilistic", "proposers": ["draft"]}
-    return replace(
-        setup, config=setup.config.model_copy(update={"speculation": given.model_copy(update=how)})
-    )
+    """With sampled drafts alone."""
+    return mixed(replace(setup, config=with_proposers(setup.config, ["draft"])))
+
+
+def mixed(setup: Setup) -> Setup:
+    """With sampled drafts, and the memory beside them."""
+    how = {"draft_sample_method": "probabilistic"}
+    speculation = setup.config.speculation.model_copy(update=how)
+    return replace(setup, config=setup.config.model_copy(update={"speculation": speculation}))
 
 
 def _loop(setup: Setup) -> ClosedLoop:
@@ -117,6 +120,9 @@ RIVALS: dict[str, Contender] = {
     names.DRAWN_STATIC: lambda setup: replayed(_loop(drawn(setup)), setup),
     names.DRAWN_SERVED: lambda setup: served(drawn(setup), learns=True),
     names.DRAWN_CHARGED: lambda setup: served(drawn(setup), learns=True, is_charged=True),
+    names.MIXED_FROZEN_LOOP: lambda setup: replayed(_loop(mixed(setup)), setup),
+    names.MIXED_SERVED: lambda setup: served(mixed(setup), learns=True),
+    names.MIXED_CHARGED: lambda setup: served(mixed(setup), learns=True, is_charged=True),
     names.AGAIN: again,
     names.STATIC: lambda setup: replayed(_loop(setup), setup),
     names.NIGHTLY: nightly,

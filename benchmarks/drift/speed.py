@@ -41,12 +41,13 @@ from osd.errors import ConfigError, OSDError
 
 __all__ = ["protocol", "run", "summarise"]
 
-GENERATED = tuple(arm for arm in arms.ARMS if arm not in (*arms.WITHOUT_MEMORY, *arms.DRAWN))
+OF_PROSE = (*arms.WITHOUT_MEMORY, *arms.DRAWN, *arms.MIXED)
+GENERATED = tuple(arm for arm in arms.ARMS if arm not in OF_PROSE)
 PROSE, PROSE_HEAD = "home-and-de", "home-and-de-head"
 ARMS = {
     "sharp": GENERATED,
     "interleaved": arms.IN_CLOSED_LOOP,
-    PROSE: (*arms.WITHOUT_MEMORY, *arms.IN_CLOSED_LOOP, *arms.DRAWN),
+    PROSE: (*OF_PROSE, *arms.IN_CLOSED_LOOP),
     PROSE_HEAD: arms.WITHOUT_MEMORY,
 }
 """Schedule -> who serves it."""

@@ -30,6 +30,9 @@ from benchmarks.learning.online_report import (
     HOME_AGAIN,
     LAST_THIRD,
     MEASURED,
+    MIXED,
+    MIXED_AGAIN,
+    MIXED_WHOLE,
     OF_OFFLINE,
     PUBLISHED,
     TIMELESS,
@@ -48,6 +51,7 @@ ARMS = (
     *(*names.OSD_LOOP, names.SUFFIX_LOOP, names.MEMORY),
     *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP),
     *(names.DRAWN_DRAFT_LOOP, names.DRAWN_SERVED, names.DRAWN_CHARGED, names.DRAWN_STATIC),
+    *(names.MIXED_FROZEN_LOOP, names.MIXED_SERVED, names.MIXED_CHARGED),
     *TIMELESS,
 )
 QUICK_SCHEDULE = "home-and-de"
@@ -92,6 +96,10 @@ def protocol(options: Options) -> Protocol:
             Goal(figure=DRAWN_WHOLE, at_least=1.0),
             Goal(figure=DRAWN_AGAIN, at_least=0.9),
             Goal(figure=DRAWN_OF_OFFLINE, at_least=0.9),
+            Goal(figure=MIXED, at_least=1.10),
+            Goal(figure=MIXED, bound="low", at_least=1.0),
+            Goal(figure=MIXED_WHOLE, at_least=1.0),
+            Goal(figure=MIXED_AGAIN, at_least=0.9),
         ),
     )
 

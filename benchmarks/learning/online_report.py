@@ -37,6 +37,10 @@ DRAWN_LEARNT = "sampled drafts: learning over frozen, last third"
 DRAWN_AGAIN = "sampled drafts, learning, over trainer off with a memory, home again"
 DRAWN_WHOLE = "sampled drafts, learning, over trainer off with a memory, whole run, charged"
 DRAWN_OF_OFFLINE = "sampled drafts: α learnt over that trained offline, last third"
+MIXED = "sampled drafts and memory: learning over trainer off, last third"
+MIXED_OFF = "sampled drafts and memory, learning, over greedy ones with trainer off, last third"
+MIXED_AGAIN = "sampled drafts and memory: learning over trainer off, home again"
+MIXED_WHOLE = "sampled drafts and memory: learning over trainer off, whole run, charged"
 ALIKE = "trainer off over trainer off, last third"
 BURNT = "burning as much and learning nothing over trainer off, whole run, charged"
 
@@ -145,10 +149,13 @@ def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator
     for number, phase in enumerate(contest.schedule.phases):
         start, stop = contest.schedule.last_third(number)
         if phase.mix.keys() == {home}:
-            for figure, arm in ((HOME_AGAIN, names.SERVED), (DRAWN_AGAIN, names.DRAWN_SERVED)):
-                if number and {arm, OFF} <= contest.curves.keys():
-                    ratios = contest.ratios(arm, OFF, speed, start, stop)
-                    yield mean(group, figure, ratios)
+            for figure, arm, rival in (
+                (HOME_AGAIN, names.SERVED, OFF),
+                (DRAWN_AGAIN, names.DRAWN_SERVED, OFF),
+                (MIXED_AGAIN, names.MIXED_SERVED, names.MIXED_FROZEN_LOOP),
+            ):
+                if number and {arm, rival} <= contest.curves.keys():
+                    yield mean(group, figure, contest.ratios(arm, rival, speed, start, stop))
             continue
         where = f"{group}, {phase.name}"
         for figure, arm, rival, measure in (
@@ -158,6 +165,8 @@ def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator
             (OF_OFFLINE, names.OURS, names.CEILING, Curve.alpha),
             (DRAWN, names.DRAWN_SERVED, OFF, speed),
             (DRAWN_LEARNT, names.DRAWN_SERVED, names.DRAWN_DRAFT_LOOP, speed),
+            (MIXED, names.MIXED_SERVED, names.MIXED_FROZEN_LOOP, speed),
+            (MIXED_OFF, names.MIXED_SERVED, OFF, speed),
             (DRAWN_OF_OFFLINE, names.DRAWN_OURS, names.DRAWN_CEILING, Curve.alpha),
         ):
             if {arm, rival} <= contest.curves.keys():
@@ -165,8 +174,12 @@ def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator
     if not is_free and {names.CHARGED, OFF} <= contest.curves.keys():
         yield mean(group, WHOLE, contest.ratios(names.CHARGED, OFF, charged, 0, end))
         yield mean(group, BURNT, _burnt(contest, end))
-    if not is_free and {names.DRAWN_CHARGED, OFF} <= contest.curves.keys():
-        yield mean(group, DRAWN_WHOLE, contest.ratios(names.DRAWN_CHARGED, OFF, charged, 0, end))
+    for figure, arm, rival in (
+        (DRAWN_WHOLE, names.DRAWN_CHARGED, OFF),
+        (MIXED_WHOLE, names.MIXED_CHARGED, names.MIXED_FROZEN_LOOP),
+    ):
+        if not is_free and {arm, rival} <= contest.curves.keys():
+            yield mean(group, figure, contest.ratios(arm, rival, charged, 0, end))
 
 
 def _burnt(contest: Contest, end: int) -> Values:

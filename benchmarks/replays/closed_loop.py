@@ -142,9 +142,8 @@ class ClosedLoop:
         settings = Settings(
             mode=given.mode,
             k_max=given.k_max,
-            proposers=tuple(
-                one for one in given.proposers if one != MEMORY or given.may_memory_propose
-            ),
+            proposers=tuple(given.proposers),
+            is_drawn=given.is_sampled,
             net_interval_seconds=given.net_interval_seconds,
             net_window_seconds=given.net_window_seconds,
             seed=seed,
@@ -281,7 +280,8 @@ class ClosedLoop:
         one.found = self.speculation.look_up(one.name)
         if one.found:
             one.num_proposed = len(one.found)
-        if one.found or not one.num_proposed:
+        is_drawn = self._is_sampled and self._requests[one.index].temperature > 0
+        if (one.found or not one.num_proposed) and not is_drawn:
             # What the draft would propose is known by where it is right.
             right = self._draft_of(one, plan.passes)
             self.speculation.requests.add_unverified(one.name, 0, one.num_tokens, one.at, right)

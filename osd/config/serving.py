@@ -218,10 +218,6 @@ class SpeculationConfig(Section):
         """Whether draft tokens are drawn from the draft's distribution."""
         return self.draft_sample_method == "probabilistic"
 
-    @property
-    def may_memory_propose(self) -> bool:
-        return "memory" in self.proposers and not self.is_sampled
-
     @field_validator("proposers", mode="before")
     @classmethod
     def _ngram_is_the_memory(cls, value: Any) -> Any:
@@ -235,15 +231,6 @@ class SpeculationConfig(Section):
         if len(set(value)) < len(value):
             raise ValueError("names a proposer twice")
         return value
-
-    @model_validator(mode="after")
-    def _refuse_a_memory_alone_beside_sampled_drafts(self) -> SpeculationConfig:
-        if self.is_sampled and "draft" not in self.proposers:
-            raise ValueError(
-                "draft_sample_method=probabilistic leaves out the memory, which alone is in "
-                "proposers; add draft to speculation.proposers"
-            )
-        return self
 
 
 class CaptureConfig(Section):

@@ -23,6 +23,8 @@ from osd.records import HOLDOUT_ONE_IN, DraftRelease, EvalReport, RoundOutcome, 
 CHANCE = 2.0
 """The live α must be below the measured one by the margin and this many standard errors."""
 
+MUCH_MORE = 0.05
+"""α that sampled drafts must bring before it is worth telling."""
 MANY_CONTRADICT = 0.05
 """Share of new rows that contradict the text above which the cause is worth telling. Requests with
 penalties or biased logits have such rows."""
@@ -101,6 +103,19 @@ def contradictions(outcome: RoundOutcome) -> str:
         f"; {100 * num / num_all:.0f} % of the new rows contradict the text and were left out: "
         "requests with penalties or forced tokens have such rows; if there are none, see who else "
         "writes to the buffer's Redis"
+    )
+
+
+def if_sampled(outcome: RoundOutcome) -> str:
+    """A clause about what sampled drafts would bring, where that is much; else ""."""
+    if outcome.eval is None or outcome.eval.sampled is None:
+        return ""
+    alpha, drawn = outcome.eval.sampled
+    if not drawn > alpha + MUCH_MORE:
+        return ""
+    return (
+        f"; above temperature 0 its α is {alpha:.2f}, and would be {drawn:.2f} with "
+        "speculation.draft_sample_method=probabilistic"
     )
 
 
@@ -254,6 +269,7 @@ def _is_finite(outcome: RoundOutcome, report: EvalReport) -> bool:
         *report.alpha_candidate_per_pos,
         *report.success_base,
         *report.success_candidate,
+        *(report.sampled or ()),
         *(
             x
             for c in report.classes.values()

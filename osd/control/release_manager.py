@@ -167,7 +167,7 @@ class ReleaseManager:
         event = Event(
             at=self._clock.time(),
             kind=kind,
-            text=text + policy.contradictions(outcome),
+            text=text + policy.contradictions(outcome) + policy.if_sampled(outcome),
             version=version,
         )
         points = [

@@ -56,6 +56,9 @@ class EvalReport:
     measured."""
     classes: dict[str, ClassReport] = field(default_factory=dict)
     """By class of traffic: the label, or a cluster of unlabelled prompts."""
+    sampled: tuple[float, float] | None = None
+    """(α of the candidate as it drafts, α if its tokens were drawn from its distribution) of the
+    newest requests above temperature 0; None where there are none, or they are drawn anyway."""
 
 
 NO_TRACES = "no traces"

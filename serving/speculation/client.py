@@ -60,7 +60,7 @@ def room_for_drafts(config: Config) -> int:
     """Draft tokens per request and step that an engine must have room for (vLLM's
     `num_speculative_tokens`)."""
     speculation = config.speculation
-    if not speculation.may_memory_propose or speculation.mode == "off":
+    if "memory" not in speculation.proposers or speculation.mode == "off":
         return speculation.k_max
     return max(speculation.k_max, speculation.memory_k_max)
 

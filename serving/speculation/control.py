@@ -37,11 +37,10 @@ from serving.speculation.trials import Trials
 from serving.speculation.worth import Worth
 
 STEPS_PER_DECISION = 4
-SETTINGS_KEY = "osd"
-"""Key of the settings in vLLM's `additional_config`."""
+SETTINGS_KEY = "osd"  # in vLLM's additional_config
 DECISIONS_PER_OPENING, DECISIONS_PER_WORTH = 16, 4
 """At every 16th all drafts are verified whole: a request that never is could never show that it has
-changed. At every fourth it is asked what the draft is worth."""
+changed, nor a drawn one its worth. At every fourth it is asked what the draft is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,8 @@ class Settings:
     """Whether requests of different classes are proposed nothing of each other's."""
     is_alone: bool = False
     """Whether no other engine will start in this process (`memory/compiled.py`)."""
+    is_drawn: bool = False
+    """Whether the draft's tokens are drawn (`proposals.fitted`)."""
     is_held: bool = False
     """Whether the engine begins as without this control (`Controlled.osd_command("hold")`)."""
 
@@ -188,7 +189,7 @@ class Speculation:
             decided = Stamp(trial, "trial")
         self._num_decisions += 1
         if self._num_decisions % DECISIONS_PER_OPENING == 0:
-            decided = decided._replace(plan=whole(decided.plan, load, self.times))
+            decided = decided._replace(plan=self._whole(decided.plan, load))
         if self._num_decisions % DECISIONS_PER_WORTH == 0:
             self._worth.add(load, plans, self.times)
         self._trials.note_use(load.batch, decided.plan)
@@ -220,8 +221,7 @@ class Speculation:
 
     def look_up(self, req_id: str, ahead: Sequence[int] = ()) -> list[int]:
         """What the memory proposes for a request in the place of the draft; nothing where the draft
-        proposes. A net window without speculation has nothing to do with it: it costs what an
-        engine without speculation costs. `ahead`: tokens that were sampled, and not served yet."""
+        does, and in net windows. `ahead`: tokens that were sampled, and not served yet."""
         if self._newest.reason == "net window":
             return []
         return self.requests.look_up(req_id, self.present, ahead)
@@ -237,9 +237,9 @@ class Speculation:
             return
         tokens = step.num_delivered
         if step.is_pure:
-            width = len(step.req_ids) + sum(step.drafted)
             if not step.draft.is_waking:
-                shape = Shape(len(step.req_ids), width, step.context, step.draft.passes)
+                num, width = len(step.req_ids), len(step.req_ids) + sum(step.drafted)
+                shape = Shape(num, width, step.context, step.draft.passes)
                 self.times.add(shape, step.seconds)
             if step.stamp.reason != "sweep":
                 self.accounts.add_step(step.stamp.plan, step.seconds, tokens)
@@ -284,8 +284,6 @@ class Speculation:
     def num_sweep_steps_left(self) -> int:
         return self._sweep.num_left
 
-    # -- what it says of itself -------------------------------------------------------------------
-
     def report(self) -> SpeculationReport:
         """Counters since the start, newest changes of plan. What waits in the memory goes on."""
         if self.memory is not None:
@@ -319,12 +317,14 @@ class Speculation:
             return Plan("memory", self.settings.memory_k_max)
         return Plan("draft", self.settings.k_max)
 
+    def _whole(self, plan: Plan, load: Load) -> Plan:
+        return whole(plan, load, self.times, is_alone=self.settings.is_drawn)
+
     def _begin_or_end_first_sweep(self) -> None:
         """An engine that was not measured beforehand measures its first steps."""
         if self._sweep.has_begun:
-            self.times.fit()
-        else:
-            self.sweep(1)
+            return self.times.fit()
+        return self.sweep(1)
 
     def _tell_change(self, stamp: Stamp, batch: int) -> None:
         if (stamp.plan.proposer, stamp.plan.k) != (self._told.proposer, self._told.k):
@@ -336,8 +336,8 @@ class Speculation:
         if load.draft_BG is None or not self.requests.can_show_acceptance(req_ids):
             return False
         plan = next(plan for plan in plans if plan.passes == PROBE_K)
-        if self.memory is None:  # which would let it be judged by what was served
-            plan = whole(plan, load, self.times)
+        if self.memory is None or self.settings.is_drawn:  # else it is judged by what was served
+            plan = self._whole(plan, load)
         rate, proposer = max((each.goodput, each.proposer) for each in plans)
         share = WATCHED_SHARE if proposer == "memory" else PROBE_SHARE
         best_s = plan.seconds * plan.goodput / rate

@@ -255,10 +255,13 @@ def choose(plans: Sequence[Plan], present: Plan) -> Plan:
     return best
 
 
-def whole(plan: Plan, load: Load, times: StepTimes) -> Plan:
-    """The plan, with all of the draft's tokens verified, and what that promises."""
-    if not plan.passes or not plan.draft_price:
+def whole(plan: Plan, load: Load, times: StepTimes, *, is_alone: bool = False) -> Plan:
+    """The plan, with all of the draft's tokens verified, and what that promises. `is_alone`: the
+    memory proposes none in their place."""
+    if not plan.passes or not (plan.draft_price or (is_alone and plan.is_mixed)):
         return plan
+    if is_alone:
+        plan = plan._replace(is_mixed=False)
     off_s = float(times.predict((shape_of(load, OFF),), load.context)[0])
     return _predicted(load, [plan._replace(is_whole=True)], times, off_s)[0]
 

@@ -13,6 +13,8 @@ the workers are other processes, they ask a memory of their own (`memory/elsewhe
 The worker is told with each step (`osd_from_memory`, `osd_judged` of vLLM's output): it counts
 tokens of the memory apart, and unverified drafts as if they had been verified. It is told of new
 requests whose traces may warm a memory (`osd_shared`), since it does not see their `cache_salt`.
+Beside drafts that are drawn the memory waits for a worker that verifies tokens of both
+(`memory/certain.py`). What was served does not say whether a drawn one would have been accepted.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from serving.speculation.memory.messages import Begun
 from serving.speculation.memory.unverified import Judged
 from serving.speculation.requests import whole_number
 from serving.speculation.step_seen import Scheduled
-from serving.vllm.schedules import why_left_out, why_no_none
+from serving.vllm.schedules import draws_drafts, why_left_out, why_no_none
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,9 @@ class Proposals:
         """Whether the worker asks within its step."""
         self.is_left_to_worker = False
         """Whether nobody else can: what the memory finds would not be what is verified."""
+        self.waits_for_worker = settings.is_drawn
+        """Whether the worker would take tokens of the memory for drawn ones."""
+        self._is_drawn = settings.is_drawn
         self._from_memory: set[str] = set()
         """Requests whose present draft tokens are the memory's."""
         self._known: set[str] = set()
@@ -131,9 +136,9 @@ class Proposals:
     def scheduled_while_held(self, output: Any) -> None:
         """A step was scheduled as vLLM does by itself. It may verify what the memory proposed
         before, of which the worker is told all the same."""
-        verified = output.scheduled_spec_decode_tokens
-        if from_memory := self._from_memory & verified.keys():
-            output.osd_from_memory = tuple(from_memory)
+        output.osd_from_memory = tuple(
+            self._from_memory & output.scheduled_spec_decode_tokens.keys()
+        )
         self._from_memory.difference_update(output.num_scheduled_tokens)
 
     def redraft(self, req_ids: Iterable[str], drafts: list[list[int]], requests: Any) -> None:
@@ -144,7 +149,8 @@ class Proposals:
                     drafts[i] = drafts[i][: len(request.spec_token_ids)]
             return
         osd = self._osd
-        may_look_up = osd.memory is not None and not self.is_left_to_worker
+        is_left = self.is_left_to_worker or self.waits_for_worker
+        may_look_up = osd.memory is not None and not is_left
         passes = osd.present.passes
         if not may_look_up and not osd.has_caps and all(len(d) <= osd.present.k for d in drafts):
             return
@@ -184,18 +190,19 @@ class Proposals:
         passes, rows = self._osd.present.passes, dict[int, list[int]]()
         if self._osd.may_memory_propose:
             rows = self._found_ahead(sampled, drafts, requests)
+            # Before they are put there: whatever fails then, none counts as drawn that is not.
+            self._from_memory.update(sampled.req_ids[b] for b in rows)
             drafts.replace(rows)
         else:
             self._not_asked.add(self._num_steps)
         for b, req_id in enumerate(sampled.req_ids):
-            self._from_memory.discard(req_id)
+            if b not in rows:
+                self._from_memory.discard(req_id)
             request = requests.get(req_id)
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue
             num = len(rows[b]) if b in rows else min(passes, self._osd.cap(req_id))
             request.spec_token_ids = [-1] * num
-            if b in rows:
-                self._from_memory.add(req_id)
 
     def served(self, requests: Iterable[Any]) -> list[Judged]:
         """These requests have new tokens. Returns what is known since of drafts that nobody
@@ -275,6 +282,9 @@ class Proposals:
         return [token for step in steps for token in step.tokens().get(req_id, ())]
 
     def _add_unverified(self, request: Any, draft: Sequence[int], num_ahead: int = 0) -> None:
+        params = request.sampling_params
+        if self._is_drawn and params is not None and params.temperature > 0:
+            return
         at, num_outputs = request.num_tokens + num_ahead, request.num_output_tokens + num_ahead
         self._osd.requests.add_unverified(
             request.request_id, self._num_steps, at, num_outputs, draft
@@ -285,6 +295,7 @@ def fitted(settings: Settings, config: Any, *, is_v2: bool) -> tuple[Settings, d
     """The settings for an engine with this configuration of vLLM's, and what is left out of them
     -> why."""
     left_out: dict[str, str] = {}
+    settings = replace(settings, is_drawn=draws_drafts(config))
     if (reason := why_left_out(config, is_v2=is_v2)) and "memory" in settings.proposers:
         logger.warning("the memory is left out of speculation.proposers: %s", reason)
         others = tuple(p for p in settings.proposers if p != "memory")

@@ -100,10 +100,10 @@ class Controlled(Undrafted):
         return added
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self._osd_is_held:
+        if self._osd_is_held or self._osd_problem:
             self.dynamic_sd_lookup = self._osd_lookup_table(self._osd_resting_k)
             output = super().schedule(*args, **kwargs)
-            self._osd_guard(lambda: self._osd_proposals.scheduled_while_held(output))
+            self._osd_proposals.scheduled_while_held(output)
             return output
         started = self.osd_clock()
         self._osd_steps.enter(started)
@@ -153,6 +153,10 @@ class Controlled(Undrafted):
         self._osd_proposals.is_asked_by_worker = True
         self._osd_proposals.let_go()
 
+    def osd_begin_to_mix(self) -> None:
+        """From now on the worker tells tokens of the memory from drawn ones."""
+        self._osd_proposals.waits_for_worker = False
+
     def osd_propose(self, sampled: Sampled | None, drafts: Drafts) -> None:
         """Within the worker's step, which has sampled and drafted."""
         if sampled is not None and not self._osd_is_held:
@@ -162,10 +166,7 @@ class Controlled(Undrafted):
 
     def osd_command(self, name: str, argument: str) -> str:
         """`report`, `sweep`, `end_sweep`, `sweep_steps_left`, `rows`, `load_rows`, `restart`,
-        `force`, `forget`, `remember`, `keep`, `hold` or `log`.
-
-        Arguments and results are JSON text.
-        """
+        `force`, `forget`, `remember`, `keep`, `hold` or `log`. All in JSON text."""
         given = json.loads(argument or "null")
         result: Any = {}
         match name:
@@ -231,8 +232,8 @@ class Controlled(Undrafted):
         return self.osd.plan([r.request_id for r in decoding], sum(r.num_tokens for r in decoding))
 
     def _osd_hold(self, is_held: bool) -> None:
-        """Held, the engine speculates as vLLM would by itself: with its largest k, and nothing is
-        decided or learnt. Requests are still known, so that it can be let go at any time."""
+        """Held, the engine speculates as vLLM by itself: with its largest k, and nothing is decided
+        or learnt. Requests are still known, so that it can be let go at any time."""
         if is_held == self._osd_is_held:
             return
         self._osd_proposals.let_go()

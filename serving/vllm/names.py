@@ -12,7 +12,7 @@ from typing import Literal
 
 from serving.vllm.name import Name
 from serving.vllm.names_heads import HEADS
-from serving.vllm.names_ranks import MEMORY_OF_RANKS
+from serving.vllm.names_memory import BESIDE_SAMPLED, MEMORY_OF_RANKS
 from serving.vllm.names_v2 import NAMES_V2, SCHEDULED, UNDRAFTED
 
 Part = Literal[
@@ -24,6 +24,7 @@ Part = Literal[
     "sleep",
     "memory",
     "memory_ranks",
+    "sampled",
     "split",
     "repairs",
     "requests",
@@ -31,6 +32,7 @@ Part = Literal[
     "capture_v2",
     "sleep_v2",
     "memory_v2",
+    "sampled_v2",
     "undrafted_v2",
 ]
 
@@ -247,6 +249,7 @@ NAMES: dict[Part, tuple[Name, ...]] = {
         Name("vllm.v1.request:Request.__init__", says=("self.is_prefill_chunk =",)),
     ),
     "memory_ranks": MEMORY_OF_RANKS,
+    "sampled": BESIDE_SAMPLED,
     "split": (
         Name("vllm.v1.utils:record_function_or_nullcontext", ("name",), says=("_PROFILER_FUNC",)),
     ),

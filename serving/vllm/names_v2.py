@@ -162,6 +162,18 @@ NAMES_V2: dict[str, tuple[Name, ...]] = {
         Name("vllm.v1.request:Request.__init__", says=("self.spec_token_ids",)),
         Name("vllm.v1.request:Request.__init__", says=("self.is_prefill_chunk =",)),
     ),
+    "sampled_v2": (
+        Name(f"{_V2}.model_runner:GPUModelRunner.sample", says=("self.speculator.draft_logits",)),
+        Name(
+            f"{_REJECTION}._verify_in_chunks",
+            takes=("self", "logits", "input_batch", "draft_logits", "draft_sampled"),
+        ),
+        Name(f"{_V2}.spec_decode.speculator:DraftModelSpeculator.draft_logits_spec"),
+        Name(
+            f"{_V2}.input_batch:InputBatch",
+            has=("req_ids", "num_draft_tokens_per_req", "idx_mapping_np"),
+        ),
+    ),
     "undrafted_v2": (
         *UNDRAFTED,
         Name(LOGPROBS, has=("selected_token_ranks",)),

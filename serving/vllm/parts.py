@@ -36,6 +36,8 @@ CONSEQUENCES: dict[Part, str] = {
     "memory": "the memory proposes nothing under asynchronous scheduling",
     "memory_v2": "the memory proposes nothing",
     "memory_ranks": "the memory proposes nothing over several ranks, where they alone could ask it",
+    "sampled": "the memory proposes nothing beside sampled drafts",
+    "sampled_v2": "the memory proposes nothing beside sampled drafts",
     "heads": "EAGLE-3 heads are not served; draft models are",
     "split": "the time of a step is not known by part",
     "repairs": "on a CPU nothing is speculated, since outputs at temperature > 0 would be wrong",

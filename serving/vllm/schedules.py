@@ -14,6 +14,7 @@ from typing import Any
 
 V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 OTHER_EXECUTOR = "draft tokens stay with workers that are no processes of vLLM's own"
+DRAWN_ELSEWHERE = "drafts are sampled, and verified by workers that are processes of their own"
 
 
 def uses_v2(distribution: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -33,15 +34,19 @@ def asks_in_worker(config: Any, is_v2: bool) -> bool:
     return bool(is_v2 or config.scheduler_config.async_scheduling)
 
 
+def draws_drafts(config: Any) -> bool:
+    """Whether the draft's tokens are drawn from its distribution, in requests above temperature
+    0."""
+    speculative = getattr(config, "speculative_config", None)
+    return getattr(speculative, "draft_sample_method", "") == "probabilistic"
+
+
 def why_left_out(config: Any, *, is_v2: bool) -> str:
     """Why the memory cannot propose in an engine; "" when it can."""
     executor = config.parallel_config.distributed_executor_backend
     if asks_in_worker(config, is_v2) and executor not in ("uni", "mp"):
         return OTHER_EXECUTOR
-    speculative = getattr(config, "speculative_config", None)
-    if getattr(speculative, "draft_sample_method", "") == "probabilistic":
-        return "drafts are sampled, and verified by their own probabilities"
-    return ""
+    return DRAWN_ELSEWHERE if draws_drafts(config) and has_workers_elsewhere(config) else ""
 
 
 def why_no_none(config: Any) -> str:

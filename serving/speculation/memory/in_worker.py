@@ -20,7 +20,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 import torch
 
-from serving.speculation.scheduler import IN_THIS_PROCESS
+from serving.speculation.scheduler import IN_THIS_PROCESS, Controlled
 from serving.vllm.hooks import is_v2, to_device
 
 
@@ -42,12 +42,17 @@ def ask(runner: Any, asked: Asked) -> AskV1 | AskV2:
 def ask_in_worker(config: Any, runner: Any) -> AskV1 | AskV2 | None:
     """Let the model runner of an engine with this configuration of vLLM's ask the memory; None
     where the scheduler asks, or nobody."""
-    beside = [each for each in IN_THIS_PROCESS if each.vllm_config is config]  # type: ignore[attr-defined]
-    if not beside or not beside[0].is_asked_by_worker:
+    scheduler = scheduler_beside(config)
+    if scheduler is None or not scheduler.is_asked_by_worker:
         return None
-    asking = ask(runner, beside[0])
-    beside[0].osd_begin_to_ask()
+    asking = ask(runner, scheduler)
+    scheduler.osd_begin_to_ask()
     return asking
+
+
+def scheduler_beside(config: Any) -> Controlled | None:
+    """The scheduler of an engine with this configuration of vLLM's, where it is in this process."""
+    return next((each for each in IN_THIS_PROCESS if each.vllm_config is config), None)  # type: ignore[attr-defined]
 
 
 class AskV1:

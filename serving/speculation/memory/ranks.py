@@ -35,7 +35,7 @@ from serving.speculation.memory.messages import Ask, Told
 from serving.speculation.proposals import fitted, memory_of, scope
 from serving.vllm.hooks import is_v2, to_device
 from serving.vllm.name import resolve
-from serving.vllm.names_ranks import TP_GROUP
+from serving.vllm.names_memory import TP_GROUP
 from serving.vllm.schedules import asks_in_worker, has_workers_elsewhere
 
 logger = logging.getLogger(__name__)

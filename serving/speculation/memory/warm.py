@@ -48,7 +48,7 @@ class Warming:
     ) -> None:
         self._client, self._registry = client, registry
         speculation = config.speculation
-        self.is_done = speculation.mode == "off" or not speculation.may_memory_propose
+        self.is_done = speculation.mode == "off" or "memory" not in speculation.proposers
         self._traces: Iterator[list[Trace]] = iter(())
         self._parts: deque[list[Answer]] = deque()
         """Read, and not handed on yet."""

@@ -75,12 +75,15 @@ OF_HEADS: dict[str, tuple[str, ...]] = {
 
 OF_SAMPLED: dict[str, tuple[str, ...]] = {
     "with sampled drafts (`draft_sample_method: probabilistic`): at temperature 0 tokens are those "
-    "without speculation, at 1 they follow the target, while k changes every step, 0 included, and "
-    "20 drafts are swapped in; captured rows are the target's; the memory is left out": (
+    "without speculation, at 1 they follow the target, while k changes every step, 0 included, the "
+    "memory proposes in turns with the draft, and 20 drafts are swapped in; captured rows are the "
+    "target's": (
         "test_with_sampled_drafts_tokens_are_the_targets",
         "test_with_sampled_drafts_tokens_at_temperature_one_follow_the_target",
         "test_rows_captured_beside_sampled_drafts_are_the_targets",
-        "test_beside_sampled_drafts_the_memory_is_left_out",
+    ),
+    "... tokens of the memory and drawn ones are verified in one step, each by what it is": (
+        "test_beside_sampled_drafts_tokens_of_the_memory_follow_the_target",
     ),
     "... what the gate predicts for a draft is what it serves with, version by version": (
         "test_a_sampled_draft_serves_as_its_replay_says",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.integration.conftest import release_of
+from tests.integration.engines.test_memory import MIXED, served
 from tests.integration.serving.test_capture import assert_rows_are_the_targets, target
 from tests.support.engines import Engine
 from tests.support.fit import misfit_of
@@ -26,9 +27,10 @@ DRAWN = {"ignore_eos": True, "max_tokens": 80, "temperature": 1.0}
 
 
 def unrest(engine: Engine, pair: Pair, swaps: list[dict[str, Any]]) -> Callable[[int], None]:
-    """Between two steps: another k, 0 among them, and 20 times another draft."""
+    """Between two steps: another k, 0 among them, or the memory; and 20 times another draft."""
     random = np.random.default_rng(0)
-    plans = [("off", 0), *(("draft", k) for k in range(1, engine.k + 1))]
+    plans = [["off", 0], *(["draft", k] for k in range(1, engine.k + 1))]
+    plans += [["memory", engine.k], MIXED]
 
     def change(step: int) -> None:
         engine.command("force", plans[random.integers(len(plans))])
@@ -75,10 +77,34 @@ def test_rows_captured_beside_sampled_drafts_are_the_targets(
     assert (drafted >= 0).sum() > 100
 
 
-def test_beside_sampled_drafts_the_memory_is_left_out(sampling: Engine) -> None:
-    assert sampling.command("report")["left_out"] == {
-        "memory": "drafts are sampled, and verified by their own probabilities"
-    }
+def test_beside_sampled_drafts_tokens_of_the_memory_follow_the_target(
+    sampling: Engine, target: torch.nn.Module, pair: Pair, prompts: list[list[int]]
+) -> None:
+    """In one step with drawn ones; verified as if they were drawn, they would not."""
+    assert sampling.swap(release_of(pair.stranger, 2))["error"] == "", "the memory knows better"
+    sampling.command("restart", 0.1)
+    sampling.command("forget")
+    sharp = DRAWN | {"temperature": 0.5}
+    served(sampling, MIXED, prompts, **sharp)  # of these the memory knows something afterwards
+    sampling.traces()
+    asked = prompts * (2 if sampling.way.runner == "V1" else 1)  # interpreted kernels take long
+    certain = sampling.worker.osd_certain
+    own = certain._is_certain
+    for is_broken in (False, True):
+        if is_broken:
+            certain._is_certain = lambda req_ids: [False for _ in req_ids]
+        try:
+            _, log, counts = served(sampling, MIXED, asked, **sharp)
+        finally:
+            certain._is_certain = own
+        num_mixed = sum(0 < step["from_memory"] < step["batch"] for step in log)
+        fit = misfit_of(target, sampling.traces(), 0.5, is_sampled=True)
+        print(f"broken: {is_broken}, misfit {fit:.2g}, {num_mixed} steps mixed, {counts}")
+        if is_broken:
+            assert fit < 1e-6
+        else:
+            assert fit > 1e-3
+            assert num_mixed > 20 and min(verified for verified, _ in counts.values()) > 100
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])

@@ -118,6 +118,7 @@ def plan(tmp_path: Path) -> Protocol:
         *(names.FROZEN_LOOP, names.AGAIN, names.SERVED, names.CHARGED),
         *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP, names.DRAWN_DRAFT_LOOP),
         *(names.DRAWN_SERVED, names.DRAWN_CHARGED, *online_report.TIMELESS),
+        *(names.MIXED_FROZEN_LOOP, names.MIXED_SERVED, names.MIXED_CHARGED),
     )
     return replace(found, sizes=sizes, arms=arms)
 
@@ -156,6 +157,9 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
         names.DRAWN_DRAFT_LOOP: curve(80.0),
         names.DRAWN_SERVED: curve(160.0),
         names.DRAWN_CHARGED: curve(150.0, cpu_s=6.0),
+        names.MIXED_FROZEN_LOOP: curve(125.0),
+        names.MIXED_SERVED: curve(175.0),
+        names.MIXED_CHARGED: curve(200.0, cpu_s=6.0),
         names.DRAWN_OURS: curve(1.0, alpha=0.6),
         names.DRAWN_CEILING: curve(1.0, alpha=0.8),
     }
@@ -174,6 +178,9 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
             online_report.DRAWN_LEARNT: 2.0,
             online_report.DRAWN_AGAIN: 1.6,
             online_report.DRAWN_OF_OFFLINE: 0.75,
+            online_report.MIXED: 1.4,
+            online_report.MIXED_OFF: 1.75,
+            online_report.MIXED_AGAIN: 1.4,
         }.items():
             assert figure(result.figures, name, price).value == pytest.approx(value)
     # 60 requests of 100 tokens at 110 a second, and 6 seconds of a trainer.
@@ -181,6 +188,8 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
     assert whole.value == pytest.approx((6000 / (6000 / 110 + 6)) / 100)
     drawn = figure(result.figures, online_report.DRAWN_WHOLE, online_report.MEASURED)
     assert drawn.value == pytest.approx((6000 / (40 + 6)) / 100)
+    mixed = figure(result.figures, online_report.MIXED_WHOLE, online_report.MEASURED)
+    assert mixed.value == pytest.approx((6000 / (30 + 6)) / 125)
     burnt = figure(result.figures, online_report.BURNT, online_report.MEASURED)
     assert burnt.value == pytest.approx((6000 / (60 + 6)) / 100)
     charged = [f for f in result.figures if "whole run, charged" in f"{f.group} {f.name}"]

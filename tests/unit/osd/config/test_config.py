@@ -130,11 +130,6 @@ def test_of_two_numbers_of_replicas_the_later_source_counts(tmp_path: Path) -> N
         (["nonsense"], "section.key=value"),
         (["trainer.trackers=[foo]"], "trainer.trackers.0='foo' (command line)"),
         (["speculation.mode=yes"], "speculation.mode='yes' (command line)"),
-        (
-            ["speculation.draft_sample_method=probabilistic", "speculation.proposers=[memory]"],
-            "leaves out the memory, which alone is in proposers; add draft to "
-            "speculation.proposers",
-        ),
     ],
 )
 def test_what_is_wrong_is_named_in_one_line(overrides: list[str], says: str) -> None:

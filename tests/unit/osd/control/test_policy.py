@@ -11,6 +11,7 @@ import pytest
 from osd.config.schema import GateConfig, TrainerConfig
 from osd.control.policy import (
     contradictions,
+    if_sampled,
     is_as_predicted,
     is_unexplained,
     num_to_replay,
@@ -384,6 +385,19 @@ def test_a_draft_nobody_replayed_is_not_unexplained() -> None:
 )
 def test_is_as_predicted(window: SpecWindow, release: DraftRelease, expected: bool) -> None:
     assert is_as_predicted(window, release, GATE) is expected
+
+
+def test_what_sampled_drafts_would_bring_is_said_where_it_is_much() -> None:
+    def said(sampled: tuple[float, float] | None) -> str:
+        assert OUTCOME.eval is not None
+        return if_sampled(replace(OUTCOME, eval=replace(OUTCOME.eval, sampled=sampled)))
+
+    assert said((0.34, 0.64)) == (
+        "; above temperature 0 its α is 0.34, and would be 0.64 with "
+        "speculation.draft_sample_method=probabilistic"
+    )
+    assert said((0.34, 0.38)) == said((0.64, 0.34)) == said(None) == ""
+    assert if_sampled(replace(OUTCOME, eval=None)) == ""
 
 
 def test_contradictions_are_said_once_they_are_too_many_for_chance() -> None:

@@ -275,7 +275,7 @@ def test_where_nothing_is_captured_nothing_is_remembered_beyond_its_end() -> Non
         ({"k_max": 9}, 9),
         ({"proposers": ["draft"]}, 5),
         ({"mode": "off"}, 5),
-        ({"draft_sample_method": "probabilistic"}, 5),
+        ({"draft_sample_method": "probabilistic"}, 8),
     ],
 )
 def test_an_engine_has_room_for_whoever_may_propose(speculation: dict[str, Any], room: int) -> None:

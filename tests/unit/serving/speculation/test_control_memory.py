@@ -492,6 +492,26 @@ def test_a_probe_learns_from_what_was_served_in_its_place() -> None:
     assert believed(control) > 0.5
 
 
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_a_drawn_draft_is_verified_now_and_then_where_the_memory_is_better(is_drawn: bool) -> None:
+    """What was served does not say what it is worth there."""
+    settings = Settings(k_max=2, predicted=0.5, is_drawn=is_drawn)
+    control = controlled(Knows(a=[0.9] * 2, b=[0.9] * 2), settings, None)
+    looked_up, plans = 0, []
+    for _ in range(64 * STEPS_PER_DECISION):
+        stamp = control.plan(["a", "b"], 200)
+        looked_up += bool(control.look_up("a"))
+        plans.append(stamp.plan)
+        seen = StepSeen(
+            ["a", "b"], [2, 2], [1, 1], stamp, stamp, DraftWork(), 200, False, 0.01, [9, 9]
+        )
+        seen.from_memory = {"a", "b"}
+        control.observe(seen)
+    alone = sum(plan.passes > 0 and not plan.is_mixed for plan in plans)
+    assert (0 < alone < 0.2 * len(plans)) if is_drawn else alone == 0
+    assert looked_up == len(plans) - alone
+
+
 def test_a_draft_that_nobody_verified_is_judged_where_the_memory_found_nothing() -> None:
     """It is cut to nothing, and right all the same: so it is found out without verifying it."""
     costly = Settings(k_max=2, predicted=0.02)

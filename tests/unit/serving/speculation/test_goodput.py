@@ -488,6 +488,15 @@ def test_drafts_are_mixed_with_the_memory_where_there_is_one() -> None:
     assert not any(plan.is_mixed for plan in candidates(DRAFT_ONLY, times))
 
 
+def test_a_draft_that_is_verified_alone_gives_its_place_to_nobody() -> None:
+    times = Linear(0.001)
+    mixed = max((plan for plan in candidates(BOTH, times) if plan.is_mixed), key=lambda p: p.k)
+    alone = whole(mixed, BOTH, times, is_alone=True)
+    assert (alone.k, alone.is_mixed, alone.draft_price) == (3, False, 0.0)
+    assert alone.goodput == pytest.approx(whole(mixed, DRAFT_ONLY, times).goodput)
+    assert whole(OFF, BOTH, times, is_alone=True) is OFF
+
+
 class Stepped(Linear):
     """Each token beyond 16 takes five times as long."""
 

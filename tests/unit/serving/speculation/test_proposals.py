@@ -191,9 +191,12 @@ def test_an_error_ends_the_control_and_leaves_as_many_tokens_as_were_drafted(
     bench.osd.force(MIXED)
     request: Request = bench.add("a", [1, 2])
     monkeypatch.setattr(*((bench.osd, where) if where == "look_up" else (Step, where)), fail)
-    bench.run({"a": [61]})
+    output, step = bench.run({"a": [61]})
     assert "ZeroDivisionError" in bench.command("report")["problem"]
     assert request.spec_token_ids == [-1, -1]
+    output, _ = bench.run({"a": [62]})
+    told = where == "replace"
+    assert output.osd_from_memory == (("a",) if told else ()), "it may have put them there"
 
 
 def test_the_v2_runners_scheduler_verifies_as_many_as_the_worker_says() -> None:

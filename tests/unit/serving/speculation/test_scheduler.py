@@ -31,7 +31,7 @@ from serving.speculation.scheduler import (
 from serving.speculation.step_seen import MAX_IDLE_SECONDS, DraftWork, Stamp, StepSeen
 from serving.speculation.step_times import Shape, padded_sizes
 from serving.speculation.sweep import SWEEP_STEPS
-from serving.vllm.schedules import OTHER_EXECUTOR
+from serving.vllm.schedules import DRAWN_ELSEWHERE, OTHER_EXECUTOR
 
 K = 4
 STEP_S = 0.010
@@ -214,6 +214,7 @@ def vllm_config(
     is_async: bool = False,
     device: str = "cuda",
     executor: str = "uni",
+    is_drawn: bool = False,
     **settings: Any,
 ) -> Any:
     mode = SimpleNamespace(name="PIECEWISE" if padded else "NONE")
@@ -225,6 +226,9 @@ def vllm_config(
         scheduler_config=SimpleNamespace(max_num_seqs=8, async_scheduling=is_async),
         device_config=SimpleNamespace(device_type=device),
         parallel_config=SimpleNamespace(distributed_executor_backend=executor),
+        speculative_config=SimpleNamespace(
+            draft_sample_method="probabilistic" if is_drawn else "greedy"
+        ),
     )
 
 
@@ -465,9 +469,7 @@ def test_the_first_error_ends_the_control_and_is_logged_once(
     for _ in range(3):
         output = bench.step(drafts=False)
         assert output.num_spec_tokens_to_schedule == k
-        assert not hasattr(output, "osd_from_memory"), (
-            "whose tokens they are is not for an ended control to say"
-        )
+        assert output.osd_from_memory == ()
     assert bench.draft(K) == [[50, 51, 52, 53]] * 2, "nor what is cut"
     assert (len(bench.osd.asked), len(bench.osd.seen)) == (num_asked, num_seen)
     assert len(caplog.records) == 1
@@ -1113,6 +1115,55 @@ def test_only_a_scheduler_that_runs_ahead_cuts_placeholders() -> None:
     assert request.spec_token_ids == [4, 5, 6]
 
 
+# -- drafts that are drawn ------------------------------------------------------------------------
+
+
+def drawn_bench() -> Bench:
+    """Whose worker tells tokens of the memory from drawn ones."""
+    bench = Bench(predicted=0.5, is_drawn=True)
+    bench.scheduler.osd_begin_to_mix()
+    bench.osd.force(MIXED)
+    return bench
+
+
+def test_beside_drawn_drafts_the_memory_waits_for_its_worker() -> None:
+    bench = Bench(predicted=0.5, is_drawn=True)
+    bench.osd.force(MIXED)
+    request = bench.add("a", [1, 2, 3, 4, 5, 6, 1, 2])
+    bench.step({"a": [3]})
+    assert request.spec_token_ids == [50, 51]
+    bench.scheduler.osd_begin_to_mix()
+    bench.step({"a": [4]})
+    assert request.spec_token_ids == [5, 6, 1, 2]
+    assert bench.step({"a": [5, 6, 9]}).osd_from_memory == ("a",)
+    assert bench.command("report")["left_out"] == {}
+
+
+@pytest.mark.parametrize("temperature, num", [(0.0, 1), (0.7, 0)])
+def test_what_was_served_says_nothing_of_a_drawn_draft(temperature: float, num: int) -> None:
+    """At temperature 0 none is drawn."""
+    bench = drawn_bench()
+    bench.add("a", [1, 2, 3, 50, 51, 52, 1, 2], sampling={"temperature": temperature})
+    bench.step({"a": [3]})
+    bench.step({"a": [50, 51, 7]})
+    assert len(bench.seen.judged) == num
+
+
+def test_what_the_memory_proposed_before_an_error_is_not_taken_for_drawn() -> None:
+    bench = drawn_bench()
+    bench.add("a", [1, 2, 3, 4, 5, 6, 1, 2])
+    bench.step({"a": [3]})
+    bench.osd.plan = lambda *_: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    output = bench.scheduler.schedule()
+    assert output.scheduled_spec_decode_tokens == {"a": [4, 5, 6, 1]}
+    assert not hasattr(output, "osd_from_memory"), "not known, so that all are certain"
+    bench.give(output)
+    bench.draft(K)
+    assert bench.scheduler.schedule().osd_from_memory == ("a",), "nor taken for drawn too early"
+    bench.draft(K)
+    assert bench.scheduler.schedule().osd_from_memory == ()
+
+
 # -- settings -------------------------------------------------------------------------------------
 
 
@@ -1131,18 +1182,29 @@ def test_only_a_scheduler_that_runs_ahead_cuts_placeholders() -> None:
         (False, False, "ray", ""),
     ],
 )
+@pytest.mark.parametrize("is_drawn", [False, True])
 @pytest.mark.parametrize("proposers", [("draft", "memory"), ("memory",), ("draft",)])
 def test_the_memory_is_left_out_where_workers_keep_the_drafts_and_a_warning_says_so(
     is_async: bool,
     is_v2: bool,
     executor: str,
     reason: str,
+    is_drawn: bool,
     proposers: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bench = Bench(is_async=is_async, is_v2=is_v2, executor=executor, proposers=list(proposers))
+    bench = Bench(
+        is_async=is_async,
+        is_v2=is_v2,
+        executor=executor,
+        is_drawn=is_drawn,
+        proposers=list(proposers),
+    )
+    if is_drawn and not reason and executor != "uni":
+        reason = DRAWN_ELSEWHERE
     kept = tuple(p for p in proposers if p != "memory" or not reason)
-    assert bench.osd.settings == Settings(k_max=K, memory_k_max=K, proposers=kept)
+    known = Settings(k_max=K, memory_k_max=K, proposers=kept, is_drawn=is_drawn)
+    assert bench.osd.settings == known
     is_left_out = f"the memory is left out of speculation.proposers: {reason}"
     messages = [r.getMessage() for r in caplog.records if r.name.startswith("serving.")]
     assert messages == [is_left_out] * (kept != proposers)
@@ -1334,7 +1396,7 @@ def test_held_every_step_has_the_largest_k_and_nothing_is_decided_or_learnt(
     for _ in range(40):
         output = bench.step({"a": [1, 2]})
         assert output.num_spec_tokens_to_schedule == K
-        assert not hasattr(output, "osd_from_memory")
+        assert output.osd_from_memory == ()
     assert bench.osd.asked == bench.osd.seen == []
     assert bench.scheduler.placeholders == ([-1] * K if is_async else [])
     bench.scheduler.ending = {"a"}
@@ -1427,7 +1489,7 @@ def test_the_memory_does_not_go_on_when_it_is_held() -> None:
     bench.command("hold", True)
     bench.step({"a": [1]}, drafts=False)  # what was proposed before
     assert bench.draft(K) == [[50, 51, 52, 53]]
-    assert not hasattr(bench.scheduler.schedule(), "osd_from_memory")
+    assert bench.scheduler.schedule().osd_from_memory == ()
 
 
 @pytest.mark.parametrize("is_let_go", [False, True])
@@ -1442,7 +1504,7 @@ def test_what_the_memory_had_proposed_when_it_was_held_is_the_memorys(is_let_go:
     bench.give(output, {"a": [1]})
     bench.draft(K)
     if not is_let_go:
-        assert not hasattr(bench.scheduler.schedule(), "osd_from_memory"), "the draft's again"
+        assert bench.scheduler.schedule().osd_from_memory == (), "the draft's again"
 
 
 def test_a_held_engine_holds_nothing_of_requests_that_have_gone() -> None:

@@ -18,7 +18,7 @@ from tests.support.builders import make_trace
 from tests.support.speculative_reference import Sampling, SpeculativeSampler, Step
 from tests.support.tiny_drafts import VOCAB_SIZE, tiny_llama
 from trainer.draft import RowModel
-from trainer.evaluate import compare, replay
+from trainer.evaluate import NUM_IF_SAMPLED, compare, replay
 from trainer.loss import Coarse, acceptance, at_sampling, coarsen
 
 K = 3
@@ -291,3 +291,31 @@ def test_what_a_head_cannot_propose_is_not_accepted() -> None:
     nothing_N = torch.full((16,), -torch.inf)
     listed_N = torch.minimum(both.p_NC, both.q_NC)[:, :-1].sum(1)
     assert torch.allclose(acceptance(both, nothing_N), listed_N, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_a_report_of_greedy_drafts_says_what_drawn_ones_would_bring(temperature: float) -> None:
+    """By the newest requests that were drafted for greedily."""
+    target, draft = flat_pair()
+    sampler = SpeculativeSampler(target, draft, K)
+    rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
+    traces = []
+    for index in range(NUM_IF_SAMPLED + 2):
+        prompt = rng.integers(0, VOCAB_SIZE, 6).tolist()
+        done = sampler.generate(prompt, 24, temperature, generator=generator)
+        sampled_at = {"top_k": VOCAB_SIZE, "temperature": temperature}
+        traces.append(done.trace(trace_id=str(index), target_id="t", **sampled_at))
+    model, gate = RowModel(draft), GateConfig()
+    report = compare(model, model, traces, K, gate, max_length=128)
+    assert report.sampled is not None
+    greedy, drawn = report.sampled
+    newest = traces[-NUM_IF_SAMPLED:]
+    assert greedy == replay(model, newest, K, max_length=128).alpha
+    assert drawn == replay(model, newest, K, max_length=128, is_sampled=True).alpha
+    served_with, _ = alpha_of(served(temperature)[1])
+    assert drawn == pytest.approx(served_with, abs=0.04) and drawn > greedy + 0.02
+    assert compare(model, model, traces, K, gate, max_length=128, is_sampled=True).sampled is None
+    cold = [replace(trace, temperature=0.0) for trace in traces]
+    assert compare(model, model, cold, K, gate, max_length=128).sampled is None
+    bare = [trace.with_rows(np.zeros(trace.num_rows, bool)) for trace in traces]
+    assert compare(model, model, bare, K, gate, max_length=128).sampled is None

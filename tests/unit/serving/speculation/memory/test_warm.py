@@ -139,7 +139,7 @@ async def test_while_it_is_not_known_what_was_purged_nothing_is_read() -> None:
 
 @pytest.mark.parametrize(
     "speculation",
-    [{"proposers": ["draft"]}, {"mode": "off"}, {"draft_sample_method": "probabilistic"}],
+    [{"proposers": ["draft"]}, {"mode": "off"}],
 )
 async def test_where_no_memory_proposes_nobody_is_asked(speculation: dict[str, Any]) -> None:
     world = World([served(0, SECRET)])

@@ -1,4 +1,5 @@
-"""As `names.py`, for a memory in the workers' processes, with both model runners."""
+"""As `names.py`, for the memory: in the workers' processes, with both model runners; and beside
+sampled drafts."""
 
 from __future__ import annotations
 
@@ -25,3 +26,20 @@ MEMORY_OF_RANKS: tuple[Name, ...] = (
         says=("self.model_runner_output =",),
     ),
 )
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+
+BESIDE_SAMPLED: tuple[Name, ...] = (
+    Name("vllm.v1.worker.gpu_worker:Worker.execute_model", takes=("self", "scheduler_output")),
+    Name(f"{_RUNNER}._sample", says=("self._get_spec_decode_draft_probs(",)),
+    Name(
+        f"{_RUNNER}._get_spec_decode_draft_probs",
+        takes=("self", "spec_decode_metadata"),
+        says=("spec_decode_metadata.num_draft_tokens", "self.input_batch.req_ids"),
+    ),
+    Name(
+        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata",
+        has=("draft_token_ids", "num_draft_tokens"),
+    ),
+)
+"""On the V1 model runner."""
