@@ -35,7 +35,7 @@ from trainer.batch import (
     well_formed,
 )
 from trainer.classes import classes_of
-from trainer.draft import Draft, RowModel
+from trainer.draft import Draft
 from trainer.sampling.drafts import expected_counts
 from trainer.sampling.student import GREEDY
 
@@ -223,10 +223,7 @@ def if_sampled(
     model: Draft, traces: Sequence[Trace], k: int, max_length: int, batch_size: int
 ) -> tuple[float, float] | None:
     """(α, α if its tokens were drawn from the draft) of the newest traces above temperature 0 that
-    have rows, which are the last; None where there are too few, and for heads, of which vLLM draws
-    none."""
-    if not isinstance(model, RowModel):
-        return None
+    have rows, which are the last; None where there are too few."""
     warm = [trace for trace in traces if trace.temperature >= GREEDY and trace.num_rows]
     newest = well_formed(warm[-NUM_IF_SAMPLED:], check_rows, model.vocab_size)
     if len(newest) < NUM_IF_SAMPLED:

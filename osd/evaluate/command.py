@@ -219,8 +219,14 @@ class Evaluation:
             "requests": f"{len(requests)} ({digest})",
             "max_tokens": self._asked.max_tokens,
             "vllm": without_secrets(self._vllm),
+            **self._drawing(),
             "env": without_secrets(self._env),
         }
+
+    def _drawing(self) -> dict[str, Any]:
+        """How drafts pick their tokens, where not greedily."""
+        how = self._asked.config.speculation
+        return {"draft_sample_method": how.draft_sample_method} if how.is_sampled else {}
 
     # -- engines ----------------------------------------------------------------------------------
 
@@ -240,7 +246,8 @@ class Evaluation:
             engine=engine,
             directory=str(path),
             options=options_of(
-                engine, models, max(self._plan.lengths), self._num_seqs(), self._vllm
+                *(engine, models, max(self._plan.lengths), self._num_seqs(), self._vllm),
+                **self._drawing(),
             ),
             stop_token_ids=self._stop_token_ids,
             runs=tuple(asdict(one) for one in missing),

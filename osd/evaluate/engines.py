@@ -36,10 +36,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def options_of(
-    engine: str, models: Models, k: int, num_seqs: int, given: Mapping[str, Any]
+    engine: str,
+    models: Models,
+    k: int,
+    num_seqs: int,
+    given: Mapping[str, Any],
+    draft_sample_method: str = "greedy",
 ) -> dict[str, Any]:
     """Arguments of vLLM's `LLM` but for the model. `k`: the longest draft; `num_seqs`: most
-    requests at once; `given`: what the user says (`serving.vllm`)."""
+    requests at once; `given`: what the user says (`serving.vllm`); `draft_sample_method`: of those
+    that draft (`speculation.draft_sample_method`)."""
     settings = Settings(
         mode={NONE: "off", AUTO: "auto"}.get(engine, "fixed"),
         k_max=max(k, 1),
@@ -58,14 +64,16 @@ def options_of(
         "async_scheduling": False,  # else no drafted token is seen, and parts of steps overlap
         "seed": 0,
         **given,
-        "speculative_config": _speculation(engine, models, k),
+        "speculative_config": _speculation(engine, models, k, draft_sample_method),
         "worker_extension_cls": "osd.evaluate.worker.MeasuredWorker",
         "scheduler_cls": "osd.evaluate.recorder.recording_scheduler",
         "additional_config": additional | {"osd": asdict(settings) | {"proposers": proposers}},
     }
 
 
-def _speculation(engine: str, models: Models, k: int) -> dict[str, Any] | None:
+def _speculation(
+    engine: str, models: Models, k: int, draft_sample_method: str
+) -> dict[str, Any] | None:
     if engine == NONE:
         return None
     drafts: dict[str, tuple[str, Path | None]] = {
@@ -76,7 +84,10 @@ def _speculation(engine: str, models: Models, k: int) -> dict[str, Any] | None:
     }
     method, directory = drafts.get(engine, (engine, None))
     if directory is not None:
-        return {"method": method, "model": str(directory), "num_speculative_tokens": k}
+        drafting = {"method": method, "model": str(directory), "num_speculative_tokens": k}
+        if draft_sample_method != "greedy" and engine != MEMORY:
+            drafting["draft_sample_method"] = draft_sample_method
+        return drafting
     # The memory needs room for draft tokens, whoever has asked vLLM for it.
     method = SUFFIX if engine == SUFFIX else NGRAM
     return {"method": method, "num_speculative_tokens": k} | (LOOKUP if method == NGRAM else {})

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import serving.worker  # noqa: F401  mends how vLLM samples on CPUs
+from serving.speculation.memory.certain import verify_certain
 from serving.speculation.sleep.runners import can_sleep, lazy_draft
 from serving.speculation.step_split import PARTS
 from serving.vllm import scopes
@@ -62,13 +63,14 @@ class MeasuredWorker:
     osd_parts: StepParts
 
     def osd_measure(self) -> str:
-        """Begin to time, and let the draft sleep where it can."""
+        """Begin to time, let the draft sleep where it can, and the memory propose beside it."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         config: Any = self.vllm_config.speculative_config  # type: ignore[attr-defined]
         self.osd_parts = StepParts()
         scopes.enter(self.osd_parts.scope)
         if getattr(config, "method", "") == MODEL_METHOD and can_sleep(runner):
             lazy_draft(runner)
+        verify_certain(self, {})
         return ""
 
     def osd_forget(self) -> str:

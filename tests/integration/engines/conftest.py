@@ -224,6 +224,21 @@ def head(drafting: Engine, headed: Pair) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
+def drawing_head(headed: Pair, way: Way) -> Engine:
+    """Draft tokens are drawn from a head's distribution. All ids of a row are captured."""
+    sampled = {"method": "eagle3", "draft_sample_method": "probabilistic"}
+    engine = started(headed, way, speculative=sampled, max_num_batched_tokens=384, max_num_seqs=16)
+    engine.set_capture(top_k=VOCABULARY, accepted_fraction=1.0, plain_fraction=1.0)
+    return engine
+
+
+@pytest.fixture
+def sampling_head(drawing_head: Engine, headed: Pair) -> Iterator[Engine]:
+    """As above, with k fixed at 4; at the end control and hooks must be whole."""
+    yield from whole(drawing_head, headed)
+
+
+@pytest.fixture(scope="session")
 def deep(headed: Pair) -> Any:
     from transformers import AutoModelForCausalLM
 

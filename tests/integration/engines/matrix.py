@@ -88,6 +88,11 @@ OF_SAMPLED: dict[str, tuple[str, ...]] = {
     "... what the gate predicts for a draft is what it serves with, version by version": (
         "test_a_sampled_draft_serves_as_its_replay_says",
     ),
+    "... and so of EAGLE-3 heads whose vocabulary is a part of the target's": (
+        "test_with_a_sampled_head_tokens_are_the_targets",
+        "test_with_a_sampled_head_tokens_at_temperature_one_follow_the_target",
+        "test_a_sampled_head_serves_as_its_replay_says",
+    ),
 }
 """Asked of drafts that are drawn from their distribution."""
 WITH_SAMPLED = (V1_SYNC, V1_ASYNC, V2_SYNC)

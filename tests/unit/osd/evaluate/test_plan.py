@@ -99,6 +99,9 @@ def test_the_engine_of_a_method_speculates_by_it() -> None:
     assert draft["additional_config"]["osd"]["proposers"] == ["draft"]
     assert draft["dtype"] == "float32" and draft["max_num_seqs"] == 4
     assert draft["enable_prefix_caching"] is draft["async_scheduling"] is False
+    for engine, is_drawn in {"draft": True, "auto": True, "memory": False, "ngram": False}.items():
+        drawn = options_of(engine, PAIR, 3, 4, {}, "probabilistic")["speculative_config"]
+        assert (drawn.get("draft_sample_method") == "probabilistic") is is_drawn
     ahead = options_of("draft", PAIR, 3, 4, {"async_scheduling": True})
     assert ahead["async_scheduling"] is True
     memory = options_of("memory", Models(target=Path("t")), 3, 4, {})

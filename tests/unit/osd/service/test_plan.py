@@ -15,7 +15,6 @@ from osd.service.plan import (
     check_attached,
     check_front_door,
     check_remote_parts,
-    check_sampled,
     with_free_ports,
     without_speculation,
 )
@@ -41,32 +40,15 @@ def test_a_trainer_that_can_reach_its_buffer_is_fine(overrides: list[str]) -> No
 SAMPLED = "speculation.draft_sample_method=probabilistic"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "is_head", "says"),
-    [
-        ([SAMPLED], True, f"{SAMPLED}: was not run with an EAGLE-3 head; use greedy"),
-        ([SAMPLED, "serving.vllm.tensor_parallel_size=2"], False, "with several ranks; use greedy"),
-        ([SAMPLED], False, ""),
-        (["serving.vllm.tensor_parallel_size=2"], True, ""),
-    ],
-)
-def test_sampled_drafts_are_for_what_they_were_run_with(
-    overrides: list[str], is_head: bool, says: str
-) -> None:
-    config = reading.load(overrides=overrides, environ={}).config
-    if not says:
-        return check_sampled(config, is_head=is_head)
-    with pytest.raises(ConfigError) as caught:
-        check_sampled(config, is_head=is_head)
-    assert says in str(caught.value)
-
-
-def test_a_service_with_a_head_and_sampled_drafts_does_not_start(tmp_path: Path) -> None:
+def test_a_service_with_several_ranks_and_sampled_drafts_does_not_start(tmp_path: Path) -> None:
     pair = build_headed(tmp_path)
     own = [f"serving.target={pair.target}", f"serving.draft={pair.draft}"]
-    with pytest.raises(ConfigError, match="was not run with an EAGLE-3 head"):
-        plan.check(reading.load(overrides=[*own, SAMPLED], environ={}).config)
-    plan.check(reading.load(overrides=own, environ={}).config)
+    ranks = "serving.vllm.tensor_parallel_size=2"
+    with pytest.raises(ConfigError) as caught:
+        plan.check(reading.load(overrides=[*own, ranks, SAMPLED], environ={}).config)
+    assert str(caught.value) == f"{SAMPLED}: was not run with several ranks; use greedy"
+    for overrides in ([*own, ranks], [*own, SAMPLED]):
+        plan.check(reading.load(overrides=overrides, environ={}).config)
 
 
 @pytest.mark.parametrize(
