@@ -31,7 +31,7 @@ def test_a_draft_that_learns_from_samples_serves_as_the_gate_predicted(
             ask(service.url, PROMPTS * 2, streams=6, temperature=1.0)
         pause_training(service)
         (replica,) = status(service.control_url)["replicas"]
-        assert "memory" in replica["speculation"]["left_out"]
+        assert "memory" not in replica["speculation"]["left_out"] and replica["off"] == {}
         release = current(service)
         measured = acceptance.measured_alpha(release)
         services.wait_for_version(service.control_url, release.version)
@@ -42,3 +42,23 @@ def test_a_draft_that_learns_from_samples_serves_as_the_gate_predicted(
         print(f"v{release.version}: the gate predicted {measured:.3f}, it serves {served:.3f}")
         assert served == pytest.approx(measured, abs=0.1), "gate.rollback_margin"
         assert [answer.token_ids for answer in ask(service.url, PROMPTS)] == greedy
+
+
+def test_beside_sampled_drafts_the_memory_proposes(pair: Pair, tmp_path: Path) -> None:
+    """As soon as the worker tells its tokens from drawn ones."""
+    arguments = [
+        *services.settings("test-mixed", tmp_path / "data", pair.target, pair.draft),
+        *("speculation.draft_sample_method=probabilistic", "trainer.enabled=false"),
+        "speculation.proposers=[memory, draft]",
+    ]
+    with services.supervised(arguments) as service:
+        greedy = [answer.token_ids for answer in ask(service.url, PROMPTS)]
+        ask(service.url, PROMPTS * 2, streams=6, temperature=1.0)
+        assert [answer.token_ids for answer in ask(service.url, PROMPTS)] == greedy
+
+        def is_brought_by_the_memory() -> bool:
+            (replica,) = status(service.control_url)["replicas"]
+            assert replica["off"] == {} and replica["speculation"]["left_out"] == {}
+            return bool(replica["speculation"]["sources"]["memory"][1] > 100)
+
+        wait_until(is_brought_by_the_memory, 30, "the memory's tokens are accepted")
