@@ -65,18 +65,18 @@ def check(config: Config) -> tuple[Path, Path, int]:
     target = resolve.resolve(config.serving.target, "serving.target")
     draft = resolve.resolve(config.serving.draft, "serving.draft")
     num_tokens = check_fit(target, draft, max_model_len(config))
-    check_sampled(config)
+    check_sampled(config, is_head=is_head(draft))
     if teacher.is_needed(config, is_head=is_head(draft)):
         teacher.check_teacher(config, target, head=draft if is_head(draft) else None)
     return target, draft, num_tokens
 
 
-def check_sampled(config: Config) -> None:
-    """Sampled drafts are for what they were run with: each rank would draw for itself."""
-    if config.speculation.is_sampled and config.serving.num_ranks > 1:
+def check_sampled(config: Config, *, is_head: bool) -> None:
+    """Sampled drafts are for what they were run with: each rank draws for itself."""
+    if config.speculation.is_sampled and config.serving.num_ranks > 1 and is_head:
         raise ConfigError(
-            "speculation.draft_sample_method=probabilistic: was not run with several ranks; use "
-            "greedy"
+            "speculation.draft_sample_method=probabilistic: was not run with an EAGLE-3 head over "
+            "several ranks; use greedy"
         )
 
 

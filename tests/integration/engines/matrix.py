@@ -75,27 +75,28 @@ OF_HEADS: dict[str, tuple[str, ...]] = {
 
 OF_SAMPLED: dict[str, tuple[str, ...]] = {
     "with sampled drafts (`draft_sample_method: probabilistic`): at temperature 0 tokens are those "
-    "without speculation, at 1 they follow the target, while k changes every step, 0 included, the "
-    "memory proposes in turns with the draft, and 20 drafts are swapped in; captured rows are the "
-    "target's": (
+    "without speculation, at 1 they follow the target, while k changes every step, 0 included, and "
+    "20 drafts are swapped in; captured rows are the target's": (
         "test_with_sampled_drafts_tokens_are_the_targets",
         "test_with_sampled_drafts_tokens_at_temperature_one_follow_the_target",
         "test_rows_captured_beside_sampled_drafts_are_the_targets",
     ),
-    "... tokens of the memory and drawn ones are verified in one step, each by what it is": (
-        "test_beside_sampled_drafts_tokens_of_the_memory_follow_the_target",
-    ),
     "... what the gate predicts for a draft is what it serves with, version by version": (
         "test_a_sampled_draft_serves_as_its_replay_says",
     ),
+}
+"""Asked of drafts that are drawn from their distribution."""
+OF_SAMPLED_BESIDE: dict[str, tuple[str, ...]] = {
+    "... the memory proposes beside them, in turns and in one step with drawn tokens, each verified "
+    "by what it is": ("test_beside_sampled_drafts_tokens_of_the_memory_follow_the_target",),
     "... and so of EAGLE-3 heads whose vocabulary is a part of the target's": (
         "test_with_a_sampled_head_tokens_are_the_targets",
         "test_with_a_sampled_head_tokens_at_temperature_one_follow_the_target",
         "test_a_sampled_head_serves_as_its_replay_says",
     ),
 }
-"""Asked of drafts that are drawn from their distribution."""
-WITH_SAMPLED = (V1_SYNC, V1_ASYNC, V2_SYNC)
+"""The same, over one rank."""
+WITH_SAMPLED = (V1_SYNC, V1_ASYNC, V2_SYNC, TENSOR_PARALLEL, ASYNC_RANKS)
 """The ways in which these are asked."""
 
 PROMISES: dict[str, tuple[str, ...]] = {
@@ -194,6 +195,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_cached_prefixes_that_the_draft_slept_through_are_caught_up_once",
     ),
     **OF_SAMPLED,
+    **OF_SAMPLED_BESIDE,
     **OF_HEADS,
     **OF_RANKS,
     "answers differ at near-ties of the target alone: k from 0 to 4, 20 swaps": (
@@ -273,8 +275,8 @@ def of_heads() -> set[str]:
     return {test for tests in OF_HEADS.values() for test in tests}
 
 
-def of_sampled() -> set[str]:
-    return {test for tests in OF_SAMPLED.values() for test in tests}
+def of_sampled(promises: dict[str, tuple[str, ...]]) -> set[str]:
+    return {test for tests in promises.values() for test in tests}
 
 
 def is_run(test: str, way: Way) -> bool:
@@ -282,8 +284,8 @@ def is_run(test: str, way: Way) -> bool:
         return False
     if test in {*INSTEAD.values(), *(one for tests in OF_RANKS.values() for one in tests)}:
         return way.num_ranks > 1
-    if test in of_sampled():
-        return way in WITH_SAMPLED
+    if test in (beside := of_sampled(OF_SAMPLED_BESIDE)) | of_sampled(OF_SAMPLED):
+        return way in WITH_SAMPLED and not (test in beside and way.num_ranks > 1)
     if way.num_ranks > 1 and (test in {*INSTEAD, *NOT_OF_RANKS, *of_heads()}):
         return False
     is_about_rounding = any(test in tests for tests in list(PROMISES.values())[-NUM_ROUGH:])

@@ -40,13 +40,16 @@ def test_a_trainer_that_can_reach_its_buffer_is_fine(overrides: list[str]) -> No
 SAMPLED = "speculation.draft_sample_method=probabilistic"
 
 
-def test_a_service_with_several_ranks_and_sampled_drafts_does_not_start(tmp_path: Path) -> None:
+def test_a_head_over_several_ranks_that_is_drawn_from_does_not_start(tmp_path: Path) -> None:
     pair = build_headed(tmp_path)
     own = [f"serving.target={pair.target}", f"serving.draft={pair.draft}"]
     ranks = "serving.vllm.tensor_parallel_size=2"
     with pytest.raises(ConfigError) as caught:
         plan.check(reading.load(overrides=[*own, ranks, SAMPLED], environ={}).config)
-    assert str(caught.value) == f"{SAMPLED}: was not run with several ranks; use greedy"
+    assert (
+        str(caught.value)
+        == f"{SAMPLED}: was not run with an EAGLE-3 head over several ranks; use greedy"
+    )
     for overrides in ([*own, ranks], [*own, SAMPLED]):
         plan.check(reading.load(overrides=overrides, environ={}).config)
 
