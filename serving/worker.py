@@ -88,7 +88,7 @@ class WorkerExtension:
     osd_split: StepSplit
     osd_lazy_draft: LazyDraft | None
     osd_ask: AskV1 | AskV2 | RankMemory | None
-    osd_certain: Certain | None
+    osd_certain: Certain | None = None
     osd_off: dict[str, str]
     osd_awake: str
     osd_sink_stats: Callable[[], dict[str, int]]
@@ -129,7 +129,7 @@ class WorkerExtension:
             # It wraps the sampler, and must not wrap it again when what follows is refused.
             self.osd_undrafted_problem = sample_undrafted(runner)
         is_controlled = options.get("is_controlled", False)
-        if is_controlled and getattr(self, "osd_certain", None) is None:
+        if is_controlled and self.osd_certain is None:
             self.osd_certain = verify_certain(self, self.osd_off)
         self.osd_hook = None
         if self.osd_is_first_rank:
