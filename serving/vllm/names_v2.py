@@ -168,6 +168,7 @@ NAMES_V2: dict[str, tuple[Name, ...]] = {
             f"{_REJECTION}._verify_in_chunks",
             takes=("self", "logits", "input_batch", "draft_logits", "draft_sampled"),
         ),
+        Name(f"{_REJECTION}.__init__", says=("self.enable_adaptive_verification =",)),
         Name(f"{_V2}.spec_decode.speculator:DraftModelSpeculator.draft_logits_spec"),
         Name(
             f"{_V2}.input_batch:InputBatch",

@@ -119,6 +119,8 @@ class CertainV2(Certain):
     def __init__(self, worker: Any) -> None:
         super().__init__(worker)
         sampler = worker.model_runner.rejection_sampler
+        if sampler.enable_adaptive_verification:
+            raise RuntimeError("the V2 model runner shortens drafts on the device")
         self._verify = sampler._verify_in_chunks
         sampler._verify_in_chunks = self.verify
 

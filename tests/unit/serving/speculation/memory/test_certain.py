@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from serving.speculation.memory import certain as of_memory
 from serving.speculation.memory.certain import CertainV1, CertainV2, verify_certain, write_certain
 from serving.speculation.scheduler import IN_THIS_PROCESS
+from serving.vllm import parts
 
 VOCABULARY, K = 5, 3
 DRAWN = torch.rand(3, K, VOCABULARY, generator=torch.Generator().manual_seed(0)).softmax(-1)
@@ -106,7 +108,10 @@ def test_rows_of_the_v2_runners_table_are_certain_at_any_temperature(
 
 def verified_v2(output: Any, table: torch.Tensor | None, num_B: Any = (1, 2)) -> Any:
     """The table with which the V2 runner's sampler verifies a step."""
-    sampler = SimpleNamespace(_verify_in_chunks=lambda logits, batch, table, *more: (table, more))
+    sampler = SimpleNamespace(
+        _verify_in_chunks=lambda logits, batch, table, *more: (table, more),
+        enable_adaptive_verification=False,
+    )
     worker = worker_of(SimpleNamespace(rejection_sampler=sampler))
     CertainV2(worker)
     worker.execute_model(output)
@@ -174,3 +179,20 @@ def test_a_worker_that_cannot_tell_them_apart_says_why() -> None:
     assert verify_certain(worker, off) is None
     assert off["sampled"].endswith("; the memory proposes nothing beside sampled drafts")
     assert not scheduler.may_mix
+
+
+def test_a_runner_that_shortens_drafts_on_the_device_mixes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a request's draft tokens lie is not known on the host."""
+    monkeypatch.setattr(of_memory, "is_v2", lambda runner: True)
+    monkeypatch.setattr(parts, "problem_with", lambda part: "")
+    sampler = SimpleNamespace(_verify_in_chunks=None, enable_adaptive_verification=True)
+    worker = worker_of(SimpleNamespace(rejection_sampler=sampler))
+    worker.vllm_config = SimpleNamespace(
+        speculative_config=SimpleNamespace(draft_sample_method="probabilistic")
+    )
+    scheduler, off = Scheduler(worker.vllm_config), dict[str, str]()
+    IN_THIS_PROCESS.add(scheduler)  # type: ignore[arg-type]
+    assert verify_certain(worker, off) is None and not scheduler.may_mix
+    assert "shortens drafts on the device" in off["sampled"]
