@@ -244,9 +244,11 @@ def test_a_part_that_ends_while_it_runs_is_off_from_then_on(tmp_path: Path) -> N
     made.model_runner.execute_model(SimpleNamespace())
     assert "scheduled_new_reqs" in made.osd_hook.problem and not made.osd_hook.is_listening
     made.osd_lazy_draft = SimpleNamespace(problem="KeyError: 3")
+    made.osd_certain = SimpleNamespace(problem="KeyError: 4")
     assert json.loads(made.osd_parts_off()) == {
         "capture": parts.reason("capture", made.osd_hook.problem),
         "sleep": parts.reason("sleep", "KeyError: 3"),
+        "sampled": "KeyError: 4; drawn tokens are accepted less often",
     }
 
 
@@ -379,6 +381,41 @@ def test_a_draft_that_must_stay_awake_is_left_to_vllm() -> None:
     made.osd_lazy_draft = LazyDraft(2)
     made.osd_stay_awake()
     assert made.osd_lazy_draft.is_left and made.osd_lazy_draft.is_off
+
+
+class Installed:
+    """Notes what is installed in a worker, in its order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, certain: Any) -> None:
+        self.did: list[str] = []
+        noted = self.did.append
+
+        def verify(worker: Any, off: dict[str, str]) -> Any:
+            noted("certain")
+            return certain
+
+        monkeypatch.setattr(of_worker, "verify_certain", verify)
+        monkeypatch.setattr(of_worker, "ask_in_worker", lambda *given: noted("ask") or "asks")
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("certain", [None, SimpleNamespace(problem="")])
+def test_beside_drawn_drafts_the_memory_is_asked_once_its_tokens_are_told_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, certain: Any
+) -> None:
+    installed = Installed(monkeypatch, certain)
+    draft = torch.nn.LayerNorm(4)
+    release = written(tmp_path, {n: t.detach() for n, t in draft.named_parameters()})
+    made = starting(draft, rank=1)
+    made.vllm_config.speculative_config.draft_sample_method = method
+    options: dict[str, Any] = {"k": 4, "sink": {}, "target_id": "t", "is_controlled": True}
+    made.osd_start(trace_settings(release, CaptureConfig(), **options))
+    asks = method == "greedy" or certain is not None
+    assert installed.did == ["certain", *["ask"] * asks]
+    assert made.osd_ask == ("asks" if asks else None)
+    del made.osd_started  # what followed was refused
+    made.osd_start(trace_settings(release, CaptureConfig(), **options))
+    assert installed.did.count("certain") == (2 if certain is None else 1), "wrapped once"
 
 
 def test_a_worker_finds_the_note_where_it_is_told_to_look(tmp_path: Path) -> None:

@@ -512,6 +512,26 @@ def test_a_drawn_draft_is_verified_now_and_then_where_the_memory_is_better(is_dr
     assert looked_up == len(plans) - alone
 
 
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_a_drawn_draft_that_runs_is_verified_alone_at_every_sixteenth_decision(
+    is_drawn: bool,
+) -> None:
+    settings = Settings(k_max=2, predicted=0.95, is_drawn=is_drawn)
+    control = controlled(Knows(a=[0.9] * 2), settings, None)
+    plans = []
+    for _ in range(64 * STEPS_PER_DECISION):
+        stamp = control.plan(["a", "b"], 200)
+        control.look_up("a")
+        plans.append(stamp.plan)
+        seen = StepSeen(
+            ["a", "b"], [2, 2], [1, 2], stamp, stamp, DraftWork(), 200, False, 0.01, [9, 9]
+        )
+        seen.from_memory = {"a"}
+        control.observe(seen)
+    num_alone = sum(plan.passes > 0 and not plan.is_mixed for plan in plans)
+    assert num_alone == (4 * STEPS_PER_DECISION if is_drawn else 0)
+
+
 def test_a_draft_that_nobody_verified_is_judged_where_the_memory_found_nothing() -> None:
     """It is cut to nothing, and right all the same: so it is found out without verifying it."""
     costly = Settings(k_max=2, predicted=0.02)

@@ -495,6 +495,9 @@ def test_a_draft_that_is_verified_alone_gives_its_place_to_nobody() -> None:
     assert (alone.k, alone.is_mixed, alone.draft_price) == (3, False, 0.0)
     assert alone.goodput == pytest.approx(whole(mixed, DRAFT_ONLY, times).goodput)
     assert whole(OFF, BOTH, times, is_alone=True) is OFF
+    free = mixed._replace(price=0.0)
+    assert whole(free, BOTH, times) is free
+    assert not whole(free, BOTH, times, is_alone=True).is_mixed
 
 
 class Stepped(Linear):

@@ -1507,6 +1507,20 @@ def test_what_the_memory_had_proposed_when_it_was_held_is_the_memorys(is_let_go:
         assert bench.scheduler.schedule().osd_from_memory == (), "the draft's again"
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_the_memory_proposed_is_the_memorys_until_it_is_verified(is_held: bool) -> None:
+    """Not every request has room in every step."""
+    bench = of_a_text_that_repeats()
+    bench.command("hold", is_held)
+    waiting = bench.scheduler.running.pop()
+    bench.add("b")
+    bench.step()
+    bench.scheduler.running.append(waiting)
+    output = bench.scheduler.schedule()
+    assert output.scheduled_spec_decode_tokens["a"] == [1, 2, 3]
+    assert "a" in output.osd_from_memory
+
+
 def test_a_held_engine_holds_nothing_of_requests_that_have_gone() -> None:
     """While it is held, nothing is remembered of any, and nothing observed."""
     bench = Bench()

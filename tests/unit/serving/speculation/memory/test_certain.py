@@ -78,6 +78,16 @@ def test_where_it_is_not_known_whose_tokens_they_are_all_are_certain() -> None:
     assert step_v1(Runner(), SimpleNamespace(), [2, 0, 1], [0, 1, 4]) is None
 
 
+def test_what_was_known_of_one_step_says_nothing_of_the_next() -> None:
+    runner = Runner()
+    worker = worker_of(runner)
+    CertainV1(worker)
+    metadata = SimpleNamespace(num_draft_tokens=[1, 1, 1], draft_token_ids=torch.zeros(3))
+    for output, is_known in ((output_of(), True), (SimpleNamespace(), False), (output_of(), True)):
+        worker.execute_model(output)
+        assert (runner._get_spec_decode_draft_probs(metadata) is not None) is is_known
+
+
 def test_a_failure_makes_all_tokens_certain_from_then_on() -> None:
     runner = Runner()
     worker = worker_of(runner)
