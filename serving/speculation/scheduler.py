@@ -52,8 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class Controlled(Undrafted):
-    """Mixed into vLLM's scheduler, for engines that schedule a step when the one before it is done
-    (all on CPUs)."""
+    """Mixed into vLLM's scheduler, where a step is scheduled when the one before it is done."""
 
     IS_ASYNC = False
     osd_clock: Callable[[], float] = staticmethod(time.perf_counter)
@@ -135,9 +134,11 @@ class Controlled(Undrafted):
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any, *args: Any, **kwargs: Any) -> None:
-        if not self._osd_is_held:
-            new, redraft = draft_token_ids, self._osd_proposals.redraft
-            self._osd_guard(lambda: redraft(new.req_ids, new.draft_token_ids, self.requests))
+        ids, rows = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
+        if self._osd_is_held or self._osd_problem:  # they may be as wide as what a memory found
+            rows[:] = [row[: (self.dynamic_sd_lookup or [0])[0]] for row in rows]
+        else:
+            self._osd_guard(lambda: self._osd_proposals.redraft(ids, rows, self.requests))
         super().update_draft_token_ids(draft_token_ids, *args, **kwargs)  # type: ignore[misc]
 
     def _update_after_schedule(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:

@@ -140,11 +140,11 @@ class CertainV2(Certain):
     def _written(
         self, batch: Any, table_SKV: torch.Tensor | None, id_N: torch.Tensor
     ) -> torch.Tensor | None:
-        if table_SKV is not None and batch.num_draft_tokens_per_req is not None:
-            is_certain_B = self._is_certain(batch.req_ids)
-            write_certain(
-                table_SKV, id_N, batch.num_draft_tokens_per_req, batch.idx_mapping_np, is_certain_B
-            )
+        num_B = batch.num_draft_tokens_per_req
+        if table_SKV is None or num_B is None:
+            return None
+        is_certain_B = self._is_certain(batch.req_ids)
+        write_certain(table_SKV, id_N, num_B, batch.idx_mapping_np, is_certain_B)
         return table_SKV
 
 

@@ -87,8 +87,10 @@ OF_SAMPLED: dict[str, tuple[str, ...]] = {
 }
 """Asked of drafts that are drawn from their distribution."""
 OF_SAMPLED_BESIDE: dict[str, tuple[str, ...]] = {
-    "... the memory proposes beside them, in turns and in one step with drawn tokens, each verified "
-    "by what it is": ("test_beside_sampled_drafts_tokens_of_the_memory_follow_the_target",),
+    "... the memory proposes beside them, in turns and in one step with drawn tokens, each "
+    "verified by what it is": (
+        "test_beside_sampled_drafts_tokens_of_the_memory_follow_the_target",
+    ),
     "... and so of EAGLE-3 heads whose vocabulary is a part of the target's": (
         "test_with_a_sampled_head_tokens_are_the_targets",
         "test_with_a_sampled_head_tokens_at_temperature_one_follow_the_target",

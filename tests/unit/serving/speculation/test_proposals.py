@@ -215,3 +215,22 @@ def test_the_v2_runners_scheduler_verifies_as_many_as_the_worker_says() -> None:
     bench.draft(2)
     assert step.rows == {0: [62, 63]}
     assert [len(r.spec_token_ids) for r in (a, b)] == [2, 0]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_nobody_gets_more_tokens_than_were_drafted_when_the_control_has_just_ended(
+    is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The V2 runner hands out as many placeholders for all as the memory found for one."""
+    bench = Bench(is_v2=True, predicted=0.5)
+    bench.scheduler.osd_begin_to_ask()
+    bench.osd.force(MIXED)
+    found, other = bench.add("a", [1, 2]), bench.add("b", [3, 4])
+    output = bench.scheduler.schedule()
+    if is_held:
+        bench.command("hold", True)
+    else:
+        monkeypatch.setattr(bench.osd, "observe", lambda seen: 1 / 0)
+    bench.give(output)
+    assert bench.draft(4) == [[50, 51]] * 2, "the draft made two passes"
+    assert found.spec_token_ids == other.spec_token_ids == [50, 51]
