@@ -202,7 +202,7 @@ class WorkerExtension:
         config: Any = self.vllm_config  # type: ignore[attr-defined]
         self.osd_ask, off = None, self.osd_off
         if draws_drafts(config) and self.osd_certain is None:
-            return
+            return  # what it found would be verified as drawn
         beside = parts.start(off, "memory", lambda: ask_in_worker(config, runner), own)
         if beside is not None:
             self.osd_ask = beside

@@ -225,7 +225,7 @@ def if_sampled(
     """(α, α if its tokens were drawn from the draft) of the newest traces above temperature 0 that
     have rows, which are the last; None where there are too few."""
     warm = [trace for trace in traces if trace.temperature >= GREEDY and trace.num_rows]
-    newest = well_formed(warm[-NUM_IF_SAMPLED:], check_rows, model.vocab_size)
+    newest = well_formed(warm, check_rows, model.vocab_size)[-NUM_IF_SAMPLED:]
     if len(newest) < NUM_IF_SAMPLED:
         return None
     now = replay_all([model], newest, k, max_length=max_length, batch_size=batch_size)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from osd.records import DraftRelease, Trace
 from tests.integration.conftest import release_of
 from tests.integration.engines.test_memory import MIXED, served
 from tests.integration.serving.test_capture import assert_rows_are_the_targets, target
@@ -41,18 +42,41 @@ def unrest(engine: Engine, pair: Pair, swaps: list[dict[str, Any]]) -> Callable[
     return change
 
 
-def test_with_sampled_drafts_tokens_are_the_targets(
-    sampling: Engine, plain: Reference, pair: Pair, prompts: list[list[int]]
+def assert_tokens_are_the_targets(
+    engine: Engine, plain: Reference, pair: Pair, prompts: list[list[int]]
 ) -> None:
     """Also beside requests above temperature 0, whose drafts are drawn in the same step."""
     swaps: list[dict[str, Any]] = []
-    slept = sampling.worker.osd_lazy_draft.num_forwards_saved
-    ids = [sampling.add(prompt, **LONG) for prompt in prompts[:4]]
+    ids = [engine.add(prompt, **LONG) for prompt in prompts[:4]]
     for prompt in prompts[4:]:
-        sampling.add(prompt, temperature=0.8, **LONG)
-    done = sampling.run(unrest(sampling, pair, swaps))
+        engine.add(prompt, temperature=0.8, **LONG)
+    done = engine.run(unrest(engine, pair, swaps))
     assert [done[i][0] for i in ids] == plain.generate(prompts[:4], **LONG)
     assert [(swap["error"], swap["proved"]) for swap in swaps] == [("", True)] * 20
+
+
+def served_with(
+    engine: Engine, release: DraftRelease, prompts: list[list[int]], temperature: float
+) -> tuple[float, float, list[Trace]]:
+    """α of a draft while it serves, its standard error, and what was captured meanwhile."""
+    assert engine.swap(release)["error"] == ""
+    engine.llm.reset_prefix_cache()
+    engine.rpc("osd_report", "test", "default")
+    engine.generate(prompts, **DRAWN | {"temperature": temperature, "max_tokens": 56})
+    traces = engine.traces()
+    (window,) = json.loads(engine.rpc("osd_report", "test", "default"))["windows"]
+    assert window["version"] == release.version
+    assert {v for trace in traces for v in trace.draft_version} <= {0, release.version}
+    tested = sum(window["num_tested_per_pos"])
+    alpha = sum(window["num_accepted_tokens_per_pos"]) / tested
+    return alpha, float(np.sqrt(alpha * (1 - alpha) / tested)), traces
+
+
+def test_with_sampled_drafts_tokens_are_the_targets(
+    sampling: Engine, plain: Reference, pair: Pair, prompts: list[list[int]]
+) -> None:
+    slept = sampling.worker.osd_lazy_draft.num_forwards_saved
+    assert_tokens_are_the_targets(sampling, plain, pair, prompts)
     assert sampling.worker.osd_lazy_draft.num_forwards_saved > slept
 
 
@@ -115,17 +139,8 @@ def test_a_sampled_draft_serves_as_its_replay_says(
     greedy, served = [], []
     asked = prompts * (2 if sampling.way.runner == "V1" else 1)  # interpreted kernels take long
     for version, path in ((2, pair.stranger), (3, pair.draft)):
-        assert sampling.swap(release_of(path, version))["error"] == ""
-        sampling.llm.reset_prefix_cache()
-        sampling.rpc("osd_report", "test", "default")
-        sampling.generate(asked, **DRAWN | {"temperature": temperature, "max_tokens": 56})
-        traces = sampling.traces()
-        (window,) = json.loads(sampling.rpc("osd_report", "test", "default"))["windows"]
-        assert window["version"] == version
-        assert {v for trace in traces for v in trace.draft_version} <= {0, version}
-        tested = sum(window["num_tested_per_pos"])
-        alpha = sum(window["num_accepted_tokens_per_pos"]) / tested
-        error = np.sqrt(alpha * (1 - alpha) / tested)
+        release = release_of(path, version)
+        alpha, error, traces = served_with(sampling, release, asked, temperature)
         draft = load_draft(path)
         found = replay(draft, traces, sampling.k, max_length=512, is_sampled=True).alpha
         print(f"v{version}: served {alpha:.3f} ± {error:.3f}, predicted {found:.3f}")

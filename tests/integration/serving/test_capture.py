@@ -53,9 +53,9 @@ def assert_rows_are_the_targets(target: torch.nn.Module, traces: Sequence[Trace]
                 ACCEPTED: trace.draft_ids[i] == served,
                 PLAIN: trace.draft_ids[i] == -1,
             }[int(trace.kind[i])]
-        # Above temperature 0, a token of which little was to be expected is served now and then.
-        least = 1.0 if trace.temperature == 0 else 0.9
-        assert is_believable(trace).mean() >= least, "what was captured will be trained on"
+        # Of one in some thousand tokens drawn at temperature 1 so little was to be expected.
+        most = int(trace.temperature > 0)
+        assert (~is_believable(trace)).sum() <= most, "what was captured will be trained on"
         num_rows += trace.num_rows
     return num_rows
 

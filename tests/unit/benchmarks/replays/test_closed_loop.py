@@ -30,6 +30,7 @@ from serving.speculation.step_seen import StepSeen
 from serving.speculation.step_times import StepTimes
 from tests.support.tiny_drafts import save_draft
 from tests.unit.benchmarks.drift.test_contenders import a_setup, recorded
+from tests.unit.serving.speculation.test_control_memory import Knows
 from trainer.draft import load_draft
 
 TIMES = ModelledStepTimes(verify_s=(0.04, 0.05, 0.12), draft_s=0.008)
@@ -359,3 +360,23 @@ def test_sampled_drafts_are_drawn_in_every_replay(
     every_step = EveryStep(requests, 4, is_sampled=True)
     every_step.swap(good, None)
     assert [served.counts for served in every_step.serve()] == drawn
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drawn_draft_that_nobody_verified_is_judged_by_nothing(
+    good: Path, temperature: float
+) -> None:
+    """As in the service, where what was served does not say what it is worth."""
+    requests = [replace(one, temperature=temperature) for one in recorded(4)]
+    given = config("auto", ("draft", "memory"))
+    how = given.speculation.model_copy(update={"draft_sample_method": "probabilistic"})
+    sampled = given.model_copy(update={"speculation": how})
+    finds = Knows(**{str(index): [0.99] * 8 for index in range(4)})
+    loop = ClosedLoop(requests, sampled, TIMES, seed=0, memory=finds)
+    assert loop.speculation.settings.is_drawn
+    loop.speculation.force(Plan("draft", 2, is_mixed=True))
+    loop.speculation.plan([], 0)  # so that the first proposals follow it, too
+    served = run(loop, good)
+    assert sum(one.of_the_draft.tested for one in served) == 0, "the memory is in its place"
+    judged = sum(loop.speculation.report().tested_per_position)
+    assert (judged == 0) == (temperature > 0)

@@ -266,6 +266,15 @@ async def test_another_candidate_is_said_and_changes_nothing(
     )
 
 
+async def test_a_rounds_event_says_what_sampled_drafts_would_bring(desk: Desk) -> None:
+    outcome = make_outcome(str(desk.model), 3)
+    assert outcome.eval is not None
+    outcome = replace(outcome, eval=replace(outcome.eval, sampled=(0.34, 0.64)))
+    await desk.conclude(outcome, is_paused=False)
+    (event,) = (record for record in desk.said if isinstance(record, Event))
+    assert "would be 0.64 with speculation.draft_sample_method=probabilistic" in event.text
+
+
 async def test_a_pause_while_a_candidate_waits_for_its_turn_refuses_it(desk: Desk) -> None:
     paused = asyncio.create_task(desk.drafts.set_paused(True))
     published = asyncio.create_task(desk.drafts.conclude(make_outcome(str(desk.model), 3), set()))

@@ -315,6 +315,10 @@ def test_a_report_of_greedy_drafts_says_what_drawn_ones_would_bring(temperature:
     served_with, _ = alpha_of(served(temperature)[1])
     assert drawn == pytest.approx(served_with, abs=0.04) and drawn > greedy + 0.02
     assert compare(model, model, traces, K, gate, max_length=128, is_sampled=True).sampled is None
+    few = traces[: NUM_IF_SAMPLED - 1]
+    assert compare(model, model, few, K, gate, max_length=128).sampled is None
+    torn = [*traces, replace(traces[0], target_logprobs=traces[0].target_logprobs - 1)]
+    assert compare(model, model, torn, K, gate, max_length=128).sampled == report.sampled
     cold = [replace(trace, temperature=0.0) for trace in traces]
     assert compare(model, model, cold, K, gate, max_length=128).sampled is None
     bare = [trace.with_rows(np.zeros(trace.num_rows, bool)) for trace in traces]
