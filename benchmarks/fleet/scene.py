@@ -103,7 +103,7 @@ class Scene:
             "bytes_in": info["total_net_input_bytes"],
             "bytes_out": info["total_net_output_bytes"],
             "num_polls": sum(each["num_polls"] for each in replicas),
-            "num_heartbeats": info["cmdstat_set"]["calls"],
+            "num_heartbeats": info["cmdstat_sadd"]["calls"],  # `Registry.heartbeat` alone adds names
             "num_records": self._redis.xinfo_stream(f"osd:{DEPLOYMENT}:feed")["entries-added"],
         }
 
