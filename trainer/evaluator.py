@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from osd.config.schema import GateConfig, TrainerConfig
-from osd.records import DraftRelease, EvalReport, Trace
+from osd.errors import ReleaseError
+from osd.records import DraftRelease, EarlierReport, EvalReport, Trace
 from trainer.batch import check_rows, check_tokens, well_formed
 from trainer.distiller import accelerator
 from trainer.draft import Draft, load_draft
-from trainer.evaluate import can_replay, compare, replay_all
+from trainer.evaluate import ReplayCounts, bootstrap_diff, can_replay, compare, replay_all
 
 if TYPE_CHECKING:
     from buffers.base import TraceBuffer
     from trainer.eagle3.features import TargetFeatures
+
+
+logger = logging.getLogger(__name__)
 
 
 class Evaluator:
@@ -64,23 +71,66 @@ class Evaluator:
         traces = self._holdout(num_traces, min(model.vocab_size for model in models.values()))
         if not traces:
             return {}
-        counts = replay_all(
-            list(models.values()),
+        counts = self._replay(list(models.values()), traces)
+        alphas = {v: of_model.alpha for v, of_model in zip(models, counts, strict=True)}
+        return {v: alpha for v, alpha in alphas.items() if alpha is not None}
+
+    def compare_earlier(
+        self,
+        base: DraftRelease,
+        earlier: Sequence[DraftRelease],
+        traces: Sequence[Trace],
+        min_traces: int,
+    ) -> list[EarlierReport]:
+        """Each of the earlier releases against `base` on these traces; [] when fewer than
+        `min_traces` of them can be replayed. An earlier one that cannot be loaded is left out.
+        Raises `ReleaseError`."""
+        if not earlier or len(traces) < min_traces:
+            return []  # loads no draft in vain
+        models = {base.version: self._load(base.path)}
+        for release in earlier:
+            try:
+                models[release.version] = self._load(release.path)
+            except ReleaseError as error:
+                logger.warning("v%d is not compared: %s", release.version, error)
+        fit = self._fit(traces, min(model.vocab_size for model in models.values()))
+        if len(fit) < min_traces:
+            return []
+        of_base, *counts = self._replay(list(models.values()), fit)
+        chance = (1 - self._gate.confidence) / max(1, len(counts))  # that any seems better
+        found = []
+        for version, of_earlier in zip(list(models)[1:], counts, strict=True):
+            rng = np.random.default_rng(self._config.seed)
+            diff_I = bootstrap_diff(of_earlier, of_base, self._gate.num_bootstrap, rng)
+            report = EarlierReport(
+                version=version,
+                num_traces=len(fit),
+                alpha_base=of_base.alpha or 0.0,
+                alpha=of_earlier.alpha or 0.0,
+                diff_low=float(np.quantile(diff_I, chance)),
+            )
+            found.append(report)
+        return found
+
+    def _replay(self, models: Sequence[Draft], traces: Sequence[Trace]) -> list[ReplayCounts]:
+        return replay_all(
+            models,
             traces,
             self._k,
             max_length=self._config.max_length,
             batch_size=self._config.batch_size,
             is_sampled=self._is_sampled,
         )
-        alphas = {v: of_model.alpha for v, of_model in zip(models, counts, strict=True)}
-        return {v: alpha for v, alpha in alphas.items() if alpha is not None}
 
     def _holdout(self, num: int, vocab_size: int) -> list[Trace]:
         """Those of the newest `num` held-out traces that can be replayed; none when they are too
         few."""
-        newest = [trace for trace in self._buffer.holdout(num) if can_replay(trace)]
-        traces = well_formed(newest, self._check, vocab_size)
+        traces = self._fit(self._buffer.holdout(num), vocab_size)
         return traces if len(traces) >= self._gate.min_holdout_traces else []
+
+    def _fit(self, traces: Sequence[Trace], vocab_size: int) -> list[Trace]:
+        """Those that can be replayed."""
+        return well_formed([t for t in traces if can_replay(t)], self._check, vocab_size)
 
     def _check(self, trace: Trace, vocab_size: int) -> None:
         (check_rows if self._is_sampled and trace.num_rows else check_tokens)(trace, vocab_size)

@@ -30,7 +30,14 @@ from osd.common.model_directory import WEIGHTS
 from osd.config.schema import GateConfig, TrainerConfig
 from osd.errors import ReleaseError
 from osd.exchange.transfer import read_part
-from osd.records import NO_TRACES, DraftRelease, EvalReport, RoundOutcome, Trace
+from osd.records import (
+    NO_TRACES,
+    DraftRelease,
+    EarlierReport,
+    EvalReport,
+    RoundOutcome,
+    Trace,
+)
 from trainer.batch import TrainBatch, trainable
 from trainer.distiller import Distiller, needing_less
 from trainer.draft import RowModel, export_draft
@@ -38,14 +45,14 @@ from trainer.eagle3.features import features_of
 from trainer.evaluator import Evaluator
 from trainer.files import prune
 from trainer.guard import LossGuard, has_risen
-from trainer.replay import ReplayMix, Unread
+from trainer.replay import NewTraces, ReplayMix, Unread
 from trainer.sampling.student import SamplingCost, student_of
 from trainer.sampling.teacher import Teacher
 from trainer.trackers import open_trackers, point
 from trainer.working_draft import WorkingDraft
 
 if TYPE_CHECKING:
-    from buffers.base import Cursor, TraceBuffer
+    from buffers.base import TraceBuffer
 
 PART = 64
 """New traces that are trained on together with what is replayed beside them."""
@@ -55,19 +62,6 @@ NON_FINITE = "non-finite loss"
 """`RoundOutcome.discarded` when a loss or a weight is not finite."""
 OnStep = Callable[[int, int, float], None]
 """Called with the steps done, the expected number of steps, and the last loss."""
-
-
-class _NewTraces(NamedTuple):
-    """What a round read from the buffer."""
-
-    traces: list[Trace]
-    """Those that can be trained on."""
-    num_contradicting: int
-    """Rows left out because they contradict the text."""
-    start: Cursor
-    """Where reading began."""
-    end: Cursor
-    """Behind all traces that were read."""
 
 
 @dataclass(slots=True)
@@ -191,6 +185,15 @@ class Trainer:
         with told_when_out(self._remedy):
             return self._evaluator.alphas(versions, num_traces)
 
+    def compare_earlier(
+        self, base: DraftRelease, earlier: Sequence[DraftRelease], num_traces: int
+    ) -> list[EarlierReport]:
+        """Earlier releases against the serving one on the newest unread traces, which none of them
+        has learnt; [] when there are fewer than `num_traces`."""
+        with told_when_out(self._remedy):
+            newest = self._unread.newest(self._working.state.cursor, num_traces)
+            return self._evaluator.compare_earlier(base, earlier, newest.traces, num_traces)
+
     def read_candidate(
         self, path: str, files: Mapping[str, str], name: str, offset: int, size: int
     ) -> bytes:
@@ -201,19 +204,14 @@ class Trainer:
 
     # Reading and training
 
-    def _read_new(self, vocab_size: int) -> _NewTraces:
+    def _read_new(self, vocab_size: int) -> NewTraces:
         """The newest unread traces, at most `trainer.max_new_traces`."""
-        most, behind = self._config.max_new_traces, self._unread.start(self._working.state.cursor)
-        start = cursor = self._buffer.skip_to_newest(behind, most)
-        read: list[Trace] = []
-        while len(read) < most:
-            more, cursor = self._buffer.read(cursor, most - len(read))
-            if not more:
-                break
-            read += more
-        return _NewTraces(*trainable(read, vocab_size), start, cursor)
+        most = self._config.max_new_traces
+        read = self._unread.newest(self._working.state.cursor, most)
+        traces, num_contradicting = trainable(read.traces, vocab_size)
+        return read._replace(traces=traces, num_contradicting=num_contradicting)
 
-    def _train(self, distiller: Distiller, new: _NewTraces, on_step: OnStep | None) -> _Progress:
+    def _train(self, distiller: Distiller, new: NewTraces, on_step: OnStep | None) -> _Progress:
         """Step over new and replayed traces. Stop at the first step that is not finite."""
         progress = _Progress()
         traces = self._guard.watched(distiller.model.vocab_size) if new.traces else []
@@ -235,7 +233,7 @@ class Trainer:
         return progress
 
     def _batches(
-        self, distiller: Distiller, new: _NewTraces, progress: _Progress
+        self, distiller: Distiller, new: NewTraces, progress: _Progress
     ) -> Iterator[tuple[list[Trace], int]]:
         """The traces of each step, and the number of steps that the round is expected to have.
 
@@ -265,7 +263,7 @@ class Trainer:
 
     # The end of a round
 
-    def _conclude(self, base: DraftRelease, new: _NewTraces, progress: _Progress) -> RoundOutcome:
+    def _conclude(self, base: DraftRelease, new: NewTraces, progress: _Progress) -> RoundOutcome:
         """Keep or discard the round; the outcome without its duration."""
         rate = self._working.learning_rate
         result = _Result(discarded=NO_TRACES)
@@ -334,7 +332,7 @@ class Trainer:
             self._working.note_candidate(files[WEIGHTS])
         return _Result(str(candidate), report, files=files)
 
-    def _finish(self, new: _NewTraces) -> None:
+    def _finish(self, new: NewTraces) -> None:
         """Draw anchors among the new traces, then save the round."""
         state = self._working.state
         seen = self._mix.remember(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -58,6 +58,18 @@ class ReplayState:
     """Slot -> the place, 0 or 1, that holds its anchor."""
 
 
+class NewTraces(NamedTuple):
+    """Traces that were read from the buffer, and not trained on before."""
+
+    traces: list[Trace]
+    num_contradicting: int
+    """Rows left out because they contradict the text."""
+    start: Cursor
+    """Where reading began."""
+    end: Cursor
+    """Behind all traces that were read."""
+
+
 class Unread:
     """The traces of a buffer that are behind a cursor, also where the buffer is an earlier copy of
     itself since: restored, or that of another server. The ids of what comes next lie before the
@@ -79,6 +91,17 @@ class Unread:
         start = self._buffer.skip_to_newest(self.start(cursor), EVERYTHING)
         self._seen = cursor, start
         return self._buffer.num_unread(start)
+
+    def newest(self, cursor: Cursor, most: int) -> NewTraces:
+        """The newest of them, at most so many."""
+        start = behind = self._buffer.skip_to_newest(self.start(cursor), most)
+        found: list[Trace] = []
+        while len(found) < most:
+            more, behind = self._buffer.read(behind, most - len(found))
+            if not more:
+                break
+            found += more
+        return NewTraces(found, 0, start, behind)
 
 
 class ReplayMix:

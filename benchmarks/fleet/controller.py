@@ -25,7 +25,7 @@ from osd.control.plane import keep
 from osd.exchange.registry import Registry
 from osd.observe.history import History
 from osd.observe.history_file import HistoryFile
-from osd.records import DraftRelease, RoundOutcome
+from osd.records import DraftRelease, EarlierReport, RoundOutcome
 from osd.releases.store import ReleaseStore
 
 FIRST = asyncio.FIRST_COMPLETED
@@ -80,6 +80,11 @@ class IdleTrainer:
         self, versions: list[DraftRelease], num_traces: int
     ) -> dict[int, float]:
         return {release.version: 0.0 for release in versions}
+
+    async def compare_earlier(
+        self, base: DraftRelease, earlier: list[DraftRelease], num_traces: int
+    ) -> list[EarlierReport]:
+        return []
 
 
 def publish(store: ReleaseStore, directory: Path) -> DraftRelease:

@@ -103,7 +103,8 @@ class Scene:
             "bytes_in": info["total_net_input_bytes"],
             "bytes_out": info["total_net_output_bytes"],
             "num_polls": sum(each["num_polls"] for each in replicas),
-            "num_heartbeats": info["cmdstat_sadd"]["calls"],  # `Registry.heartbeat` alone adds names
+            # Of what is sent here, only a heartbeat adds to a set.
+            "num_heartbeats": info["cmdstat_sadd"]["calls"],
             "num_records": self._redis.xinfo_stream(f"osd:{DEPLOYMENT}:feed")["entries-added"],
         }
 

@@ -8,6 +8,7 @@ benches that run the engine measure the speed of serving.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ from benchmarks.replays.served import TARGET_ID, EveryStep, Served, Server, feat
 from buffers.memory import MemoryTraceBuffer
 from osd.config.schema import Config
 from osd.control.drift import DriftDetector
-from osd.control.policy import predicted_alpha, should_publish
+from osd.control.policy import earlier_to_recall, predicted_alpha, should_publish
+from osd.control.recall import LookTimes, choose_earlier
 from osd.records import DraftRelease, Event, RoundOutcome, SpecWindow, Trace
 from osd.releases.store import ReleaseStore
 from trainer.loop import Trainer
@@ -67,6 +69,7 @@ def learn(
     detector = DriftDetector(config.trainer, TARGET_ID)
     server = server or EveryStep(requests, k, features_of(target, k), is_sampled=is_sampled)
     server.swap(serving.path, None)
+    recalls = _Recalls(config, trainer, store, detector)
     rounds: list[_Round] = []
     ended: list[Served] = []
     cpu_s = np.zeros(len(requests))
@@ -77,12 +80,19 @@ def learn(
         version = serving.version
         trace = captured(config, requests[served.index], served, rng, at=at, version=version)
         buffer.put([trace])
-        detector.add(_window(served, at, version, k))
+        window = _window(served, at, version, k)
+        detector.add(window)
+        recalls.add(window)
+        if (recalled := recalls.look(serving, served.index)) is not None:
+            serving = recalled
+            server.swap(serving.path, predicted_alpha(serving))
         is_wanted = not may_rest or detector.decide(at).ok
         is_wanted &= charged is None or charged.pays(detector.num_wakes)
         is_wanted &= len(rounds) != max_rounds
         if is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces:
-            one = _run_round(trainer, serving, config, served.index)
+            line = store.line(TARGET_ID)
+            one = _run_round(trainer, serving, config, served.index, line)
+            recalls.times.note_round()
             rounds.append(one)
             spent += one.cpu_s
             detector.add(one.outcome)
@@ -91,12 +101,15 @@ def learn(
             detector.add(Event(at=at, kind="published" if one.is_published else "refused", text=""))
             if one.is_published:
                 serving = store.publish(
-                    one.outcome.path, parent=version, target_id=TARGET_ID, outcome=one.outcome
+                    one.outcome.path,
+                    parent=serving.version,
+                    target_id=TARGET_ID,
+                    outcome=one.outcome,
                 )
-                store.prune(2, {serving.version})
+                store.prune(config.releases.keep, {serving.version, *recalls.worth_keeping})
                 server.swap(serving.path, predicted_alpha(serving))
-        cpu_s[served.index] = spent
-    return _curve(ended, cpu_s, rounds)
+        cpu_s[served.index] = spent + recalls.cpu_s
+    return _curve(ended, cpu_s, rounds, recalls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +122,59 @@ class _Round:
     """Of the request after which it ran."""
 
 
-def _run_round(trainer: Trainer, serving: DraftRelease, config: Config, index: int) -> _Round:
+class _Recalls:
+    """Earlier drafts serve again, as `osd/control/recall.py` decides."""
+
+    def __init__(
+        self, config: Config, trainer: Trainer, store: ReleaseStore, detector: DriftDetector
+    ) -> None:
+        self._gate, self._trainer, self._store = config.gate, trainer, store
+        self._detector, self.times = detector, LookTimes(config.gate.recall_traces)
+        self._tested = defaultdict[int, int](int)
+        """version -> draft tokens tested while it served"""
+        self.worth_keeping: set[int] = set()
+        self.looks: list[int] = []
+        self.at: list[int] = []
+        """Requests after which there was a look, and another draft served."""
+        self.cpu_s = 0.0
+
+    def add(self, window: SpecWindow) -> None:
+        self._tested[window.version] += sum(window.num_tested_per_pos)
+
+    def look(self, serving: DraftRelease, index: int) -> DraftRelease | None:
+        """The earlier draft that serves again; None where none does."""
+        most, num_unread = self._gate.recall_traces, self._trainer.num_new_traces()
+        if not most or not self.times.is_due(num_unread, self._detector.recent):
+            return None
+        offered = self._store.offered(TARGET_ID)
+        earlier = choose_earlier(offered, serving, lambda version: self._tested[version])
+        self.worth_keeping = {release.version for release in earlier}
+        if not earlier:
+            return None
+        self.times.note(self._detector.recent)
+        started = time.process_time()
+        reports = self._trainer.compare_earlier(serving, earlier, most)
+        self.cpu_s += time.process_time() - started
+        self.looks.append(index)
+        if (found := earlier_to_recall(reports, self._gate)) is None:
+            return None
+        self.at.append(index)
+        return self._store.set_current(found.version, TARGET_ID)
+
+
+def _run_round(
+    trainer: Trainer, serving: DraftRelease, config: Config, index: int, line: int
+) -> _Round:
     started, cpu_started = time.perf_counter(), time.process_time()
-    outcome = trainer.run_round(serving)
+    outcome = trainer.run_round(serving, line=line)
     seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
     is_better = should_publish(outcome, serving, config.gate, False).ok
     return _Round(outcome, seconds, cpu_s, is_better, index)
 
 
-def _curve(ended: Sequence[Served], cpu_s: np.ndarray, rounds: Sequence[_Round]) -> Curve:
+def _curve(
+    ended: Sequence[Served], cpu_s: np.ndarray, rounds: Sequence[_Round], recalls: _Recalls
+) -> Curve:
     in_order = sorted(ended, key=lambda served: served.index)
     seconds = [served.seconds for served in in_order]
     outcomes = [one.outcome for one in rounds]
@@ -132,6 +189,9 @@ def _curve(ended: Sequence[Served], cpu_s: np.ndarray, rounds: Sequence[_Round])
         seconds=None if None in seconds else np.array(seconds, float),
         notes={
             "published_at": [one.index for one in rounds if one.is_published],
+            "recalled_at": recalls.at,
+            "looked_at": recalls.looks,
+            "looks_cpu_s": recalls.cpu_s,
             "num_traces": sum(outcome.num_student_traces for outcome in outcomes),
             "sampling_cpu_s": sum(outcome.sampling_cpu_s for outcome in outcomes),
             "scoring_cpu_s": sum(outcome.scoring_cpu_s for outcome in outcomes),

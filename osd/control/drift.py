@@ -155,6 +155,11 @@ class DriftDetector:
                 self._rounds_at = record.at
                 self._end_round(gained=record.kind == "published")
 
+    @property
+    def recent(self) -> FadingAlpha:
+        """α of all traffic now."""
+        return self._all.recent
+
     def begin(self) -> None:
         """What comes from now on is of this target, whatever the clock says."""
         self._has_begun = True

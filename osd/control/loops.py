@@ -8,10 +8,11 @@
 
     loop    consumes                  waits for              unblocked by        may
     watch   feed, heartbeats, stats   seconds_between_looks  time alone          roll back
-    train   traces in the buffer      min_new_traces, worth  traffic, `resume`   publish
+    train   traces in the buffer      min_new_traces, worth  traffic, `resume`   publish, recall
 
 The drift detector decides whether a round may bring something (`osd/control/drift.py`), and the
-payback meter whether that is worth what it takes (`osd/control/payback.py`). A rollback
+payback meter whether that is worth what it takes (`osd/control/payback.py`). Between rounds an
+earlier draft may serve again, whose traffic has returned (`osd/control/recall.py`). A rollback
 does not wait for a round: the trainer's replay runs beside the watch loop. The release store on
 disk decides what is current, and `wanted` in Redis follows it. Redis away, a full disk or a dead
 trainer ends no loop: each trouble is said once, then tried again with growing pauses.
@@ -32,6 +33,7 @@ from osd.control.engine_terms import TermsKeeper
 from osd.control.feed_client import FeedClient
 from osd.control.payback import PaybackMeter
 from osd.control.protocols import Buffer, Feed, Trainer
+from osd.control.recall import Recall
 from osd.control.release_manager import ReleaseManager, as_it_lies
 from osd.control.replica_watch import ReplicaWatch
 from osd.control.rollback import RollbackMonitor
@@ -98,6 +100,15 @@ class ControlLoops:
             self.feed.tell,
             self._clock,
             patience_s,
+        )
+
+    def _make_recall(self, trainer: TrainerLink) -> Recall:
+        return Recall(
+            self._config.gate,
+            self.releases,
+            lambda: self._detector.recent,
+            lambda version: self._history.served(version)[0],
+            trainer.compare_earlier,
         )
 
     @property
@@ -222,25 +233,31 @@ class ControlLoops:
     # Train
 
     async def _train_loop(self, trainer: TrainerLink) -> None:
+        recall = self._make_recall(trainer)
         while True:
             try:
-                if await self._is_round_due(trainer):
-                    await self._run_round(trainer)
+                num_new = await self._num_new_traces(trainer)
+                if num_new:
+                    await recall.look(num_new)
+                if num_new and self._is_round_due(num_new):
+                    await self._run_round(trainer, recall)
             except ReleaseError as error:
                 await self._disk_outage.pause(str(error), log)
             await self._clock.sleep(self._config.control.seconds_between_looks)
 
-    async def _is_round_due(self, trainer: TrainerLink) -> bool:
+    async def _num_new_traces(self, trainer: TrainerLink) -> int:
+        """Traces that no draft has learnt; 0 while nothing may be done about them."""
         config = self._config.trainer
         if self.releases.is_paused or not config.enabled:
-            return False
-        num_new = await trainer.num_new_traces()
-        self.phase_detail = f"{num_new or 0} of {config.min_new_traces} new traces"
+            return 0
+        num_new = await trainer.num_new_traces() or 0
+        self.phase_detail = f"{num_new} of {config.min_new_traces} new traces"
         if not num_new:
             self._waiting_since = None
-            return False
-        if not self.feed.is_caught_up:
-            return False
+        return num_new if self.feed.is_caught_up else 0
+
+    def _is_round_due(self, num_new: int) -> bool:
+        config = self._config.trainer
         worth = self._is_worth_it(self._clock.time())
         if not worth.ok:
             self.phase_detail, self._waiting_since = worth.reason, None
@@ -250,7 +267,7 @@ class ControlLoops:
         waited_s = now - self._waiting_since
         return policy.should_train(num_new, waited_s, config, self.releases.is_paused)
 
-    async def _run_round(self, trainer: TrainerLink) -> None:
+    async def _run_round(self, trainer: TrainerLink, recall: Recall) -> None:
         found = await self.releases.base()
         if found is None:
             return
@@ -260,6 +277,8 @@ class ControlLoops:
         outcome = await trainer.run_round(base, line)
         self.phase, self.phase_detail = "waiting", ""
         if outcome is not None:
+            recall.note_round()
             first_on = self._canary.choose(self.replicas.lasting, base.target_id)
-            is_published = await self.releases.conclude(outcome, self.replicas.versions, first_on)
+            needed = self.replicas.versions | recall.versions
+            is_published = await self.releases.conclude(outcome, needed, first_on)
             self.payback.add_round(outcome, is_published=is_published)

@@ -14,15 +14,25 @@ held-out requests, which is made when the live α is low:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from osd.config.schema import GateConfig, TrainerConfig
-from osd.records import HOLDOUT_ONE_IN, DraftRelease, EvalReport, RoundOutcome, SpecWindow
+from osd.records import (
+    HOLDOUT_ONE_IN,
+    DraftRelease,
+    EarlierReport,
+    EvalReport,
+    RoundOutcome,
+    SpecWindow,
+)
 
 CHANCE = 2.0
 """The live α must be below the measured one by the margin and this many standard errors."""
 
+RECALL_MARGIN = 0.02
+"""α by which an earlier draft must be better before it serves again: every swap costs what running
+requests have in the draft's KV cache."""
 MUCH_MORE = 0.05
 """α that sampled drafts must bring before it is worth telling."""
 MANY_CONTRADICT = 0.05
@@ -133,6 +143,25 @@ def _lost_class(report: EvalReport, gate: GateConfig) -> str:
     return (
         f"{name} loses: {c.alpha_base:.2f} -> {c.alpha_candidate:.2f} on {c.num_traces} requests, "
         f"more than gate.max_class_loss={gate.max_class_loss:g}"
+    )
+
+
+def earlier_to_recall(reports: Sequence[EarlierReport], gate: GateConfig) -> EarlierReport | None:
+    """The earlier release that is to serve again: of those that are better than the serving one
+    beyond chance, and not by a trifle, the best; None where there is none."""
+    better = [
+        report
+        for report in reports
+        if report.diff_low > gate.min_gain and report.alpha - report.alpha_base >= RECALL_MARGIN
+    ]
+    return max(better, key=lambda report: report.alpha, default=None)
+
+
+def why_recalled(report: EarlierReport, current: DraftRelease) -> str:
+    """One sentence for the dashboard."""
+    return (
+        f"v{report.version} serves again: on the newest {report.num_traces} requests its α is "
+        f"{report.alpha:.2f}, that of v{current.version} {report.alpha_base:.2f}"
     )
 
 

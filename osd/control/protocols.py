@@ -10,6 +10,7 @@ from osd.records import (
     BufferStats,
     Canary,
     DraftRelease,
+    EarlierReport,
     EngineTerms,
     Member,
     ReplicaStatus,
@@ -41,6 +42,9 @@ class Trainer(Protocol):
     async def evaluate_releases(
         self, versions: list[DraftRelease], num_traces: int
     ) -> dict[int, float]: ...
+    async def compare_earlier(
+        self, base: DraftRelease, earlier: list[DraftRelease], num_traces: int
+    ) -> list[EarlierReport]: ...
 
 
 class Wishes(Protocol):

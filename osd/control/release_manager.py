@@ -21,7 +21,15 @@ from osd.control import policy
 from osd.control.protocols import Tell, Wishes
 from osd.errors import OSDError, ReleaseError, ReplayBufferError
 from osd.observe.status import describe_drafts, presentable
-from osd.records import Canary, DraftRelease, DraftView, Event, MetricPoint, RoundOutcome
+from osd.records import (
+    Canary,
+    DraftRelease,
+    DraftView,
+    EarlierReport,
+    Event,
+    MetricPoint,
+    RoundOutcome,
+)
 from osd.releases.store import ReleaseStore
 
 log = logging.getLogger(__name__)
@@ -76,6 +84,17 @@ class ReleaseManager:
             return await asyncio.to_thread(self._releases.previous, self._target_id)
         except ReleaseError:
             return None
+
+    async def serving_and_others(self) -> tuple[DraftRelease | None, list[DraftRelease]]:
+        """The draft that serves, and all others that may, oldest first; (None, []) while it may not
+        be changed: pinned, paused, on trial."""
+        current = await self.current()
+        if self.is_paused or self.canary is not None or await self.pinned() is not None:
+            current = None
+        if current is None:
+            return None, []
+        offered = await asyncio.to_thread(self._releases.offered, self._target_id)
+        return current, [release for release in offered if release != current]
 
     async def describe(self) -> list[DraftView]:
         return await asyncio.to_thread(describe_drafts, self._releases, self._target_id)
@@ -138,9 +157,7 @@ class ReleaseManager:
             replica = self.canary.replica
             await self._serve(current)
         text = f"v{current.version} on all replicas: on {replica}, {reason}"
-        await self._tell(
-            Event(at=self._clock.time(), kind="rolled_out", text=text, version=current.version)
-        )
+        await self._say("rolled_out", text, current.version)
 
     async def move_canary(self, version: int, replica: str, reason: str) -> None:
         """Let another replica serve this version first."""
@@ -149,10 +166,7 @@ class ReleaseManager:
                 return
             self.canary = replace(self.canary, replica=replica)
             await self._tell_replicas(self.canary.release)
-        text = f"v{version} first on {replica} now: {reason}"
-        await self._tell(
-            Event(at=self._clock.time(), kind="canary_moved", text=text, version=version)
-        )
+        await self._say("canary_moved", f"v{version} first on {replica} now: {reason}", version)
 
     async def conclude(self, outcome: RoundOutcome, serving: set[int], first_on: str = "") -> bool:
         """Publish the candidate of a round, or tell why not. `first_on` names the replica that is
@@ -170,18 +184,12 @@ class ReleaseManager:
             text=text + policy.contradictions(outcome) + policy.if_sampled(outcome),
             version=version,
         )
-        points = [
-            MetricPoint(at=event.at, name="osd_round_total", value=1, labels={"outcome": label})
-        ]
-        for rows, num in (
-            ("trainable", outcome.num_new_rows),
-            ("contradicting", outcome.num_contradicting),
-        ):
-            points.append(
-                MetricPoint(
-                    at=event.at, name="osd_round_rows_total", value=num, labels={"kind": rows}
-                )
-            )
+        rows = "osd_round_rows_total"
+        points = (
+            self._count("osd_round_total", 1, outcome=label),
+            self._count(rows, outcome.num_new_rows, kind="trainable"),
+            self._count(rows, outcome.num_contradicting, kind="contradicting"),
+        )
         await self._tell(presentable(outcome), event, *points)
         return kind == "published"
 
@@ -239,16 +247,23 @@ class ReleaseManager:
                 )
             except ReleaseError as error:
                 text = f"v{current.version} should go, but {error}"
-                await self._tell(
-                    Event(
-                        at=self._clock.time(),
-                        kind="rollback_failed",
-                        text=text,
-                        version=current.version,
-                    )
-                )
+                await self._say("rollback_failed", text, current.version)
                 return False
         await self._tell_rollback(current.version, parent.version, reason, "disappointed")
+        return True
+
+    async def recall(self, current: DraftRelease, found: EarlierReport) -> bool:
+        """Let an earlier draft serve again, from which the next round starts. False when there was
+        a change meanwhile."""
+        async with self._lock:
+            is_settled = self.canary is None and not self.is_paused and not await self.pinned()
+            if not is_settled or await self.current() != current:
+                return False
+            chosen = await asyncio.to_thread(
+                self._releases.set_current, found.version, self._target_id
+            )
+            await self._serve(chosen)
+        await self._say("recalled", policy.why_recalled(found, current), found.version)
         return True
 
     # Changes by hand
@@ -263,11 +278,7 @@ class ReleaseManager:
         async with self._lock:
             release = await asyncio.to_thread(self._releases.set_current, version, self._target_id)
             await self._serve(release)
-        await self._tell(
-            Event(
-                at=self._clock.time(), kind="promoted", text=f"v{version} by hand", version=version
-            )
-        )
+        await self._say("promoted", f"v{version} by hand", version)
         return release
 
     async def rollback(self) -> DraftRelease:
@@ -285,8 +296,7 @@ class ReleaseManager:
         async with self._lock:
             release = await asyncio.to_thread(self._releases.pin, version, self._target_id)
             await self._serve(release)
-        text = f"v{version} serves until unpinned"
-        await self._tell(Event(at=self._clock.time(), kind="pinned", text=text, version=version))
+        await self._say("pinned", f"v{version} serves until unpinned", version)
         return release
 
     async def unpin(self) -> None:
@@ -299,17 +309,16 @@ class ReleaseManager:
     async def keep(self, version: int) -> DraftRelease:
         async with self._lock:
             release = await asyncio.to_thread(self._releases.keep, version)
-        await self._tell(
-            Event(
-                at=self._clock.time(),
-                kind="kept",
-                text=f"v{version} is never pruned",
-                version=version,
-            )
-        )
+        await self._say("kept", f"v{version} is never pruned", version)
         return release
 
     # Inside
+
+    async def _say(self, kind: str, text: str, version: int) -> None:
+        await self._tell(Event(at=self._clock.time(), kind=kind, text=text, version=version))
+
+    def _count(self, name: str, value: int, **labels: str) -> MetricPoint:
+        return MetricPoint(at=self._clock.time(), name=name, value=value, labels=labels)
 
     async def _before_current(self) -> DraftRelease:
         """What a rollback serves: in a trial, what all other replicas do. Raises `ReleaseError`."""
@@ -340,7 +349,4 @@ class ReleaseManager:
     async def _tell_rollback(self, version: int, parent: int, reason: str, label: str) -> None:
         text = f"v{version} -> v{parent}: {reason}"
         event = Event(at=self._clock.time(), kind="rolled_back", text=text, version=parent)
-        point = MetricPoint(
-            at=event.at, name="osd_rollback_total", value=1, labels={"reason": label}
-        )
-        await self._tell(event, point)
+        await self._tell(event, self._count("osd_rollback_total", 1, reason=label))

@@ -18,7 +18,7 @@ from osd.common.backoff import Outage
 from osd.common.clock import Clock
 from osd.control.protocols import Tell, Trainer
 from osd.errors import AwayError, OSDError, ReplayBufferError
-from osd.records import DraftRelease, Event, MetricPoint, RoundOutcome
+from osd.records import DraftRelease, EarlierReport, Event, MetricPoint, RoundOutcome
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -93,6 +93,13 @@ class TrainerLink:
     ) -> dict[int, float] | None:
         return await self._answer(
             REPLAY, lambda: self._trainer.evaluate_releases(versions, num_traces)
+        )
+
+    async def compare_earlier(
+        self, base: DraftRelease, earlier: list[DraftRelease], num_traces: int
+    ) -> list[EarlierReport] | None:
+        return await self._answer(
+            REPLAY, lambda: self._trainer.compare_earlier(base, earlier, num_traces)
         )
 
     async def watch(self) -> None:

@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -114,6 +114,16 @@ class DraftsHere:
 
     def __init__(self, fetched: FetchedDrafts, read: ReadRelease, *, patience: float = 0.0) -> None:
         self._fetched, self._read, self._patience = fetched, read, patience
+
+    def those_of(self, releases: Sequence[DraftRelease]) -> list[DraftRelease]:
+        """Those of the releases that can be had; others are logged."""
+        found = []
+        for release in releases:
+            try:
+                found.append(self(release))
+            except ReleaseError as error:
+                logger.warning("left out: %s", error)
+        return found
 
     def __call__(self, release: DraftRelease) -> DraftRelease:
         """The release with its path on this machine. Raises `ReleaseError`."""

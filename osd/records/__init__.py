@@ -71,6 +71,7 @@ from osd.records.training import (
     ClassReport,
     DraftRelease,
     DraftView,
+    EarlierReport,
     EvalReport,
     RoundOutcome,
 )
@@ -99,6 +100,7 @@ __all__ = [
     "DraftRelease",
     "DraftView",
     "DraftWorth",
+    "EarlierReport",
     "EngineTerms",
     "EvalReport",
     "Event",

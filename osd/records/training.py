@@ -61,6 +61,26 @@ class EvalReport:
     newest requests above temperature 0; None where there are none, or they are drawn anyway."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlierReport:
+    """An earlier release and the serving one, replayed on the newest traces, which neither has
+    learnt (conditional acceptance α throughout).
+
+    Example:
+        EarlierReport(version=1, num_traces=16, alpha_base=0.72, alpha=0.79, diff_low=0.05)
+    """
+
+    version: int
+    num_traces: int
+    alpha_base: float
+    """Of the release that serves."""
+    alpha: float
+    """Of the earlier one."""
+    diff_low: float
+    """Lower end of the paired bootstrap interval of alpha - alpha_base, resampled by request and
+    corrected for the number of releases compared."""
+
+
 NO_TRACES = "no traces"
 """`RoundOutcome.discarded` of a round that had nothing to learn from."""
 

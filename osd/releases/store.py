@@ -55,6 +55,10 @@ class ReleaseStore:
         """Every usable release, oldest first, bad ones included."""
         return [r for r in self._directory.releases() if target_id in (None, r.target_id)]
 
+    def offered(self, target_id: str) -> Sequence[DraftRelease]:
+        """Those that may serve this target, oldest first: not the bad ones."""
+        return tuple(self._offered(target_id).values())
+
     def get(self, version: int) -> DraftRelease:
         """The release of this version. Raises `ReleaseError` with all known ones."""
         release = self._directory.release(version)

@@ -3,7 +3,6 @@ restarted when it dies. These classes only build it there, and make no decisions
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -15,16 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osd.config.schema import Config
-from osd.errors import AwayError, ConfigError, OSDError
+from osd.errors import ConfigError
 from osd.exchange.registry import Registry
-from osd.exchange.transfer import DraftsHere, FetchedDrafts, are_files
-from osd.records import DraftRelease, RoundOutcome
+from osd.exchange.transfer import DraftsHere, FetchedDrafts
+from osd.records import DraftRelease, EarlierReport, RoundOutcome
 from osd.service import cluster
-from osd.service.fleet import room
 from osd.service.give_way import give_way, limit_gpu_memory, started_again_when_out
 from osd.service.logs import PartLogs, begin_log
 from osd.service.plan import free_port
-from osd.service.reasons import last_line
+from osd.service.remote import TRAINER_NAME, RemoteTrainer
 from serving.vllm import server
 
 if TYPE_CHECKING:
@@ -32,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CONTROL_NAME, TRAINER_NAME = "control", "trainer"
-"""Actors that find each other by name, also after one was restarted."""
+CONTROL_NAME = "control"
+"""As `TRAINER_NAME`: they find each other by name, also after one was restarted."""
 SECONDS_BEFORE_RESTART = 3.0
 PATIENCE = 120.0
 """Seconds for which a replica waits for its first draft: the control actor starts beside it."""
@@ -226,6 +224,13 @@ class TrainerActor:
     def evaluate_releases(self, versions: list[DraftRelease], num_traces: int) -> dict[int, float]:
         return self._trainer.evaluate_releases([self._here(v) for v in versions], num_traces)
 
+    def compare_earlier(
+        self, base: DraftRelease, earlier: list[DraftRelease], num_traces: int
+    ) -> list[EarlierReport]:
+        return self._trainer.compare_earlier(
+            self._here(base), self._here.those_of(earlier), num_traces
+        )
+
     def read_candidate(
         self, path: str, files: dict[str, str], name: str, offset: int, size: int
     ) -> bytes:
@@ -277,64 +282,6 @@ class ControlActor:
 
     def stop(self) -> None:
         self._plane.stop()
-
-
-class RemoteMethods:
-    """An actor handle with the methods of the plain object, as coroutines. They raise what the
-    object raises, and `AwayError` when its process is gone."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def __getattr__(self, name: str) -> Any:
-        return partial(self._call, getattr(self._handle, name))
-
-    async def _call(self, method: Any, *arguments: Any, **named: Any) -> Any:
-        from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
-
-        try:
-            return await method.remote(*arguments, **named)
-        except OutOfMemoryError:
-            raise AwayError("Ray ended its process, as its machine's memory is full") from None
-        except RayActorError as error:
-            if error.actor_init_failed:
-                why = f"it could not start: {last_line(error)}; restart the service"
-                raise AwayError(why) from None
-            raise AwayError("its process ended, and is started again") from None
-        except RayTaskError as error:  # its text is the traceback in the actor's process
-            if not isinstance(error.cause, OSDError):
-                logger.error("%s", error)
-            raise (error.cause if isinstance(error.cause, Exception) else error) from None
-
-
-class RemoteTrainer(RemoteMethods):
-    """An `osd.control.protocols.Trainer`: the handle of a `TrainerActor`."""
-
-    def __init__(self, handle: Any, config: Config) -> None:
-        super().__init__(handle)
-        self._resource, self._num_gpus = config.ray.trainer_resource, config.trainer.num_gpus
-        self._fetched = FetchedDrafts(config.data_path / "fetched-candidates", keep=1)
-
-    async def candidate(self, outcome: RoundOutcome) -> str:
-        """Its directory on this machine."""
-        return await asyncio.to_thread(self._candidate, outcome)
-
-    def _candidate(self, outcome: RoundOutcome) -> str:
-        if are_files(Path(outcome.path), outcome.files):
-            return outcome.path
-        read = partial(cluster.call, TRAINER_NAME, "read_candidate", outcome.path, outcome.files)
-        return str(self._fetched.fetch(outcome.files, read))
-
-    async def why_silent(self) -> str:
-        """What the cluster lacks; "" where nothing is known to be missing."""
-        import ray
-
-        try:
-            there = await asyncio.wait_for(asyncio.to_thread(ray.cluster_resources), 5)
-        except Exception as error:  # noqa: BLE001  whatever Ray raises when its head is gone
-            return f"the Ray cluster does not answer either ({type(error).__name__})"
-        asked = self._resource, self._num_gpus, "trainer_resource", "trainer.num_gpus"
-        return room.lacking(there, *asked)
 
 
 def buffer_settings(config: Config, redis_url: str, target_id: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import { changed, element, moment, tag } from "./dom.js";
 import { chosen, linkWith } from "./state.js";
 
 const TONES = {
-  published: "good", promoted: "good", resumed: "good", trainer_back: "good", replica_back: "good", learns: "good", swapped: "info", rolled_back: "warn", rolled_out: "good", canary_moved: "warn", lagging: "warn",
+  published: "good", promoted: "good", recalled: "good", resumed: "good", trainer_back: "good", replica_back: "good", learns: "good", swapped: "info", rolled_back: "warn", rolled_out: "good", canary_moved: "warn", lagging: "warn",
   paused: "warn", discarded: "warn", alarm: "bad", pinned: "info", unpinned: "info", kept: "info",
 };
 let scrolledTo = ""; // the event of the address, once it was brought into view
@@ -13,7 +13,7 @@ const isProblem = (kind) => /fail|error|lost|died/.test(kind) || ["alarm", "lagg
 const GROUPS = {
   all: () => true,
   problems: isProblem,
-  learning: (kind) => /^(published|refused|discarded|publish_failed|rests|learns|trainer_)/.test(kind),
+  learning: (kind) => /^(published|refused|discarded|publish_failed|recalled|rests|learns|trainer_)/.test(kind),
   serving: (kind) => /^(swap|lagging|rolled_|canary_|rollback_|alarm|stays|steps|replica_|scaled)/.test(kind),
   hand: (kind) => ["paused", "resumed", "promoted", "pinned", "unpinned", "kept", "purged"].includes(kind),
 };

@@ -29,6 +29,7 @@ from osd.records import (
     BufferStats,
     Canary,
     DraftRelease,
+    EarlierReport,
     EngineTerms,
     EvalReport,
     Event,
@@ -153,6 +154,9 @@ class FakeTrainer:
         self.model = model
         self.rounds: list[RoundOutcome | Callable[[DraftRelease], RoundOutcome]] = []
         self.alphas: dict[int, float] = {}
+        self.earlier: list[EarlierReport] = []
+        self.compared: list[str] = []
+        """Earlier releases beside the serving one."""
         self.calls: list[str] = []
         self.lines: list[int] = []
         """Of each round."""
@@ -191,6 +195,13 @@ class FakeTrainer:
     ) -> dict[int, float]:
         self.calls.append(f"replay {[release.version for release in versions]} on {num_traces}")
         return self.alphas
+
+    async def compare_earlier(
+        self, base: DraftRelease, earlier: list[DraftRelease], num_traces: int
+    ) -> list[EarlierReport]:
+        versions = [release.version for release in earlier]
+        self.compared.append(f"v{base.version} beside {versions} on {num_traces}")
+        return self.earlier
 
     def better(self, base: DraftRelease) -> RoundOutcome:
         """A candidate the gate lets through: α 0.4 -> 0.7."""

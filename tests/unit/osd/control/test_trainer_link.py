@@ -19,7 +19,7 @@ from osd.control.trainer_link import (
     TrainerLink,
 )
 from osd.errors import AwayError, OSDError, ReplayBufferError
-from osd.records import DraftRelease, Event, RoundOutcome
+from osd.records import DraftRelease, EarlierReport, Event, RoundOutcome
 from tests.support.clocks import HandClock
 
 RELEASE = DraftRelease(version=1, parent=0, path="/d", sha256="a", target_id="t", created_at=1.0)
@@ -58,6 +58,11 @@ class FakeTrainer:
         self, versions: list[DraftRelease], num_traces: int
     ) -> dict[int, float]:
         return self._do("evaluate_releases", {1: 0.5})
+
+    async def compare_earlier(
+        self, base: DraftRelease, earlier: list[DraftRelease], num_traces: int
+    ) -> list[EarlierReport]:
+        return self._do("compare_earlier", [])
 
     def _do(self, method: str, answer: Any) -> Any:
         if method in self.fails:
@@ -99,6 +104,7 @@ class Told:
             "num_new_traces": self.link.num_new_traces,
             "run_round": lambda: self.link.run_round(RELEASE, 1),
             "evaluate_releases": lambda: self.link.evaluate_releases([RELEASE], 9),
+            "compare_earlier": lambda: self.link.compare_earlier(RELEASE, [RELEASE], 16),
         }
         return await calls[method]()
 
@@ -189,7 +195,9 @@ async def test_a_failure_is_over_when_what_failed_succeeds(
     assert told.num_failures == 3
 
 
-@pytest.mark.parametrize("method", ["num_new_traces", "run_round", "evaluate_releases"])
+@pytest.mark.parametrize(
+    "method", ["num_new_traces", "run_round", "evaluate_releases", "compare_earlier"]
+)
 async def test_redis_away_is_seen_and_not_told_and_over_when_traces_can_be_counted(
     told: Told, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,8 +1,7 @@
-"""An error that an actor raises in its process is raised in the caller's."""
+"""What actors do in processes of their own, beside building the plain parts there."""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from functools import partial
@@ -12,19 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from ray.exceptions import (
-    ActorDiedError,
-    ActorUnavailableError,
-    OutOfMemoryError,
-    RayTaskError,
-)
 
 from osd.config.schema import Config
-from osd.errors import AwayError, ConfigError, OSDError, ReplayBufferError
+from osd.errors import ConfigError
 from osd.models import resolve
 from osd.service import actors
 from osd.service.actors import (
-    RemoteMethods,
     ReplicaActor,
     TrainerActor,
     awake_note,
@@ -33,74 +25,6 @@ from osd.service.actors import (
 from osd.service.fleet import room
 from tests.support.tiny_drafts import chain_traces, save_draft
 from trainer.eagle3.purges import Purges
-
-
-class Handle:
-    """An actor with one method."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self._error = error
-
-    @property
-    def double(self) -> Handle:
-        return self
-
-    async def remote(self, number: int, *, add: int = 0) -> int:
-        if self._error is not None:
-            raise self._error
-        return 2 * number + add
-
-
-def over_there(cause: Exception) -> Any:
-    trace = (
-        'Traceback (most recent call last):\n  File "there.py", line 7, in double\n'
-        f"{type(cause).__name__}: {cause}\n"
-    )
-    return RayTaskError("double", trace, cause).as_instanceof_cause()
-
-
-async def test_answers_come_as_they_are() -> None:
-    assert await RemoteMethods(Handle(None)).double(4, add=1) == 9
-
-
-@pytest.mark.parametrize(
-    "cause", [OSDError("no room in /data"), ReplayBufferError("Redis is away")]
-)
-async def test_what_we_raise_keeps_its_type_and_its_line(
-    cause: OSDError, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(OSDError) as caught:
-        await RemoteMethods(Handle(over_there(cause))).double(4)
-    assert (type(caught.value), str(caught.value)) == (type(cause), str(cause))
-    assert caplog.records == []
-
-
-async def test_a_fault_of_ours_leaves_its_traceback_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="^seven$"):
-        await RemoteMethods(Handle(over_there(ValueError("seven")))).double(4)
-    assert 'File "there.py", line 7' in caplog.text
-
-
-@pytest.mark.parametrize("error", [ActorDiedError(), ActorUnavailableError("cut off", None)])
-async def test_an_actor_whose_process_is_gone_is_away(error: Exception) -> None:
-    with pytest.raises(AwayError, match="its process ended, and is started again"):
-        await RemoteMethods(Handle(error)).double(4)
-
-
-async def test_an_actor_that_ray_ended_for_memory_is_away_for_that() -> None:
-    with pytest.raises(AwayError, match="as its machine's memory is full"):
-        await RemoteMethods(Handle(OutOfMemoryError("low on memory"))).double(4)
-
-
-async def test_an_actor_that_could_not_start_is_not_said_to_be_started_again() -> None:
-    trace = "Traceback (most recent call last):\nValueError: no such device\n"
-    cause = RayTaskError("__init__", trace, ValueError("no such device"))
-    with pytest.raises(AwayError) as caught:
-        await RemoteMethods(Handle(ActorDiedError(cause))).double(4)
-    line = "it could not start: ValueError: no such device; restart the service"
-    assert str(caught.value) == line
 
 
 @pytest.mark.parametrize(
@@ -222,6 +146,19 @@ class Heard:
     def evaluate_releases(self, versions: list[str], num_traces: int) -> None:
         self.heard.append((versions, num_traces))
 
+    def compare_earlier(self, base: str, earlier: list[str], num_traces: int) -> None:
+        self.heard.append((base, earlier, num_traces))
+
+
+class Here:
+    """Where drafts are fetched to; a lost one cannot be."""
+
+    def __call__(self, release: str) -> str:
+        return f"{release} here"
+
+    def those_of(self, releases: list[str]) -> list[str]:
+        return [self(release) for release in releases if release != "lost"]
+
 
 @pytest.fixture
 def actor() -> TrainerActor:
@@ -230,7 +167,7 @@ def actor() -> TrainerActor:
     heard = Heard()
     actor._trainer = actor._pace = heard  # type: ignore[assignment]
     actor._purges = Purges(lambda: heard.num_purges, heard.forget)
-    actor._here = lambda release: f"{release} here"  # type: ignore[assignment, return-value]
+    actor._here = Here()  # type: ignore[assignment]
     return actor
 
 
@@ -269,7 +206,8 @@ def test_a_trainer_that_begins_removes_what_old_targets_left(
 def test_what_is_replayed_over_there_is_fetched_first(actor: TrainerActor) -> None:
     heard: Any = actor._trainer
     actor.evaluate_releases(["v1", "v2"], 9)  # type: ignore[list-item]
-    assert heard.heard == [(["v1 here", "v2 here"], 9)]
+    actor.compare_earlier("v2", ["v1", "lost"], 16)  # type: ignore[arg-type, list-item]
+    assert heard.heard == [(["v1 here", "v2 here"], 9), ("v2 here", ["v1 here"], 16)]
 
 
 def test_the_trainers_target_is_the_one_that_serves_in_the_engines_type(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from osd.exchange.transfer import DraftsHere
 from osd.models.resolve import fingerprint
 from osd.releases.store import ReleaseStore
 from osd.service import actors
-from osd.service.actors import ControlActor, RemoteTrainer, ReplicaActor
+from osd.service import remote as remote_module
+from osd.service.actors import ControlActor, ReplicaActor
+from osd.service.remote import RemoteTrainer
 from tests.unit.osd.releases.test_store import TARGET, make_model, make_outcome
 from trainer.loop import Trainer
 
@@ -56,6 +58,9 @@ def test_a_release_comes_from_the_control_actor(
     assert set(beside.calls) == {"control.read_release"}
     with pytest.raises(ReleaseError, match="draft v7: no such release"):
         here(replace(release, version=7, path="/nowhere", files={"x": "ab"}))
+    lost = replace(release, version=7, path="/nowhere", files={"x": "ab"})
+    there = replace(release, path="/nowhere/v000001")
+    assert [one.version for one in here.those_of([lost, there])] == [1]
 
 
 async def test_a_candidate_comes_from_the_trainer(
@@ -68,7 +73,7 @@ async def test_a_candidate_comes_from_the_trainer(
     beside = Beside(monkeypatch, trainer=trainer)
     remote = RemoteTrainer(None, Config(data_dir=str(tmp_path / "head")))
     assert await remote.candidate(outcome) == str(candidate) and beside.calls == []
-    monkeypatch.setattr(actors, "are_files", lambda *_: False)  # not on this machine
+    monkeypatch.setattr(remote_module, "are_files", lambda *_: False)  # not on this machine
     found = Path(await remote.candidate(outcome))
     assert digests(found) == outcome.files and found.is_relative_to(tmp_path / "head")
     assert set(beside.calls) == {"trainer.read_candidate"}
