@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CHANCE_TO_RECALL = 0.01
+"""That an earlier draft seems better than the serving one and is not. Smaller than the gate's, as
+there are many looks, and what was learnt since the last release is lost with each recall."""
+
 
 class Evaluator:
     """Loads drafts from their directories, in the dtype that would serve, and replays them.
@@ -97,7 +101,7 @@ class Evaluator:
         if len(fit) < min_traces:
             return []
         of_base, *counts = self._replay(list(models.values()), fit)
-        chance = (1 - self._gate.confidence) / max(1, len(counts))  # that any seems better
+        chance = CHANCE_TO_RECALL / max(1, len(counts))  # that any seems better
         found = []
         for version, of_earlier in zip(list(models)[1:], counts, strict=True):
             rng = np.random.default_rng(self._config.seed)

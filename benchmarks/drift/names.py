@@ -40,6 +40,7 @@ DRAWN_STATIC = "one draft for all domains, sampled, closed loop"
 MIXED_FROZEN_LOOP = "frozen draft, sampled, and memory, closed loop"
 MIXED_SERVED = "ours, sampled drafts and memory, closed loop"
 MIXED_CHARGED = "ours, sampled drafts and memory, closed loop, where training is charged"
+MIXED_NEVER_BACK = "ours, sampled drafts and memory, closed loop, no earlier draft recalled"
 """With the memory beside it."""
 TRAINED_OFFLINE = (CEILING, STATIC, DRAWN_CEILING, DRAWN_STATIC)
 OSD, OSD_TUNED = "OSD", "OSD, our rate"

@@ -95,6 +95,12 @@ def mixed(setup: Setup) -> Setup:
     return replace(setup, config=setup.config.model_copy(update={"speculation": speculation}))
 
 
+def never_back(setup: Setup) -> Setup:
+    """No earlier draft serves again."""
+    gate = setup.config.gate.model_copy(update={"recall_traces": 0})
+    return replace(setup, config=setup.config.model_copy(update={"gate": gate}))
+
+
 def _loop(setup: Setup) -> ClosedLoop:
     assert setup.times is not None, "the control decides by step times"
     return ClosedLoop(setup.requests, setup.config, setup.times, seed=setup.seed)
@@ -123,6 +129,7 @@ RIVALS: dict[str, Contender] = {
     names.MIXED_FROZEN_LOOP: lambda setup: replayed(_loop(mixed(setup)), setup),
     names.MIXED_SERVED: lambda setup: served(mixed(setup), learns=True),
     names.MIXED_CHARGED: lambda setup: served(mixed(setup), learns=True, is_charged=True),
+    names.MIXED_NEVER_BACK: lambda setup: served(never_back(mixed(setup)), learns=True),
     names.AGAIN: again,
     names.STATIC: lambda setup: replayed(_loop(setup), setup),
     names.NIGHTLY: nightly,

@@ -51,7 +51,7 @@ ARMS = (
     *(*names.OSD_LOOP, names.SUFFIX_LOOP, names.MEMORY),
     *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP),
     *(names.DRAWN_DRAFT_LOOP, names.DRAWN_SERVED, names.DRAWN_CHARGED, names.DRAWN_STATIC),
-    *(names.MIXED_FROZEN_LOOP, names.MIXED_SERVED, names.MIXED_CHARGED),
+    *(names.MIXED_FROZEN_LOOP, names.MIXED_SERVED, names.MIXED_CHARGED, names.MIXED_NEVER_BACK),
     *TIMELESS,
 )
 QUICK_SCHEDULE = "home-and-de"

@@ -40,6 +40,7 @@ DRAWN_OF_OFFLINE = "sampled drafts: α learnt over that trained offline, last th
 MIXED = "sampled drafts and memory: learning over trainer off, last third"
 MIXED_OFF = "sampled drafts and memory, learning, over greedy ones with trainer off, last third"
 MIXED_AGAIN = "sampled drafts and memory: learning over trainer off, home again"
+MIXED_AGAIN_NEVER_BACK = "the same, where no earlier draft is recalled, home again"
 MIXED_WHOLE = "sampled drafts and memory: learning over trainer off, whole run, charged"
 ALIKE = "trainer off over trainer off, last third"
 BURNT = "burning as much and learning nothing over trainer off, whole run, charged"
@@ -153,6 +154,7 @@ def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator
                 (HOME_AGAIN, names.SERVED, OFF),
                 (DRAWN_AGAIN, names.DRAWN_SERVED, OFF),
                 (MIXED_AGAIN, names.MIXED_SERVED, names.MIXED_FROZEN_LOOP),
+                (MIXED_AGAIN_NEVER_BACK, names.MIXED_NEVER_BACK, names.MIXED_FROZEN_LOOP),
             ):
                 if number and {arm, rival} <= contest.curves.keys():
                     yield mean(group, figure, contest.ratios(arm, rival, speed, start, stop))

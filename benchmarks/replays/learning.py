@@ -146,7 +146,7 @@ class _Recalls:
         most, num_unread = self._gate.recall_traces, self._trainer.num_new_traces()
         if not most or not self.times.is_due(num_unread, self._detector.recent):
             return None
-        offered = self._store.offered(TARGET_ID)
+        offered = self._store.recallable(TARGET_ID)
         earlier = choose_earlier(offered, serving, lambda version: self._tested[version])
         self.worth_keeping = {release.version for release in earlier}
         if not earlier:

@@ -1,5 +1,5 @@
-"""Everything that changes which draft serves: publish, roll back, promote, pin. One lock keeps the
-changes apart.
+"""Everything that changes which draft serves: publish, roll back, recall, promote, pin. One lock
+keeps the changes apart.
 
     change on disk (releases, pointer last) ─► wanted in Redis ─► event in the feed
 
@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 from osd.common.clock import Clock
 from osd.config.schema import Config
@@ -89,12 +90,15 @@ class ReleaseManager:
         """The draft that serves, and all others that may, oldest first; (None, []) while it may not
         be changed: pinned, paused, on trial."""
         current = await self.current()
-        if self.is_paused or self.canary is not None or await self.pinned() is not None:
-            current = None
-        if current is None:
+        if current is None or not await self._is_settled(current):
             return None, []
-        offered = await asyncio.to_thread(self._releases.offered, self._target_id)
+        offered = await asyncio.to_thread(self._releases.recallable, self._target_id)
         return current, [release for release in offered if release != current]
+
+    async def _is_settled(self, current: DraftRelease) -> bool:
+        """Whether this release serves on all replicas, and another may take its place."""
+        is_free = self.canary is None and not self.is_paused and await self.pinned() is None
+        return is_free and await self.current() == current
 
     async def describe(self) -> list[DraftView]:
         return await asyncio.to_thread(describe_drafts, self._releases, self._target_id)
@@ -177,20 +181,18 @@ class ReleaseManager:
                 kind, text, version = await self._publish_or_refuse(outcome, serving, first_on)
         except OSDError as error:
             kind, text, version = "publish_failed", str(error), outcome.base_version
-        label = {"published": "published", "publish_failed": "failed"}.get(kind, kind)
+        label = "failed" if kind == "publish_failed" else kind
         event = Event(
             at=self._clock.time(),
             kind=kind,
             text=text + policy.contradictions(outcome) + policy.if_sampled(outcome),
             version=version,
         )
-        rows = "osd_round_rows_total"
-        points = (
-            self._count("osd_round_total", 1, outcome=label),
-            self._count(rows, outcome.num_new_rows, kind="trainable"),
-            self._count(rows, outcome.num_contradicting, kind="contradicting"),
+        await self._tell(
+            *(presentable(outcome), event, self._count("osd_round_total", 1, outcome=label)),
+            self._count("osd_round_rows_total", outcome.num_new_rows, kind="trainable"),
+            self._count("osd_round_rows_total", outcome.num_contradicting, kind="contradicting"),
         )
-        await self._tell(presentable(outcome), event, *points)
         return kind == "published"
 
     async def _bring(self, outcome: RoundOutcome) -> RoundOutcome:
@@ -242,9 +244,7 @@ class ReleaseManager:
             try:
                 parent = await self._before_current()
                 await asyncio.to_thread(self._releases.mark_bad, current.version, reason)
-                await self._serve(
-                    await asyncio.to_thread(self._releases.set_current, parent.version)
-                )
+                await self._choose(parent.version, by_hand=False)
             except ReleaseError as error:
                 text = f"v{current.version} should go, but {error}"
                 await self._say("rollback_failed", text, current.version)
@@ -253,16 +253,11 @@ class ReleaseManager:
         return True
 
     async def recall(self, current: DraftRelease, found: EarlierReport) -> bool:
-        """Let an earlier draft serve again, from which the next round starts. False when there was
-        a change meanwhile."""
+        """Let an earlier draft serve again. False when there was a change meanwhile."""
         async with self._lock:
-            is_settled = self.canary is None and not self.is_paused and not await self.pinned()
-            if not is_settled or await self.current() != current:
+            if not await self._is_settled(current):
                 return False
-            chosen = await asyncio.to_thread(
-                self._releases.set_current, found.version, self._target_id
-            )
-            await self._serve(chosen)
+            await self._choose(found.version, by_hand=False)
         await self._say("recalled", policy.why_recalled(found, current), found.version)
         return True
 
@@ -276,8 +271,7 @@ class ReleaseManager:
 
     async def promote(self, version: int) -> DraftRelease:
         async with self._lock:
-            release = await asyncio.to_thread(self._releases.set_current, version, self._target_id)
-            await self._serve(release)
+            release = await self._choose(version, by_hand=True)
         await self._say("promoted", f"v{version} by hand", version)
         return release
 
@@ -286,8 +280,7 @@ class ReleaseManager:
         async with self._lock:
             current = await self.current()
             parent = await self._before_current()
-            release = await asyncio.to_thread(self._releases.set_current, parent.version)
-            await self._serve(release)
+            release = await self._choose(parent.version, by_hand=True)
         left = current.version if current is not None else 0
         await self._tell_rollback(left, release.version, "by hand", "by_hand")
         return release
@@ -302,9 +295,7 @@ class ReleaseManager:
     async def unpin(self) -> None:
         async with self._lock:
             await asyncio.to_thread(self._releases.unpin)
-        await self._tell(
-            Event(at=self._clock.time(), kind="unpinned", text="newer drafts may serve again")
-        )
+        await self._say("unpinned", "newer drafts may serve again")
 
     async def keep(self, version: int) -> DraftRelease:
         async with self._lock:
@@ -314,7 +305,14 @@ class ReleaseManager:
 
     # Inside
 
-    async def _say(self, kind: str, text: str, version: int) -> None:
+    async def _choose(self, version: int, *, by_hand: bool) -> DraftRelease:
+        """Let an existing release serve."""
+        choose = partial(self._releases.set_current, by_hand=by_hand)
+        release = await asyncio.to_thread(choose, version, self._target_id)
+        await self._serve(release)
+        return release
+
+    async def _say(self, kind: str, text: str, version: int = 0) -> None:
         await self._tell(Event(at=self._clock.time(), kind=kind, text=text, version=version))
 
     def _count(self, name: str, value: int, **labels: str) -> MetricPoint:

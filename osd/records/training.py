@@ -77,7 +77,7 @@ class EarlierReport:
     alpha: float
     """Of the earlier one."""
     diff_low: float
-    """Lower end of the paired bootstrap interval of alpha - alpha_base, resampled by request and
+    """One-sided 0.99 lower bound of alpha - alpha_base, by paired bootstrap over requests, and
     corrected for the number of releases compared."""
 
 

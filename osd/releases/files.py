@@ -31,6 +31,8 @@ class State:
     """version -> why it is never offered again"""
     pinned: int = 0
     """Version that serves until unpinned; 0 = none."""
+    left: tuple[int, ...] = ()
+    """Left by hand, for another one: they serve again only by hand."""
     kept: tuple[int, ...] = ()
     """Versions that are never pruned."""
     paused: bool = False

@@ -17,7 +17,7 @@ from osd.errors import ReleaseError
 from osd.exchange.transfer import read_part
 from osd.records import Canary, DraftRelease, RoundOutcome
 from osd.releases.directory import ReleaseDirectory
-from osd.releases.files import Pointer, verify
+from osd.releases.files import Pointer, State, verify
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,11 @@ class ReleaseStore:
         """Every usable release, oldest first, bad ones included."""
         return [r for r in self._directory.releases() if target_id in (None, r.target_id)]
 
-    def offered(self, target_id: str) -> Sequence[DraftRelease]:
-        """Those that may serve this target, oldest first: not the bad ones."""
-        return tuple(self._offered(target_id).values())
+    def recallable(self, target_id: str) -> Sequence[DraftRelease]:
+        """Those that may serve this target again by themselves, oldest first: not the bad ones, nor
+        those that were left by hand."""
+        left = self._directory.state().left
+        return [r for version, r in self._offered(target_id).items() if version not in left]
 
     def get(self, version: int) -> DraftRelease:
         """The release of this version. Raises `ReleaseError` with all known ones."""
@@ -182,9 +184,11 @@ class ReleaseStore:
             self._point_at(release)
         return release
 
-    def set_current(self, version: int, target_id: str | None = None) -> DraftRelease:
-        """Point at a release. Raises `ReleaseError` when it is bad, of another target than this, or
-        when another is pinned."""
+    def set_current(
+        self, version: int, target_id: str | None = None, *, by_hand: bool = False
+    ) -> DraftRelease:
+        """Point at a release; the one that is left `by_hand` does not come back by itself. Raises
+        `ReleaseError` when it is bad, of another target than this, or when another is pinned."""
         with self._directory.changing():
             release = self._get_of(version, target_id)
             reason = self._directory.state().bad.get(version)
@@ -192,12 +196,14 @@ class ReleaseStore:
                 raise ReleaseError(f"draft v{version}: not offered again: {reason}")
             if self._directory.state().pinned != version:
                 self._refuse_if_pinned(release.target_id)
+            if by_hand:
+                self._directory.write_state(self._chosen(release))
             self._turn_to(release)
         return release
 
     def rollback(self, target_id: str | None = None) -> DraftRelease:
         """Point at `previous()`. The current release is not marked bad."""
-        return self.set_current(self.previous(target_id).version)
+        return self.set_current(self.previous(target_id).version, by_hand=True)
 
     def mark_bad(self, version: int, reason: str) -> None:
         """Never offer this version again."""
@@ -214,8 +220,9 @@ class ReleaseStore:
                 raise ReleaseError(
                     f"draft v{version}: not offered again: {self._directory.state().bad[version]}"
                 )
+            state = replace(self._chosen(release), pinned=version)
             self._turn_to(release)  # first: what is pinned serves, also where the disk is full now
-            self._directory.write_state(replace(self._directory.state(), pinned=version))
+            self._directory.write_state(state)
         return release
 
     def unpin(self) -> None:
@@ -279,6 +286,12 @@ class ReleaseStore:
             *first.values(),
             *(version for r in current for version in (r.version, r.parent)),
         }
+
+    def _chosen(self, release: DraftRelease) -> State:
+        """The state in which this release was chosen by hand, and the current one left."""
+        current, state = self.current(release.target_id), self._directory.state()
+        left = {*state.left, current.version} if current is not None else {*state.left}
+        return replace(state, left=tuple(sorted(left - {release.version})))
 
     def _offered(self, target_id: str | None) -> dict[int, DraftRelease]:
         bad = self._directory.state().bad

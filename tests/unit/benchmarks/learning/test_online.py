@@ -118,7 +118,7 @@ def plan(tmp_path: Path) -> Protocol:
         *(names.FROZEN_LOOP, names.AGAIN, names.SERVED, names.CHARGED),
         *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP, names.DRAWN_DRAFT_LOOP),
         *(names.DRAWN_SERVED, names.DRAWN_CHARGED, *online_report.TIMELESS),
-        *(names.MIXED_FROZEN_LOOP, names.MIXED_SERVED, names.MIXED_CHARGED),
+        *(names.MIXED_FROZEN_LOOP, names.MIXED_SERVED, names.MIXED_CHARGED, names.MIXED_NEVER_BACK),
     )
     return replace(found, sizes=sizes, arms=arms)
 
@@ -160,6 +160,7 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
         names.MIXED_FROZEN_LOOP: curve(125.0),
         names.MIXED_SERVED: curve(175.0),
         names.MIXED_CHARGED: curve(200.0, cpu_s=6.0),
+        names.MIXED_NEVER_BACK: curve(150.0),
         names.DRAWN_OURS: curve(1.0, alpha=0.6),
         names.DRAWN_CEILING: curve(1.0, alpha=0.8),
     }
@@ -181,6 +182,7 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
             online_report.MIXED: 1.4,
             online_report.MIXED_OFF: 1.75,
             online_report.MIXED_AGAIN: 1.4,
+            online_report.MIXED_AGAIN_NEVER_BACK: 1.2,
         }.items():
             assert figure(result.figures, name, price).value == pytest.approx(value)
     # 60 requests of 100 tokens at 110 a second, and 6 seconds of a trainer.

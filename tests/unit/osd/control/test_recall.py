@@ -10,7 +10,7 @@ from osd.control.policy import earlier_to_recall
 from osd.control.recall import LookTimes, choose_earlier
 from osd.errors import ReleaseError
 from osd.records import DraftRelease, EarlierReport
-from tests.unit.osd.control.test_controller import World, world
+from tests.unit.osd.control.test_controller import TARGET, World, world
 
 __all__ = ["world"]
 GATE = GateConfig()
@@ -156,6 +156,24 @@ async def test_a_draft_that_was_changed_by_hand_meanwhile_stays(world: World) ->
         await world.controller.pause()
         assert not await manager.recall(world.releases.get(1), report(2, 0.79))
         assert await manager.serving_and_others() == (None, [])
+
+
+async def test_a_draft_that_was_left_by_hand_comes_back_by_hand_alone(world: World) -> None:
+    world.configure("releases", keep=8)
+    async with world.running():
+        await with_three(world)
+        await world.controller.rollback()
+        assert world.wanted() == 2
+        world.trainer.earlier = [report(1, 0.5)]
+        num_before = len(world.trainer.compared)
+        await world.publish(4)
+        await world.publish(5)
+        assert world.trainer.compared[num_before:], "v4 was not compared"
+        assert all("3" not in each.split("beside")[1][:-6] for each in world.trainer.compared)
+        await world.controller.promote(3)
+        world.serve(2, 0.7)
+        await world.publish(6)
+    assert 3 in [one.version for one in world.releases.recallable(TARGET)]
 
 
 async def test_a_bad_draft_is_not_compared(world: World) -> None:

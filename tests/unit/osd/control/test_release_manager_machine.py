@@ -20,7 +20,7 @@ from osd.common.clock import Clock
 from osd.config.schema import Config
 from osd.control.release_manager import ReleaseManager
 from osd.errors import ReleaseError
-from osd.records import ClassReport, EvalReport, RoundOutcome
+from osd.records import ClassReport, EarlierReport, EvalReport, RoundOutcome
 from osd.releases.store import ReleaseStore
 from tests.unit.osd.control.test_controller import TARGET, MemoryRegistry, make_outcome
 
@@ -96,6 +96,17 @@ class ReleaseManagerMachine(RuleBasedStateMachine):
         if done:
             self.bad.add(current.version)
             assert self.serving() < current.version
+
+    @rule(version=VERSIONS)
+    def recall(self, version: int) -> None:
+        current, pinned = self.store.current(TARGET), self.store.pinned()
+        assert current is not None
+        found = EarlierReport(
+            version=version, num_traces=16, alpha_base=0.1, alpha=0.9, diff_low=0.7
+        )
+        if self.tried(self.drafts.recall(current, found)):
+            may = pinned is None and not self.drafts.is_paused
+            assert self.serving() == (version if may else current.version)
 
     @rule(version=VERSIONS)
     def promote(self, version: int) -> None:
