@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHANCE_TO_RECALL = 0.01
-"""That an earlier draft seems better than the serving one and is not. Smaller than the gate's, as
-there are many looks, and what was learnt since the last release is lost with each recall."""
+CHANCE_TO_RECALL, NUM_TO_RECALL = 0.002, 4000
+"""Chance that an earlier draft seems better than the serving one and is not, and resamples to tell.
+Over so few requests the bootstrap is too sure: of 16 it is 0.01 in fact. The gate allows more, but
+looks are many, and what was learnt since the last release is lost with each recall."""
 
 
 class Evaluator:
@@ -84,12 +85,13 @@ class Evaluator:
         base: DraftRelease,
         earlier: Sequence[DraftRelease],
         traces: Sequence[Trace],
-        min_traces: int,
+        num_traces: int,
     ) -> list[EarlierReport]:
-        """Each of the earlier releases against `base` on these traces; [] when fewer than
-        `min_traces` of them can be replayed. An earlier one that cannot be loaded is left out.
-        Raises `ReleaseError`."""
-        if not earlier or len(traces) < min_traces:
+        """Each of the earlier releases against `base` on the newest `num_traces` of these traces
+        that can be replayed; [] when they are too few. An earlier one that cannot be loaded is left
+        out. Raises `ReleaseError`."""
+        least = min(num_traces, self._gate.min_holdout_traces)
+        if not earlier or len(traces) < least:
             return []  # loads no draft in vain
         models = {base.version: self._load(base.path)}
         for release in earlier:
@@ -98,17 +100,18 @@ class Evaluator:
             except ReleaseError as error:
                 logger.warning("v%d is not compared: %s", release.version, error)
         fit = self._fit(traces, min(model.vocab_size for model in models.values()))
-        if len(fit) < min_traces:
+        newest = sorted(fit, key=lambda trace: trace.finished_at)[-num_traces:]
+        if len(newest) < least:
             return []
-        of_base, *counts = self._replay(list(models.values()), fit)
+        of_base, *counts = self._replay(list(models.values()), newest)
         chance = CHANCE_TO_RECALL / max(1, len(counts))  # that any seems better
         found = []
         for version, of_earlier in zip(list(models)[1:], counts, strict=True):
             rng = np.random.default_rng(self._config.seed)
-            diff_I = bootstrap_diff(of_earlier, of_base, self._gate.num_bootstrap, rng)
+            diff_I = bootstrap_diff(of_earlier, of_base, NUM_TO_RECALL, rng)
             report = EarlierReport(
                 version=version,
-                num_traces=len(fit),
+                num_traces=len(newest),
                 alpha_base=of_base.alpha or 0.0,
                 alpha=of_earlier.alpha or 0.0,
                 diff_low=float(np.quantile(diff_I, chance)),

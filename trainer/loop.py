@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 PART = 64
 """New traces that are trained on together with what is replayed beside them."""
+FOR_ONE_FIT = 4
+"""Traces read for each that is to be replayed: some have a single token, or are malformed."""
 KEEP_CANDIDATES = 3
 """Candidates left on disk; the releases made of them are copies."""
 NON_FINITE = "non-finite loss"
@@ -189,9 +191,9 @@ class Trainer:
         self, base: DraftRelease, earlier: Sequence[DraftRelease], num_traces: int
     ) -> list[EarlierReport]:
         """Earlier releases against the serving one on the newest unread traces, which none of them
-        has learnt; [] when there are fewer than `num_traces`."""
+        has learnt; [] when there are fewer than `gate.min_holdout_traces`."""
         with told_when_out(self._remedy):
-            newest = self._unread.newest(self._working.state.cursor, num_traces)
+            newest = self._unread.newest(self._working.state.cursor, FOR_ONE_FIT * num_traces)
             return self._evaluator.compare_earlier(base, earlier, newest.traces, num_traces)
 
     def read_candidate(

@@ -52,6 +52,11 @@ class ChargedTraining:
         self._meter.add_round(replace(outcome, seconds=cpu_s), is_published=is_published)
         self._version += is_published
 
+    def note_recall(self) -> None:
+        """An earlier draft serves."""
+        self._version += 1
+        self._meter.note_recall()
+
     def _beat(self, *, is_training: bool) -> None:
         self._now = max(self._loop.clock, self._now + 1.0)
         worth = self._loop.speculation.report().worth

@@ -83,16 +83,19 @@ def learn(
         window = _window(served, at, version, k)
         detector.add(window)
         recalls.add(window)
-        if (recalled := recalls.look(serving, served.index)) is not None:
-            serving = recalled
-            server.swap(serving.path, predicted_alpha(serving))
         is_wanted = not may_rest or detector.decide(at).ok
         is_wanted &= charged is None or charged.pays(detector.num_wakes)
         is_wanted &= len(rounds) != max_rounds
-        if is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces:
+        is_due = is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces
+        may_look = is_due or (may_rest and not is_wanted)
+        if may_look and (recalled := recalls.look(serving, served.index)) is not None:
+            serving = recalled
+            server.swap(serving.path, predicted_alpha(serving))
+            if charged is not None:
+                charged.note_recall()
+        if is_due:
             line = store.line(TARGET_ID)
             one = _run_round(trainer, serving, config, served.index, line)
-            recalls.times.note_round()
             rounds.append(one)
             spent += one.cpu_s
             detector.add(one.outcome)
@@ -106,7 +109,8 @@ def learn(
                     target_id=TARGET_ID,
                     outcome=one.outcome,
                 )
-                store.prune(config.releases.keep, {serving.version, *recalls.worth_keeping})
+                needed = {serving.version, *(r.version for r in recalls.earlier_than(serving))}
+                store.prune(config.releases.keep, needed)
                 server.swap(serving.path, predicted_alpha(serving))
         cpu_s[served.index] = spent + recalls.cpu_s
     return _curve(ended, cpu_s, rounds, recalls)
@@ -129,10 +133,9 @@ class _Recalls:
         self, config: Config, trainer: Trainer, store: ReleaseStore, detector: DriftDetector
     ) -> None:
         self._gate, self._trainer, self._store = config.gate, trainer, store
-        self._detector, self.times = detector, LookTimes(config.gate.recall_traces)
+        self._detector, self._times = detector, LookTimes(config.gate.recall_traces)
         self._tested = defaultdict[int, int](int)
         """version -> draft tokens tested while it served"""
-        self.worth_keeping: set[int] = set()
         self.looks: list[int] = []
         self.at: list[int] = []
         """Requests after which there was a look, and another draft served."""
@@ -142,16 +145,13 @@ class _Recalls:
         self._tested[window.version] += sum(window.num_tested_per_pos)
 
     def look(self, serving: DraftRelease, index: int) -> DraftRelease | None:
-        """The earlier draft that serves again; None where none does."""
-        most, num_unread = self._gate.recall_traces, self._trainer.num_new_traces()
-        if not most or not self.times.is_due(num_unread, self._detector.recent):
+        """The earlier draft that serves again; None where none does. To be asked before a round,
+        and while training rests."""
+        most, detector = self._gate.recall_traces, self._detector
+        if not most or not self._times.is_due(detector.num_captured, detector.recent):
             return None
-        offered = self._store.recallable(TARGET_ID)
-        earlier = choose_earlier(offered, serving, lambda version: self._tested[version])
-        self.worth_keeping = {release.version for release in earlier}
-        if not earlier:
-            return None
-        self.times.note(self._detector.recent)
+        self._times.note(detector.num_captured, detector.recent)
+        earlier = self.earlier_than(serving)
         started = time.process_time()
         reports = self._trainer.compare_earlier(serving, earlier, most)
         self.cpu_s += time.process_time() - started
@@ -160,6 +160,10 @@ class _Recalls:
             return None
         self.at.append(index)
         return self._store.set_current(found.version, TARGET_ID)
+
+    def earlier_than(self, serving: DraftRelease) -> list[DraftRelease]:
+        recallable = self._store.recallable(TARGET_ID)
+        return choose_earlier(recallable, serving, lambda version: self._tested[version])
 
 
 def _run_round(
@@ -238,4 +242,5 @@ def _window(served: Served, at: float, version: int, k: int) -> SpecWindow:
         num_tested_per_pos=(counts.tested,),
         num_output_tokens=counts.tokens,
         num_finished=1,
+        num_captured=1,
     )

@@ -174,8 +174,9 @@ class GateConfig(Section):
     so more may never come."""
 
     recall_traces: int = Field(16, ge=0, le=4096)
-    """Newest requests on which earlier drafts are compared with the serving one, whenever the
-    traffic may have changed. One that is clearly better there serves again. 0 = never."""
+    """Newest requests on which earlier drafts are compared with the serving one, before a round and
+    while training rests, where the traffic may have changed; at least
+    `gate.min_holdout_traces` must be there. One that is clearly better serves again. 0 = never."""
     canary_seconds: float = Field(60.0, ge=0)
     """Of several replicas, one serves a new draft first. The others follow when it serves as the
     gate measured, or when nothing was found against it for so long. 0 = all at once."""

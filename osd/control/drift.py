@@ -127,7 +127,7 @@ class DriftDetector:
         """Whether the newest round counts: it had held-out traces, or was undone."""
         self._all, self._labels = Watched(), dict[str, Watched]()
         """The label that was seen the longest ago comes first."""
-        self._num_fruitless = 0
+        self._num_captured = self._num_fruitless = 0
         self._rounds_at = 0.0
         """End of the newest round."""
         self.is_resting = False
@@ -154,6 +154,11 @@ class DriftDetector:
             case Event() if self._is_own and record.kind in ENDS_OF_A_ROUND:
                 self._rounds_at = record.at
                 self._end_round(gained=record.kind == "published")
+
+    @property
+    def num_captured(self) -> int:
+        """Requests captured in all windows so far."""
+        return self._num_captured
 
     @property
     def recent(self) -> FadingAlpha:
@@ -187,6 +192,7 @@ class DriftDetector:
 
     def _add_window(self, window: SpecWindow) -> None:
         self._all.add(window)
+        self._num_captured += window.num_captured
         if window.domain:
             self._add_labelled(window)
         if self.is_resting:

@@ -106,7 +106,7 @@ class ControlLoops:
         return Recall(
             self._config.gate,
             self.releases,
-            lambda: self._detector.recent,
+            self._detector,
             lambda version: self._history.served(version)[0],
             trainer.compare_earlier,
         )
@@ -237,13 +237,20 @@ class ControlLoops:
         while True:
             try:
                 num_new = await self._num_new_traces(trainer)
-                if num_new:
-                    await recall.look(num_new)
-                if num_new and self._is_round_due(num_new):
+                is_due = bool(num_new) and self._is_round_due(num_new)
+                if (is_due or (num_new and self._told_resting)) and recall.is_due():
+                    await self._look_back(recall)
+                if is_due:
                     await self._run_round(trainer, recall)
             except ReleaseError as error:
                 await self._disk_outage.pause(str(error), log)
             await self._clock.sleep(self._config.control.seconds_between_looks)
+
+    async def _look_back(self, recall: Recall) -> None:
+        self.phase, self.phase_detail = "comparing", "with earlier drafts"
+        if await recall.look():
+            self.payback.note_recall()
+        self.phase, self.phase_detail = "waiting", ""
 
     async def _num_new_traces(self, trainer: TrainerLink) -> int:
         """Traces that no draft has learnt; 0 while nothing may be done about them."""
@@ -277,8 +284,7 @@ class ControlLoops:
         outcome = await trainer.run_round(base, line)
         self.phase, self.phase_detail = "waiting", ""
         if outcome is not None:
-            recall.note_round()
             first_on = self._canary.choose(self.replicas.lasting, base.target_id)
-            needed = self.replicas.versions | recall.versions
+            needed = self.replicas.versions | await recall.worth_keeping()
             is_published = await self.releases.conclude(outcome, needed, first_on)
             self.payback.add_round(outcome, is_published=is_published)

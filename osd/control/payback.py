@@ -131,6 +131,11 @@ class PaybackMeter:
             engine.gain.end_round(share, is_published=is_published)
         self._rest_or_wake()
 
+    def note_recall(self) -> None:
+        """An earlier draft serves: how fast it is says nothing of the newest round."""
+        for engine in self._engines.values():
+            engine.gain.newest = engine.gain.awaited = None
+
     def renew(self) -> None:
         """The traffic has changed: what earlier rounds brought says nothing of the next one."""
         self._progress = Progress()

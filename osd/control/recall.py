@@ -1,15 +1,18 @@
 """Lets an earlier draft serve again when the traffic it was best at returns.
 
-    traces that no draft has learnt, α ──► LookTimes: may the traffic have changed?
-    the first draft, those that served most ─┐
-    the serving draft ───────────────────────┴► replay on the newest of these traces (trainer)
-                                                  │
-                  the earlier one serves ◄────────┘ earlier_to_recall?
+    requests served, their α ──► LookTimes: may the traffic have changed?
+    the first draft, the last of another line, the one that served most ─┐
+    the serving draft ───────────────────────────────────────────────────┴► replay (trainer)
+                                                                               │
+                           the earlier one serves ◄── earlier_to_recall? ◄─────┘
 
-A draft that learns new traffic unlearns some of the old. Its predecessor is still on disk, and
-serves at once what a round would have to learn again. Every release was made before the traces that
-wait for the next round came, so that all are measured on requests that none of them has learnt. A
-look takes a fraction of a round: a few forward passes over a few requests.
+A draft that learns new traffic unlearns some of the old. Its predecessors are still on disk, and
+serve at once what rounds would have to learn again. Every release was made before the traces that
+wait for the next round came, so that all are measured on requests that none of them has learnt.
+
+A look takes a fraction of a round, a few forward passes over a few requests. It is taken before a
+round, or while training rests: never between two rounds, where it would look like what serving
+takes.
 """
 
 from __future__ import annotations
@@ -21,19 +24,17 @@ from typing import Protocol
 
 from osd.config.schema import GateConfig
 from osd.control import policy
-from osd.control.drift import SURE, FadingAlpha
+from osd.control.drift import SURE, DriftDetector, FadingAlpha
 from osd.control.release_manager import ReleaseManager
 from osd.records import DraftRelease, EarlierReport
 
-MOST_EARLIER = 3
-"""Earlier releases that are replayed."""
 MOST_DOUBLINGS = 3
-"""Of the traces until the next look, after looks in vain."""
+"""Of the requests until the next look, after looks in vain."""
 
 
 class Compare(Protocol):
-    """Replays earlier releases beside the serving one on the newest traces. [] or None when that is
-    not possible now."""
+    """Replays earlier releases beside the serving one on the newest traces: [] when there are too
+    few, None when it is not possible now."""
 
     def __call__(
         self, base: DraftRelease, earlier: list[DraftRelease], num_traces: int
@@ -43,58 +44,49 @@ class Compare(Protocol):
 def choose_earlier(
     releases: Sequence[DraftRelease], current: DraftRelease, num_tested: Callable[[int], int]
 ) -> list[DraftRelease]:
-    """The first release, and those that served most. `num_tested(version)`: draft tokens that were
-    tested while it served. What served long was the best there was for its traffic."""
-    others = sorted(
-        (release for release in releases if release.version != current.version),
-        key=lambda release: release.version,
-    )
-    most = sorted(others[1:], key=lambda release: -num_tested(release.version))
-    served = [release for release in most if num_tested(release.version)]
-    return [*others[:1], *served[: MOST_EARLIER - 1]]
+    """The first release; the newest that none was made of, which is the last of the line that was
+    left; and the one that served most of all others. `num_tested(version)`: draft tokens that were
+    tested while it served."""
+    others = sorted((r for r in releases if r.version != current.version), key=lambda r: r.version)
+    parents = {release.parent for release in (*releases, current)}
+    last = [release for release in others[1:] if release.version not in parents][-1:]
+    rest = [release for release in others[1:] if release not in last]
+    most = max(rest, key=lambda release: num_tested(release.version), default=None)
+    served = [most] if most is not None and num_tested(most.version) else []
+    return [*others[:1], *last, *served]
 
 
 @dataclass(slots=True)
 class LookTimes:
-    """When to look: as soon as so many traces have come since the last look, if α has moved since,
-    to either side; else after more and more of them.
+    """When to look: as soon as so many requests have been served since the last look, if α has
+    moved since, to either side; else after more and more of them.
 
     Example:
         times = LookTimes(16)
-        if times.is_due(num_unread, detector.recent):
+        if times.is_due(detector.num_captured, detector.recent):
             ...
-            times.note(detector.recent)
+            times.note(detector.num_captured, detector.recent)
     """
 
     num_traces: int
-    _num_unread: int = 0
-    """When this was asked last."""
-    _num_since: int = 0
-    """Traces since the last look."""
+    _looked_at: int = 0
+    """Requests captured when there was a look last."""
     _num_vain: int = 0
-    """Looks in a row after which nothing had moved."""
+    """Looks in a row at which nothing had moved."""
     _seen: tuple[float, float] | None = None
     """α at the last look, and its standard error."""
 
-    def is_due(self, num_unread: int, recent: FadingAlpha) -> bool:
-        """`num_unread`: traces that no draft has learnt; fewer than before after a round."""
-        is_fewer = num_unread < self._num_unread
-        self._num_since += num_unread - (0 if is_fewer else self._num_unread)
-        self._num_unread = num_unread
-        if min(num_unread, self._num_since) < self.num_traces:
-            return False
-        is_late = self._num_since >= self.num_traces << min(self._num_vain, MOST_DOUBLINGS)
-        return is_late or self._has_moved(recent)
+    def is_due(self, num_captured: int, recent: FadingAlpha) -> bool:
+        """`num_captured`: requests captured so far."""
+        num_since = num_captured - self._looked_at
+        is_late = num_since >= self.num_traces << min(self._num_vain, MOST_DOUBLINGS)
+        return is_late or (num_since >= self.num_traces and self._has_moved(recent))
 
-    def note(self, recent: FadingAlpha) -> None:
+    def note(self, num_captured: int, recent: FadingAlpha) -> None:
         """There was a look."""
         self._num_vain = 0 if self._has_moved(recent) else self._num_vain + 1
-        self._num_since = 0
+        self._looked_at = num_captured
         self._seen = None if recent.alpha is None else (recent.alpha, recent.error)
-
-    def note_round(self) -> None:
-        """A round has read all there was."""
-        self._num_unread = 0
 
     def _has_moved(self, recent: FadingAlpha) -> bool:
         if self._seen is None or recent.alpha is None:
@@ -104,40 +96,47 @@ class LookTimes:
 
 
 class Recall:
-    """Looks between rounds, in the train loop."""
+    """Looks on behalf of the train loop."""
 
     def __init__(
         self,
         gate: GateConfig,
         releases: ReleaseManager,
-        recent: Callable[[], FadingAlpha],
+        detector: DriftDetector,
         num_tested: Callable[[int], int],
         compare: Compare,
     ) -> None:
-        """`recent`: the α of now. `num_tested`: as of `choose_earlier`."""
-        self._gate, self._releases, self._compare = gate, releases, compare
-        self._recent, self._num_tested = recent, num_tested
+        """`num_tested`: as of `choose_earlier`."""
+        self._gate, self._releases, self._detector = gate, releases, detector
+        self._num_tested, self._compare = num_tested, compare
         self._times = LookTimes(gate.recall_traces)
-        self.versions: frozenset[int] = frozenset()
-        """The earlier releases that were compared last, which are worth their place on disk."""
 
-    async def look(self, num_unread: int) -> bool:
-        """Compare if there is reason to. Returns whether an earlier draft serves again. Raises
-        `ReleaseError` when the disk does not take the change."""
-        if not self._gate.recall_traces or not self._times.is_due(num_unread, self._recent()):
+    def is_due(self) -> bool:
+        most, detector = self._gate.recall_traces, self._detector
+        return most > 0 and self._times.is_due(detector.num_captured, detector.recent)
+
+    async def look(self) -> bool:
+        """Compare. Returns whether an earlier draft serves again. Raises `ReleaseError` when the
+        disk does not take the change."""
+        current, earlier = await self._choose()
+        reports: list[EarlierReport] | None = []
+        if current is not None and earlier and await self._releases.is_settled(current):
+            reports = await self._compare(current, earlier, self._gate.recall_traces)
+        if reports is None:
             return False
-        current, earlier = await self._releases.serving_and_others()
+        self._times.note(self._detector.num_captured, self._detector.recent)
+        best = policy.earlier_to_recall(reports, self._gate)
+        return (
+            best is not None and current is not None and await self._releases.recall(current, best)
+        )
+
+    async def worth_keeping(self) -> set[int]:
+        """Versions that the next look compares, and that are to stay on disk until then."""
+        return {release.version for release in (await self._choose())[1]}
+
+    async def _choose(self) -> tuple[DraftRelease | None, list[DraftRelease]]:
+        """What serves, and what is compared with it."""
+        current, releases = await self._releases.recallable()
         if current is None:
-            return False
-        earlier = choose_earlier(earlier, current, self._num_tested)
-        self.versions = frozenset(release.version for release in earlier)
-        if not earlier:
-            return False
-        self._times.note(self._recent())
-        reports = await self._compare(current, earlier, self._gate.recall_traces)
-        best = policy.earlier_to_recall(reports or [], self._gate)
-        return best is not None and await self._releases.recall(current, best)
-
-    def note_round(self) -> None:
-        """A round has ended."""
-        self._times.note_round()
+            return None, []
+        return current, choose_earlier(releases, current, self._num_tested)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -86,16 +86,12 @@ class ReleaseManager:
         except ReleaseError:
             return None
 
-    async def serving_and_others(self) -> tuple[DraftRelease | None, list[DraftRelease]]:
-        """The draft that serves, and all others that may, oldest first; (None, []) while it may not
-        be changed: pinned, paused, on trial."""
-        current = await self.current()
-        if current is None or not await self._is_settled(current):
-            return None, []
-        offered = await asyncio.to_thread(self._releases.recallable, self._target_id)
-        return current, [release for release in offered if release != current]
+    async def recallable(self) -> tuple[DraftRelease | None, Sequence[DraftRelease]]:
+        """The draft that serves, and those that may serve again by themselves."""
+        found = await asyncio.to_thread(self._releases.recallable, self._target_id)
+        return await self.current(), found
 
-    async def _is_settled(self, current: DraftRelease) -> bool:
+    async def is_settled(self, current: DraftRelease) -> bool:
         """Whether this release serves on all replicas, and another may take its place."""
         is_free = self.canary is None and not self.is_paused and await self.pinned() is None
         return is_free and await self.current() == current
@@ -255,7 +251,7 @@ class ReleaseManager:
     async def recall(self, current: DraftRelease, found: EarlierReport) -> bool:
         """Let an earlier draft serve again. False when there was a change meanwhile."""
         async with self._lock:
-            if not await self._is_settled(current):
+            if not await self.is_settled(current):
                 return False
             await self._choose(found.version, by_hand=False)
         await self._say("recalled", policy.why_recalled(found, current), found.version)

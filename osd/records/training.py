@@ -77,8 +77,8 @@ class EarlierReport:
     alpha: float
     """Of the earlier one."""
     diff_low: float
-    """One-sided 0.99 lower bound of alpha - alpha_base, by paired bootstrap over requests, and
-    corrected for the number of releases compared."""
+    """Lower bound of alpha - alpha_base, by paired bootstrap over requests, corrected for the
+    number of releases compared (`CHANCE_TO_RECALL`)."""
 
 
 NO_TRACES = "no traces"

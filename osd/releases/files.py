@@ -31,8 +31,10 @@ class State:
     """version -> why it is never offered again"""
     pinned: int = 0
     """Version that serves until unpinned; 0 = none."""
-    left: tuple[int, ...] = ()
-    """Left by hand, for another one: they serve again only by hand."""
+    chosen: int = 0
+    """Version that was chosen by hand last; 0 = none."""
+    chosen_among: int = 0
+    """The newest version there was then. Those up to it serve again only by hand."""
     kept: tuple[int, ...] = ()
     """Versions that are never pruned."""
     paused: bool = False

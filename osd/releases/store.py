@@ -56,10 +56,10 @@ class ReleaseStore:
         return [r for r in self._directory.releases() if target_id in (None, r.target_id)]
 
     def recallable(self, target_id: str) -> Sequence[DraftRelease]:
-        """Those that may serve this target again by themselves, oldest first: not the bad ones, nor
-        those that were left by hand."""
-        left = self._directory.state().left
-        return [r for version, r in self._offered(target_id).items() if version not in left]
+        """Those that may serve this target again by themselves, oldest first. Where one was chosen
+        by hand, all others of before are not among them."""
+        state, offered = self._directory.state(), self._offered(target_id)
+        return [r for v, r in offered.items() if v > state.chosen_among or v == state.chosen]
 
     def get(self, version: int) -> DraftRelease:
         """The release of this version. Raises `ReleaseError` with all known ones."""
@@ -89,8 +89,8 @@ class ReleaseStore:
 
     def line(self, target_id: str) -> int:
         """A number that changes when a target is given an existing draft again: by a rollback, a
-        promote or a pin, or because its draft was marked bad. Weights trained before that belong to
-        another line."""
+        recall, a promote or a pin, or because its draft was marked bad. Weights trained before that
+        belong to another line."""
         return self._directory.pointer().turns.get(target_id, 0) + len(self._directory.state().bad)
 
     def previous(self, target_id: str | None = None) -> DraftRelease:
@@ -187,17 +187,18 @@ class ReleaseStore:
     def set_current(
         self, version: int, target_id: str | None = None, *, by_hand: bool = False
     ) -> DraftRelease:
-        """Point at a release; the one that is left `by_hand` does not come back by itself. Raises
-        `ReleaseError` when it is bad, of another target than this, or when another is pinned."""
+        """Point at a release. After one was chosen `by_hand`, no other of before serves again by
+        itself. Raises `ReleaseError` when it is bad, of another target than this, or when another
+        is pinned."""
         with self._directory.changing():
-            release = self._get_of(version, target_id)
-            reason = self._directory.state().bad.get(version)
+            release, state = self._get_of(version, target_id), self._directory.state()
+            reason = state.bad.get(version)
             if reason is not None:
                 raise ReleaseError(f"draft v{version}: not offered again: {reason}")
-            if self._directory.state().pinned != version:
+            if state.pinned != version:
                 self._refuse_if_pinned(release.target_id)
             if by_hand:
-                self._directory.write_state(self._chosen(release))
+                self._directory.write_state(self._chosen(version))
             self._turn_to(release)
         return release
 
@@ -220,9 +221,8 @@ class ReleaseStore:
                 raise ReleaseError(
                     f"draft v{version}: not offered again: {self._directory.state().bad[version]}"
                 )
-            state = replace(self._chosen(release), pinned=version)
             self._turn_to(release)  # first: what is pinned serves, also where the disk is full now
-            self._directory.write_state(state)
+            self._directory.write_state(replace(self._chosen(version), pinned=version))
         return release
 
     def unpin(self) -> None:
@@ -287,11 +287,10 @@ class ReleaseStore:
             *(version for r in current for version in (r.version, r.parent)),
         }
 
-    def _chosen(self, release: DraftRelease) -> State:
-        """The state in which this release was chosen by hand, and the current one left."""
-        current, state = self.current(release.target_id), self._directory.state()
-        left = {*state.left, current.version} if current is not None else {*state.left}
-        return replace(state, left=tuple(sorted(left - {release.version})))
+    def _chosen(self, version: int) -> State:
+        """The state after this version was chosen by hand."""
+        newest = self._directory.next_version() - 1
+        return replace(self._directory.state(), chosen=version, chosen_among=newest)
 
     def _offered(self, target_id: str | None) -> dict[int, DraftRelease]:
         bad = self._directory.state().bad

@@ -545,20 +545,24 @@ def test_earlier_releases_are_compared_on_what_none_of_them_has_learnt(
     taught_one = release_of(Path(first.path), version=2)
     trainer.run_round(base)
     assert trainer.compare_earlier(taught_one, [base], 12) == [], "all traces were trained on"
-    newest = [trace for trace in chain_traces(24, start=700) if not trace.is_holdout][:12]
-    buffer.put(newest)
-    assert trainer.compare_earlier(taught_one, [base], 13) == []
+    older, newest = chain_traces(8, start=700, step=7), chain_traces(9, start=710)
+    newest += chain_traces(3, start=720, step=7)
+    buffer.put(older[:3])
+    assert trainer.compare_earlier(taught_one, [base], 12) == [], "fewer than the gate asks for"
+    buffer.put([*older[3:], *newest, *chain_traces(5, start=730, num_output=1)])
     assert trainer.compare_earlier(taught_one, [], 12) == []
     (lost,) = trainer.compare_earlier(taught_one, [base], 12)
-    assert (lost.version, lost.num_traces) == (1, 12)
+    assert (lost.version, lost.num_traces) == (1, 12), "of the last five nothing can be replayed"
     assert lost.alpha == pytest.approx(alpha(base.path, newest))
     assert lost.alpha_base == pytest.approx(alpha(taught_one.path, newest))
-    assert lost.diff_low <= lost.alpha - lost.alpha_base < -0.3
+    assert lost.diff_low < lost.alpha - lost.alpha_base < -0.3
     damaged = replace(base, version=3, path=str(Path(base.path) / "none"))
     (won,) = trainer.compare_earlier(base, [damaged, taught_one], 12)
     assert "v3 is not compared" in caplog.text
-    assert won.version == 2 and 0.1 < won.diff_low <= won.alpha - won.alpha_base
-    assert trainer.num_new_traces() == 12, "the next round still learns them"
+    assert won.version == 2 and 0.1 < won.diff_low < won.alpha - won.alpha_base - 0.1
+    one, two = trainer.compare_earlier(base, [taught_one, replace(taught_one, version=4)], 12)
+    assert one.alpha == two.alpha and one.diff_low < won.diff_low, "two may seem better by chance"
+    assert trainer.num_new_traces() == 25, "the next round still learns them"
 
 
 def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import pytest
 
 from osd.config.schema import GateConfig
@@ -9,8 +11,8 @@ from osd.control.drift import FadingAlpha
 from osd.control.policy import earlier_to_recall
 from osd.control.recall import LookTimes, choose_earlier
 from osd.errors import ReleaseError
-from osd.records import DraftRelease, EarlierReport
-from tests.unit.osd.control.test_controller import TARGET, World, world
+from osd.records import Canary, DraftRelease, EarlierReport
+from tests.unit.osd.control.test_controller import TARGET, World, no_gain, world
 
 __all__ = ["world"]
 GATE = GateConfig()
@@ -20,9 +22,9 @@ def report(version: int, alpha: float, base: float = 0.72, low: float = 0.01) ->
     return EarlierReport(version=version, num_traces=16, alpha_base=base, alpha=alpha, diff_low=low)
 
 
-def release(version: int) -> DraftRelease:
+def release(version: int, parent: int = 0) -> DraftRelease:
     return DraftRelease(
-        version=version, parent=0, path="/d", sha256="a", target_id="t", created_at=1.0
+        version=version, parent=parent, path="/d", sha256="a", target_id="t", created_at=1.0
     )
 
 
@@ -44,25 +46,34 @@ def test_the_best_of_those_that_are_surely_better_serves_again() -> None:
     assert earlier_to_recall([report(1, 0.79, low=0.02)], strict) is None
 
 
-def test_the_first_and_those_that_served_most_are_compared() -> None:
+def test_the_first_the_last_of_another_line_and_the_one_that_served_most_are_compared() -> None:
+    # v1 ─ v2 ─ v3 ─ v4 ─ v5, then v3 again ─ v6
+    releases = [
+        release(v, parent) for v, parent in ((6, 3), (5, 4), (4, 3), (3, 2), (2, 1), (1, 0))
+    ]
     tested = {2: 5, 3: 900, 4: 0, 5: 70, 6: 8000}
-    chosen = choose_earlier([release(v) for v in (6, 5, 4, 3, 2, 1)], release(6), tested.get)  # type: ignore[arg-type]
-    assert [one.version for one in chosen] == [1, 3, 5]
-    chosen = choose_earlier([release(1), release(2)], release(1), lambda _: 0)
-    assert [one.version for one in chosen] == [2], "the first one serves"
+    chosen = choose_earlier(releases, releases[0], lambda version: tested[version])
+    assert [one.version for one in chosen] == [1, 5, 3]
+    chosen = choose_earlier(releases, releases[1], lambda version: tested[version])
+    assert [one.version for one in chosen] == [1, 6, 3], "v5 serves again"
+    chosen = choose_earlier(releases, releases[-1], lambda _: 0)
+    assert [one.version for one in chosen] == [2, 6], "the first one serves"
+    line = releases[2:]
+    chosen = choose_earlier(line, line[0], lambda version: tested[version])
+    assert [one.version for one in chosen] == [1, 3], "there is no other line"
     assert choose_earlier([release(1)], release(1), lambda _: 0) == []
 
 
 # When
 
 
-def test_a_look_waits_for_enough_new_traces_and_longer_each_time_nothing_moved() -> None:
+def test_a_look_waits_for_enough_requests_and_longer_each_time_nothing_moved() -> None:
     times, recent = LookTimes(16), alpha_of(0.6)
     looks = []
     for num in range(1, 400):
         if times.is_due(num, recent):
             looks.append(num)
-            times.note(recent)
+            times.note(num, recent)
     assert looks == [16, 48, 112, 240, 368], "twice as many each time, eight times at most"
 
 
@@ -71,24 +82,14 @@ def test_where_alpha_moved_to_either_side_a_look_waits_no_longer(moved_to: float
     times = LookTimes(16)
     for num in (16, 48, 112):
         assert times.is_due(num, alpha_of(0.6))
-        times.note(alpha_of(0.6))
+        times.note(num, alpha_of(0.6))
     assert not times.is_due(127, alpha_of(moved_to)), "the newest 16 are not all new"
     assert not times.is_due(128, alpha_of(0.605)), "chance"
     assert not times.is_due(128, alpha_of(moved_to, tested=9)), "hardly known"
     assert times.is_due(128, alpha_of(moved_to))
-    times.note(alpha_of(moved_to))
+    times.note(128, alpha_of(moved_to))
     assert not times.is_due(143, alpha_of(moved_to))
     assert times.is_due(144, alpha_of(moved_to)), "the traffic may still be changing"
-
-
-def test_traces_that_a_round_has_learnt_are_not_compared_on() -> None:
-    times, recent = LookTimes(16), alpha_of(0.6)
-    assert times.is_due(16, recent)
-    times.note(recent)
-    assert not times.is_due(30, recent)
-    times.note_round()
-    for num, is_due in ((15, False), (16, False), (17, False), (18, True)):
-        assert times.is_due(num, recent) == is_due, "14 before the round and 18 after it"
 
 
 # In the service
@@ -96,10 +97,19 @@ def test_traces_that_a_round_has_learnt_are_not_compared_on() -> None:
 
 async def with_three(world: World) -> None:
     """v2 has served for long, v3 serves."""
-    world.trainer.num_new = 40
     await world.publish(2)
     world.serve(2, 0.7)
     await world.publish(3)
+    world.serve(3, 0.7, num=4)
+    await world.a_few_looks()
+
+
+async def one_round(world: World) -> None:
+    """One round begins and ends, whatever comes of it."""
+    num = len(world.trainer.calls)
+    world.trainer.rounds.append(world.trainer.better)
+    await world.until(lambda: len(world.trainer.calls) > num and not world.trainer.rounds)
+    await world.a_few_looks()
 
 
 async def test_an_earlier_draft_serves_again_and_the_next_round_starts_from_it(
@@ -107,18 +117,35 @@ async def test_an_earlier_draft_serves_again_and_the_next_round_starts_from_it(
 ) -> None:
     async with world.running():
         await with_three(world)
+        changed_at = world.controller._loops.releases.changed_at
+        world.clock.move(5)
         world.trainer.earlier = [report(1, 0.70), report(2, 0.79)]
-        world.trainer.rounds.append(world.trainer.better)
-        await world.until(lambda: "recalled" in world.kinds())
-        await world.until(lambda: world.wanted() == 4)
+        await one_round(world)
+        assert world.controller._loops.releases.changed_at > changed_at
     assert world.trainer.compared[-1] == "v3 beside [1, 2] on 16"
     text = "v2 serves again: on the newest 16 requests its α is 0.79, that of v3 0.72"
     assert f"recalled: {text}" in world.events()
     assert world.trainer.calls[-1] == "round from v2"
     assert world.trainer.lines[-1] > world.trainer.lines[-2], "the weights belong to another line"
-    assert world.releases.get(4).parent == 2
+    assert world.wanted() == 4 and world.releases.get(4).parent == 2
     assert not world.releases.bad(), "nothing is wrong with v3: its traffic may return, too"
     assert not world.history.total("osd_rollback_total")
+
+
+async def test_an_earlier_draft_serves_again_while_training_rests(world: World) -> None:
+    world.configure("trainer", patience_rounds=1)
+    async with world.running():
+        await with_three(world)
+        world.trainer.rounds.append(no_gain)
+        await world.until(lambda: "rests" in world.kinds())
+        num_rounds = len(world.trainer.calls)
+        world.trainer.earlier = [report(1, 0.79)]
+        world.trainer.rounds.append(world.trainer.better)  # traces wait
+        world.serve(3, 0.7, num=4)
+        await world.until(lambda: world.wanted() == 1)
+        await world.a_few_looks()
+        assert len(world.trainer.calls) == num_rounds, "it rests on: v1 had learnt to its end"
+        assert (await world.controller.status()).phase == "waiting"
 
 
 @pytest.mark.parametrize("earlier", [[], [report(2, 0.73)]])
@@ -129,9 +156,16 @@ async def test_the_serving_draft_stays_where_no_earlier_one_is_clearly_better(
         await with_three(world)
         world.trainer.earlier = earlier
         num_before = len(world.trainer.compared)
-        await world.publish(4)
-    assert len(world.trainer.compared) > num_before and "recalled" not in world.kinds()
+        await one_round(world)
+    assert len(world.trainer.compared) == num_before + 1 and "recalled" not in world.kinds()
     assert world.trainer.calls[-1] == "round from v3"
+
+
+async def test_nothing_is_compared_before_enough_requests_have_come(world: World) -> None:
+    async with world.running():
+        await world.publish(2)
+        await one_round(world)
+    assert world.trainer.compared == []
 
 
 async def test_a_pinned_draft_stays(world: World) -> None:
@@ -140,56 +174,69 @@ async def test_a_pinned_draft_stays(world: World) -> None:
         await world.controller.pin(3)
         num_before = len(world.trainer.compared)
         world.trainer.earlier = [report(2, 0.79)]
-        world.trainer.rounds.append(world.trainer.better)
-        await world.until(lambda: world.trainer.calls.count("round from v3") == 1)
+        await one_round(world)
     assert len(world.trainer.compared) == num_before and world.wanted() == 3
 
 
-async def test_a_draft_that_was_changed_by_hand_meanwhile_stays(world: World) -> None:
+async def test_a_draft_on_trial_and_one_that_was_changed_meanwhile_stay(world: World) -> None:
     async with world.running():
         await with_three(world)
-        current = world.releases.get(3)
+        manager, third = world.controller._loops.releases, world.releases.get(3)
+        manager.canary = Canary(replica="r1", release=third, before=world.releases.get(2))
+        assert not await manager.recall(third, report(2, 0.79))
+        manager.canary = None
         await world.controller.promote(1)
-        manager = world.controller._loops.releases
-        assert not await manager.recall(current, report(2, 0.79))
+        assert not await manager.recall(third, report(2, 0.79))
         assert world.wanted() == 1
         await world.controller.pause()
         assert not await manager.recall(world.releases.get(1), report(2, 0.79))
-        assert await manager.serving_and_others() == (None, [])
 
 
-async def test_a_draft_that_was_left_by_hand_comes_back_by_hand_alone(world: World) -> None:
+async def pin_for_a_while(world: World) -> None:
+    await world.controller.pin(2)
+    await world.controller.unpin()
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda world: world.controller.rollback(),
+        lambda world: world.controller.promote(2),
+        pin_for_a_while,
+    ],
+)
+async def test_after_a_choice_by_hand_no_other_draft_of_before_comes_back_by_itself(
+    world: World, choose: Callable[[World], Awaitable[object]]
+) -> None:
     world.configure("releases", keep=8)
     async with world.running():
         await with_three(world)
-        await world.controller.rollback()
+        await choose(world)
         assert world.wanted() == 2
-        world.trainer.earlier = [report(1, 0.5)]
         num_before = len(world.trainer.compared)
-        await world.publish(4)
-        await world.publish(5)
-        assert world.trainer.compared[num_before:], "v4 was not compared"
-        assert all("3" not in each.split("beside")[1][:-6] for each in world.trainer.compared)
-        await world.controller.promote(3)
-        world.serve(2, 0.7)
-        await world.publish(6)
-    assert 3 in [one.version for one in world.releases.recallable(TARGET)]
+        for version in (4, 5):
+            world.serve(2, 0.7, num=4)
+            await world.a_few_looks()
+            await world.publish(version)
+    compared = world.trainer.compared[num_before:]
+    assert compared == ["v4 beside [2] on 16"]
+    assert [one.version for one in world.releases.recallable(TARGET)] == [2, 4, 5]
 
 
 async def test_a_bad_draft_is_not_compared(world: World) -> None:
     async with world.running():
         await with_three(world)
         world.releases.mark_bad(2, "by a test")
-        num_before = len(world.trainer.compared)
-        world.trainer.rounds.append(world.trainer.better)
-        await world.until(lambda: len(world.trainer.compared) > num_before)
+        await one_round(world)
     assert world.trainer.compared[-1] == "v3 beside [1] on 16"
 
 
 async def test_what_is_compared_keeps_its_place_on_disk(world: World) -> None:
     async with world.running():  # releases.keep is 2
-        await with_three(world)
-        for version in (4, 5, 6):
+        await world.publish(2)
+        world.serve(2, 0.7)
+        await world.a_few_looks()
+        for version in (3, 4, 5, 6):
             await world.publish(version)
     kept = [one.version for one in world.releases.list()]
     assert kept == [1, 2, 5, 6], "the first, the one that served, and the newest two"
@@ -200,7 +247,7 @@ async def test_it_can_be_switched_off(world: World) -> None:
     async with world.running():
         await with_three(world)
         world.trainer.earlier = [report(2, 0.79)]
-        await world.publish(4)
+        await one_round(world)
     assert world.trainer.compared == [] and world.trainer.calls[-1] == "round from v3"
 
 
@@ -211,6 +258,6 @@ async def test_a_comparison_that_fails_does_not_end_the_rounds(world: World) -> 
     async with world.running():
         await with_three(world)
         world.trainer.compare_earlier = fails  # type: ignore[method-assign]
-        await world.publish(4)
+        await one_round(world)
     assert world.trainer.calls[-1] == "round from v3"
     assert "trainer_failed: v2 cannot be read" in world.events()
