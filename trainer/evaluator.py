@@ -51,9 +51,11 @@ class Evaluator:
         self._device = accelerator(config).device
 
     def compare(self, candidate: Path, base: DraftRelease) -> EvalReport | None:
-        """Replay both on the same traces; None when there are too few."""
+        """Replay both on the same traces, from `base.judged_since` on; None when they are too
+        few."""
         model = self._load(candidate)
-        traces = self._holdout(self._gate.max_holdout_traces, model.vocab_size)
+        most, since = self._gate.max_holdout_traces, base.judged_since
+        traces = self._holdout(most, model.vocab_size, since)
         if not traces:
             return None
         return compare(
@@ -115,6 +117,7 @@ class Evaluator:
                 alpha_base=of_base.alpha or 0.0,
                 alpha=of_earlier.alpha or 0.0,
                 diff_low=float(np.quantile(diff_I, chance)),
+                since=newest[0].finished_at,
             )
             found.append(report)
         return found
@@ -129,10 +132,11 @@ class Evaluator:
             is_sampled=self._is_sampled,
         )
 
-    def _holdout(self, num: int, vocab_size: int) -> list[Trace]:
-        """Those of the newest `num` held-out traces that can be replayed; none when they are too
-        few."""
-        traces = self._fit(self._buffer.holdout(num), vocab_size)
+    def _holdout(self, num: int, vocab_size: int, since: float = 0.0) -> list[Trace]:
+        """Those of the newest `num` held-out traces that can be replayed and were finished since
+        then; none when they are too few."""
+        newest = [trace for trace in self._buffer.holdout(num) if trace.finished_at >= since]
+        traces = self._fit(newest, vocab_size)
         return traces if len(traces) >= self._gate.min_holdout_traces else []
 
     def _fit(self, traces: Sequence[Trace], vocab_size: int) -> list[Trace]:

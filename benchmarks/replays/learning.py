@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -94,8 +94,8 @@ def learn(
             if charged is not None:
                 charged.note_recall()
         if is_due:
-            line = store.line(TARGET_ID)
-            one = _run_round(trainer, serving, config, served.index, line)
+            base = replace(serving, judged_since=store.judged_since())
+            one = _run_round(trainer, base, config, served.index, store.line(TARGET_ID))
             rounds.append(one)
             spent += one.cpu_s
             detector.add(one.outcome)
@@ -159,7 +159,7 @@ class _Recalls:
         if (found := earlier_to_recall(reports, self._gate)) is None:
             return None
         self.at.append(index)
-        return self._store.set_current(found.version, TARGET_ID)
+        return self._store.recall(found.version, TARGET_ID, found.since)
 
     def earlier_than(self, serving: DraftRelease) -> list[DraftRelease]:
         recallable = self._store.recallable(TARGET_ID)

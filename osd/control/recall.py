@@ -1,14 +1,18 @@
 """Lets an earlier draft serve again when the traffic it was best at returns.
 
     requests served, their α ──► LookTimes: may the traffic have changed?
-    the first draft, the last of another line, the one that served most ─┐
-    the serving draft ───────────────────────────────────────────────────┴► replay (trainer)
-                                                                               │
-                           the earlier one serves ◄── earlier_to_recall? ◄─────┘
+    the first draft, the last of other lines, the one that served most ─┐
+    the serving draft ──────────────────────────────────────────────────┴► replay (trainer)
+                                                                              │
+                          the earlier one serves ◄── earlier_to_recall? ◄─────┘
 
 A draft that learns new traffic unlearns some of the old. Its predecessors are still on disk, and
 serve at once what rounds would have to learn again. Every release was made before the traces that
 wait for the next round came, so that all are measured on requests that none of them has learnt.
+
+After a recall the traffic is known to have changed: candidates are judged on requests since then
+(`DraftRelease.judged_since`). Else the next one would be published for what it is worth on the
+traffic of before, and be left again.
 
 A look takes a fraction of a round, a few forward passes over a few requests. It is taken before a
 round, or while training rests: never between two rounds, where it would look like what serving
@@ -44,12 +48,12 @@ class Compare(Protocol):
 def choose_earlier(
     releases: Sequence[DraftRelease], current: DraftRelease, num_tested: Callable[[int], int]
 ) -> list[DraftRelease]:
-    """The first release; the newest that none was made of, which is the last of the line that was
-    left; and the one that served most of all others. `num_tested(version)`: draft tokens that were
-    tested while it served."""
+    """The first release; the newest two that none was made of, which are the last of the lines that
+    were left; and the one that served most of all others. `num_tested(version)`: draft tokens that
+    were tested while it served."""
     others = sorted((r for r in releases if r.version != current.version), key=lambda r: r.version)
     parents = {release.parent for release in (*releases, current)}
-    last = [release for release in others[1:] if release.version not in parents][-1:]
+    last = [release for release in others[1:] if release.version not in parents][-2:]
     rest = [release for release in others[1:] if release not in last]
     most = max(rest, key=lambda release: num_tested(release.version), default=None)
     served = [most] if most is not None and num_tested(most.version) else []

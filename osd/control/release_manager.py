@@ -100,11 +100,13 @@ class ReleaseManager:
         return await asyncio.to_thread(describe_drafts, self._releases, self._target_id)
 
     async def base(self) -> tuple[DraftRelease, int] | None:
-        """The release that a round starts from, and its line (`ReleaseStore.line`)."""
+        """The release that a round starts from, with the time since which its candidate is judged,
+        and its line (`ReleaseStore.line`)."""
         async with self._lock:
             current = await self.current()
             line = await asyncio.to_thread(self._releases.line, self._target_id)
-        return None if current is None else (current, line)
+            since = await asyncio.to_thread(self._releases.judged_since)
+        return None if current is None else (replace(current, judged_since=since), line)
 
     async def restore_wanted(self) -> None:
         """Write the current release to Redis if it differs. Does nothing during a change."""
@@ -253,7 +255,8 @@ class ReleaseManager:
         async with self._lock:
             if not await self.is_settled(current):
                 return False
-            await self._choose(found.version, by_hand=False)
+            arguments = found.version, self._target_id, found.since
+            await self._serve(await asyncio.to_thread(self._releases.recall, *arguments))
         await self._say("recalled", policy.why_recalled(found, current), found.version)
         return True
 

@@ -67,7 +67,8 @@ class EarlierReport:
     learnt (conditional acceptance α throughout).
 
     Example:
-        EarlierReport(version=1, num_traces=16, alpha_base=0.72, alpha=0.79, diff_low=0.05)
+        EarlierReport(version=1, num_traces=16, alpha_base=0.72, alpha=0.79, diff_low=0.05,
+                      since=1.7e9)
     """
 
     version: int
@@ -79,6 +80,8 @@ class EarlierReport:
     diff_low: float
     """Lower bound of alpha - alpha_base, by paired bootstrap over requests, corrected for the
     number of releases compared (`CHANCE_TO_RECALL`)."""
+    since: float
+    """When the oldest of the traces was finished."""
 
 
 NO_TRACES = "no traces"
@@ -166,6 +169,9 @@ class DraftRelease:
     """How it came to be; None for the draft the service started with."""
     origin: str = ""
     """Fingerprint of the draft its line of releases began with; "" = not known."""
+    judged_since: float = 0.0
+    """Unix time; of a round's base: held-out requests of before are of other traffic than its
+    candidate is for. 0 = all count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

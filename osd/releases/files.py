@@ -35,6 +35,8 @@ class State:
     """Version that was chosen by hand last; 0 = none."""
     chosen_among: int = 0
     """The newest version there was then. Those up to it serve again only by hand."""
+    judged_since: float = 0.0
+    """As of `DraftRelease`: when the traffic returned for which a draft was recalled last."""
     kept: tuple[int, ...] = ()
     """Versions that are never pruned."""
     paused: bool = False

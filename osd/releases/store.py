@@ -206,6 +206,18 @@ class ReleaseStore:
         """Point at `previous()`. The current release is not marked bad."""
         return self.set_current(self.previous(target_id).version, by_hand=True)
 
+    def recall(self, version: int, target_id: str, since: float) -> DraftRelease:
+        """Point at a release whose traffic has returned. Candidates are judged on requests since
+        then."""
+        with self._directory.changing():
+            state = replace(self._directory.state(), judged_since=since)
+            self._directory.write_state(state)
+        return self.set_current(version, target_id)
+
+    def judged_since(self) -> float:
+        """As of `DraftRelease`; 0.0 before the first recall."""
+        return self._directory.state().judged_since
+
     def mark_bad(self, version: int, reason: str) -> None:
         """Never offer this version again."""
         with self._directory.changing():

@@ -563,6 +563,18 @@ def test_earlier_releases_are_compared_on_what_none_of_them_has_learnt(
     one, two = trainer.compare_earlier(base, [taught_one, replace(taught_one, version=4)], 12)
     assert one.alpha == two.alpha and one.diff_low < won.diff_low, "two may seem better by chance"
     assert trainer.num_new_traces() == 25, "the next round still learns them"
+    assert one.since == newest[0].finished_at == 710.0
+
+
+def test_a_candidate_is_judged_on_held_out_traces_since_its_base_was_recalled(
+    base: DraftRelease, taught: Taught
+) -> None:
+    trainer, buffer, _ = taught
+    buffer.put(chain_traces(6, start=900, holdout=True))
+    outcome = trainer.run_round(replace(base, judged_since=900.0))
+    assert outcome.eval is not None and outcome.eval.num_traces == 6
+    buffer.put(chain_traces(64, start=1000))
+    assert trainer.run_round(replace(base, judged_since=903.0)).eval is None, "they are too few"
 
 
 def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ class FakeTrainer:
         """Earlier releases beside the serving one."""
         self.calls: list[str] = []
         self.lines: list[int] = []
+        self.since: list[float] = []
         """Of each round."""
         self.death: Exception | None = None
         self.num_new = 100
@@ -183,6 +184,7 @@ class FakeTrainer:
     async def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
         self.calls.append(f"round from v{base.version}")
         self.lines.append(line)
+        self.since.append(base.judged_since)
         await self.gate_open.wait()
         step = self.rounds.pop(0)
         return step(base) if callable(step) else step

@@ -19,7 +19,9 @@ GATE = GateConfig()
 
 
 def report(version: int, alpha: float, base: float = 0.72, low: float = 0.01) -> EarlierReport:
-    return EarlierReport(version=version, num_traces=16, alpha_base=base, alpha=alpha, diff_low=low)
+    return EarlierReport(
+        version=version, num_traces=16, alpha_base=base, alpha=alpha, diff_low=low, since=1234.5
+    )
 
 
 def release(version: int, parent: int = 0) -> DraftRelease:
@@ -53,11 +55,11 @@ def test_the_first_the_last_of_another_line_and_the_one_that_served_most_are_com
     ]
     tested = {2: 5, 3: 900, 4: 0, 5: 70, 6: 8000}
     chosen = choose_earlier(releases, releases[0], lambda version: tested[version])
-    assert [one.version for one in chosen] == [1, 5, 3]
+    assert [one.version for one in chosen] == [1, 5, 3], "v5 is the last of the line that was left"
     chosen = choose_earlier(releases, releases[1], lambda version: tested[version])
     assert [one.version for one in chosen] == [1, 6, 3], "v5 serves again"
     chosen = choose_earlier(releases, releases[-1], lambda _: 0)
-    assert [one.version for one in chosen] == [2, 6], "the first one serves"
+    assert [one.version for one in chosen] == [2, 5, 6], "the first one serves"
     line = releases[2:]
     chosen = choose_earlier(line, line[0], lambda version: tested[version])
     assert [one.version for one in chosen] == [1, 3], "there is no other line"
@@ -128,6 +130,7 @@ async def test_an_earlier_draft_serves_again_and_the_next_round_starts_from_it(
     assert world.trainer.calls[-1] == "round from v2"
     assert world.trainer.lines[-1] > world.trainer.lines[-2], "the weights belong to another line"
     assert world.wanted() == 4 and world.releases.get(4).parent == 2
+    assert world.trainer.since == [0.0, 0.0, 1234.5], "candidates are judged on what came since"
     assert not world.releases.bad(), "nothing is wrong with v3: its traffic may return, too"
     assert not world.history.total("osd_rollback_total")
 

@@ -102,7 +102,7 @@ class ReleaseManagerMachine(RuleBasedStateMachine):
         current, pinned = self.store.current(TARGET), self.store.pinned()
         assert current is not None
         found = EarlierReport(
-            version=version, num_traces=16, alpha_base=0.1, alpha=0.9, diff_low=0.7
+            version=version, num_traces=16, alpha_base=0.1, alpha=0.9, diff_low=0.7, since=1.0
         )
         if self.tried(self.drafts.recall(current, found)):
             may = pinned is None and not self.drafts.is_paused
