@@ -156,7 +156,7 @@ class _Recalls:
         reports = self._trainer.compare_earlier(serving, earlier, most)
         self.cpu_s += time.process_time() - started
         self.looks.append(index)
-        if (found := earlier_to_recall(reports, self._gate)) is None:
+        if (found := earlier_to_recall(reports)) is None:
             return None
         self.at.append(index)
         return self._store.recall(found.version, TARGET_ID, found.since)

@@ -146,13 +146,13 @@ def _lost_class(report: EvalReport, gate: GateConfig) -> str:
     )
 
 
-def earlier_to_recall(reports: Sequence[EarlierReport], gate: GateConfig) -> EarlierReport | None:
+def earlier_to_recall(reports: Sequence[EarlierReport]) -> EarlierReport | None:
     """The earlier release that is to serve again: of those that are better than the serving one
     beyond chance, and not by a trifle, the best; None where there is none."""
     better = [
         report
         for report in reports
-        if report.diff_low > gate.min_gain and report.alpha - report.alpha_base >= RECALL_MARGIN
+        if report.diff_low > 0 and report.alpha - report.alpha_base >= RECALL_MARGIN
     ]
     return max(better, key=lambda report: report.alpha, default=None)
 

@@ -129,7 +129,7 @@ class Recall:
         if reports is None:
             return False
         self._times.note(self._detector.num_captured, self._detector.recent)
-        best = policy.earlier_to_recall(reports, self._gate)
+        best = policy.earlier_to_recall(reports)
         return (
             best is not None and current is not None and await self._releases.recall(current, best)
         )

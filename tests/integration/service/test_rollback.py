@@ -1,9 +1,11 @@
-"""A draft that serves worse than was measured is rolled back."""
+"""A draft that serves worse than was measured is rolled back; one that is worse than an earlier one
+is left for that."""
 
 from __future__ import annotations
 
 import time
 
+import httpx
 import pytest
 
 from osd.client.load import Answer
@@ -11,8 +13,8 @@ from osd.models.resolve import fingerprint
 from osd.releases.store import ReleaseStore
 from tests.support.beside import Beside
 from tests.support.pairs import Pair
-from tests.support.services import osd, outcome_of, replica_version, wait_for_version
-from tests.support.traffic import PROMPTS, ask
+from tests.support.services import osd, outcome_of, replica_version, wait_for_version, wait_until
+from tests.support.traffic import PROMPTS, Traffic, ask
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -53,3 +55,32 @@ def test_a_harmful_draft_forced_past_the_gate_is_rolled_back(beside: Beside, pai
     assert listed["bad"] and "0.95 was measured" in listed["bad_reason"]
     refused = osd("drafts", "promote", forged.version, "--deployment", "test-beside", ok=False)
     assert "not offered again" in refused
+
+
+def test_an_earlier_draft_serves_again_where_it_is_better_on_the_newest_requests(
+    beside: Beside, pair: Pair
+) -> None:
+    """A draft that knows nothing of this traffic serves. No α was measured of it, so that it cannot
+    disappoint: it is no rollback."""
+    _, note = beside.running()
+    osd("drafts", "promote", 1, "--deployment", "test-beside")
+    wait_for_version(note.control_url, 1)
+    releases = ReleaseStore(beside.directory / "data" / "releases")
+    other = releases.publish(pair.stranger, parent=1, target_id=fingerprint(pair.target))
+    wait_for_version(note.control_url, other.version)
+
+    def recalled() -> list[str]:
+        events = httpx.get(f"{note.control_url}/osd/events").json()
+        return [event["text"] for event in events if event["kind"] == "recalled"]
+
+    num_before = len(recalled())
+    with Traffic(note.service_url, PROMPTS) as traffic:
+        osd("resume", "--deployment", "test-beside")
+        wait_until(lambda: len(recalled()) > num_before, 120, "v1 serves again")
+        osd("pause", "--deployment", "test-beside")
+        wait_for_version(note.control_url, 1)
+    assert traffic.failed() == []
+    print(recalled()[0])
+    assert any(text.startswith("v1 serves again") for text in recalled())
+    drafts = osd("drafts", "list", "--json", "--deployment", "test-beside")
+    assert not next(d["bad"] for d in drafts if d["version"] == other.version), "it may come back"

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from osd.config.schema import GateConfig
 from osd.control.drift import FadingAlpha
 from osd.control.policy import earlier_to_recall
 from osd.control.recall import LookTimes, choose_earlier
@@ -15,7 +14,6 @@ from osd.records import Canary, DraftRelease, EarlierReport
 from tests.unit.osd.control.test_controller import TARGET, World, no_gain, world
 
 __all__ = ["world"]
-GATE = GateConfig()
 
 
 def report(version: int, alpha: float, base: float = 0.72, low: float = 0.01) -> EarlierReport:
@@ -39,13 +37,11 @@ def alpha_of(value: float, tested: float = 2000) -> FadingAlpha:
 
 def test_the_best_of_those_that_are_surely_better_serves_again() -> None:
     found = [report(1, 0.79), report(2, 0.85, low=-0.01), report(3, 0.80), report(4, 0.73)]
-    best = earlier_to_recall(found, GATE)
+    best = earlier_to_recall(found)
     assert best is not None and best.version == 3, "v2 may be chance"
-    assert earlier_to_recall([report(4, 0.73)], GATE) is None, "a trifle"
-    assert earlier_to_recall([report(1, 0.79, low=0.0)], GATE) is None
-    assert earlier_to_recall([], GATE) is None
-    strict = GATE.model_copy(update={"min_gain": 0.02})
-    assert earlier_to_recall([report(1, 0.79, low=0.02)], strict) is None
+    assert earlier_to_recall([report(4, 0.73)]) is None, "a trifle"
+    assert earlier_to_recall([report(1, 0.79, low=0.0)]) is None
+    assert earlier_to_recall([]) is None
 
 
 def test_the_first_the_last_of_another_line_and_the_one_that_served_most_are_compared() -> None:
