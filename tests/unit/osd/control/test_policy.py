@@ -225,7 +225,7 @@ def test_should_publish(
     "field",
     [
         *("loss_first", "loss_last", "seconds", "trace_age_mean_s", "trace_age_max_s"),
-        *("sampling_cpu_s", "scoring_cpu_s"),
+        *("sampling_cpu_s", "scoring_cpu_s", "features_cpu_s", "eval.sampled"),
         *(
             "eval.alpha_base",
             "eval.alpha_candidate",
@@ -240,7 +240,7 @@ def test_should_publish(
 )
 def test_no_number_of_what_is_published_may_be_infinite_or_none(field: str, value: float) -> None:
     record, _, name = field.rpartition(".")
-    has_many = name.endswith("per_pos") or name.startswith("success")
+    has_many = name.endswith("per_pos") or name.startswith("success") or name == "sampled"
     change: dict[str, Any] = {name: (0.5, value) if has_many else value}
     if record == "class":
         outcome = with_classes(chat=replace(falling(0.8), **change))

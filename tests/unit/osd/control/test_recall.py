@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -42,6 +43,7 @@ def test_the_best_of_those_that_are_surely_better_serves_again() -> None:
     assert earlier_to_recall([report(4, 0.73)]) is None, "a trifle"
     assert earlier_to_recall([report(1, 0.79, low=0.0)]) is None
     assert earlier_to_recall([]) is None
+    assert earlier_to_recall([report(1, math.nan), report(2, 0.9, low=math.nan)]) is None
 
 
 def test_the_first_the_last_of_another_line_and_the_one_that_served_most_are_compared() -> None:
