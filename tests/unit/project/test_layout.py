@@ -176,6 +176,7 @@ STATE = {
     "osd.evaluate.recorder.Seen",
     "osd.control.drift.FadingAlpha",
     "osd.control.drift.Watched",
+    "osd.control.recall.LookTimes",
     "osd.offline.recorded.Recorded",
     "serving.capture.assemble.Schedule",
     "serving.capture.assemble.Step",
