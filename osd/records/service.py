@@ -250,7 +250,7 @@ class ServiceStatus:
     training: bool = True
     """Whether training is wanted."""
     phase: str = ""
-    """waiting or training."""
+    """waiting, comparing (with earlier drafts) or training."""
     phase_detail: str = ""
     k: int
     """Most draft tokens a step may propose."""
