@@ -90,25 +90,31 @@ class Evaluator:
         num_traces: int,
     ) -> list[EarlierReport]:
         """Each of the earlier releases against `base` on the newest `num_traces` of these traces
-        that can be replayed; [] when they are too few. An earlier one that cannot be loaded is left
-        out. Raises `ReleaseError`."""
+        that can be replayed; [] when they are too few. One is loaded at a time, as there may be no
+        memory for all. An earlier one that cannot be loaded, or has fewer tokens than `base`, is
+        left out. Raises `ReleaseError`."""
         least = min(num_traces, self._gate.min_holdout_traces)
         if not earlier or len(traces) < least:
             return []  # loads no draft in vain
-        models = {base.version: self._load(base.path)}
-        for release in earlier:
-            try:
-                models[release.version] = self._load(release.path)
-            except ReleaseError as error:
-                logger.warning("v%d is not compared: %s", release.version, error)
-        fit = self._fit(traces, min(model.vocab_size for model in models.values()))
+        model = self._load(base.path)
+        vocab_size = model.vocab_size
+        fit = self._fit(traces, vocab_size)
         newest = sorted(fit, key=lambda trace: trace.finished_at)[-num_traces:]
         if len(newest) < least:
             return []
-        of_base, *counts = self._replay(list(models.values()), newest)
+        (of_base,) = self._replay([model], newest)
+        counts: dict[int, ReplayCounts] = {}
+        for release in earlier:
+            try:
+                model = self._load(release.path)
+            except ReleaseError as error:
+                logger.warning("v%d is not compared: %s", release.version, error)
+                continue
+            if model.vocab_size >= vocab_size:
+                (counts[release.version],) = self._replay([model], newest)
         chance = CHANCE_TO_RECALL / max(1, len(counts))  # that any seems better
         found = []
-        for version, of_earlier in zip(list(models)[1:], counts, strict=True):
+        for version, of_earlier in counts.items():
             rng = np.random.default_rng(self._config.seed)
             diff_I = bootstrap_diff(of_earlier, of_base, NUM_TO_RECALL, rng)
             report = EarlierReport(
