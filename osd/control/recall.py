@@ -123,16 +123,13 @@ class Recall:
         """Compare. Returns whether an earlier draft serves again. Raises `ReleaseError` when the
         disk does not take the change."""
         current, earlier = await self._choose()
-        reports: list[EarlierReport] | None = []
-        if current is not None and earlier and await self._releases.is_settled(current):
-            reports = await self._compare(current, earlier, self._gate.recall_traces)
-        if reports is None:
-            return False
+        # Also where it fails: it would be tried, and told, before every round.
         self._times.note(self._detector.num_captured, self._detector.recent)
-        best = policy.earlier_to_recall(reports)
-        return (
-            best is not None and current is not None and await self._releases.recall(current, best)
-        )
+        if current is None or not earlier or not await self._releases.is_settled(current):
+            return False
+        reports = await self._compare(current, earlier, self._gate.recall_traces)
+        best = policy.earlier_to_recall(reports or [])
+        return best is not None and await self._releases.recall(current, best)
 
     async def worth_keeping(self) -> set[int]:
         """Versions that the next look compares, and that are to stay on disk until then."""

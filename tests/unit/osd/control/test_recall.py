@@ -253,12 +253,17 @@ async def test_it_can_be_switched_off(world: World) -> None:
 
 
 async def test_a_comparison_that_fails_does_not_end_the_rounds(world: World) -> None:
+    failed = []
+
     async def fails(*_: object) -> list[EarlierReport]:
+        failed.append(1)
         raise ReleaseError("v2 cannot be read")
 
     async with world.running():
         await with_three(world)
         world.trainer.compare_earlier = fails  # type: ignore[method-assign]
         await one_round(world)
-    assert world.trainer.calls[-1] == "round from v3"
+        await one_round(world)
+    assert len(failed) == 1, "it waits for more requests, as after any look"
+    assert world.trainer.calls[-2:] == ["round from v3", "round from v4"]
     assert "trainer_failed: v2 cannot be read" in world.events()
