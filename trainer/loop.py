@@ -107,7 +107,7 @@ class Trainer:
     """Distils one draft from a replay buffer, round by round.
 
     Its weights continue from round to round, also after the gate refused a candidate. It returns to
-    the serving release when that is not its own newest (rollback, promote, pin), when its last
+    the serving release when that is not its own newest (rollback, recall, pin), when its last
     candidate was significantly worse, or when a round's first loss is not finite. It undoes a round
     that made the loss infinite, or raised it on held-out traces; both halve the learning rate.
 
