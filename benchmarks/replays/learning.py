@@ -69,7 +69,7 @@ def learn(
     detector = DriftDetector(config.trainer, TARGET_ID)
     server = server or EveryStep(requests, k, features_of(target, k), is_sampled=is_sampled)
     server.swap(serving.path, None)
-    recalls = _Recalls(config, trainer, store, detector)
+    releases = _Releases(config, trainer, store, detector)
     rounds: list[_Round] = []
     ended: list[Served] = []
     cpu_s = np.zeros(len(requests))
@@ -82,13 +82,13 @@ def learn(
         buffer.put([trace])
         window = _window(served, at, version, k)
         detector.add(window)
-        recalls.add(window)
+        releases.add(window)
         is_wanted = not may_rest or detector.decide(at).ok
         is_wanted &= charged is None or charged.pays(detector.num_wakes)
         is_wanted &= len(rounds) != max_rounds
         is_due = is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces
         may_look = is_due or (may_rest and not is_wanted)
-        if may_look and (recalled := recalls.look(serving, served.index)) is not None:
+        if may_look and (recalled := releases.look(serving, served.index)) is not None:
             serving = recalled
             server.swap(serving.path, predicted_alpha(serving))
             if charged is not None:
@@ -103,17 +103,10 @@ def learn(
                 charged.add_round(one.outcome, one.cpu_s, is_published=one.is_published)
             detector.add(Event(at=at, kind="published" if one.is_published else "refused", text=""))
             if one.is_published:
-                serving = store.publish(
-                    one.outcome.path,
-                    parent=serving.version,
-                    target_id=TARGET_ID,
-                    outcome=one.outcome,
-                )
-                needed = {serving.version, *(r.version for r in recalls.earlier_than(serving))}
-                store.prune(config.releases.keep, needed)
+                serving = releases.publish(one.outcome, serving, config.releases.keep)
                 server.swap(serving.path, predicted_alpha(serving))
-        cpu_s[served.index] = spent + recalls.cpu_s
-    return _curve(ended, cpu_s, rounds, recalls)
+        cpu_s[served.index] = spent + releases.cpu_s
+    return _curve(ended, cpu_s, rounds, releases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +119,9 @@ class _Round:
     """Of the request after which it ran."""
 
 
-class _Recalls:
-    """Earlier drafts serve again, as `osd/control/recall.py` decides."""
+class _Releases:
+    """What serves: candidates that were published, and earlier drafts that serve again as
+    `osd/control/recall.py` decides."""
 
     def __init__(
         self, config: Config, trainer: Trainer, store: ReleaseStore, detector: DriftDetector
@@ -161,6 +155,15 @@ class _Recalls:
         self.at.append(index)
         return self._store.recall(found.version, TARGET_ID, found.since)
 
+    def publish(self, outcome: RoundOutcome, parent: DraftRelease, keep: int) -> DraftRelease:
+        """A round's candidate serves, and what may be recalled stays on disk."""
+        serving = self._store.publish(
+            outcome.path, parent=parent.version, target_id=TARGET_ID, outcome=outcome
+        )
+        needed = {serving.version, *(r.version for r in self.earlier_than(serving))}
+        self._store.prune(keep, needed)
+        return serving
+
     def earlier_than(self, serving: DraftRelease) -> list[DraftRelease]:
         recallable = self._store.recallable(TARGET_ID)
         return choose_earlier(recallable, serving, lambda version: self._tested[version])
@@ -177,7 +180,7 @@ def _run_round(
 
 
 def _curve(
-    ended: Sequence[Served], cpu_s: np.ndarray, rounds: Sequence[_Round], recalls: _Recalls
+    ended: Sequence[Served], cpu_s: np.ndarray, rounds: Sequence[_Round], releases: _Releases
 ) -> Curve:
     in_order = sorted(ended, key=lambda served: served.index)
     seconds = [served.seconds for served in in_order]
@@ -193,9 +196,9 @@ def _curve(
         seconds=None if None in seconds else np.array(seconds, float),
         notes={
             "published_at": [one.index for one in rounds if one.is_published],
-            "recalled_at": recalls.at,
-            "looked_at": recalls.looks,
-            "looks_cpu_s": recalls.cpu_s,
+            "recalled_at": releases.at,
+            "looked_at": releases.looks,
+            "looks_cpu_s": releases.cpu_s,
             "num_traces": sum(outcome.num_student_traces for outcome in outcomes),
             "sampling_cpu_s": sum(outcome.sampling_cpu_s for outcome in outcomes),
             "scoring_cpu_s": sum(outcome.scoring_cpu_s for outcome in outcomes),
