@@ -109,6 +109,7 @@ class ControlLoops:
             self._detector,
             lambda version: self._history.served(version)[0],
             trainer.compare_earlier,
+            self._clock,
         )
 
     @property
@@ -247,10 +248,13 @@ class ControlLoops:
             await self._clock.sleep(self._config.control.seconds_between_looks)
 
     async def _look_back(self, recall: Recall) -> None:
+        detail = self.phase_detail
         self.phase, self.phase_detail = "comparing", "with earlier drafts"
-        if await recall.look():
-            self.payback.note_recall()
-        self.phase, self.phase_detail = "waiting", ""
+        try:
+            if await recall.look():
+                self.payback.note_recall()
+        finally:
+            self.phase, self.phase_detail = "waiting", detail
 
     async def _num_new_traces(self, trainer: TrainerLink) -> int:
         """Traces that no draft has learnt; 0 while nothing may be done about them."""

@@ -14,9 +14,9 @@ After a recall the traffic is known to have changed: candidates are judged on re
 (`DraftRelease.judged_since`). Else the next one would be published for what it is worth on the
 traffic of before, and be left again.
 
-A look takes a fraction of a round, a few forward passes over a few requests. It is taken before a
-round, or while training rests: never between two rounds, where it would look like what serving
-takes.
+A look takes a fraction of a round, a few forward passes over a few requests, and all looks together
+at most `MOST_SHARE` of the time. It is taken before a round, or while training rests: never between
+two rounds, where it would look like what serving takes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from osd.common.clock import Clock
 from osd.config.schema import GateConfig
 from osd.control import policy
 from osd.control.drift import SURE, DriftDetector, FadingAlpha
@@ -34,6 +35,8 @@ from osd.records import DraftRelease, EarlierReport
 
 MOST_DOUBLINGS = 3
 """Of the requests until the next look, after looks in vain."""
+MOST_SHARE = 0.05
+"""Of the trainer's time that looks take where requests come fast."""
 
 
 class Compare(Protocol):
@@ -109,15 +112,19 @@ class Recall:
         detector: DriftDetector,
         num_tested: Callable[[int], int],
         compare: Compare,
+        clock: Clock,
     ) -> None:
         """`num_tested`: as of `choose_earlier`."""
         self._gate, self._releases, self._detector = gate, releases, detector
-        self._num_tested, self._compare = num_tested, compare
+        self._num_tested, self._compare, self._clock = num_tested, compare, clock
         self._times = LookTimes(gate.recall_traces)
+        self._not_before = -math.inf
+        """Monotonic time until which looks have taken their share."""
 
     def is_due(self) -> bool:
-        most, detector = self._gate.recall_traces, self._detector
-        return most > 0 and self._times.is_due(detector.num_captured, detector.recent)
+        if not self._gate.recall_traces or self._clock.monotonic() < self._not_before:
+            return False
+        return self._times.is_due(self._detector.num_captured, self._detector.recent)
 
     async def look(self) -> bool:
         """Compare. Returns whether an earlier draft serves again. Raises `ReleaseError` when the
@@ -127,7 +134,10 @@ class Recall:
         self._times.note(self._detector.num_captured, self._detector.recent)
         if current is None or not earlier or not await self._releases.is_settled(current):
             return False
+        began_at = self._clock.monotonic()
         reports = await self._compare(current, earlier, self._gate.recall_traces)
+        ended_at = self._clock.monotonic()
+        self._not_before = ended_at + (ended_at - began_at) * (1 / MOST_SHARE - 1)
         best = policy.earlier_to_recall(reports or [])
         return best is not None and await self._releases.recall(current, best)
 

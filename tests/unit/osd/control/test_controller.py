@@ -284,15 +284,17 @@ def replica(version: int, name: str = "replica-0") -> ReplicaStatus:
 
 class LoopClock(HandClock):
     """Stands still, but the loops really pause; `turns`: loop -> how often it has come to its end
-    and begun anew."""
+    and begun anew. `at_sleep` is called whenever one does."""
 
     def __init__(self, now: float) -> None:
         super().__init__(now)
         self.turns = Counter[str]()
+        self.at_sleep: Callable[[], object] = lambda: None
 
     async def sleep(self, seconds: float) -> None:
         task = asyncio.current_task()
         assert task is not None
+        self.at_sleep()
         self.turns[task.get_name()] += 1
         await asyncio.sleep(seconds)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 
 import pytest
 
@@ -147,6 +149,71 @@ async def test_an_earlier_draft_serves_again_while_training_rests(world: World) 
         await world.a_few_looks()
         assert len(world.trainer.calls) == num_rounds, "it rests on: v1 had learnt to its end"
         assert (await world.controller.status()).phase == "waiting"
+
+
+@pytest.mark.parametrize("is_better", [False, True])
+async def test_between_looks_the_service_still_says_why_training_rests(
+    world: World, is_better: bool
+) -> None:
+    world.configure("trainer", patience_rounds=1)
+    async with world.running():
+        await with_three(world)
+        world.trainer.rounds.append(no_gain)
+        await world.until(lambda: "rests" in world.kinds())
+        num_before = len(world.trainer.compared)
+        world.trainer.earlier = [report(1, 0.79)] if is_better else []
+        world.trainer.rounds.append(world.trainer.better)  # traces wait
+        await world.a_few_looks()
+        details = list[str]()
+        world.clock.at_sleep = lambda: details.append(world.controller._loops.phase_detail)
+        world.serve(3, 0.7, num=4)
+        await world.until(lambda: len(world.trainer.compared) > num_before)
+        await world.a_few_looks()
+    assert "" not in details and details[-1].startswith("at rest: ")
+
+
+async def test_where_requests_come_fast_looks_take_a_twentieth_of_the_time(world: World) -> None:
+    """So that training that rests takes next to nothing from the engines, however much comes."""
+
+    async def takes_long(*_: object) -> list[EarlierReport]:
+        began_at.append(world.clock.now)
+        world.clock.move(3)
+        return []
+
+    world.configure("trainer", patience_rounds=1)
+    async with world.running():
+        await with_three(world)
+        world.trainer.rounds.append(no_gain)
+        await world.until(lambda: "rests" in world.kinds())
+        began_at = list[float]()
+        world.trainer.compare_earlier = takes_long  # type: ignore[method-assign]
+        world.trainer.rounds.append(world.trainer.better)  # traces wait
+        for _ in range(160):
+            world.serve(3, 0.7, num=40)
+            world.clock.move(1)
+            await world.a_few_looks()
+    waits = [later - earlier for earlier, later in pairwise(began_at)]
+    assert len(waits) == 2 and all(60 <= wait <= 61 for wait in waits)
+
+
+async def test_a_look_that_the_disk_ends_is_over(world: World) -> None:
+    phases = set[str]()
+
+    def full(*_: object) -> DraftRelease:
+        raise ReleaseError("no space left on device")
+
+    def note_phase() -> None:
+        if (task := asyncio.current_task()) and task.get_name() == "train":
+            phases.add(world.controller._loops.phase)
+
+    async with world.running():
+        await with_three(world)
+        world.releases.recall = full  # type: ignore[method-assign]
+        world.clock.at_sleep = note_phase
+        world.trainer.earlier = [report(2, 0.79)]
+        await one_round(world)
+        await world.until(lambda: world.wanted() == 4)
+    assert phases == {"waiting"}, "whatever pauses the loop"
 
 
 @pytest.mark.parametrize("earlier", [[], [report(2, 0.73)]])
