@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -108,12 +108,16 @@ def alone(setup: Setup, proposer: str) -> Curve:
 
 
 def suffix_alone(setup: Setup) -> Curve:
+    """Suffix decoding and no draft."""
+    return with_suffix(replace(setup, config=with_proposers(setup.config, ["memory"])))
+
+
+def with_suffix(setup: Setup) -> Curve:
     """Suffix decoding in the place of the memory, with as many bytes, under the closed loop."""
     given = setup.config.speculation
     sizes = [len(one.prompt_ids) + len(one.output_ids) for one in setup.requests]
     memory = SuffixMemory(given.memory_bytes, given.memory_k_max, float(np.mean(sizes)))
-    config = with_proposers(setup.config, ["memory"])
-    loop = ClosedLoop(setup.requests, config, _times(setup), seed=setup.seed, memory=memory)
+    loop = ClosedLoop(setup.requests, setup.config, _times(setup), seed=setup.seed, memory=memory)
     return replayed(loop, setup)
 
 

@@ -42,7 +42,16 @@ MIXED_SERVED = "ours, sampled drafts and memory, closed loop"
 MIXED_CHARGED = "ours, sampled drafts and memory, closed loop, where training is charged"
 MIXED_NEVER_BACK = "ours, sampled drafts and memory, closed loop, no earlier draft recalled"
 """With the memory beside it."""
-TRAINED_OFFLINE = (CEILING, STATIC, DRAWN_CEILING, DRAWN_STATIC)
+MIXED_STATIC = "one draft for all domains, sampled, and memory, closed loop"
+MIXED_NIGHTLY = "trained offline at night, sampled, and memory, closed loop"
+MIXED_SUFFIX_LOOP = "frozen draft, sampled, and suffix decoding, closed loop"
+MIXED_OSD = {
+    f"OSD, {rate}, sampled, and memory, closed loop": (8, float(rate))
+    for rate in ("1e-5", "1e-4", "1e-3")
+}
+MIXED_RIVALS = (MIXED_STATIC, MIXED_NIGHTLY, *MIXED_OSD, MIXED_SUFFIX_LOOP)
+"""Other ways than ours, with sampled drafts too; the last never learns, and has another memory."""
+TRAINED_OFFLINE = (CEILING, STATIC, DRAWN_CEILING, DRAWN_STATIC, MIXED_STATIC)
 OSD, OSD_TUNED = "OSD", "OSD, our rate"
 OSD_PUBLISHED = {"OSD, 1e-4 every 8": (8, 1e-4), "OSD, 1e-5 every 1": (1, 1e-5)}
 """Both pairs of (requests between updates, learning rate) of OSD's released scripts. Reported as

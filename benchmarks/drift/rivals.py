@@ -22,6 +22,7 @@ from benchmarks.drift.contenders import (
     served,
     train_offline,
     with_proposers,
+    with_suffix,
 )
 from benchmarks.replays.closed_loop import ClosedLoop
 from benchmarks.replays.curve import Curve
@@ -78,6 +79,11 @@ def osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
     return _curve(ended, cpu_s, learner.num_updates)
 
 
+def sampled_osd(setup: Setup, *, every: int, learning_rate: float) -> Curve:
+    """OSD's recipe with sampled drafts."""
+    return osd(mixed(setup), every=every, learning_rate=learning_rate)
+
+
 def without_memory(setup: Setup) -> Curve:
     """The service, learning, with nothing but its draft."""
     return served(replace(setup, config=with_proposers(setup.config, ["draft"])), learns=True)
@@ -130,6 +136,9 @@ RIVALS: dict[str, Contender] = {
     names.MIXED_SERVED: lambda setup: served(mixed(setup), learns=True),
     names.MIXED_CHARGED: lambda setup: served(mixed(setup), learns=True, is_charged=True),
     names.MIXED_NEVER_BACK: lambda setup: served(never_back(mixed(setup)), learns=True),
+    names.MIXED_STATIC: lambda setup: replayed(_loop(mixed(setup)), setup),
+    names.MIXED_NIGHTLY: lambda setup: nightly(mixed(setup)),
+    names.MIXED_SUFFIX_LOOP: lambda setup: with_suffix(mixed(setup)),
     names.AGAIN: again,
     names.STATIC: lambda setup: replayed(_loop(setup), setup),
     names.NIGHTLY: nightly,
@@ -137,6 +146,10 @@ RIVALS: dict[str, Contender] = {
     **{
         name: partial(osd, every=every, learning_rate=rate)
         for name, (every, rate) in names.OSD_LOOP.items()
+    },
+    **{
+        name: partial(sampled_osd, every=every, learning_rate=rate)
+        for name, (every, rate) in names.MIXED_OSD.items()
     },
 }
 """By the names the report gives them."""

@@ -52,6 +52,7 @@ ARMS = (
     *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP),
     *(names.DRAWN_DRAFT_LOOP, names.DRAWN_SERVED, names.DRAWN_CHARGED, names.DRAWN_STATIC),
     *(names.MIXED_FROZEN_LOOP, names.MIXED_SERVED, names.MIXED_CHARGED, names.MIXED_NEVER_BACK),
+    *names.MIXED_RIVALS,
     *TIMELESS,
 )
 QUICK_SCHEDULE = "home-and-de"
@@ -63,7 +64,8 @@ STATIC_REQUESTS = 192
 def protocol(options: Options) -> Protocol:
     """What will be measured."""
     schedules = read_all(SCHEDULES)
-    without = () if importlib.util.find_spec(SUFFIX_MODULE) else (names.SUFFIX_LOOP,)
+    suffix = (names.SUFFIX_LOOP, names.MIXED_SUFFIX_LOOP)
+    without = () if importlib.util.find_spec(SUFFIX_MODULE) else suffix
     chosen = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE]} if options.quick else schedules
     return Protocol(
         bench="online",

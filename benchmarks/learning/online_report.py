@@ -42,6 +42,10 @@ MIXED_OFF = "sampled drafts and memory, learning, over greedy ones with trainer 
 MIXED_AGAIN = "sampled drafts and memory: learning over trainer off, home again"
 MIXED_AGAIN_NEVER_BACK = "the same, where no earlier draft is recalled, home again"
 MIXED_WHOLE = "sampled drafts and memory: learning over trainer off, whole run, charged"
+MIXED_OVER = {
+    rival: f"sampled drafts and memory: learning over {rival.removesuffix(', closed loop')}"
+    for rival in names.MIXED_RIVALS
+}
 ALIKE = "trainer off over trainer off, last third"
 BURNT = "burning as much and learning nothing over trainer off, whole run, charged"
 
@@ -81,6 +85,26 @@ def charged(curve: Curve, start: int, stop: int) -> float:
     """As `speed`, with the trainer's CPU seconds."""
     before = float(curve.cpu_s[start - 1]) if start else 0.0
     return speed(curve, start, stop, float(curve.cpu_s[stop - 1]) - before)
+
+
+_Ratio = tuple[str, str, str, Measure]
+"""Of what to print, an arm, its rival, and what is measured of both."""
+_IN_A_NEW_PHASE: tuple[_Ratio, ...] = (
+    (LAST_THIRD, names.SERVED, OFF, speed),
+    (ALIKE, names.AGAIN, OFF, speed),
+    (WITHOUT_MEMORY, names.LEARNING_DRAFT_LOOP, names.DRAFT_LOOP, speed),
+    (OF_OFFLINE, names.OURS, names.CEILING, Curve.alpha),
+    (DRAWN, names.DRAWN_SERVED, OFF, speed),
+    (DRAWN_LEARNT, names.DRAWN_SERVED, names.DRAWN_DRAFT_LOOP, speed),
+    (MIXED, names.MIXED_SERVED, names.MIXED_FROZEN_LOOP, speed),
+    (MIXED_OFF, names.MIXED_SERVED, OFF, speed),
+    (DRAWN_OF_OFFLINE, names.DRAWN_OURS, names.DRAWN_CEILING, Curve.alpha),
+)
+"""Compared in the last third of each phase of other traffic than at first."""
+_OVER_RIVALS: tuple[_Ratio, ...] = tuple(
+    (over, names.MIXED_SERVED, rival, speed) for rival, over in MIXED_OVER.items()
+)
+"""Compared there, too, and over the whole run."""
 
 
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
@@ -160,19 +184,12 @@ def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator
                     yield mean(group, figure, contest.ratios(arm, rival, speed, start, stop))
             continue
         where = f"{group}, {phase.name}"
-        for figure, arm, rival, measure in (
-            (LAST_THIRD, names.SERVED, OFF, speed),
-            (ALIKE, names.AGAIN, OFF, speed),
-            (WITHOUT_MEMORY, names.LEARNING_DRAFT_LOOP, names.DRAFT_LOOP, speed),
-            (OF_OFFLINE, names.OURS, names.CEILING, Curve.alpha),
-            (DRAWN, names.DRAWN_SERVED, OFF, speed),
-            (DRAWN_LEARNT, names.DRAWN_SERVED, names.DRAWN_DRAFT_LOOP, speed),
-            (MIXED, names.MIXED_SERVED, names.MIXED_FROZEN_LOOP, speed),
-            (MIXED_OFF, names.MIXED_SERVED, OFF, speed),
-            (DRAWN_OF_OFFLINE, names.DRAWN_OURS, names.DRAWN_CEILING, Curve.alpha),
-        ):
+        for figure, arm, rival, measure in (*_IN_A_NEW_PHASE, *_OVER_RIVALS):
             if {arm, rival} <= contest.curves.keys():
                 yield mean(where, figure, contest.ratios(arm, rival, measure, start, stop))
+    for over, arm, rival, measure in _OVER_RIVALS:
+        if {arm, rival} <= contest.curves.keys():
+            yield mean(group, f"{over}, whole run", contest.ratios(arm, rival, measure, 0, end))
     if not is_free and {names.CHARGED, OFF} <= contest.curves.keys():
         yield mean(group, WHOLE, contest.ratios(names.CHARGED, OFF, charged, 0, end))
         yield mean(group, BURNT, _burnt(contest, end))

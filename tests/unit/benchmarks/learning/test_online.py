@@ -11,6 +11,7 @@ import pytest
 from benchmarks.drift import contenders, names, rivals
 from benchmarks.drift.contenders import Setup
 from benchmarks.learning import online, online_report
+from benchmarks.learning.online_report import MIXED_OVER
 from benchmarks.record import Options, Protocol, Row
 from benchmarks.replays.curve import Curve, StepCounts
 from benchmarks.replays.step_times import STREAMS, WIDTHS, published
@@ -119,6 +120,7 @@ def plan(tmp_path: Path) -> Protocol:
         *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP, names.DRAWN_DRAFT_LOOP),
         *(names.DRAWN_SERVED, names.DRAWN_CHARGED, *online_report.TIMELESS),
         *(names.MIXED_FROZEN_LOOP, names.MIXED_SERVED, names.MIXED_CHARGED, names.MIXED_NEVER_BACK),
+        *names.MIXED_RIVALS,
     )
     return replace(found, sizes=sizes, arms=arms)
 
@@ -161,6 +163,7 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
         names.MIXED_SERVED: curve(175.0),
         names.MIXED_CHARGED: curve(200.0, cpu_s=6.0),
         names.MIXED_NEVER_BACK: curve(150.0),
+        names.MIXED_NIGHTLY: curve(140.0),
         names.DRAWN_OURS: curve(1.0, alpha=0.6),
         names.DRAWN_CEILING: curve(1.0, alpha=0.8),
     }
@@ -185,6 +188,14 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
             online_report.MIXED_AGAIN_NEVER_BACK: 1.2,
         }.items():
             assert figure(result.figures, name, price).value == pytest.approx(value)
+        over_nights = [
+            one.value
+            for one in result.figures
+            if price in one.group and one.name.startswith(MIXED_OVER[names.MIXED_NIGHTLY])
+        ]
+        assert over_nights == pytest.approx([1.25, 1.25]), "of the last third, of the whole run"
+        others = {over for rival, over in MIXED_OVER.items() if rival != names.MIXED_NIGHTLY}
+        assert not [one for one in result.figures if one.name in others], "they did not run"
     # 60 requests of 100 tokens at 110 a second, and 6 seconds of a trainer.
     whole = figure(result.figures, online_report.WHOLE, online_report.MEASURED)
     assert whole.value == pytest.approx((6000 / (6000 / 110 + 6)) / 100)
@@ -221,3 +232,22 @@ def test_a_learner_without_a_memory_proposes_from_its_draft_alone(
     first = int(np.flatnonzero(alone.cpu_s)[0])
     assert first > 8
     assert (alone.seconds[: first - 4] == frozen[: first - 4]).all(), "nothing else proposes"
+
+
+def test_every_arm_has_its_contender() -> None:
+    known = {**contenders.CONTENDERS, **rivals.RIVALS}
+    assert set(online.ARMS) <= known.keys()
+
+
+@pytest.mark.parametrize("arm", [names.MIXED_NIGHTLY, list(names.MIXED_OSD)[-1]])
+def test_rivals_with_sampled_drafts_learn_too(
+    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arm: str
+) -> None:
+    monkeypatch.setattr(rivals, "NIGHT", 48)
+    loops, make = list[Setup](), rivals._loop
+    monkeypatch.setattr(rivals, "_loop", lambda setup: loops.append(setup) or make(setup))
+    setup = timed(draft, tmp_path, 160)
+    found, frozen = (rivals.RIVALS[name](setup) for name in (arm, names.MIXED_FROZEN_LOOP))
+    assert [loop.config.speculation.is_sampled for loop in loops] == [True, True]
+    assert found.seconds is not None and frozen.seconds is not None
+    assert found.seconds[-48:].sum() < 0.95 * frozen.seconds[-48:].sum()
