@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 
@@ -22,59 +23,109 @@ from benchmarks.drift.drift import NUM_PROCESSES
 from benchmarks.drift.memory import streams_of
 from benchmarks.drift.report import TO_REACH, requests_to_reach
 from benchmarks.learning.online import SCHEDULES
-from benchmarks.learning.online_report import speed
+from benchmarks.learning.online_report import mean_over_models, speed
 from benchmarks.parts import Asked, measured, narrowed
 from benchmarks.prose.recipe import FOREIGN, SIZE, SIZES
 from benchmarks.record import Goal, Notebook, Options, Protocol, Row
 from benchmarks.replays.curve import Curve
 from benchmarks.replays.step_times import STREAMS, published
 from benchmarks.result import Figure, Result
-from benchmarks.traffic.family import FAMILIES, TRAINING
+from benchmarks.traffic.family import FAMILIES, PROSE, TRAINING
 from benchmarks.traffic.schedule import Schedule, read_all
 
 SCHEDULE, PHASE = "home-and-de", 1
 """Where German comes."""
-BY_SIZE = {size: "prose" if size == SIZE else f"prose-{size}-0%" for size in SIZES}
-BY_FOREIGN = {foreign: f"prose-{SIZE}-{foreign:.0%}" if foreign else "prose" for foreign in FOREIGN}
-DRAFTS = tuple(dict.fromkeys([*BY_SIZE.values(), *BY_FOREIGN.values()]))
-SMALL, LARGE = BY_SIZE[next(iter(SIZES))], BY_SIZE[next(reversed(SIZES))]
-NONE, MOST = BY_FOREIGN[min(FOREIGN)], BY_FOREIGN[max(FOREIGN)]
-ALPHA = (names.FROZEN, names.OURS, names.CEILING)
-"""Four tokens of the draft in every step."""
-TIMED = (names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP, names.FROZEN_LOOP, names.SERVED)
+
+
+def draft_of(model: str, size: str = SIZE, foreign: float = 0.0) -> str:
+    """The name of the family in which this target is served with this draft."""
+    return model if (size, foreign) == (SIZE, 0.0) else f"{model}-{size}-{foreign:.0%}"
+
+
+SMALL, LARGE = next(iter(SIZES)), next(reversed(SIZES))
+NONE, MOST = min(FOREIGN), max(FOREIGN)
+DRAFTS = {
+    model: tuple(
+        dict.fromkeys(
+            [
+                *(draft_of(model, size) for size in SIZES),
+                *(draft_of(model, foreign=share) for share in FOREIGN),
+            ]
+        )
+    )
+    for model in PROSE
+}
+"""Model -> its drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A way to choose the draft's tokens, and the arms that choose so."""
+
+    said: str
+    """Put before the names of its figures."""
+    frozen: str
+    learning: str
+    offline: str
+    """Four tokens of the draft in every step."""
+    speed: dict[str, tuple[str, str]]
+    """Figure -> what learns, and what does not, at the published price."""
+
+    @property
+    def alpha(self) -> tuple[str, str, str]:
+        return self.frozen, self.learning, self.offline
+
+
+ALONE = "learning over frozen, without a memory, last third"
+BESIDE = "learning over frozen, with a memory, last third"
+GREEDY = Drafting(
+    *("", names.FROZEN, names.OURS, names.CEILING),
+    speed={
+        ALONE: (names.LEARNING_DRAFT_LOOP, names.DRAFT_LOOP),
+        BESIDE: (names.SERVED, names.FROZEN_LOOP),
+    },
+)
+SAMPLED = Drafting(
+    *("sampled drafts: ", names.DRAWN_FROZEN, names.DRAWN_OURS, names.DRAWN_CEILING),
+    speed={
+        ALONE: (names.DRAWN_SERVED, names.DRAWN_DRAFT_LOOP),
+        BESIDE: (names.MIXED_SERVED, names.MIXED_FROZEN_LOOP),
+    },
+)
+WAYS = (GREEDY, SAMPLED)
+TIMED = tuple(arm for way in WAYS for pair in way.speed.values() for arm in reversed(pair))
 CEILING_REQUESTS = 192
 """Of each language, that the draft trained offline learns from."""
-BY_SIZE_GAINED = f"α gained, {next(reversed(SIZES))} less {next(iter(SIZES))}"
-BY_FOREIGN_GAINED = f"α gained, {min(FOREIGN):.0%} foreign less {max(FOREIGN):.0%}"
+BY_SIZE_GAINED = f"α gained, {LARGE} less {SMALL}"
+BY_FOREIGN_GAINED = f"α gained, {NONE:.0%} foreign less {MOST:.0%}"
 REACHED = f"runs that come to {TO_REACH:.0%} of the α trained offline"
 GAINED, OF_OFFLINE = "α gained, last third", "α learnt over that trained offline, last third"
-SPEED = {
-    "learning over frozen, without a memory, last third": (
-        names.LEARNING_DRAFT_LOOP,
-        names.DRAFT_LOOP,
-    ),
-    "learning over frozen, with a memory, last third": (names.SERVED, names.FROZEN_LOOP),
-}
 
 
 def protocol(options: Options) -> Protocol:
     """What will be measured."""
+    models = PROSE[:1] if options.quick else PROSE
     return Protocol(
         bench="drafts",
         question="What does learning bring to larger drafts, and to those that know more?",
-        arms=(*ALPHA, *TIMED),
+        arms=(*(arm for way in WAYS for arm in way.alpha), *TIMED),
         order="Every arm on the same recorded requests, two at a time.",
         sizes={
             "schedule": read_all(SCHEDULES)[SCHEDULE].model_dump(),
-            "families": list(DRAFTS),
+            "families": [family for model in models for family in DRAFTS[model]],
             "seeds": [0] if options.quick else [0, 1, 2],
             "streams": STREAMS,
             "ceiling_requests": CEILING_REQUESTS,
+            "interval": "hierarchical bootstrap; of one model, Student's t over traffic alone",
         },
-        goals=(
-            Goal(figure=BY_SIZE_GAINED, at_least=0.0),
-            Goal(figure=BY_FOREIGN_GAINED, at_least=0.0),
-            Goal(figure=REACHED, at_least=1.0),
+        goals=tuple(
+            Goal(figure=way.said + figure, at_least=at_least)
+            for way in WAYS
+            for figure, at_least in (
+                (BY_SIZE_GAINED, 0.0),
+                (BY_FOREIGN_GAINED, 0.0),
+                (REACHED, 1.0),
+            )
         ),
     )
 
@@ -102,62 +153,79 @@ def run(options: Options) -> Result:
 def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     """Figures from the raw rows."""
     figures: list[Figure] = []
-    gained: dict[str, list[float]] = {}
-    for family in plan.sizes["families"]:
-        curves = {arm: found for arm in plan.arms if (found := _curves(rows, family, arm))}
-        figures += _of_draft(family, _schedule(plan), curves)
-        if {names.OURS, names.FROZEN} <= curves.keys():
-            gained[family] = _gained(_schedule(plan), curves)
-    for figure, more, less in (
-        (BY_SIZE_GAINED, LARGE, SMALL),
-        (BY_FOREIGN_GAINED, NONE, MOST),
-    ):
-        if {more, less} <= gained.keys():
-            pairs = zip(gained[more], gained[less], strict=True)
-            figures.append(mean_with_interval("compared", figure, [a - b for a, b in pairs]))
+    schedule = _schedule(plan)
+    for way in WAYS:
+        gained: dict[str, list[float]] = {}
+        for family in plan.sizes["families"]:
+            arms = [*way.alpha, *(arm for pair in way.speed.values() for arm in pair)]
+            curves = {arm: found for arm in arms if (found := _curves(rows, family, arm))}
+            figures += _of_draft(way, family, schedule, curves)
+            if {way.learning, way.frozen} <= curves.keys():
+                gained[family] = _gained(way, schedule, curves)
+        figures += _over_models(way, gained)
     return Result(protocol=plan, figures=tuple(figures))
 
 
-def _of_draft(family: str, schedule: Schedule, curves: dict[str, list[Curve]]) -> Iterator[Figure]:
+def _over_models(way: Drafting, gained: dict[str, list[float]]) -> Iterator[Figure]:
+    """`gained`: family -> α gained, by traffic."""
+    for figure, more, less in (
+        (BY_SIZE_GAINED, {"size": LARGE}, {"size": SMALL}),
+        (BY_FOREIGN_GAINED, {"foreign": NONE}, {"foreign": MOST}),
+    ):
+        pairs = [(draft_of(model, **more), draft_of(model, **less)) for model in DRAFTS]
+        differences = [
+            [a - b for a, b in zip(gained[one], gained[other], strict=True)]
+            for one, other in pairs
+            if {one, other} <= gained.keys()
+        ]
+        if differences:
+            yield mean_over_models("compared", way.said + figure, differences)
+
+
+def _of_draft(
+    way: Drafting, family: str, schedule: Schedule, curves: dict[str, list[Curve]]
+) -> Iterator[Figure]:
     window = schedule.last_third(PHASE)
-    for arm in (arm for arm in ALPHA if arm in curves):
+    for arm in (arm for arm in way.alpha if arm in curves):
         values = [curve.alpha(*window) for curve in curves[arm]]
         yield mean_with_interval(f"{family}: α, last third of German", arm, values)
     group = f"{family}: compared"
-    if {names.OURS, names.FROZEN} <= curves.keys():
-        yield mean_with_interval(group, GAINED, _gained(schedule, curves))
-    if {names.OURS, names.CEILING} <= curves.keys():
-        yield from _of_offline(group, family, schedule, curves)
-    for figure, (learning, frozen) in SPEED.items():
+    if {way.learning, way.frozen} <= curves.keys():
+        yield mean_with_interval(group, way.said + GAINED, _gained(way, schedule, curves))
+    if {way.learning, way.offline} <= curves.keys():
+        yield from _of_offline(way, family, schedule, curves)
+    for figure, (learning, frozen) in way.speed.items():
         if {learning, frozen} <= curves.keys():
             pairs = zip(curves[learning], curves[frozen], strict=True)
             ratios = [speed(a, *window) / speed(b, *window) for a, b in pairs]
-            yield mean_with_interval(group, figure, ratios)
+            yield mean_with_interval(group, way.said + figure, ratios)
 
 
 def _of_offline(
-    group: str, family: str, schedule: Schedule, curves: dict[str, list[Curve]]
+    way: Drafting, family: str, schedule: Schedule, curves: dict[str, list[Curve]]
 ) -> Iterator[Figure]:
     """How near to offline training, and how soon."""
+    group = f"{family}: compared"
     start, stop = schedule.bounds[PHASE : PHASE + 2]
-    pairs = list(zip(curves[names.OURS], curves[names.CEILING], strict=True))
+    pairs = list(zip(curves[way.learning], curves[way.offline], strict=True))
     window = schedule.last_third(PHASE)
     ratios = [own.alpha(*window) / top.alpha(*window) for own, top in pairs]
-    yield mean_with_interval(group, OF_OFFLINE, ratios)
+    yield mean_with_interval(group, way.said + OF_OFFLINE, ratios)
     needed = [requests_to_reach(own, top, start, stop) for own, top in pairs]
     share = sum(one is not None for one in needed) / len(needed)
-    yield Figure(group=group, name=REACHED, value=share, n=len(needed))
+    yield Figure(group=group, name=way.said + REACHED, value=share, n=len(needed))
     reached = [(own, num) for (own, _), num in zip(pairs, needed, strict=True) if num is not None]
     if reached:
         group = f"{family}: to {TO_REACH:.0%} of the α trained offline, where it is reached"
-        yield mean_with_interval(group, "requests", [float(num) for _, num in reached])
+        requests = [float(num) for _, num in reached]
+        yield mean_with_interval(group, f"{way.said}requests", requests)
         tokens = [float(own.total("tokens", start, start + num)) for own, num in reached]
-        yield mean_with_interval(group, "served tokens", tokens)
+        yield mean_with_interval(group, f"{way.said}served tokens", tokens)
 
 
-def _gained(schedule: Schedule, curves: dict[str, list[Curve]]) -> list[float]:
+def _gained(way: Drafting, schedule: Schedule, curves: dict[str, list[Curve]]) -> list[float]:
     window = schedule.last_third(PHASE)
-    pairs = zip(curves[names.OURS], curves[names.FROZEN], strict=True)
+    pairs = zip(curves[way.learning], curves[way.frozen], strict=True)
     return [ours.alpha(*window) - frozen.alpha(*window) for ours, frozen in pairs]
 
 
@@ -174,10 +242,15 @@ def _curves(rows: Sequence[Row], family: str, arm: str) -> list[Curve]:
 
 
 def _streams(plan: Protocol) -> list[tuple[str, str, int, int]]:
-    """(family, domain, block, requests) of all that must be recorded: the same for every draft."""
-    schedule = _schedule(plan)
-    served = streams_of({SCHEDULE: schedule}, [(SCHEDULE, seed) for seed in plan.sizes["seeds"]])
-    return [*served, *((schedule.family, d, TRAINING, CEILING_REQUESTS) for d in schedule.domains)]
+    """(family, domain, block, requests) of all that must be recorded: the same for every draft of a
+    model."""
+    asked, found = set(plan.sizes["families"]), list[tuple[str, str, int, int]]()
+    for model in (model for model, drafts in DRAFTS.items() if asked & set(drafts)):
+        schedule = _schedule(plan).model_copy(update={"family": model})
+        runs = [(SCHEDULE, seed) for seed in plan.sizes["seeds"]]
+        found += streams_of({SCHEDULE: schedule}, runs)
+        found += [(model, domain, TRAINING, CEILING_REQUESTS) for domain in schedule.domains]
+    return found
 
 
 def _schedule(plan: Protocol) -> Schedule:

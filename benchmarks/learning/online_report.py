@@ -152,24 +152,24 @@ def _tables(contest: Contest, *, is_free: bool) -> Iterator[Figure]:
             measure: Measure = Curve.alpha if arm in TIMELESS else speed
             what = "α" if arm in TIMELESS else "tokens/s"
             group = f"{contest.name}: {what}, last third of {phase.name}"
-            yield _mean(group, arm, contest.values(arm, measure, start, stop))
+            yield mean_over_models(group, arm, contest.values(arm, measure, start, stop))
     whole = {"whole run": speed} | ({} if is_free else {"whole run, charged": charged})
     for title, measure in whole.items():
         for arm in contest.curves:
             if arm not in TIMELESS:
                 group = f"{contest.name}: tokens/s, {title}"
-                yield _mean(group, arm, contest.values(arm, measure, 0, end))
+                yield mean_over_models(group, arm, contest.values(arm, measure, 0, end))
     for title, of in (("rounds", _num_rounds), ("CPU seconds of training", _cpu_s)):
         for arm in contest.curves:
             values = contest.values(arm, of, 0, end)
             if any(map(any, values)):
-                yield _mean(f"{contest.name}: {title}", arm, values)
+                yield mean_over_models(f"{contest.name}: {title}", arm, values)
 
 
 def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator[Figure]:
     end = contest.schedule.num_requests
     home = FAMILIES[contest.schedule.family].home()
-    mean = partial(_mean, confidence=confidence)
+    mean = partial(mean_over_models, confidence=confidence)
     group = f"{contest.name}: compared"
     for number, phase in enumerate(contest.schedule.phases):
         start, stop = contest.schedule.last_third(number)
@@ -220,7 +220,10 @@ def _cpu_s(curve: Curve, start: int, stop: int) -> float:
     return float(curve.cpu_s[-1])
 
 
-def _mean(group: str, name: str, values: Values, confidence: float = CONFIDENCE) -> Figure:
+def mean_over_models(
+    group: str, name: str, values: Values, confidence: float = CONFIDENCE
+) -> Figure:
+    """With an interval over models and traffic, or over the traffic of one model."""
     if len(values) == 1:
         return mean_with_interval(group, name, values[0])  # over traffic alone
     low = high = None

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from osd.client.http import Client
 from osd.client.load import Answer
+from osd.models.resolve import fingerprint
+from osd.releases.store import ReleaseStore
 from osd.service.note import Running
 from osd.service.reaper import running as running_processes
 from tests.integration.service.test_killed_parts import long_stream
@@ -21,7 +23,7 @@ from tests.support import acceptance, services
 from tests.support.greedy import greedy_answers
 from tests.support.pairs import Pair
 from tests.support.processes import descendants, kill, named
-from tests.support.services import Served, pause_training, status, wait_until
+from tests.support.services import Served, admin, pause_training, status, wait_until
 from tests.support.traffic import MODEL, PROMPTS, Traffic, ask, ids_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -36,9 +38,13 @@ PADDING = "x" * 40_000
 
 
 @pytest.fixture(scope="module")
-def fleet(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fleet")
+
+
+@pytest.fixture(scope="module")
+def fleet(pair: Pair, directory: Path) -> Iterator[Running]:
     """Its first draft knows nothing of its target."""
-    directory = tmp_path_factory.mktemp("fleet")
     settings = services.settings("test-fleet", directory / "data", pair.target, pair.stranger)
     settings += ["serving.replicas=2", f"gate.canary_seconds={TRIAL_SECONDS}"]
     with running(settings, directory) as note:
@@ -105,6 +111,25 @@ def test_both_answer_as_the_target_and_learn(fleet: Running, wanted: list[list[i
         assert acceptance.alpha(acceptance.counts(answers)) > 0.5, "each has the new draft"
 
 
+def test_an_earlier_draft_serves_again_on_both_at_once(
+    fleet: Running, directory: Path, pair: Pair, wanted: list[list[int]]
+) -> None:
+    """A recalled draft has served before: it is not tried on one alone."""
+    version = pause_training(fleet)
+    releases = ReleaseStore(directory / "data" / "releases")
+    other = releases.publish(pair.stranger, parent=version, target_id=fingerprint(pair.target))
+    wait_until(lambda: versions_of(fleet) == {other.version}, 60, "a draft that knows nothing")
+    with Traffic(fleet.service_url, PROMPTS, streams=4, max_tokens=MAX_TOKENS) as traffic:
+        admin(fleet).admin("resume")
+        wait_until(lambda: "recalled" in events(fleet), 180, "an earlier one is better")
+        admin(fleet).admin("pause")
+        recalled = events(fleet)["recalled"]
+        wait_until(lambda: versions_of(fleet) == {recalled}, 30, "it serves on both")
+        print(f"v{recalled} served again in place of v{other.version}, learnt until v{version}")
+    assert traffic.failed() == [] and 1 < recalled <= version
+    assert_are_the_targets(ask(fleet.service_url, PROMPTS, max_tokens=MAX_TOKENS), wanted)
+
+
 @pytest.mark.parametrize("what", ["the whole replica", "its engine"])
 def test_a_replica_killed_under_load_fails_no_request(
     what: str, fleet: Running, wanted: list[list[int]]
@@ -149,6 +174,12 @@ def test_a_replica_killed_under_load_fails_no_request(
         assert not answer.ok or list(answer.token_ids) == wanted[answer.index]
     assert replicas(fleet)["replica-0"]["version"] == version
     assert len(traffic.answers) > 20
+
+
+def events(fleet: Running) -> dict[str, int]:
+    """Kind -> version of the newest of that kind."""
+    told = httpx.get(f"{fleet.control_url}/osd/events").json()
+    return {event["kind"]: event["version"] for event in reversed(told)}
 
 
 def losses(fleet: Running) -> list[str]:

@@ -353,7 +353,7 @@ class _Asked(Exception):
         ("payback", ("schedules=sharp", "seeds=0", "seeds=2"), 2 * len(payback.ARMS)),
         ("online", ("schedules=agent", "schedules=home-and-de", f"arms={names.SERVED}"), 3 * 4 * 2),
         ("where_it_pays", ("temperatures=0.3", "shares=0.05", "shares=0.3"), 1 + 3 * (2 + 2 * 5)),
-        ("drafts", ("families=prose", "families=prose-2M-0%", "seeds=0", "seeds=1"), 2 * 2 * 7),
+        ("drafts", ("families=prose", "families=prose-2M-0%", "seeds=0", "seeds=1"), 2 * 2 * 14),
         ("heads", (f"arms={names.SERVED}", "seeds=0"), None),
     ],
 )

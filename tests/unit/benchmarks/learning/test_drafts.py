@@ -9,10 +9,12 @@ import pytest
 
 from benchmarks.drift import names
 from benchmarks.learning import drafts
+from benchmarks.learning.drafts import GREEDY, SAMPLED, Drafting, draft_of
 from benchmarks.parts import narrowed
+from benchmarks.prose.recipe import FOREIGN, SIZES
 from benchmarks.record import Options, Row
 from benchmarks.replays.curve import Curve, StepCounts
-from benchmarks.traffic.family import FAMILIES
+from benchmarks.traffic.family import FAMILIES, PROSE
 
 END, GERMAN, THIRD, AGAIN = 576, 96, 352, 480
 
@@ -44,62 +46,81 @@ def rows_of(family: str, curves: dict[str, Curve], num_seeds: int = 3) -> list[R
     ]
 
 
-def curves(frozen: float, learnt: float, since: int = 200) -> dict[str, Curve]:
+MODELS = PROSE[:2]
+SMALL, LARGE = draft_of(PROSE[0], drafts.SMALL), draft_of(PROSE[0], drafts.LARGE)
+MOST = draft_of(PROSE[0], foreign=drafts.MOST)
+
+
+def curves(way: Drafting, frozen: float, learnt: float, since: int = 200) -> dict[str, Curve]:
+    alone, beside = way.speed.values()
     return {
-        names.FROZEN: climbing(frozen, frozen),
-        names.OURS: climbing(frozen, learnt, since),
-        names.CEILING: climbing(0.5, 0.5),
-        names.DRAFT_LOOP: climbing(0, 0, late=100),
-        names.LEARNING_DRAFT_LOOP: climbing(0, 0, late=160),
-        names.FROZEN_LOOP: climbing(0, 0, late=200),
-        names.SERVED: climbing(0, 0, late=190),
+        way.frozen: climbing(frozen, frozen),
+        way.learning: climbing(frozen, learnt, since),
+        way.offline: climbing(0.5, 0.5),
+        alone[1]: climbing(0, 0, late=100),
+        alone[0]: climbing(0, 0, late=160),
+        beside[1]: climbing(0, 0, late=200),
+        beside[0]: climbing(0, 0, late=190),
     }
 
 
-def test_what_larger_drafts_gain_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [GREEDY, SAMPLED])
+def test_what_larger_drafts_gain_more(tmp_path: Path, way: Drafting) -> None:
     plan = drafts.protocol(Options(directory=tmp_path))
-    learnt = dict.fromkeys(drafts.DRAFTS, (0.1, 0.48))
-    learnt[drafts.SMALL] = (0.1, 0.4)  # never 90 % of 0.5
-    learnt[drafts.MOST] = (0.3, 0.48)
-    rows = [row for one, pair in learnt.items() for row in rows_of(one, curves(*pair))]
+    families = [family for model in MODELS for family in drafts.DRAFTS[model]]
+    learnt = dict.fromkeys(families, (0.1, 0.48))
+    learnt[SMALL] = (0.1, 0.4)  # never 90 % of 0.5
+    learnt[MOST] = (0.3, 0.48)
+    rows = [row for one, pair in learnt.items() for row in rows_of(one, curves(way, *pair))]
     result = drafts.summarise(plan, rows)
     found = {(figure.group, figure.name): figure for figure in result.figures}
-    assert found["compared", drafts.BY_SIZE_GAINED].value == pytest.approx(0.08)
-    assert found["compared", drafts.BY_FOREIGN_GAINED].value == pytest.approx(0.2)
-    large = f"{drafts.LARGE}: compared"
-    assert found[large, drafts.GAINED].value == pytest.approx(0.38)
-    assert found[large, drafts.OF_OFFLINE].value == pytest.approx(0.96)
-    without, beside = drafts.SPEED
-    assert found[large, without].value == pytest.approx(1.6)
-    assert found[large, beside].value == pytest.approx(0.95)
-    assert {
-        f.group: is_met for goal, f, is_met in result.verdicts() if f.name == drafts.REACHED
-    } == {f"{family}: compared": family != drafts.SMALL for family in drafts.DRAFTS}
-    to_reach = f"{drafts.LARGE}: to 90% of the α trained offline, where it is reached"
-    requests = found[to_reach, "requests"].value
+    by_size = found["compared", way.said + drafts.BY_SIZE_GAINED]
+    assert by_size.value == pytest.approx(0.04) and by_size.n == 6, (
+        "0.08 of the first, 0 of the other"
+    )
+    assert by_size.low is not None and by_size.low < 0.04
+    by_foreign = found["compared", way.said + drafts.BY_FOREIGN_GAINED]
+    assert by_foreign.value == pytest.approx(0.1)
+    large = f"{LARGE}: compared"
+    assert found[large, way.said + drafts.GAINED].value == pytest.approx(0.38)
+    assert found[large, way.said + drafts.OF_OFFLINE].value == pytest.approx(0.96)
+    assert found[large, way.said + drafts.ALONE].value == pytest.approx(1.6)
+    assert found[large, way.said + drafts.BESIDE].value == pytest.approx(0.95)
+    reached = way.said + drafts.REACHED
+    assert {f.group: is_met for goal, f, is_met in result.verdicts() if f.name == reached} == {
+        f"{family}: compared": family != SMALL for family in families
+    }
+    to_reach = f"{LARGE}: to 90% of the α trained offline, where it is reached"
+    requests = found[to_reach, way.said + "requests"].value
     # The mean of the window comes to 0.9 of 0.5 a little before all of it has learnt.
     assert 200 - GERMAN - 48 < requests <= 200 - GERMAN
-    assert found[to_reach, "served tokens"].value == pytest.approx(100 * requests)
-    assert (
-        f"{drafts.SMALL}: to 90% of the α trained offline, where it is reached",
-        "requests",
-    ) not in (found)
+    assert found[to_reach, way.said + "served tokens"].value == pytest.approx(100 * requests)
+    nowhere = f"{SMALL}: to 90% of the α trained offline, where it is reached"
+    assert (nowhere, way.said + "requests") not in found
 
 
 def test_arms_that_did_not_run_are_left_out(tmp_path: Path) -> None:
-    options = Options(directory=tmp_path, only=(f"arms={names.FROZEN}", f"families={drafts.LARGE}"))
+    options = Options(directory=tmp_path, only=(f"arms={names.FROZEN}", f"families={LARGE}"))
     plan = narrowed(drafts.protocol(options), options)
     some = {names.FROZEN: climbing(0.1, 0.1)}
-    result = drafts.summarise(plan, rows_of(drafts.LARGE, some))
+    result = drafts.summarise(plan, rows_of(LARGE, some))
     (figure,) = result.figures
     assert (figure.value, figure.n) == (pytest.approx(0.1), 3)
-    assert len(result.unjudged()) == 3
+    assert len(result.unjudged()) == 6
 
 
 def test_the_drafts_differ_in_one_thing_at_a_time() -> None:
-    assert all(name in FAMILIES for name in drafts.DRAFTS)
-    assert len(set(drafts.DRAFTS)) == len(drafts.BY_SIZE) + len(drafts.BY_FOREIGN) - 1
-    assert drafts.SMALL == "prose-0.4M-0%" and drafts.LARGE == "prose-2M-0%"
-    assert drafts.NONE == "prose" and drafts.MOST == "prose-1M-20%"
-    for name in drafts.DRAFTS:
-        assert FAMILIES[name].recorded_as == ("prose" if name != "prose" else "")
+    assert tuple(drafts.DRAFTS) == PROSE
+    for model, names_of in drafts.DRAFTS.items():
+        assert all(name in FAMILIES for name in names_of)
+        assert len(set(names_of)) == len(SIZES) + len(FOREIGN) - 1
+        for name in names_of:
+            assert FAMILIES[name].recorded_as == (model if name != model else "")
+    assert SMALL == "prose-0.4M-0%" and LARGE == "prose-2M-0%" and MOST == "prose-1M-20%"
+    assert draft_of("prose-1", drafts.LARGE) == "prose-1-2M-0%"
+
+
+def test_what_is_recorded_is_of_the_models_that_are_asked_for(tmp_path: Path) -> None:
+    options = Options(directory=tmp_path, only=("families=prose-2-2M-0%", "families=prose-2"))
+    plan = narrowed(drafts.protocol(options), options)
+    assert {family for family, *_ in drafts._streams(plan)} == {"prose-2"}
