@@ -103,6 +103,8 @@ def why_not(args: Any, environ: Mapping[str, str] = os.environ) -> str:
         )
     if rule not in (None, "standard"):
         return f"rejection_sample_method={rule!r} was never run with it; leave it out"
+    if quantization := argument(speculative, "draft_lm_head_quantization"):
+        return f"draft_lm_head_quantization={quantization!r} was never run with it; leave it out"
     if not speculative.get("num_speculative_tokens"):
         return "--speculative-config lacks num_speculative_tokens"
     for name in ("worker_extension_cls", "scheduler_cls"):

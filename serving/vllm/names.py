@@ -56,12 +56,12 @@ _REJECTION = "vllm.v1.sample.rejection_sampler:RejectionSampler"
 _PROCESSORS = "vllm.v1.sample.logits_processor"
 _BUILT_WITH = ("self", "device", "is_pin_memory")
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
-_APP = "vllm.entrypoints.launchers"
+_APP, _COMMAND = "vllm.entrypoints.launchers", "vllm.entrypoints.cli.serve"
 _ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
 
 NAMES: dict[Part, tuple[Name, ...]] = {
     "server": (
-        Name(f"{_APP}.cli_args:make_arg_parser", takes=("parser",)),
+        Name(f"{_COMMAND}:make_arg_parser", takes=("parser",)),
         Name("vllm.utils.argparse_utils:FlexibleArgumentParser"),
         Name(f"{_APP}.app:build_app", takes=("args", "supported_tasks", "model_config")),
         Name(

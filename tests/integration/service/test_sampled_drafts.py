@@ -3,61 +3,86 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support import acceptance, services
+from osd.service.note import Running
+from tests.support import services
 from tests.support.pairs import Pair
-from tests.support.services import current, pause_training, status, wait_until
+from tests.support.services import Served, osd, pause_training, status, wait_until
 from tests.support.traffic import PROMPTS, ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@contextmanager
+def running(name: str, directory: Path, draft: Path, pair: Pair, *more: str) -> Iterator[Running]:
+    """In a process of its own: the service that other tests share has this one's Ray."""
+    arguments = services.settings(name, directory / "data", pair.target, draft)
+    drawn = "speculation.draft_sample_method=probabilistic"
+    served = Served([*arguments, drawn, *more], directory / "serve.log")
+    try:
+        note = served.wait_ready()
+        wait_until(lambda: status(note.control_url)["replicas"], 60, "the replica is known")
+        yield note
+    finally:
+        served.end()
+
+
 def test_a_draft_that_learns_from_samples_serves_as_the_gate_predicted(
     pair: Pair, tmp_path: Path
 ) -> None:
-    arguments = [
-        *services.settings("test-sampled", tmp_path / "data", pair.target, pair.stranger),
-        "speculation.draft_sample_method=probabilistic",
-    ]
-    with services.supervised(arguments) as service:
-        wait_until(lambda: status(service.control_url)["replicas"], 60, "the replica is known")
-        greedy = [answer.token_ids for answer in ask(service.url, PROMPTS)]
+    with running("test-sampled", tmp_path, pair.stranger, pair) as note:
+        greedy = [answer.token_ids for answer in ask(note.service_url, PROMPTS)]
         deadline = time.monotonic() + 240
-        while (release := current(service)).version == 1:
+        while status(note.control_url)["version"] == 1:
             assert time.monotonic() < deadline, "no draft passed the gate"
-            ask(service.url, PROMPTS * 2, streams=6, temperature=1.0)
-        pause_training(service)
-        (replica,) = status(service.control_url)["replicas"]
+            ask(note.service_url, PROMPTS * 2, streams=6, temperature=1.0)
+        version = pause_training(note)
+        (replica,) = status(note.control_url)["replicas"]
         assert "memory" not in replica["speculation"]["left_out"] and replica["off"] == {}
-        release = current(service)
-        measured = acceptance.measured_alpha(release)
-        services.wait_for_version(service.control_url, release.version)
-        before = acceptance.served_counts(service, release.version)
-        ask(service.url, PROMPTS * 4, streams=6, temperature=1.0)
-        after = acceptance.served_counts(service, release.version)
-        served = acceptance.alpha((after - before)[None])
-        print(f"v{release.version}: the gate predicted {measured:.3f}, it serves {served:.3f}")
+        before = served_of(version)
+        ask(note.service_url, PROMPTS * 4, streams=6, temperature=1.0)
+        after = served_of(version)
+        served = (after[0] - before[0]) / (after[1] - before[1])
+        measured = draft_of(version)["predicted_alpha"]
+        print(f"v{version}: the gate predicted {measured:.3f}, it serves {served:.3f}")
         assert served == pytest.approx(measured, abs=0.1), "gate.rollback_margin"
-        assert [answer.token_ids for answer in ask(service.url, PROMPTS)] == greedy
+        assert [answer.token_ids for answer in ask(note.service_url, PROMPTS)] == greedy
+
+
+def draft_of(version: int) -> dict[str, Any]:
+    drafts = osd("drafts", "list", "--json", "--deployment", "test-sampled")
+    found: dict[str, Any] = next(draft for draft in drafts if draft["version"] == version)
+    return found
+
+
+def served_of(version: int) -> tuple[float, float]:
+    """Accepted and tested draft tokens of a version, when its replica reports nothing more."""
+    newest = draft_of(version)
+    while True:
+        time.sleep(1.5)  # a replica reports once a second
+        before, newest = newest, draft_of(version)
+        if before["served_tested"] == newest["served_tested"]:
+            return (newest["served_alpha"] or 0.0) * newest["served_tested"], newest[
+                "served_tested"
+            ]
 
 
 def test_beside_sampled_drafts_the_memory_proposes(pair: Pair, tmp_path: Path) -> None:
     """As soon as the worker tells its tokens from drawn ones."""
-    arguments = [
-        *services.settings("test-mixed", tmp_path / "data", pair.target, pair.draft),
-        *("speculation.draft_sample_method=probabilistic", "trainer.enabled=false"),
-        "speculation.proposers=[memory, draft]",
-    ]
-    with services.supervised(arguments) as service:
-        greedy = [answer.token_ids for answer in ask(service.url, PROMPTS)]
-        ask(service.url, PROMPTS * 2, streams=6, temperature=1.0)
-        assert [answer.token_ids for answer in ask(service.url, PROMPTS)] == greedy
+    more = ("trainer.enabled=false", "speculation.proposers=[memory, draft]")
+    with running("test-mixed", tmp_path, pair.draft, pair, *more) as note:
+        greedy = [answer.token_ids for answer in ask(note.service_url, PROMPTS)]
+        ask(note.service_url, PROMPTS * 2, streams=6, temperature=1.0)
+        assert [answer.token_ids for answer in ask(note.service_url, PROMPTS)] == greedy
 
         def is_brought_by_the_memory() -> bool:
-            (replica,) = status(service.control_url)["replicas"]
+            (replica,) = status(note.control_url)["replicas"]
             assert replica["off"] == {} and replica["speculation"]["left_out"] == {}
             return bool(replica["speculation"]["sources"]["memory"][1] > 100)
 
