@@ -45,8 +45,12 @@ CONTROLLED = (
 )
 """Classes of which the control subclasses one scheduler and extends the core."""
 
-TESTED_VERSIONS: dict[str, tuple[Part, ...]] = {"0.32.0": (), "0.31.0": ("sleep_v2",)}
-"""Release -> the parts that are off there. The newest is first."""
+TESTED_VERSIONS: dict[str, tuple[Part, ...]] = {
+    "0.32.0": (),
+    "0.33.0": (),
+    "0.31.0": ("sleep_v2",),
+}
+"""Release -> the parts that are off there. The one that is installed is first."""
 
 _LAYERS = "vllm.model_executor.layers"
 _RELOAD = "vllm.model_executor.model_loader.reload"

