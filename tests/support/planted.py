@@ -22,11 +22,18 @@ LEADS_TO_THE_ENGINE: dict[str, dict[str, Any]] = {
         "max_tokens": 4,
     },
     "/v1/systemone": {"state": SECRET, "questions": {"q": {"type": "choice"}}},
+    "/v1/decisions": {
+        "model": "m",
+        "input": SECRET,
+        "questions": [{"type": "predicate", "instructions": "Is it so?"}],
+    },
     "/generative_scoring": {"query": SECRET, "items": [SECRET], "label_token_ids": [1, 2]},
     "/inference/v1/generate": {"token_ids": TOKENS, "sampling_params": {"max_tokens": 4}},
     "/invocations": {"prompt": SECRET, "max_tokens": 4},
 }
 """A request that each would serve."""
+SINCE = {"/v1/systemone": "0.32.0", "/v1/decisions": "0.33.0"}
+"""Route -> the release of vLLM that brought it; all have the others."""
 
 
 def ways() -> dict[str, tuple[dict[str, str], dict[str, Any]]]:

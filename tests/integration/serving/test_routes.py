@@ -14,8 +14,8 @@ import pytest
 
 from serving.headers import REFUSAL, ROUTES_THAT_CAN_BE_TOLD, HeadersToXargs
 from serving.vllm import server
-from tests.support.older_vllm import INSTALLED, IS_0_31, VERSION
-from tests.support.planted import LEADS_TO_THE_ENGINE, SECRET, TOKENS, ways
+from tests.support.older_vllm import INSTALLED, VERSION
+from tests.support.planted import LEADS_TO_THE_ENGINE, SECRET, SINCE, TOKENS, ways
 
 TAKES_FORMS = {"/v1/audio/transcriptions", "/v1/audio/translations"}
 STAYS_IN_THE_SERVER = {
@@ -34,6 +34,7 @@ STAYS_IN_THE_SERVER = {
     "/v1/completions/derender",
     "/inference/v1/abort_requests",
 }
+LEADS_THERE_NOW = [path for path in LEADS_TO_THE_ENGINE if SINCE.get(path, "") <= VERSION]
 REACHED = 418
 
 
@@ -116,14 +117,10 @@ def test_no_route_is_unknown(app: Any) -> None:
         "/metrics",
     }
     posts = {path for path, found in methods.items() if found and not found <= {"GET", "HEAD"}}
-    known = {*LEADS_TO_THE_ENGINE, *TAKES_FORMS, *STAYS_IN_THE_SERVER}
+    known = {*LEADS_THERE_NOW, *TAKES_FORMS, *STAYS_IN_THE_SERVER}
     assert posts - known == set()
     assert posts == known or VERSION != INSTALLED
     assert {*ROUTES_THAT_CAN_BE_TOLD} <= LEADS_TO_THE_ENGINE.keys()
-
-
-SINCE_0_32 = {"/v1/systemone"}
-LEADS_THERE_NOW = [path for path in LEADS_TO_THE_ENGINE if not (IS_0_31 and path in SINCE_0_32)]
 
 
 @pytest.mark.parametrize("path", LEADS_THERE_NOW)
