@@ -50,7 +50,7 @@ MIXED_OSD = {
     for rate in ("1e-5", "1e-4", "1e-3")
 }
 MIXED_RIVALS = (MIXED_STATIC, MIXED_NIGHTLY, *MIXED_OSD, MIXED_SUFFIX_LOOP)
-"""Other ways than ours, with sampled drafts too; the last never learns, and has another memory."""
+"""Other ways than ours, with sampled drafts. The last has suffix decoding for its memory."""
 TRAINED_OFFLINE = (CEILING, STATIC, DRAWN_CEILING, DRAWN_STATIC, MIXED_STATIC)
 OSD, OSD_TUNED = "OSD", "OSD, our rate"
 OSD_PUBLISHED = {"OSD, 1e-4 every 8": (8, 1e-4), "OSD, 1e-5 every 1": (1, 1e-5)}
@@ -70,7 +70,8 @@ NO_DRAFT_MODEL = (NGRAM, NGRAM_TUNED, SUFFIX, SUFFIX_LONG)
 HELD = (OURS, SERVED)
 """Who is held to the goals."""
 UNTRAINED = (
-    *(FROZEN, FROZEN_LOOP, DRAFT_LOOP, DRAWN_DRAFT_LOOP, MIXED_FROZEN_LOOP),
+    *(FROZEN, FROZEN_LOOP, DRAFT_LOOP),
+    *(DRAWN_DRAFT_LOOP, MIXED_FROZEN_LOOP, MIXED_SUFFIX_LOOP),
     *NO_DRAFT_MODEL,
 )
 """Who never learns."""

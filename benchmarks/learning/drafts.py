@@ -4,7 +4,8 @@ have met the new language before.
     0.4 M ── 1 M ── 2 M parameters, all of home alone
              1 M with 1, 5, 20 % of its first lessons in the other languages
 
-One schedule of natural prose (English, German, English again), replayed as in `online.py` at the
+Both greedily and with sampled drafts, for each of the models that differ in their seeds. One
+schedule of natural prose (English, German, English again), replayed as in `online.py` at the
 published price, at which training takes no time. That price is the same for every draft, whatever
 its size: speeds compare a draft with itself, α compares drafts.
 """
@@ -79,14 +80,20 @@ class Drafting:
 ALONE = "learning over frozen, without a memory, last third"
 BESIDE = "learning over frozen, with a memory, last third"
 GREEDY = Drafting(
-    *("", names.FROZEN, names.OURS, names.CEILING),
+    said="",
+    frozen=names.FROZEN,
+    learning=names.OURS,
+    offline=names.CEILING,
     speed={
         ALONE: (names.LEARNING_DRAFT_LOOP, names.DRAFT_LOOP),
         BESIDE: (names.SERVED, names.FROZEN_LOOP),
     },
 )
 SAMPLED = Drafting(
-    *("sampled drafts: ", names.DRAWN_FROZEN, names.DRAWN_OURS, names.DRAWN_CEILING),
+    said="sampled drafts: ",
+    frozen=names.DRAWN_FROZEN,
+    learning=names.DRAWN_OURS,
+    offline=names.DRAWN_CEILING,
     speed={
         ALONE: (names.DRAWN_SERVED, names.DRAWN_DRAFT_LOOP),
         BESIDE: (names.MIXED_SERVED, names.MIXED_FROZEN_LOOP),

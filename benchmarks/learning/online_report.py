@@ -88,7 +88,7 @@ def charged(curve: Curve, start: int, stop: int) -> float:
 
 
 _Ratio = tuple[str, str, str, Measure]
-"""Of what to print, an arm, its rival, and what is measured of both."""
+"""(figure, arm, rival, what is measured of both)"""
 _IN_A_NEW_PHASE: tuple[_Ratio, ...] = (
     (LAST_THIRD, names.SERVED, OFF, speed),
     (ALIKE, names.AGAIN, OFF, speed),
@@ -189,7 +189,8 @@ def _compared(contest: Contest, confidence: float, *, is_free: bool) -> Iterator
                 yield mean(where, figure, contest.ratios(arm, rival, measure, start, stop))
     for over, arm, rival, measure in _OVER_RIVALS:
         if {arm, rival} <= contest.curves.keys():
-            yield mean(group, f"{over}, whole run", contest.ratios(arm, rival, measure, 0, end))
+            said = f"{over}, whole run, no training charged"
+            yield mean(group, said, contest.ratios(arm, rival, measure, 0, end))
     if not is_free and {names.CHARGED, OFF} <= contest.curves.keys():
         yield mean(group, WHOLE, contest.ratios(names.CHARGED, OFF, charged, 0, end))
         yield mean(group, BURNT, _burnt(contest, end))

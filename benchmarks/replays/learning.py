@@ -121,7 +121,7 @@ class _Round:
 
 class _Releases:
     """What serves: candidates that were published, and earlier drafts that serve again as
-    `osd/control/recall.py` decides."""
+    `osd/control/recall.py` decides, but that looks have no share of the time to keep here."""
 
     def __init__(
         self, config: Config, trainer: Trainer, store: ReleaseStore, detector: DriftDetector

@@ -136,8 +136,9 @@ class Recall:
             return False
         began_at = self._clock.monotonic()
         reports = await self._compare(current, earlier, self._gate.recall_traces)
-        ended_at = self._clock.monotonic()
-        self._not_before = ended_at + (ended_at - began_at) * (1 / MOST_SHARE - 1)
+        if reports is not None:  # else the trainer was away, not busy
+            ended_at = self._clock.monotonic()
+            self._not_before = ended_at + (ended_at - began_at) * (1 / MOST_SHARE - 1)
         best = policy.earlier_to_recall(reports or [])
         return best is not None and await self._releases.recall(current, best)
 

@@ -257,7 +257,7 @@ class Controlled(Undrafted):
 
     def _osd_scheduled(self, output: Any, started: float, stamp: Stamp) -> None:
         before = self._osd_drafting
-        drafting = before.next(output.num_spec_tokens_to_schedule)
+        drafting = before.after(output)
         draft = before if self._osd_drafts_late else drafting
         step = Scheduled(started, stamp, self._osd_proposed_by, draft)
         self._osd_steps.begin(step, is_idle=not self._osd_open)

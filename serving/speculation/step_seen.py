@@ -44,6 +44,12 @@ class DraftWork(NamedTuple):
         """Of the step that follows."""
         return DraftWork(passes, passes > 0 and not self.passes)
 
+    def after(self, output: Any) -> DraftWork:
+        """Of the step of this `SchedulerOutput`, which follows. Since vLLM 0.33 the V2 runner makes
+        no passes where nobody can use the drafts: within a prompt, and where all requests end."""
+        is_skipped = getattr(output, "skip_drafts", False)
+        return self.next(0 if is_skipped else output.num_spec_tokens_to_schedule)
+
 
 @dataclass(slots=True)
 class Scheduled:

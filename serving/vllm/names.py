@@ -50,7 +50,7 @@ TESTED_VERSIONS: dict[str, tuple[Part, ...]] = {
     "0.33.0": (),
     "0.31.0": ("sleep_v2",),
 }
-"""Release -> the parts that are off there. The one that is installed is first."""
+"""Release -> the parts that are off there. The one to be installed is first."""
 
 _LAYERS = "vllm.model_executor.layers"
 _RELOAD = "vllm.model_executor.model_loader.reload"

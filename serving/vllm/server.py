@@ -46,7 +46,7 @@ def graphs_for_every_k(k_max: int, environ: Mapping[str, str] = os.environ) -> d
 def engine_arguments(model: str, extra: Mapping[str, Any]) -> Any:
     """vLLM's own argument namespace with `extra` set by name. Raises `ValueError` naming an
     argument that vLLM lacks."""
-    from vllm.entrypoints.cli.serve import make_arg_parser  # which every release has there
+    from vllm.entrypoints.cli.serve import make_arg_parser  # there in 0.31 to 0.33
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())

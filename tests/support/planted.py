@@ -33,7 +33,7 @@ LEADS_TO_THE_ENGINE: dict[str, dict[str, Any]] = {
 }
 """A request that each would serve."""
 SINCE = {"/v1/systemone": "0.32.0", "/v1/decisions": "0.33.0"}
-"""Route -> the release of vLLM that brought it; all have the others."""
+"""Route -> the release of vLLM that brought it. All that were run have the others."""
 
 
 def ways() -> dict[str, tuple[dict[str, str], dict[str, Any]]]:

@@ -1,7 +1,8 @@
 """The sleeping draft on vLLM's V2 model runner, which makes as many passes of the draft as k says.
 
 vLLM's speculator for draft models always makes as many passes as the engine's largest k. Here it
-makes k of them, and none at k = 0.
+makes k of them, and none at k = 0. Since vLLM 0.33 k is 0 also in steps after which nobody can use
+drafts, as within a long prompt: the draft then reads the prompt at its last part.
 
 The runner keeps positions and tokens on the device. What the host has is where a request stands if
 all draft tokens in flight are accepted. At most a step is in flight, so that the draft

@@ -17,6 +17,7 @@ from benchmarks.replays.curve import Curve, StepCounts
 from benchmarks.replays.step_times import STREAMS, WIDTHS, published
 from benchmarks.result import Figure
 from benchmarks.stats import hierarchical
+from osd.config.schema import Config
 from tests.support.tiny_drafts import save_draft
 from tests.unit.benchmarks.drift.test_contenders import a_setup
 
@@ -108,6 +109,14 @@ def curve(tokens_per_second: float, cpu_s: float = 0.0, alpha: float = 0.5) -> C
     return Curve.of([one] * END, spent, seconds=seconds, num_rounds=int(cpu_s > 0))
 
 
+def slow_at_first(tokens_per_second: float) -> Curve:
+    """Half as fast in the first fifth, so that a mean over all says something else than the end."""
+    found = curve(tokens_per_second)
+    assert found.seconds is not None
+    found.seconds[: END // 5] *= 2
+    return found
+
+
 def plan(tmp_path: Path) -> Protocol:
     found = online.protocol(Options(directory=tmp_path))
     sizes = found.sizes | {
@@ -163,7 +172,7 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
         names.MIXED_SERVED: curve(175.0),
         names.MIXED_CHARGED: curve(200.0, cpu_s=6.0),
         names.MIXED_NEVER_BACK: curve(150.0),
-        names.MIXED_NIGHTLY: curve(140.0),
+        names.MIXED_NIGHTLY: slow_at_first(140.0),
         names.DRAWN_OURS: curve(1.0, alpha=0.6),
         names.DRAWN_CEILING: curve(1.0, alpha=0.8),
     }
@@ -193,7 +202,7 @@ def test_what_the_contest_says(tmp_path: Path) -> None:
             for one in result.figures
             if price in one.group and one.name.startswith(MIXED_OVER[names.MIXED_NIGHTLY])
         ]
-        assert over_nights == pytest.approx([1.25, 1.25]), "of the last third, of the whole run"
+        assert over_nights == pytest.approx([1.25, 1.5]), "of the last third, of the whole run"
         others = {over for rival, over in MIXED_OVER.items() if rival != names.MIXED_NIGHTLY}
         assert not [one for one in result.figures if one.name in others], "they did not run"
     # 60 requests of 100 tokens at 110 a second, and 6 seconds of a trainer.
@@ -237,6 +246,42 @@ def test_a_learner_without_a_memory_proposes_from_its_draft_alone(
 def test_every_arm_has_its_contender() -> None:
     known = {**contenders.CONTENDERS, **rivals.RIVALS}
     assert set(online.ARMS) <= known.keys()
+    offline = {arm for arm in online.ARMS if arm.startswith(("ceiling", "one draft for all"))}
+    assert offline == set(names.TRAINED_OFFLINE), "else the first draft would serve under that name"
+
+
+def test_without_its_package_no_arm_asks_for_suffix_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(online.importlib.util, "find_spec", lambda name: None)
+    found = online.protocol(Options(directory=tmp_path))
+    assert [arm for arm in online.ARMS if arm not in found.arms] == [
+        names.SUFFIX_LOOP,
+        names.MIXED_SUFFIX_LOOP,
+    ]
+    assert set(found.sizes["left_out"]) == {names.SUFFIX_LOOP, names.MIXED_SUFFIX_LOOP}
+
+
+@pytest.mark.parametrize("arm", names.MIXED_RIVALS)
+def test_every_rival_of_sampled_drafts_draws_them_too(
+    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arm: str
+) -> None:
+    class MadeError(Exception):
+        """With the loop's configuration and memory."""
+
+    def make(requests: object, config: Config, *_: object, memory: object = None, **__: object):  # type: ignore[no-untyped-def]
+        raise MadeError(config, memory)
+
+    for module in (contenders, rivals):
+        monkeypatch.setattr(module, "ClosedLoop", make)
+    monkeypatch.setattr(contenders, "SuffixMemory", lambda *_: "suffix decoding")
+    given = replace(a_setup(draft, tmp_path, 16), times=published())
+    with pytest.raises(MadeError) as made:
+        rivals.RIVALS[arm](given)
+    config, memory = made.value.args
+    assert config.speculation.is_sampled
+    assert config.speculation.proposers == given.config.speculation.proposers
+    assert memory == ("suffix decoding" if arm == names.MIXED_SUFFIX_LOOP else None)
 
 
 @pytest.mark.parametrize("arm", [names.MIXED_NIGHTLY, list(names.MIXED_OSD)[-1]])

@@ -160,10 +160,13 @@ def test_without_the_control_the_engine_keeps_its_own_scheduler(
             WITH_PLUGIN,
             "rejection_sample_method='block' was never run with it; leave it out",
         ),
-        (
-            {"speculative_config": {**SPECULATIVE, "draft-lm-head-quantization": "fp8"}},
-            WITH_PLUGIN,
-            "draft_lm_head_quantization='fp8' was never run with it; leave it out",
+        *(
+            (
+                {"speculative_config": {**SPECULATIVE, name: "fp8"}},
+                WITH_PLUGIN,
+                "draft_lm_head_quantization='fp8' was never run with it; leave it out",
+            )
+            for name in ("draft-lm-head-quantization", "draft_lm_head_quantization")
         ),
         ({"worker_extension_cls": "a.B"}, WITH_PLUGIN, "--worker-extension-cls is taken by a.B"),
         ({"scheduler_cls": "a.S"}, WITH_PLUGIN, "--scheduler-cls is taken by a.S"),

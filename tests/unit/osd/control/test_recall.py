@@ -12,7 +12,7 @@ import pytest
 from osd.control.drift import FadingAlpha
 from osd.control.policy import earlier_to_recall
 from osd.control.recall import LookTimes, choose_earlier
-from osd.errors import ReleaseError
+from osd.errors import AwayError, ReleaseError
 from osd.records import Canary, DraftRelease, EarlierReport
 from tests.unit.osd.control.test_controller import TARGET, World, no_gain, world
 
@@ -194,6 +194,24 @@ async def test_where_requests_come_fast_looks_take_a_twentieth_of_the_time(world
             await world.a_few_looks()
     waits = [later - earlier for earlier, later in pairwise(began_at)]
     assert len(waits) == 2 and all(60 <= wait <= 61 for wait in waits)
+
+
+async def test_a_trainer_that_was_away_has_not_been_busy(world: World) -> None:
+    asked = list[float]()
+
+    async def is_cut_off(*_: object) -> list[EarlierReport]:
+        asked.append(world.clock.now)
+        world.clock.move(600)
+        raise AwayError("cut off")
+
+    async with world.running():
+        await with_three(world)
+        world.trainer.compare_earlier = is_cut_off  # type: ignore[method-assign]
+        await one_round(world)
+        world.serve(4, 0.7, num=80)
+        await world.a_few_looks()
+        await one_round(world)
+    assert len(asked) == 2
 
 
 async def test_a_look_that_the_disk_ends_is_over(world: World) -> None:

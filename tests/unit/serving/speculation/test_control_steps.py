@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -24,6 +25,20 @@ from tests.support.simulated_engine import StepTime, cpu
 
 K_MAX = 5
 AUTO = Settings(k_max=K_MAX)
+
+
+def scheduled(passes: int, **more: object) -> SimpleNamespace:
+    """vLLM's output of its scheduler."""
+    return SimpleNamespace(num_spec_tokens_to_schedule=passes, **more)
+
+
+@pytest.mark.parametrize("passes", [0, 3])
+def test_a_step_whose_drafts_nobody_can_use_is_one_without_passes(passes: int) -> None:
+    """The draft sleeps through it, and reads what it missed in the one that follows."""
+    skipped = DraftWork(3).after(scheduled(passes, skip_drafts=True))
+    assert skipped == DraftWork(0, is_waking=False)
+    assert skipped.after(scheduled(3, skip_drafts=False)) == DraftWork(3, is_waking=True)
+    assert DraftWork(3).after(scheduled(3)) == DraftWork(3, is_waking=False), "vLLM before 0.33"
 
 
 @pytest.mark.parametrize("client_cap, expected", [(None, 5), (0, 0), (2, 2), (99, 5), (-1, 0)])
