@@ -167,8 +167,8 @@ def trainer_state(status: ServiceStatus) -> str:
     if status.trainer != "ok":
         return "failing, tried again by itself"
     detail = status.phase_detail
-    if status.phase == "training":
-        return f"training {detail}"
+    if status.phase in ("training", "comparing"):
+        return f"{status.phase} {detail}"
     if status.paused:
         return "idle: paused by hand"
     if detail.startswith("at rest"):
