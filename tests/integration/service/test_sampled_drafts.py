@@ -39,8 +39,9 @@ def test_a_draft_that_learns_from_samples_serves_as_the_gate_predicted(
     with running("test-sampled", tmp_path, pair.stranger, pair) as note:
         greedy = [answer.token_ids for answer in ask(note.service_url, PROMPTS)]
         deadline = time.monotonic() + 240
-        while status(note.control_url)["version"] == 1:
-            assert time.monotonic() < deadline, "no draft passed the gate"
+        # One that has just begun to learn was measured on a handful of requests.
+        while (status(note.control_url)["predicted_alpha"] or 0.0) < 0.2:
+            assert time.monotonic() < deadline, "no draft of some worth passed the gate"
             ask(note.service_url, PROMPTS * 2, streams=6, temperature=1.0)
         version = pause_training(note)
         (replica,) = status(note.control_url)["replicas"]
@@ -48,6 +49,7 @@ def test_a_draft_that_learns_from_samples_serves_as_the_gate_predicted(
         before = served_of(version)
         ask(note.service_url, PROMPTS * 4, streams=6, temperature=1.0)
         after = served_of(version)
+        assert after[1] > before[1], "nothing was reported"
         served = (after[0] - before[0]) / (after[1] - before[1])
         measured = draft_of(version)["predicted_alpha"]
         print(f"v{version}: the gate predicted {measured:.3f}, it serves {served:.3f}")
@@ -68,9 +70,8 @@ def served_of(version: int) -> tuple[float, float]:
         time.sleep(1.5)  # a replica reports once a second
         before, newest = newest, draft_of(version)
         if before["served_tested"] == newest["served_tested"]:
-            return (newest["served_alpha"] or 0.0) * newest["served_tested"], newest[
-                "served_tested"
-            ]
+            num_tested = newest["served_tested"]
+            return (newest["served_alpha"] or 0.0) * num_tested, num_tested
 
 
 def test_beside_sampled_drafts_the_memory_proposes(pair: Pair, tmp_path: Path) -> None:

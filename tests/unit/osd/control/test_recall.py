@@ -106,6 +106,12 @@ async def with_three(world: World) -> None:
     await world.a_few_looks()
 
 
+async def rest(world: World) -> None:
+    """A round brings no gain. For a trainer that has patience for one."""
+    world.trainer.rounds.append(no_gain)
+    await world.until(lambda: "rests" in world.kinds())
+
+
 async def one_round(world: World) -> None:
     """One round begins and ends, whatever comes of it."""
     num = len(world.trainer.calls)
@@ -139,8 +145,7 @@ async def test_an_earlier_draft_serves_again_while_training_rests(world: World) 
     world.configure("trainer", patience_rounds=1)
     async with world.running():
         await with_three(world)
-        world.trainer.rounds.append(no_gain)
-        await world.until(lambda: "rests" in world.kinds())
+        await rest(world)
         num_rounds = len(world.trainer.calls)
         world.trainer.earlier = [report(1, 0.79)]
         world.trainer.rounds.append(world.trainer.better)  # traces wait
@@ -158,8 +163,7 @@ async def test_between_looks_the_service_still_says_why_training_rests(
     world.configure("trainer", patience_rounds=1)
     async with world.running():
         await with_three(world)
-        world.trainer.rounds.append(no_gain)
-        await world.until(lambda: "rests" in world.kinds())
+        await rest(world)
         num_before = len(world.trainer.compared)
         world.trainer.earlier = [report(1, 0.79)] if is_better else []
         world.trainer.rounds.append(world.trainer.better)  # traces wait
@@ -183,8 +187,7 @@ async def test_where_requests_come_fast_looks_take_a_twentieth_of_the_time(world
     world.configure("trainer", patience_rounds=1)
     async with world.running():
         await with_three(world)
-        world.trainer.rounds.append(no_gain)
-        await world.until(lambda: "rests" in world.kinds())
+        await rest(world)
         began_at = list[float]()
         world.trainer.compare_earlier = takes_long  # type: ignore[method-assign]
         world.trainer.rounds.append(world.trainer.better)  # traces wait
