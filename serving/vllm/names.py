@@ -50,7 +50,8 @@ TESTED_VERSIONS: dict[str, tuple[Part, ...]] = {
     "0.33.0": (),
     "0.31.0": ("sleep_v2",),
 }
-"""Release -> the parts that are off there. The one to be installed is first."""
+"""Release -> the parts that are off there. The one to be installed is first. Of 0.33.0 its Python
+was run, over the kernels of 0.32.0 (docs/support.md)."""
 
 _LAYERS = "vllm.model_executor.layers"
 _RELOAD = "vllm.model_executor.model_loader.reload"
