@@ -30,14 +30,7 @@ from osd.common.model_directory import WEIGHTS
 from osd.config.schema import GateConfig, TrainerConfig
 from osd.errors import ReleaseError
 from osd.exchange.transfer import read_part
-from osd.records import (
-    NO_TRACES,
-    DraftRelease,
-    EarlierReport,
-    EvalReport,
-    RoundOutcome,
-    Trace,
-)
+from osd.records import NO_TRACES, DraftRelease, EarlierReport, EvalReport, RoundOutcome, Trace
 from trainer.batch import TrainBatch, trainable
 from trainer.distiller import Distiller, needing_less
 from trainer.draft import RowModel, export_draft
@@ -142,18 +135,25 @@ class Trainer:
         )
 
     def run_round(
-        self, base: DraftRelease, on_step: OnStep | None = None, *, line: int = 0
+        self,
+        base: DraftRelease,
+        on_step: OnStep | None = None,
+        *,
+        line: int = 0,
+        replay_batches: int | None = None,
     ) -> RoundOutcome:
         """Train on new traces, write a candidate, evaluate it against `base` (the serving draft).
 
         `line` (`ReleaseStore.line`) changes when a release was chosen since the last round. `base`
         alone does not show that: a release that came and went looks like a refused candidate.
+        `replay_batches`: instead of those of the configuration.
 
         Raises `OSDError` when the disk does not take candidate or checkpoint, or memory runs out,
         `ReleaseError` when `base` cannot be loaded. After any the next round begins as if this had
         not.
         """
         started, features_s = time.monotonic(), self._features_cpu_s()
+        self._mix.begin_round(replay_batches)
         with told_when_out(self._remedy):
             distiller = self._working.begin_round(base, line)
             new = self._read_new(distiller.model.vocab_size)

@@ -109,12 +109,17 @@ class ReplayMix:
 
     def __init__(self, config: TrainerConfig, buffer: TraceBuffer) -> None:
         self._config, self._buffer = config, buffer
+        self._batches = config.replay_batches
+
+    def begin_round(self, batches: int | None) -> None:
+        """Replay so many older batches for every batch of new traces; None: as configured."""
+        self._batches = self._config.replay_batches if batches is None else batches
 
     def pool(
         self, fresh: Sequence[Trace], cursor: Cursor, state: ReplayState, rng: np.random.Generator
     ) -> list[Trace]:
         """New and replayed traces in the order of training. A trace may occur more than once."""
-        num = len(fresh) * self._config.replay_batches
+        num = len(fresh) * self._batches
         num_kept = min(self._config.num_anchors, len(state.places))
         slots = rng.integers(num_kept, size=num // ANCHOR_ONE_IN).tolist() if num_kept else []
         anchors = self._buffer.anchors([_number(slot, state.places[slot]) for slot in slots])

@@ -107,6 +107,12 @@ def never_back(setup: Setup) -> Setup:
     return replace(setup, config=setup.config.model_copy(update={"gate": gate}))
 
 
+def replaying_the_least(setup: Setup) -> Setup:
+    """No round replays more than it must, whatever the time."""
+    trainer = setup.config.trainer.model_copy(update={"max_replay_batches": 0})
+    return replace(setup, config=setup.config.model_copy(update={"trainer": trainer}))
+
+
 def _loop(setup: Setup) -> ClosedLoop:
     assert setup.times is not None, "the control decides by step times"
     return ClosedLoop(setup.requests, setup.config, setup.times, seed=setup.seed)
@@ -136,6 +142,7 @@ RIVALS: dict[str, Contender] = {
     names.MIXED_SERVED: lambda setup: served(mixed(setup), learns=True),
     names.MIXED_CHARGED: lambda setup: served(mixed(setup), learns=True, is_charged=True),
     names.MIXED_NEVER_BACK: lambda setup: served(never_back(mixed(setup)), learns=True),
+    names.MIXED_LEAST: lambda setup: served(replaying_the_least(mixed(setup)), learns=True),
     names.MIXED_STATIC: lambda setup: replayed(_loop(mixed(setup)), setup),
     names.MIXED_NIGHTLY: lambda setup: nightly(mixed(setup)),
     names.MIXED_SUFFIX_LOOP: lambda setup: with_suffix(mixed(setup)),

@@ -70,7 +70,7 @@ class IdleTrainer:
     async def num_new_traces(self) -> int:
         return 0
 
-    async def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
+    async def run_round(self, base: DraftRelease, line: int, replay_batches: int) -> RoundOutcome:
         raise AssertionError("there are no new traces")
 
     async def candidate(self, outcome: RoundOutcome) -> str:

@@ -45,6 +45,10 @@ class ChargedTraining:
         self._num_wakes = num_wakes
         return self._meter.decide(self._now).ok
 
+    def budget(self) -> tuple[float, float]:
+        """(the time now, seconds that a round may take for the engine's sake)"""
+        return self._now, self._meter.affordable_s()
+
     def add_round(self, outcome: RoundOutcome, cpu_s: float, *, is_published: bool) -> None:
         """A round took so many seconds of the core."""
         for _ in range(3):

@@ -7,6 +7,7 @@ benches that run the engine measure the speed of serving.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from benchmarks.replays.served import TARGET_ID, EveryStep, Served, Server, feat
 from buffers.memory import MemoryTraceBuffer
 from osd.config.schema import Config
 from osd.control.drift import DriftDetector
+from osd.control.effort import Effort
 from osd.control.policy import earlier_to_recall, predicted_alpha, should_publish
 from osd.control.recall import LookTimes, choose_earlier
 from osd.records import DraftRelease, Event, RoundOutcome, SpecWindow, Trace
@@ -48,10 +50,11 @@ def learn(
     """Serve the requests; train whenever the configuration says so, as if training took no time.
 
     `arrivals`: seconds at which the requests end, by default one after the other each second.
-    `may_rest`: training rests where it brings nothing, as in the service; without it every curve
-    has the same rounds. `server`: how they are served, by default with k_max draft tokens in every
-    step. `charged`: training rests where it does not pay. `max_rounds`: it ends after so many.
-    `target`: the trainer's teacher, which `trainer.sampling` student and mixed, and heads, need.
+    `may_rest`: training rests where it brings nothing, and a round replays as much as there is time
+    for, as in the service; without it every curve has the same rounds. `server`: how they are
+    served, by default with k_max draft tokens in every step. `charged`: training rests where it
+    does not pay. `max_rounds`: it ends after so many. `target`: the trainer's teacher, which
+    `trainer.sampling` student and mixed, and heads, need.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -69,7 +72,7 @@ def learn(
     detector = DriftDetector(config.trainer, TARGET_ID)
     server = server or EveryStep(requests, k, features_of(target, k), is_sampled=is_sampled)
     server.swap(serving.path, None)
-    releases = _Releases(config, trainer, store, detector)
+    releases, effort = _Releases(config, trainer, store, detector), Effort(config.trainer)
     rounds: list[_Round] = []
     ended: list[Served] = []
     cpu_s = np.zeros(len(requests))
@@ -85,6 +88,8 @@ def learn(
         releases.add(window)
         is_wanted = not may_rest or detector.decide(at).ok
         is_wanted &= charged is None or charged.pays(detector.num_wakes)
+        if not is_wanted:
+            effort.rest()
         is_wanted &= len(rounds) != max_rounds
         is_due = is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces
         may_look = is_due or (may_rest and not is_wanted)
@@ -95,7 +100,14 @@ def learn(
                 charged.note_recall()
         if is_due:
             base = replace(serving, judged_since=store.judged_since())
-            one = _run_round(trainer, base, config, served.index, store.line(TARGET_ID))
+            batches = config.trainer.replay_batches
+            if may_rest:
+                now, affordable_s = (at, math.inf) if charged is None else charged.budget()
+                batches = effort.begin_round(
+                    trainer.num_new_traces(), now=now, affordable_s=affordable_s
+                )
+            one = _run_round(trainer, base, config, served.index, store.line(TARGET_ID), batches)
+            effort.end_round(replace(one.outcome, seconds=one.cpu_s if charged else 0.0))
             rounds.append(one)
             spent += one.cpu_s
             detector.add(one.outcome)
@@ -170,10 +182,10 @@ class _Releases:
 
 
 def _run_round(
-    trainer: Trainer, serving: DraftRelease, config: Config, index: int, line: int
+    trainer: Trainer, serving: DraftRelease, config: Config, index: int, line: int, batches: int
 ) -> _Round:
     started, cpu_started = time.perf_counter(), time.process_time()
-    outcome = trainer.run_round(serving, line=line)
+    outcome = trainer.run_round(serving, line=line, replay_batches=batches)
     seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
     is_better = should_publish(outcome, serving, config.gate, False).ok
     return _Round(outcome, seconds, cpu_s, is_better, index)

@@ -10,12 +10,13 @@
     watch   feed, heartbeats, stats   seconds_between_looks  time alone          roll back
     train   traces in the buffer      min_new_traces, worth  traffic, `resume`   publish, recall
 
-The drift detector decides whether a round may bring something (`osd/control/drift.py`), and the
-payback meter whether that is worth what it takes (`osd/control/payback.py`). Between rounds an
-earlier draft may serve again, whose traffic has returned (`osd/control/recall.py`). A rollback
-does not wait for a round: the trainer's replay runs beside the watch loop. The release store on
-disk decides what is current, and `wanted` in Redis follows it. Redis away, a full disk or a dead
-trainer ends no loop: each trouble is said once, then tried again with growing pauses.
+The drift detector decides whether a round may bring something (`osd/control/drift.py`), the payback
+meter whether that is worth what it takes (`osd/control/payback.py`); how much a round replays
+follows from the time there is (`osd/control/effort.py`). Between rounds an earlier draft may serve
+again, whose traffic has returned (`osd/control/recall.py`). A rollback does not wait for a round:
+the trainer's replay runs beside the watch loop. The release store on disk decides what is current,
+and `wanted` in Redis follows it. Redis away, a full disk or a dead trainer ends no loop: each
+trouble is said once, then tried again with growing pauses.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from osd.config.schema import Config
 from osd.control import policy
 from osd.control.canary import CanaryWatch
 from osd.control.drift import DriftDetector
+from osd.control.effort import Effort
 from osd.control.engine_terms import TermsKeeper
 from osd.control.feed_client import FeedClient
 from osd.control.payback import PaybackMeter
@@ -72,7 +74,7 @@ class ControlLoops:
         self._detector = DriftDetector(
             config.trainer, target_id, since=releases.began_at(target_id)
         )
-        self.payback = PaybackMeter(config.trainer)
+        self.payback, self._effort = PaybackMeter(config.trainer), Effort(config.trainer)
         self.feed = FeedClient(registry, history, self._detector)
         tell = self.feed.tell
         self.replicas = ReplicaWatch(registry, tell, clock)
@@ -193,6 +195,8 @@ class ControlLoops:
             self.payback.renew()
         before = self._told_resting
         is_resting = self._detector.is_resting or self.payback.is_resting
+        if is_resting:
+            self._effort.rest()
         self._told_resting = is_resting
         if before is None or before == is_resting:
             return
@@ -242,7 +246,7 @@ class ControlLoops:
                 if (is_due or (num_new and self._told_resting)) and recall.is_due():
                     await self._look_back(recall)
                 if is_due:
-                    await self._run_round(trainer, recall)
+                    await self._run_round(trainer, recall, num_new)
             except ReleaseError as error:
                 await self._disk_outage.pause(str(error), log)
             await self._clock.sleep(self._config.control.seconds_between_looks)
@@ -278,16 +282,19 @@ class ControlLoops:
         waited_s = now - self._waiting_since
         return policy.should_train(num_new, waited_s, config, self.releases.is_paused)
 
-    async def _run_round(self, trainer: TrainerLink, recall: Recall) -> None:
+    async def _run_round(self, trainer: TrainerLink, recall: Recall, num_new: int) -> None:
         found = await self.releases.base()
         if found is None:
             return
         base, line = found
-        self.phase, self.phase_detail = "training", f"from v{base.version}"
-        self._waiting_since = None
-        outcome = await trainer.run_round(base, line)
+        now, affordable_s = self._clock.monotonic(), self.payback.affordable_s()
+        batches = self._effort.begin_round(num_new, now=now, affordable_s=affordable_s)
+        detail = f"from v{base.version}, {batches} batches replayed for each new one"
+        self.phase, self.phase_detail, self._waiting_since = "training", detail, None
+        outcome = await trainer.run_round(base, line, batches)
         self.phase, self.phase_detail = "waiting", ""
         if outcome is not None:
+            self._effort.end_round(outcome)
             first_on = self._canary.choose(self.replicas.lasting, base.target_id)
             needed = self.replicas.versions | await recall.worth_keeping()
             is_published = await self.releases.conclude(outcome, needed, first_on)

@@ -56,6 +56,8 @@ MIN_BUSY = 0.02
 """An engine that has requests in fewer of its heartbeats neither loses nor gains."""
 STRETCHES = (1, 2, 4, 8)
 """Rounds that are looked at together."""
+AFFORDABLE = 0.25
+"""Share of what a round may save that a longer one than the least may take."""
 WAKE = 1.2
 """A rest ends when what is saved exceeds what is taken by this factor."""
 
@@ -156,6 +158,16 @@ class PaybackMeter:
             f"{found.saved_s:.1f} s of the next {span(found.within_s)} (trainer.payback_seconds)"
         )
         return Decision(not self.is_resting, f"at rest: {text}" if self.is_resting else text)
+
+    def affordable_s(self) -> float:
+        """Seconds that a round may last and still take `AFFORDABLE` of what it is expected to save;
+        0.0 while that is not known. Infinite where rounds take nothing, or may take anything."""
+        found = self.figures()
+        if not self._within_s or (found is not None and found.taken_s <= 0):
+            return math.inf
+        if found is None:
+            return 0.0
+        return AFFORDABLE * found.saved_s * median(self._round_s) / found.taken_s
 
     def figures(self) -> Payback | None:
         """None while it is not known what a round takes, or brings."""

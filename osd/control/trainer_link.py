@@ -85,8 +85,12 @@ class TrainerLink:
     async def num_new_traces(self) -> int | None:
         return await self._answer(COUNTING, self._trainer.num_new_traces)
 
-    async def run_round(self, base: DraftRelease, line: int) -> RoundOutcome | None:
-        return await self._answer(TRAINING, lambda: self._trainer.run_round(base, line))
+    async def run_round(
+        self, base: DraftRelease, line: int, replay_batches: int
+    ) -> RoundOutcome | None:
+        return await self._answer(
+            TRAINING, lambda: self._trainer.run_round(base, line, replay_batches)
+        )
 
     async def evaluate_releases(
         self, versions: list[DraftRelease], num_traces: int

@@ -211,11 +211,13 @@ class TrainerActor:
     def machine(self) -> str:
         return socket.gethostname()
 
-    def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
+    def run_round(self, base: DraftRelease, line: int, replay_batches: int) -> RoundOutcome:
         base = self._here(base)
         self._pace.begin()
         with self._purges.around_round():
-            return self._trainer.run_round(base, on_step=self._pace, line=line)
+            return self._trainer.run_round(
+                base, on_step=self._pace, line=line, replay_batches=replay_batches
+            )
 
     def num_new_traces(self) -> int:
         self._purges.look()

@@ -265,3 +265,16 @@ def test_what_is_handed_on_stays_as_it_is(kind: type) -> None:
     if kind is not Coarse:
         with pytest.raises(TypeError, match="positional"):
             kind(*[None] * len(fields(kind)))
+
+
+@pytest.mark.parametrize(("asked", "num_steps"), [(None, 2 + 2), (3, 2 + 6), (0, 2)])
+def test_a_round_replays_as_many_batches_as_it_is_asked_to(
+    tmp_path: Path, base: DraftRelease, asked: int | None, num_steps: int
+) -> None:
+    buffer = buffer_with(*chain_traces(16))
+    trainer = trainer_at(tmp_path, buffer, replay_batches=1, batch_size=8)
+    num_new = trainer.num_new_traces()
+    outcome = trainer.run_round(base, replay_batches=asked)
+    assert (num_new, outcome.num_steps) == (16, num_steps)
+    buffer.put(chain_traces(16))
+    assert trainer.run_round(base).num_steps == 4, "what was asked for counts once"

@@ -159,6 +159,7 @@ class FakeTrainer:
         """Earlier releases beside the serving one."""
         self.calls: list[str] = []
         self.lines: list[int] = []
+        self.replayed: list[int] = []
         self.since: list[float] = []
         """Of each round."""
         self.death: Exception | None = None
@@ -181,9 +182,10 @@ class FakeTrainer:
             raise self.death
         return self.num_new if self.rounds else 0
 
-    async def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
+    async def run_round(self, base: DraftRelease, line: int, replay_batches: int) -> RoundOutcome:
         self.calls.append(f"round from v{base.version}")
         self.lines.append(line)
+        self.replayed.append(replay_batches)
         self.since.append(base.judged_since)
         await self.gate_open.wait()
         step = self.rounds.pop(0)
@@ -663,6 +665,31 @@ async def test_without_redis_rounds_that_bring_nothing_count_too(world: World) -
     assert len(world.trainer.calls) == 6
 
 
+@pytest.mark.parametrize(
+    ("trainer", "rests", "replayed"),
+    [
+        ({"payback_seconds": 0.0}, False, [8, 25]),
+        ({"payback_seconds": 600.0}, False, [8, 8]),
+        ({"payback_seconds": 0.0, "patience_rounds": 1, "max_idle_seconds": 15.0}, True, [8, 8]),
+    ],
+)
+async def test_a_round_replays_as_much_as_there_is_time_for_and_engines_can_spare(
+    world: World, trainer: dict[str, float], rests: bool, replayed: list[int]
+) -> None:
+    """A step takes a quarter of a second, and 20 seconds pass from one round to the next: half of
+    that is 40 steps, and 12 new traces are 1.5. What rounds take from this engine nobody knows."""
+    world.trainer.num_new = 12
+    world.configure("trainer", **trainer, min_new_traces=12)
+    async with world.running():
+        world.trainer.rounds.append(no_gain if rests else world.trainer.better)
+        await world.until(lambda: "refused" in world.kinds() or "published" in world.kinds())
+        await world.a_few_looks()
+        world.clock.move(20)
+        world.trainer.rounds.append(no_gain)
+        await world.until(lambda: len(world.trainer.replayed) == 2)
+    assert world.trainer.replayed == replayed
+
+
 async def test_redis_away_stops_nothing_and_is_caught_up(world: World) -> None:
     async with world.running():
         await world.until(lambda: world.wanted() == 1)
@@ -810,7 +837,10 @@ async def test_pause_holds_over_a_restart_and_refuses_the_round_under_way(world:
         world.trainer.rounds.append(world.trainer.better)
         await world.until(lambda: world.trainer.calls == ["round from v1"])
         status = await world.controller.status()
-        assert (status.phase, status.phase_detail) == ("training", "from v1")
+        assert (status.phase, status.phase_detail) == (
+            "training",
+            "from v1, 8 batches replayed for each new one",
+        )
         await world.controller.pause()
         world.trainer.gate_open.set()
         await world.until(lambda: world.kinds() == ["paused", "refused"])

@@ -130,6 +130,46 @@ def test_what_a_round_takes_and_saves() -> None:
     assert not here.meter.is_resting and here.meter.decide(here.now).ok
 
 
+def test_what_a_round_may_take_where_more_is_replayed() -> None:
+    """A quarter of what it is expected to save, in seconds of the trainer's work."""
+    here = after_rounds(0)
+    assert here.meter.affordable_s() == 0, "nothing is known"
+    here.round()
+    here.round()
+    share, saved_s = 1 - 1 / 1.25, figures(here).saved_s
+    assert here.meter.affordable_s() == pytest.approx(saved_s / 4 / share)
+    here.round(seconds=30)
+    here.round(seconds=30)
+    here.round(seconds=30)
+    assert figures(here).taken_s == pytest.approx(30 * share)
+    here_saved_s = figures(here).saved_s
+    assert here.meter.affordable_s() == pytest.approx(here_saved_s / 4 / share), "how long they are"
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 0.99])
+def test_a_trainer_that_takes_nothing_may_replay_for_ever(slowdown: float) -> None:
+    here = Deployment()
+    here.slowdown = slowdown
+    here.beat(10)
+    assert here.meter.affordable_s() == 0
+    here.round()
+    here.round()
+    assert here.meter.affordable_s() == math.inf
+
+
+def test_where_training_may_take_anything_it_may_replay_for_ever() -> None:
+    assert Deployment(payback_seconds=0).meter.affordable_s() == math.inf
+
+
+def test_where_nobody_can_tell_no_more_is_replayed() -> None:
+    here = Deployment()
+    here.fixed = {"replica-0"}
+    here.beat(10)
+    here.round()
+    here.round()
+    assert here.meter.affordable_s() == 0
+
+
 def test_a_pace_that_wanders_is_held_against_that_just_before() -> None:
     here = Deployment()
     here.beat(10)

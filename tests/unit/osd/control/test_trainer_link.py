@@ -48,7 +48,7 @@ class FakeTrainer:
     async def num_new_traces(self) -> int:
         return self._do("num_new_traces", 7)
 
-    async def run_round(self, base: DraftRelease, line: int) -> RoundOutcome:
+    async def run_round(self, base: DraftRelease, line: int, replay_batches: int) -> RoundOutcome:
         return self._do("run_round", OUTCOME)
 
     async def candidate(self, outcome: RoundOutcome) -> str:
@@ -102,7 +102,7 @@ class Told:
     async def call(self, method: str) -> Any:
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
             "num_new_traces": self.link.num_new_traces,
-            "run_round": lambda: self.link.run_round(RELEASE, 1),
+            "run_round": lambda: self.link.run_round(RELEASE, 1, 8),
             "evaluate_releases": lambda: self.link.evaluate_releases([RELEASE], 9),
             "compare_earlier": lambda: self.link.compare_earlier(RELEASE, [RELEASE], 16),
         }

@@ -132,8 +132,10 @@ class Heard:
     def begin(self) -> None:
         self.heard.append("begin")
 
-    def run_round(self, base: str, on_step: Any = None, *, line: int = 0) -> str:
-        self.heard.append((base, on_step, line))
+    def run_round(
+        self, base: str, on_step: Any = None, *, line: int = 0, replay_batches: int = 0
+    ) -> str:
+        self.heard.append((base, on_step, line, replay_batches))
         self.num_purges += self.is_purged_meanwhile
         return "outcome"
 
@@ -171,10 +173,10 @@ def actor() -> TrainerActor:
     return actor
 
 
-def test_a_round_over_there_is_paced_and_knows_its_line(actor: TrainerActor) -> None:
+def test_a_round_over_there_is_paced_and_told_what_it_needs(actor: TrainerActor) -> None:
     heard: Any = actor._trainer
-    assert actor.run_round("base", 7) == "outcome"  # type: ignore[arg-type, comparison-overlap]
-    assert heard.heard == ["begin", ("base here", heard, 7)]
+    assert actor.run_round("base", 7, 9) == "outcome"  # type: ignore[arg-type, comparison-overlap]
+    assert heard.heard == ["begin", ("base here", heard, 7, 9)]
 
 
 def test_the_trainer_forgets_where_traces_were_purged(actor: TrainerActor) -> None:
@@ -183,7 +185,7 @@ def test_the_trainer_forgets_where_traces_were_purged(actor: TrainerActor) -> No
     heard.num_purges = 1
     assert actor.num_new_traces() == 5 and heard.heard == ["forget"]
     heard.is_purged_meanwhile = True
-    actor.run_round("base", 7)  # type: ignore[arg-type]
+    actor.run_round("base", 7, 9)  # type: ignore[arg-type]
     assert heard.heard[-1] == "forget", "the round went on with what it had read"
 
 
