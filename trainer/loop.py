@@ -47,8 +47,6 @@ from trainer.working_draft import WorkingDraft
 if TYPE_CHECKING:
     from buffers.base import TraceBuffer
 
-PART = 64
-"""New traces that are trained on together with what is replayed beside them."""
 FOR_ONE_FIT = 4
 """Traces read for each that is to be replayed: some have a single token, or are malformed."""
 KEEP_CANDIDATES = 3
@@ -241,11 +239,13 @@ class Trainer:
 
         Replayed traces are drawn part by part: those of a large round would not fit in memory.
         """
+        size_of_part = self._mix.most_new
         vocab_size, size, rng = distiller.model.vocab_size, self._config.batch_size, self._rng(0)
         fresh, seen, sampling_rng = new.traces, self._working.state.replay, self._rng(2)
         done = 0
-        for start in range(0, len(fresh), PART):
-            part, num_left = fresh[start : start + PART], max(0, len(fresh) - start - PART)
+        for start in range(0, len(fresh), size_of_part):
+            part = fresh[start : start + size_of_part]
+            num_left = len(fresh) - start - len(part)
             pool, _ = trainable(self._mix.pool(part, new.end, seen, rng), vocab_size)
             if self._student is not None:
                 assert isinstance(distiller.model, RowModel), "a head has no answers of its own"

@@ -37,6 +37,8 @@ RECENT_ROUNDS = 8
 ANCHOR_ONE_IN = 8
 PART = 64
 """Traces read at a time: those of a whole round may not fit in memory twice."""
+MOST_NEW, MOST_POOLED = 64, 576
+"""Traces that are in memory to be trained on: new ones, and with those replayed beside them."""
 EVERYTHING = 1 << 62
 """More traces than any buffer holds."""
 Cursor = dict[str, int]
@@ -114,6 +116,13 @@ class ReplayMix:
     def begin_round(self, batches: int | None) -> None:
         """Replay so many older batches for every batch of new traces; None: as configured."""
         self._batches = self._config.replay_batches if batches is None else batches
+
+    @property
+    def most_new(self) -> int:
+        """New traces of a round that are trained on together: whole batches, where they hold
+        one."""
+        most = max(1, min(MOST_NEW, MOST_POOLED // (1 + self._batches)))
+        return most - most % self._config.batch_size or most
 
     def pool(
         self, fresh: Sequence[Trace], cursor: Cursor, state: ReplayState, rng: np.random.Generator

@@ -31,8 +31,9 @@ from trainer.batch import collate
 from trainer.distiller import Distiller
 from trainer.draft import load_draft
 from trainer.guard import NUM_WATCHED
-from trainer.loop import PART, Trainer
+from trainer.loop import Trainer
 from trainer.loss import LOSSES
+from trainer.replay import MOST_NEW
 
 
 @pytest.fixture
@@ -175,9 +176,9 @@ def test_a_large_round_is_drawn_in_parts(
     monkeypatch.setattr(buffer, "sample", counting)
     trainer = trainer_at(tmp_path / "t", buffer, batch_size=32, max_new_traces=512)
     num_fresh = trainer.num_new_traces()
-    assert num_fresh > 2 * PART
+    assert num_fresh > 2 * MOST_NEW
     outcome = trainer.run_round(base, lambda done, total, _: steps.append((done, total)))
-    assert max(asked) <= 4 * PART
+    assert max(asked) <= 4 * MOST_NEW
     assert sum(asked) == 4 * num_fresh
     assert len(set(map(tuple, given))) == len(given), "every part has draws of its own"
     assert outcome.num_steps == len(steps) == steps[-1][1]

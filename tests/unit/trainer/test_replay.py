@@ -89,6 +89,20 @@ def test_each_new_trace_has_as_many_replayed_beside_it(num_fresh: int, replay_ba
     )
 
 
+@pytest.mark.parametrize(
+    ("batches", "batch_size", "most"),
+    [(0, 8, 64), (8, 8, 64), (9, 8, 56), (32, 8, 16), (32, 32, 17), (200, 8, 2), (5000, 8, 1)],
+)
+def test_the_more_is_replayed_the_fewer_new_traces_are_in_memory_at_once(
+    batches: int, batch_size: int, most: int
+) -> None:
+    mix = ReplayMix(config(batch_size=batch_size, replay_batches=1), buffer_with())
+    mix.begin_round(batches)
+    assert mix.most_new == most, "no more than 576 in all, in whole batches"
+    mix.begin_round(None)
+    assert mix.most_new == 64
+
+
 def test_few_different_traces_come_as_often_as_needed() -> None:
     pool = Rounds(buffer_with(), num_anchors=0).round(*chain_traces(3))
     assert set(Counter(ids(pool)).values()) == {5}
