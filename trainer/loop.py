@@ -8,8 +8,8 @@
         yes: undo, halve the learning rate ───────────────► checkpoints/N ─► RoundOutcome
 
 Waits for nothing: a round takes the traces that are there. A trainer that is killed starts again
-from the last finished round. Given the same traces it ends with the same weights, because all draws
-of a round depend only on the seed and the round's number.
+from the last finished round. Given the same traces, and as many batches to replay, it ends with the
+same weights, because all draws of a round depend only on the seed and the round's number.
 """
 
 from __future__ import annotations
@@ -239,12 +239,11 @@ class Trainer:
 
         Replayed traces are drawn part by part: those of a large round would not fit in memory.
         """
-        size_of_part = self._mix.most_new
         vocab_size, size, rng = distiller.model.vocab_size, self._config.batch_size, self._rng(0)
         fresh, seen, sampling_rng = new.traces, self._working.state.replay, self._rng(2)
-        done = 0
-        for start in range(0, len(fresh), size_of_part):
-            part = fresh[start : start + size_of_part]
+        done, most = 0, self._mix.most_new
+        for start in range(0, len(fresh), most):
+            part = fresh[start : start + most]
             num_left = len(fresh) - start - len(part)
             pool, _ = trainable(self._mix.pool(part, new.end, seen, rng), vocab_size)
             if self._student is not None:
@@ -294,6 +293,7 @@ class Trainer:
             holdout_loss_before=before,
             holdout_loss_after=after,
             padding=progress.padding,
+            replay_batches=self._mix.batches,
             num_new_rows=sum(trace.num_rows for trace in new.traces),
             num_contradicting=new.num_contradicting,
             num_student_traces=progress.sampled.num_traces,

@@ -37,8 +37,10 @@ RECENT_ROUNDS = 8
 ANCHOR_ONE_IN = 8
 PART = 64
 """Traces read at a time: those of a whole round may not fit in memory twice."""
-MOST_NEW, MOST_POOLED = 64, 576
-"""Traces that are in memory to be trained on: new ones, and with those replayed beside them."""
+MOST_NEW = 64
+"""New traces of a round that are in memory at a time."""
+MOST_POOLED = 576
+"""With those that are replayed beside them, as long as one new trace leaves room."""
 EVERYTHING = 1 << 62
 """More traces than any buffer holds."""
 Cursor = dict[str, int]
@@ -111,24 +113,25 @@ class ReplayMix:
 
     def __init__(self, config: TrainerConfig, buffer: TraceBuffer) -> None:
         self._config, self._buffer = config, buffer
-        self._batches = config.replay_batches
+        self.batches = config.replay_batches
+        """Older batches replayed for every batch of new traces."""
 
     def begin_round(self, batches: int | None) -> None:
         """Replay so many older batches for every batch of new traces; None: as configured."""
-        self._batches = self._config.replay_batches if batches is None else batches
+        self.batches = self._config.replay_batches if batches is None else batches
 
     @property
     def most_new(self) -> int:
-        """New traces of a round that are trained on together: whole batches, where they hold
-        one."""
-        most = max(1, min(MOST_NEW, MOST_POOLED // (1 + self._batches)))
+        """New traces of a round that are trained on together. Whole batches of them, where there is
+        room for one: else the last step of each part would be of a few traces."""
+        most = max(1, min(MOST_NEW, MOST_POOLED // (1 + self.batches)))
         return most - most % self._config.batch_size or most
 
     def pool(
         self, fresh: Sequence[Trace], cursor: Cursor, state: ReplayState, rng: np.random.Generator
     ) -> list[Trace]:
         """New and replayed traces in the order of training. A trace may occur more than once."""
-        num = len(fresh) * self._batches
+        num = len(fresh) * self.batches
         num_kept = min(self._config.num_anchors, len(state.places))
         slots = rng.integers(num_kept, size=num // ANCHOR_ONE_IN).tolist() if num_kept else []
         anchors = self._buffer.anchors([_number(slot, state.places[slot]) for slot in slots])

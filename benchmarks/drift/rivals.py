@@ -109,7 +109,7 @@ def never_back(setup: Setup) -> Setup:
 
 def replaying_the_least(setup: Setup) -> Setup:
     """No round replays more than it must, whatever the time."""
-    trainer = setup.config.trainer.model_copy(update={"max_replay_batches": 0})
+    trainer = setup.config.trainer.model_copy(update={"max_replay_growth": 1.0})
     return replace(setup, config=setup.config.model_copy(update={"trainer": trainer}))
 
 

@@ -52,7 +52,7 @@ ARMS = (
     *(names.DRAFT_LOOP, names.LEARNING_DRAFT_LOOP),
     *(names.DRAWN_DRAFT_LOOP, names.DRAWN_SERVED, names.DRAWN_CHARGED, names.DRAWN_STATIC),
     *(names.MIXED_FROZEN_LOOP, names.MIXED_SERVED, names.MIXED_CHARGED, names.MIXED_NEVER_BACK),
-    *names.MIXED_RIVALS,
+    *(names.MIXED_LEAST, *names.MIXED_RIVALS),
     *TIMELESS,
 )
 QUICK_SCHEDULE = "home-and-de"

@@ -45,7 +45,7 @@ MIXED_WHOLE = "sampled drafts and memory: learning over trainer off, whole run, 
 MIXED_OVER = {
     rival: f"sampled drafts and memory: learning over {rival.removesuffix(', closed loop')}"
     for rival in names.MIXED_RIVALS
-}
+} | {names.MIXED_LEAST: "sampled drafts and memory: replaying as time allows over the least"}
 ALIKE = "trainer off over trainer off, last third"
 BURNT = "burning as much and learning nothing over trainer off, whole run, charged"
 

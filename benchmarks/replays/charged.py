@@ -36,6 +36,7 @@ class ChargedTraining:
         trainer = trainer.model_copy(update={"payback_seconds": WITHIN_S})
         self._meter, self._loop = PaybackMeter(trainer), loop
         self._now, self._version, self._num_wakes = 0.0, 1, 0
+        self._worked_s = 0.0
 
     def pays(self, num_wakes: int) -> bool:
         """Whether a round pays now. A request has ended, and the traffic has changed so often."""
@@ -45,9 +46,18 @@ class ChargedTraining:
         self._num_wakes = num_wakes
         return self._meter.decide(self._now).ok
 
-    def budget(self) -> tuple[float, float]:
-        """(the time now, seconds that a round may take for the engine's sake)"""
-        return self._now, self._meter.affordable_s()
+    @property
+    def now(self) -> float:
+        """Seconds of the replay, those in which the trainer worked included."""
+        return self._loop.clock + self._worked_s
+
+    @property
+    def is_resting(self) -> bool:
+        return self._meter.is_resting
+
+    def may_be_longer(self) -> bool:
+        """As of `PaybackMeter`."""
+        return self._meter.may_be_longer()
 
     def add_round(self, outcome: RoundOutcome, cpu_s: float, *, is_published: bool) -> None:
         """A round took so many seconds of the core."""
@@ -55,6 +65,7 @@ class ChargedTraining:
             self._beat(is_training=True)
         self._meter.add_round(replace(outcome, seconds=cpu_s), is_published=is_published)
         self._version += is_published
+        self._worked_s += cpu_s
 
     def note_recall(self) -> None:
         """An earlier draft serves."""

@@ -7,7 +7,6 @@ benches that run the engine measure the speed of serving.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -32,6 +31,9 @@ from osd.releases.store import ReleaseStore
 from trainer.loop import Trainer
 from trainer.sampling.teacher import Teacher
 
+NO_TIME_S = 1e-6
+"""Of a round that takes no time: all that may be replayed fits between two requests."""
+
 
 def learn(
     config: Config,
@@ -50,8 +52,8 @@ def learn(
     """Serve the requests; train whenever the configuration says so, as if training took no time.
 
     `arrivals`: seconds at which the requests end, by default one after the other each second.
-    `may_rest`: training rests where it brings nothing, and a round replays as much as there is time
-    for, as in the service; without it every curve has the same rounds. `server`: how they are
+    `may_rest`: training rests where it brings nothing, and rounds replay the most, as by a trainer
+    that takes no time; without it every curve has the same rounds. `server`: how they are
     served, by default with k_max draft tokens in every step. `charged`: training rests where it
     does not pay. `max_rounds`: it ends after so many. `target`: the trainer's teacher, which
     `trainer.sampling` student and mixed, and heads, need.
@@ -88,7 +90,7 @@ def learn(
         releases.add(window)
         is_wanted = not may_rest or detector.decide(at).ok
         is_wanted &= charged is None or charged.pays(detector.num_wakes)
-        if not is_wanted:
+        if detector.is_resting or (charged is not None and charged.is_resting):
             effort.rest()
         is_wanted &= len(rounds) != max_rounds
         is_due = is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces
@@ -100,14 +102,14 @@ def learn(
                 charged.note_recall()
         if is_due:
             base = replace(serving, judged_since=store.judged_since())
-            batches = config.trainer.replay_batches
-            if may_rest:
-                now, affordable_s = (at, math.inf) if charged is None else charged.budget()
-                batches = effort.begin_round(
-                    trainer.num_new_traces(), now=now, affordable_s=affordable_s
-                )
+            batches = effort.begin_round(
+                trainer.num_new_traces(),
+                now=float(served.index) if charged is None else charged.now,
+                may_be_longer=may_rest if charged is None else charged.may_be_longer(),
+            )
             one = _run_round(trainer, base, config, served.index, store.line(TARGET_ID), batches)
-            effort.end_round(replace(one.outcome, seconds=one.cpu_s if charged else 0.0))
+            seconds = NO_TIME_S if charged is None else one.cpu_s
+            effort.end_round(replace(one.outcome, seconds=seconds))
             rounds.append(one)
             spent += one.cpu_s
             detector.add(one.outcome)

@@ -122,10 +122,10 @@ class TrainerConfig(Section):
     replay_batches: int = Field(8, ge=0)
     """Older batches replayed for every batch of new traces, at least. Replay keeps the draft from
     forgetting, and new traffic is learnt by many passes over little data."""
-    max_replay_batches: int = Field(32, ge=0)
-    """As many are replayed where the trainer has time, and rounds take little from the engines
-    beside what they save ([when](operations.md#tuning)). Below `trainer.replay_batches` it does not
-    count."""
+    max_replay_growth: float = Field(4.0, ge=1, le=64)
+    """Up to so many times `trainer.replay_batches` are replayed where the trainer has time, and
+    rounds take little from the engines beside what they save ([when](operations.md#tuning)). 1 =
+    never more."""
     recent_fraction: float = Field(0.5, ge=0, le=1)
     """Share of the replayed traces, anchors aside, that comes from the last eight rounds. The
     others come from the whole buffer, each domain alike."""

@@ -1,18 +1,17 @@
 """How much of what is stored a round replays: as much as there is time for, where the engines lose
 little by it.
 
-    newest round: seconds, steps ─────► what a step takes ────────────┐
-    from its beginning to the next ───► half of that time ────────────┼─► batches replayed for each
-    payback: what saves far more ─────► `PaybackMeter.affordable_s` ──┘   one of new traces
+    newest round: seconds, steps ────────► what a step takes ─────────┐
+    time between the newest rounds ──────► half of it ────────────────┼─► batches replayed for each
+    `PaybackMeter.may_be_longer` ────────► more than the least, or not ┘   one of new traces
 
 New traffic is learnt by many passes over little data: where requests are few, a trainer with a
-device of its own would wait for them most of the time. The first round after a rest, or a start, is
-of the least size: what was known of the time between rounds is of before, and it is to end soon.
+device of its own would wait for them most of the time. The first round after a start, a rest or a
+pause replays the least: the time between rounds was another one before, and a shift of traffic is
+to be answered soon.
 """
 
 from __future__ import annotations
-
-import math
 
 from osd.config.schema import TrainerConfig
 from osd.records import RoundOutcome
@@ -27,40 +26,41 @@ class Effort:
 
     Example:
         effort = Effort(config.trainer)
-        batches = effort.begin_round(32, now=time.monotonic(), affordable_s=math.inf)  # 8
+        batches = effort.begin_round(32, now=time.monotonic(), may_be_longer=False)  # 8
         outcome = trainer.run_round(base, line, batches)
         effort.end_round(outcome)
-        effort.begin_round(32, now=time.monotonic(), affordable_s=math.inf)  # up to 32
+        effort.begin_round(32, now=time.monotonic(), may_be_longer=True)  # up to 32
     """
 
     def __init__(self, trainer: TrainerConfig) -> None:
         self._batch_size, self._most_new = trainer.batch_size, trainer.max_new_traces
         self._least = trainer.replay_batches
-        self._most = max(self._least, trainer.max_replay_batches)
-        self._began_at = math.nan
-        """When the newest round began; NaN after a rest."""
-        self._step_s = math.nan
-        """Seconds of a step, its share of all that a round does beside; NaN when not known."""
+        self._most = int(trainer.replay_batches * trainer.max_replay_growth)
+        self._began_at: float | None = None
+        """When the newest round began; None after a rest."""
+        self._gap_s: float | None = None
+        """From the beginning of the round before it."""
+        self._step_s: float | None = None
+        """Seconds of a step, with its share of all else that a round does; None when not known."""
 
-    def begin_round(self, num_new: int, *, now: float, affordable_s: float) -> int:
-        """Batches to replay for every batch of new traces.
-
-        now: seconds of any clock. affordable_s: seconds that the round may take for the engines'
-        sake; 0 where that is not known.
-        """
-        budget_s = min(SHARE_OF_TIME * (now - self._began_at), affordable_s)
-        step_s, self._began_at, self._step_s = self._step_s, now, math.nan
-        steps_of_new = min(max(num_new, 1), self._most_new) / self._batch_size
-        if math.isnan(budget_s) or math.isnan(step_s):
+    def begin_round(self, num_new: int, *, now: float, may_be_longer: bool) -> int:
+        """Batches to replay for every batch of new traces. `now`: seconds of any clock."""
+        gap_s = None if self._began_at is None else now - self._began_at
+        # A time without traffic is no time to spend: it has to be there twice.
+        gaps_s = [gap for gap in (gap_s, self._gap_s) if gap is not None]
+        step_s = self._step_s
+        self._began_at, self._gap_s, self._step_s = now, gap_s, None
+        if gap_s is None or step_s is None or not may_be_longer:
             return self._least
-        affordable = budget_s / (step_s * steps_of_new) - 1 if step_s > 0 else math.inf
-        return int(min(max(affordable, self._least), self._most))
+        num_steps = SHARE_OF_TIME * min(gaps_s) / step_s
+        steps_of_new = min(max(num_new, 1), self._most_new) / self._batch_size
+        return int(min(max(num_steps / steps_of_new - 1, self._least), self._most))
 
     def end_round(self, outcome: RoundOutcome) -> None:
-        """A round has ended with an outcome."""
-        if outcome.num_steps:
+        """A round has ended with an outcome. After one that was undone the next is a short one."""
+        if outcome.num_steps and outcome.seconds > 0 and not outcome.discarded:
             self._step_s = outcome.seconds / outcome.num_steps
 
     def rest(self) -> None:
-        """Training rests."""
-        self._began_at = math.nan
+        """There are no rounds for a while."""
+        self._began_at = self._gap_s = None

@@ -195,11 +195,10 @@ class ControlLoops:
             self.payback.renew()
         before = self._told_resting
         is_resting = self._detector.is_resting or self.payback.is_resting
-        if is_resting:
-            self._effort.rest()
         self._told_resting = is_resting
         if before is None or before == is_resting:
             return
+        self._effort.rest()
         now = self._clock.time()
         kind = "rests" if is_resting else "learns"
         await self.feed.tell(Event(at=now, kind=kind, text=self._is_worth_it(now).reason))
@@ -264,8 +263,12 @@ class ControlLoops:
         """Traces that no draft has learnt; 0 while nothing may be done about them."""
         config = self._config.trainer
         if self.releases.is_paused or not config.enabled:
+            self._effort.rest()
             return 0
-        num_new = await trainer.num_new_traces() or 0
+        counted = await trainer.num_new_traces()
+        if counted is None:
+            self._effort.rest()
+        num_new = counted or 0
         self.phase_detail = f"{num_new} of {config.min_new_traces} new traces"
         if not num_new:
             self._waiting_since = None
@@ -287,9 +290,11 @@ class ControlLoops:
         if found is None:
             return
         base, line = found
-        now, affordable_s = self._clock.monotonic(), self.payback.affordable_s()
-        batches = self._effort.begin_round(num_new, now=now, affordable_s=affordable_s)
-        detail = f"from v{base.version}, {batches} batches replayed for each new one"
+        if self._told_resting:  # it is to find out whether the rest is over
+            self._effort.rest()
+        now, may_be_longer = self._clock.monotonic(), self.payback.may_be_longer()
+        batches = self._effort.begin_round(num_new, now=now, may_be_longer=may_be_longer)
+        detail = f"from v{base.version}, {batches} stored batches for each new one"
         self.phase, self.phase_detail, self._waiting_since = "training", detail, None
         outcome = await trainer.run_round(base, line, batches)
         self.phase, self.phase_detail = "waiting", ""

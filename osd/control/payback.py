@@ -10,7 +10,8 @@ save them.
 
 Both are seconds of the engines' time, idle time left out. A trainer on a machine of its own takes
 nothing; one that shares a core, or a GPU, slows every step down while it works. What it takes is
-the median of rounds: one may fall on a machine that was suspended.
+the median of rounds: one may fall on a machine that was suspended. One that replayed more than the
+least (`effort.py`) counts as so many of the least, one after the other.
 
 What rounds bring is what the engine promises of a draft with fewer errors, times the share of such
 promises that came true: beside a memory, a draft that errs far less may make nothing faster. A
@@ -56,8 +57,11 @@ MIN_BUSY = 0.02
 """An engine that has requests in fewer of its heartbeats neither loses nor gains."""
 STRETCHES = (1, 2, 4, 8)
 """Rounds that are looked at together."""
-AFFORDABLE = 0.25
-"""Share of what a round may save that a longer one than the least may take."""
+LONGER, AFFORDABLE = 4, 0.25
+"""Rounds of the least whose work a longer one may do, and the share of what they save that they may
+take then."""
+MIN_ROUNDS = 2
+"""That show what rounds take, before one may be longer."""
 WAKE = 1.2
 """A rest ends when what is saved exceeds what is taken by this factor."""
 
@@ -74,6 +78,12 @@ class _Engine:
     seen_at: float = 0.0
     """Time of its newest heartbeat, by its own clock."""
     skew: Skew = field(default_factory=Skew)
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it serves, and has not shown what rounds take from it, or bring."""
+        is_measured = self.pace.slowdown is not None and self.gain.promise is not None
+        return not is_measured and self.busy.mean >= MIN_BUSY
 
     @property
     def is_silent(self) -> bool:
@@ -95,11 +105,13 @@ class PaybackMeter:
 
     def __init__(self, trainer: TrainerConfig) -> None:
         self._within_s, self._max_idle_s = trainer.payback_seconds, trainer.max_idle_seconds
+        self._least = trainer.replay_batches
         self._engines: dict[str, _Engine] = {}
         """Of all replicas there ever were: one that is away for a moment has not changed."""
         self._living: list[_Engine] = []
         self._progress = Progress()
         self._round_s: deque[float] = deque(maxlen=NEWEST_ROUNDS)
+        """Of the newest rounds, had they replayed the least."""
         self._rounds_at = 0.0
         """End of the newest round."""
         self._is_training, self._changed_at = False, 0.0
@@ -127,8 +139,10 @@ class PaybackMeter:
         if outcome.discarded == NO_TRACES:
             return
         self._has_outcome = True
-        self._round_s.append(outcome.seconds)
-        share = self._progress.add(outcome, is_published=is_published)
+        batches = self._least if outcome.replay_batches is None else outcome.replay_batches
+        num = max((1 + batches) / (1 + self._least), 1.0)
+        self._round_s.append(outcome.seconds / num)
+        share = self._progress.add(outcome, is_published=is_published, num=num)
         for engine in self._engines.values():
             engine.gain.end_round(share, is_published=is_published)
         self._rest_or_wake()
@@ -159,15 +173,16 @@ class PaybackMeter:
         )
         return Decision(not self.is_resting, f"at rest: {text}" if self.is_resting else text)
 
-    def affordable_s(self) -> float:
-        """Seconds that a round may last and still take `AFFORDABLE` of what it is expected to save;
-        0.0 while that is not known. Infinite where rounds take nothing, or may take anything."""
+    def may_be_longer(self) -> bool:
+        """Whether a round may replay more than the least: where rounds may take anything, or take
+        nothing, or the next `LONGER` of the least take `AFFORDABLE` of what they save."""
+        if not self._within_s:
+            return True
         found = self.figures()
-        if not self._within_s or (found is not None and found.taken_s <= 0):
-            return math.inf
-        if found is None:
-            return 0.0
-        return AFFORDABLE * found.saved_s * median(self._round_s) / found.taken_s
+        is_known = not any(engine.is_unknown for engine in self._living)
+        if found is None or not is_known or len(self._round_s) < MIN_ROUNDS:
+            return False
+        return found.taken_s <= AFFORDABLE * self._saved_s(LONGER, self._living)
 
     def figures(self) -> Payback | None:
         """None while it is not known what a round takes, or brings."""

@@ -198,18 +198,19 @@ class Progress:
 
     shares: Fading = field(default_factory=lambda: Fading(KEEP_ROUND))
 
-    def add(self, outcome: RoundOutcome, *, is_published: bool) -> float:
-        """A round has ended. Returns its share; one that was not judged says nothing."""
+    def add(self, outcome: RoundOutcome, *, is_published: bool, num: float = 1.0) -> float:
+        """A round has ended that did the work of so many. Returns its share; one that was not
+        judged says nothing."""
         if is_published and outcome.eval is None:
-            return self.of_rounds(1)
+            return self.of_rounds(num)
         share = 0.0
         if is_published and outcome.eval is not None and outcome.eval.alpha_base < 1:
             errors, left = 1 - outcome.eval.alpha_base, 1 - outcome.eval.alpha_candidate
             share = max(1 - left / errors, 0.0)
-        self.shares.add(share)
+        self.shares.add(1 - (1 - share) ** (1 / num))
         return share
 
-    def of_rounds(self, num: int) -> float:
+    def of_rounds(self, num: float) -> float:
         """Share expected of the next rounds together. Of a first one it is `FEWER_ERRORS`, and
         that weighs as much as a round that was measured."""
         prior = 1 - (1 - KEEP_ROUND) * self.shares.weight

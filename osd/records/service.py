@@ -226,7 +226,8 @@ class ServiceStatus:
 
     Example:
         ServiceStatus(deployment="default", target="llama-8b", draft="llama-160m",
-                      target_id="9f2c", version=4, k=4, phase="training", phase_detail="from v3")
+                      target_id="9f2c", version=4, k=4, phase="training",
+                      phase_detail="from v3, 8 stored batches for each new one")
     """
 
     deployment: str

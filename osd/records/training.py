@@ -127,6 +127,9 @@ class RoundOutcome:
     """Mean loss over the newest held-out traces; None when there were too few."""
     padding: float = 0.0
     """Share of the tokens computed that were padding."""
+    replay_batches: int | None = None
+    """Stored batches replayed for every batch of new traces; None: by a trainer that did not
+    say."""
     num_new_rows: int = 0
     """Rows of new traces that could be trained on."""
     num_contradicting: int = 0

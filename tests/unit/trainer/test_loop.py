@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -159,8 +160,9 @@ def test_of_too_many_new_traces_the_newest_are_used(tmp_path: Path, base: DraftR
 # What survives a kill
 
 
+@pytest.mark.parametrize(("batches", "most"), [(4, MOST_NEW), (17, 32)])
 def test_a_large_round_is_drawn_in_parts(
-    tmp_path: Path, base: DraftRelease, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, base: DraftRelease, monkeypatch: pytest.MonkeyPatch, batches: int, most: int
 ) -> None:
     buffer = buffer_with(*chain_traces(200))
     asked: list[int] = []
@@ -177,9 +179,13 @@ def test_a_large_round_is_drawn_in_parts(
     trainer = trainer_at(tmp_path / "t", buffer, batch_size=32, max_new_traces=512)
     num_fresh = trainer.num_new_traces()
     assert num_fresh > 2 * MOST_NEW
-    outcome = trainer.run_round(base, lambda done, total, _: steps.append((done, total)))
-    assert max(asked) <= 4 * MOST_NEW
-    assert sum(asked) == 4 * num_fresh
+    outcome = trainer.run_round(
+        base, lambda done, total, _: steps.append((done, total)), replay_batches=batches
+    )
+    assert max(asked) <= batches * most
+    sizes = [min(most, num_fresh - start) for start in range(0, num_fresh, most)]
+    assert len(steps) == sum(math.ceil(size * (1 + batches) / 32) for size in sizes)
+    assert outcome.replay_batches == batches
     assert len(set(map(tuple, given))) == len(given), "every part has draws of its own"
     assert outcome.num_steps == len(steps) == steps[-1][1]
     assert [done for done, _ in steps] == list(range(1, len(steps) + 1))

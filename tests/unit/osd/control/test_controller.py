@@ -665,28 +665,59 @@ async def test_without_redis_rounds_that_bring_nothing_count_too(world: World) -
     assert len(world.trainer.calls) == 6
 
 
+class Meanwhile:
+    """What happens in the 20 seconds between two rounds."""
+
+    @staticmethod
+    async def nothing(world: World) -> None:
+        await world.a_few_looks()
+        world.clock.set(3600)  # which is no time that there is
+
+    @staticmethod
+    async def pause(world: World) -> None:
+        await world.controller.pause()
+        await world.a_few_looks()
+        await world.controller.resume()
+
+    @staticmethod
+    async def trainer_away(world: World) -> None:
+        num_before = world.trainer.calls.count("dead")
+        world.trainer.death = AwayError("its machine is gone")
+        await world.until(lambda: world.trainer.calls.count("dead") > num_before)
+        world.trainer.death = None
+
+
 @pytest.mark.parametrize(
-    ("trainer", "rests", "replayed"),
+    ("trainer", "meanwhile", "replayed"),
     [
-        ({"payback_seconds": 0.0}, False, [8, 25]),
-        ({"payback_seconds": 600.0}, False, [8, 8]),
-        ({"payback_seconds": 0.0, "patience_rounds": 1, "max_idle_seconds": 15.0}, True, [8, 8]),
+        ({"payback_seconds": 0.0}, Meanwhile.nothing, [8, 25, 25]),
+        ({"payback_seconds": 0.0}, Meanwhile.pause, [8, 8, 8]),
+        ({"payback_seconds": 0.0}, Meanwhile.trainer_away, [8, 8, 8]),
+        ({"payback_seconds": 600.0}, Meanwhile.nothing, [8, 8, 8]),
+        (
+            {"payback_seconds": 0.0, "patience_rounds": 1, "max_idle_seconds": 15.0},
+            Meanwhile.nothing,
+            [8, 8, 8],
+        ),
     ],
 )
 async def test_a_round_replays_as_much_as_there_is_time_for_and_engines_can_spare(
-    world: World, trainer: dict[str, float], rests: bool, replayed: list[int]
+    world: World,
+    trainer: dict[str, float],
+    meanwhile: Callable[[World], Awaitable[None]],
+    replayed: list[int],
 ) -> None:
     """A step takes a quarter of a second, and 20 seconds pass from one round to the next: half of
-    that is 40 steps, and 12 new traces are 1.5. What rounds take from this engine nobody knows."""
+    that is 40 steps, and 12 new traces are 1.5. What rounds take from this engine nobody knows. The
+    last case rests after every round."""
     world.trainer.num_new = 12
     world.configure("trainer", **trainer, min_new_traces=12)
     async with world.running():
-        world.trainer.rounds.append(no_gain if rests else world.trainer.better)
-        await world.until(lambda: "refused" in world.kinds() or "published" in world.kinds())
-        await world.a_few_looks()
-        world.clock.move(20)
-        world.trainer.rounds.append(no_gain)
-        await world.until(lambda: len(world.trainer.replayed) == 2)
+        for num in (1, 2, 3):
+            world.trainer.rounds.append(no_gain)
+            await world.until(lambda num=num: world.kinds().count("refused") == num)  # type: ignore[misc]
+            await meanwhile(world)
+            world.clock.move(20)
     assert world.trainer.replayed == replayed
 
 
@@ -839,7 +870,7 @@ async def test_pause_holds_over_a_restart_and_refuses_the_round_under_way(world:
         status = await world.controller.status()
         assert (status.phase, status.phase_detail) == (
             "training",
-            "from v1, 8 batches replayed for each new one",
+            "from v1, 8 stored batches for each new one",
         )
         await world.controller.pause()
         world.trainer.gate_open.set()

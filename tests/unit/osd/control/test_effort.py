@@ -1,8 +1,7 @@
-"""How much a round replays: what there is time for, and what the engines can spare."""
+"""How much a round replays: what there is time for, where engines can spare it."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -12,78 +11,101 @@ from osd.control.effort import Effort
 from osd.records import RoundOutcome
 from tests.unit.osd.control.test_controller import make_outcome
 
-CONFIG = TrainerConfig(replay_batches=8, max_replay_batches=32, batch_size=8, max_new_traces=128)
+CONFIG = TrainerConfig(replay_batches=8, max_replay_growth=4, batch_size=8, max_new_traces=128)
 ROUND = replace(make_outcome("/c", 1), num_steps=36, seconds=3.6)
 """A step takes 0.1 s; 32 new traces are 4 steps, and 4 more for every batch that is replayed."""
 
 
-def effort_after(outcome: RoundOutcome | None = ROUND, config: TrainerConfig = CONFIG) -> Effort:
-    """Of a deployment whose first round began at 100."""
-    effort = Effort(config)
-    effort.begin_round(32, now=100.0, affordable_s=math.inf)
-    if outcome is not None:
-        effort.end_round(outcome)
-    return effort
+class Rounds:
+    """Rounds that begin so long after one another."""
+
+    def __init__(self, *gaps_s: float, config: TrainerConfig = CONFIG) -> None:
+        self.effort, self.now = Effort(config), 100.0
+        self.begin(0)
+        for gap_s in gaps_s:
+            self.effort.end_round(ROUND)
+            self.begin(gap_s)
+
+    def begin(self, gap_s: float, num_new: int = 32, *, may_be_longer: bool = True) -> int:
+        self.now += gap_s
+        return self.effort.begin_round(num_new, now=self.now, may_be_longer=may_be_longer)
+
+    def next(self, gap_s: float, num_new: int = 32, *, may_be_longer: bool = True) -> int:
+        """After one that took as long as all."""
+        self.effort.end_round(ROUND)
+        return self.begin(gap_s, num_new, may_be_longer=may_be_longer)
 
 
-def test_the_first_round_replays_no_more_than_it_must() -> None:
-    assert Effort(CONFIG).begin_round(32, now=1e6, affordable_s=math.inf) == 8
+def test_the_first_round_replays_the_least() -> None:
+    assert Effort(CONFIG).begin_round(32, now=1e6, may_be_longer=True) == 8
 
 
 @pytest.mark.parametrize(
     ("gap_s", "batches"),
-    [(7.2, 8), (8.0, 9), (16.0, 19), (26.6, 32), (3600.0, 32), (1.0, 8), (-3600.0, 8)],
+    [(7.2, 8), (8.1, 9), (16.1, 19), (26.5, 32), (3600.0, 32), (1.0, 8), (-3600.0, 8)],
 )
 def test_half_of_the_time_between_two_rounds_is_used(gap_s: float, batches: int) -> None:
     """Four steps of new traces, and four of each batch replayed, 0.1 s each."""
-    effort = effort_after()
-    assert effort.begin_round(32, now=100 + gap_s, affordable_s=math.inf) == batches
+    assert Rounds().next(gap_s) == batches
+    assert Rounds().next(gap_s, may_be_longer=False) == 8
 
 
 @pytest.mark.parametrize(
-    ("affordable_s", "batches"), [(0.0, 8), (3.6, 8), (8.0, 19), (13.3, 32), (math.inf, 32)]
+    ("num_new", "batches"), [(12, 52), (16, 39), (64, 9), (100, 8), (0, 255), (1, 255)]
 )
-def test_it_takes_no_more_than_the_engines_can_spare(affordable_s: float, batches: int) -> None:
-    assert effort_after().begin_round(32, now=1e6, affordable_s=affordable_s) == batches
-
-
-@pytest.mark.parametrize(("num_new", "batches"), [(16, 39), (64, 9), (100, 8), (0, 64), (500, 8)])
 def test_more_new_traces_leave_less_time_to_replay(num_new: int, batches: int) -> None:
-    """8 s are 80 steps, less those of the new traces; of 500 the newest 128 are trained on."""
-    config = CONFIG.model_copy(update={"max_replay_batches": 64})
-    effort = effort_after(config=config)
-    assert effort.begin_round(num_new, now=116.0, affordable_s=math.inf) == batches
+    """8 s are 80 steps, less those of the new traces."""
+    config = CONFIG.model_copy(update={"max_replay_growth": 255 / 8})
+    assert Rounds(config=config).next(16.05, num_new) == batches
 
 
-def test_a_trainer_that_takes_no_time_replays_as_much_as_it_may() -> None:
-    effort = effort_after(replace(ROUND, seconds=0.0))
-    assert effort.begin_round(32, now=100.0, affordable_s=math.inf) == 32
+def test_of_too_many_new_traces_the_newest_count() -> None:
+    """128 of them are 16 steps, and there is time for 320; 500 would be 62."""
+    assert Rounds().next(64.1, 500) == 19
 
 
-def test_the_first_round_after_a_rest_replays_no_more_than_it_must() -> None:
-    effort = effort_after()
-    effort.rest()
-    assert effort.begin_round(32, now=5000.0, affordable_s=math.inf) == 8
-    effort.end_round(ROUND)
-    assert effort.begin_round(32, now=5016.0, affordable_s=math.inf) == 19
+def test_a_time_without_traffic_is_no_time_to_spend() -> None:
+    """The shorter of the last two times between rounds counts."""
+    rounds = Rounds(16.1)
+    assert rounds.next(3600.0) == 19
+    assert rounds.next(16.1) == 19
+    assert rounds.next(7.0) == 8
+    assert rounds.next(16.1) == 8, "the last one was short"
 
 
-@pytest.mark.parametrize("outcome", [None, replace(ROUND, num_steps=0)])
-def test_after_a_round_that_failed_or_had_no_step_nothing_is_known(
+def test_the_first_round_after_a_rest_replays_the_least() -> None:
+    rounds = Rounds(26.5)
+    rounds.effort.rest()
+    assert rounds.next(5000.0) == 8
+    assert rounds.next(16.1) == 19, "what was before the rest no longer counts"
+    rounds.effort.end_round(ROUND)
+    rounds.effort.rest()
+    assert rounds.begin(26.5) == 8
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        None,
+        replace(ROUND, num_steps=0),
+        replace(ROUND, seconds=0.0),
+        replace(ROUND, discarded="held-out loss rose"),
+    ],
+)
+def test_after_a_round_that_failed_or_was_undone_the_least_is_replayed(
     outcome: RoundOutcome | None,
 ) -> None:
-    effort = effort_after(outcome)
-    assert effort.begin_round(32, now=1e6, affordable_s=math.inf) == 8
+    rounds = Rounds(26.5)
+    if outcome is not None:
+        rounds.effort.end_round(outcome)
+    assert rounds.begin(26.5) == 8
+    assert rounds.begin(26.5) == 8, "what one took counts for the next one alone"
+    assert rounds.next(26.5) == 32
 
 
-def test_what_a_round_took_counts_for_the_next_one_alone() -> None:
-    effort = effort_after()
-    effort.begin_round(32, now=200.0, affordable_s=math.inf)  # which fails
-    assert effort.begin_round(32, now=300.0, affordable_s=math.inf) == 8
-
-
-@pytest.mark.parametrize(("least", "most", "batches"), [(40, 32, 40), (0, 0, 0), (0, 5, 5)])
-def test_the_least_always_counts(least: int, most: int, batches: int) -> None:
-    config = CONFIG.model_copy(update={"replay_batches": least, "max_replay_batches": most})
-    effort = effort_after(config=config)
-    assert effort.begin_round(32, now=1e6, affordable_s=math.inf) == batches
+@pytest.mark.parametrize(
+    ("least", "growth", "batches"), [(8, 1.0, 8), (0, 4.0, 0), (2, 2.5, 5), (40, 2.0, 80)]
+)
+def test_how_far_it_may_grow(least: int, growth: float, batches: int) -> None:
+    given = {"replay_batches": least, "max_replay_growth": growth}
+    assert Rounds(config=CONFIG.model_copy(update=given)).next(3600.0) == batches

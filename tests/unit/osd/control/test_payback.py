@@ -130,44 +130,72 @@ def test_what_a_round_takes_and_saves() -> None:
     assert not here.meter.is_resting and here.meter.decide(here.now).ok
 
 
-def test_what_a_round_may_take_where_more_is_replayed() -> None:
-    """A quarter of what it is expected to save, in seconds of the trainer's work."""
-    here = after_rounds(0)
-    assert here.meter.affordable_s() == 0, "nothing is known"
-    here.round()
-    here.round()
-    share, saved_s = 1 - 1 / 1.25, figures(here).saved_s
-    assert here.meter.affordable_s() == pytest.approx(saved_s / 4 / share)
-    here.round(seconds=30)
-    here.round(seconds=30)
-    here.round(seconds=30)
-    assert figures(here).taken_s == pytest.approx(30 * share)
-    here_saved_s = figures(here).saved_s
-    assert here.meter.affordable_s() == pytest.approx(here_saved_s / 4 / share), "how long they are"
+def longer(batches: int) -> RoundOutcome:
+    """A round that replayed so many, where the least is 8."""
+    return replace(make_outcome("", 1), replay_batches=batches)
 
 
-@pytest.mark.parametrize("slowdown", [1.0, 0.99])
-def test_a_trainer_that_takes_nothing_may_replay_for_ever(slowdown: float) -> None:
+def test_a_round_that_replayed_more_counts_as_so_many_of_the_least() -> None:
+    """Else it would seem too dear to be made again, and training rest where the least pays."""
+    ones, fours = after_rounds(), after_rounds(0)
+    for _ in range(2):
+        fours.round(longer(35), seconds=40.0)
+    assert figures(fours).taken_s == pytest.approx(figures(ones).taken_s) == taken(1.25)
+    share = 0.5  # of the errors, which four rounds took
+    of_one = 1 - (1 - share) ** 0.25
+    assert fours.meter._progress.shares.mean == pytest.approx(of_one)
+    assert ones.meter._progress.shares.mean == pytest.approx(share)
+    fours.round(longer(2), seconds=10.0)
+    assert figures(fours).taken_s == pytest.approx(taken(1.25)), "fewer than the least count as it"
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "brings", "expected"), [(1.25, 1.04, False), (1.01, 1.04, True), (0.99, 1.0, True)]
+)
+def test_a_round_may_be_longer_where_many_take_little_of_what_they_save(
+    slowdown: float, brings: float, expected: bool
+) -> None:
     here = Deployment()
-    here.slowdown = slowdown
-    here.beat(10)
-    assert here.meter.affordable_s() == 0
-    here.round()
-    here.round()
-    assert here.meter.affordable_s() == math.inf
-
-
-def test_where_training_may_take_anything_it_may_replay_for_ever() -> None:
-    assert Deployment(payback_seconds=0).meter.affordable_s() == math.inf
-
-
-def test_where_nobody_can_tell_no_more_is_replayed() -> None:
-    here = Deployment()
-    here.fixed = {"replica-0"}
+    here.slowdown, here.brings = slowdown, brings
     here.beat(10)
     here.round()
+    assert not here.meter.may_be_longer(), "one round shows too little"
     here.round()
-    assert here.meter.affordable_s() == 0
+    assert here.meter.may_be_longer() is expected
+
+
+def test_a_quarter_of_what_the_next_four_rounds_save_is_the_most_they_may_take() -> None:
+    here = after_rounds(4)
+    saved_s = here.meter._saved_s(4, here.meter._living)
+    for factor, expected in ((0.24, True), (0.26, False)):
+        here.meter._round_s.clear()
+        here.meter._round_s.extend([factor * saved_s / (1 - 1 / 1.25)] * 2)
+        # How long rounds are counts in what is saved, too, but little.
+        assert here.meter.may_be_longer() is expected
+
+
+@pytest.mark.parametrize("kind", ["cannot tell", "new"])
+def test_where_not_all_that_serve_are_known_no_round_is_longer(kind: str) -> None:
+    here = Deployment(num_replicas=2)
+    here.spared = {"replica-0", "replica-1"}
+    if kind == "cannot tell":
+        here.fixed = {"replica-1"}
+    here.beat(10)
+    here.round()
+    here.round()
+    assert here.meter.may_be_longer() == (kind == "new")
+    if kind == "new":
+        here.names.append("replica-2")
+        here.beat(1)
+        assert not here.meter.may_be_longer()
+        here.idle.add("replica-2")
+        here.beat(2000)
+        assert here.meter.may_be_longer(), "it serves nothing"
+
+
+def test_where_training_may_take_anything_rounds_may_be_longer() -> None:
+    assert Deployment(payback_seconds=0).meter.may_be_longer()
+    assert not Deployment().meter.may_be_longer()
 
 
 def test_a_pace_that_wanders_is_held_against_that_just_before() -> None:
