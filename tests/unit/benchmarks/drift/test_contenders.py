@@ -14,10 +14,13 @@ import pytest
 
 from benchmarks.drift import contenders, names
 from benchmarks.replays.curve import Curve
+from benchmarks.replays.learning import learn
 from benchmarks.replays.recording import Recorded
 from benchmarks.traffic.recordings import load, save
 from osd.config.schema import CaptureConfig, Config, GateConfig, SpeculationConfig, TrainerConfig
+from osd.records import RoundOutcome
 from tests.support.tiny_drafts import chain_trace, save_draft
+from trainer.loop import Trainer
 
 
 def recorded(num: int, *, start: int = 0) -> list[Recorded]:
@@ -179,3 +182,24 @@ def test_counts_of_a_curve_do_not_depend_on_who_asks(draft: Path, tmp_path: Path
     assert {n: v.tolist() for n, v in learner.counts.items()} == {
         n: v.tolist() for n, v in frozen.counts.items()
     }
+
+
+@pytest.mark.parametrize(("may_rest", "replayed"), [(False, [2, 2, 2]), (True, [2, 8, 8])])
+def test_where_training_takes_no_time_rounds_replay_the_most(
+    draft: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    may_rest: bool,
+    replayed: list[int],
+) -> None:
+    seen: list[int | None] = []
+    run_round = Trainer.run_round
+
+    def spy(self: Trainer, *arguments: Any, **options: Any) -> RoundOutcome:
+        seen.append(options["replay_batches"])
+        return run_round(self, *arguments, **options)
+
+    monkeypatch.setattr(Trainer, "run_round", spy)
+    setup = a_setup(draft, tmp_path, 60, replay_batches=2, max_replay_growth=4)
+    learn(setup.config, draft, setup.requests, tmp_path / "run", seed=0, may_rest=may_rest)
+    assert seen == replayed

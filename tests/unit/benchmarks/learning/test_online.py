@@ -262,7 +262,7 @@ def test_without_its_package_no_arm_asks_for_suffix_decoding(
     assert set(found.sizes["left_out"]) == {names.SUFFIX_LOOP, names.MIXED_SUFFIX_LOOP}
 
 
-@pytest.mark.parametrize("arm", names.MIXED_RIVALS)
+@pytest.mark.parametrize("arm", [*names.MIXED_RIVALS, names.MIXED_LEAST])
 def test_every_rival_of_sampled_drafts_draws_them_too(
     draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arm: str
 ) -> None:
@@ -282,6 +282,8 @@ def test_every_rival_of_sampled_drafts_draws_them_too(
     assert config.speculation.is_sampled
     assert config.speculation.proposers == given.config.speculation.proposers
     assert memory == ("suffix decoding" if arm == names.MIXED_SUFFIX_LOOP else None)
+    growth = given.config.trainer.max_replay_growth
+    assert config.trainer.max_replay_growth == (1 if arm == names.MIXED_LEAST else growth)
 
 
 @pytest.mark.parametrize("arm", [names.MIXED_NIGHTLY, list(names.MIXED_OSD)[-1]])

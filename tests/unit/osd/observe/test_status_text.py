@@ -362,8 +362,9 @@ def test_a_pause() -> None:
 
 
 def test_training_under_way_and_training_switched_off() -> None:
-    busy = page(status(phase="training", phase_detail="from v4, 8 stored batches for each new one"), EVENTS)
-    assert "trainer     training from v4" in busy
+    detail = "from v4, 8 stored batches for each new one"
+    busy = page(status(phase="training", phase_detail=detail), EVENTS)
+    assert f"trainer     training {detail}" in busy
     looking = page(status(phase="comparing", phase_detail="with earlier drafts"), EVENTS)
     assert "trainer     comparing with earlier drafts" in looking
     off = page(status(training=False), EVENTS)
