@@ -124,8 +124,9 @@ class TrainerConfig(Section):
     forgetting, and new traffic is learnt by many passes over little data."""
     max_replay_growth: float = Field(4.0, ge=1, le=64)
     """Up to so many times `trainer.replay_batches` are replayed where the trainer has time, and
-    rounds take little from the engines beside what they save ([when](operations.md#tuning)). 1 =
-    never more."""
+    rounds take little from the engines beside what they save ([when](operations.md#tuning)). More
+    passes learn more of noise and of poison, too: with `trainer.averaging_rate` below 1 it is
+    always the least. 1 = never more."""
     recent_fraction: float = Field(0.5, ge=0, le=1)
     """Share of the replayed traces, anchors aside, that comes from the last eight rounds. The
     others come from the whole buffer, each domain alike."""

@@ -36,6 +36,8 @@ class Effort:
         self._batch_size, self._most_new = trainer.batch_size, trainer.max_new_traces
         self._least = trainer.replay_batches
         self._most = int(trainer.replay_batches * trainer.max_replay_growth)
+        if trainer.averaging_rate < 1:  # more passes learn more of poison, too
+            self._most = self._least
         self._began_at: float | None = None
         """When the newest round began; None after a rest."""
         self._gap_s: float | None = None

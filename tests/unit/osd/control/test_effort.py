@@ -103,6 +103,14 @@ def test_after_a_round_that_failed_or_was_undone_the_least_is_replayed(
     assert rounds.next(26.5) == 32
 
 
+@pytest.mark.parametrize(("rate", "batches"), [(1.0, 32), (0.99, 8), (0.25, 8)])
+def test_averaged_candidates_which_are_to_learn_less_replay_the_least(
+    rate: float, batches: int
+) -> None:
+    config = CONFIG.model_copy(update={"averaging_rate": rate})
+    assert Rounds(config=config).next(3600.0) == batches
+
+
 @pytest.mark.parametrize(
     ("least", "growth", "batches"), [(8, 1.0, 8), (0, 4.0, 0), (2, 2.5, 5), (40, 2.0, 80)]
 )
