@@ -37,6 +37,9 @@ def test_training_rests_once_it_brings_nothing_and_wakes_when_acceptance_falls(
     """No round gains the 0.5 that the gate wants beyond the first draft's α of 0.6, so training
     rests. No draft can guess what is then sampled at temperature 2."""
     _, note = beside.running()
+    osd("drafts", "promote", 1, "--deployment", "test-beside")
+    with Traffic(note.service_url, PROMPTS) as traffic:  # what is usual is to be of this draft
+        wait_until(lambda: len(traffic.answers) > 300, 120, "it has served")
     osd("resume", "--deployment", "test-beside")
 
     def told(kind: str) -> bool:
