@@ -48,7 +48,8 @@ class Effort:
     def begin_round(self, num_new: int, *, now: float, may_be_longer: bool) -> int:
         """Batches to replay for every batch of new traces. `now`: seconds of any clock."""
         gap_s = None if self._began_at is None else now - self._began_at
-        # A time without traffic is no time to spend: it has to be there twice.
+        # A time without traffic is no time to spend: it has to be there twice. Of the second round
+        # after a rest one time is known.
         gaps_s = [gap for gap in (gap_s, self._gap_s) if gap is not None]
         step_s = self._step_s
         self._began_at, self._gap_s, self._step_s = now, gap_s, None
