@@ -21,6 +21,11 @@ class Way:
     num_ranks: int = 1
     """Processes that target and draft are split over by tensor parallelism."""
 
+    @property
+    def stage(self) -> str:
+        """The marker of its tests: `scripts/test_slow` runs them in so many stages."""
+        return "ranks" if self.num_ranks > 1 else self.runner.lower()
+
 
 V1_SYNC = Way(name="v1-sync")
 V1_ASYNC = Way(name="v1-async", is_async=True)

@@ -78,12 +78,15 @@ def way_of(item: pytest.Item) -> Way | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what a way does not run, as `matrix.py` says. All of this folder is slow."""
+    """Leaves out what a way does not run, as `matrix.py` says. All of this folder is slow, and
+    belongs to a stage of `scripts/test_slow`."""
     folder = Path(__file__).parent
     items[:] = [item for item in items if item.path.parent != folder or is_run(item)]
     for item in items:
         if item.path.parent == folder:
+            way = way_of(item)
             item.add_marker("slow")
+            item.add_marker(way.stage if way is not None else "v1")
 
 
 def is_run(item: pytest.Item) -> bool:

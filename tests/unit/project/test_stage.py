@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.ways import WAYS
 
 FIRST_TRY_FAILS = """
 import pathlib, pytest
@@ -92,9 +93,8 @@ def test_time_that_is_over_is_red_and_nothing_is_tried_again(stage: Stage) -> No
 
 def test_whatever_is_marked_slow_is_run_by_the_script_for_it() -> None:
     script = (ROOT / "scripts" / "test_slow").read_text()
-    stages = dict(re.findall(r"^(\w+)\(\) { stage (.*); }$", script, re.MULTILINE))
-    assert f"|| set -- {' '.join(stages)}" in script
-    paths = [word.rstrip(";") for line in stages.values() for word in line.split()]
+    stages = re.findall(r"^\w+\(\) { stage (.*); }$", script, re.MULTILINE)
+    paths = [word for line in stages for word in line.split()]
     run = [ROOT / path for path in paths if path.startswith("tests/")]
     assert len(run) == 5 and all(path.exists() for path in run)
     slow = [
@@ -106,12 +106,15 @@ def test_whatever_is_marked_slow_is_run_by_the_script_for_it() -> None:
     assert [file for file in slow if not any(file.is_relative_to(path) for path in run)] == []
 
 
-GROUPS = {
-    "test-slow STAGES=services",
-    "test-slow STAGES=engines",
-    "test-slow STAGES=benches",
-    "test-cluster",
-}
+def test_each_way_in_which_vllm_runs_belongs_to_a_stage() -> None:
+    script = (ROOT / "scripts" / "test_slow").read_text()
+    stages = dict(re.findall(r"^(\w+)\(\) { ways (\w+); }$", script, re.MULTILINE))
+    assert f"|| set -- services benches {' '.join(stages)}\n" in script
+    assert set(stages.values()) == {way.stage for way in WAYS}
+
+
+SLOW = {"services", "engines_v1", "engines_v2", "benches", "ranks"}
+GROUPS = {*(f"test-slow STAGES={name}" for name in SLOW), "test-cluster"}
 
 
 def run_groups(
@@ -136,21 +139,31 @@ def test_ci_runs_all_groups_where_there_is_time_and_begins_with_another_each_tim
     tmp_path: Path,
 ) -> None:
     orders = []
-    for first in range(4):
+    for first in range(6):
         order, done = run_groups(tmp_path, first, 0)
-        assert set(order) == GROUPS and len(order) == 4
+        assert set(order) == GROUPS and len(order) == 6
         assert done.returncode == 0 and done.stdout == ""
         orders.append(order)
     assert {order[0] for order in orders} == GROUPS
 
 
 def test_ci_names_what_it_left_out(tmp_path: Path) -> None:
-    made, done = run_groups(tmp_path, 0, 2500)
+    made, done = run_groups(tmp_path, 0, 3300)
     assert made == [] and done.returncode == 0
-    assert done.stdout.startswith("LEFT OUT for want of time: services engines cluster benches;")
+    left_out = "services engines_v1 cluster engines_v2 benches ranks"
+    assert done.stdout.startswith(f"LEFT OUT for want of time: {left_out};")
 
 
-@pytest.mark.parametrize("group", ["services", "engines", "benches", "test-cluster"])
+def test_ci_begins_what_will_end_within_the_hour(tmp_path: Path) -> None:
+    """After 40 minutes a group takes 1.7 times as long as is usual."""
+    made, done = run_groups(tmp_path, 0, 2400)
+    assert made == ["test-slow STAGES=benches"] and done.returncode == 0
+    assert "services engines_v1 cluster engines_v2 ranks;" in done.stdout
+    made, _ = run_groups(tmp_path, 3, 2000)
+    assert "test-cluster" in made and "test-slow STAGES=engines_v2" not in made
+
+
+@pytest.mark.parametrize("group", [*sorted(SLOW), "test-cluster"])
 def test_a_group_that_fails_is_red_and_ends_the_run(group: str, tmp_path: Path) -> None:
     made, done = run_groups(tmp_path, 0, 0, fails=group)
     assert done.returncode != 0
@@ -163,5 +176,6 @@ def test_a_stage_that_is_none_is_refused() -> None:
     )
     assert done.returncode == 2
     assert done.stderr == (
-        "test_slow: servers is no stage; give some of: services benches engines\n"
+        "test_slow: servers is no stage; give some of: "
+        "services benches engines_v1 engines_v2 ranks\n"
     )
