@@ -74,11 +74,11 @@ def learn(
     detector = DriftDetector(config.trainer, TARGET_ID)
     server = server or EveryStep(requests, k, features_of(target, k), is_sampled=is_sampled)
     server.swap(serving.path, None)
-    releases, effort = _Releases(config, trainer, store, detector), Effort(config.trainer)
-    rounds: list[_Round] = []
+    releases = _Releases(config, trainer, store, detector)
+    rounds = _Rounds(config, trainer, store, charged, may_rest=may_rest)
     ended: list[Served] = []
     cpu_s = np.zeros(len(requests))
-    at = spent = 0.0
+    at = 0.0
     for served in server.serve():
         ended.append(served)
         at = max(at, float(served.index) if arrivals is None else arrivals[served.index])
@@ -91,8 +91,8 @@ def learn(
         is_wanted = not may_rest or detector.decide(at).ok
         is_wanted &= charged is None or charged.pays(detector.num_wakes)
         if detector.is_resting or (charged is not None and charged.is_resting):
-            effort.rest()
-        is_wanted &= len(rounds) != max_rounds
+            rounds.rest()
+        is_wanted &= len(rounds.ended) != max_rounds
         is_due = is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces
         may_look = is_due or (may_rest and not is_wanted)
         if may_look and (recalled := releases.look(serving, served.index)) is not None:
@@ -101,26 +101,14 @@ def learn(
             if charged is not None:
                 charged.note_recall()
         if is_due:
-            base = replace(serving, judged_since=store.judged_since())
-            batches = effort.begin_round(
-                trainer.num_new_traces(),
-                now=float(served.index) if charged is None else charged.now,
-                may_be_longer=may_rest if charged is None else charged.may_be_longer(),
-            )
-            one = _run_round(trainer, base, config, served.index, store.line(TARGET_ID), batches)
-            seconds = NO_TIME_S if charged is None else one.cpu_s
-            effort.end_round(replace(one.outcome, seconds=seconds))
-            rounds.append(one)
-            spent += one.cpu_s
+            one = rounds.run(serving, served.index)
             detector.add(one.outcome)
-            if charged is not None:
-                charged.add_round(one.outcome, one.cpu_s, is_published=one.is_published)
             detector.add(Event(at=at, kind="published" if one.is_published else "refused", text=""))
             if one.is_published:
                 serving = releases.publish(one.outcome, serving, config.releases.keep)
                 server.swap(serving.path, predicted_alpha(serving))
-        cpu_s[served.index] = spent + releases.cpu_s
-    return _curve(ended, cpu_s, rounds, releases)
+        cpu_s[served.index] = rounds.cpu_s + releases.cpu_s
+    return _curve(ended, cpu_s, rounds.ended, releases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +119,49 @@ class _Round:
     is_published: bool
     index: int
     """Of the request after which it ran."""
+
+
+class _Rounds:
+    """Rounds as the service runs them: how much each replays, and what it costs."""
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: Trainer,
+        store: ReleaseStore,
+        charged: ChargedTraining | None,
+        *,
+        may_rest: bool,
+    ) -> None:
+        self._gate, self._effort = config.gate, Effort(config.trainer)
+        self._trainer, self._store = trainer, store
+        self._charged, self._may_rest = charged, may_rest
+        self.ended: list[_Round] = []
+        self.cpu_s = 0.0
+
+    def run(self, serving: DraftRelease, index: int) -> _Round:
+        """After the request with this index. The candidate is not published yet."""
+        charged, trainer = self._charged, self._trainer
+        batches = self._effort.begin_round(
+            trainer.num_new_traces(),
+            now=float(index) if charged is None else charged.now,
+            may_be_longer=self._may_rest if charged is None else charged.may_be_longer(),
+        )
+        base = replace(serving, judged_since=self._store.judged_since())
+        started, cpu_started = time.perf_counter(), time.process_time()
+        outcome = trainer.run_round(base, line=self._store.line(TARGET_ID), replay_batches=batches)
+        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+        is_better = should_publish(outcome, base, self._gate, False).ok
+        self._effort.end_round(replace(outcome, seconds=NO_TIME_S if charged is None else cpu_s))
+        if charged is not None:
+            charged.add_round(outcome, cpu_s, is_published=is_better)
+        self.ended.append(_Round(outcome, seconds, cpu_s, is_better, index))
+        self.cpu_s += cpu_s
+        return self.ended[-1]
+
+    def rest(self) -> None:
+        """Training rests, or waits for more traffic."""
+        self._effort.rest()
 
 
 class _Releases:
@@ -181,16 +212,6 @@ class _Releases:
     def earlier_than(self, serving: DraftRelease) -> list[DraftRelease]:
         recallable = self._store.recallable(TARGET_ID)
         return choose_earlier(recallable, serving, lambda version: self._tested[version])
-
-
-def _run_round(
-    trainer: Trainer, serving: DraftRelease, config: Config, index: int, line: int, batches: int
-) -> _Round:
-    started, cpu_started = time.perf_counter(), time.process_time()
-    outcome = trainer.run_round(serving, line=line, replay_batches=batches)
-    seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
-    is_better = should_publish(outcome, serving, config.gate, False).ok
-    return _Round(outcome, seconds, cpu_s, is_better, index)
 
 
 def _curve(
