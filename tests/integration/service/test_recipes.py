@@ -1,6 +1,6 @@
 """A service that trains low-rank adapters, and one that trains in full with another loss.
 
-One deployment, started twice on the same data. The tests are one story, in this order.
+One deployment, started again on the same data. The tests are one story, in this order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.integration.service.test_attached import texts
 from tests.support import acceptance, services
 from tests.support.pairs import Pair
 from tests.support.processes import descendants, kill, named
-from tests.support.services import Served, osd, wait_for_version, wait_until
+from tests.support.services import Served, osd, status, wait_for_version, wait_until
 from tests.support.traffic import PROMPTS, ask, prompt_texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -28,6 +28,8 @@ NAME = "test-recipes"
 LORA = ("trainer.method=lora", "trainer.learning_rate=1.5e-2")
 """Three times the rate of the full training beside it, as in `osd bench ablation`."""
 IN_FULL = ("trainer.method=full", "trainer.loss=lk_hybrid")
+UNPRICED = "trainer.payback_seconds=0"
+"""Rounds may take from the engine what they want."""
 SHIFTED, AGAIN = prompt_texts(12, seed=2), prompt_texts(12, seed=3)
 
 
@@ -130,7 +132,7 @@ def test_the_draft_of_adapters_goes_on_in_full_with_another_loss(deployment: Dep
     version = services.pause_training(deployment.note)
     before = deployment.alpha(PROMPTS)
     deployment.end()
-    deployment.start(*IN_FULL)
+    deployment.start(*IN_FULL, UNPRICED)
     wait_for_version(deployment.note.control_url, version)
     assert deployment.alpha(PROMPTS) == pytest.approx(before, abs=0.02)
     services.admin(deployment.note).admin("resume")
@@ -141,3 +143,23 @@ def test_the_draft_of_adapters_goes_on_in_full_with_another_loss(deployment: Dep
     assert newest["kind"] == "full" and first < 0.3
     print(f"by lk_hybrid α {first:.2f}, then {deployment.alpha(AGAIN):.2f}")
     assert all("weights read back and equal" in text for text in deployment.swaps())
+
+
+def test_rounds_replay_more_where_requests_are_few(deployment: Deployment) -> None:
+    if deployment.served is None:
+        deployment.start(*IN_FULL, UNPRICED)
+    least = 2  # trainer.replay_batches of these services
+    seen: set[int] = set()
+
+    def is_longer() -> bool:
+        deployment.ask(AGAIN)
+        time.sleep(2.0)
+        last = status(deployment.note.control_url)["last_round"]
+        seen.update([last["replay_batches"]] if last is not None else [])
+        return any(num > least for num in seen)
+
+    services.admin(deployment.note).admin("resume")
+    wait_until(is_longer, 120, "a round replays more than the least")
+    services.pause_training(deployment.note)
+    print(f"batches replayed for each new one: {sorted(seen)}")
+    assert max(seen) <= 4 * least, "trainer.max_replay_growth"
