@@ -44,11 +44,17 @@ __all__ = ["protocol", "run", "summarise"]
 OF_PROSE = (*arms.WITHOUT_MEMORY, *arms.DRAWN, *arms.MIXED)
 GENERATED = tuple(arm for arm in arms.ARMS if arm not in OF_PROSE)
 PROSE, PROSE_HEAD = "home-and-de", "home-and-de-head"
+LARGE = tuple(f"{PROSE}-large-{n}" for n in (1, 2))
+"""A target that costs as much as one of 273 M parameters, for so many requests at a time."""
+STREAMS = 4
+FEWER_STREAMS = dict(zip(LARGE, (1, 2), strict=True))
+"""Schedule -> requests at a time, where they are not as many."""
 ARMS = {
     "sharp": GENERATED,
     "interleaved": arms.IN_CLOSED_LOOP,
     PROSE: (*OF_PROSE, *arms.IN_CLOSED_LOOP),
     PROSE_HEAD: arms.WITHOUT_MEMORY,
+    **dict.fromkeys(LARGE, arms.MIXED),
 }
 """Schedule -> who serves it."""
 PAYBACK_S = {"sharp": WITHIN_S, "interleaved": WITHIN_S}
@@ -57,8 +63,9 @@ default."""
 PROSE_PHASES = (48, 192, 48)
 HEAD_PHASES = (48, 384, 48)
 """A head's rounds take longer."""
+LARGE_PHASES = (24, 96, 24)
+"""A step takes a tenth of a second."""
 CHUNK = 24
-STREAMS = 4
 SEED = 0
 QUICK_SCHEDULE, QUICK_PHASES = "sharp", (24, 96)
 """Requests of the phases of a quick run."""
@@ -71,7 +78,9 @@ def protocol(options: Options) -> Protocol:
     """What will be measured."""
     prose = read(DIRECTORY / "prose" / f"{PROSE}.yaml")
     head = prose.shortened(HEAD_PHASES).model_copy(update={"family": "prose-head"})
+    large = prose.shortened(LARGE_PHASES).model_copy(update={"family": "prose-large"})
     given = {**read_all(), PROSE: prose.shortened(PROSE_PHASES), PROSE_HEAD: head}
+    given |= dict.fromkeys(LARGE, large)
     schedules = {name: given[name] for name in ARMS}
     if options.quick:
         schedules = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE].shortened(QUICK_PHASES)}
@@ -86,14 +95,15 @@ def protocol(options: Options) -> Protocol:
         sizes={
             "schedules": {name: schedule.model_dump() for name, schedule in schedules.items()},
             "chunk": CHUNK,
-            "streams": STREAMS,
+            "streams": {name: FEWER_STREAMS.get(name, STREAMS) for name in schedules},
             "seed": SEED,
             "payback_s": {name: PAYBACK_S.get(name) for name in schedules},
             "k": config.speculation.k_max,
             "trainer": config.trainer.model_dump(),
             "gate": config.gate.model_dump(),
             "engine": config.serving.vllm,
-            "target": "the family's target at the cost of a model of 77 M parameters",
+            "target": "the family's target at the cost of a model of 77 M parameters (prose-large: "
+            "273 M)",
         },
     )
 
@@ -136,14 +146,15 @@ def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule
         ),
     ):
         pair = {"contender": contender, "reference": reference}
-        _warm_up(family, list(pair.values()))
+        num = FEWER_STREAMS.get(name, STREAMS)
+        _warm_up(family, list(pair.values()), num)
         for number, start in enumerate(range(0, len(prompts), CHUNK)):
             some = prompts[start : start + CHUNK]
             at = [a.at - coming[start].at for a in coming[start : start + CHUNK]]
             times = at if schedule.requests_per_second else None
             order = list(pair) if number % 2 else list(pair)[::-1]
             before = contender.judged()
-            parts = {who: _burst(pair[who], family, some, times) for who in order}
+            parts = {who: _burst(pair[who], family, some, times, num) for who in order}
             judged = dict(contender.judged() - before)
             row = {"schedule": name, "arm": arm, "start": start, "first": order[0], **parts}
             notebook.add(**row, judged=judged, facts=contender.facts())
@@ -154,20 +165,24 @@ def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule
             )
 
 
-def _warm_up(family: Family, servers: Sequence[Server]) -> None:
+def _warm_up(family: Family, servers: Sequence[Server], num_streams: int) -> None:
     """Some requests of home to each, from a block that is never measured."""
     block = FIRST_SERVED + SEED + 1
     for server in servers:
-        _burst(server, family, family.prompts(family.home(), block, WARM_UP), None)
+        _burst(server, family, family.prompts(family.home(), block, WARM_UP), None, num_streams)
 
 
 def _burst(
-    server: Server, family: Family, prompts: Sequence[str], times: Sequence[float] | None
+    server: Server,
+    family: Family,
+    prompts: Sequence[str],
+    times: Sequence[float] | None,
+    num_streams: int,
 ) -> Row:
     """One chunk to one server, and what it cost until it was at rest."""
     cpu_before = server.cpu_seconds()
     started = time.perf_counter()
-    answers = asyncio.run(_send(server.url, family, prompts, times))
+    answers = asyncio.run(_send(server.url, family, prompts, times, num_streams))
     ended = time.perf_counter()
     if failed := [answer.error for answer in answers if not answer.ok]:
         raise OSDError(f"{len(failed)} of {len(answers)} requests failed: {failed[0]}")
@@ -189,12 +204,16 @@ def _burst(
 
 
 async def _send(
-    url: str, family: Family, prompts: Sequence[str], times: Sequence[float] | None
+    url: str,
+    family: Family,
+    prompts: Sequence[str],
+    times: Sequence[float] | None,
+    num_streams: int,
 ) -> list[Answer]:
-    """As fast as they are answered, or each at its time."""
+    """As fast as they are answered, so many at a time, or each at its time."""
     settings: dict[str, Any] = {"max_tokens": family.max_tokens, "temperature": family.temperature}
     if times is None:
-        return await drive(url, NAME, prompts, streams=STREAMS, **settings)
+        return await drive(url, NAME, prompts, streams=num_streams, **settings)
 
     async def one(prompt: str, after: float) -> Answer:
         await asyncio.sleep(after)

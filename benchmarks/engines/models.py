@@ -8,6 +8,12 @@ from typing import Any
 
 from osd.common.files import sha256
 from osd.records import DraftRelease
+from osd.tiny.models import COST_SHAPED_SIZES
+
+SMALL, LARGE = "77 M", "273 M"
+COST_SHAPES = {SMALL: COST_SHAPED_SIZES, LARGE: (1024, 16, 4096)}
+"""Parameters that a small target is made to cost as much as -> hidden size, layers, intermediate
+size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,14 +19,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.drift import jobs
+from benchmarks.engines.models import COST_SHAPES, SMALL
 from benchmarks.record import Notebook, Options, Protocol, Row, Shape
 from benchmarks.result import Figure, Result
 from benchmarks.stats import Estimate, estimate, median_ratio
 from osd.evaluate.plan import DRAFT, MEMORY, NGRAM, NONE
 
-SMALL, LARGE = "77 M", "273 M"
-SIZES = {SMALL: (768, 8, 3072), LARGE: (1024, 16, 4096)}
-"""Parameters that the tiny target costs as much as -> hidden size, layers, intermediate size."""
 REPEATS_PROMPT = 0.6
 """BLEU-4 of an answer against its prompt from which on it repeats it."""
 ALMOST_NOTHING = 0.05
@@ -102,7 +100,7 @@ def run(options: Options, size: str = SMALL) -> Result:
             options.say(f"the bound: {draft} draft")
             for row in process.submit(gaps, draft, noise, plan.sizes).result():
                 notebook.add(**row)
-    for row in measure(size, SIZES[size], plan.sizes, options.say):
+    for row in measure(size, COST_SHAPES[size], plan.sizes, options.say):
         notebook.add(**row)
     return summarise(plan, notebook.rows)
 

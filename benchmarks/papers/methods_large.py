@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.engines.models import LARGE
 from benchmarks.papers import methods
 from benchmarks.record import Options
 from benchmarks.result import Result
@@ -9,4 +10,4 @@ from benchmarks.result import Result
 
 def run(options: Options) -> Result:
     """Measure it."""
-    return methods.run(options, methods.LARGE)
+    return methods.run(options, LARGE)

@@ -8,19 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.engines.models import COST_SHAPES, SMALL
 from benchmarks.prose import packages, recipe
 from benchmarks.prose.corpus import corpus, corpus_hash
 from benchmarks.prose.recipe import DraftRecipe, TargetRecipe, draft_recipe, to_json
 from osd.common.files import cache_root
 from osd.tiny.cache import build_once
-from osd.tiny.models import (
-    COST_SHAPED_HIDDEN_SIZE,
-    COST_SHAPED_INTERMEDIATE_SIZE,
-    COST_SHAPED_NUM_LAYERS,
-    TinyModels,
-    cost_shaped,
-    run_build,
-)
+from osd.tiny.models import TinyModels, cost_shaped, run_build
 
 MODULE = "benchmarks.prose.build"
 
@@ -82,12 +76,12 @@ def ensure_prose(seed: int = 0, progress: bool = True) -> TinyModels:
     )
 
 
-def ensure_prose_cost_shaped(seed: int = 0, progress: bool = True) -> Path:
-    """Directory of a target with the prose target's logits and the cost of a far larger model."""
-    sizes = COST_SHAPED_HIDDEN_SIZE, COST_SHAPED_NUM_LAYERS, COST_SHAPED_INTERMEDIATE_SIZE
+def ensure_prose_cost_shaped(seed: int = 0, progress: bool = True, size: str = SMALL) -> Path:
+    """Directory of a target with the prose target's logits and the cost of a far larger model, of
+    so many parameters (`COST_SHAPES`)."""
     given = TargetRecipe(seed=seed)
     target = ensure_target(given, progress)
-    return cost_shaped("prose-wide", target, _target_name(given), sizes, progress)
+    return cost_shaped("prose-wide", target, _target_name(given), COST_SHAPES[size], progress)
 
 
 def _target_name(given: TargetRecipe) -> str:

@@ -4,8 +4,9 @@
 with sampling. So does `prose`, with books and manual pages in five languages out of Debian's
 packages; `prose-1` and `prose-2` are the same from other first weights, names like `prose-2M-20%`
 have another draft, those like `prose-T0.3` another temperature, and `prose-agent` is asked a few
-things again and again. The target of `tiny-deep` is deep enough for an EAGLE-3 head;
-`tiny-deep-head` and `prose-head` serve with one.
+things again and again. In `prose-large` the target that speed is measured with costs more. The
+target of `tiny-deep` is deep enough for an EAGLE-3 head; `tiny-deep-head` and `prose-head` serve
+with one.
 """
 
 from __future__ import annotations
@@ -235,6 +236,13 @@ def _prose_head_costly() -> tuple[Path, Path]:
     return ensure_prose_cost_shaped(), ensure_wide_head()
 
 
+def _prose_large() -> tuple[Path, Path]:
+    from benchmarks.engines.models import LARGE
+    from benchmarks.prose.models import ensure_prose_cost_shaped
+
+    return ensure_prose_cost_shaped(size=LARGE), FAMILIES["prose"].models()[1]
+
+
 def _agent_domains() -> Sequence[str]:
     from benchmarks.prose.agent import DOMAIN
 
@@ -277,6 +285,9 @@ FAMILIES = {
         requests=_agent_requests,
         temperature=0.0,
         recorded_as="",
+    ),
+    "prose-large": replace(
+        _prose("prose-large", 0), costly_models=_prose_large, recorded_as="prose"
     ),
     **{one.name: one for one in _prose_drafts()},
     **{

@@ -10,6 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,10 @@ from benchmarks.drift.speed_report import summarise
 from benchmarks.record import Notebook, Options
 from benchmarks.replays.charged import WITHIN_S
 from benchmarks.result import Figure
+from benchmarks.traffic.family import FAMILIES
 from benchmarks.traffic.schedule import Schedule, read_all
 from osd.client.http import Client
+from osd.client.load import Answer
 from osd.errors import ConfigError
 
 BURN = "import time\nwhile time.process_time() < {}: pass\n"
@@ -243,6 +248,44 @@ def test_prose_is_served_with_and_without_a_memory_and_with_sampled_drafts(
     monkeypatch.setattr(speed, "_measure", measure)
     speed.run(Options(directory=tmp_path, only=(f"schedules={speed.PROSE}",)))
     assert sorted(measured) == sorted(arms.CLOSED_LOOPS)
+
+
+@pytest.mark.parametrize(("fewer", "num"), [({}, 4), ({"sharp": 2}, 2)])
+def test_a_schedule_has_its_own_number_of_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fewer: dict[str, int], num: int
+) -> None:
+    streams: list[int] = []
+
+    async def drive(url: str, name: str, prompts: Sequence[str], **given: Any) -> list[Answer]:
+        streams.append(given["streams"])
+        return [
+            Answer(index=0, ok=True, token_ids=(1, 2), ttft_s=0.1, seconds=0.2) for _ in prompts
+        ]
+
+    @contextmanager
+    def both(arm: str, target: Path, *_: Any) -> Iterator[tuple[arms.Server, arms.Server]]:
+        assert target == Path("costly")
+        yield tuple(arms.Server(url="", pid=os.getpid(), kind="bare") for _ in range(2))
+
+    costly = replace(FAMILIES["tiny"], costly_models=lambda: (Path("costly"), Path("draft")))
+    monkeypatch.setitem(FAMILIES, "tiny", costly)
+    monkeypatch.setattr(arms, "SECONDS_TO_SETTLE", {"bare": 0.0})
+    monkeypatch.setattr(arms.Server, "cpu_seconds", lambda _: time.perf_counter())
+    monkeypatch.setattr(arms, "both", both)
+    monkeypatch.setattr(speed, "drive", drive)
+    monkeypatch.setattr(speed, "FEWER_STREAMS", fewer)
+    only = ("schedules=sharp", f"arms={names.NGRAM_TUNED}")
+    speed.run(Options(directory=tmp_path, quick=True, only=only))
+    assert set(streams) == {num}
+    assert len(streams) == 2 + 2 * sum(speed.QUICK_PHASES) // speed.CHUNK, "both, warmed up first"
+
+
+def test_a_target_that_costs_more_is_served_one_and_two_at_a_time() -> None:
+    sizes = speed.protocol(Options(directory=Path("unused"))).sizes
+    large = {name for name, tree in sizes["schedules"].items() if tree["family"] == "prose-large"}
+    assert sorted(sizes["streams"][name] for name in large) == [1, 2]
+    assert {sizes["streams"][name] for name in set(sizes["schedules"]) - large} == {4}
+    assert all(set(speed.ARMS[name]) == set(arms.MIXED) for name in large)
 
 
 def test_arms_that_no_schedule_has_are_nothing_to_measure(tmp_path: Path) -> None:

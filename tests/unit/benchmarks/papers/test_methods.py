@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.engines.models import COST_SHAPES
 from benchmarks.papers import methods
 from benchmarks.papers.methods_runs import AGAIN, ASKED, bleu, of_request, traffic
 from benchmarks.record import Options, Row
@@ -134,9 +135,9 @@ def test_where_no_answer_repeats_its_prompt_nothing_is_said_of_look_up(tmp_path:
 
 def test_the_larger_target_has_no_bound_of_its_own(tmp_path: Path) -> None:
     options = Options(directory=tmp_path, quick=True)
-    small, large = (methods.protocol(options, size) for size in methods.SIZES)
+    small, large = (methods.protocol(options, size) for size in COST_SHAPES)
     assert {shape.figure for shape in set(small.shapes) - set(large.shapes)} == {methods.WIDENS}
-    assert (small.sizes["target"], large.sizes["target"]) == tuple(methods.SIZES)
+    assert (small.sizes["target"], large.sizes["target"]) == tuple(COST_SHAPES)
     assert small.sizes["gap_drafts"] and not large.sizes["gap_drafts"]
 
 
