@@ -2,7 +2,7 @@
 engine.
 
 contender    `osd serve`, trainer on or off, or `vllm serve` with n-gram speculation
-reference    `vllm serve` without speculation: same target, same options
+reference    `vllm serve` without speculation: same target, same options; or a service, too
 """
 
 from __future__ import annotations
@@ -120,14 +120,23 @@ def both(
     directory: Path,
     logs: Path,
     payback_s: float | None = None,
+    against: str | None = None,
 ) -> Iterator[tuple[Server, Server]]:
     """The contender and the reference, up at once; both gone afterwards. `payback_s`: within which
-    training has to pay in a closed loop; None = the default."""
+    training has to pay in a closed loop; None = the default. `against`: the arm of a service that
+    is the reference; None = no speculation."""
     config = base_config()
     with ExitStack() as stack:
-        reference = _start_bare(stack, config, target, None, logs / "no-speculation.log")
+        if against is None:
+            reference = _start_bare(stack, config, target, None, logs / "no-speculation.log")
+        else:
+            other = directory / "reference"
+            given = overrides(against, config, target, draft, other, payback_s)
+            given += [f"deployment=drift-{os.getpid()}-reference"]
+            reference = _start_service(stack, given, logs / "reference.log")
         if arm in SERVICE_ARMS:
-            given = overrides(arm, config, target, draft, directory, payback_s)
+            given = overrides(arm, config, target, draft, directory / "contender", payback_s)
+            given += [f"deployment=drift-{os.getpid()}"]
             contender = _start_service(stack, given, logs / "contender.log")
         else:
             speculation = {"method": "ngram", "num_speculative_tokens": config.speculation.k_max}
@@ -150,7 +159,6 @@ def overrides(
         f"serving.draft={draft}",
         f"speculation.mode={'auto' if arm in CLOSED_LOOPS else 'fixed'}",
         f"serving.served_model_name={NAME}",
-        f"deployment=drift-{os.getpid()}",
         f"data_dir={directory}",
         "serving.port=0",
         "control.port=0",
@@ -212,10 +220,11 @@ def _start_bare(
 
 def _start_service(stack: ExitStack, given: list[str], log: Path) -> Any:
     """Begin; what is returned waits until it answers."""
+    deployment = given[-1].removeprefix("deployment=")
     child = stack.enter_context(servers.process(servers.serve_command(PRESET, given), log, {}))
 
     def wait() -> Server:
-        running = servers.wait_for_service(child, f"drift-{os.getpid()}", log)
+        running = servers.wait_for_service(child, deployment, log)
         client = Client(running.control_url, token=running.token)
         return Server(url=running.service_url, pid=child.pid, kind="service", client=client)
 

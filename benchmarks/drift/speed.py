@@ -1,7 +1,8 @@
 """`osd bench drift_speed`: speed and CPU time on drifting traffic with real vLLM, over an engine
 without speculation.
 
-Contender and reference are both up, each a tree of processes. The schedule is served in chunks of
+Contender and reference are both up, each a tree of processes; on some schedules the reference is
+the identical service with its trainer off. The schedule is served in chunks of
 24 requests: contender and reference take turns to serve the same chunk, and the other one is idle.
 Neighbours in time are compared.
 
@@ -28,7 +29,7 @@ from typing import Any
 
 from benchmarks.drift import arms, jobs, names
 from benchmarks.drift.arms import Server
-from benchmarks.drift.speed_report import acceptance_of, summarise
+from benchmarks.drift.speed_report import NO_SPECULATION, acceptance_of, summarise
 from benchmarks.parts import narrowed
 from benchmarks.record import Notebook, Options, Protocol, Row
 from benchmarks.replays.charged import WITHIN_S
@@ -46,8 +47,12 @@ GENERATED = tuple(arm for arm in arms.ARMS if arm not in OF_PROSE)
 PROSE, PROSE_HEAD = "home-and-de", "home-and-de-head"
 LARGE = tuple(f"{PROSE}-large-{n}" for n in (1, 2))
 """A target that costs as much as one of 273 M parameters, for so many requests at a time."""
+PAIRED = f"{PROSE}-large-2-paired"
+"""The same at two at a time, next to the identical service with its trainer off."""
+AGAINST = {PAIRED: names.MIXED_FROZEN_LOOP}
+"""Schedule -> the reference, where that is not an engine without speculation."""
 STREAMS = 4
-FEWER_STREAMS = dict(zip(LARGE, (1, 2), strict=True))
+FEWER_STREAMS = {**dict(zip(LARGE, (1, 2), strict=True)), PAIRED: 2}
 """Schedule -> requests at a time, where they are not as many."""
 ARMS = {
     "sharp": GENERATED,
@@ -55,6 +60,7 @@ ARMS = {
     PROSE: (*OF_PROSE, *arms.IN_CLOSED_LOOP),
     PROSE_HEAD: arms.WITHOUT_MEMORY,
     **dict.fromkeys(LARGE, arms.MIXED),
+    PAIRED: (names.MIXED_SERVED,),
 }
 """Schedule -> who serves it."""
 PAYBACK_S = {"sharp": WITHIN_S, "interleaved": WITHIN_S}
@@ -63,7 +69,7 @@ default."""
 PROSE_PHASES = (48, 192, 48)
 HEAD_PHASES = (48, 384, 48)
 """A head's rounds take longer."""
-LARGE_PHASES = (24, 96, 24)
+LARGE_PHASES, PAIRED_PHASES = (24, 96, 24), (72, 168, 24)
 """A step takes a tenth of a second."""
 CHUNK = 24
 SEED = 0
@@ -78,9 +84,12 @@ def protocol(options: Options) -> Protocol:
     """What will be measured."""
     prose = read(DIRECTORY / "prose" / f"{PROSE}.yaml")
     head = prose.shortened(HEAD_PHASES).model_copy(update={"family": "prose-head"})
-    large = prose.shortened(LARGE_PHASES).model_copy(update={"family": "prose-large"})
+    large, paired = (
+        prose.shortened(phases).model_copy(update={"family": "prose-large"})
+        for phases in (LARGE_PHASES, PAIRED_PHASES)
+    )
     given = {**read_all(), PROSE: prose.shortened(PROSE_PHASES), PROSE_HEAD: head}
-    given |= dict.fromkeys(LARGE, large)
+    given |= dict.fromkeys(LARGE, large) | {PAIRED: paired}
     schedules = {name: given[name] for name in ARMS}
     if options.quick:
         schedules = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE].shortened(QUICK_PHASES)}
@@ -91,12 +100,13 @@ def protocol(options: Options) -> Protocol:
         "no speculation?",
         arms=QUICK_ARMS if options.quick else arms.ARMS,
         order=f"One contender after the other; chunks of {CHUNK} in turns with an engine without "
-        "speculation.",
+        "speculation, or with another service.",
         sizes={
             "schedules": {name: schedule.model_dump() for name, schedule in schedules.items()},
             "chunk": CHUNK,
             "streams": {name: FEWER_STREAMS.get(name, STREAMS) for name in schedules},
             "seed": SEED,
+            "against": {name: AGAINST.get(name) for name in schedules},
             "payback_s": {name: PAYBACK_S.get(name) for name in schedules},
             "k": config.speculation.k_max,
             "trainer": config.trainer.model_dump(),
@@ -140,7 +150,9 @@ def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule
     logs.mkdir(exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="osd-drift-") as data,
-        arms.both(arm, *family.costly_models(), Path(data), logs, PAYBACK_S.get(name)) as (
+        arms.both(
+            arm, *family.costly_models(), Path(data), logs, PAYBACK_S.get(name), AGAINST.get(name)
+        ) as (
             contender,
             reference,
         ),
@@ -160,7 +172,8 @@ def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule
             notebook.add(**row, judged=judged, facts=contender.facts())
             acceptance = acceptance_of([judged])
             options.say(
-                f"  {start + len(some):4d} of {len(prompts)}: {_speed(parts):.2f} x no speculation"
+                f"  {start + len(some):4d} of {len(prompts)}: {_speed(parts):.2f} x "
+                + (AGAINST.get(name) or NO_SPECULATION)
                 + ("" if acceptance is None else f", acceptance {acceptance:.2f}")
             )
 

@@ -30,6 +30,7 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
     drawings: list[Spread | Lines] = []
     for name, tree in plan.sizes["schedules"].items():
         schedule = Schedule.model_validate(tree)
+        against = plan.sizes["against"][name] or NO_SPECULATION
         mine = {arm: _newest(rows, name, arm) for arm in plan.arms}
         mine = {arm: own for arm, own in mine.items() if own}
         if not mine:
@@ -39,10 +40,10 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
                 arm: [r for r in own if start <= r["start"] < stop] for arm, own in mine.items()
             }
             within = {arm: own for arm, own in within.items() if own}
-            figures += _figures(f"{name}: {title}", within) if within else []
+            figures += _figures(f"{name}: {title}", within, against) if within else []
         is_greedy = not FAMILIES[schedule.family].temperature
         figures += _checks(name, mine, is_greedy=is_greedy)
-        drawings += [_spread(name, mine), _lines(name, mine)]
+        drawings += [_spread(name, mine, against), _lines(name, mine, against)]
     return Result(protocol=plan, figures=tuple(figures), drawings=tuple(drawings))
 
 
@@ -126,11 +127,11 @@ def _compared(group: str, name: str, rows: Sequence[Row], part: Part) -> Figure:
     )
 
 
-def _figures(group: str, within: dict[str, list[Row]]) -> list[Figure]:
+def _figures(group: str, within: dict[str, list[Row]], against: str) -> list[Figure]:
     figures = []
     for title, part in RATIOS.items():
         figures += [
-            _compared(group, f"{title}, {arm} / {NO_SPECULATION}", own, part)
+            _compared(group, f"{title}, {arm} / {against}", own, part)
             for arm, own in within.items()
         ]
     for arm, own in within.items():
@@ -141,7 +142,7 @@ def _figures(group: str, within: dict[str, list[Row]]) -> list[Figure]:
         figures += _absolute(group, arm, own, CONTENDER)
     # The reference ran beside every contender: all its chunks together.
     return figures + _absolute(
-        group, NO_SPECULATION, [r for own in within.values() for r in own], REFERENCE
+        group, against, [r for own in within.values() for r in own], REFERENCE
     )
 
 
@@ -201,17 +202,17 @@ def _checks(name: str, mine: dict[str, list[Row]], *, is_greedy: bool) -> list[F
     return figures
 
 
-def _spread(name: str, mine: dict[str, list[Row]]) -> Spread:
+def _spread(name: str, mine: dict[str, list[Row]], against: str) -> Spread:
     rows = []
     for arm, own in mine.items():
         observed = tuple(_charged(r[CONTENDER]) / _charged(r[REFERENCE]) for r in own)
         rows.append((arm, _ratio(own, _charged), observed))
     return Spread(
-        title=f"{name}: tokens/s over no speculation", unit="ratio", rows=tuple(rows), reference=1.0
+        title=f"{name}: tokens/s over {against}", unit="ratio", rows=tuple(rows), reference=1.0
     )
 
 
-def _lines(name: str, mine: dict[str, list[Row]]) -> Lines:
+def _lines(name: str, mine: dict[str, list[Row]], against: str) -> Lines:
     lines = {
         arm: tuple(
             (float(r["start"]), _charged(r[CONTENDER]) / _charged(r[REFERENCE])) for r in own
@@ -221,6 +222,6 @@ def _lines(name: str, mine: dict[str, list[Row]]) -> Lines:
     return Lines(
         title=f"{name}: as the traffic changes",
         x_label="requests served",
-        y_label="tokens/s over no speculation",
+        y_label=f"tokens/s over {against}",
         lines=lines,
     )
