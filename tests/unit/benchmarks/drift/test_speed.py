@@ -280,6 +280,36 @@ def test_a_schedule_has_its_own_number_of_streams(
     assert len(streams) == 2 + 2 * sum(speed.QUICK_PHASES) // speed.CHUNK, "both, warmed up first"
 
 
+def test_a_service_may_stand_next_to_the_identical_one_with_its_trainer_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[str]] = []
+
+    def start(_: Any, given: list[str], log: Path) -> Any:
+        told.append(given)
+        return lambda: arms.Server(url=log.stem, pid=os.getpid(), kind="service")
+
+    monkeypatch.setattr(arms, "_start_service", start)
+    against = speed.AGAINST[speed.PAIRED]
+    given = (Path("t"), Path("d"), tmp_path, tmp_path, None, against)
+    with arms.both(names.MIXED_SERVED, *given) as (contender, reference):
+        assert (contender.url, reference.url) == ("contender", "reference")
+    other, own = ({line.partition("=")[0]: line for line in lines} for lines in told)
+    assert {name for name in {*own, *other} if own.get(name) != other.get(name)} == {
+        *("trainer.enabled", "deployment", "data_dir"),
+    }
+    assert other["trainer.enabled"] == "trainer.enabled=false"
+
+
+def test_ratios_are_over_the_reference_that_ran() -> None:
+    plan = speed.protocol(Options(directory=Path("unused")))
+    row = a_row(names.MIXED_SERVED, 0, part(5, 0, 1), part(10, 0, 1))
+    found = {f.name: f for f in summarise(plan, [{**row, "schedule": speed.PAIRED}]).figures}
+    name = f"tokens/s, {names.MIXED_SERVED} / {names.MIXED_FROZEN_LOOP}"
+    assert found[name].value == 2.0
+    assert not [name for name in found if "no speculation" in name]
+
+
 def test_a_target_that_costs_more_is_served_one_and_two_at_a_time() -> None:
     sizes = speed.protocol(Options(directory=Path("unused"))).sizes
     large = {name for name, tree in sizes["schedules"].items() if tree["family"] == "prose-large"}
