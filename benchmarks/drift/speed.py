@@ -69,7 +69,7 @@ default."""
 PROSE_PHASES = (48, 192, 48)
 HEAD_PHASES = (48, 384, 48)
 """A head's rounds take longer."""
-LARGE_PHASES, PAIRED_PHASES = (24, 96, 24), (72, 168, 24)
+LARGE_PHASES, PAIRED_PHASES = (24, 96, 24), (48, 144, 24)
 """A step takes a tenth of a second."""
 CHUNK = 24
 SEED = 0

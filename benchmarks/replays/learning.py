@@ -90,6 +90,8 @@ def learn(
         releases.add(window)
         is_wanted = not may_rest or detector.decide(at).ok
         is_wanted &= charged is None or charged.pays(detector.num_wakes)
+        if charged is not None:
+            detector.note_cost(is_resting=charged.is_resting)
         if detector.is_resting or (charged is not None and charged.is_resting):
             rounds.rest()
         is_wanted &= len(rounds.ended) != max_rounds

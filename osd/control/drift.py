@@ -2,7 +2,8 @@
 a long time without a round.
 
     rounds ──► `patience_rounds` in a row without gain ─► rest
-    windows ─► recent α far below the usual α ──────────► learn   (TIDE's rule, arXiv 2602.05145)
+    windows, in a rest of any reason ─► recent α far below the usual ─► learn
+                                                     (TIDE's rule, arXiv 2602.05145)
     changes by hand, rollbacks ─────────────────────────► learn
     `max_idle_seconds` without a round ─────────────────► one round
 
@@ -130,6 +131,10 @@ class DriftDetector:
         self._num_captured = self._num_fruitless = 0
         self._rounds_at = 0.0
         """End of the newest round."""
+        self._is_usual_old = True
+        """Whether a round has ended, or the traffic has changed, since α became the usual one."""
+        self._is_costly = False
+        """Whether a round would not pay."""
         self.is_resting = False
         self.woken_by = ""
         """Why the last rest ended; "" when there was none."""
@@ -165,6 +170,15 @@ class DriftDetector:
         """α of all traffic now."""
         return self._all.recent
 
+    def note_cost(self, *, is_resting: bool) -> None:
+        """Training rests as a round would not pay (`payback.py`), or does not. What was reckoned of
+        one traffic says nothing of another: a fall of α ends this rest, too."""
+        if is_resting and not self._is_costly:
+            self.woken_by = ""
+            if self._is_usual_old:
+                self._settle()
+        self._is_costly = is_resting
+
     def begin(self) -> None:
         """What comes from now on is of this target, whatever the clock says."""
         self._has_begun = True
@@ -195,7 +209,7 @@ class DriftDetector:
         self._num_captured += window.num_captured
         if window.domain:
             self._add_labelled(window)
-        if self.is_resting:
+        if self.is_resting or self._is_costly:
             for label, watched in {"": self._all, **self._labels}.items():
                 if fell := watched.fall(self._trainer.drift_margin):
                     of = f" of {label!r}" if label else ""
@@ -213,6 +227,7 @@ class DriftDetector:
 
     def _end_round(self, *, gained: bool) -> None:
         """A round brought gain if its candidate serves."""
+        self._is_usual_old = True
         if not gained and not self._is_conclusive:
             return
         self._num_fruitless = 0 if gained else self._num_fruitless + 1
@@ -221,11 +236,18 @@ class DriftDetector:
             self.is_resting = False
         elif patience and self._num_fruitless >= patience and not self.is_resting:
             self.is_resting, self.woken_by = True, ""
-            for watched in (self._all, *self._labels.values()):
-                watched.settle()
+            self._settle()
+
+    def _settle(self) -> None:
+        """A rest begins: what is recent is usual from here on."""
+        self._is_usual_old = False
+        for watched in (self._all, *self._labels.values()):
+            watched.settle()
 
     def _wake(self, why: str) -> None:
         self.num_wakes += 1
-        if self.is_resting:
-            self.is_resting, self.woken_by = False, why
+        if self.is_resting or self._is_costly:
+            self.woken_by = why
+        self.is_resting = self._is_costly = False
+        self._is_usual_old = True
         self._num_fruitless = 0

@@ -193,6 +193,7 @@ class ControlLoops:
         self._num_wakes = self._detector.num_wakes
         if is_changed:
             self.payback.renew()
+        self._detector.note_cost(is_resting=self.payback.is_resting)
         before = self._told_resting
         is_resting = self._detector.is_resting or self.payback.is_resting
         self._told_resting = is_resting

@@ -157,6 +157,7 @@ class PaybackMeter:
         self._progress = Progress()
         for engine in self._engines.values():
             engine.gain.forget_rounds()
+        self._rest_or_wake()
 
     def decide(self, now: float) -> Decision:
         """Whether a round pays now, and why."""

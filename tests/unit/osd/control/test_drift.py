@@ -150,6 +150,60 @@ def test_a_rest_after_a_fall_takes_the_new_for_usual(detector: DriftDetector) ->
     assert detector.is_resting
 
 
+def test_a_fall_ends_a_rest_for_the_price_of_rounds_too(detector: DriftDetector) -> None:
+    serve(detector, 0.8)
+    serve(detector, 0.2, num_windows=3)
+    assert detector.num_wakes == 0, "it trains: nothing rests that could be woken"
+    serve(detector, 0.8)
+    detector.note_cost(is_resting=True)
+    serve(detector, 0.8)
+    assert detector.num_wakes == 0 and detector.decide(NOW).ok
+    serve(detector, 0.2, num_windows=3)
+    assert detector.num_wakes == 1
+    assert detector.decide(NOW).reason.startswith("α fell from 0.")
+
+
+def test_where_no_round_pays_after_a_fall_either_it_is_known_from_then_on(
+    detector: DriftDetector,
+) -> None:
+    """The controller says at each look that training rests."""
+    serve(detector, 0.8)
+    for alpha, num in ((0.8, 40), (0.2, 40)):
+        for _ in range(num):
+            detector.note_cost(is_resting=True)
+            detector.add(window(alpha))
+    assert 1 <= detector.num_wakes < 12, "as α falls, and no more"
+    num = detector.num_wakes
+    for _ in range(200):
+        detector.note_cost(is_resting=True)
+        detector.add(window(0.2))
+    assert detector.num_wakes == num
+    assert detector.decide(NOW).reason == "learning", "the payback meter has the word"
+
+
+def test_a_rest_that_comes_and_goes_while_acceptance_falls_hides_nothing(
+    detector: DriftDetector,
+) -> None:
+    serve(detector, 0.8)
+    for turn in range(60):
+        detector.note_cost(is_resting=turn % 2 == 0)
+        detector.add(window(0.8 if turn < 20 else 0.2, num_tested=40, num_output_tokens=50))
+    assert detector.num_wakes > 0
+
+
+def test_after_a_round_a_rest_takes_the_new_for_usual(detector: DriftDetector) -> None:
+    serve(detector, 0.8)
+    detector.note_cost(is_resting=True)
+    detector.note_cost(is_resting=False)
+    serve(detector, 0.5, num_windows=100)
+    end(detector, FRUITFUL)
+    detector.note_cost(is_resting=True)
+    serve(detector, 0.5)
+    assert detector.num_wakes == 0
+    serve(detector, 0.3)
+    assert detector.num_wakes == 1
+
+
 def test_steady_traffic_never_ends_the_rest(detector: DriftDetector) -> None:
     """An hour of windows with chance in them; requests make tokens depend on each other, eight or
     so."""

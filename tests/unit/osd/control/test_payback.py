@@ -661,6 +661,33 @@ async def test_the_train_loop_rests_while_no_round_pays(tmp_path: Path) -> None:
         assert said.startswith("learns: a round takes 0.2 s from the engines, and is expected to")
 
 
+async def test_other_traffic_makes_earlier_rounds_void_though_none_paid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meter lets training rest; nothing but its own rest would have watched acceptance."""
+    world, renewed = World(tmp_path), list[str]()
+    meter = world.controller._loops.payback
+
+    def renew() -> None:
+        renewed.append("renewed")
+        meter.is_resting = False
+
+    monkeypatch.setattr(meter, "renew", renew)
+    world.serve(1, alpha=0.8, num=30)
+    async with world.running():
+        await world.a_few_looks()
+        meter.is_resting = True
+        await world.until(lambda: "rests" in world.kinds())
+        world.serve(1, alpha=0.8, num=3)
+        await world.a_few_looks()
+        assert not renewed
+        world.serve(1, alpha=0.2, num=3)
+        await world.until(lambda: "learns" in world.kinds())
+    assert renewed == ["renewed"]
+    (said,) = [text for text in world.events() if text.startswith("learns")]
+    assert said.startswith("learns: α fell from 0.")
+
+
 async def test_another_draft_to_improve_makes_earlier_rounds_void(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
