@@ -201,7 +201,7 @@ class Progress:
     def add(self, outcome: RoundOutcome, *, is_published: bool, num: float = 1.0) -> float:
         """A round has ended that did the work of so many. Returns its share; one that was not
         judged says nothing."""
-        if is_published and outcome.eval is None:
+        if outcome.eval is None and not outcome.discarded:
             return self.of_rounds(num)
         share = 0.0
         if is_published and outcome.eval is not None and outcome.eval.alpha_base < 1:

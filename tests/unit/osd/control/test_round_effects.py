@@ -152,7 +152,11 @@ def test_progress_is_the_share_of_errors_by_the_gate() -> None:
     assert progress.add(makes_no_error(), is_published=True) == 0, "nothing was left to learn"
     before = progress.of_rounds(1)
     unjudged = replace(make_outcome("", 1), eval=None)
-    assert progress.add(unjudged, is_published=True) == before == progress.of_rounds(1)
+    for is_published in (True, False):
+        assert progress.add(unjudged, is_published=is_published) == before
+    assert progress.of_rounds(1) == before
+    undone = replace(unjudged, discarded="held-out loss rose")
+    assert progress.add(undone, is_published=False) == 0 and progress.of_rounds(1) < before
 
 
 def errs_less_by(share: float) -> RoundOutcome:
