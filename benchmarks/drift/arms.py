@@ -125,19 +125,17 @@ def both(
     """The contender and the reference, up at once; both gone afterwards. `payback_s`: within which
     training has to pay in a closed loop; None = the default. `against`: the arm of a service that
     is the reference; None = no speculation."""
-    config = base_config()
+    config, own = base_config(), f"drift-{os.getpid()}"
     with ExitStack() as stack:
         if against is None:
             reference = _start_bare(stack, config, target, None, logs / "no-speculation.log")
         else:
             other = directory / "reference"
             given = overrides(against, config, target, draft, other, payback_s)
-            given += [f"deployment=drift-{os.getpid()}-reference"]
-            reference = _start_service(stack, given, logs / "reference.log")
+            reference = _start_service(stack, given, f"{own}-reference", logs / "reference.log")
         if arm in SERVICE_ARMS:
             given = overrides(arm, config, target, draft, directory / "contender", payback_s)
-            given += [f"deployment=drift-{os.getpid()}"]
-            contender = _start_service(stack, given, logs / "contender.log")
+            contender = _start_service(stack, given, own, logs / "contender.log")
         else:
             speculation = {"method": "ngram", "num_speculative_tokens": config.speculation.k_max}
             speculation |= LOOKUPS[arm]
@@ -218,10 +216,10 @@ def _start_bare(
     return wait
 
 
-def _start_service(stack: ExitStack, given: list[str], log: Path) -> Any:
+def _start_service(stack: ExitStack, given: list[str], deployment: str, log: Path) -> Any:
     """Begin; what is returned waits until it answers."""
-    deployment = given[-1].removeprefix("deployment=")
-    child = stack.enter_context(servers.process(servers.serve_command(PRESET, given), log, {}))
+    command = servers.serve_command(PRESET, [*given, f"deployment={deployment}"])
+    child = stack.enter_context(servers.process(command, log, {}))
 
     def wait() -> Server:
         running = servers.wait_for_service(child, deployment, log)

@@ -285,8 +285,8 @@ def test_a_service_may_stand_next_to_the_identical_one_with_its_trainer_off(
 ) -> None:
     told: list[list[str]] = []
 
-    def start(_: Any, given: list[str], log: Path) -> Any:
-        told.append(given)
+    def start(_: Any, given: list[str], deployment: str, log: Path) -> Any:
+        told.append([*given, f"deployment={deployment}"])
         return lambda: arms.Server(url=log.stem, pid=os.getpid(), kind="service")
 
     monkeypatch.setattr(arms, "_start_service", start)

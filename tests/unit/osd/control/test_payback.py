@@ -340,6 +340,18 @@ def test_drafts_that_brought_nothing_say_nothing_of_changed_traffic() -> None:
     assert figures(here).saved_s == pytest.approx(590 * (1 - 1 / 1.1))
 
 
+def test_a_rest_ends_at_once_where_other_traffic_makes_a_round_pay() -> None:
+    """The controller asks right after it."""
+    here = Deployment()
+    here.brings = 1.0
+    here.beat(10)
+    for _ in range(20):
+        here.round()
+    assert here.meter.is_resting
+    here.meter.renew()
+    assert not here.meter.is_resting
+
+
 def test_rounds_looked_at_together_save_in_the_mean_what_is_left_when_all_are_trained() -> None:
     here = Deployment()
     here.better, here.far_better = 1.0, 1.5
