@@ -1,4 +1,10 @@
-"""The loss on held-out traces before and after a round, which tells whether the round did harm."""
+"""The loss on held-out traces before and after a round, which tells whether the round did harm.
+
+Right after the traffic has changed, most held-out traces are still of before. A round that learns
+the new traffic then raises the loss on them, and does what it is for. So the loss must also have
+risen on those that came with the round's own traces. What the old traffic lost by it is for the
+gate to judge.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +30,8 @@ NUM_ERRORS = 2.0
 """A rise must exceed this many standard errors of the paired differences."""
 LEAST_RISE = 0.02
 """A rise must also exceed this share of the loss."""
+LEAST_CURRENT = 2
+"""Held-out traces that must have come with the round's own to be asked by themselves."""
 
 
 class Watched(NamedTuple):
@@ -33,11 +41,38 @@ class Watched(NamedTuple):
     num_traces: int
 
 
+class Watch(NamedTuple):
+    """What is known before a round. R: watched traces, in the order of `batches`."""
+
+    batches: list[Watched]
+    before_R: np.ndarray
+    """float64; mean losses."""
+    is_current_R: np.ndarray
+    """bool; whether the trace came with the round's own, or later."""
+
+
 class LossGuard:
     """Measures a working draft on the newest held-out traces."""
 
     def __init__(self, config: TrainerConfig, gate: GateConfig, buffer: TraceBuffer) -> None:
         self._config, self._gate, self._buffer = config, gate, buffer
+
+    def begin(self, distiller: Distiller, new: Sequence[Trace]) -> Watch | None:
+        """Measure before a round on the traces `new`; None where there is nothing to learn or too
+        little to watch."""
+        traces = self.watched(distiller.model.vocab_size) if new else []
+        if not traces:
+            return None
+        since = min(trace.finished_at for trace in new)
+        is_current_R = np.array([trace.finished_at >= since for trace in traces])
+        batches = self.batches(distiller, traces)
+        return Watch(batches, self.losses(distiller, batches), is_current_R)
+
+    def end(self, distiller: Distiller, watch: Watch) -> tuple[float, float, bool]:
+        """After it: the mean loss before, the mean loss now, and whether the round did harm."""
+        after_R = self.losses(distiller, watch.batches)
+        has_harmed = has_risen(watch.before_R, after_R, watch.is_current_R)
+        return float(watch.before_R.mean()), float(after_R.mean()), has_harmed
 
     def watched(self, vocab_size: int) -> list[Trace]:
         """The newest held-out traces; none when there are fewer than the gate needs."""
@@ -66,11 +101,14 @@ class LossGuard:
         return np.array(values)
 
 
-def has_risen(before: np.ndarray, after: np.ndarray) -> bool:
-    """Whether the loss rose significantly (paired t) and by more than `LEAST_RISE`, or is not
-    finite."""
-    diff = after - before
-    if not np.isfinite(diff).all():
+def has_risen(before_R: np.ndarray, after_R: np.ndarray, is_current_R: np.ndarray) -> bool:
+    """Whether the loss rose significantly (paired t) and by more than `LEAST_RISE`, and did not
+    fall where the traces are current; or is not finite."""
+    diff_R = after_R - before_R
+    if not np.isfinite(diff_R).all():
         return True
-    error = diff.std(ddof=1) / np.sqrt(len(diff))
-    return bool(diff.mean() > NUM_ERRORS * error and diff.mean() > LEAST_RISE * before.mean())
+    if is_current_R.sum() >= LEAST_CURRENT and diff_R[is_current_R].mean() < 0:
+        return False
+    error = diff_R.std(ddof=1) / np.sqrt(len(diff_R))
+    least = max(NUM_ERRORS * error, LEAST_RISE * before_R.mean())
+    return bool(diff_R.mean() > least)

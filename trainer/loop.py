@@ -37,7 +37,7 @@ from trainer.draft import RowModel, export_draft
 from trainer.eagle3.features import features_of
 from trainer.evaluator import Evaluator
 from trainer.files import prune
-from trainer.guard import LossGuard, has_risen
+from trainer.guard import LossGuard
 from trainer.replay import NewTraces, ReplayMix, Unread
 from trainer.sampling.student import SamplingCost, student_of
 from trainer.sampling.teacher import Teacher
@@ -70,7 +70,8 @@ class _Progress:
     """Whether all losses and the weights at the end are finite."""
     holdout: tuple[float, float] | None = None
     """Mean loss over the watched traces before and after; None when there were too few."""
-    has_risen: bool = False
+    has_harmed: bool = False
+    """Whether it raised the held-out loss, and not for the sake of new traffic."""
     sampled: SamplingCost = SamplingCost()
 
     def add(self, loss: float, batch: TrainBatch) -> None:
@@ -214,9 +215,7 @@ class Trainer:
     def _train(self, distiller: Distiller, new: NewTraces, on_step: OnStep | None) -> _Progress:
         """Step over new and replayed traces. Stop at the first step that is not finite."""
         progress = _Progress()
-        traces = self._guard.watched(distiller.model.vocab_size) if new.traces else []
-        watched = self._guard.batches(distiller, traces)
-        before = self._guard.losses(distiller, watched)
+        watch = self._guard.begin(distiller, new.traces)
         for index, (traces, num_steps) in enumerate(self._batches(distiller, new, progress)):
             batch = distiller.collate(traces)
             loss = distiller.step(batch, index, self._working.state.rate_scale)
@@ -226,10 +225,9 @@ class Trainer:
             if on_step is not None:
                 on_step(index + 1, num_steps, loss)
         progress.is_finite = distiller.is_finite()
-        if watched and progress.is_finite:
-            after = self._guard.losses(distiller, watched)
-            progress.holdout = (float(before.mean()), float(after.mean()))
-            progress.has_risen = has_risen(before, after)
+        if watch is not None and progress.is_finite:
+            before, after, progress.has_harmed = self._guard.end(distiller, watch)
+            progress.holdout = before, after
         return progress
 
     def _batches(
@@ -308,7 +306,7 @@ class Trainer:
             else:  # by the weights that it began with
                 self._working.start_from(base)
             return _Result(discarded=NON_FINITE)
-        if progress.has_risen:
+        if progress.has_harmed:
             return self._undo(base, progress)
         return self._export_and_evaluate(base)
 

@@ -41,6 +41,7 @@ def base(tmp_path: Path) -> DraftRelease:
 
 
 BEFORE = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+NONE_CURRENT = np.zeros(6, bool)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +64,37 @@ BEFORE = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 def test_a_rise_must_be_more_than_chance_and_more_than_a_trifle(
     change: list[float], is_risen: bool
 ) -> None:
-    assert has_risen(BEFORE, BEFORE + np.array(change)) is is_risen
+    assert has_risen(BEFORE, BEFORE + np.array(change), NONE_CURRENT) is is_risen
+    assert has_risen(BEFORE, BEFORE + np.array(change), ~NONE_CURRENT) is is_risen
+
+
+@pytest.mark.parametrize(
+    "change_of_current, is_risen",
+    [
+        ([0.0, 0.0], True),
+        ([0.5, -0.4], True),  # not in the mean
+        ([0.4, -0.5], False),
+        ([-1.0, -1.0], False),
+        ([-1.0], True),  # one alone says too little
+        ([], True),
+        ([-1.0, np.nan], True),
+    ],
+)
+def test_what_is_learnt_of_new_traffic_at_the_cost_of_the_old_is_no_harm(
+    change_of_current: list[float], is_risen: bool
+) -> None:
+    change = np.array([1.2, 1.3, 1.2, 1.1, 1.2, 1.3] * 4 + change_of_current)
+    is_current = np.arange(len(change)) >= 24
+    before = np.full(len(change), 2.0)
+    assert has_risen(before, before + change, is_current) is is_risen
 
 
 def test_noise_alone_is_rarely_a_rise() -> None:
     rng = np.random.default_rng(0)
     before = rng.uniform(1, 3, NUM_WATCHED)
     false_alarms = sum(
-        has_risen(before, before + rng.normal(0, 0.5, NUM_WATCHED)) for _ in range(2000)
+        has_risen(before, before + rng.normal(0, 0.5, NUM_WATCHED), np.zeros(NUM_WATCHED, bool))
+        for _ in range(2000)
     )
     # Two standard errors, one-sided: 2.3 %, and a little for 24 degrees of freedom.
     assert 0.01 < false_alarms / 2000 < 0.05
@@ -104,6 +128,14 @@ def test_too_few_are_not_watched_at_all() -> None:
     assert watched(*chain_traces(4, holdout=True), *bad) == []
     no_rows = make_trace(index=60, holdout=True, num_rows=0, vocab_size=64)
     assert watched(*chain_traces(4, holdout=True), no_rows) == []
+
+
+def test_those_are_current_that_came_with_the_rounds_own_traces(tmp_path: Path) -> None:
+    guard = LossGuard(config(), GATE, buffer_with(*chain_traces(16, start=100, holdout=True)))
+    distiller = Distiller(load_draft(save_draft(tmp_path / "draft")), config())
+    watch = guard.begin(distiller, chain_traces(3, start=113))  # finished at 113 to 115
+    assert watch is not None and watch.is_current_R.tolist() == [False] * 13 + [True] * 3
+    assert guard.begin(distiller, []) is None, "nothing to learn"
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
@@ -300,6 +332,28 @@ def test_the_rate_is_halved_by_each_harm_and_recovers_with_good_rounds(
     # 0.0025 * 1.1^n; 1.1^15 = 4.18 is the first above 4.
     assert rates == pytest.approx([min(0.01, 0.0025 * 1.1**n) for n in range(17)])
     assert rates[14] < 0.01 and rates[15:] == [0.01, 0.01]
+
+
+@METHODS
+def test_a_round_that_learns_new_traffic_is_kept(
+    tmp_path: Path, base: DraftRelease, method: str
+) -> None:
+    """Few held-out traces have come with it, and on all others the draft gets worse."""
+    of_before = chain_traces(22, start=100, holdout=True)
+    of_now = chain_traces(2, start=200, step=7, holdout=True)
+    new = chain_traces(48, start=200, step=7)
+    buffer = buffer_with(*of_before, *of_now, *new)
+    options: dict[str, Any] = {"method": method, "replay_batches": 0}
+    outcome = trainer_at(tmp_path / "t", buffer, **options).run_round(base)
+    before, after = outcome.holdout_loss_before, outcome.holdout_loss_after
+    assert before is not None and after is not None and after > before
+    assert outcome.discarded == "" and outcome.eval is not None, "the gate judges it"
+    late = chain_traces(48, start=1200, step=7)  # as if none had come with it
+    assert is_undone(
+        trainer_at(tmp_path / "late", buffer_with(*of_before, *of_now, *late), **options).run_round(
+            base
+        )
+    )
 
 
 def test_a_rate_that_is_far_too_high_finds_its_way_down(tmp_path: Path, base: DraftRelease) -> None:
