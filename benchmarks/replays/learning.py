@@ -91,7 +91,7 @@ def learn(
         is_wanted = not may_rest or detector.decide(at).ok
         is_wanted &= charged is None or charged.pays(detector.num_wakes)
         if charged is not None:
-            detector.note_cost(is_resting=charged.is_resting)
+            detector.note_price_rest(is_on=charged.is_resting)
         if detector.is_resting or (charged is not None and charged.is_resting):
             rounds.rest()
         is_wanted &= len(rounds.ended) != max_rounds
@@ -162,7 +162,7 @@ class _Rounds:
         return self.ended[-1]
 
     def rest(self) -> None:
-        """Training rests, or waits for more traffic."""
+        """Training rests."""
         self._effort.rest()
 
 

@@ -8,8 +8,9 @@ a long time without a round.
     `max_idle_seconds` without a round ─────────────────► one round
 
 Each average is a ratio of counts that fade with the tokens served. A draft that is seldom tried has
-small counts, and so a large standard error. The state is rebuilt from the feed when the process
-restarts.
+small counts, and so a large standard error. What is recent when a rest begins is usual in it. The
+draft that a round has just made may serve better than that: a clear rise is usual, too. The state
+is rebuilt from the feed when the process restarts.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ LABEL_SECONDS = 3600.0
 ENDS_OF_A_ROUND = frozenset({"published", "refused", "discarded"})
 WAKING = frozenset({"rolled_back", "promoted", "unpinned"})
 """Events after which there is another draft to improve."""
+RESTS = {"rests": True, "learns": False}
+"""Events of the controller, and whether training rests after them."""
 
 
 @dataclass(slots=True)
@@ -95,12 +98,17 @@ class Watched:
     def fall(self, margin: float) -> tuple[float, float] | None:
         """(usual, recent) α when the recent one is clearly lower."""
         usual, recent = self.usual.alpha, self.recent.alpha
-        if usual is None or recent is None:
-            return None
-        chance = SURE * math.hypot(self.recent.error, self.usual_error)
-        if usual - recent <= margin + chance:
+        if usual is None or recent is None or usual - recent <= margin + self._chance():
             return None
         return usual, recent
+
+    def has_risen(self, margin: float) -> bool:
+        """Whether the recent α is clearly higher than the usual one."""
+        usual, recent = self.usual.alpha, self.recent.alpha
+        return usual is not None and recent is not None and recent - usual > margin + self._chance()
+
+    def _chance(self) -> float:
+        return SURE * math.hypot(self.recent.error, self.usual_error)
 
 
 class DriftDetector:
@@ -131,15 +139,17 @@ class DriftDetector:
         self._num_captured = self._num_fruitless = 0
         self._rounds_at = 0.0
         """End of the newest round."""
-        self._is_usual_old = True
-        """Whether a round has ended, or the traffic has changed, since α became the usual one."""
-        self._is_costly = False
-        """Whether a round would not pay."""
+        self._may_settle = True
+        """Whether what is recent becomes usual when a rest for the price begins: not again before a
+        round has ended or the traffic has changed."""
+        self._rests_for_price = False
+        """Whether training rests as a round would not pay (`payback.py`)."""
         self.is_resting = False
+        """Whether it rests as rounds brought no gain."""
         self.woken_by = ""
         """Why the last rest ended; "" when there was none."""
         self.num_wakes = 0
-        """Times there was another draft to improve, or other traffic, at rest or not."""
+        """Times there was another draft to improve, at rest or not, or other traffic in a rest."""
 
     def add(self, record: SpecWindow | SwapReport | RoundOutcome | Event | MetricPoint) -> None:
         """Take one record of the feed."""
@@ -156,6 +166,8 @@ class DriftDetector:
                 self._is_conclusive = record.eval is not None or is_undone
             case Event() if record.kind in WAKING:
                 self._wake(f"another draft serves ({record.kind.replace('_', ' ')})")
+            case Event() if record.kind in RESTS:
+                self.note_price_rest(is_on=RESTS[record.kind])
             case Event() if self._is_own and record.kind in ENDS_OF_A_ROUND:
                 self._rounds_at = record.at
                 self._end_round(gained=record.kind == "published")
@@ -170,14 +182,15 @@ class DriftDetector:
         """α of all traffic now."""
         return self._all.recent
 
-    def note_cost(self, *, is_resting: bool) -> None:
-        """Training rests as a round would not pay (`payback.py`), or does not. What was reckoned of
-        one traffic says nothing of another: a fall of α ends this rest, too."""
-        if is_resting and not self._is_costly:
+    def note_price_rest(self, *, is_on: bool) -> None:
+        """Training rests as a round would not pay, or does not. What was reckoned of one traffic
+        says nothing of another: a fall of α ends this rest, too, unless a round would not pay then
+        either."""
+        if is_on and not self._rests_for_price:
             self.woken_by = ""
-            if self._is_usual_old:
+            if self._may_settle:
                 self._settle()
-        self._is_costly = is_resting
+        self._rests_for_price = is_on
 
     def begin(self) -> None:
         """What comes from now on is of this target, whatever the clock says."""
@@ -209,8 +222,10 @@ class DriftDetector:
         self._num_captured += window.num_captured
         if window.domain:
             self._add_labelled(window)
-        if self.is_resting or self._is_costly:
+        if self.is_resting or self._rests_for_price:
             for label, watched in {"": self._all, **self._labels}.items():
+                if watched.has_risen(self._trainer.drift_margin):
+                    watched.settle()
                 if fell := watched.fall(self._trainer.drift_margin):
                     of = f" of {label!r}" if label else ""
                     return self._wake(f"α{of} fell from {fell[0]:.2f} to {fell[1]:.2f}")
@@ -227,7 +242,7 @@ class DriftDetector:
 
     def _end_round(self, *, gained: bool) -> None:
         """A round brought gain if its candidate serves."""
-        self._is_usual_old = True
+        self._may_settle = True
         if not gained and not self._is_conclusive:
             return
         self._num_fruitless = 0 if gained else self._num_fruitless + 1
@@ -240,14 +255,14 @@ class DriftDetector:
 
     def _settle(self) -> None:
         """A rest begins: what is recent is usual from here on."""
-        self._is_usual_old = False
+        self._may_settle = False
         for watched in (self._all, *self._labels.values()):
             watched.settle()
 
     def _wake(self, why: str) -> None:
         self.num_wakes += 1
-        if self.is_resting or self._is_costly:
+        if self.is_resting or self._rests_for_price:
             self.woken_by = why
-        self.is_resting = self._is_costly = False
-        self._is_usual_old = True
+        self.is_resting = self._rests_for_price = False
+        self._may_settle = True
         self._num_fruitless = 0

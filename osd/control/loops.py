@@ -174,6 +174,7 @@ class ControlLoops:
 
     async def _look(self) -> None:
         await self.feed.catch_up()
+        self._weigh_anew()
         await self._tell_resting()
         await self._observe()
         await self.releases.restore_wanted()
@@ -187,13 +188,16 @@ class ControlLoops:
             replicas = self.replicas
             await self._canary.look(replicas.lasting, self._monitor, replicas.draining)
 
+    def _weigh_anew(self) -> None:
+        """Where there is another draft to improve, or other traffic, what rounds brought before
+        says nothing of the next one."""
+        if self._detector.num_wakes > self._num_wakes:
+            self._num_wakes = self._detector.num_wakes
+            self.payback.renew()
+        self._detector.note_price_rest(is_on=self.payback.is_resting)
+
     async def _tell_resting(self) -> None:
         """Say when training begins to rest, and why it goes on."""
-        is_changed = self._detector.num_wakes > self._num_wakes
-        self._num_wakes = self._detector.num_wakes
-        if is_changed:
-            self.payback.renew()
-        self._detector.note_cost(is_resting=self.payback.is_resting)
         before = self._told_resting
         is_resting = self._detector.is_resting or self.payback.is_resting
         self._told_resting = is_resting

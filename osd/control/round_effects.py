@@ -28,6 +28,9 @@ LEAST_PROMISE = 0.005
 """A draft of which less is promised shows nothing of promises."""
 CHANGED = 0.05
 """A draft that its gate found better makes no engine so much slower: its traffic has changed."""
+MOST_UNJUDGED = 16
+"""Rounds in a row that nobody could judge, after which one more has brought nothing: traffic of
+which too little is held out would be trained on for ever."""
 MAX_WORTH = 100.0
 """No draft makes an engine so much faster: a heartbeat that says so is no measurement."""
 
@@ -197,11 +200,15 @@ class Progress:
     """The errors that rounds' drafts make less, by their gates."""
 
     shares: Fading = field(default_factory=lambda: Fading(KEEP_ROUND))
+    num_unjudged: int = 0
+    """In a row."""
 
     def add(self, outcome: RoundOutcome, *, is_published: bool, num: float = 1.0) -> float:
         """A round has ended that did the work of so many. Returns its share; one that was not
-        judged says nothing."""
-        if outcome.eval is None and not outcome.discarded:
+        judged says nothing, unless many were not."""
+        is_unjudged = outcome.eval is None and not outcome.discarded
+        self.num_unjudged = self.num_unjudged + 1 if is_unjudged else 0
+        if 0 < self.num_unjudged <= MOST_UNJUDGED:
             return self.of_rounds(num)
         share = 0.0
         if is_published and outcome.eval is not None and outcome.eval.alpha_base < 1:

@@ -130,7 +130,7 @@ def run_groups(
         (folder / name).chmod(0o755)
     (folder / "made").write_text("")
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    begun = f"set -eu\nstarted=$(($(date +%s) - {seconds_ago}))\n"
+    begun = f"set -eu\nstarted=$(($(date +%s) - {seconds_ago})) tested=$started\n"
     done = subprocess.run(["sh", "-c", begun + rest], env=environ, capture_output=True, text=True)
     return (folder / "made").read_text().splitlines(), done
 

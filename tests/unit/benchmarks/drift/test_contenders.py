@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from benchmarks.drift import contenders, names
+from benchmarks.replays.charged import ChargedTraining
 from benchmarks.replays.curve import Curve
 from benchmarks.replays.learning import learn
 from benchmarks.replays.recording import Recorded
@@ -23,11 +24,11 @@ from tests.support.tiny_drafts import chain_trace, save_draft
 from trainer.loop import Trainer
 
 
-def recorded(num: int, *, start: int = 0) -> list[Recorded]:
-    """Requests of the planted language, 24 tokens each."""
+def recorded(num: int, *, start: int = 0, step: int = 5) -> list[Recorded]:
+    """Requests of the planted language, or with another step of another one, 24 tokens each."""
     found = []
     for index in range(start, start + num):
-        trace = chain_trace(index, num_output=24)
+        trace = chain_trace(index, num_output=24, step=step)
         found.append(
             Recorded(
                 name=str(index),
@@ -203,3 +204,38 @@ def test_where_training_takes_no_time_rounds_replay_the_most(
     setup = a_setup(draft, tmp_path, 60, replay_batches=2, max_replay_growth=4)
     learn(setup.config, draft, setup.requests, tmp_path / "run", seed=0, may_rest=may_rest)
     assert seen == replayed
+
+
+class NeverPays:
+    """A trainer that rests for its price from the 40th request on; told how often the traffic has
+    changed."""
+
+    def __init__(self) -> None:
+        self.num_wakes = list[int]()
+
+    @property
+    def is_resting(self) -> bool:
+        return len(self.num_wakes) >= 40
+
+    def pays(self, num_wakes: int) -> bool:
+        self.num_wakes.append(num_wakes)
+        return False
+
+    def note_recall(self) -> None:
+        pass
+
+
+def test_a_trainer_that_rests_for_its_price_is_told_of_other_traffic(
+    draft: Path, tmp_path: Path
+) -> None:
+    setup = a_setup(draft, tmp_path)
+    contenders.train_ceiling(setup.config, draft, recorded(64, start=1000), tmp_path / "knows")
+    requests, charged = [*recorded(60), *recorded(60, step=7)], NeverPays()
+    learn(
+        *(setup.config, tmp_path / "knows", requests, tmp_path / "run"),
+        seed=0,
+        may_rest=True,
+        charged=cast(ChargedTraining, charged),
+    )
+    assert len(charged.num_wakes) == 120
+    assert charged.num_wakes[59] == 0 < charged.num_wakes[-1]

@@ -155,7 +155,7 @@ def test_a_fall_ends_a_rest_for_the_price_of_rounds_too(detector: DriftDetector)
     serve(detector, 0.2, num_windows=3)
     assert detector.num_wakes == 0, "it trains: nothing rests that could be woken"
     serve(detector, 0.8)
-    detector.note_cost(is_resting=True)
+    detector.note_price_rest(is_on=True)
     serve(detector, 0.8)
     assert detector.num_wakes == 0 and detector.decide(NOW).ok
     serve(detector, 0.2, num_windows=3)
@@ -170,15 +170,28 @@ def test_where_no_round_pays_after_a_fall_either_it_is_known_from_then_on(
     serve(detector, 0.8)
     for alpha, num in ((0.8, 40), (0.2, 40)):
         for _ in range(num):
-            detector.note_cost(is_resting=True)
+            detector.note_price_rest(is_on=True)
             detector.add(window(alpha))
     assert 1 <= detector.num_wakes < 12, "as α falls, and no more"
     num = detector.num_wakes
     for _ in range(200):
-        detector.note_cost(is_resting=True)
+        detector.note_price_rest(is_on=True)
         detector.add(window(0.2))
     assert detector.num_wakes == num
     assert detector.decide(NOW).reason == "learning", "the payback meter has the word"
+
+
+def test_a_rest_for_the_price_after_a_round_that_was_not_judged_takes_the_new_for_usual(
+    detector: DriftDetector,
+) -> None:
+    serve(detector, 0.8)
+    detector.note_price_rest(is_on=True)
+    detector.note_price_rest(is_on=False)
+    serve(detector, 0.5, num_windows=100)
+    end(detector, UNJUDGED)
+    detector.note_price_rest(is_on=True)
+    serve(detector, 0.5)
+    assert detector.num_wakes == 0
 
 
 def test_a_rest_that_comes_and_goes_while_acceptance_falls_hides_nothing(
@@ -186,22 +199,76 @@ def test_a_rest_that_comes_and_goes_while_acceptance_falls_hides_nothing(
 ) -> None:
     serve(detector, 0.8)
     for turn in range(60):
-        detector.note_cost(is_resting=turn % 2 == 0)
+        detector.note_price_rest(is_on=turn % 2 == 0)
         detector.add(window(0.8 if turn < 20 else 0.2, num_tested=40, num_output_tokens=50))
     assert detector.num_wakes > 0
 
 
 def test_after_a_round_a_rest_takes_the_new_for_usual(detector: DriftDetector) -> None:
     serve(detector, 0.8)
-    detector.note_cost(is_resting=True)
-    detector.note_cost(is_resting=False)
+    detector.note_price_rest(is_on=True)
+    detector.note_price_rest(is_on=False)
     serve(detector, 0.5, num_windows=100)
     end(detector, FRUITFUL)
-    detector.note_cost(is_resting=True)
+    detector.note_price_rest(is_on=True)
     serve(detector, 0.5)
     assert detector.num_wakes == 0
     serve(detector, 0.3)
     assert detector.num_wakes == 1
+
+
+REST = pytest.mark.parametrize("for_price", [False, True])
+
+
+def begin_rest(detector: DriftDetector, *, for_price: bool) -> None:
+    """Without a further window: α is what was served so far."""
+    if for_price:
+        detector.note_price_rest(is_on=True)
+        return
+    for _ in range(PATIENCE):
+        end(detector, FRUITLESS)
+
+
+@REST
+@pytest.mark.parametrize("fallen", [0.2, 0.35])
+def test_a_draft_that_serves_better_in_a_rest_is_usual_from_then_on(
+    detector: DriftDetector, for_price: bool, fallen: float
+) -> None:
+    """A round was published just before the rest began: what is recent is of the draft before."""
+    serve(detector, 0.2, num_windows=100)
+    begin_rest(detector, for_price=for_price)
+    serve(detector, 0.57, num_windows=200)
+    assert detector.num_wakes == 0
+    serve(detector, fallen, num_windows=100)
+    assert detector.num_wakes > 0
+
+
+@REST
+def test_a_rise_by_chance_changes_nothing(detector: DriftDetector, for_price: bool) -> None:
+    rng = np.random.default_rng(5)
+    serve(detector, 0.5, num_windows=100)
+    begin_rest(detector, for_price=for_price)
+    for _ in range(3600):
+        detector.add(window(rng.binomial(50, 0.5) / 50))
+    assert detector.num_wakes == 0
+
+
+def test_what_the_feed_says_of_a_rest_for_the_price_is_known_after_a_restart(
+    detector: DriftDetector,
+) -> None:
+    """Three fruitless rounds in all, and traffic that changed before the last two."""
+    serve(detector, 0.8)
+    end(detector, FRUITLESS)
+    detector.add(Event(at=NOW, kind="rests", text=""))
+    serve(detector, 0.2)
+    assert detector.num_wakes > 0
+    detector.add(Event(at=NOW, kind="learns", text=""))
+    for _ in range(PATIENCE - 1):
+        end(detector, FRUITLESS)
+    assert not detector.is_resting
+    num = detector.num_wakes
+    serve(detector, 0.05, num_windows=100)
+    assert detector.num_wakes == num, "nothing rests"
 
 
 def test_steady_traffic_never_ends_the_rest(detector: DriftDetector) -> None:
@@ -228,10 +295,14 @@ def test_little_evidence_is_taken_with_care(detector: DriftDetector) -> None:
     assert not detector.is_resting
 
 
-def test_a_fall_of_one_class_is_seen_though_the_whole_holds(detector: DriftDetector) -> None:
+@REST
+def test_a_fall_of_one_class_is_seen_though_the_whole_holds(
+    detector: DriftDetector, for_price: bool
+) -> None:
     serve(detector, 0.9, domain="arithmetic")
     serve(detector, 0.8, domain="sql")
-    resting(detector, 0.85)
+    serve(detector, 0.85)
+    begin_rest(detector, for_price=for_price)
     for _ in range(20):
         detector.add(window(0.9, domain="arithmetic", num_tested=4000, num_output_tokens=5000))
         detector.add(window(0.3, domain="sql", num_tested=160, num_output_tokens=200))

@@ -352,6 +352,24 @@ def test_a_rest_ends_at_once_where_other_traffic_makes_a_round_pay() -> None:
     assert not here.meter.is_resting
 
 
+def test_a_rest_goes_on_where_no_round_pays_on_other_traffic_either() -> None:
+    here = Deployment()
+    here.better, here.brings = 1.0005, 1.0
+    here.beat(10)
+    for _ in range(20):
+        here.round()
+    here.meter.renew()
+    assert here.meter.is_resting
+
+
+def test_traffic_that_nobody_can_judge_is_not_trained_on_for_ever() -> None:
+    here = Deployment(payback_seconds=60)
+    here.beat(10)
+    for _ in range(100):
+        here.round(replace(make_outcome("", 1), eval=None), is_published=False)
+    assert here.meter.is_resting
+
+
 def test_rounds_looked_at_together_save_in_the_mean_what_is_left_when_all_are_trained() -> None:
     here = Deployment()
     here.better, here.far_better = 1.0, 1.5
@@ -698,6 +716,25 @@ async def test_other_traffic_makes_earlier_rounds_void_though_none_paid(
     assert renewed == ["renewed"]
     (said,) = [text for text in world.events() if text.startswith("learns")]
     assert said.startswith("learns: α fell from 0.")
+
+
+async def test_where_no_round_pays_after_a_fall_the_next_fall_is_seen_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, renewed = World(tmp_path), list[str]()
+    meter = world.controller._loops.payback
+    monkeypatch.setattr(meter, "renew", lambda: renewed.append("renewed"))
+    world.serve(1, alpha=0.9, num=30)
+    async with world.running():
+        await world.a_few_looks()
+        meter.is_resting = True
+        await world.until(lambda: "rests" in world.kinds())
+        for alpha in (0.5, 0.1):
+            num_before = len(renewed)
+            world.serve(1, alpha=alpha, num=100)
+            await world.until(lambda: len(renewed) > num_before)  # noqa: B023
+            await world.a_few_looks()
+    assert "learns" not in world.kinds()
 
 
 async def test_another_draft_to_improve_makes_earlier_rounds_void(

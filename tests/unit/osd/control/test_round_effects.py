@@ -12,6 +12,7 @@ from osd.control.round_effects import (
     KEEP_ROUND,
     LEAST_PROMISE,
     MAX_WORTH,
+    MOST_UNJUDGED,
     Gain,
     Pace,
     Progress,
@@ -157,6 +158,17 @@ def test_progress_is_the_share_of_errors_by_the_gate() -> None:
     assert progress.of_rounds(1) == before
     undone = replace(unjudged, discarded="held-out loss rose")
     assert progress.add(undone, is_published=False) == 0 and progress.of_rounds(1) < before
+
+
+def test_many_rounds_that_nobody_can_judge_bring_nothing() -> None:
+    progress, unjudged = Progress(), replace(make_outcome("", 1), eval=None)
+    for _ in range(2):
+        for _ in range(MOST_UNJUDGED):
+            assert progress.add(unjudged, is_published=False) > 0
+        progress.add(errs_less_by(0.4), is_published=True)
+    for _ in range(MOST_UNJUDGED + 20):
+        share = progress.add(unjudged, is_published=False)
+    assert share == 0 and progress.of_rounds(8) < 0.01
 
 
 def errs_less_by(share: float) -> RoundOutcome:
