@@ -166,6 +166,9 @@ class DriftDetector:
                 self._is_conclusive = record.eval is not None or is_undone
             case Event() if record.kind in WAKING:
                 self._wake(f"another draft serves ({record.kind.replace('_', ' ')})")
+            case Event() if record.kind == "rolled_out":
+                # Better candidates were refused while this one was on trial.
+                self._num_fruitless, self.is_resting = 0, False
             case Event() if record.kind in RESTS:
                 self.note_price_rest(is_on=RESTS[record.kind])
             case Event() if self._is_own and record.kind in ENDS_OF_A_ROUND:

@@ -307,5 +307,6 @@ class ControlLoops:
             self._effort.end_round(outcome)
             first_on = self._canary.choose(self.replicas.lasting, base.target_id)
             needed = self.replicas.versions | await recall.worth_keeping()
+            is_on_trial = self.releases.canary is not None
             is_published = await self.releases.conclude(outcome, needed, first_on)
-            self.payback.add_round(outcome, is_published=is_published)
+            self.payback.add_round(outcome, is_published=is_published, is_on_trial=is_on_trial)

@@ -134,15 +134,18 @@ class PaybackMeter:
             self._living = [self._engines[name] for name in living]
             self._rest_or_wake()
 
-    def add_round(self, outcome: RoundOutcome, *, is_published: bool) -> None:
-        """A round has ended."""
+    def add_round(
+        self, outcome: RoundOutcome, *, is_published: bool, is_on_trial: bool = False
+    ) -> None:
+        """A round has ended. `is_on_trial`: the draft before it is, for which a better one is
+        refused; the next will have learnt as much."""
         if outcome.discarded == NO_TRACES:
             return
         self._has_outcome = True
         batches = self._least if outcome.replay_batches is None else outcome.replay_batches
         num = max((1 + batches) / (1 + self._least), 1.0)
         self._round_s.append(outcome.seconds / num)
-        share = self._progress.add(outcome, is_published=is_published, num=num)
+        share = self._progress.add(outcome, may_serve=is_published or is_on_trial, num=num)
         for engine in self._engines.values():
             engine.gain.end_round(share, is_published=is_published)
         self._rest_or_wake()

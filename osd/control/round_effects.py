@@ -203,7 +203,7 @@ class Progress:
     num_unjudged: int = 0
     """In a row."""
 
-    def add(self, outcome: RoundOutcome, *, is_published: bool, num: float = 1.0) -> float:
+    def add(self, outcome: RoundOutcome, *, may_serve: bool, num: float = 1.0) -> float:
         """A round has ended that did the work of so many. Returns its share; one that was not
         judged says nothing, unless many were not."""
         is_unjudged = outcome.eval is None and not outcome.discarded
@@ -211,7 +211,7 @@ class Progress:
         if 0 < self.num_unjudged <= MOST_UNJUDGED:
             return self.of_rounds(num)
         share = 0.0
-        if is_published and outcome.eval is not None and outcome.eval.alpha_base < 1:
+        if may_serve and outcome.eval is not None and outcome.eval.alpha_base < 1:
             errors, left = 1 - outcome.eval.alpha_base, 1 - outcome.eval.alpha_candidate
             share = max(1 - left / errors, 0.0)
         self.shares.add(1 - (1 - share) ** (1 / num))

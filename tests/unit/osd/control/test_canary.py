@@ -352,11 +352,15 @@ async def test_a_change_by_hand_is_for_all_at_once(fleet: Fleet, act: str) -> No
 
 
 async def test_while_a_draft_is_on_trial_no_other_is_published(fleet: Fleet) -> None:
-    """Otherwise rounds that follow close would keep every draft from being proved."""
+    """Otherwise rounds that follow close would keep every draft from being proved. Six of them end
+    no training."""
     async with fleet.on_trial():
-        fleet.world.trainer.rounds.append(fleet.world.trainer.better)
-        await fleet.world.until(lambda: fleet.world.kinds()[-1] == "refused")
-        assert "v2 is on trial on other; the next" in fleet.world.events()[-1]
+        meter = fleet.world.controller._loops.payback
+        before = meter._progress.of_rounds(1)
+        fleet.world.trainer.rounds += [fleet.world.trainer.better] * 6
+        await fleet.world.until(lambda: fleet.world.kinds().count("refused") == 6)
+        assert any("v2 is on trial on other; the next" in text for text in fleet.world.events())
+        assert meter._progress.of_rounds(1) > 0.5 * before
         fleet.serve("other", 2, alpha=0.7)
         await fleet.looks()
         await fleet.publish()

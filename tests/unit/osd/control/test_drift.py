@@ -455,6 +455,21 @@ def test_a_better_candidate_that_may_not_serve_is_no_gain(detector: DriftDetecto
     assert detector.is_resting
 
 
+@pytest.mark.parametrize("num_refused", [PATIENCE - 1, PATIENCE])
+def test_what_was_refused_for_a_trial_is_forgotten_when_it_ends(
+    detector: DriftDetector, num_refused: int
+) -> None:
+    for _ in range(num_refused):
+        detector.add(FRUITFUL)
+        detector.add(Event(at=NOW, kind="refused", text="v2 is on trial"))
+    detector.add(Event(at=NOW, kind="rolled_out", text=""))
+    for _ in range(PATIENCE - 1):
+        end(detector, FRUITLESS)
+    assert not detector.is_resting and detector.num_wakes == 0
+    end(detector, FRUITLESS)
+    assert detector.is_resting
+
+
 def test_what_was_before_the_first_release_says_nothing() -> None:
     detector = DriftDetector(TrainerConfig(patience_rounds=PATIENCE), "t", since=NOW + 10)
     serve(detector, 0.9)

@@ -362,6 +362,18 @@ def test_a_rest_goes_on_where_no_round_pays_on_other_traffic_either() -> None:
     assert here.meter.is_resting
 
 
+@pytest.mark.parametrize("is_on_trial", [False, True])
+def test_better_drafts_that_wait_for_a_trial_bring_something(is_on_trial: bool) -> None:
+    here = Deployment(payback_seconds=60)
+    here.beat(10)
+    for _ in range(30):
+        here.beat(10, is_training=True)
+        outcome = replace(make_outcome("", 1), seconds=10.0)
+        here.meter.add_round(outcome, is_published=False, is_on_trial=is_on_trial)
+        here.beat(10)
+    assert here.meter.is_resting is not is_on_trial
+
+
 def test_traffic_that_nobody_can_judge_is_not_trained_on_for_ever() -> None:
     here = Deployment(payback_seconds=60)
     here.beat(10)

@@ -144,30 +144,30 @@ def test_progress_is_the_share_of_errors_by_the_gate() -> None:
     progress = Progress()
     assert progress.of_rounds(1) == FEWER_ERRORS
     assert progress.of_rounds(2) == pytest.approx(1 - (1 - FEWER_ERRORS) ** 2)
-    assert progress.add(errs_less_by(0.4), is_published=True) == pytest.approx(0.4)
+    assert progress.add(errs_less_by(0.4), may_serve=True) == pytest.approx(0.4)
     assert progress.of_rounds(1) == pytest.approx(
         (KEEP_ROUND * FEWER_ERRORS + 0.4) / (KEEP_ROUND + 1)
     )
-    assert progress.add(errs_less_by(0.4), is_published=False) == 0, "it serves nowhere"
-    assert progress.add(errs_less_by(-0.4), is_published=True) == 0
-    assert progress.add(makes_no_error(), is_published=True) == 0, "nothing was left to learn"
+    assert progress.add(errs_less_by(0.4), may_serve=False) == 0, "it serves nowhere"
+    assert progress.add(errs_less_by(-0.4), may_serve=True) == 0
+    assert progress.add(makes_no_error(), may_serve=True) == 0, "nothing was left to learn"
     before = progress.of_rounds(1)
     unjudged = replace(make_outcome("", 1), eval=None)
-    for is_published in (True, False):
-        assert progress.add(unjudged, is_published=is_published) == before
+    for may_serve in (True, False):
+        assert progress.add(unjudged, may_serve=may_serve) == before
     assert progress.of_rounds(1) == before
     undone = replace(unjudged, discarded="held-out loss rose")
-    assert progress.add(undone, is_published=False) == 0 and progress.of_rounds(1) < before
+    assert progress.add(undone, may_serve=False) == 0 and progress.of_rounds(1) < before
 
 
 def test_many_rounds_that_nobody_can_judge_bring_nothing() -> None:
     progress, unjudged = Progress(), replace(make_outcome("", 1), eval=None)
     for _ in range(2):
         for _ in range(MOST_UNJUDGED):
-            assert progress.add(unjudged, is_published=False) > 0
-        progress.add(errs_less_by(0.4), is_published=True)
+            assert progress.add(unjudged, may_serve=False) > 0
+        progress.add(errs_less_by(0.4), may_serve=True)
     for _ in range(MOST_UNJUDGED + 20):
-        share = progress.add(unjudged, is_published=False)
+        share = progress.add(unjudged, may_serve=False)
     assert share == 0 and progress.of_rounds(8) < 0.01
 
 
