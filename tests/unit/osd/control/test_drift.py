@@ -181,19 +181,6 @@ def test_where_no_round_pays_after_a_fall_either_it_is_known_from_then_on(
     assert detector.decide(NOW).reason == "learning", "the payback meter has the word"
 
 
-def test_a_rest_for_the_price_after_a_round_that_was_not_judged_takes_the_new_for_usual(
-    detector: DriftDetector,
-) -> None:
-    serve(detector, 0.8)
-    detector.note_price_rest(is_on=True)
-    detector.note_price_rest(is_on=False)
-    serve(detector, 0.5, num_windows=100)
-    end(detector, UNJUDGED)
-    detector.note_price_rest(is_on=True)
-    serve(detector, 0.5)
-    assert detector.num_wakes == 0
-
-
 def test_a_rest_that_comes_and_goes_while_acceptance_falls_hides_nothing(
     detector: DriftDetector,
 ) -> None:
@@ -204,12 +191,15 @@ def test_a_rest_that_comes_and_goes_while_acceptance_falls_hides_nothing(
     assert detector.num_wakes > 0
 
 
-def test_after_a_round_a_rest_takes_the_new_for_usual(detector: DriftDetector) -> None:
+@pytest.mark.parametrize("outcome", [FRUITFUL, UNJUDGED])
+def test_after_a_round_a_rest_takes_the_new_for_usual(
+    detector: DriftDetector, outcome: RoundOutcome
+) -> None:
     serve(detector, 0.8)
     detector.note_price_rest(is_on=True)
     detector.note_price_rest(is_on=False)
     serve(detector, 0.5, num_windows=100)
-    end(detector, FRUITFUL)
+    end(detector, outcome)
     detector.note_price_rest(is_on=True)
     serve(detector, 0.5)
     assert detector.num_wakes == 0
