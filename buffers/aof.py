@@ -45,7 +45,6 @@ def was_truncated(said: str) -> bool:
 def forget(
     command: Callable[..., Any],
     *,
-    seconds: float = _FORGET_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
@@ -53,9 +52,9 @@ def forget(
     started.
 
     A rewrite in progress may still contain what was deleted, so its end is awaited for at most
-    `seconds`. Raises `RedisError`.
+    `_FORGET_SECONDS`. Raises `RedisError`.
     """
-    deadline = clock() + seconds
+    deadline = clock() + _FORGET_SECONDS
     while (state := command("INFO", "persistence")).get("aof_enabled"):
         if not state.get("aof_rewrite_in_progress"):
             command("BGREWRITEAOF")

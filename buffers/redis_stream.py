@@ -1,5 +1,5 @@
-"""The replay buffer in Redis (7 or later) or Valkey: per draft and domain, a stream of training
-traces and a stream of held-out traces.
+"""The replay buffer in Redis (7 or later) or Valkey: per draft, target and domain, a stream of
+training traces and a stream of held-out traces.
 
 Serving calls `put` (`redis_writer.py`), which waits for a short time and never raises. The trainer
 calls the other methods, which wait longer and raise `ReplayBufferError`. `redis_keys.py` holds the

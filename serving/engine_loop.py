@@ -26,7 +26,7 @@ from serving.swap.ranks import Ranks
 from serving.vllm import parts
 from serving.vllm.server import call_core
 from serving.vllm.undrafted import permit_undrafted
-from serving.worker import trace_settings
+from serving.worker import start_settings
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class EngineLoop:
         Raises `SwapError` where the hooks are refused.
         """
         k = self._config.speculation.k_max
-        settings = trace_settings(
+        settings = start_settings(
             self._release,
             self._config.capture,
             k=k,

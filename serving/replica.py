@@ -159,7 +159,7 @@ class Replica:
         self._engine = engine
         try:
             if self._release is not None:
-                await self._begin_loop(self._release)
+                await self._start_beside(self._release)
             await self._serve(app, sock)
         finally:
             engine.shutdown()
@@ -223,7 +223,7 @@ class Replica:
             "additional_config": given,
         }
 
-    async def _begin_loop(self, release: DraftRelease) -> None:
+    async def _start_beside(self, release: DraftRelease) -> None:
         self._beside = EngineLoop(
             self._engine,
             self._config,

@@ -278,17 +278,17 @@ class WorkerExtension:
     @answering
     def osd_put(self, version: int, is_read: bool) -> str:
         """Make the staged release live, for no version yet: a `RankReport`."""
-        return self.osd_answer(self.osd_swapper.put(version, is_read))
+        return self.osd_tell_capture(self.osd_swapper.put(version, is_read))
 
     @answering
     def osd_put_back(self, is_read: bool) -> str:
         """Drop what is staged and take out what was put in: a `RankReport`."""
-        return self.osd_answer(self.osd_swapper.put_back(is_read))
+        return self.osd_tell_capture(self.osd_swapper.put_back(is_read))
 
     @answering
     def osd_confirm(self) -> str:
         """What is live is whole on all ranks, and counts for its version: a `RankReport`."""
-        answer = self.osd_answer(self.osd_swapper.confirm())
+        answer = self.osd_tell_capture(self.osd_swapper.confirm())
         if self.osd_is_first_rank and self.osd_swapper.version == NO_VERSION:
             # A draft that is no release: what it serves counts for none.
             self.osd_capture.windows.last_version = NO_VERSION
@@ -297,9 +297,9 @@ class WorkerExtension:
     @answering
     def osd_disown(self) -> str:
         """What is live counts for no version: a `RankReport`."""
-        return self.osd_answer(self.osd_swapper.disown())
+        return self.osd_tell_capture(self.osd_swapper.disown())
 
-    def osd_answer(self, report: RankReport) -> str:
+    def osd_tell_capture(self, report: RankReport) -> str:
         """The report, after capture was told which version drafts from now on; 0 = none."""
         if self.osd_is_first_rank:
             swapper = self.osd_swapper
@@ -341,7 +341,7 @@ class WorkerExtension:
         return weights.target_checksum(self)
 
 
-def trace_settings(release: DraftRelease, capture: CaptureConfig, **more: Any) -> str:
+def start_settings(release: DraftRelease, capture: CaptureConfig, **more: Any) -> str:
     """The argument of `osd_start`. With `is_controlled`, k may be 0, and the draft sleeps then."""
     return json.dumps(
         {"release": json.loads(encode(release)), "capture": capture.model_dump(), **more}

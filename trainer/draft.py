@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from osd.common.files import open_to_others
 from osd.common.memory import has_run_out
-from osd.common.model_directory import digests
+from osd.common.model_directory import RELEASE_RECORD, WEIGHTS, digests
 from osd.errors import ConfigError, OSDError, ReleaseError, first_line
 from osd.models import eagle3
 from osd.models.compatibility import read_config
@@ -36,7 +36,6 @@ from trainer.names import names_in_model
 if TYPE_CHECKING:
     from trainer.eagle3.features import TargetFeatures
 
-WEIGHTS_NAME = "model.safetensors"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Weights in any format, and the index of sharded weights. The export copies all other files of the
 base's directory."""
@@ -179,14 +178,11 @@ def export_draft(
             with safe_open(file, framework="pt") as opened:
                 tensors[name] = opened.get_tensor(name).clone()
     with write_aside(out) as aside:
-        save_file(tensors, aside / WEIGHTS_NAME, metadata={"format": "pt"})
-        open_to_others(aside / WEIGHTS_NAME)
+        save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+        open_to_others(aside / WEIGHTS)
         for path in Path(base).iterdir():
-            if (
-                path.is_file()
-                and not path.name.endswith(_NOT_COPIED)
-                and path.name != "release.json"
-            ):
+            is_copied = path.name != RELEASE_RECORD and not path.name.endswith(_NOT_COPIED)
+            if path.is_file() and is_copied:
                 shutil.copyfile(path, aside / path.name)
         written = digests(aside)
     return written

@@ -100,8 +100,8 @@ class Trainer:
 
     Its weights continue from round to round, also after the gate refused a candidate. It returns to
     the serving release when that is not its own newest (rollback, recall, pin), when its last
-    candidate was significantly worse, or when a round's first loss is not finite. It undoes a round
-    that made the loss infinite, or raised it on held-out traces; both halve the learning rate.
+    candidate was significantly worse, or when a round's first loss is not finite. A round that made
+    the loss infinite, or raised it on held-out traces, is undone. A discarded one halves the rate.
 
     Not thread-safe, except that `evaluate_releases` and `num_new_traces` may run during a round.
     """
@@ -161,7 +161,7 @@ class Trainer:
             self._finish(new)
         seconds, features_s = time.monotonic() - started, self._features_cpu_s() - features_s
         outcome = replace(outcome, seconds=seconds, features_cpu_s=features_s)
-        self._draw(outcome, progress.num_tokens)
+        self._track(outcome, progress.num_tokens)
         return outcome
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class Trainer:
         self, base: DraftRelease, earlier: Sequence[DraftRelease], num_traces: int
     ) -> list[EarlierReport]:
         """Earlier releases against the serving one on the newest unread traces, which none of them
-        has learnt; [] when there are fewer than `gate.min_holdout_traces`."""
+        has learnt; [] when they are fewer than `num_traces` and `gate.min_holdout_traces`."""
         with told_when_out(self._remedy):
             newest = self._unread.newest(self._working.state.cursor, FOR_ONE_FIT * num_traces)
             return self._evaluator.compare_earlier(base, earlier, newest.traces, num_traces)
@@ -343,6 +343,6 @@ class Trainer:
     def _features_cpu_s(self) -> float:
         return self._features.cpu_s if self._features else 0.0
 
-    def _draw(self, outcome: RoundOutcome, num_tokens: int) -> None:
+    def _track(self, outcome: RoundOutcome, num_tokens: int) -> None:
         for tracker in self._trackers:
             tracker.log(self._working.state.round, point(outcome, num_tokens))

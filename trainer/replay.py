@@ -66,12 +66,12 @@ class NewTraces(NamedTuple):
     """Traces that were read from the buffer, and not trained on before."""
 
     traces: list[Trace]
-    num_contradicting: int
-    """Rows left out because they contradict the text."""
     start: Cursor
     """Where reading began."""
     end: Cursor
     """Behind all traces that were read."""
+    num_contradicting: int = 0
+    """Rows left out because they contradict the text, once `trainable` was asked."""
 
 
 class Unread:
@@ -105,7 +105,7 @@ class Unread:
             if not more:
                 break
             found += more
-        return NewTraces(found, 0, start, behind)
+        return NewTraces(found, start, behind)
 
 
 class ReplayMix:

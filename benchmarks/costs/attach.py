@@ -73,7 +73,7 @@ def _engine(arm: str, target: Any, draft: Any) -> Any:
     from benchmarks.engines import models
     from benchmarks.engines.engine import Engine
     from osd.attach.arguments import SCHEDULER
-    from serving.worker import trace_settings
+    from serving.worker import start_settings
 
     release = models.release(draft, 1)
     if arm == STOCK:
@@ -83,7 +83,7 @@ def _engine(arm: str, target: Any, draft: Any) -> Any:
         target, release, k=K, batch=16, scheduler_cls=SCHEDULER, additional_config={"osd": held}
     )
     more = {"k": K, "sink": {}, "target_id": "bench", "seed": 0, "is_controlled": True}
-    engine.rpc("osd_start", trace_settings(release, CaptureConfig(), **more))
+    engine.rpc("osd_start", start_settings(release, CaptureConfig(), **more))
     engine.rpc("osd_switch", *SWITCHED[arm])
     return engine
 

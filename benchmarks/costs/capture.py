@@ -78,12 +78,12 @@ def run(options: Options) -> Result:
 
 def _measure(notebook: Notebook, plan: Protocol, group: str, target: Path, draft: Path) -> None:
     from benchmarks.engines.engine import Engine
-    from serving.worker import trace_settings
+    from serving.worker import start_settings
 
     name, batch = group.split("/")
     release = models.release(draft, 1)
     engine = Engine(target, release, k=K, batch=int(batch))
-    settings = trace_settings(release, CaptureConfig(), k=K, sink={}, target_id="bench", seed=0)
+    settings = start_settings(release, CaptureConfig(), k=K, sink={}, target_id="bench", seed=0)
     engine.rpc("osd_start", settings)
     engine.rpc("osd_detach")
     rng = np.random.default_rng(0)

@@ -98,7 +98,7 @@ def _measure_step(notebook: Notebook) -> None:
 def _measure(notebook: Notebook, group: str, num_swaps: int, directory: Path) -> None:
     from benchmarks.engines.engine import Engine
     from benchmarks.engines.vllm_engine import file_weight_updates
-    from serving.worker import trace_settings
+    from serving.worker import start_settings
 
     paths = [directory / f"{group}-{version}" for version in (1, 2)]
     num_parameters = models.build(DRAFTS[group], paths[0])
@@ -114,7 +114,7 @@ def _measure(notebook: Notebook, group: str, num_swaps: int, directory: Path) ->
         swap_under_load(engine, "vllm", one)
     memory = [machine.memory()]
     engine.rpc(
-        "osd_start", trace_settings(releases[0], CaptureConfig(), k=K, sink={}, target_id="bench")
+        "osd_start", start_settings(releases[0], CaptureConfig(), k=K, sink={}, target_id="bench")
     )
     engine.rpc("osd_detach")
     checksum = engine.rpc("osd_target_checksum")

@@ -21,7 +21,7 @@ from osd.config.schema import CaptureConfig
 from osd.records import DraftRelease, Trace
 from serving.vllm.hooks import is_v2
 from serving.vllm.server import graphs_for_every_k
-from serving.worker import trace_settings
+from serving.worker import start_settings
 
 KEEP_ALL = CaptureConfig(
     top_k=32, accepted_fraction=1.0, plain_fraction=1.0, max_bytes_per_second=1 << 30
@@ -99,7 +99,7 @@ class GpuEngine(engine.Engine):
         settings = {"k": self.k, "sink": {}, "target_id": "bench", "seed": 0}
         settings["is_controlled"] = self.is_controlled
         self.rpc(
-            "osd_start", trace_settings(models.release(self.pair.draft, 1), capture, **settings)
+            "osd_start", start_settings(models.release(self.pair.draft, 1), capture, **settings)
         )
 
     def force(self, k: int | None) -> None:

@@ -24,7 +24,7 @@ from buffers.memory import MemoryTraceBuffer
 from osd.config.schema import Config
 from osd.control.drift import DriftDetector
 from osd.control.effort import Effort
-from osd.control.policy import earlier_to_recall, predicted_alpha, should_publish
+from osd.control.policy import earlier_to_recall, should_publish
 from osd.control.recall import LookTimes, choose_earlier
 from osd.records import DraftRelease, Event, RoundOutcome, SpecWindow, Trace
 from osd.releases.store import ReleaseStore
@@ -99,7 +99,7 @@ def learn(
         may_look = is_due or (may_rest and not is_wanted)
         if may_look and (recalled := releases.look(serving, served.index)) is not None:
             serving = recalled
-            server.swap(serving.path, predicted_alpha(serving))
+            server.swap(serving.path, serving.predicted_alpha)
             if charged is not None:
                 charged.note_recall()
         if is_due:
@@ -108,7 +108,7 @@ def learn(
             detector.add(Event(at=at, kind="published" if one.is_published else "refused", text=""))
             if one.is_published:
                 serving = releases.publish(one.outcome, serving, config.releases.keep)
-                server.swap(serving.path, predicted_alpha(serving))
+                server.swap(serving.path, serving.predicted_alpha)
         cpu_s[served.index] = rounds.cpu_s + releases.cpu_s
     return _curve(ended, cpu_s, rounds.ended, releases)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from osd.common.clock import Clock
 from osd.config.schema import Config
-from osd.control import policy
 from osd.control.engine_terms import TermsKeeper
 from osd.control.loops import ControlLoops
 from osd.control.protocols import Buffer, Feed, Trainer
@@ -75,6 +74,7 @@ class Controller:
         config, history, loops = self._config, self._history, self._loops
         current, pinned = await self._releases.current(), await self._releases.pinned()
         version = current.version if current is not None else 0
+        tested, accepted = history.served(version)
         rounds = history.rounds()
         return ServiceStatus(
             deployment=config.deployment,
@@ -85,8 +85,8 @@ class Controller:
             url=config.front_door_url,
             target_id=self._target_id,
             version=version,
-            predicted_alpha=policy.predicted_alpha(current) if current is not None else None,
-            served_alpha=conditional_acceptance(*history.served(version)[::-1]),
+            predicted_alpha=current.predicted_alpha if current is not None else None,
+            served_alpha=conditional_acceptance(accepted, tested),
             pinned=pinned,
             paused=self._releases.is_paused,
             training=loops.trainer is not None and config.trainer.enabled,

@@ -144,6 +144,9 @@ class DriftDetector:
         round has ended or the traffic has changed."""
         self._rests_for_price = False
         """Whether training rests as a round would not pay (`payback.py`)."""
+        self._is_told = False
+        """Whether that was said since the start. Before, the feed tells it of an earlier process;
+        later, it tells again what was said."""
         self.is_resting = False
         """Whether it rests as rounds brought no gain."""
         self.woken_by = ""
@@ -169,8 +172,8 @@ class DriftDetector:
             case Event() if record.kind == "rolled_out":
                 # Better candidates were refused while this one was on trial.
                 self._num_fruitless, self.is_resting = 0, False
-            case Event() if record.kind in RESTS:
-                self.note_price_rest(is_on=RESTS[record.kind])
+            case Event() if record.kind in RESTS and not self._is_told:
+                self._rest_for_price(is_on=RESTS[record.kind])
             case Event() if self._is_own and record.kind in ENDS_OF_A_ROUND:
                 self._rounds_at = record.at
                 self._end_round(gained=record.kind == "published")
@@ -186,9 +189,13 @@ class DriftDetector:
         return self._all.recent
 
     def note_price_rest(self, *, is_on: bool) -> None:
-        """Training rests as a round would not pay, or does not. What was reckoned of one traffic
+        """Whether training rests because a round would not pay. What was reckoned of one traffic
         says nothing of another: a fall of α ends this rest, too, unless a round would not pay then
         either."""
+        self._is_told = True
+        self._rest_for_price(is_on=is_on)
+
+    def _rest_for_price(self, *, is_on: bool) -> None:
         if is_on and not self._rests_for_price:
             self.woken_by = ""
             if self._may_settle:

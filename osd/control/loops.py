@@ -85,8 +85,10 @@ class ControlLoops:
         self._canary = CanaryWatch(config.gate, history, self.releases, clock)
         self._expiry = TraceExpiry(buffer, config.buffer.max_age_seconds, clock)
         self._redis_outage, self._disk_outage = Outage(backoff_s), Outage(backoff_s)
-        self._told_resting: bool | None = None
-        """What was last said of it; None before the feed was read for the first time."""
+        self._train_outage = Outage(backoff_s)
+        self._is_resting: bool | None = None
+        """Whether training rests, as of the last look; None before the feed was read for the first
+        time."""
         self._num_wakes = 0
         self._waiting_since: float | None = None
         """When the first trace that is still new was seen."""
@@ -175,6 +177,7 @@ class ControlLoops:
     async def _look(self) -> None:
         await self.feed.catch_up()
         self._weigh_anew()
+        self._detector.note_price_rest(is_on=self.payback.is_resting)
         await self._tell_resting()
         await self._observe()
         await self.releases.restore_wanted()
@@ -194,13 +197,12 @@ class ControlLoops:
         if self._detector.num_wakes > self._num_wakes:
             self._num_wakes = self._detector.num_wakes
             self.payback.renew()
-        self._detector.note_price_rest(is_on=self.payback.is_resting)
 
     async def _tell_resting(self) -> None:
         """Say when training begins to rest, and why it goes on."""
-        before = self._told_resting
+        before = self._is_resting
         is_resting = self._detector.is_resting or self.payback.is_resting
-        self._told_resting = is_resting
+        self._is_resting = is_resting
         if before is None or before == is_resting:
             return
         self._effort.rest()
@@ -211,8 +213,10 @@ class ControlLoops:
     def _is_worth_it(self, now: float) -> policy.Decision:
         """Whether a round may bring something, and pays."""
         found, pays = self._detector.decide(now), self.payback.decide(now)
-        is_settled = not found.ok or (pays.ok and self._detector.woken_by)
-        return found if is_settled else pays
+        if not found.ok:
+            return found
+        # Where both agree, why the last rest ended tells more.
+        return found if pays.ok and self._detector.woken_by else pays
 
     async def _observe(self) -> None:
         await self._make_room()
@@ -247,12 +251,14 @@ class ControlLoops:
             try:
                 num_new = await self._num_new_traces(trainer)
                 is_due = bool(num_new) and self._is_round_due(num_new)
-                if (is_due or (num_new and self._told_resting)) and recall.is_due():
+                if (is_due or (num_new and self._is_resting)) and recall.is_due():
                     await self._look_back(recall)
+                    self._train_outage.over(log)
                 if is_due:
                     await self._run_round(trainer, recall, num_new)
+                    self._train_outage.over(log)
             except ReleaseError as error:
-                await self._disk_outage.pause(str(error), log)
+                await self._train_outage.pause(str(error), log)
             await self._clock.sleep(self._config.control.seconds_between_looks)
 
     async def _look_back(self, recall: Recall) -> None:
@@ -295,7 +301,8 @@ class ControlLoops:
         if found is None:
             return
         base, line = found
-        if self._told_resting:  # it is to find out whether the rest is over
+        kept = await recall.worth_keeping()  # what the disk refuses costs no round here
+        if self._is_resting:  # it is to find out whether the rest is over
             self._effort.rest()
         now, may_be_longer = self._clock.monotonic(), self.payback.may_be_longer()
         batches = self._effort.begin_round(num_new, now=now, may_be_longer=may_be_longer)
@@ -306,7 +313,7 @@ class ControlLoops:
         if outcome is not None:
             self._effort.end_round(outcome)
             first_on = self._canary.choose(self.replicas.lasting, base.target_id)
-            needed = self.replicas.versions | await recall.worth_keeping()
             is_on_trial = self.releases.canary is not None
+            needed = self.replicas.versions | kept
             is_published = await self.releases.conclude(outcome, needed, first_on)
             self.payback.add_round(outcome, is_published=is_published, is_on_trial=is_on_trial)

@@ -132,14 +132,15 @@ def if_sampled(outcome: RoundOutcome) -> str:
 def _lost_class(report: EvalReport, gate: GateConfig) -> str:
     """Tells of the traffic class that loses most; "" when none loses more than chance and
     `gate.max_class_loss` explain."""
-    losses = {
-        c.alpha_base - c.alpha_candidate: (name, c)
+    losing = [
+        (c.alpha_base - c.alpha_candidate, name)
         for name, c in report.classes.items()
         if c.num_traces >= gate.min_class_traces and c.diff_high < 0
-    }
-    if not losses or max(losses) <= gate.max_class_loss:
+    ]
+    loss, name = max(losing, default=(0.0, ""))
+    if loss <= gate.max_class_loss:
         return ""
-    name, c = losses[max(losses)]
+    c = report.classes[name]
     return (
         f"{name} loses: {c.alpha_base:.2f} -> {c.alpha_candidate:.2f} on {c.num_traces} requests, "
         f"more than gate.max_class_loss={gate.max_class_loss:g}"
@@ -167,7 +168,7 @@ def why_recalled(report: EarlierReport, current: DraftRelease) -> str:
 
 def should_replay(live: SpecWindow | None, release: DraftRelease, gate: GateConfig) -> Decision:
     """Whether the live α of a draft is so low that a replay is needed to find the cause."""
-    measured = predicted_alpha(release)
+    measured = release.predicted_alpha
     if measured is None:
         return Decision(False, f"v{release.version} was never measured by the gate")
     if (
@@ -237,7 +238,7 @@ def should_rollback(
 
 def is_as_predicted(live: SpecWindow, release: DraftRelease, gate: GateConfig) -> bool:
     """Whether enough was served to confirm that a draft serves as the gate measured."""
-    measured, tested = predicted_alpha(release), sum(live.num_tested_per_pos)
+    measured, tested = release.predicted_alpha, sum(live.num_tested_per_pos)
     if measured is None or live.alpha is None or tested < gate.rollback_min_tested:
         return False
     return measured - live.alpha <= gate.rollback_margin
@@ -245,7 +246,7 @@ def is_as_predicted(live: SpecWindow, release: DraftRelease, gate: GateConfig) -
 
 def is_proved(live: SpecWindow, release: DraftRelease, gate: GateConfig) -> bool:
     """Whether a draft serves as the gate measured beyond chance, so that others may serve it."""
-    measured = predicted_alpha(release)
+    measured = release.predicted_alpha
     if measured is None or live.alpha is None or not is_as_predicted(live, release, gate):
         return False
     return measured - live.alpha + CHANCE * _standard_error(live) <= gate.rollback_margin
@@ -253,7 +254,7 @@ def is_proved(live: SpecWindow, release: DraftRelease, gate: GateConfig) -> bool
 
 def is_plainly_low(live: SpecWindow | None, release: DraftRelease, gate: GateConfig) -> bool:
     """Whether a draft serves worse than the gate measured, beyond chance, whatever the cause."""
-    measured = predicted_alpha(release)
+    measured = release.predicted_alpha
     if measured is None or live is None or live.alpha is None:
         return False
     return measured - live.alpha > gate.rollback_margin + CHANCE * _standard_error(live)
@@ -268,14 +269,6 @@ def is_unexplained(
     return (
         live.alpha is not None
         and own - live.alpha > gate.rollback_margin + CHANCE * _standard_error(live)
-    )
-
-
-def predicted_alpha(release: DraftRelease) -> float | None:
-    """α that the gate measured before publication; None for a draft that was never measured."""
-    outcome = release.outcome
-    return (
-        outcome.eval.alpha_candidate if outcome is not None and outcome.eval is not None else None
     )
 
 

@@ -190,7 +190,8 @@ class RollbackMonitor:
         reason = f"on {scope}, {decision.reason}" if scope else decision.reason
         if decision.ok:
             known.num_failed += 1  # also where the disk raises
-            known.num_failed -= await self._releases.take_back(current, reason)
+            if await self._releases.take_back(current, reason):
+                known.num_failed -= 1
             return None
         known.num_stays += 1
         is_unexplained = policy.is_unexplained(live, current, alphas, self._gate)

@@ -49,8 +49,6 @@ history."""
 UNLABELLED = "(unlabelled)"
 LATE_S = 45.0
 """Seconds after which nothing more is expected of a minute."""
-LINES = ("class", "replica", "position")
-"""What `series` can draw a line for each of."""
 
 
 class History:
@@ -129,8 +127,8 @@ class History:
         """Columns (`osd.observe.series.COLUMNS`) with one row per bucket from `since` to the newest
         window.
 
-        With `by` (one of `LINES`), also `lines`: name -> the three acceptances, a value for each
-        row.
+        With `by` ("class", "replica" or "position"), also `lines`: name -> the three acceptances, a
+        value for each row.
         """
         bucket_s = max(bucket_s, 1.0)
         with self._lock:

@@ -133,7 +133,7 @@ def _as_released(release: DraftRelease) -> DraftView:
         loss_first=outcome.loss_first,
         loss_last=outcome.loss_last,
         seconds=outcome.seconds,
-        predicted_alpha=outcome.eval.alpha_candidate if outcome.eval else None,
+        predicted_alpha=release.predicted_alpha,
     )
 
 

@@ -176,6 +176,13 @@ class DraftRelease:
     """Unix time; of a round's base: held-out requests of before are of other traffic than its
     candidate is for. 0 = all count."""
 
+    @property
+    def predicted_alpha(self) -> float | None:
+        """Conditional acceptance on held-out requests as the gate measured it before publication;
+        None for a draft that was never measured."""
+        report = self.outcome.eval if self.outcome is not None else None
+        return None if report is None else report.alpha_candidate
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftView:

@@ -62,8 +62,8 @@ class Schedule:
     finished: set[str]
     is_on: bool = True
     """Whether the new ones may be captured."""
-    request_fraction: float | None = None
-    """How many of them are; None = as configured."""
+    request_fraction: float = 1.0
+    """Share of them that is."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -176,10 +176,7 @@ class TraceAssembler:
             # Its prompt has grown by what its client sent meanwhile; the earlier part is left out.
             self.skipped["gap"] += 1
         # The same choice as the hot path's, whatever was switched since.
-        fraction = item.request_fraction
-        reason = skip_reason(
-            request, self._config.request_fraction if fraction is None else fraction
-        )
+        reason = skip_reason(request, item.request_fraction)
         captured = item.is_on and self._config.enabled and not reason
         if reason and known is None:
             self.skipped[reason] += 1

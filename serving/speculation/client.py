@@ -45,7 +45,7 @@ def settings_for(config: Config, release: DraftRelease) -> dict[str, Any]:
         "mode": speculation.mode,
         "k_max": speculation.k_max,
         "proposers": list(speculation.proposers),
-        "predicted": predicted_acceptance(release),
+        "predicted": release.predicted_alpha,
         "net_interval_seconds": speculation.net_interval_seconds,
         "net_window_seconds": speculation.net_window_seconds,
         "is_alone": True,
@@ -65,15 +65,6 @@ def room_for_drafts(config: Config) -> int:
     return max(speculation.k_max, speculation.memory_k_max)
 
 
-def predicted_acceptance(release: DraftRelease) -> float | None:
-    """Conditional acceptance on held-out traffic as the gate measured it; None for a draft that was
-    not measured."""
-    outcome = release.outcome
-    if outcome is None or outcome.eval is None:
-        return None
-    return outcome.eval.alpha_candidate
-
-
 class SpeculationClient:
     """Talks to one engine. Nothing here raises into serving: a failure is logged, and the control
     goes on by itself."""
@@ -84,7 +75,7 @@ class SpeculationClient:
 
     async def restart(self, release: DraftRelease) -> None:
         """Tell the control that another draft serves."""
-        await self._call("restart", predicted_acceptance(release))
+        await self._call("restart", release.predicted_alpha)
 
     async def forget(self) -> bool:
         """Empty the memory. Whether it is empty."""

@@ -11,8 +11,7 @@ tokens are worth more beyond what verifying them takes. What it will find is ass
 found for the same request lately.
 
 Legend: B requests, G positions in a draft (k_max), M of the memory, R newest look-ups of a request,
-K positions that a plan proposes, P
-plans.
+K positions that a plan proposes, P plans.
 """
 
 from __future__ import annotations

@@ -19,18 +19,16 @@ from osd.models.eagle3 import is_eagle3
 FULL = "full_attention"
 
 
-def load(
-    target: Path, drafts: Sequence[Path] = (), *, dtype: torch.dtype = torch.float32
-) -> tuple[Any, list[Any]]:
-    """The models of directories. Raises `ConfigError` unless each draft has the target's
-    tokenizer."""
+def load(target: Path, drafts: Sequence[Path] = ()) -> tuple[Any, list[Any]]:
+    """The models of directories, in float32. Raises `ConfigError` unless each draft has the
+    target's tokenizer."""
     for draft in drafts:
         if is_eagle3(read_config(draft)):
             raise ConfigError(f"draft {draft}: trees need a draft model, this is an EAGLE-3 head")
         check_pair(target, draft)
     models = [
         AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, trust_remote_code=False
+            path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         ).eval()
         for path in (target, *drafts)
     ]

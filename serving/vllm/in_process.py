@@ -56,10 +56,6 @@ class EngineInProcess:
         }
 
     @property
-    def has_requests(self) -> bool:
-        return bool(self.llm.llm_engine.has_unfinished_requests())
-
-    @property
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 

@@ -98,8 +98,9 @@ class Bench:
     def __init__(self, budget: ByteBudget | None = None, **config: Any) -> None:
         self.traces: list[Trace] = []
         self.windows = WindowCounter(4)
+        self._config = CaptureConfig(**{"top_k": 8, **config})
         self.assembler = TraceAssembler(
-            CaptureConfig(**{"top_k": 8, **config}),
+            self._config,
             draft="default",
             target_id="target",
             put=self._put,
@@ -112,7 +113,8 @@ class Bench:
         return len(traces)
 
     def begin(self, *requests: NewRequest) -> None:
-        self.assembler.add(Schedule(0.0, list(requests), set()))
+        fraction = self._config.request_fraction
+        self.assembler.add(Schedule(0.0, list(requests), set(), request_fraction=fraction))
 
     def add(self, *steps: Step) -> None:
         for one in steps:

@@ -24,7 +24,7 @@ if interpreter.is_asked_for():
 from osd.config.schema import CaptureConfig
 from osd.records import DraftRelease, Trace
 from serving.swap.ranks import Ranks
-from serving.worker import WorkerExtension, trace_settings
+from serving.worker import WorkerExtension, start_settings
 from tests.support.ways import SETTLED, V1_SYNC, Way
 
 SINK: list[Trace] = []
@@ -155,7 +155,7 @@ class Engine:
             "seed": 0,
             "is_controlled": self.is_controlled,
         }
-        return trace_settings(self.release, capture, **more)
+        return start_settings(self.release, capture, **more)
 
     def set_capture(self, **changes: Any) -> None:
         """Change capture settings of the running hooks (fractions, budget)."""

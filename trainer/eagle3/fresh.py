@@ -50,7 +50,6 @@ def write_fresh_head(
     *,
     draft_vocab_size: int,
     taps: tuple[int, ...] = (),
-    seed: int = 0,
 ) -> Path:
     """Write a head of one layer with the sizes of `target`. Returns `out`.
 
@@ -65,7 +64,6 @@ def write_fresh_head(
         output.weight.detach(),
         most_frequent(counts_V, draft_vocab_size),
         taps=taps,
-        seed=seed,
     )
 
 

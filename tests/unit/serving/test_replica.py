@@ -90,7 +90,7 @@ async def test_where_one_ranks_draft_cannot_sleep_all_are_told_to_stay_awake(ran
     off: list[dict[str, str]] = [{}, {}]
     off[rank] = {"sleep": "it is gone"}
     made = replica(engine := Engine(*off))
-    await made._begin_loop(RELEASE)
+    await made._start_beside(RELEASE)
     assert engine.asked("osd_stay_awake") == [()]
     assert made._off == {"sleep": "it is gone"}
 
@@ -100,7 +100,7 @@ async def test_where_one_ranks_draft_cannot_sleep_all_are_told_to_stay_awake(ran
 )
 async def test_ranks_ask_a_memory_of_their_own_where_all_can(off: list[dict[str, str]]) -> None:
     made = replica(engine := Engine(*off))
-    await made._begin_loop(RELEASE)
+    await made._start_beside(RELEASE)
     assert engine.asked("osd_begin_to_ask") == ([] if any(off) else [()])
 
 
@@ -108,7 +108,7 @@ async def test_where_one_rank_refuses_the_hooks_nothing_more_is_asked() -> None:
     made = replica(engine := Engine({}, {}))
     engine.refused = "a head is not served"
     with pytest.raises(SwapError, match="^a head is not served$"):
-        await made._begin_loop(RELEASE)
+        await made._start_beside(RELEASE)
     assert [name for name, _ in engine.calls] == ["osd_start"]
 
 
@@ -184,13 +184,13 @@ async def test_a_memory_is_filled_where_requests_are_captured_and_speculation_is
 
 async def test_where_all_can_none_is_told() -> None:
     made = replica(engine := Engine({}, {}))
-    await made._begin_loop(RELEASE)
+    await made._start_beside(RELEASE)
     assert engine.asked("osd_stay_awake") == [] and made._off == {}
 
 
 async def test_ranks_are_told_where_the_note_is() -> None:
     made = replica(engine := Engine({}, {}))
-    await made._begin_loop(RELEASE)
+    await made._start_beside(RELEASE)
     (settings,) = engine.asked("osd_start")[0]
     assert json.loads(settings)["awake_note"] == "/data/replica-0.awake"
 

@@ -23,7 +23,7 @@ from serving.speculation.sleep.lazy import LazyDraft
 from serving.swap.proof import problem
 from serving.swap.unswappable import Unswappable
 from serving.vllm import parts
-from serving.worker import WorkerExtension, trace_settings
+from serving.worker import WorkerExtension, start_settings
 from tests.support.draft_releases import written
 
 
@@ -197,7 +197,7 @@ def test_a_worker_starts_with_the_name_of_the_release_it_serves(tmp_path: Path) 
     tensors = {name: tensor.detach() for name, tensor in draft.named_parameters()}
     release = replace(written(tmp_path, tensors, version=5), draft="code")
     made = starting(draft)
-    settings = trace_settings(
+    settings = start_settings(
         release, CaptureConfig(top_k=3), k=4, sink={"url": "redis"}, target_id="t", seed=1
     )
     first = decode(made.osd_start(settings), RankReport)
@@ -223,7 +223,7 @@ def test_a_worker_starts_without_a_part_whose_name_is_gone(
     draft = torch.nn.LayerNorm(4)
     release = written(tmp_path, {n: t.detach() for n, t in draft.named_parameters()}, version=5)
     made = starting(draft)
-    settings = trace_settings(release, CaptureConfig(), k=4, sink={}, target_id="t")
+    settings = start_settings(release, CaptureConfig(), k=4, sink={}, target_id="t")
     first = decode(made.osd_start(settings), RankReport)
     assert (first.error == "") is (gone != "swap")
     off = json.loads(made.osd_parts_off())
@@ -240,7 +240,7 @@ def test_a_part_that_ends_while_it_runs_is_off_from_then_on(tmp_path: Path) -> N
     draft = torch.nn.LayerNorm(4)
     release = written(tmp_path, {n: t.detach() for n, t in draft.named_parameters()}, version=5)
     made = starting(draft)
-    made.osd_start(trace_settings(release, CaptureConfig(), k=4, sink={}, target_id="t"))
+    made.osd_start(start_settings(release, CaptureConfig(), k=4, sink={}, target_id="t"))
     made.model_runner.execute_model(SimpleNamespace())
     assert "scheduled_new_reqs" in made.osd_hook.problem and not made.osd_hook.is_listening
     made.osd_lazy_draft = SimpleNamespace(problem="KeyError: 3")
@@ -271,7 +271,7 @@ def test_only_the_first_rank_opens_a_sink_and_hooks_the_engine(tmp_path: Path) -
     draft = torch.nn.LayerNorm(4)
     tensors = {name: tensor.detach() for name, tensor in draft.named_parameters()}
     made = starting(draft, rank=1)
-    settings = trace_settings(
+    settings = start_settings(
         written(tmp_path, tensors), CaptureConfig(), k=4, sink={}, target_id="t"
     )
     execute = made.model_runner.execute_model
@@ -283,7 +283,7 @@ def test_only_the_first_rank_opens_a_sink_and_hooks_the_engine(tmp_path: Path) -
 def test_a_worker_whose_draft_is_no_model_of_its_own_does_not_start(tmp_path: Path) -> None:
     """vLLM takes a draft for an EAGLE head by the name of its directory."""
     answer = starting(torch.nn.Identity(), "eagle3").osd_start(
-        trace_settings(written(tmp_path, {}), CaptureConfig(), k=4, sink={}, target_id="t")
+        start_settings(written(tmp_path, {}), CaptureConfig(), k=4, sink={}, target_id="t")
     )
     assert "drafts by the method 'eagle3'" in decode(answer, RankReport).refused
 
@@ -409,12 +409,12 @@ def test_beside_drawn_drafts_the_memory_is_asked_once_its_tokens_are_told_from_t
     made = starting(draft, rank=1)
     made.vllm_config.speculative_config.draft_sample_method = method
     options: dict[str, Any] = {"k": 4, "sink": {}, "target_id": "t", "is_controlled": True}
-    made.osd_start(trace_settings(release, CaptureConfig(), **options))
+    made.osd_start(start_settings(release, CaptureConfig(), **options))
     asks = method == "greedy" or certain is not None
     assert installed.did == ["certain", *["ask"] * asks]
     assert made.osd_ask == ("asks" if asks else None)
     del made.osd_started  # what followed was refused
-    made.osd_start(trace_settings(release, CaptureConfig(), **options))
+    made.osd_start(start_settings(release, CaptureConfig(), **options))
     assert installed.did.count("certain") == (2 if certain is None else 1), "wrapped once"
 
 
@@ -424,7 +424,7 @@ def test_a_worker_finds_the_note_where_it_is_told_to_look(tmp_path: Path) -> Non
     release = written(tmp_path, {n: t.detach() for n, t in draft.named_parameters()})
     made = starting(draft, rank=1)
     options: dict[str, Any] = {"k": 4, "sink": {}, "target_id": "t", "is_controlled": True}
-    made.osd_start(trace_settings(release, CaptureConfig(), awake_note=str(note), **options))
+    made.osd_start(start_settings(release, CaptureConfig(), awake_note=str(note), **options))
     assert "KeyError: 3" in made.osd_off["sleep"] and made.osd_lazy_draft is None
 
 
@@ -508,7 +508,7 @@ def test_the_sampler_is_wrapped_once_however_often_the_rest_is_refused(
         raise OSDError("there is no such buffer")
 
     open_sink, made.osd_open_sink = made.osd_open_sink, refusing_sink
-    settings = trace_settings(release, CaptureConfig(), k=4, sink={}, target_id="t")
+    settings = start_settings(release, CaptureConfig(), k=4, sink={}, target_id="t")
     for _ in range(4):
         assert decode(made.osd_start(settings), RankReport).refused == "there is no such buffer"
     made.osd_open_sink = open_sink

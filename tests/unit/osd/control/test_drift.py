@@ -261,6 +261,17 @@ def test_what_the_feed_says_of_a_rest_for_the_price_is_known_after_a_restart(
     assert detector.num_wakes == num, "nothing rests"
 
 
+def test_the_feed_does_not_tell_a_running_process_what_it_said(detector: DriftDetector) -> None:
+    serve(detector, 0.8)
+    detector.note_price_rest(is_on=True)
+    serve(detector, 0.2)
+    woken_by, num = detector.woken_by, detector.num_wakes
+    assert woken_by
+    detector.add(Event(at=NOW, kind="rests", text=""))
+    serve(detector, 0.05, num_windows=100)
+    assert (detector.woken_by, detector.num_wakes) == (woken_by, num)
+
+
 def test_steady_traffic_never_ends_the_rest(detector: DriftDetector) -> None:
     """An hour of windows with chance in them; requests make tokens depend on each other, eight or
     so."""

@@ -237,6 +237,31 @@ async def test_a_look_that_the_disk_ends_is_over(world: World) -> None:
     assert phases == {"waiting"}, "whatever pauses the loop"
 
 
+async def test_a_disk_that_cannot_be_read_costs_no_round_and_is_told_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a release store cannot say before a round it need not say after it, when a candidate
+    would be lost."""
+
+    def damaged(target_id: str) -> list[DraftRelease]:
+        raise ReleaseError("state.json: Input/output error")
+
+    caplog.set_level("INFO")
+    async with world.running():
+        await world.publish(2)
+        intact, calls = world.releases.recallable, list(world.trainer.calls)
+        world.releases.recallable = damaged  # type: ignore[method-assign]
+        world.trainer.rounds.append(world.trainer.better)
+        await world.until(lambda: "Input/output error" in caplog.text)
+        await world.a_few_looks()
+        assert world.trainer.calls == calls
+        assert "works again" not in caplog.text, "others read the disk without it"
+        world.releases.recallable = intact  # type: ignore[method-assign]
+        await world.until(lambda: world.kinds()[-1] == "published")
+        await world.until(lambda: "works again" in caplog.text)
+    assert caplog.text.count("trying again") == 1
+
+
 @pytest.mark.parametrize("earlier", [[], [report(2, 0.73)]])
 async def test_the_serving_draft_stays_where_no_earlier_one_is_clearly_better(
     world: World, earlier: list[EarlierReport]

@@ -22,7 +22,6 @@ from serving.pull import HEARTBEAT_TTL
 from serving.speculation import client, profile
 from serving.speculation.client import (
     SpeculationClient,
-    predicted_acceptance,
     room_for_drafts,
     settings_for,
 )
@@ -321,7 +320,7 @@ def test_the_control_hears_of_a_swap_and_what_was_predicted(engine: FakeEngine) 
     )
     asyncio.run(SpeculationClient(engine.utility, Config()).restart(release()))
     assert engine.said == [
-        ("restart", predicted_acceptance(replace(release(), outcome=OUTCOME))),
+        ("restart", replace(release(), outcome=OUTCOME).predicted_alpha),
         ("restart", None),
     ]
 
