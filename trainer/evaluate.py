@@ -41,6 +41,10 @@ from trainer.sampling.student import GREEDY
 
 NUM_IF_SAMPLED = 16
 """Requests that show what sampled drafts would bring: each takes the draft another pass."""
+SURE, LEAST_FALL = 4.5, 0.05
+"""Standard errors, and α, by which a draft must be worse on the newest traces for the traffic to
+have changed. It is asked of every place between two of them: of mixtures that stay, 64 traces each,
+0.6 % seem to have changed (simulated), and 8 traces on which α is 0.2 in place of 0.8 are found."""
 
 
 class ReplayCounts(NamedTuple):
@@ -188,8 +192,9 @@ def compare(
     seed: int = 0,
     is_sampled: bool = False,
 ) -> EvalReport:
-    """Replay both drafts on the same traces; α of each, and the difference with its interval."""
-    counts_candidate, counts_base = replay_all(
+    """Replay both drafts on the same traces, the oldest first; α of each, and the difference with
+    its interval. Where the traffic has changed, on those since."""
+    both = replay_all(
         [candidate, base],
         traces,
         k,
@@ -197,6 +202,9 @@ def compare(
         batch_size=batch_size,
         is_sampled=is_sampled,
     )
+    start = last_fall(both[1], gate.min_holdout_traces) if gate.judge_since_change else 0
+    traces, is_since_R = traces[start:], np.arange(len(traces)) >= start
+    counts_candidate, counts_base = (counts.of(is_since_R) for counts in both)
     diff_I = bootstrap_diff(
         counts_candidate, counts_base, gate.num_bootstrap, np.random.default_rng(seed)
     )
@@ -216,7 +224,32 @@ def compare(
         success_base=counts_base.success,
         success_candidate=counts_candidate.success,
         classes=_class_reports(traces, counts_base, counts_candidate, gate, seed),
+        num_before=start,
     )
+
+
+def last_fall(counts: ReplayCounts, least: int) -> int:
+    """Index of the first trace after the traffic changed: there a draft is worse than on the traces
+    before, `least` of each at least, and beyond doubt; 0 where it is nowhere. `counts`: of one
+    draft, oldest trace first. Of several such places it is the clearest."""
+    accepted_R, tested_R = counts.accepted_RG.sum(1), counts.tested_RG.sum(1)
+    found, surest = 0, SURE
+    for start in range(least, len(tested_R) - least + 1):
+        before, error_before = _mean(accepted_R[:start], tested_R[:start])
+        since, error_since = _mean(accepted_R[start:], tested_R[start:])
+        fall, error = before - since, float(np.hypot(error_before, error_since))
+        if fall > max(LEAST_FALL, surest * error):
+            found, surest = start, fall / max(error, 1e-9)
+    return found
+
+
+def _mean(accepted_R: np.ndarray, tested_R: np.ndarray) -> tuple[float, float]:
+    """α and its standard error, by whole requests (ratio estimator; Cochran 1977, ch. 6)."""
+    tested = max(float(tested_R.sum()), 1.0)
+    alpha = float(accepted_R.sum()) / tested
+    left_R = accepted_R - alpha * tested_R
+    num = len(left_R)
+    return alpha, float(np.sqrt(left_R @ left_R * num / (num - 1))) / tested
 
 
 def if_sampled(

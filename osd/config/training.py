@@ -158,6 +158,11 @@ class GateConfig(Section):
     """Held-out traces needed to judge at all; at most `gate.max_holdout_traces`."""
     max_holdout_traces: int = Field(64, ge=2, validate_default=True)
     """Newest held-out traces a candidate is judged on."""
+    judge_since_change: bool = True
+    """Where the serving draft is clearly worse on the newest of them than on those before, judge on
+    those alone, if they are `gate.min_holdout_traces`: the traffic has changed, and else a
+    candidate would be refused for what it lost of the old. Never with `osd train` and `osd
+    distil`."""
     confidence: float = Field(0.9, gt=0.5, lt=1)
     """The candidate must be better with this (one-sided) confidence, by paired bootstrap over
     requests."""

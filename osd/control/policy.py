@@ -92,6 +92,7 @@ def should_publish(
     gained = (
         f"held-out α {report.alpha_base:.2f} -> {report.alpha_candidate:.2f} "
         f"on {report.num_traces} requests"
+        + (" since the traffic changed" if report.num_before else "")
     )
     if report.diff_low <= gate.min_gain:
         return Decision(

@@ -152,9 +152,11 @@ def _run_rounds(
         # No average of the rounds: nothing is served between them that could be harmed.
         update={"max_new_traces": size, "tracker_dir": curves, "averaging_rate": 1.0}
     )
+    # Files may hold one kind of traffic after the other, and all of it is to be served.
+    gate = job.config.gate.model_copy(update={"judge_since_change": False})
     buffer, given = traces.buffer(), job.config.speculation
     trainer = Trainer(
-        *(config, job.config.gate, given.k_max, buffer, work, traces.target_id),
+        *(config, gate, given.k_max, buffer, work, traces.target_id),
         teacher=_teacher(job, traces),
         is_sampled=given.is_sampled,
     )

@@ -59,6 +59,8 @@ class EvalReport:
     sampled: tuple[float, float] | None = None
     """(α of the candidate as it drafts, α if its tokens were drawn from its distribution) of the
     newest requests above temperature 0; None where there are none, or they are drawn anyway."""
+    num_before: int = 0
+    """Held-out traces left out as the traffic has changed since."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

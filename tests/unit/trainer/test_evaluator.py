@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from osd.records import Trace
+from osd.control.policy import should_publish
+from osd.records import DraftRelease, EvalReport, Trace
 from tests.support.tiny_drafts import VOCAB_SIZE, chain_trace, chain_traces, release_of, save_draft
-from tests.support.tiny_rounds import GATE, buffer_with, config
+from tests.support.tiny_rounds import GATE, buffer_with, config, trainer_at
+from tests.unit.osd.control.test_controller import make_outcome
 from trainer.draft import load_draft
 from trainer.evaluate import compare, replay
 from trainer.evaluator import Evaluator
@@ -65,6 +67,61 @@ def test_too_few_held_out_traces_evaluate_no_draft(
     releases = [release_of(drafts[0], version=1), release_of(drafts[1], version=2)]
     assert (evaluator(*traces).compare(drafts[0], releases[1]) is not None) is is_evaluated
     assert bool(evaluator(*traces).alphas(releases, 16)) is is_evaluated
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Step of a language -> a draft that knows it, and no other."""
+    directory = tmp_path_factory.mktemp("taught")
+    blank = release_of(save_draft(directory / "blank"))
+    return {
+        step: Path(
+            trainer_at(directory / str(step), buffer_with(*chain_traces(64, step=step)))
+            .run_round(blank)
+            .path
+        )
+        for step in (5, 7)
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_before", "num_since", "follows", "num_judged"),
+    [
+        (12, 4, True, 4),
+        (7, 5, True, 5),
+        (12, 3, True, 15),  # too few, of which the fourth is of before
+        (3, 12, True, 15),
+        (12, 4, False, 16),
+        (12, 0, True, 12),
+        (0, 12, True, 12),
+    ],
+)
+def test_after_a_change_of_traffic_a_candidate_is_judged_on_what_came_since(
+    taught: dict[int, Path], num_before: int, num_since: int, follows: bool, num_judged: int
+) -> None:
+    before = chain_traces(num_before, start=500, holdout=True)
+    since = chain_traces(num_since, start=600, holdout=True, step=7)
+    gate = GATE.model_copy(update={"judge_since_change": follows})
+    judge = Evaluator(CONFIG, gate, K, buffer_with(*before, *since))
+    report = judge.compare(taught[7], release_of(taught[5]))
+    assert report is not None
+    assert (report.num_traces, report.num_before) == (
+        num_judged,
+        num_before + num_since - num_judged,
+    )
+    if num_judged == num_since:
+        assert report.diff_low > 0 and should_publish_on(report, release_of(taught[5]))
+    # What serves is worse on what was before: nothing has become worse for it.
+    other = judge.compare(taught[5], release_of(taught[7]))
+    assert other is not None and other.num_before == 0
+
+
+def should_publish_on(report: EvalReport, release: DraftRelease) -> bool:
+    """Whether the gate lets such a candidate serve in its place, and says why."""
+    outcome = replace(make_outcome("", release.version), eval=report, target_id=release.target_id)
+    decision = should_publish(outcome, release, GATE, False)
+    assert ("since the traffic changed" in decision.reason) is bool(report.num_before)
+    return decision.ok
 
 
 def test_where_drafts_are_sampled_they_are_judged_so(drafts: tuple[Path, Path]) -> None:
