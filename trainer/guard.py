@@ -32,6 +32,9 @@ LEAST_RISE = 0.02
 """A rise must also exceed this share of the loss."""
 LEAST_CURRENT = 2
 """Held-out traces that must have come with the round's own to be asked by themselves."""
+OTHER_ERRORS, LEAST_OTHER = 4.5, 3
+"""Standard errors by which the loss of so many of these exceeds that of all earlier ones where the
+traffic is another."""
 
 
 class Watched(NamedTuple):
@@ -49,6 +52,16 @@ class Watch(NamedTuple):
     """float64; mean losses."""
     is_current_R: np.ndarray
     """bool; whether the trace came with the round's own, or later."""
+
+    def shows_other_traffic(self) -> bool:
+        """Whether the round's own traces are of other traffic than those of the rounds before."""
+        current, earlier = self.before_R[self.is_current_R], self.before_R[~self.is_current_R]
+        if min(len(current), len(earlier)) < LEAST_OTHER:
+            return False
+        # Of few the variance may be small by chance.
+        variance = max(current.var(ddof=1), earlier.var(ddof=1))
+        error = np.sqrt(variance / len(current) + variance / len(earlier))
+        return bool(current.mean() - earlier.mean() > OTHER_ERRORS * error)
 
 
 class LossGuard:

@@ -216,6 +216,8 @@ class Trainer:
         """Step over new and replayed traces. Stop at the first step that is not finite."""
         progress = _Progress()
         watch = self._guard.begin(distiller, new.traces)
+        if watch is not None and watch.shows_other_traffic():
+            self._working.restore_rate()
         for index, (traces, num_steps) in enumerate(self._batches(distiller, new, progress)):
             batch = distiller.collate(traces)
             loss = distiller.step(batch, index, self._working.state.rate_scale)

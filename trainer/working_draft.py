@@ -142,6 +142,10 @@ class WorkingDraft:
         scale = min(1.0, scale * RECOVERY) if went_well else max(LEAST_SCALE, scale / 2)
         self.state = replace(self.state, rate_scale=scale)
 
+    def restore_rate(self) -> None:
+        """The rate as configured: what was too high for one traffic is not for another."""
+        self.state = replace(self.state, rate_scale=1.0)
+
     def _resume(self) -> None:
         """Go to the newest checkpoint of this draft and target; without one, to the beginning. What
         fails on the way there, as for memory, leaves a round that began as one that began."""

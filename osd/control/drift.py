@@ -7,8 +7,9 @@ a long time without a round.
     changes by hand, rollbacks ─────────────────────────► learn
     `max_idle_seconds` without a round ─────────────────► one round
 
-Each average is a ratio of counts that fade with the tokens served. A draft that is seldom tried has
-small counts, and so a large standard error. What is recent when a rest begins is usual in it. The
+Each average goes by the tokens served, not by those tested: a draft that is of no use on new
+traffic is hardly tried there, and what it was worth before would hide that for long. Where it is
+seldom tried the standard error is large. What is recent when a rest begins is usual in it. The
 draft that a round has just made may serve better than that: a clear rise is usual, too. The state
 is rebuilt from the feed when the process restarts.
 """
@@ -23,7 +24,9 @@ from osd.control.policy import Decision
 from osd.records import NO_TRACES, Event, MetricPoint, RoundOutcome, SpecWindow, SwapReport
 
 RECENT_TOKENS, USUAL_TOKENS = 4_000, 64_000
-"""Half-lives of a count, in output tokens."""
+"""Half-lives, in output tokens."""
+STRETCH = 250
+"""Output tokens of which α is taken together, at least."""
 MIN_TESTED = 24
 """Draft tokens (faded) that must be tested before an average counts."""
 SURE = 2.0
@@ -41,7 +44,8 @@ RESTS = {"rests": True, "learns": False}
 
 @dataclass(slots=True)
 class FadingAlpha:
-    """Conditional acceptance with exponentially fading counts.
+    """Conditional acceptance, of which the old fades exponentially. A stretch of output tokens
+    weighs as much where the draft was hardly tried as where it proposed all of them.
 
     Example:
         usual = FadingAlpha(64_000)
@@ -51,23 +55,54 @@ class FadingAlpha:
     half_life: float
     """Output tokens."""
     tested: float = 0.0
-    accepted: float = 0.0
+    """Draft tokens that were tested, faded."""
+    weight: float = 0.0
+    """Output tokens of the stretches that had any, faded."""
+    total: float = 0.0
+    """Their α, by weight."""
+    variance: float = 0.0
+    """Of `total`, for independent tokens."""
+    _open: tuple[int, int, int] = (0, 0, 0)
+    """(output tokens, tested, accepted) of a stretch that is not long enough yet."""
 
     def add(self, window: SpecWindow) -> None:
-        kept = 0.5 ** (window.num_output_tokens / self.half_life)
-        self.tested = self.tested * kept + sum(window.num_tested_per_pos)
-        self.accepted = self.accepted * kept + sum(window.num_accepted_tokens_per_pos)
+        tested = self._open[1] + sum(window.num_tested_per_pos)
+        accepted = self._open[2] + sum(window.num_accepted_tokens_per_pos)
+        num_tokens = self._open[0] + window.num_output_tokens
+        self._open = num_tokens, tested, accepted
+        if num_tokens >= STRETCH:
+            self._open = 0, 0, 0
+            self._add(num_tokens, tested, accepted)
+
+    def _add(self, num_tokens: int, tested: int, accepted: int) -> None:
+        kept = 0.5 ** (num_tokens / self.half_life)
+        self.tested, self.weight = self.tested * kept, self.weight * kept
+        self.total, self.variance = self.total * kept, self.variance * kept**2
+        if not tested:
+            return
+        # One added token keeps the variance above 0.
+        alpha = (accepted + 0.5) / (tested + 1)
+        weight = self.half_life * (1 - kept)  # of many tokens the first have faded, too
+        self.tested += tested
+        self.weight += weight
+        self.total += weight * accepted / tested
+        self.variance += weight**2 * alpha * (1 - alpha) / (tested + 1)
+
+    def become(self, other: FadingAlpha) -> None:
+        """The same α, with the weight of all that this average holds."""
+        scale = self.half_life / other.half_life
+        self.tested, self.weight = other.tested * scale, other.weight * scale
+        self.total, self.variance = other.total * scale, other.variance * scale**2
 
     @property
     def alpha(self) -> float | None:
         """None while too little was tested."""
-        return self.accepted / self.tested if self.tested >= MIN_TESTED else None
+        return self.total / self.weight if self.tested >= MIN_TESTED else None
 
     @property
     def error(self) -> float:
-        """Standard error of `alpha` for independent tokens. One added token keeps it above 0."""
-        alpha = (self.accepted + 0.5) / (self.tested + 1)
-        return math.sqrt(alpha * (1 - alpha) / (self.tested + 1))
+        """Standard error of `alpha`, 0.5 while nothing was tested."""
+        return math.sqrt(self.variance) / self.weight if self.weight else 0.5
 
 
 @dataclass(slots=True)
@@ -89,11 +124,7 @@ class Watched:
     def settle(self) -> None:
         """Make the recent α the usual one, with the full weight of the longer average."""
         self.usual_error = self.recent.error
-        scale = USUAL_TOKENS / RECENT_TOKENS
-        self.usual.tested, self.usual.accepted = (
-            self.recent.tested * scale,
-            self.recent.accepted * scale,
-        )
+        self.usual.become(self.recent)
 
     def fall(self, margin: float) -> tuple[float, float] | None:
         """(usual, recent) α when the recent one is clearly lower."""

@@ -1,5 +1,4 @@
-"""`osd train`: distils from recorded traces, with the service's trainer but without vLLM, Ray or
-Redis.
+"""`osd train`: distils recorded traces with the service's trainer, without vLLM, Ray or Redis.
 
     files of traces ─► memory buffer ─► rounds ─► candidate ─► gate on held-out traces ─► --out
                                                                  └► not better: kept aside, status 1
@@ -152,11 +151,10 @@ def _run_rounds(
         # No average of the rounds: nothing is served between them that could be harmed.
         update={"max_new_traces": size, "tracker_dir": curves, "averaging_rate": 1.0}
     )
-    # Files may hold one kind of traffic after the other, and all of it is to be served.
-    gate = job.config.gate.model_copy(update={"judge_since_change": False})
     buffer, given = traces.buffer(), job.config.speculation
+    of_all = job.config.gate.model_copy(update={"judge_since_change": False})
     trainer = Trainer(
-        *(config, gate, given.k_max, buffer, work, traces.target_id),
+        *(config, of_all, given.k_max, buffer, work, traces.target_id),
         teacher=_teacher(job, traces),
         is_sampled=given.is_sampled,
     )

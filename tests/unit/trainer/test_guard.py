@@ -19,7 +19,7 @@ from tests.support.tiny_rounds import GATE, alpha, buffer_with, config, same_wei
 from trainer.batch import TrainBatch, collate
 from trainer.distiller import Distiller
 from trainer.draft import load_draft
-from trainer.guard import NUM_WATCHED, LossGuard, has_risen
+from trainer.guard import NUM_WATCHED, LossGuard, Watch, has_risen
 from trainer.working_draft import WorkingDraft
 
 TOO_HIGH = 0.5
@@ -354,6 +354,43 @@ def test_a_round_that_learns_new_traffic_is_kept(
             base
         )
     )
+
+
+@pytest.mark.parametrize(
+    ("current", "is_other"),
+    [
+        ([3.0, 2.5, 3.5], True),
+        ([3.0, 2.5], False),  # too few
+        ([0.3, 3.0, 0.3], False),  # some are as before
+        ([0.3, 0.3, 0.3], False),
+        ([0.1, 0.1, 0.1], False),
+        ([0.36, 0.36, 0.36], False),  # alike by chance, and a little higher
+        ([], False),
+    ],
+)
+def test_other_traffic_is_told_by_its_loss_before_the_round(
+    current: list[float], is_other: bool
+) -> None:
+    before = np.array([0.2, 0.4, 0.3] * 7 + current)
+    is_current = np.arange(len(before)) >= 21
+    assert Watch([], before, is_current).shows_other_traffic() is is_other
+    assert not Watch([], before, ~is_current).shows_other_traffic()
+
+
+def test_a_rate_that_was_halved_is_whole_again_on_other_traffic(
+    tmp_path: Path, base: DraftRelease
+) -> None:
+    buffer = buffer_with(*chain_traces(12, start=100, holdout=True))
+    buffer.put(chain_traces(16, start=100))
+    trainer = trainer_at(tmp_path, buffer, replay_batches=0)
+    for _ in range(2):
+        trainer._working.adapt_rate(went_well=False)
+    rates = []
+    for start, step in ((200, 5), (300, 7)):
+        buffer.put(chain_traces(16, start=start, step=step))
+        buffer.put(chain_traces(3, start=start, step=step, holdout=True))
+        rates.append(trainer.run_round(base).learning_rate)
+    assert rates == pytest.approx([0.0025, 0.01])
 
 
 def test_a_rate_that_is_far_too_high_finds_its_way_down(tmp_path: Path, base: DraftRelease) -> None:

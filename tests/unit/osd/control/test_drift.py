@@ -318,8 +318,8 @@ def test_of_many_labels_the_first_64_are_watched(detector: DriftDetector) -> Non
     for index in (64, 69, 63):
         assert detector.is_resting
         for _ in range(20):
-            serve(detector, 0.8, num_windows=1, num_tested=4000)
-            serve(detector, 0.3, num_windows=1, num_tested=160, domain=f"label-{index}")
+            detector.add(window(0.8, num_tested=4000, num_output_tokens=5000))
+            detector.add(window(0.3, 160, num_output_tokens=200, domain=f"label-{index}"))
     assert detector.woken_by.startswith("α of 'label-63' fell from 0.79 to 0.")
 
 
@@ -373,39 +373,74 @@ def test_another_draft_begins_the_count_anew(detector: DriftDetector, kind: str)
 # The averages, by hand
 
 
-def test_a_count_fades_to_its_half() -> None:
-    fading = FadingAlpha(100)
-    fading.add(window(1.0, num_tested=40, num_output_tokens=0))
-    fading.add(window(0.5, num_tested=40, num_output_tokens=100))
-    assert (fading.tested, fading.accepted, fading.alpha) == (60, 40, 2 / 3)
-    assert FadingAlpha(100, tested=24, accepted=6).alpha == 0.25
-    assert FadingAlpha(100, tested=23.9, accepted=6).alpha is None
-    assert FadingAlpha(100, tested=99, accepted=49).error == pytest.approx(
-        math.sqrt(0.495 * 0.505 / 100), rel=1e-12
-    )
+def test_half_of_what_is_recent_is_of_4000_tokens_and_of_what_is_usual_of_64000() -> None:
+    for watched, half in ((Watched().recent, 4000), (Watched().usual, 64_000)):
+        for alpha, num in ((0.75, 100 * half), (0.25, half)):
+            while num > 0:
+                watched.add(window(alpha, num_tested=400, num_output_tokens=500))
+                num -= 500
+        assert watched.alpha == pytest.approx(0.5, abs=1e-6)
 
 
-def test_recent_is_4000_tokens_and_usual_64000() -> None:
-    watched = Watched()
-    watched.add(window(0.5, num_tested=400, num_output_tokens=0))
-    watched.add(window(0.5, num_tested=0, num_output_tokens=4000))
-    assert watched.recent.tested == 200
-    watched.add(window(0.5, num_tested=0, num_output_tokens=60_000))
-    assert watched.usual.tested == pytest.approx(200, rel=1e-9)
+@pytest.mark.parametrize("num_output_tokens", [10, 250, 4000, 100_000])
+def test_it_does_not_matter_in_how_long_windows_tokens_come(num_output_tokens: int) -> None:
+    fading = FadingAlpha(4000)
+    for alpha in (0.75, 0.25):
+        for _ in range(round(400_000 / num_output_tokens)):
+            served = window(alpha, num_tested=4 * num_output_tokens)
+            fading.add(replace(served, num_output_tokens=num_output_tokens))
+    assert fading.alpha == pytest.approx(0.25, abs=1e-3)
+    assert fading.weight == pytest.approx(4000, rel=0.02)
+
+
+def test_stretches_weigh_by_their_tokens_whatever_was_tested() -> None:
+    fading = FadingAlpha(1e9)
+    fading.add(window(0.75, num_tested=400, num_output_tokens=300))
+    fading.add(window(0.25, num_tested=4, num_output_tokens=300))
+    fading.add(window(0.0, num_tested=0, num_output_tokens=300))
+    assert (fading.tested, fading.alpha) == (pytest.approx(404), pytest.approx(0.5))
+    many, few = (300.5 / 401) * (1 - 300.5 / 401) / 401, 0.3 * 0.7 / 5
+    assert fading.error == pytest.approx(math.sqrt(many + few) / 2, rel=1e-6)
+
+
+def test_of_few_tokens_nothing_is_said() -> None:
+    fading = FadingAlpha(1e9)
+    assert (fading.alpha, fading.error) == (None, 0.5)
+    fading.add(window(1.0, num_tested=23, num_output_tokens=249))
+    assert fading.tested == 0, "the stretch is too short"
+    fading.add(window(1.0, num_tested=0, num_output_tokens=1))
+    assert (round(fading.tested), fading.alpha) == (23, None)
+    fading.add(window(0.0, num_tested=2, num_output_tokens=250))
+    assert fading.alpha == pytest.approx(0.5)
 
 
 def test_what_becomes_usual_has_the_weight_of_all_that_such_an_average_holds() -> None:
-    watched = Watched(recent=FadingAlpha(4000, tested=99, accepted=49))
+    watched = Watched()
+    for _ in range(1000):
+        watched.add(window(0.5))
+    weight, error = watched.usual.weight, watched.recent.error
+    for _ in range(1000):
+        watched.recent.add(window(0.25))
     watched.settle()
-    assert (watched.usual.tested, watched.usual.accepted) == (16 * 99, 16 * 49)
-    assert watched.usual_error == watched.recent.error
+    assert watched.usual.alpha == pytest.approx(0.25)
+    assert watched.usual.weight == pytest.approx(weight, rel=0.01)
+    assert watched.usual_error == watched.recent.error == watched.usual.error != error
+
+
+def test_a_draft_that_is_hardly_tried_on_new_traffic_shows_its_fall_there(
+    detector: DriftDetector,
+) -> None:
+    """The control leaves it after a few requests, and tries it now and then."""
+    resting(detector, 0.8)
+    serve(detector, 0.2, num_windows=2, num_tested=20, num_output_tokens=50)
+    for _ in range(20):
+        serve(detector, 0.0, num_windows=1, num_tested=2, num_output_tokens=100)
+    assert not detector.is_resting
 
 
 def test_a_fall_must_exceed_the_margin_and_two_standard_errors_of_both() -> None:
-    recent, usual = (
-        FadingAlpha(4000, tested=100, accepted=60),
-        FadingAlpha(64_000, tested=1000, accepted=800),
-    )
+    recent = FadingAlpha(4000, tested=100, weight=1, total=0.6, variance=0.05**2)
+    usual = FadingAlpha(64_000, tested=1000, weight=1, total=0.8)
     watched = Watched(recent=recent, usual=usual, usual_error=0.03)
     most = 0.2 - 2 * math.sqrt(recent.error**2 + 0.03**2)
     assert watched.fall(most + 1e-9) is None

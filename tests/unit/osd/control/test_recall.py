@@ -32,7 +32,8 @@ def release(version: int, parent: int = 0) -> DraftRelease:
 
 
 def alpha_of(value: float, tested: float = 2000) -> FadingAlpha:
-    return FadingAlpha(4000, tested=tested, accepted=value * tested)
+    variance = value * (1 - value) / tested
+    return FadingAlpha(4000, tested=tested, weight=1, total=value, variance=variance)
 
 
 # Which
