@@ -258,6 +258,18 @@ def test_held_out_traces_are_not_learnt(train: Run, tmp_path: Path) -> None:
     assert alpha(train.out, chain_traces(8, start=900)) > 0.5
 
 
+def test_files_of_one_kind_after_the_other_are_judged_on_all(train: Run, tmp_path: Path) -> None:
+    """The service would judge on the newest alone, as the draft is worse there."""
+    known = write(tmp_path / "known.traces", TRAINING + HELD_OUT)
+    assert train(known) == 0
+    later = chain_traces(16, start=2000, holdout=True, step=7)
+    other = write(tmp_path / "other.traces", chain_traces(32, start=2000, step=7) + later)
+    train.draft, train.out = train.out, tmp_path / "next"
+    train(known, other)
+    num = len(HELD_OUT) + len(later)
+    assert any(f"α on {num} held-out requests" in line for line in train.said)
+
+
 def noisy_traces(num: int, start: int, **fields: Any) -> list[Trace]:
     """Answers of which every third token follows from nothing, so that too many passes learn them
     by heart."""
