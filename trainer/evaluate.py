@@ -19,6 +19,7 @@ vocabulary, I bootstrap resamples.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,17 +35,15 @@ from trainer.batch import (
     to_device,
     well_formed,
 )
-from trainer.classes import classes_of
+from trainer.classes import classes_of, last_fall
 from trainer.draft import Draft
 from trainer.sampling.drafts import expected_counts
 from trainer.sampling.student import GREEDY
 
 NUM_IF_SAMPLED = 16
 """Requests that show what sampled drafts would bring: each takes the draft another pass."""
-SURE, LEAST_FALL = 4.5, 0.05
-"""Standard errors, and α, by which a draft must be worse on the newest traces for the traffic to
-have changed. It is asked of every place between two of them: of mixtures that stay, 64 traces each,
-0.6 % seem to have changed (simulated), and 8 traces on which α is 0.2 in place of 0.8 are found."""
+SHARE_OF_CLASS = 8
+"""A class of which there are at least two traces since, one in so many of all, is still served."""
 
 
 class ReplayCounts(NamedTuple):
@@ -202,7 +201,8 @@ def compare(
         batch_size=batch_size,
         is_sampled=is_sampled,
     )
-    start = last_fall(both[1], gate.min_holdout_traces) if gate.judge_since_change else 0
+    start = _start(both[1], gate)
+    classes = _class_reports(traces, both[1], both[0], gate, seed, start)
     traces, is_since_R = traces[start:], np.arange(len(traces)) >= start
     counts_candidate, counts_base = (counts.of(is_since_R) for counts in both)
     diff_I = bootstrap_diff(
@@ -223,33 +223,16 @@ def compare(
         diff_high=float(np.quantile(diff_I, gate.confidence)),
         success_base=counts_base.success,
         success_candidate=counts_candidate.success,
-        classes=_class_reports(traces, counts_base, counts_candidate, gate, seed),
+        classes=classes,
         num_before=start,
     )
 
 
-def last_fall(counts: ReplayCounts, least: int) -> int:
-    """Index of the first trace after the traffic changed: there a draft is worse than on the traces
-    before, `least` of each at least, and beyond doubt; 0 where it is nowhere. `counts`: of one
-    draft, oldest trace first. Of several such places it is the clearest."""
-    accepted_R, tested_R = counts.accepted_RG.sum(1), counts.tested_RG.sum(1)
-    found, surest = 0, SURE
-    for start in range(least, len(tested_R) - least + 1):
-        before, error_before = _mean(accepted_R[:start], tested_R[:start])
-        since, error_since = _mean(accepted_R[start:], tested_R[start:])
-        fall, error = before - since, float(np.hypot(error_before, error_since))
-        if fall > max(LEAST_FALL, surest * error):
-            found, surest = start, fall / max(error, 1e-9)
-    return found
-
-
-def _mean(accepted_R: np.ndarray, tested_R: np.ndarray) -> tuple[float, float]:
-    """α and its standard error, by whole requests (ratio estimator; Cochran 1977, ch. 6)."""
-    tested = max(float(tested_R.sum()), 1.0)
-    alpha = float(accepted_R.sum()) / tested
-    left_R = accepted_R - alpha * tested_R
-    num = len(left_R)
-    return alpha, float(np.sqrt(left_R @ left_R * num / (num - 1))) / tested
+def _start(base: ReplayCounts, gate: GateConfig) -> int:
+    """Index of the first trace that a candidate is judged on."""
+    if not gate.judge_since_change:
+        return 0
+    return last_fall(base.accepted_RG.sum(1), base.tested_RG.sum(1), gate.min_holdout_traces)
 
 
 def if_sampled(
@@ -293,10 +276,15 @@ def _class_reports(
     candidate: ReplayCounts,
     gate: GateConfig,
     seed: int,
+    start: int,
 ) -> dict[str, ClassReport]:
+    """Of those that are still served since `start`, on all of their traces: few of them may have
+    come since."""
     classes = np.array(classes_of(traces, seed))
+    num_since = Counter(classes[start:].tolist())
+    least = max(2.0, (len(traces) - start) / SHARE_OF_CLASS) if start else 1
     found: dict[str, ClassReport] = {}
-    for name in sorted(set(classes.tolist())):
+    for name in sorted(name for name, num in num_since.items() if num >= least):
         here = classes == name
         base_here, candidate_here = base.of(here), candidate.of(here)
         diff_I = bootstrap_diff(

@@ -115,13 +115,24 @@ class LossGuard:
 
 
 def has_risen(before_R: np.ndarray, after_R: np.ndarray, is_current_R: np.ndarray) -> bool:
-    """Whether the loss rose significantly (paired t) and by more than `LEAST_RISE`, and did not
-    fall where the traces are current; or is not finite."""
+    """Whether the loss rose significantly (paired t) and by more than `LEAST_RISE`, and not for the
+    sake of the current traces; or is not finite."""
     diff_R = after_R - before_R
     if not np.isfinite(diff_R).all():
         return True
-    if is_current_R.sum() >= LEAST_CURRENT and diff_R[is_current_R].mean() < 0:
+    if _learnt_new(before_R, diff_R, is_current_R):
         return False
     error = diff_R.std(ddof=1) / np.sqrt(len(diff_R))
     least = max(NUM_ERRORS * error, LEAST_RISE * before_R.mean())
     return bool(diff_R.mean() > least)
+
+
+def _learnt_new(before_R: np.ndarray, diff_R: np.ndarray, is_current_R: np.ndarray) -> bool:
+    """Whether the loss was higher where the traces are current, and fell there by more than a
+    standard error."""
+    current_R = diff_R[is_current_R]
+    if len(current_R) < LEAST_CURRENT or is_current_R.all():
+        return False
+    error = current_R.std(ddof=1) / np.sqrt(len(current_R))
+    was_higher = before_R[is_current_R].mean() > before_R[~is_current_R].mean()
+    return bool(was_higher and current_R.mean() < -error)

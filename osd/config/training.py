@@ -160,8 +160,8 @@ class GateConfig(Section):
     """Newest held-out traces a candidate is judged on."""
     judge_since_change: bool = True
     """Where the serving draft is clearly worse on the newest of them than on those before, judge on
-    those alone, if they are `gate.min_holdout_traces`: the traffic has changed, and else a
-    candidate would be refused for what it lost of the old. Never with `osd train` and `osd
+    those alone, if there are `gate.min_holdout_traces` of each, and 8: the traffic has changed, and
+    else a candidate would be refused for what it lost of the old. Never with `osd train` and `osd
     distil`."""
     confidence: float = Field(0.9, gt=0.5, lt=1)
     """The candidate must be better with this (one-sided) confidence, by paired bootstrap over

@@ -25,8 +25,9 @@ from osd.records import NO_TRACES, Event, MetricPoint, RoundOutcome, SpecWindow,
 
 RECENT_TOKENS, USUAL_TOKENS = 4_000, 64_000
 """Half-lives, in output tokens."""
-STRETCH = 250
-"""Output tokens of which α is taken together, at least."""
+STRETCH, MOST_STRETCH, MIN_DRAFTS = 250, 1000, 8
+"""Output tokens of which α is taken together, at least, and where there were fewer drafts: one
+that ends early tests few tokens, so that the α of one draft is too low in the mean."""
 MIN_TESTED = 24
 """Draft tokens (faded) that must be tested before an average counts."""
 SURE = 2.0
@@ -62,16 +63,19 @@ class FadingAlpha:
     """Their α, by weight."""
     variance: float = 0.0
     """Of `total`, for independent tokens."""
-    _open: tuple[int, int, int] = (0, 0, 0)
-    """(output tokens, tested, accepted) of a stretch that is not long enough yet."""
+    _open: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """(output tokens, drafts, tested, accepted) of a stretch that is not long enough yet."""
 
     def add(self, window: SpecWindow) -> None:
-        tested = self._open[1] + sum(window.num_tested_per_pos)
-        accepted = self._open[2] + sum(window.num_accepted_tokens_per_pos)
-        num_tokens = self._open[0] + window.num_output_tokens
-        self._open = num_tokens, tested, accepted
-        if num_tokens >= STRETCH:
-            self._open = 0, 0, 0
+        num_tokens, num_drafts, tested, accepted = self._open
+        num_tokens += window.num_output_tokens
+        num_drafts += window.num_drafts
+        tested += sum(window.num_tested_per_pos)
+        accepted += sum(window.num_accepted_tokens_per_pos)
+        self._open = num_tokens, num_drafts, tested, accepted
+        least = STRETCH if num_drafts >= MIN_DRAFTS else MOST_STRETCH
+        if num_tokens >= least:
+            self._open = 0, 0, 0, 0
             self._add(num_tokens, tested, accepted)
 
     def _add(self, num_tokens: int, tested: int, accepted: int) -> None:

@@ -253,7 +253,6 @@ class ControlLoops:
                 is_due = bool(num_new) and self._is_round_due(num_new)
                 if (is_due or (num_new and self._is_resting)) and recall.is_due():
                     await self._look_back(recall)
-                    self._train_outage.over(log)
                 if is_due:
                     await self._run_round(trainer, recall, num_new)
                     self._train_outage.over(log)

@@ -145,7 +145,9 @@ class PaybackMeter:
         batches = self._least if outcome.replay_batches is None else outcome.replay_batches
         num = max((1 + batches) / (1 + self._least), 1.0)
         self._round_s.append(outcome.seconds / num)
-        share = self._progress.add(outcome, may_serve=is_published or is_on_trial, num=num)
+        is_better = outcome.eval is not None and outcome.eval.diff_low > 0
+        may_serve = is_published or (is_on_trial and is_better)
+        share = self._progress.add(outcome, may_serve=may_serve, num=num)
         for engine in self._engines.values():
             engine.gain.end_round(share, is_published=is_published)
         self._rest_or_wake()

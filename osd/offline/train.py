@@ -1,7 +1,7 @@
 """`osd train`: distils recorded traces with the service's trainer, without vLLM, Ray or Redis.
 
-    files of traces ─► memory buffer ─► rounds ─► candidate ─► gate on held-out traces ─► --out
-                                                                 └► not better: kept aside, status 1
+files of traces ─► memory buffer ─► rounds ─► candidate ─► gate on held-out traces ─► --out
+                                                             └► not better: kept aside, status 1
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 
 from osd.records import Trace
 from tests.support.builders import make_trace
-from trainer.classes import classes_of
+from trainer.classes import SURE, classes_of, last_fall
 
 COMMON = list(range(10))
 """Tokens of a chat template, in every prompt."""
@@ -128,3 +128,59 @@ def test_the_same_traces_fall_into_the_same_classes() -> None:
     ]
     assert classes_of(traces, seed=5) == classes_of(traces, seed=5) != classes_of(traces, seed=6)
     assert classes_of(traces) == classes_of(traces, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "least", "found"),
+    [
+        ([80, 81] * 10 + [20, 21] * 4, 8, 20),
+        ([80, 81] * 10 + [20, 21] * 4, 9, 19),
+        ([80, 81] * 10 + [20, 21] * 3, 2, 0),  # too few whatever is asked for
+        ([80, 81] * 3 + [20, 21] * 10, 2, 0),
+        ([20, 21] * 10 + [80, 81] * 4, 8, 0),  # better
+        ([80, 81] * 8 + [76, 77] * 8, 8, 0),  # a trifle, beyond any doubt
+        ([80, 81] * 8 + [74, 75] * 8, 8, 16),
+        ([80, 20] * 16, 8, 0),
+        ([80, 81] * 5 + [50, 51] * 5 + [10, 11] * 5, 8, 20),  # the clearest
+        ([], 8, 0),
+        ([80], 8, 0),
+    ],
+)
+def test_the_traffic_has_changed_where_a_draft_is_worse_from_then_on(
+    accepted: list[int], least: int, found: int
+) -> None:
+    assert last_fall(np.array(accepted), np.full(len(accepted), 100), least) == found
+
+
+def test_what_tested_nothing_says_nothing() -> None:
+    untested = [0] * 24
+    accepted, tested = [60, 61] * 20 + untested, [100] * 40 + untested
+    assert last_fall(np.array(accepted), np.array(tested), 8) == 0
+    accepted, tested = [80, 0] * 10 + [20, 0] * 10, [100, 0] * 20
+    assert last_fall(np.array(accepted), np.array(tested), 8) == 20
+
+
+def test_a_fall_must_exceed_its_standard_errors_by_whole_requests() -> None:
+    """Of the tokens of requests 70 and 90 % are accepted in turns, and then fewer."""
+    before, since = np.tile([70, 90], 8), np.tile([70, 90], 8)
+    error = 10 * np.sqrt(16 / 15 / 16)  # of each mean, in per cent
+    for fall, found in (
+        (SURE * np.hypot(error, error) - 0.3, 0),
+        (SURE * np.hypot(error, error) + 0.6, 16),
+    ):
+        accepted = 10 * np.array([*before, *(since - fall)])
+        assert last_fall(accepted.round(), np.full(32, 1000), 16) == found
+
+
+@pytest.mark.parametrize("long", [20, 100])
+@pytest.mark.parametrize("low, high", [(0.3, 0.8), (0.1, 0.9), (0.5, 0.5)])
+def test_traffic_that_is_mixed_seldom_seems_to_have_changed(
+    low: float, high: float, long: int
+) -> None:
+    """Four in five requests have one token to test, or twenty."""
+    rng, found = np.random.default_rng(0), 0
+    for _ in range(200):
+        alpha_R = np.where(rng.random(64) < 0.2, high, low)
+        tested_R = np.where(rng.random(64) < 0.2, long, 100 // long)
+        found += last_fall(rng.binomial(tested_R, alpha_R), tested_R, 8) > 0
+    assert found <= 6

@@ -16,14 +16,13 @@ from tests.support.tiny_drafts import VOCAB_SIZE, chain_traces, tiny_llama
 from trainer.classes import classes_of
 from trainer.draft import RowModel
 from trainer.evaluate import (
-    SURE,
     ReplayCounts,
+    _class_reports,
     bootstrap_diff,
     can_replay,
     compare,
     count_steps,
     is_match,
-    last_fall,
     leading_matches,
     replay,
 )
@@ -376,46 +375,19 @@ def test_resampling_spreads_as_the_standard_error_says() -> None:
     assert diff_I.std() == pytest.approx(gain.std() / np.sqrt(200), rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("accepted", "least", "found"),
-    [
-        ([80] * 12 + [20] * 4, 4, 12),
-        ([80] * 12 + [20] * 3, 4, 0),
-        ([80] * 3 + [20] * 12, 4, 0),
-        ([20] * 12 + [80] * 4, 4, 0),  # better
-        ([80] * 8 + [76] * 8, 2, 0),  # a trifle, beyond any doubt
-        ([80] * 8 + [74] * 8, 2, 8),
-        ([80, 20] * 8, 2, 0),
-        ([80] * 6 + [50] * 6 + [10] * 6, 2, 12),  # the clearest
-        ([], 2, 0),
-        ([80], 2, 0),
-    ],
-)
-def test_the_traffic_has_changed_where_a_draft_is_worse_from_then_on(
-    accepted: list[int], least: int, found: int
-) -> None:
-    assert last_fall(counts_of([100] * len(accepted), accepted), least) == found
-
-
-def test_a_fall_must_exceed_its_standard_errors_by_whole_requests() -> None:
-    """Of the tokens of requests 70 and 90 % are accepted in turns, and then fewer."""
-    before, since = np.tile([70, 90], 8), np.tile([70, 90], 8)
-    error = 10 * np.sqrt(16 / 15 / 16)  # of each mean, in per cent
-    for fall, found in (
-        (SURE * np.hypot(error, error) - 0.3, 0),
-        (SURE * np.hypot(error, error) + 0.6, 16),
-    ):
-        accepted = 10 * np.array([*before, *(since - fall)])
-        assert last_fall(counts_of([1000] * 32, accepted.round()), 16) == found
-
-
-def test_traffic_that_is_mixed_seems_to_have_changed_once_in_a_hundred_times() -> None:
-    rng, found = np.random.default_rng(0), 0
-    for _ in range(300):
-        alpha_R = np.where(rng.random(64) < 0.2, 0.8, 0.3)
-        tested_R = rng.integers(20, 60, 64)
-        found += last_fall(counts_of(tested_R, rng.binomial(tested_R, alpha_R)), 8) > 0
-    assert found <= 6
+def test_a_class_that_is_still_served_is_looked_at_on_all_of_its_traces() -> None:
+    gate = GateConfig()
+    traces = [
+        make_trace(index=i, domain=d) for i, d in enumerate(["home"] * 24 + ["new", "home"] * 6)
+    ]
+    num = len(traces)
+    base, candidate = counts_of([100] * num, [80] * num), counts_of([100] * num, [50] * num)
+    found = _class_reports(traces, base, candidate, gate, 0, 24)
+    assert {name: one.num_traces for name, one in found.items()} == {"home": 30, "new": 6}
+    stray = [*traces[:24], *[make_trace(index=90 + i, domain="new") for i in range(20)], traces[0]]
+    num = len(stray)
+    base, candidate = counts_of([100] * num, [80] * num), counts_of([100] * num, [50] * num)
+    assert set(_class_reports(stray, base, candidate, gate, 0, 24)) == {"new"}
 
 
 def test_a_report_says_who_is_better_and_where() -> None:

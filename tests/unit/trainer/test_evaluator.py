@@ -87,11 +87,10 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 @pytest.mark.parametrize(
     ("num_before", "num_since", "follows", "num_judged"),
     [
-        (12, 4, True, 4),
-        (7, 5, True, 5),
-        (12, 3, True, 15),  # too few, of which the fourth is of before
-        (3, 12, True, 15),
-        (12, 4, False, 16),
+        (8, 8, True, 8),
+        (9, 7, True, 8),  # eight are needed, and one more does not hide it
+        (7, 9, True, 16),
+        (8, 8, False, 16),
         (12, 0, True, 12),
         (0, 12, True, 12),
     ],

@@ -69,23 +69,24 @@ def test_a_rise_must_be_more_than_chance_and_more_than_a_trifle(
 
 
 @pytest.mark.parametrize(
-    "change_of_current, is_risen",
+    "change_of_current, of_current, is_risen",
     [
-        ([0.0, 0.0], True),
-        ([0.5, -0.4], True),  # not in the mean
-        ([0.4, -0.5], False),
-        ([-1.0, -1.0], False),
-        ([-1.0], True),  # one alone says too little
-        ([], True),
-        ([-1.0, np.nan], True),
+        ([0.0, 0.0], 3.0, True),
+        ([0.4, -0.5], 3.0, True),  # by chance
+        ([-0.4, -0.5], 3.0, False),
+        ([-1.0, -1.0], 3.0, False),
+        ([-1.0, -1.0], 1.9, True),  # nothing was new there
+        ([-1.0], 3.0, True),  # one alone says too little
+        ([], 3.0, True),
+        ([-1.0, np.nan], 3.0, True),
     ],
 )
 def test_what_is_learnt_of_new_traffic_at_the_cost_of_the_old_is_no_harm(
-    change_of_current: list[float], is_risen: bool
+    change_of_current: list[float], of_current: float, is_risen: bool
 ) -> None:
     change = np.array([1.2, 1.3, 1.2, 1.1, 1.2, 1.3] * 4 + change_of_current)
     is_current = np.arange(len(change)) >= 24
-    before = np.full(len(change), 2.0)
+    before = np.where(is_current, of_current, 2.0)
     assert has_risen(before, before + change, is_current) is is_risen
 
 

@@ -396,10 +396,10 @@ def test_it_does_not_matter_in_how_long_windows_tokens_come(num_output_tokens: i
 def test_stretches_weigh_by_their_tokens_whatever_was_tested() -> None:
     fading = FadingAlpha(1e9)
     fading.add(window(0.75, num_tested=400, num_output_tokens=300))
-    fading.add(window(0.25, num_tested=4, num_output_tokens=300))
+    fading.add(window(0.25, num_tested=8, num_output_tokens=300))
     fading.add(window(0.0, num_tested=0, num_output_tokens=300))
-    assert (fading.tested, fading.alpha) == (pytest.approx(404), pytest.approx(0.5))
-    many, few = (300.5 / 401) * (1 - 300.5 / 401) / 401, 0.3 * 0.7 / 5
+    assert (fading.tested, fading.alpha) == (pytest.approx(408), pytest.approx(0.5))
+    many, few = (300.5 / 401) * (1 - 300.5 / 401) / 401, (2.5 / 9) * (1 - 2.5 / 9) / 9
     assert fading.error == pytest.approx(math.sqrt(many + few) / 2, rel=1e-6)
 
 
@@ -410,8 +410,10 @@ def test_of_few_tokens_nothing_is_said() -> None:
     assert fading.tested == 0, "the stretch is too short"
     fading.add(window(1.0, num_tested=0, num_output_tokens=1))
     assert (round(fading.tested), fading.alpha) == (23, None)
-    fading.add(window(0.0, num_tested=2, num_output_tokens=250))
-    assert fading.alpha == pytest.approx(0.5)
+    fading.add(window(0.0, num_tested=7, num_output_tokens=900))
+    assert round(fading.tested) == 23, "and has too few drafts"
+    fading.add(window(0.0, num_tested=0, num_output_tokens=100))
+    assert fading.alpha == pytest.approx(0.2, abs=0.01)
 
 
 def test_what_becomes_usual_has_the_weight_of_all_that_such_an_average_holds() -> None:
