@@ -447,6 +447,9 @@ def test_a_fall_must_exceed_the_margin_and_two_standard_errors_of_both() -> None
     most = 0.2 - 2 * math.sqrt(recent.error**2 + 0.03**2)
     assert watched.fall(most + 1e-9) is None
     assert watched.fall(most - 1e-9) == (0.8, 0.6)
+    better = replace(recent, total=1.0)
+    watched = Watched(recent=better, usual=usual, usual_error=0.03)
+    assert not watched.has_risen(most + 1e-9) and watched.has_risen(most - 1e-9)
     for unknown in (Watched(recent=recent), Watched(usual=usual)):
         assert unknown.fall(-9.0) is None
 

@@ -372,6 +372,8 @@ def test_better_drafts_that_wait_for_a_trial_bring_something(is_on_trial: bool) 
         here.meter.add_round(outcome, is_published=False, is_on_trial=is_on_trial)
         here.beat(10)
     assert here.meter.is_resting is not is_on_trial
+    (engine,) = here.meter._engines.values()
+    assert engine.gain.awaited is None, "it serves nowhere, so it shows nothing"
 
 
 def test_traffic_that_nobody_can_judge_is_not_trained_on_for_ever() -> None:
