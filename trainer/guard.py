@@ -1,9 +1,9 @@
 """The loss on held-out traces before and after a round, which tells whether the round did harm.
 
 Right after the traffic has changed, most held-out traces are still of before. A round that learns
-the new traffic then raises the loss on them, and does what it is for. So the loss must also have
-risen on those that came with the round's own traces. What the old traffic lost by it is for the
-gate to judge.
+the new traffic then raises the loss on them, and does what it is for. So it is no harm where the
+loss was higher on those that came with the round's own traces, and fell there. What the old traffic
+lost by it is for the gate to judge.
 """
 
 from __future__ import annotations

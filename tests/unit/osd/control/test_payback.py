@@ -340,26 +340,19 @@ def test_drafts_that_brought_nothing_say_nothing_of_changed_traffic() -> None:
     assert figures(here).saved_s == pytest.approx(590 * (1 - 1 / 1.1))
 
 
-def test_a_rest_ends_at_once_where_other_traffic_makes_a_round_pay() -> None:
+@pytest.mark.parametrize(("better", "rests"), [(1.1, False), (1.0005, True)])
+def test_other_traffic_ends_a_rest_at_once_where_a_round_pays_on_it(
+    better: float, rests: bool
+) -> None:
     """The controller asks right after it."""
     here = Deployment()
-    here.brings = 1.0
+    here.better, here.brings = better, 1.0
     here.beat(10)
     for _ in range(20):
         here.round()
     assert here.meter.is_resting
     here.meter.renew()
-    assert not here.meter.is_resting
-
-
-def test_a_rest_goes_on_where_no_round_pays_on_other_traffic_either() -> None:
-    here = Deployment()
-    here.better, here.brings = 1.0005, 1.0
-    here.beat(10)
-    for _ in range(20):
-        here.round()
-    here.meter.renew()
-    assert here.meter.is_resting
+    assert here.meter.is_resting is rests
 
 
 @pytest.mark.parametrize("is_on_trial", [False, True])
