@@ -33,6 +33,12 @@ HEADS = ("eagle-", "eagle3", "dflash", "dspark")
 order."""
 METHODS = (None, "draft_model", "eagle3")
 """Of vLLM's, those whose drafts can learn."""
+FLAGS = {
+    "spec_method": "method",
+    "spec_model": "model",
+    "spec_tokens": "num_speculative_tokens",
+}
+"""vLLM's arguments that each give a key of `speculative_config`."""
 ATTACHED_KEY = "osd_attached"
 """Key within vLLM's `additional_config` that says that an engine was built to be attached."""
 
@@ -51,7 +57,7 @@ def prepare(args: Any, environ: Mapping[str, str] = os.environ) -> None:
         return
     # The workers will import it. Where it lacks a library, nothing may be changed yet.
     import_module(EXTENSION.rpartition(".")[0])
-    speculative = dict(args.speculative_config)
+    speculative = dict(args.speculative_config or {}) | _by_flags(args)
     k = int(speculative["num_speculative_tokens"])
     given = dict(args.additional_config or {})
     given[ATTACHED_KEY] = {
@@ -72,6 +78,8 @@ def prepare(args: Any, environ: Mapping[str, str] = os.environ) -> None:
             "is_held": True,
         }
         args.speculative_config = speculative | server.graphs_for_every_k(k, environ)
+        for flag in FLAGS.keys() & vars(args).keys():
+            setattr(args, flag, None)  # vLLM refuses what is given twice
     args.additional_config = given
 
 
@@ -84,9 +92,13 @@ def why_not(args: Any, environ: Mapping[str, str] = os.environ) -> str:
     if release not in names.TESTED_VERSIONS and not environ.get(UNTESTED):
         tested = " or ".join(names.TESTED_VERSIONS)
         return f"{engine} was never run with it (but {tested}); {UNTESTED}=1 tries it"
-    speculative = args.speculative_config
+    speculative, by_flags = args.speculative_config or {}, _by_flags(args)
+    if isinstance(speculative, dict):
+        if twice := sorted(by_flags.keys() & speculative):
+            return f"{', '.join(twice)}: given both in --speculative-config and with a flag"
+        speculative = speculative | by_flags
     if not isinstance(speculative, dict) or not speculative.get("model"):
-        return "it has no draft model; give one with --speculative-config"
+        return "it has no draft model; give one with --speculative-config or --spec-model"
     method = speculative.get("method")
     if method not in METHODS:
         return f"it drafts by {method!r}, and only draft models and EAGLE-3 heads can learn"
@@ -106,7 +118,7 @@ def why_not(args: Any, environ: Mapping[str, str] = os.environ) -> str:
     if quantization := argument(speculative, "draft_lm_head_quantization"):
         return f"draft_lm_head_quantization={quantization!r} was never run with it; leave it out"
     if not speculative.get("num_speculative_tokens"):
-        return "--speculative-config lacks num_speculative_tokens"
+        return "num_speculative_tokens is missing; give it in --speculative-config or --spec-tokens"
     for name in ("worker_extension_cls", "scheduler_cls"):
         if getattr(args, name, None):
             return f"--{name.replace('_', '-')} is taken by {getattr(args, name)}"
@@ -114,3 +126,9 @@ def why_not(args: Any, environ: Mapping[str, str] = os.environ) -> str:
         if (getattr(args, name, None) or 1) > 1:
             return f"--{name.replace('_', '-')} above 1 is not known to work"
     return ""
+
+
+def _by_flags(args: Any) -> dict[str, Any]:
+    """What of `speculative_config` is given by arguments of its own. A release may have none."""
+    given = {key: getattr(args, flag, None) for flag, key in FLAGS.items()}
+    return {key: value for key, value in given.items() if value is not None}

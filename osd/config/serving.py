@@ -12,6 +12,9 @@ from osd.config.section import Section
 OWNED_VLLM_KEYS = {
     "model": "serving.target",
     "speculative_config": "serving.draft and the section speculation",
+    "spec_method": "serving.draft and the section speculation",
+    "spec_model": "serving.draft",
+    "spec_tokens": "speculation.k_max",
     "served_model_name": "serving.served_model_name",
     "host": "serving.host",
     "port": "serving.port",

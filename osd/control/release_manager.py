@@ -180,10 +180,11 @@ class ReleaseManager:
         except OSDError as error:
             kind, text, version = "publish_failed", str(error), outcome.base_version
         label = "failed" if kind == "publish_failed" else kind
+        aside = policy.if_sampled(outcome, self._config.serving.num_ranks)
         event = Event(
             at=self._clock.time(),
             kind=kind,
-            text=text + policy.contradictions(outcome) + policy.if_sampled(outcome),
+            text=text + policy.contradictions(outcome) + aside,
             version=version,
         )
         await self._tell(

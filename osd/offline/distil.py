@@ -195,6 +195,11 @@ def _check_new_head(config: Config, draft_vocab: int | None) -> int:
             f"--new-head: makes a new draft, and serving.draft={config.serving.draft} is one to "
             "begin with; leave out one of them (serving.draft= where a file sets it)"
         )
+    if config.trainer.method == "lora":
+        raise ConfigError(
+            "--new-head: trainer.method=lora trains adapters beside weights that stay as they are, "
+            "and those of a new head know nothing yet; use trainer.method=full"
+        )
     return new_head.size_for(_target(config), draft_vocab)
 
 

@@ -76,6 +76,25 @@ def test_how_it_picks_draft_tokens_is_noted(key: str) -> None:
     assert args.speculative_config == {**SPECULATIVE, key: "probabilistic"}
 
 
+@pytest.mark.parametrize("given", [None, {"draft_tensor_parallel_size": 1}])
+def test_an_engine_whose_draft_is_given_with_flags_can_be_attached(given: Any) -> None:
+    """vLLM refuses a key that it finds in both, so each is in one place."""
+    flags = {"spec_method": "draft_model", "spec_model": "/draft", "spec_tokens": 4}
+    args = engine_args(speculative_config=given, **flags)
+    prepare(args, WITH_PLUGIN)
+    assert args.speculative_config == {**(given or {}), **SPECULATIVE, "method": "draft_model"}
+    assert [getattr(args, flag) for flag in flags] == [None, None, None]
+    assert args.additional_config[ATTACHED_KEY]["k"] == 4
+
+
+def test_flags_stay_where_the_control_is_not_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "problem_with", lambda part: "gone" if part == "control" else "")
+    args = engine_args(speculative_config=None, spec_model="/draft", spec_tokens=4)
+    prepare(args, WITH_PLUGIN)
+    assert (args.speculative_config, args.spec_model, args.spec_tokens) == (None, "/draft", 4)
+    assert args.additional_config[ATTACHED_KEY]["k"] == 4
+
+
 def test_what_was_prepared_stays_as_it_is() -> None:
     args = engine_args()
     prepare(args, WITH_PLUGIN)
@@ -115,7 +134,17 @@ def test_without_the_control_the_engine_keeps_its_own_scheduler(
         (
             {"speculative_config": {"model": "/draft"}},
             WITH_PLUGIN,
-            "--speculative-config lacks num_speculative_tokens",
+            "num_speculative_tokens is missing; give it in --speculative-config or --spec-tokens",
+        ),
+        (
+            {"spec_model": "/other", "spec_tokens": 4},
+            WITH_PLUGIN,
+            "model, num_speculative_tokens: given both in --speculative-config and with a flag",
+        ),
+        (
+            {"speculative_config": None, "spec_method": "ngram", "spec_tokens": 4},
+            WITH_PLUGIN,
+            "it has no draft model; give one with --speculative-config or --spec-model",
         ),
         (
             {

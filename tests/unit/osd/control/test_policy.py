@@ -388,13 +388,17 @@ def test_is_as_predicted(window: SpecWindow, release: DraftRelease, expected: bo
 
 
 def test_what_sampled_drafts_would_bring_is_said_where_it_is_much() -> None:
-    def said(sampled: tuple[float, float] | None) -> str:
+    def said(sampled: tuple[float, float] | None, num_ranks: int = 1) -> str:
         assert OUTCOME.eval is not None
-        return if_sampled(replace(OUTCOME, eval=replace(OUTCOME.eval, sampled=sampled)))
+        of_it = replace(OUTCOME, eval=replace(OUTCOME.eval, sampled=sampled))
+        return if_sampled(of_it, num_ranks)
 
     assert said((0.34, 0.64)) == (
         "; above temperature 0 its α is 0.34, and would be 0.64 with "
         "speculation.draft_sample_method=probabilistic"
+    )
+    assert said((0.34, 0.64), 2) == said((0.34, 0.64)) + (
+        ", which an EAGLE-3 head over several ranks cannot have"
     )
     assert said((0.34, 0.38)) == said((0.64, 0.34)) == said(None) == ""
     assert if_sampled(replace(OUTCOME, eval=None)) == ""

@@ -236,9 +236,10 @@ HEAD = ["distil", "--new-head", "--prompts", "p.txt", "--out", "new"]
         (["target", "--draft-vocab", "97"], "--draft-vocab=97: must be between 1 and the 96"),
         (["draft"], "--new-head: {here}/draft: has 1 layers, and a head reads before"),
         (["target", "trainer.sampling=mixed"], "trainer.sampling=mixed: an EAGLE-3 head learns"),
+        (["target", "trainer.method=lora"], "--new-head: trainer.method=lora trains adapters"),
         ([], "serving.target is not set"),
     ],
-    ids=["a draft", "a key", "none", "too many", "flat", "sampling", "no target"],
+    ids=["a draft", "a key", "none", "too many", "flat", "sampling", "lora", "no target"],
 )
 def test_a_new_head_is_refused(shell: Shell, arguments: list[str], line: str) -> None:
     served_target(shell.directory / "target")

@@ -168,6 +168,15 @@ def test_without_an_engine_no_service_port_is_taken() -> None:
             with_free_ports(reading.load(overrides=given, environ={}).config)
 
 
+def test_a_port_in_use_is_told_before_models_are_looked_for() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        given = ["serving.target=org/far-away", f"serving.port={taken.getsockname()[1]}"]
+        with pytest.raises(ConfigError, match=r"^serving\.port="):
+            plan.plan(reading.load(overrides=given, environ={}).config)
+
+
 @pytest.mark.parametrize(
     "given", ["speculation.mode=off", "speculation.proposers=[draft]", "speculation.mode=fixed"]
 )
