@@ -47,12 +47,12 @@ GENERATED = tuple(arm for arm in arms.ARMS if arm not in OF_PROSE)
 PROSE, PROSE_HEAD = "home-and-de", "home-and-de-head"
 LARGE = tuple(f"{PROSE}-large-{n}" for n in (1, 2))
 """A target that costs as much as one of 273 M parameters, for so many requests at a time."""
-PAIRED = f"{PROSE}-large-2-paired"
-"""The same at two at a time, next to the identical service with its trainer off."""
-AGAINST = {PAIRED: names.MIXED_FROZEN_LOOP}
+PAIRED = tuple(f"{name}-paired" for name in LARGE)
+"""The same next to the identical service with its trainer off."""
+AGAINST = dict.fromkeys(PAIRED, names.MIXED_FROZEN_LOOP)
 """Schedule -> the reference, where that is not an engine without speculation."""
 STREAMS = 4
-FEWER_STREAMS = {**dict(zip(LARGE, (1, 2), strict=True)), PAIRED: 2}
+FEWER_STREAMS = {name: n for those in (LARGE, PAIRED) for n, name in enumerate(those, 1)}
 """Schedule -> requests at a time, where they are not as many."""
 ARMS = {
     "sharp": GENERATED,
@@ -60,7 +60,7 @@ ARMS = {
     PROSE: (*OF_PROSE, *arms.IN_CLOSED_LOOP),
     PROSE_HEAD: arms.WITHOUT_MEMORY,
     **dict.fromkeys(LARGE, arms.MIXED),
-    PAIRED: (names.MIXED_SERVED,),
+    **dict.fromkeys(PAIRED, (names.MIXED_SERVED,)),
 }
 """Schedule -> who serves it."""
 PAYBACK_S = {"sharp": WITHIN_S, "interleaved": WITHIN_S}
@@ -69,7 +69,8 @@ default."""
 PROSE_PHASES = (48, 192, 48)
 HEAD_PHASES = (48, 384, 48)
 """A head's rounds take longer."""
-LARGE_PHASES, PAIRED_PHASES = (24, 96, 24), (48, 144, 24)
+LARGE_PHASES = (24, 96, 24)
+PAIRED_PHASES = dict(zip(PAIRED, ((24, 192, 24), (24, 288, 24)), strict=True))
 """A step takes a tenth of a second."""
 CHUNK = 24
 SEED = 0
@@ -84,12 +85,11 @@ def protocol(options: Options) -> Protocol:
     """What will be measured."""
     prose = read(DIRECTORY / "prose" / f"{PROSE}.yaml")
     head = prose.shortened(HEAD_PHASES).model_copy(update={"family": "prose-head"})
-    large, paired = (
-        prose.shortened(phases).model_copy(update={"family": "prose-large"})
-        for phases in (LARGE_PHASES, PAIRED_PHASES)
-    )
-    given = {**read_all(), PROSE: prose.shortened(PROSE_PHASES), PROSE_HEAD: head}
-    given |= dict.fromkeys(LARGE, large) | {PAIRED: paired}
+    large = {
+        name: prose.shortened(phases).model_copy(update={"family": "prose-large"})
+        for name, phases in {**dict.fromkeys(LARGE, LARGE_PHASES), **PAIRED_PHASES}.items()
+    }
+    given = {**read_all(), PROSE: prose.shortened(PROSE_PHASES), PROSE_HEAD: head, **large}
     schedules = {name: given[name] for name in ARMS}
     if options.quick:
         schedules = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE].shortened(QUICK_PHASES)}

@@ -14,7 +14,7 @@ from benchmarks.traffic.schedule import Schedule
 
 CONTENDER, REFERENCE, NO_SPECULATION = "contender", "reference", "no speculation"
 LAST = 4
-"""Chunks at the end of a phase: what has settled."""
+"""Chunks of a stretch within a phase, the last of which tells what has settled."""
 Part = Callable[[Row], float]
 
 
@@ -59,8 +59,13 @@ def _windows(schedule: Schedule, chunk: int) -> list[tuple[str, int, int]]:
     bounds = schedule.bounds
     for phase, start, stop in zip(schedule.phases, bounds, bounds[1:], strict=False):
         found.append((phase.name, start, stop))
-        if stop - start > LAST * chunk:
-            found.append((f"last {LAST * chunk} of {phase.name}", stop - LAST * chunk, stop))
+        last = stop - LAST * chunk
+        for first in range(start, last, LAST * chunk):
+            end = min(first + LAST * chunk, last)
+            title = f"{first - start + 1} to {end - start} of {phase.name}"
+            found.append((title, first, end))
+        if last > start:
+            found.append((f"last {LAST * chunk} of {phase.name}", last, stop))
     return found
 
 

@@ -290,7 +290,7 @@ def test_a_service_may_stand_next_to_the_identical_one_with_its_trainer_off(
         return lambda: arms.Server(url=log.stem, pid=os.getpid(), kind="service")
 
     monkeypatch.setattr(arms, "_start_service", start)
-    against = speed.AGAINST[speed.PAIRED]
+    (against,) = set(speed.AGAINST.values())
     given = (Path("t"), Path("d"), tmp_path, tmp_path, None, against)
     with arms.both(names.MIXED_SERVED, *given) as (contender, reference):
         assert (contender.url, reference.url) == ("contender", "reference")
@@ -304,18 +304,40 @@ def test_a_service_may_stand_next_to_the_identical_one_with_its_trainer_off(
 def test_ratios_are_over_the_reference_that_ran() -> None:
     plan = speed.protocol(Options(directory=Path("unused")))
     row = a_row(names.MIXED_SERVED, 0, part(5, 0, 1), part(10, 0, 1))
-    found = {f.name: f for f in summarise(plan, [{**row, "schedule": speed.PAIRED}]).figures}
+    for schedule in speed.PAIRED:
+        found = {f.name: f for f in summarise(plan, [{**row, "schedule": schedule}]).figures}
+        name = f"tokens/s, {names.MIXED_SERVED} / {names.MIXED_FROZEN_LOOP}"
+        assert found[name].value == 2.0
+        assert not [name for name in found if "no speculation" in name]
+
+
+def test_figures_are_told_by_stretches_of_a_long_phase() -> None:
+    plan = speed.protocol(Options(directory=Path("unused")))
+    (_, two) = speed.PAIRED
+    rows = [
+        {**a_row(names.MIXED_SERVED, start, part(5, 0, 1), part(5 + start, 0, 1)), "schedule": two}
+        for start in range(0, sum(speed.PAIRED_PHASES[two]), speed.CHUNK)
+    ]
     name = f"tokens/s, {names.MIXED_SERVED} / {names.MIXED_FROZEN_LOOP}"
-    assert found[name].value == 2.0
-    assert not [name for name in found if "no speculation" in name]
+    found = {f.group: f for f in summarise(plan, rows).figures if f.name == name}
+    of_parts = {group.partition(": ")[2]: (round(f.value, 6), f.n) for group, f in found.items()}
+    assert of_parts == {
+        "all requests": (32.2, 14),
+        "English": (1.0, 1),
+        "German": (32.2, 12),
+        "1 to 96 of German": (13.0, 4),
+        "97 to 192 of German": (32.2, 4),
+        "last 96 of German": (51.4, 4),
+        "English again": (63.4, 1),
+    }
 
 
 def test_a_target_that_costs_more_is_served_one_and_two_at_a_time() -> None:
     sizes = speed.protocol(Options(directory=Path("unused"))).sizes
     large = {name for name, tree in sizes["schedules"].items() if tree["family"] == "prose-large"}
-    assert sorted(sizes["streams"][name] for name in large) == [1, 2, 2]
+    assert sorted(sizes["streams"][name] for name in large) == [1, 1, 2, 2]
     assert {sizes["streams"][name] for name in set(sizes["schedules"]) - large} == {4}
-    assert large == {*speed.LARGE, speed.PAIRED}
+    assert large == {*speed.LARGE, *speed.PAIRED}
     assert all(set(speed.ARMS[name]) == set(arms.MIXED) for name in speed.LARGE)
 
 
