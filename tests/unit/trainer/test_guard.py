@@ -373,9 +373,37 @@ def test_other_traffic_is_told_by_its_loss_before_the_round(
     current: list[float], is_other: bool
 ) -> None:
     before = np.array([0.2, 0.4, 0.3] * 7 + current)
-    is_current = np.arange(len(before)) >= 21
-    assert Watch([], before, is_current).shows_other_traffic() is is_other
-    assert not Watch([], before, ~is_current).shows_other_traffic()
+    is_own = np.arange(len(before)) >= 21
+    assert Watch([], before, is_own).shows_other_traffic() is is_other
+    assert not Watch([], before[::-1], is_own).shows_other_traffic(), "it became easier"
+
+
+def test_rounds_that_bring_one_held_out_trace_each_see_a_change_together() -> None:
+    """Once: a rate that is halved on the new traffic stays so."""
+    before = np.array([0.2, 0.4, 0.3] * 7 + [3.0, 2.5, 3.5, 2.8])
+    seen, current = [], []
+    for num in range(21, 26):
+        watch = Watch([], before[:num], np.arange(num) == num - 1)
+        seen.append(watch.shows_other_traffic())
+        current.append(int(watch.is_current_R.sum()))
+    assert seen == [False, False, False, True, False]
+    assert current == [1, 1, 1, 3, 4]
+
+
+@METHODS
+def test_small_rounds_that_learn_new_traffic_are_kept(
+    tmp_path: Path, base: DraftRelease, method: str
+) -> None:
+    """The round brings one held-out trace, and two have come since the change."""
+    of_before = chain_traces(21, start=100, holdout=True)
+    of_now = chain_traces(3, start=200, step=7, holdout=True)
+    new = chain_traces(48, start=202, step=7)  # finished with the last of them, and later
+    buffer = buffer_with(*of_before, *of_now, *new)
+    options: dict[str, Any] = {"method": method, "replay_batches": 0}
+    outcome = trainer_at(tmp_path, buffer, **options).run_round(base)
+    before, after = outcome.holdout_loss_before, outcome.holdout_loss_after
+    assert before is not None and after is not None and after > before
+    assert outcome.discarded == "" and outcome.eval is not None, "the gate judges it"
 
 
 def test_a_rate_that_was_halved_is_whole_again_on_other_traffic(
