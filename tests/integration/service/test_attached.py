@@ -52,15 +52,18 @@ class StockEngine:
         *,
         method: str = "draft_model",
         num_ranks: int = 1,
+        by_flags: bool = False,
         **variables: str,
     ) -> None:
         self.port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / "vllm.log"
-        speculative = json.dumps(
-            {"method": method, "model": str(draft), "num_speculative_tokens": K}
-        )
-        command = [*VLLM, "--model", str(target), "--speculative-config", speculative]
+        speculative = {"method": method, "model": str(draft), "num_speculative_tokens": K}
+        command = [*VLLM, "--model", str(target)]
+        if by_flags:
+            command += ["--spec-method", method, "--spec-model", str(draft), f"--spec-tokens={K}"]
+        else:
+            command += ["--speculative-config", json.dumps(speculative)]
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
         command += ["--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "16"]
@@ -134,10 +137,10 @@ class Fleet:
         self.served = Served(self.arguments, self.directory / f"serve-{time.time():.0f}.log")
         self.note = self.served.wait_ready()
 
-    def start_engine(self, name: str) -> StockEngine:
+    def start_engine(self, name: str, **given: Any) -> StockEngine:
         directory = self.directory / name
         directory.mkdir()
-        return StockEngine(*self._models, directory, **self._of_engines)
+        return StockEngine(*self._models, directory, **self._of_engines, **given)
 
     def kill(self) -> None:
         """Every process of ours, at once."""
@@ -293,13 +296,14 @@ def test_every_process_of_ours_killed_costs_no_request_and_it_is_found_again(
 
 
 def test_two_engines_learn_together_and_one_is_killed(pair: Pair, tmp_path: Path) -> None:
-    """They keep what they fetch in one place, as on one machine."""
+    """They keep what they fetch in one place, as on one machine. One has its draft by vLLM's
+    flags."""
     place = {"XDG_DATA_HOME": str(tmp_path)}
     few = ["gate.canary_seconds=5"]
     fleet = Fleet(pair, tmp_path, deployment="test-attached-two", settings=few, variables=place)
     engines = [fleet.engine]
     try:
-        engines.append(fleet.start_engine("second"))
+        engines.append(fleet.start_engine("second", by_flags=True))
         for engine in engines:
             engine.wait_ready()
         one, two = (engine.url for engine in engines)
