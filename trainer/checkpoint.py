@@ -60,6 +60,8 @@ class TrainerState:
     replay: ReplayState = field(default_factory=ReplayState)
     rate_scale: float = 1.0
     """Factor on the configured learning rate; below 1 after rounds that raised the loss."""
+    changed_at: float = 0.0
+    """Since when the traffic is as it is (Unix time, `trainer.guard`); 0 = no change was seen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

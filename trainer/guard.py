@@ -2,8 +2,9 @@
 
 Right after the traffic has changed, most held-out traces are still of before. A round that learns
 the new traffic then raises the loss on them, and does what it is for. So it is no harm where the
-loss was higher on those that came with the round's own traces, or since the traffic changed, and
-fell there. What the old traffic lost by it is for the gate to judge.
+loss was higher on the newest, and fell there. The newest are those that came with the round's own
+traces; and, since a small round brings hardly one, those that came since the traffic changed. What
+the old traffic lost by it is for the gate to judge.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ NUM_ERRORS = 2.0
 """A rise must exceed this many standard errors of the paired differences."""
 LEAST_RISE = 0.02
 """A rise must also exceed this share of the loss."""
-LEAST_CURRENT = 2
-"""Current held-out traces that it takes to ask them by themselves."""
-OTHER_ERRORS, LEAST_OTHER = 4.5, 3
-"""Standard errors by which the loss of so many of the newest exceeds that of all earlier ones where
-the traffic has changed. It is asked of every place between two of them: of 24 traces of one kind at
-most 1 in 1,000 sets seems to have changed (simulated), and 3 of which each is 4 standard deviations
-above are found in 4 of 5."""
+LEAST_NEWEST = 2
+"""Newest held-out traces without which the mean of all decides."""
+SURE, LEAST_SIDE = 4.5, 3
+"""Standard errors by which the mean loss must be higher since some trace than before it for the
+traffic to have changed there, and traces on either side. It is asked of every place: of sets of 24
+traces of one traffic, independent of each other, at most 1 in 1,000 seems to have changed
+(simulated), and 3 that lie 4 standard deviations higher are found in 4 of 5."""
 
 
 class Watched(NamedTuple):
@@ -55,18 +56,12 @@ class Watch(NamedTuple):
     """float64; mean losses."""
     is_own_R: np.ndarray
     """bool; whether the trace came with the round's own, or later."""
-
-    @property
-    def is_current_R(self) -> np.ndarray:
-        """bool; whether the trace came with the round's own, or since the traffic changed. Small
-        rounds bring a held-out trace each."""
-        return self.is_own_R | (np.arange(len(self.before_R)) >= _last_rise(self.before_R))
-
-    def shows_other_traffic(self) -> bool:
-        """Whether the traffic has changed, and nothing showed it before the round's own traces."""
-        earlier_R = self.before_R[~self.is_own_R]
-        is_known = _last_rise(earlier_R) < len(earlier_R)
-        return not is_known and _last_rise(self.before_R) < len(self.before_R)
+    is_since_R: np.ndarray
+    """bool; whether it came since the traffic changed. All, where no change is known."""
+    changed_at: float = 0.0
+    """When the first of these finished (Unix time); 0 = no change is known."""
+    has_changed: bool = False
+    """Whether no round before has seen that change."""
 
 
 class LossGuard:
@@ -75,21 +70,31 @@ class LossGuard:
     def __init__(self, config: TrainerConfig, gate: GateConfig, buffer: TraceBuffer) -> None:
         self._config, self._gate, self._buffer = config, gate, buffer
 
-    def begin(self, distiller: Distiller, new: Sequence[Trace]) -> Watch | None:
+    def begin(
+        self, distiller: Distiller, new: Sequence[Trace], changed_at: float = 0.0
+    ) -> Watch | None:
         """Measure before a round on the traces `new`; None where there is nothing to learn or too
-        little to watch."""
+        little to watch. `changed_at`: of the last change that is known (`Watch.changed_at`)."""
         traces = self.watched(distiller.model.vocab_size) if new else []
         if not traces:
             return None
-        since = min(trace.finished_at for trace in new)
-        is_own_R = np.array([trace.finished_at >= since for trace in traces])
         batches = self.batches(distiller, traces)
-        return Watch(batches, self.losses(distiller, batches), is_own_R)
+        before_R = self.losses(distiller, batches)
+        finished_R = np.array([trace.finished_at for trace in traces])
+        is_own_R = finished_R >= min(trace.finished_at for trace in new)
+        if changed_at > finished_R[-1]:
+            changed_at = 0.0  # a clock was set back
+        first = int((finished_R < changed_at).sum())
+        found = first + start_of_change(before_R[first:])
+        if has_changed := found < len(traces):
+            changed_at = float(finished_R[found])
+        is_since_R = finished_R >= changed_at
+        return Watch(batches, before_R, is_own_R, is_since_R, changed_at, has_changed)
 
     def end(self, distiller: Distiller, watch: Watch) -> tuple[float, float, bool]:
         """After it: the mean loss before, the mean loss now, and whether the round did harm."""
         after_R = self.losses(distiller, watch.batches)
-        has_harmed = has_risen(watch.before_R, after_R, watch.is_current_R)
+        has_harmed = has_risen(watch.before_R, after_R, (watch.is_own_R, watch.is_since_R))
         return float(watch.before_R.mean()), float(after_R.mean()), has_harmed
 
     def watched(self, vocab_size: int) -> list[Trace]:
@@ -119,40 +124,42 @@ class LossGuard:
         return np.array(values)
 
 
-def has_risen(before_R: np.ndarray, after_R: np.ndarray, is_current_R: np.ndarray) -> bool:
+def has_risen(before_R: np.ndarray, after_R: np.ndarray, newest: Sequence[np.ndarray] = ()) -> bool:
     """Whether the loss rose significantly (paired t) and by more than `LEAST_RISE`, and not for the
-    sake of the current traces; or is not finite."""
+    sake of new traffic; or is not finite. `newest`: bool [R] each; traces that may be new traffic.
+    """
     diff_R = after_R - before_R
     if not np.isfinite(diff_R).all():
         return True
-    if _learnt_new(before_R, diff_R, is_current_R):
+    if any(_learnt_new(before_R, diff_R, is_new_R) for is_new_R in newest):
         return False
     error = diff_R.std(ddof=1) / np.sqrt(len(diff_R))
     least = max(NUM_ERRORS * error, LEAST_RISE * before_R.mean())
     return bool(diff_R.mean() > least)
 
 
-def _learnt_new(before_R: np.ndarray, diff_R: np.ndarray, is_current_R: np.ndarray) -> bool:
-    """Whether the loss was higher where the traces are current, and fell there by more than a
-    standard error."""
-    current_R = diff_R[is_current_R]
-    if len(current_R) < LEAST_CURRENT or is_current_R.all():
+def _learnt_new(before_R: np.ndarray, diff_R: np.ndarray, is_new_R: np.ndarray) -> bool:
+    """Whether the loss was higher on the new ones, and fell there by more than a standard error."""
+    new_R = diff_R[is_new_R]
+    if len(new_R) < LEAST_NEWEST or is_new_R.all():
         return False
-    error = current_R.std(ddof=1) / np.sqrt(len(current_R))
-    was_higher = before_R[is_current_R].mean() > before_R[~is_current_R].mean()
-    return bool(was_higher and current_R.mean() < -error)
+    error = new_R.std(ddof=1) / np.sqrt(len(new_R))
+    was_higher = before_R[is_new_R].mean() > before_R[~is_new_R].mean()
+    return bool(was_higher and new_R.mean() < -error)
 
 
-def _last_rise(loss_R: np.ndarray) -> int:
-    """Index of the first trace since the loss is higher beyond doubt, the number of traces where it
-    is nowhere. Of several such places it is the clearest."""
-    found, surest = len(loss_R), OTHER_ERRORS
-    for start in range(LEAST_OTHER, len(loss_R) - LEAST_OTHER + 1):
-        earlier, since = loss_R[:start], loss_R[start:]
+def start_of_change(loss_R: np.ndarray) -> int:
+    """Index of the first trace since the loss is higher beyond doubt; of several such places it is
+    that of the clearest rise. The number of traces, where there is none or a loss is not finite."""
+    found, surest = len(loss_R), SURE
+    if not np.isfinite(loss_R).all():
+        return found
+    for start in range(LEAST_SIDE, len(loss_R) - LEAST_SIDE + 1):
+        before, since = loss_R[:start], loss_R[start:]
         # Of few the variance may be small by chance.
-        variance = max(earlier.var(ddof=1), since.var(ddof=1))
-        error = np.sqrt(variance / len(earlier) + variance / len(since))
-        rise = since.mean() - earlier.mean()
-        if rise > max(surest * error, LEAST_RISE * earlier.mean()):
+        variance = max(before.var(ddof=1), since.var(ddof=1))
+        error = np.sqrt(variance / len(before) + variance / len(since))
+        rise = since.mean() - before.mean()
+        if rise > max(surest * error, LEAST_RISE * before.mean()):
             found, surest = start, rise / max(error, 1e-9)
     return found

@@ -215,9 +215,9 @@ class Trainer:
     def _train(self, distiller: Distiller, new: NewTraces, on_step: OnStep | None) -> _Progress:
         """Step over new and replayed traces. Stop at the first step that is not finite."""
         progress = _Progress()
-        watch = self._guard.begin(distiller, new.traces)
-        if watch is not None and watch.shows_other_traffic():
-            self._working.restore_rate()
+        watch = self._guard.begin(distiller, new.traces, self._working.state.changed_at)
+        if watch is not None and watch.has_changed:
+            self._working.note_change(watch.changed_at)
         for index, (traces, num_steps) in enumerate(self._batches(distiller, new, progress)):
             batch = distiller.collate(traces)
             loss = distiller.step(batch, index, self._working.state.rate_scale)

@@ -142,9 +142,10 @@ class WorkingDraft:
         scale = min(1.0, scale * RECOVERY) if went_well else max(LEAST_SCALE, scale / 2)
         self.state = replace(self.state, rate_scale=scale)
 
-    def restore_rate(self) -> None:
-        """The rate as configured: what was too high for one traffic is not for another."""
-        self.state = replace(self.state, rate_scale=1.0)
+    def note_change(self, changed_at: float) -> None:
+        """The traffic is another since then (Unix time). The rate is as configured: what was too
+        high for one traffic is not for another."""
+        self.state = replace(self.state, rate_scale=1.0, changed_at=changed_at)
 
     def _resume(self) -> None:
         """Go to the newest checkpoint of this draft and target; without one, to the beginning. What

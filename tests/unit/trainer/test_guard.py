@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from tests.support.tiny_rounds import GATE, alpha, buffer_with, config, same_wei
 from trainer.batch import TrainBatch, collate
 from trainer.distiller import Distiller
 from trainer.draft import load_draft
-from trainer.guard import NUM_WATCHED, LossGuard, Watch, has_risen
+from trainer.guard import NUM_WATCHED, LossGuard, Watch, has_risen, start_of_change
 from trainer.working_draft import WorkingDraft
 
 TOO_HIGH = 0.5
@@ -41,7 +42,7 @@ def base(tmp_path: Path) -> DraftRelease:
 
 
 BEFORE = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-NONE_CURRENT = np.zeros(6, bool)
+EVERY = np.ones(6, bool)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +65,8 @@ NONE_CURRENT = np.zeros(6, bool)
 def test_a_rise_must_be_more_than_chance_and_more_than_a_trifle(
     change: list[float], is_risen: bool
 ) -> None:
-    assert has_risen(BEFORE, BEFORE + np.array(change), NONE_CURRENT) is is_risen
-    assert has_risen(BEFORE, BEFORE + np.array(change), ~NONE_CURRENT) is is_risen
+    assert has_risen(BEFORE, BEFORE + np.array(change)) is is_risen
+    assert has_risen(BEFORE, BEFORE + np.array(change), [EVERY]) is is_risen
 
 
 @pytest.mark.parametrize(
@@ -87,15 +88,16 @@ def test_what_is_learnt_of_new_traffic_at_the_cost_of_the_old_is_no_harm(
     change = np.array([1.2, 1.3, 1.2, 1.1, 1.2, 1.3] * 4 + change_of_current)
     is_current = np.arange(len(change)) >= 24
     before = np.where(is_current, of_current, 2.0)
-    assert has_risen(before, before + change, is_current) is is_risen
+    assert has_risen(before, before + change, [is_current]) is is_risen
+    some = np.arange(len(change)) % 2 == 0
+    assert has_risen(before, before + change, [some, is_current]) is is_risen, "any may be new"
 
 
 def test_noise_alone_is_rarely_a_rise() -> None:
     rng = np.random.default_rng(0)
     before = rng.uniform(1, 3, NUM_WATCHED)
     false_alarms = sum(
-        has_risen(before, before + rng.normal(0, 0.5, NUM_WATCHED), np.zeros(NUM_WATCHED, bool))
-        for _ in range(2000)
+        has_risen(before, before + rng.normal(0, 0.5, NUM_WATCHED)) for _ in range(2000)
     )
     # Two standard errors, one-sided: 2.3 %, and a little for 24 degrees of freedom.
     assert 0.01 < false_alarms / 2000 < 0.05
@@ -135,7 +137,7 @@ def test_those_are_current_that_came_with_the_rounds_own_traces(tmp_path: Path) 
     guard = LossGuard(config(), GATE, buffer_with(*chain_traces(16, start=100, holdout=True)))
     distiller = Distiller(load_draft(save_draft(tmp_path / "draft")), config())
     watch = guard.begin(distiller, chain_traces(3, start=113))  # finished at 113 to 115
-    assert watch is not None and watch.is_current_R.tolist() == [False] * 13 + [True] * 3
+    assert watch is not None and watch.is_own_R.tolist() == [False] * 13 + [True] * 3
     assert guard.begin(distiller, []) is None, "nothing to learn"
 
 
@@ -358,43 +360,113 @@ def test_a_round_that_learns_new_traffic_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("current", "is_other"),
+    ("newest", "start"),
     [
-        ([3.0, 2.5, 3.5], True),
-        ([3.0, 2.5], False),  # too few
-        ([0.3, 3.0, 0.3], False),  # some are as before
-        ([0.3, 0.3, 0.3], False),
-        ([0.1, 0.1, 0.1], False),
-        ([0.36, 0.36, 0.36], False),  # alike by chance, and a little higher
-        ([], False),
+        ([3.0, 2.5, 3.5], 21),
+        ([0.3, 3.0, 2.5, 3.5, 2.8], 22),
+        ([3.0, 2.5], None),  # too few
+        ([0.3, 3.0, 0.3], None),  # some are as before
+        ([0.3, 0.3, 0.3], None),
+        ([0.1, 0.1, 0.1], None),
+        ([0.36, 0.36, 0.36], None),  # alike by chance, and a little higher
+        ([3.0, 2.5, np.inf], None),
+        ([3.0, 2.5, np.nan], None),
+        ([], None),
     ],
 )
-def test_other_traffic_is_told_by_its_loss_before_the_round(
-    current: list[float], is_other: bool
+def test_a_change_of_traffic_is_told_by_the_loss(newest: list[float], start: int | None) -> None:
+    loss = np.array([0.2, 0.4, 0.3] * 7 + newest)
+    assert start_of_change(loss) == (len(loss) if start is None else start)
+    assert start_of_change(loss[::-1]) == len(loss), "it became easier, or there is nothing"
+
+
+def test_traffic_that_stays_hardly_ever_seems_to_change() -> None:
+    rng = np.random.default_rng(0)
+    kinds = (lambda: rng.normal(2, 0.4, 24), lambda: rng.lognormal(0.7, 0.5, 24))
+    found = [start_of_change(draw()) < 24 for draw in kinds for _ in range(1000)]
+    assert sum(found) <= 2
+    seen = [
+        start_of_change(np.concatenate([rng.normal(1, 0.4, 21), rng.normal(2.6, 0.4, 3)])) < 24
+        for _ in range(500)
+    ]
+    assert 0.75 < sum(seen) / 500 < 0.9
+
+
+class Rounds:
+    """Rounds that each bring one held-out trace, of the given losses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.guard = LossGuard(config(), GATE, buffer_with())
+        self.loss_of: dict[float, float] = {}
+        self.traces: list[Trace] = []
+        self.changed_at = 0.0
+        monkeypatch.setattr(self.guard, "watched", lambda vocab: self.traces[-NUM_WATCHED:])
+        monkeypatch.setattr(self.guard, "batches", lambda distiller, traces: traces)
+        monkeypatch.setattr(self.guard, "losses", self._losses)
+
+    def _losses(self, distiller: Any, traces: list[Trace]) -> np.ndarray:
+        return np.array([self.loss_of[trace.finished_at] for trace in traces])
+
+    def round(self, loss: float) -> Watch:
+        (trace,) = chain_traces(1, start=len(self.traces), holdout=True)
+        self.traces.append(trace)
+        self.loss_of[trace.finished_at] = loss
+        distiller: Any = SimpleNamespace(model=SimpleNamespace(vocab_size=64))
+        watch = self.guard.begin(distiller, [trace], self.changed_at)
+        assert watch is not None
+        if watch.has_changed:
+            self.changed_at = watch.changed_at
+        return watch
+
+
+def test_rounds_that_bring_one_held_out_trace_each_see_a_change_together(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = np.array([0.2, 0.4, 0.3] * 7 + current)
-    is_own = np.arange(len(before)) >= 21
-    assert Watch([], before, is_own).shows_other_traffic() is is_other
-    assert not Watch([], before[::-1], is_own).shows_other_traffic(), "it became easier"
+    rounds = Rounds(monkeypatch)
+    for loss in [0.2, 0.4, 0.3] * 7:
+        assert not rounds.round(loss).has_changed
+    first = len(rounds.traces)
+    found = [rounds.round(loss) for loss in (3.0, 2.5, 3.5, 2.8)]
+    assert [watch.has_changed for watch in found] == [False, False, True, False]
+    assert rounds.changed_at == rounds.traces[first].finished_at
+    assert [int(watch.is_since_R.sum()) for watch in found[2:]] == [3, 4]
+    assert [int(watch.is_own_R.sum()) for watch in found] == [1] * 4
 
 
-def test_rounds_that_bring_one_held_out_trace_each_see_a_change_together() -> None:
-    """Once: a rate that is halved on the new traffic stays so."""
-    before = np.array([0.2, 0.4, 0.3] * 7 + [3.0, 2.5, 3.5, 2.8])
-    seen, current = [], []
-    for num in range(21, 26):
-        watch = Watch([], before[:num], np.arange(num) == num - 1)
-        seen.append(watch.shows_other_traffic())
-        current.append(int(watch.is_current_R.sum()))
-    assert seen == [False, False, False, True, False]
-    assert current == [1, 1, 1, 3, 4]
+def test_each_change_is_seen_once_however_its_traces_slide_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rate that is halved on the new traffic stays so."""
+    rounds, rng = Rounds(monkeypatch), np.random.default_rng(0)
+    means = [0.3] * 30 + list(2.5 * 0.98 ** np.arange(10)) + [6.0] * 60
+    seen = [rounds.round(float(rng.normal(mean, 0.1))).has_changed for mean in means]
+    assert [index for index, has_changed in enumerate(seen) if has_changed] == [32, 42]
+
+
+def test_a_clock_that_was_set_back_hides_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = Rounds(monkeypatch)
+    rounds.changed_at = 1e12
+    seen = [rounds.round(loss).has_changed for loss in [0.2, 0.4, 0.3] * 7 + [3.0, 2.5, 3.5]]
+    assert seen == [False] * 23 + [True]
+
+
+def test_a_round_is_kept_for_its_own_traces_or_for_those_since_a_change() -> None:
+    """Three kinds of traffic in one window: the round learns the third at the cost of the second,
+    or the second and third at the cost of the first."""
+    rng = np.random.default_rng(0)
+    before = np.repeat([0.3, 3.0, 3.6], 8) + rng.normal(0, 0.05, 24)
+    is_since = np.arange(24) >= 8
+    for first_own, changes in ((16, [1.0, 1.2, -0.8]), (23, [5.0, -0.6, -0.6])):
+        after = before + np.repeat(changes, 8) + rng.normal(0, 0.02, 24)
+        assert has_risen(before, after)
+        assert not has_risen(before, after, [np.arange(24) >= first_own, is_since])
 
 
 @METHODS
 def test_small_rounds_that_learn_new_traffic_are_kept(
     tmp_path: Path, base: DraftRelease, method: str
 ) -> None:
-    """The round brings one held-out trace, and two have come since the change."""
+    """The round brings one held-out trace, and two came before it since the change."""
     of_before = chain_traces(21, start=100, holdout=True)
     of_now = chain_traces(3, start=200, step=7, holdout=True)
     new = chain_traces(48, start=202, step=7)  # finished with the last of them, and later
