@@ -52,7 +52,7 @@ PAIRED = tuple(f"{name}-paired" for name in LARGE)
 AGAINST = dict.fromkeys(PAIRED, names.MIXED_FROZEN_LOOP)
 """Schedule -> the reference, where that is not an engine without speculation."""
 STREAMS = 4
-FEWER_STREAMS = {name: n for those in (LARGE, PAIRED) for n, name in enumerate(those, 1)}
+FEWER_STREAMS = dict(zip((*LARGE, *PAIRED), (1, 2, 1, 2), strict=True))
 """Schedule -> requests at a time, where they are not as many."""
 ARMS = {
     "sharp": GENERATED,
@@ -70,8 +70,9 @@ PROSE_PHASES = (48, 192, 48)
 HEAD_PHASES = (48, 384, 48)
 """A head's rounds take longer."""
 LARGE_PHASES = (24, 96, 24)
-PAIRED_PHASES = dict(zip(PAIRED, ((24, 192, 24), (24, 288, 24)), strict=True))
 """A step takes a tenth of a second."""
+PAIRED_PHASES = dict(zip(PAIRED, ((24, 192, 24), (24, 288, 24)), strict=True))
+"""Long enough for what is learnt to be used; one request at a time takes longer."""
 CHUNK = 24
 SEED = 0
 QUICK_SCHEDULE, QUICK_PHASES = "sharp", (24, 96)

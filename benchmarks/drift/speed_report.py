@@ -13,7 +13,7 @@ from benchmarks.traffic.family import FAMILIES
 from benchmarks.traffic.schedule import Schedule
 
 CONTENDER, REFERENCE, NO_SPECULATION = "contender", "reference", "no speculation"
-LAST = 4
+STRETCH = 4
 """Chunks of a stretch within a phase, the last of which tells what has settled."""
 Part = Callable[[Row], float]
 
@@ -59,13 +59,13 @@ def _windows(schedule: Schedule, chunk: int) -> list[tuple[str, int, int]]:
     bounds = schedule.bounds
     for phase, start, stop in zip(schedule.phases, bounds, bounds[1:], strict=False):
         found.append((phase.name, start, stop))
-        last = stop - LAST * chunk
-        for first in range(start, last, LAST * chunk):
-            end = min(first + LAST * chunk, last)
+        last = stop - STRETCH * chunk
+        for first in range(start, last, STRETCH * chunk):
+            end = min(first + STRETCH * chunk, last)
             title = f"{first - start + 1} to {end - start} of {phase.name}"
             found.append((title, first, end))
         if last > start:
-            found.append((f"last {LAST * chunk} of {phase.name}", last, stop))
+            found.append((f"last {STRETCH * chunk} of {phase.name}", last, stop))
     return found
 
 

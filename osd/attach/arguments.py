@@ -58,7 +58,7 @@ def prepare(args: Any, environ: Mapping[str, str] = os.environ) -> None:
     # The workers will import it. Where it lacks a library, nothing may be changed yet.
     import_module(EXTENSION.rpartition(".")[0])
     speculative = dict(args.speculative_config or {}) | _by_flags(args)
-    k = int(speculative["num_speculative_tokens"])
+    k = int(argument(speculative, "num_speculative_tokens"))
     given = dict(args.additional_config or {})
     given[ATTACHED_KEY] = {
         "k": k,
@@ -94,8 +94,9 @@ def why_not(args: Any, environ: Mapping[str, str] = os.environ) -> str:
         return f"{engine} was never run with it (but {tested}); {UNTESTED}=1 tries it"
     speculative, by_flags = args.speculative_config or {}, _by_flags(args)
     if isinstance(speculative, dict):
-        if twice := sorted(by_flags.keys() & speculative):
-            return f"{', '.join(twice)}: given both in --speculative-config and with a flag"
+        if twice := [flag for flag, key in FLAGS.items() if key in by_flags.keys() & speculative]:
+            flag = twice[0]
+            return f"--{flag.replace('_', '-')} and --speculative-config both give {FLAGS[flag]}"
         speculative = speculative | by_flags
     if not isinstance(speculative, dict) or not speculative.get("model"):
         return "it has no draft model; give one with --speculative-config or --spec-model"
@@ -117,7 +118,7 @@ def why_not(args: Any, environ: Mapping[str, str] = os.environ) -> str:
         return f"rejection_sample_method={rule!r} was never run with it; leave it out"
     if quantization := argument(speculative, "draft_lm_head_quantization"):
         return f"draft_lm_head_quantization={quantization!r} was never run with it; leave it out"
-    if not speculative.get("num_speculative_tokens"):
+    if not argument(speculative, "num_speculative_tokens"):
         return "num_speculative_tokens is missing; give it in --speculative-config or --spec-tokens"
     for name in ("worker_extension_cls", "scheduler_cls"):
         if getattr(args, name, None):

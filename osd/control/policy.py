@@ -119,7 +119,7 @@ def contradictions(outcome: RoundOutcome) -> str:
 
 def if_sampled(outcome: RoundOutcome, num_ranks: int = 1) -> str:
     """A clause about what sampled drafts would bring, where that is much; else "". `num_ranks`: of
-    an engine. A head over several is not sampled, and a round's record does not tell heads."""
+    an engine."""
     if outcome.eval is None or outcome.eval.sampled is None:
         return ""
     alpha, drawn = outcome.eval.sampled
@@ -128,7 +128,7 @@ def if_sampled(outcome: RoundOutcome, num_ranks: int = 1) -> str:
     return (
         f"; above temperature 0 its α is {alpha:.2f}, and would be {drawn:.2f} with "
         "speculation.draft_sample_method=probabilistic"
-        + (", which an EAGLE-3 head over several ranks cannot have" if num_ranks > 1 else "")
+        + (" (a draft model; not an EAGLE-3 head over several ranks)" if num_ranks > 1 else "")
     )
 
 

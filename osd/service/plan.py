@@ -46,7 +46,7 @@ class ServicePlan:
 def plan(config: Config) -> ServicePlan:
     """Check everything that can be checked before a start. Raises `OSDError` with key, value and
     remedy."""
-    with_free_ports(config)  # a port in use is told before a model is fetched
+    with_free_ports(config)  # a port in use is told now; asked again after an hour of fetching
     target, draft, num_tokens = check(config)
     config = with_free_ports(config)
     target_id = resolve.fingerprint(target)

@@ -139,7 +139,7 @@ def test_without_the_control_the_engine_keeps_its_own_scheduler(
         (
             {"spec_model": "/other", "spec_tokens": 4},
             WITH_PLUGIN,
-            "model, num_speculative_tokens: given both in --speculative-config and with a flag",
+            "--spec-model and --speculative-config both give model",
         ),
         (
             {"speculative_config": None, "spec_method": "ngram", "spec_tokens": 4},

@@ -398,7 +398,7 @@ def test_what_sampled_drafts_would_bring_is_said_where_it_is_much() -> None:
         "speculation.draft_sample_method=probabilistic"
     )
     assert said((0.34, 0.64), 2) == said((0.34, 0.64)) + (
-        ", which an EAGLE-3 head over several ranks cannot have"
+        " (a draft model; not an EAGLE-3 head over several ranks)"
     )
     assert said((0.34, 0.38)) == said((0.64, 0.34)) == said(None) == ""
     assert if_sampled(replace(OUTCOME, eval=None)) == ""

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,13 +31,14 @@ ELSEWHERE = "/of/the/trainer"
 class Desk:
     """Drafts v1 to v3 on disk, v3 serving; and what is said about them."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **settings: Any) -> None:
         self.model = make_model(directory / "candidate")
         self.store = ReleaseStore(directory / "releases")
         self.v1, self.v2, self.v3 = publish_line(self.store, self.model, 3)
         self.registry, self.clock = MemoryRegistry(), HandClock()
         self.said: list[FeedRecord] = []
-        config = Config.model_validate({"data_dir": str(directory), "releases": {"keep": 2}})
+        given = {"data_dir": str(directory), "releases": {"keep": 2}}
+        config = Config.model_validate(given | settings)
         self.collected: list[str] = []
         self.collecting = asyncio.Event()
         self.collecting.set()
@@ -266,13 +268,20 @@ async def test_another_candidate_is_said_and_changes_nothing(
     )
 
 
-async def test_a_rounds_event_says_what_sampled_drafts_would_bring(desk: Desk) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "end"), [(1, "=probabilistic"), (2, "not an EAGLE-3 head over several ranks)")]
+)
+async def test_a_rounds_event_says_what_sampled_drafts_would_bring(
+    tmp_path: Path, num_ranks: int, end: str
+) -> None:
+    desk = Desk(tmp_path, serving={"vllm": {"tensor_parallel_size": num_ranks}})
     outcome = make_outcome(str(desk.model), 3)
     assert outcome.eval is not None
     outcome = replace(outcome, eval=replace(outcome.eval, sampled=(0.34, 0.64)))
     await desk.conclude(outcome, is_paused=False)
     (event,) = (record for record in desk.said if isinstance(record, Event))
     assert "would be 0.64 with speculation.draft_sample_method=probabilistic" in event.text
+    assert event.text.endswith(end)
 
 
 async def test_a_pause_while_a_candidate_waits_for_its_turn_refuses_it(desk: Desk) -> None:
