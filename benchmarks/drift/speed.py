@@ -71,7 +71,7 @@ HEAD_PHASES = (48, 384, 48)
 """A head's rounds take longer."""
 LARGE_PHASES = (24, 96, 24)
 """A step takes a tenth of a second."""
-PAIRED_PHASES = dict(zip(PAIRED, ((24, 192, 24), (24, 288, 24)), strict=True))
+PAIRED_PHASES = dict(zip(PAIRED, ((24, 120, 24), (24, 288, 24)), strict=True))
 """Long enough for what is learnt to be used; one request at a time takes longer."""
 CHUNK = 24
 SEED = 0
