@@ -187,7 +187,7 @@ BENCHES = {
     "drift_speed": (
         "drift.speed",
         "Tokens per second and per CPU second on drifting traffic, over an engine without "
-        "speculation.",
+        "speculation, or over the service with its trainer off.",
     ),
 }
 """Name -> its module here, and what it measures, in one line. Read by the command line, so nothing
