@@ -75,8 +75,8 @@ class TrainerConfig(Section):
     student = the draft, which answers the stored prompts anew at their temperature. mixed = both.
     For the last two the trainer loads the target beside the draft, to ask what it thinks of text
     that was never served: memory for its weights, and time in every round. After a sharp shift they
-    cost more and taught less ([measured](benchmarks-learning.md#osd-bench-sampling)). An EAGLE-3 head learns
-    from teacher's alone, and needs the target in the trainer, too."""
+    cost more and taught less ([measured](benchmarks-learning.md#osd-bench-sampling)). An EAGLE-3
+    head learns from teacher's alone, and needs the target in the trainer, too."""
     student_fraction: float = Field(0.5, gt=0, lt=1)
     """Share of a round's traces whose answer is the draft's, with `trainer.sampling=mixed`."""
     learning_rate: float = Field(1e-4, gt=0)
