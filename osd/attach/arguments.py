@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -78,7 +79,7 @@ def prepare(args: Any, environ: Mapping[str, str] = os.environ) -> None:
             "is_held": True,
         }
         args.speculative_config = speculative | server.graphs_for_every_k(k, environ)
-        for flag in FLAGS.keys() & vars(args).keys():
+        for flag in filter(partial(hasattr, args), FLAGS):
             setattr(args, flag, None)  # vLLM refuses what is given twice
     args.additional_config = given
 
@@ -94,9 +95,9 @@ def why_not(args: Any, environ: Mapping[str, str] = os.environ) -> str:
         return f"{engine} was never run with it (but {tested}); {UNTESTED}=1 tries it"
     speculative, by_flags = args.speculative_config or {}, _by_flags(args)
     if isinstance(speculative, dict):
-        if twice := [flag for flag, key in FLAGS.items() if key in by_flags.keys() & speculative]:
-            flag = twice[0]
-            return f"--{flag.replace('_', '-')} and --speculative-config both give {FLAGS[flag]}"
+        for flag, key in FLAGS.items():
+            if key in by_flags.keys() & speculative:
+                return f"--{flag.replace('_', '-')} and --speculative-config both give {key}"
         speculative = speculative | by_flags
     if not isinstance(speculative, dict) or not speculative.get("model"):
         return "it has no draft model; give one with --speculative-config or --spec-model"

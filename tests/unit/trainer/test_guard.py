@@ -494,6 +494,23 @@ def test_a_rate_that_was_halved_is_whole_again_on_other_traffic(
     assert rates == pytest.approx([0.0025, 0.01])
 
 
+def test_a_change_that_was_seen_restores_no_rate_again_not_even_after_a_restart(
+    tmp_path: Path, base: DraftRelease
+) -> None:
+    buffer = buffer_with(*chain_traces(12, start=100, holdout=True))
+    trainer = trainer_at(tmp_path, buffer, replay_batches=0)
+    rates = []
+    for start in (300, 340):
+        buffer.put(chain_traces(16, start=start, step=7))
+        buffer.put(chain_traces(3, start=start, step=7, holdout=True))
+        trainer._working.adapt_rate(went_well=False)
+        rates.append(trainer.run_round(base).learning_rate)
+        known = trainer._working.state.changed_at
+        trainer = trainer_at(tmp_path, buffer, replay_batches=0)
+    assert rates[0] == pytest.approx(0.01) and rates[1] < 0.01
+    assert known == trainer._working.state.changed_at == 300, "the checkpoint has it"
+
+
 def test_a_rate_that_is_far_too_high_finds_its_way_down(tmp_path: Path, base: DraftRelease) -> None:
     buffer = buffer_with(*HELD_OUT)
     trainer = trainer_at(tmp_path, buffer, learning_rate=TOO_HIGH)
