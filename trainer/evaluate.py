@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.special import stdtrit
 
 from osd.config.schema import GateConfig
 from osd.records import ClassReport, EvalReport, Trace, conditional_acceptance
@@ -201,7 +202,7 @@ def compare(
         batch_size=batch_size,
         is_sampled=is_sampled,
     )
-    start = _start(both[1], gate)
+    start = change_of(both[1], gate.min_holdout_traces) if gate.judge_since_change else 0
     classes = _class_reports(traces, both[1], both[0], gate, seed, start)
     traces, is_since_R = traces[start:], np.arange(len(traces)) >= start
     counts_candidate, counts_base = (counts.of(is_since_R) for counts in both)
@@ -228,11 +229,10 @@ def compare(
     )
 
 
-def _start(base: ReplayCounts, gate: GateConfig) -> int:
-    """Index of the first trace that a candidate is judged on."""
-    if not gate.judge_since_change:
-        return 0
-    return last_fall(base.accepted_RG.sum(1), base.tested_RG.sum(1), gate.min_holdout_traces)
+def change_of(base: ReplayCounts, least: int) -> int:
+    """Index of the first trace since the traffic changed, `least` from either end at least; 0
+    where it did not (`last_fall`)."""
+    return last_fall(base.accepted_RG.sum(1), base.tested_RG.sum(1), least)
 
 
 def if_sampled(
@@ -268,6 +268,21 @@ def bootstrap_diff(
         )
 
     return alpha_I(candidate) - alpha_I(base)
+
+
+def least_diff(better: ReplayCounts, base: ReplayCounts, chance: float) -> float:
+    """Lower bound of α better − α base, too high by `chance`, over at least two requests: Student's
+    t of the difference of two ratios, paired by request (Cochran 1977, ch. 6), which also holds for
+    few."""
+    excess_R, num = np.zeros(len(base.tested_RG)), len(base.tested_RG)
+    for sign, counts in ((1, better), (-1, base)):
+        accepted_R, tested_R = counts.accepted_RG.sum(1), counts.tested_RG.sum(1)
+        excess_R += (
+            sign * (accepted_R - (counts.alpha or 0.0) * tested_R) / (tested_R.mean() or 1.0)
+        )
+    error = float(np.sqrt(excess_R @ excess_R / (num - 1) / num)) if num > 1 else float("inf")
+    diff = (better.alpha or 0.0) - (base.alpha or 0.0)
+    return diff - float(stdtrit(num - 1, 1 - chance)) * error
 
 
 def _class_reports(

@@ -15,7 +15,7 @@ from osd.records import DraftRelease, EarlierReport, EvalReport, Trace
 from trainer.batch import check_rows, check_tokens, well_formed
 from trainer.distiller import accelerator
 from trainer.draft import Draft, load_draft
-from trainer.evaluate import ReplayCounts, bootstrap_diff, can_replay, compare, replay_all
+from trainer.evaluate import ReplayCounts, can_replay, change_of, compare, least_diff, replay_all
 
 if TYPE_CHECKING:
     from buffers.base import TraceBuffer
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHANCE_TO_RECALL, NUM_TO_RECALL = 0.002, 4000
-"""Chance that an earlier draft seems better than the serving one and is not, and resamples to tell.
-Over so few requests the bootstrap is too sure: of 16 it is 0.01 in fact. The gate allows more, but
-looks are many, and what was learnt since the last release is lost with each recall."""
+CHANCE_TO_RECALL = 0.01
+"""Chance that any earlier draft seems better than the serving one and is not. The gate allows more,
+but looks are many, and what was learnt since the last release is lost with each recall. Requests
+are few: the bootstrap, which the gate takes, would be ten times too sure of 8 (simulated)."""
+WITH_BEFORE = 2
+"""Times as many requests on which the serving draft alone is replayed, to see whether the traffic
+has changed among them."""
 
 
 class Evaluator:
@@ -90,19 +93,21 @@ class Evaluator:
         num_traces: int,
     ) -> list[EarlierReport]:
         """Each of the earlier releases against `base` on the newest `num_traces` of these traces
-        that can be replayed; [] when they are too few. One is loaded at a time, as there may be no
-        memory for all. An earlier one that cannot be loaded, or has fewer tokens than `base`, is
-        left out. Raises `ReleaseError`."""
+        that can be replayed, where the traffic has changed on those since; [] when they are too
+        few. One is loaded at a time, as there may be no memory for all. An earlier one that cannot
+        be loaded, or has fewer tokens than `base`, is left out. Raises `ReleaseError`."""
         least = min(num_traces, self._gate.min_holdout_traces)
         if not earlier or len(traces) < least:
             return []  # loads no draft in vain
         model = self._load(base.path)
         vocab_size = model.vocab_size
         fit = self._fit(traces, vocab_size)
-        newest = sorted(fit, key=lambda trace: trace.finished_at)[-num_traces:]
+        newest = sorted(fit, key=lambda trace: trace.finished_at)[-WITH_BEFORE * num_traces :]
         if len(newest) < least:
             return []
         (of_base,) = self._replay([model], newest)
+        start = max(change_of(of_base, least), len(newest) - num_traces)
+        newest, of_base = newest[start:], of_base.of(np.arange(len(newest)) >= start)
         counts: dict[int, ReplayCounts] = {}
         for release in earlier:
             try:
@@ -115,14 +120,12 @@ class Evaluator:
         chance = CHANCE_TO_RECALL / max(1, len(counts))  # that any seems better
         found = []
         for version, of_earlier in counts.items():
-            rng = np.random.default_rng(self._config.seed)
-            diff_I = bootstrap_diff(of_earlier, of_base, NUM_TO_RECALL, rng)
             report = EarlierReport(
                 version=version,
                 num_traces=len(newest),
                 alpha_base=of_base.alpha or 0.0,
                 alpha=of_earlier.alpha or 0.0,
-                diff_low=float(np.quantile(diff_I, chance)),
+                diff_low=least_diff(of_earlier, of_base, chance),
                 since=newest[0].finished_at,
             )
             found.append(report)

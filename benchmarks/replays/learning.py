@@ -96,8 +96,9 @@ def learn(
             rounds.rest()
         is_wanted &= len(rounds.ended) != max_rounds
         is_due = is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces
-        may_look = is_due or (may_rest and not is_wanted)
-        if may_look and (recalled := releases.look(serving, served.index)) is not None:
+        is_free = is_due or (may_rest and not is_wanted)
+        recalled = releases.look(serving, served.index, is_free=is_free)
+        if recalled is not None:
             serving = recalled
             server.swap(serving.path, serving.predicted_alpha)
             if charged is not None:
@@ -185,11 +186,16 @@ class _Releases:
     def add(self, window: SpecWindow) -> None:
         self._tested[window.version] += sum(window.num_tested_per_pos)
 
-    def look(self, serving: DraftRelease, index: int) -> DraftRelease | None:
-        """The earlier draft that serves again; None where none does. To be asked before a round,
-        and while training rests."""
+    def look(self, serving: DraftRelease, index: int, *, is_free: bool) -> DraftRelease | None:
+        """The earlier draft that serves again; None where none does. `is_free`: whether a round is
+        about to begin, or training rests."""
         most, detector = self._gate.recall_traces, self._detector
-        if not most or not self._times.is_due(detector.num_captured, detector.recent):
+        least = min(most, self._gate.min_holdout_traces)
+        if not least or self._trainer.num_new_traces() < least:
+            return None
+        is_due = is_free and self._times.is_due(detector.num_captured, detector.recent)
+        now = detector.num_captured, detector.recent, detector.newest
+        if not is_due and not self._times.is_early(*now):
             return None
         self._times.note(detector.num_captured, detector.recent)
         earlier = self.earlier_than(serving)

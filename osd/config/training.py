@@ -185,7 +185,7 @@ class GateConfig(Section):
 
     recall_traces: int = Field(16, ge=0, le=4096)
     """Newest requests on which earlier drafts are compared with the serving one, before a round and
-    while training rests, where the traffic may have changed; at least
+    while training rests, where the traffic may have changed, and whenever α falls; at least
     `gate.min_holdout_traces` must be there. One that is clearly better serves again. 0 = never."""
     canary_seconds: float = Field(60.0, ge=0)
     """Of several replicas, one serves a new draft first. The others follow when it serves as the

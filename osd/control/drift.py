@@ -23,7 +23,7 @@ from osd.config.schema import TrainerConfig
 from osd.control.policy import Decision
 from osd.records import NO_TRACES, Event, MetricPoint, RoundOutcome, SpecWindow, SwapReport
 
-RECENT_TOKENS, USUAL_TOKENS = 4_000, 64_000
+NEWEST_TOKENS, RECENT_TOKENS, USUAL_TOKENS = 500, 4_000, 64_000
 """Half-lives, in output tokens."""
 STRETCH, MOST_STRETCH, MIN_DRAFTS = 250, 1000, 8
 """Output tokens of which α is taken together, at least, and where there were fewer drafts: one
@@ -169,6 +169,7 @@ class DriftDetector:
         """Whether the newest round was of this target."""
         self._is_conclusive = False
         """Whether the newest round counts: it had held-out traces, or was undone."""
+        self._newest = FadingAlpha(NEWEST_TOKENS)
         self._all, self._labels = Watched(), dict[str, Watched]()
         """The label that was seen the longest ago comes first."""
         self._num_captured = self._num_fruitless = 0
@@ -220,8 +221,13 @@ class DriftDetector:
 
     @property
     def recent(self) -> FadingAlpha:
-        """α of all traffic now."""
+        """α of all traffic of late."""
         return self._all.recent
+
+    @property
+    def newest(self) -> FadingAlpha:
+        """α of the last few requests."""
+        return self._newest
 
     def note_price_rest(self, *, is_on: bool) -> None:
         """Whether training rests because a round would not pay. What was reckoned of one traffic
@@ -263,6 +269,7 @@ class DriftDetector:
         )
 
     def _add_window(self, window: SpecWindow) -> None:
+        self._newest.add(window)
         self._all.add(window)
         self._num_captured += window.num_captured
         if window.domain:

@@ -251,7 +251,7 @@ class ControlLoops:
             try:
                 num_new = await self._num_new_traces(trainer)
                 is_due = bool(num_new) and self._is_round_due(num_new)
-                if (is_due or (num_new and self._is_resting)) and recall.is_due():
+                if num_new and recall.is_due(num_new, is_free=is_due or bool(self._is_resting)):
                     await self._look_back(recall)
                 if is_due:
                     await self._run_round(trainer, recall, num_new)

@@ -15,8 +15,9 @@ After a recall the traffic is known to have changed: candidates are judged on re
 traffic of before, and be left again.
 
 A look takes a fraction of a round, a few forward passes over a few requests, and all looks together
-at most `MOST_SHARE` of the time. It is taken before a round, or while training rests: never between
-two rounds, where it would look like what serving takes.
+at most `MOST_SHARE` of the time. It is taken before a round, or while training rests; between two
+rounds, where its time would seem to be that of serving, only when α has just fallen: half as many
+requests are enough then, as the trainer finds among them those of the new traffic.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from osd.control.drift import SURE, DriftDetector, FadingAlpha
 from osd.control.release_manager import ReleaseManager
 from osd.records import DraftRelease, EarlierReport
 
+LEAST_FALL = 0.1
+"""Of α, of the last few requests under that of late, beyond chance, for the traffic to have changed
+just now."""
 MOST_DOUBLINGS = 3
 """Of the requests until the next look, after looks in vain."""
 MOST_SHARE = 0.05
@@ -66,7 +70,8 @@ def choose_earlier(
 @dataclass(slots=True)
 class LookTimes:
     """When to look: as soon as so many requests have been served since the last look, if α has
-    moved since, to either side; else after more and more of them.
+    moved since, to either side; else after more and more of them. After half as many, if α has just
+    fallen.
 
     Example:
         times = LookTimes(16)
@@ -88,6 +93,15 @@ class LookTimes:
         num_since = num_captured - self._looked_at
         is_late = num_since >= self.num_traces << min(self._num_vain, MOST_DOUBLINGS)
         return is_late or (num_since >= self.num_traces and self._has_moved(recent))
+
+    def is_early(self, num_captured: int, recent: FadingAlpha, newest: FadingAlpha) -> bool:
+        """Whether α has just fallen. `newest`: of the last few requests."""
+        if num_captured - self._looked_at < self.num_traces / 2:
+            return False
+        if recent.alpha is None or newest.alpha is None:
+            return False
+        chance = SURE * math.hypot(recent.error, newest.error)
+        return recent.alpha - newest.alpha > LEAST_FALL + chance
 
     def note(self, num_captured: int, recent: FadingAlpha) -> None:
         """There was a look."""
@@ -121,10 +135,16 @@ class Recall:
         self._not_before = -math.inf
         """Monotonic time until which looks have taken their share."""
 
-    def is_due(self) -> bool:
-        if not self._gate.recall_traces or self._clock.monotonic() < self._not_before:
+    def is_due(self, num_new: int, *, is_free: bool) -> bool:
+        """`num_new`: traces that no draft has learnt. `is_free`: whether a round is about to begin,
+        or training rests; else there is a look only where α has just fallen."""
+        least = min(self._gate.recall_traces, self._gate.min_holdout_traces)
+        if not least or num_new < least or self._clock.monotonic() < self._not_before:
             return False
-        return self._times.is_due(self._detector.num_captured, self._detector.recent)
+        num_captured, recent = self._detector.num_captured, self._detector.recent
+        if is_free and self._times.is_due(num_captured, recent):
+            return True
+        return self._times.is_early(num_captured, recent, self._detector.newest)
 
     async def look(self) -> bool:
         """Compare. Returns whether an earlier draft serves again. Raises `ReleaseError` when the

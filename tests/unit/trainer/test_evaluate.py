@@ -24,6 +24,7 @@ from trainer.evaluate import (
     count_steps,
     is_match,
     leading_matches,
+    least_diff,
     replay,
 )
 
@@ -361,6 +362,31 @@ def test_requests_are_compared_in_pairs() -> None:
     base, candidate = counts_of([100] * 8, accepted), counts_of([100] * 8, accepted + 10)
     diff_I = bootstrap_diff(candidate, base, 500, np.random.default_rng(0))
     assert diff_I == pytest.approx(0.1)
+
+
+def test_of_few_requests_an_earlier_draft_seldom_seems_better_by_chance() -> None:
+    rng, chance, num = np.random.default_rng(0), 0.02, 1500
+    num_wrong = dict.fromkeys((8, 16), 0)
+    for few in num_wrong:
+        for _ in range(num):
+            tested = rng.integers(10, 60, few)
+            alike = [rng.binomial(tested, rng.beta(2, 3, few)) for _ in range(2)]
+            better, base = (counts_of(tested, accepted) for accepted in alike)
+            num_wrong[few] += least_diff(better, base, chance) > 0
+    assert all(wrong < 1.5 * chance * num for wrong in num_wrong.values()), num_wrong
+    gains = counts_of([40] * 8, rng.integers(20, 25, 8))
+    assert 0.2 < least_diff(gains, counts_of([40] * 8, [10] * 8), 0.003) < 0.3
+
+
+def test_the_least_difference_is_students_bound_of_paired_requests() -> None:
+    accepted, gain = np.array([5, 80, 20, 60, 40, 70, 10, 30]), np.array([9, 11, 10, 8] * 2)
+    base, better = counts_of([100] * 8, accepted), counts_of([100] * 8, accepted + gain)
+    standard_error = (gain / 100).std(ddof=1) / np.sqrt(8)
+    expected = gain.mean() / 100 - 2.998 * standard_error  # t of 7 degrees of freedom
+    assert least_diff(better, base, 0.01) == pytest.approx(expected, abs=1e-5)
+    nothing = counts_of([0] * 8, [0] * 8)
+    assert least_diff(nothing, nothing, 0.01) == 0.0
+    assert not least_diff(counts_of([9], [9]), counts_of([9], [1]), 0.01) > 0, "of one request"
 
 
 def test_resampling_spreads_as_the_standard_error_says() -> None:

@@ -95,6 +95,19 @@ def test_where_alpha_moved_to_either_side_a_look_waits_no_longer(moved_to: float
     assert times.is_due(144, alpha_of(moved_to)), "the traffic may still be changing"
 
 
+def test_where_alpha_has_just_fallen_half_as_many_requests_are_enough() -> None:
+    times, of_late = LookTimes(16), alpha_of(0.6)
+    assert not times.is_early(7, of_late, alpha_of(0.2, tested=200))
+    assert times.is_early(8, of_late, alpha_of(0.2, tested=200))
+    assert not times.is_early(8, of_late, alpha_of(0.52)), "a trifle"
+    assert not times.is_early(8, of_late, alpha_of(0.4, tested=24)), "chance"
+    assert not times.is_early(8, of_late, alpha_of(0.9)), "no earlier draft is missed"
+    assert not times.is_early(8, of_late, alpha_of(0.2, tested=20)), "hardly known"
+    times.note(20, of_late)
+    assert not times.is_early(27, of_late, alpha_of(0.2))
+    assert times.is_early(28, of_late, alpha_of(0.2))
+
+
 # In the service
 
 
@@ -140,6 +153,30 @@ async def test_an_earlier_draft_serves_again_and_the_next_round_starts_from_it(
     assert world.trainer.since == [0.0, 0.0, 1234.5], "candidates are judged on what came since"
     assert not world.releases.bad(), "nothing is wrong with v3: its traffic may return, too"
     assert not world.history.total("osd_rollback_total")
+
+
+@pytest.mark.parametrize(
+    ("alpha", "num_new", "is_looked"),
+    [(0.3, 8, True), (0.3, 7, False), (0.7, 8, False), (0.9, 8, False)],
+)
+async def test_where_alpha_falls_an_earlier_draft_serves_again_before_a_round_is_due(
+    world: World, alpha: float, num_new: int, is_looked: bool
+) -> None:
+    """As soon as there are requests enough to compare it on."""
+    async with world.running():
+        await with_three(world)
+        num_rounds, num_before = len(world.trainer.calls), len(world.trainer.compared)
+        world.trainer.num_new = num_new  # of the 32 that a round waits for
+        world.trainer.rounds.append(world.trainer.better)
+        world.trainer.earlier = [report(2, 0.79)]
+        await world.a_few_looks()
+        assert len(world.trainer.compared) == num_before, "nothing has changed"
+        world.serve(3, alpha)
+        await world.a_few_looks()
+        assert len(world.trainer.compared) == num_before + is_looked
+        assert world.wanted() == (2 if is_looked else 3)
+        assert len(world.trainer.calls) == num_rounds
+        assert (await world.controller.status()).phase == "waiting"
 
 
 async def test_an_earlier_draft_serves_again_while_training_rests(world: World) -> None:
