@@ -47,12 +47,13 @@ GENERATED = tuple(arm for arm in arms.ARMS if arm not in OF_PROSE)
 PROSE, PROSE_HEAD = "home-and-de", "home-and-de-head"
 LARGE = tuple(f"{PROSE}-large-{n}" for n in (1, 2))
 """A target that costs as much as one of 273 M parameters, for so many requests at a time."""
-PAIRED = tuple(f"{name}-paired" for name in LARGE)
-"""The same next to the identical service with its trainer off."""
+PAIRED = tuple(f"{name}-paired" for name in (*LARGE, f"{PROSE}-large-2-return"))
+"""The same next to the identical service with its trainer off; the last one with more of the
+traffic that returns."""
 AGAINST = dict.fromkeys(PAIRED, names.MIXED_FROZEN_LOOP)
 """Schedule -> the reference, where that is not an engine without speculation."""
 STREAMS = 4
-FEWER_STREAMS = dict(zip((*LARGE, *PAIRED), (1, 2, 1, 2), strict=True))
+FEWER_STREAMS = dict(zip((*LARGE, *PAIRED), (1, 2, 1, 2, 2), strict=True))
 """Schedule -> requests at a time, where they are not as many."""
 ARMS = {
     "sharp": GENERATED,
@@ -71,7 +72,7 @@ HEAD_PHASES = (48, 384, 48)
 """A head's rounds take longer."""
 LARGE_PHASES = (24, 96, 24)
 """A step takes a tenth of a second."""
-PAIRED_PHASES = dict(zip(PAIRED, ((24, 120, 24), (24, 288, 24)), strict=True))
+PAIRED_PHASES = dict(zip(PAIRED, ((24, 120, 24), (24, 288, 24), (24, 192, 72)), strict=True))
 """Long enough for what is learnt to be used; one request at a time takes longer."""
 CHUNK = 24
 SEED = 0

@@ -73,19 +73,20 @@ def _num_tokens(part: Row) -> int:
     return sum(request["tokens"] for request in part["requests"])
 
 
-def _charged(part: Row) -> float:
-    """Tokens per second, training after the last answer included."""
-    return _num_tokens(part) / (part["seconds"] + part["charged_s"])
+def _charged(*parts: Row) -> float:
+    """Tokens per second, training after the last answers included."""
+    seconds = sum(part["seconds"] + part["charged_s"] for part in parts)
+    return sum(map(_num_tokens, parts)) / seconds
 
 
-def _alone(part: Row) -> float:
-    """Tokens per second from the first request to the last answer."""
-    return _num_tokens(part) / part["seconds"]
+def _alone(*parts: Row) -> float:
+    """Tokens per second from the first request to the last answer of each chunk."""
+    return sum(map(_num_tokens, parts)) / sum(part["seconds"] for part in parts)
 
 
-def _per_cpu(part: Row) -> float:
+def _per_cpu(*parts: Row) -> float:
     """Tokens per CPU second of all processes."""
-    return _num_tokens(part) / part["cpu_s"]
+    return sum(map(_num_tokens, parts)) / sum(part["cpu_s"] for part in parts)
 
 
 def _tpot(part: Row) -> float:
@@ -109,13 +110,13 @@ def _latency(part: Row) -> float:
     return median(_latencies(part))
 
 
-RATIOS: dict[str, Part] = {
+SPEEDS: dict[str, Callable[..., float]] = {
     "tokens/s": _charged,
     "tokens/s, traffic alone": _alone,
     "tokens per CPU second": _per_cpu,
-    "TPOT": _tpot,
-    "request latency": _latency,
 }
+"""Of one chunk, or of several together."""
+RATIOS: dict[str, Part] = {**SPEEDS, "TPOT": _tpot, "request latency": _latency}
 
 
 def _ratio(rows: Sequence[Row], part: Part) -> Estimate:
@@ -139,6 +140,16 @@ def _figures(group: str, within: dict[str, list[Row]], against: str) -> list[Fig
             _compared(group, f"{title}, {arm} / {against}", own, part)
             for arm, own in within.items()
         ]
+    for title, speed in SPEEDS.items():
+        figures += [
+            Figure(
+                group=group,
+                name=f"{title}, all tokens over all time, {arm} / {against}",
+                value=speed(*(r[CONTENDER] for r in own)) / speed(*(r[REFERENCE] for r in own)),
+                n=len(own),
+            )
+            for arm, own in within.items()
+        ]
     for arm, own in within.items():
         # Rows of before it was noted have none.
         acceptance = acceptance_of([row.get("judged", {}) for row in own])
@@ -153,18 +164,9 @@ def _figures(group: str, within: dict[str, list[Row]], against: str) -> list[Fig
 
 def _absolute(group: str, arm: str, rows: Sequence[Row], who: str) -> list[Figure]:
     parts = [row[who] for row in rows]
-    tokens, num = sum(map(_num_tokens, parts)), len(parts)
-    seconds = sum(part["seconds"] + part["charged_s"] for part in parts)
-    cpu_s = sum(part["cpu_s"] for part in parts)
     figures = [
-        Figure(group=group, name=f"tokens/s, {arm}", value=tokens / seconds, unit="/s", n=num),
-        Figure(
-            group=group,
-            name=f"tokens per CPU second, {arm}",
-            value=tokens / cpu_s,
-            unit="/s",
-            n=num,
-        ),
+        Figure(group=group, name=f"{title}, {arm}", value=speed(*parts), unit="/s", n=len(parts))
+        for title, speed in (("tokens/s", _charged), ("tokens per CPU second", _per_cpu))
     ]
     for title, values in (
         ("TPOT", [1e3 * v for part in parts for v in _tpots(part)]),

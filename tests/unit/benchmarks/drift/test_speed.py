@@ -313,7 +313,7 @@ def test_ratios_are_over_the_reference_that_ran() -> None:
 
 def test_figures_are_told_by_stretches_of_a_long_phase() -> None:
     plan = speed.protocol(Options(directory=Path("unused")))
-    (_, two) = speed.PAIRED
+    (_, two, _) = speed.PAIRED
     rows = [
         {**a_row(names.MIXED_SERVED, start, part(5, 0, 1), part(5 + start, 0, 1)), "schedule": two}
         for start in range(0, sum(speed.PAIRED_PHASES[two]), speed.CHUNK)
@@ -332,10 +332,25 @@ def test_figures_are_told_by_stretches_of_a_long_phase() -> None:
     }
 
 
+def test_totals_weigh_chunks_by_their_time() -> None:
+    plan = speed.protocol(Options(directory=Path("unused")))
+    first, second = part(5, 1, 2), part(20, 5, 10)
+    rows = [
+        {**a_row(names.MIXED_SERVED, start, mine, part(10, 0, 4)), "schedule": speed.PAIRED[0]}
+        for start, mine in ((24, first), (48, second))
+    ]
+    group = f"{speed.PAIRED[0]}: German"
+    found = {f.name: f.value for f in summarise(plan, rows).figures if f.group == group}
+    between = f"all tokens over all time, {names.MIXED_SERVED} / {names.MIXED_FROZEN_LOOP}"
+    assert found[f"tokens/s, {between}"] == pytest.approx(20 / 31)
+    assert found[f"tokens/s, traffic alone, {between}"] == pytest.approx(20 / 25)
+    assert found[f"tokens per CPU second, {between}"] == pytest.approx(8 / 12)
+
+
 def test_a_target_that_costs_more_is_served_one_and_two_at_a_time() -> None:
     sizes = speed.protocol(Options(directory=Path("unused"))).sizes
     large = {name for name, tree in sizes["schedules"].items() if tree["family"] == "prose-large"}
-    assert sorted(sizes["streams"][name] for name in large) == [1, 1, 2, 2]
+    assert sorted(sizes["streams"][name] for name in large) == [1, 1, 2, 2, 2]
     assert {sizes["streams"][name] for name in set(sizes["schedules"]) - large} == {4}
     assert large == {*speed.LARGE, *speed.PAIRED}
     assert all(set(speed.ARMS[name]) == set(arms.MIXED) for name in speed.LARGE)
