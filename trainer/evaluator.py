@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHANCE_TO_RECALL = 0.01
+CHANCE_TO_RECALL = 0.005
 """Chance that any earlier draft seems better than the serving one and is not. The gate allows more,
 but looks are many, and what was learnt since the last release is lost with each recall. Requests
 are few: the bootstrap, which the gate takes, would be ten times too sure of 8 (simulated)."""
-WITH_BEFORE = 2
-"""Times as many requests on which the serving draft alone is replayed, to see whether the traffic
-has changed among them."""
+NUM_BEFORE, NUM_LATELY = 16, 48
+"""Held-out traces, and new ones of a round, among which its change of traffic is looked for."""
 
 
 class Evaluator:
@@ -53,12 +52,32 @@ class Evaluator:
         self._features, self._is_sampled = features, is_sampled
         self._device = accelerator(config).device
 
-    def compare(self, candidate: Path, base: DraftRelease) -> EvalReport | None:
-        """Replay both on the same traces, from `base.judged_since` on; None when they are too
-        few."""
+    def judges_among(self, base: DraftRelease, new: Sequence[Trace]) -> list[Trace]:
+        """Those of a round's new traces that are to judge its candidate instead of teaching it:
+        where the traffic has changed among them, and too few held-out ones came since. As many at
+        least are left to teach; else there are none. Raises `ReleaseError`."""
+        if not self._gate.judge_since_change or not new:
+            return []
+        model, least = self._load(base.path), self._gate.min_holdout_traces
+        lately = [*self._buffer.holdout(NUM_BEFORE), *_by_time(new)[-NUM_LATELY:]]
+        lately = _by_time(self._fit(lately, model.vocab_size))
+        (counts,) = self._replay([model], lately)
+        start = change_of(counts, least)
+        since = lately[start:] if start else []
+        mine = [trace for trace in since if not trace.is_holdout]
+        num_missing = least - (len(since) - len(mine))
+        if num_missing <= 0 or len(mine) < 2 * num_missing:
+            return []
+        return mine[:: len(mine) // num_missing][:num_missing]
+
+    def compare(
+        self, candidate: Path, base: DraftRelease, judges: Sequence[Trace] = ()
+    ) -> EvalReport | None:
+        """Replay both on the same traces, from `base.judged_since` on; None when they are too few.
+        `judges`: further ones that the candidate has not learnt (`judges_among`)."""
         model = self._load(candidate)
         most, since = self._gate.max_holdout_traces, base.judged_since
-        traces = self._holdout(most, model.vocab_size, since)
+        traces = self._holdout(most, model.vocab_size, since, judges)
         if not traces:
             return None
         return compare(
@@ -93,21 +112,19 @@ class Evaluator:
         num_traces: int,
     ) -> list[EarlierReport]:
         """Each of the earlier releases against `base` on the newest `num_traces` of these traces
-        that can be replayed, where the traffic has changed on those since; [] when they are too
-        few. One is loaded at a time, as there may be no memory for all. An earlier one that cannot
-        be loaded, or has fewer tokens than `base`, is left out. Raises `ReleaseError`."""
+        that can be replayed, or on the newer half of them, where it is surer to be better; [] when
+        they are too few. One is loaded at a time, as there may be no memory for all. An earlier one
+        that cannot be loaded, or has fewer tokens than `base`, is left out. Raises
+        `ReleaseError`."""
         least = min(num_traces, self._gate.min_holdout_traces)
         if not earlier or len(traces) < least:
             return []  # loads no draft in vain
         model = self._load(base.path)
         vocab_size = model.vocab_size
-        fit = self._fit(traces, vocab_size)
-        newest = sorted(fit, key=lambda trace: trace.finished_at)[-WITH_BEFORE * num_traces :]
+        newest = _by_time(self._fit(traces, vocab_size))[-num_traces:]
         if len(newest) < least:
             return []
         (of_base,) = self._replay([model], newest)
-        start = max(change_of(of_base, least), len(newest) - num_traces)
-        newest, of_base = newest[start:], of_base.of(np.arange(len(newest)) >= start)
         counts: dict[int, ReplayCounts] = {}
         for release in earlier:
             try:
@@ -117,18 +134,24 @@ class Evaluator:
                 continue
             if model.vocab_size >= vocab_size:
                 (counts[release.version],) = self._replay([model], newest)
-        chance = CHANCE_TO_RECALL / max(1, len(counts))  # that any seems better
+        starts = {0, max(0, min(len(newest) // 2, len(newest) - least))}
+        chance = CHANCE_TO_RECALL / max(1, len(counts) * len(starts))  # that any seems better
         found = []
         for version, of_earlier in counts.items():
-            report = EarlierReport(
-                version=version,
-                num_traces=len(newest),
-                alpha_base=of_base.alpha or 0.0,
-                alpha=of_earlier.alpha or 0.0,
-                diff_low=least_diff(of_earlier, of_base, chance),
-                since=newest[0].finished_at,
-            )
-            found.append(report)
+            reports = []
+            for start in sorted(starts):
+                is_since_R = np.arange(len(newest)) >= start
+                better, base_since = of_earlier.of(is_since_R), of_base.of(is_since_R)
+                report = EarlierReport(
+                    version=version,
+                    num_traces=len(newest) - start,
+                    alpha_base=base_since.alpha or 0.0,
+                    alpha=better.alpha or 0.0,
+                    diff_low=least_diff(better, base_since, chance),
+                    since=newest[start].finished_at,
+                )
+                reports.append(report)
+            found.append(max(reports, key=lambda report: report.diff_low))
         return found
 
     def _replay(self, models: Sequence[Draft], traces: Sequence[Trace]) -> list[ReplayCounts]:
@@ -141,10 +164,13 @@ class Evaluator:
             is_sampled=self._is_sampled,
         )
 
-    def _holdout(self, num: int, vocab_size: int, since: float = 0.0) -> list[Trace]:
-        """Those of the newest `num` held-out traces that can be replayed and were finished since
-        then; none when they are too few."""
-        newest = [trace for trace in self._buffer.holdout(num) if trace.finished_at >= since]
+    def _holdout(
+        self, num: int, vocab_size: int, since: float = 0.0, judges: Sequence[Trace] = ()
+    ) -> list[Trace]:
+        """Those of the newest `num` held-out traces, and of the judges, that can be replayed and
+        were finished since then; none when they are too few."""
+        both = _by_time([*self._buffer.holdout(num), *judges])
+        newest = [trace for trace in both if trace.finished_at >= since]
         traces = self._fit(newest, vocab_size)
         return traces if len(traces) >= self._gate.min_holdout_traces else []
 
@@ -157,3 +183,8 @@ class Evaluator:
 
     def _load(self, path: str | Path) -> Draft:
         return load_draft(path, self._features).to(self._device)
+
+
+def _by_time(traces: Sequence[Trace]) -> list[Trace]:
+    """The oldest first."""
+    return sorted(traces, key=lambda trace: trace.finished_at)

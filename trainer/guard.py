@@ -3,8 +3,9 @@
 Right after the traffic has changed, most held-out traces are still of before. A round that learns
 the new traffic then raises the loss on them, and does what it is for. So it is no harm where the
 loss was higher on the newest, and fell there. The newest are those that came with the round's own
-traces; and, since a small round brings hardly one, those that came since the traffic changed. What
-the old traffic lost by it is for the gate to judge.
+traces; and, since a small round brings hardly one, those that came since the traffic changed. New
+traces that judge the round (`Evaluator.judges_among`) are held-out ones for it. What the old
+traffic lost by it is for the gate to judge.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from osd.records import Trace
 from trainer.batch import TrainBatch, trainable
 from trainer.distiller import Distiller
 from trainer.loss import weighted_mean
+from trainer.replay import NewTraces
 
 if TYPE_CHECKING:
     from buffers.base import TraceBuffer
@@ -70,18 +72,17 @@ class LossGuard:
     def __init__(self, config: TrainerConfig, gate: GateConfig, buffer: TraceBuffer) -> None:
         self._config, self._gate, self._buffer = config, gate, buffer
 
-    def begin(
-        self, distiller: Distiller, new: Sequence[Trace], changed_at: float = 0.0
-    ) -> Watch | None:
-        """Measure before a round on the traces `new`; None where there is nothing to learn or too
+    def begin(self, distiller: Distiller, new: NewTraces, changed_at: float = 0.0) -> Watch | None:
+        """Measure before a round on these traces; None where there is nothing to learn or too
         little to watch. `changed_at`: of the last change that is known (`Watch.changed_at`)."""
-        traces = self.watched(distiller.model.vocab_size) if new else []
+        traces = self.watched(distiller.model.vocab_size) if new.traces else []
         if not traces:
             return None
+        traces = sorted([*traces, *new.judges], key=lambda trace: trace.finished_at)
         batches = self.batches(distiller, traces)
         before_R = self.losses(distiller, batches)
         finished_R = np.array([trace.finished_at for trace in traces])
-        is_own_R = finished_R >= min(trace.finished_at for trace in new)
+        is_own_R = finished_R >= min(trace.finished_at for trace in new.traces)
         if changed_at > finished_R[-1]:
             changed_at = 0.0  # a clock was set back
         first = int((finished_R < changed_at).sum())

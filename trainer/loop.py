@@ -155,13 +155,14 @@ class Trainer:
         self._mix.begin_round(replay_batches)
         with told_when_out(self._remedy):
             distiller = self._working.begin_round(base, line)
-            new = self._read_new(distiller.model.vocab_size)
+            new = self._read_new(base, distiller.model.vocab_size)
             progress = self._train(distiller, new, on_step)
             outcome = self._conclude(base, new, progress)
             self._finish(new)
         seconds, features_s = time.monotonic() - started, self._features_cpu_s() - features_s
         outcome = replace(outcome, seconds=seconds, features_cpu_s=features_s)
-        self._track(outcome, progress.num_tokens)
+        for tracker in self._trackers:
+            tracker.log(self._working.state.round, point(outcome, progress.num_tokens))
         return outcome
 
     def close(self) -> None:
@@ -205,17 +206,17 @@ class Trainer:
 
     # Reading and training
 
-    def _read_new(self, vocab_size: int) -> NewTraces:
+    def _read_new(self, base: DraftRelease, vocab_size: int) -> NewTraces:
         """The newest unread traces, at most `trainer.max_new_traces`."""
-        most = self._config.max_new_traces
-        read = self._unread.newest(self._working.state.cursor, most)
+        read = self._unread.newest(self._working.state.cursor, self._config.max_new_traces)
         traces, num_contradicting = trainable(read.traces, vocab_size)
-        return read._replace(traces=traces, num_contradicting=num_contradicting)
+        judges = self._evaluator.judges_among(base, traces)
+        return NewTraces(traces, read.start, read.end, num_contradicting, judges)
 
     def _train(self, distiller: Distiller, new: NewTraces, on_step: OnStep | None) -> _Progress:
         """Step over new and replayed traces. Stop at the first step that is not finite."""
         progress = _Progress()
-        watch = self._guard.begin(distiller, new.traces, self._working.state.changed_at)
+        watch = self._guard.begin(distiller, new, self._working.state.changed_at)
         if watch is not None and watch.has_changed:
             self._working.note_change(watch.changed_at)
         for index, (traces, num_steps) in enumerate(self._batches(distiller, new, progress)):
@@ -239,13 +240,14 @@ class Trainer:
 
         Replayed traces are drawn part by part: those of a large round would not fit in memory.
         """
-        vocab_size, size, rng = distiller.model.vocab_size, self._config.batch_size, self._rng(0)
-        fresh, seen, sampling_rng = new.traces, self._working.state.replay, self._rng(2)
-        done, most = 0, self._mix.most_new
+        vocab_size, size = distiller.model.vocab_size, self._config.batch_size
+        fresh, seen = new.without_judges(new.traces), self._working.state.replay
+        rng, sampling_rng, done, most = self._rng(0), self._rng(2), 0, self._mix.most_new
         for start in range(0, len(fresh), most):
             part = fresh[start : start + most]
             num_left = len(fresh) - start - len(part)
-            pool, _ = trainable(self._mix.pool(part, new.end, seen, rng), vocab_size)
+            pool = new.without_judges(self._mix.pool(part, new.end, seen, rng))
+            pool, _ = trainable(pool, vocab_size)
             if self._student is not None:
                 assert isinstance(distiller.model, RowModel), "a head has no answers of its own"
                 pool, cost = self._student.replace(
@@ -269,7 +271,7 @@ class Trainer:
         rate = self._working.learning_rate
         result = _Result(discarded=NO_TRACES)
         if new.traces:
-            result = self._keep_or_discard(base, progress)
+            result = self._keep_or_discard(base, new, progress)
             self._working.adapt_rate(went_well=not result.discarded)
         before, after = progress.holdout or (None, None)
         ages = [max(0.0, time.time() - trace.finished_at) for trace in new.traces]
@@ -301,7 +303,7 @@ class Trainer:
             scoring_cpu_s=progress.sampled.scoring_cpu_s,
         )
 
-    def _keep_or_discard(self, base: DraftRelease, progress: _Progress) -> _Result:
+    def _keep_or_discard(self, base: DraftRelease, new: NewTraces, progress: _Progress) -> _Result:
         if not progress.is_finite:
             if progress.losses:
                 self._working.undo_round(base, keeps_moments=False)
@@ -310,7 +312,7 @@ class Trainer:
             return _Result(discarded=NON_FINITE)
         if progress.has_harmed:
             return self._undo(base, progress)
-        return self._export_and_evaluate(base)
+        return self._export_and_evaluate(base, new.judges)
 
     def _undo(self, base: DraftRelease, progress: _Progress) -> _Result:
         assert progress.holdout is not None
@@ -321,13 +323,13 @@ class Trainer:
             "the learning rate is halved"
         )
 
-    def _export_and_evaluate(self, base: DraftRelease) -> _Result:
+    def _export_and_evaluate(self, base: DraftRelease, judges: Sequence[Trace]) -> _Result:
         number = self._working.state.round
         candidate = self._candidates / str(number)
         weights = self._working.average()
         files = export_draft(self._working.distiller.model, base.path, candidate, weights)
         prune(self._candidates, number, KEEP_CANDIDATES)
-        report = self._evaluator.compare(candidate, base)
+        report = self._evaluator.compare(candidate, base, judges)
         if report is not None and report.diff_high < 0:
             self._working.start_from(base)
         else:
@@ -344,7 +346,3 @@ class Trainer:
 
     def _features_cpu_s(self) -> float:
         return self._features.cpu_s if self._features else 0.0
-
-    def _track(self, outcome: RoundOutcome, num_tokens: int) -> None:
-        for tracker in self._trackers:
-            tracker.log(self._working.state.round, point(outcome, num_tokens))

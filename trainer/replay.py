@@ -72,6 +72,14 @@ class NewTraces(NamedTuple):
     """Behind all traces that were read."""
     num_contradicting: int = 0
     """Rows left out because they contradict the text, once `trainable` was asked."""
+    judges: Sequence[Trace] = ()
+    """Those of `traces` that judge the round and are not trained on in it
+    (`Evaluator.judges_among`)."""
+
+    def without_judges(self, traces: Sequence[Trace]) -> list[Trace]:
+        """Those of these that may be trained on."""
+        judging = {trace.trace_id for trace in self.judges}
+        return [trace for trace in traces if trace.trace_id not in judging]
 
 
 class Unread:

@@ -24,7 +24,7 @@ from buffers.memory import MemoryTraceBuffer
 from osd.config.schema import Config
 from osd.control.drift import DriftDetector
 from osd.control.effort import Effort
-from osd.control.policy import earlier_to_recall, should_publish
+from osd.control.policy import earlier_to_recall, should_publish, should_train
 from osd.control.recall import LookTimes, choose_earlier
 from osd.records import DraftRelease, Event, RoundOutcome, SpecWindow, Trace
 from osd.releases.store import ReleaseStore
@@ -95,9 +95,10 @@ def learn(
         if detector.is_resting or (charged is not None and charged.is_resting):
             rounds.rest()
         is_wanted &= len(rounds.ended) != max_rounds
-        is_due = is_wanted and trainer.num_new_traces() >= config.trainer.min_new_traces
-        is_free = is_due or (may_rest and not is_wanted)
-        recalled = releases.look(serving, served.index, is_free=is_free)
+        now = trainer.num_new_traces(), 0.0, config.trainer, False, detector.has_fallen
+        is_due = is_wanted and should_train(*now)
+        is_resting = may_rest and not is_wanted
+        recalled = releases.look(serving, served.index, is_resting=is_resting)
         if recalled is not None:
             serving = recalled
             server.swap(serving.path, serving.predicted_alpha)
@@ -186,18 +187,16 @@ class _Releases:
     def add(self, window: SpecWindow) -> None:
         self._tested[window.version] += sum(window.num_tested_per_pos)
 
-    def look(self, serving: DraftRelease, index: int, *, is_free: bool) -> DraftRelease | None:
-        """The earlier draft that serves again; None where none does. `is_free`: whether a round is
-        about to begin, or training rests."""
-        most, detector = self._gate.recall_traces, self._detector
+    def look(self, serving: DraftRelease, index: int, *, is_resting: bool) -> DraftRelease | None:
+        """The earlier draft that serves again; None where none does. `is_resting`: whether training
+        rests."""
+        most = self._gate.recall_traces
         least = min(most, self._gate.min_holdout_traces)
         if not least or self._trainer.num_new_traces() < least:
             return None
-        is_due = is_free and self._times.is_due(detector.num_captured, detector.recent)
-        now = detector.num_captured, detector.recent, detector.newest
-        if not is_due and not self._times.is_early(*now):
+        if not self._times.is_due(self._detector, is_resting=is_resting):
             return None
-        self._times.note(detector.num_captured, detector.recent)
+        self._times.note(self._detector)
         earlier = self.earlier_than(serving)
         started = time.process_time()
         reports = self._trainer.compare_earlier(serving, earlier, most)

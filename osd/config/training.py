@@ -101,7 +101,8 @@ class TrainerConfig(Section):
     max_length: int = Field(1024, ge=16)
     """Tokens per trace in training; longer ones lose the start of their prompt."""
     min_new_traces: int = Field(32, ge=1)
-    """A round starts when so many traces have arrived since the last one."""
+    """A round starts when so many traces have arrived since the last one, or half as many where the
+    acceptance of the last few requests has just fallen."""
     max_wait_seconds: float = Field(600, gt=0)
     """A round starts, too, when the first new trace is so old and at least `trainer.batch_size`
     have arrived: where requests are few, the draft learns all the same."""
@@ -161,8 +162,9 @@ class GateConfig(Section):
     judge_since_change: bool = True
     """Where the serving draft is clearly worse on the newest of them than on those before, judge on
     those alone, if there are `gate.min_holdout_traces` of each, and 8: the traffic has changed, and
-    else a candidate would be refused for what it lost of the old. Never with `osd train` and `osd
-    distil`."""
+    else a candidate would be refused for what it lost of the old. Where held-out ones since are too
+    few, some of the round's own traces judge it and teach nothing in it. Never with `osd train` and
+    `osd distil`."""
     confidence: float = Field(0.9, gt=0.5, lt=1)
     """The candidate must be better with this (one-sided) confidence, by paired bootstrap over
     requests."""
@@ -184,9 +186,10 @@ class GateConfig(Section):
     so more may never come."""
 
     recall_traces: int = Field(16, ge=0, le=4096)
-    """Newest requests on which earlier drafts are compared with the serving one, before a round and
-    while training rests, where the traffic may have changed, and whenever α falls; at least
-    `gate.min_holdout_traces` must be there. One that is clearly better serves again. 0 = never."""
+    """Newest requests on which earlier drafts are compared with the serving one, each time that so
+    many have come (half as many where α falls, more while training rests and α does not move); at
+    least `gate.min_holdout_traces` must be there. One that is clearly better serves again. 0 =
+    never."""
     canary_seconds: float = Field(60.0, ge=0)
     """Of several replicas, one serves a new draft first. The others follow when it serves as the
     gate measured, or when nothing was found against it for so long. 0 = all at once."""

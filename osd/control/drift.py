@@ -34,6 +34,8 @@ SURE = 2.0
 """A fall must exceed the margin by this many standard errors."""
 MAX_LABELS = 64
 """Traffic classes watched on their own. Further ones count only in the total."""
+LEAST_FALL = 0.1
+"""Of α of the last few requests, for the traffic to have changed just now."""
 LABEL_SECONDS = 3600.0
 """Seconds after which a class that was not served again makes room for another."""
 ENDS_OF_A_ROUND = frozenset({"published", "refused", "discarded"})
@@ -225,9 +227,13 @@ class DriftDetector:
         return self._all.recent
 
     @property
-    def newest(self) -> FadingAlpha:
-        """α of the last few requests."""
-        return self._newest
+    def has_fallen(self) -> bool:
+        """Whether α of the last few requests is clearly lower than of late."""
+        newest, recent = self._newest, self._all.recent
+        if recent.alpha is None or newest.alpha is None:
+            return False
+        chance = SURE * math.hypot(recent.error, newest.error)
+        return recent.alpha - newest.alpha > LEAST_FALL + chance
 
     def note_price_rest(self, *, is_on: bool) -> None:
         """Whether training rests because a round would not pay. What was reckoned of one traffic

@@ -223,7 +223,8 @@ class ControlLoops:
         await self.replicas.refresh()
         self.buffer_stats = await asyncio.to_thread(self._buffer.stats)
         is_training, now = self.phase == "training", self._clock.time()
-        self.payback.look(self.replicas.statuses, is_training=is_training, now=now)
+        if self.phase != "comparing":  # which is neither a round nor serving alone
+            self.payback.look(self.replicas.statuses, is_training=is_training, now=now)
         self._history.observe(self.replicas.statuses, self.buffer_stats, now)
 
     async def _make_room(self) -> None:
@@ -251,7 +252,7 @@ class ControlLoops:
             try:
                 num_new = await self._num_new_traces(trainer)
                 is_due = bool(num_new) and self._is_round_due(num_new)
-                if num_new and recall.is_due(num_new, is_free=is_due or bool(self._is_resting)):
+                if recall.is_due(num_new, is_resting=bool(self._is_resting)):
                     await self._look_back(recall)
                 if is_due:
                     await self._run_round(trainer, recall, num_new)
@@ -293,7 +294,8 @@ class ControlLoops:
         now = self._clock.monotonic()
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         waited_s = now - self._waiting_since
-        return policy.should_train(num_new, waited_s, config, self.releases.is_paused)
+        has_fallen = self._detector.has_fallen
+        return policy.should_train(num_new, waited_s, config, self.releases.is_paused, has_fallen)
 
     async def _run_round(self, trainer: TrainerLink, recall: Recall, num_new: int) -> None:
         found = await self.releases.base()

@@ -51,10 +51,16 @@ class Decision(NamedTuple):
     reason: str
 
 
-def should_train(num_new_traces: int, waited_s: float, config: TrainerConfig, paused: bool) -> bool:
+def should_train(
+    num_new_traces: int,
+    waited_s: float,
+    config: TrainerConfig,
+    paused: bool,
+    has_fallen: bool = False,
+) -> bool:
     """Whether enough traces have arrived since the last round, or a batch of them has and the first
-    one has waited long enough."""
-    is_enough = num_new_traces >= config.min_new_traces
+    one has waited long enough. Half as many are enough where α has just fallen."""
+    is_enough = num_new_traces >= config.min_new_traces / (2 if has_fallen else 1)
     is_late = waited_s >= config.max_wait_seconds and num_new_traces >= config.batch_size
     return config.enabled and not paused and (is_enough or is_late)
 

@@ -15,9 +15,9 @@ After a recall the traffic is known to have changed: candidates are judged on re
 traffic of before, and be left again.
 
 A look takes a fraction of a round, a few forward passes over a few requests, and all looks together
-at most `MOST_SHARE` of the time. It is taken before a round, or while training rests; between two
-rounds, where its time would seem to be that of serving, only when α has just fallen: half as many
-requests are enough then, as the trainer finds among them those of the new traffic.
+at most `MOST_SHARE` of the time. While rounds go on there is one after every few requests: right
+after a return α need not be lower than it was on the traffic that was learnt last. While training
+rests, and when nothing moves, looks become rarer.
 """
 
 from __future__ import annotations
@@ -34,13 +34,21 @@ from osd.control.drift import SURE, DriftDetector, FadingAlpha
 from osd.control.release_manager import ReleaseManager
 from osd.records import DraftRelease, EarlierReport
 
-LEAST_FALL = 0.1
-"""Of α, of the last few requests under that of late, beyond chance, for the traffic to have changed
-just now."""
 MOST_DOUBLINGS = 3
 """Of the requests until the next look, after looks in vain."""
 MOST_SHARE = 0.05
 """Of the trainer's time that looks take where requests come fast."""
+
+
+class Traffic(Protocol):
+    """What a `DriftDetector` tells."""
+
+    @property
+    def num_captured(self) -> int: ...
+    @property
+    def recent(self) -> FadingAlpha: ...
+    @property
+    def has_fallen(self) -> bool: ...
 
 
 class Compare(Protocol):
@@ -69,15 +77,15 @@ def choose_earlier(
 
 @dataclass(slots=True)
 class LookTimes:
-    """When to look: as soon as so many requests have been served since the last look, if α has
-    moved since, to either side; else after more and more of them. After half as many, if α has just
-    fallen.
+    """When to look: as soon as so many requests have been served since the last look; half as many,
+    if α has just fallen. While training rests, after more and more of them, as long as α does not
+    move, to either side.
 
     Example:
         times = LookTimes(16)
-        if times.is_due(detector.num_captured, detector.recent):
+        if times.is_due(detector, is_resting=False):
             ...
-            times.note(detector.num_captured, detector.recent)
+            times.note(detector)
     """
 
     num_traces: int
@@ -88,25 +96,19 @@ class LookTimes:
     _seen: tuple[float, float] | None = None
     """α at the last look, and its standard error."""
 
-    def is_due(self, num_captured: int, recent: FadingAlpha) -> bool:
-        """`num_captured`: requests captured so far."""
-        num_since = num_captured - self._looked_at
+    def is_due(self, traffic: Traffic, *, is_resting: bool) -> bool:
+        """`is_resting`: whether training rests."""
+        num_since = traffic.num_captured - self._looked_at
+        if num_since < self.num_traces:
+            return num_since >= self.num_traces / 2 and traffic.has_fallen
         is_late = num_since >= self.num_traces << min(self._num_vain, MOST_DOUBLINGS)
-        return is_late or (num_since >= self.num_traces and self._has_moved(recent))
+        return is_late or not is_resting or self._has_moved(traffic.recent)
 
-    def is_early(self, num_captured: int, recent: FadingAlpha, newest: FadingAlpha) -> bool:
-        """Whether α has just fallen. `newest`: of the last few requests."""
-        if num_captured - self._looked_at < self.num_traces / 2:
-            return False
-        if recent.alpha is None or newest.alpha is None:
-            return False
-        chance = SURE * math.hypot(recent.error, newest.error)
-        return recent.alpha - newest.alpha > LEAST_FALL + chance
-
-    def note(self, num_captured: int, recent: FadingAlpha) -> None:
+    def note(self, traffic: Traffic) -> None:
         """There was a look."""
+        recent = traffic.recent
         self._num_vain = 0 if self._has_moved(recent) else self._num_vain + 1
-        self._looked_at = num_captured
+        self._looked_at = traffic.num_captured
         self._seen = None if recent.alpha is None else (recent.alpha, recent.error)
 
     def _has_moved(self, recent: FadingAlpha) -> bool:
@@ -135,23 +137,19 @@ class Recall:
         self._not_before = -math.inf
         """Monotonic time until which looks have taken their share."""
 
-    def is_due(self, num_new: int, *, is_free: bool) -> bool:
-        """`num_new`: traces that no draft has learnt. `is_free`: whether a round is about to begin,
-        or training rests; else there is a look only where α has just fallen."""
+    def is_due(self, num_new: int, *, is_resting: bool) -> bool:
+        """`num_new`: traces that no draft has learnt. `is_resting`: whether training rests."""
         least = min(self._gate.recall_traces, self._gate.min_holdout_traces)
         if not least or num_new < least or self._clock.monotonic() < self._not_before:
             return False
-        num_captured, recent = self._detector.num_captured, self._detector.recent
-        if is_free and self._times.is_due(num_captured, recent):
-            return True
-        return self._times.is_early(num_captured, recent, self._detector.newest)
+        return self._times.is_due(self._detector, is_resting=is_resting)
 
     async def look(self) -> bool:
         """Compare. Returns whether an earlier draft serves again. Raises `ReleaseError` when the
         disk does not take the change."""
         current, earlier = await self._choose()
         # Also where it fails: it would be tried, and told, before every round.
-        self._times.note(self._detector.num_captured, self._detector.recent)
+        self._times.note(self._detector)
         if current is None or not earlier or not await self._releases.is_settled(current):
             return False
         began_at = self._clock.monotonic()

@@ -80,8 +80,8 @@ class EarlierReport:
     alpha: float
     """Of the earlier one."""
     diff_low: float
-    """Lower bound of alpha - alpha_base, by paired bootstrap over requests, corrected for the
-    number of releases compared (`CHANCE_TO_RECALL`)."""
+    """Lower bound of alpha - alpha_base, by Student's t over requests, corrected for the number of
+    comparisons (`CHANCE_TO_RECALL`)."""
     since: float
     """When the oldest of the traces was finished."""
 

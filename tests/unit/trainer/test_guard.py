@@ -15,12 +15,20 @@ import torch
 from osd.config.schema import GateConfig, TrainerConfig
 from osd.records import DraftRelease, RoundOutcome, Trace
 from tests.support.builders import ids, make_trace
-from tests.support.tiny_drafts import chain_trace, chain_traces, release_of, save_draft
+from tests.support.tiny_drafts import (
+    TARGET_ID,
+    chain_trace,
+    chain_traces,
+    release_of,
+    save_draft,
+)
 from tests.support.tiny_rounds import GATE, alpha, buffer_with, config, same_weights, trainer_at
 from trainer.batch import TrainBatch, collate
 from trainer.distiller import Distiller
 from trainer.draft import load_draft
 from trainer.guard import NUM_WATCHED, LossGuard, Watch, has_risen, start_of_change
+from trainer.loop import Trainer
+from trainer.replay import NewTraces
 from trainer.working_draft import WorkingDraft
 
 TOO_HIGH = 0.5
@@ -136,9 +144,10 @@ def test_too_few_are_not_watched_at_all() -> None:
 def test_those_are_current_that_came_with_the_rounds_own_traces(tmp_path: Path) -> None:
     guard = LossGuard(config(), GATE, buffer_with(*chain_traces(16, start=100, holdout=True)))
     distiller = Distiller(load_draft(save_draft(tmp_path / "draft")), config())
-    watch = guard.begin(distiller, chain_traces(3, start=113))  # finished at 113 to 115
+    new = NewTraces(chain_traces(3, start=113), {}, {})  # finished at 113 to 115
+    watch = guard.begin(distiller, new)
     assert watch is not None and watch.is_own_R.tolist() == [False] * 13 + [True] * 3
-    assert guard.begin(distiller, []) is None, "nothing to learn"
+    assert guard.begin(distiller, NewTraces([], {}, {})) is None, "nothing to learn"
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
@@ -352,11 +361,11 @@ def test_a_round_that_learns_new_traffic_is_kept(
     assert before is not None and after is not None and after > before
     assert outcome.discarded == "" and outcome.eval is not None, "the gate judges it"
     late = chain_traces(48, start=1200, step=7)  # as if none had come with it
-    assert is_undone(
-        trainer_at(tmp_path / "late", buffer_with(*of_before, *of_now, *late), **options).run_round(
-            base
-        )
-    )
+    buffer = buffer_with(*of_before, *of_now, *late)
+    gate = GATE.model_copy(update={"judge_since_change": False})  # no new one may judge
+    trainer = Trainer(config(**options), gate, 4, buffer, tmp_path / "late", TARGET_ID)
+    assert is_undone(trainer.run_round(base))
+    assert trainer_at(tmp_path / "judged", buffer, **options).run_round(base).discarded == ""
 
 
 @pytest.mark.parametrize(
@@ -412,7 +421,7 @@ class Rounds:
         self.traces.append(trace)
         self.loss_of[trace.finished_at] = loss
         distiller: Any = SimpleNamespace(model=SimpleNamespace(vocab_size=64))
-        watch = self.guard.begin(distiller, [trace], self.changed_at)
+        watch = self.guard.begin(distiller, NewTraces([trace], {}, {}), self.changed_at)
         assert watch is not None
         if watch.has_changed:
             self.changed_at = watch.changed_at

@@ -573,25 +573,25 @@ def test_earlier_releases_are_compared_on_what_none_of_them_has_learnt(
     assert one.since == newest[0].finished_at == 710.0
 
 
-def test_where_traffic_has_returned_earlier_releases_are_compared_on_what_came_since(
+def test_where_traffic_has_returned_earlier_releases_are_compared_on_the_newer_half(
     base: DraftRelease, taught: Taught
 ) -> None:
     """Eight requests are enough, though the newest sixteen hold as many of the traffic before."""
     trainer, buffer, first = taught
     trainer.run_round(base)
     taught_one = release_of(Path(first.path), version=2)
-    buffer.put(chain_traces(40, start=700))
-    (late,) = trainer.compare_earlier(taught_one, [base], 16)
-    assert (late.num_traces, late.since) == (16, 724.0) and late.diff_low < 0
-    buffer.put(chain_traces(8, start=740, step=7))
-    (found,) = trainer.compare_earlier(taught_one, [base], 16)
+    worse = replace(base, version=3)
+    buffer.put(chain_traces(40, start=700, step=7))
+    late, same = trainer.compare_earlier(worse, [taught_one, base], 16)
+    assert late.diff_low < 0 and same.diff_low == 0.0
+    buffer.put(chain_traces(8, start=740))
+    (found,) = trainer.compare_earlier(worse, [taught_one], 16)
     assert (found.num_traces, found.since) == (8, 740.0)
-    assert found.alpha_base == pytest.approx(
-        alpha(taught_one.path, chain_traces(8, start=740, step=7))
-    )
-    buffer.put(chain_traces(20, start=748, step=7))
-    (most,) = trainer.compare_earlier(taught_one, [base], 16)
-    assert (most.num_traces, most.since) == (16, 752.0)
+    assert found.alpha == pytest.approx(alpha(taught_one.path, chain_traces(8, start=740)))
+    assert found.diff_low > 0.1
+    buffer.put(chain_traces(8, start=748))
+    (found,) = trainer.compare_earlier(worse, [taught_one], 16)
+    assert (found.num_traces, found.since) == (16, 740.0), "all of them are surer"
 
 
 def test_a_candidate_is_judged_on_held_out_traces_since_its_base_was_recalled(

@@ -416,6 +416,20 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
+async def test_where_acceptance_has_just_fallen_a_round_waits_for_half_as_many_traces(
+    world: World,
+) -> None:
+    async with world.running():
+        await world.publish(2)
+        world.trainer.num_new = 16  # of 32
+        world.trainer.rounds.append(world.trainer.better)
+        world.serve(2, 0.7, num=10)
+        await world.a_few_looks()
+        assert world.trainer.calls == ["round from v1"]
+        world.serve(2, 0.3)
+        await world.until(lambda: world.wanted() == 3)
+
+
 async def test_first_start_publishes_the_configured_draft_and_tells_the_replicas(
     world: World,
 ) -> None:

@@ -95,6 +95,36 @@ def resting(detector: DriftDetector, alpha: float = 0.8) -> DriftDetector:
     return detector
 
 
+def test_a_fall_shows_within_a_few_requests(detector: DriftDetector) -> None:
+    """Of 64 output tokens each, in windows that hold one or two of them."""
+    serve(detector, 0.6, num_output_tokens=64, num_tested=50, num_windows=200)
+    assert not detector.has_fallen
+    num = 0
+    while not detector.has_fallen:
+        serve(detector, 0.25, num_output_tokens=64, num_tested=50, num_windows=1)
+        num += 1
+    assert 4 <= num <= 10
+    serve(detector, 0.25, num_output_tokens=64, num_tested=50, num_windows=200)
+    assert not detector.has_fallen, "it is what is usual by then"
+    serve(detector, 0.6, num_output_tokens=64, num_tested=50, num_windows=10)
+    assert not detector.has_fallen
+
+
+def test_alpha_that_varies_from_request_to_request_has_not_fallen(detector: DriftDetector) -> None:
+    rng = np.random.default_rng(0)
+    seen = []
+    for alpha in rng.beta(6, 4, 1000):
+        serve(detector, float(alpha), num_output_tokens=64, num_tested=50, num_windows=1)
+        seen.append(detector.has_fallen)
+    assert sum(seen) < 20
+
+
+def test_nothing_has_fallen_before_anything_was_tested(detector: DriftDetector) -> None:
+    assert not detector.has_fallen
+    serve(detector, 0.0, num_tested=1, num_output_tokens=64, num_windows=20)
+    assert not detector.has_fallen
+
+
 def test_it_learns_from_the_start(detector: DriftDetector) -> None:
     assert detector.decide(NOW).ok
 

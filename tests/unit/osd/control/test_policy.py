@@ -126,6 +126,17 @@ def test_should_train(
 
 
 @pytest.mark.parametrize(
+    ("num_new_traces", "paused", "expected"),
+    [(16, False, True), (15, False, False), (16, True, False)],
+)
+def test_where_alpha_has_just_fallen_half_as_many_are_enough(
+    num_new_traces: int, paused: bool, expected: bool
+) -> None:
+    config = TrainerConfig(min_new_traces=32)
+    assert should_train(num_new_traces, 0, config, paused, has_fallen=True) is expected
+
+
+@pytest.mark.parametrize(
     ("outcome", "gate", "pinned", "ok", "reason"),
     [
         (OUTCOME, GATE, False, True, "held-out α 0.41 -> 0.72 on 40 requests, at least +0.270"),

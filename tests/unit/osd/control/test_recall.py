@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from osd.control.policy import earlier_to_recall
 from osd.control.recall import LookTimes, choose_earlier
 from osd.errors import AwayError, ReleaseError
 from osd.records import Canary, DraftRelease, EarlierReport
-from tests.unit.osd.control.test_controller import TARGET, World, no_gain, world
+from tests.unit.osd.control.test_controller import TARGET, World, live_window, no_gain, world
 
 __all__ = ["world"]
 
@@ -70,42 +71,59 @@ def test_the_first_the_last_of_another_line_and_the_one_that_served_most_are_com
 # When
 
 
-def test_a_look_waits_for_enough_requests_and_longer_each_time_nothing_moved() -> None:
-    times, recent = LookTimes(16), alpha_of(0.6)
-    looks = []
-    for num in range(1, 400):
-        if times.is_due(num, recent):
-            looks.append(num)
-            times.note(num, recent)
-    assert looks == [16, 48, 112, 240, 368], "twice as many each time, eight times at most"
+@dataclass
+class Traffic:
+    num_captured: int
+    recent: FadingAlpha = field(default_factory=lambda: alpha_of(0.6))
+    has_fallen: bool = False
+
+
+def looks(times: LookTimes, *, is_resting: bool, most: int = 400) -> list[int]:
+    found = []
+    for num in range(1, most):
+        if times.is_due(Traffic(num), is_resting=is_resting):
+            found.append(num)
+            times.note(Traffic(num))
+    return found
+
+
+def test_at_rest_a_look_waits_for_enough_requests_and_longer_each_time_nothing_moved() -> None:
+    found = looks(LookTimes(16), is_resting=True)
+    assert found == [16, 48, 112, 240, 368], "twice as many each time, eight times at most"
+
+
+def test_while_rounds_go_on_looks_stay_as_frequent() -> None:
+    """Where traffic returns α may be what it was on the one that was learnt last."""
+    assert looks(LookTimes(16), is_resting=False, most=70) == [16, 32, 48, 64]
 
 
 @pytest.mark.parametrize("moved_to", [0.5, 0.7])
-def test_where_alpha_moved_to_either_side_a_look_waits_no_longer(moved_to: float) -> None:
+def test_where_alpha_moved_to_either_side_a_look_at_rest_waits_no_longer(moved_to: float) -> None:
     times = LookTimes(16)
-    for num in (16, 48, 112):
-        assert times.is_due(num, alpha_of(0.6))
-        times.note(num, alpha_of(0.6))
-    assert not times.is_due(127, alpha_of(moved_to)), "the newest 16 are not all new"
-    assert not times.is_due(128, alpha_of(0.605)), "chance"
-    assert not times.is_due(128, alpha_of(moved_to, tested=9)), "hardly known"
-    assert times.is_due(128, alpha_of(moved_to))
-    times.note(128, alpha_of(moved_to))
-    assert not times.is_due(143, alpha_of(moved_to))
-    assert times.is_due(144, alpha_of(moved_to)), "the traffic may still be changing"
+    assert looks(times, is_resting=True, most=113) == [16, 48, 112]
+
+    def is_due(num: int, recent: FadingAlpha) -> bool:
+        return times.is_due(Traffic(num, recent), is_resting=True)
+
+    assert not is_due(127, alpha_of(moved_to)), "the newest 16 are not all new"
+    assert not is_due(128, alpha_of(0.605)), "chance"
+    assert not is_due(128, alpha_of(moved_to, tested=9)), "hardly known"
+    assert is_due(128, alpha_of(moved_to))
+    times.note(Traffic(128, alpha_of(moved_to)))
+    assert not is_due(143, alpha_of(moved_to))
+    assert is_due(144, alpha_of(moved_to)), "the traffic may still be changing"
 
 
-def test_where_alpha_has_just_fallen_half_as_many_requests_are_enough() -> None:
-    times, of_late = LookTimes(16), alpha_of(0.6)
-    assert not times.is_early(7, of_late, alpha_of(0.2, tested=200))
-    assert times.is_early(8, of_late, alpha_of(0.2, tested=200))
-    assert not times.is_early(8, of_late, alpha_of(0.52)), "a trifle"
-    assert not times.is_early(8, of_late, alpha_of(0.4, tested=24)), "chance"
-    assert not times.is_early(8, of_late, alpha_of(0.9)), "no earlier draft is missed"
-    assert not times.is_early(8, of_late, alpha_of(0.2, tested=20)), "hardly known"
-    times.note(20, of_late)
-    assert not times.is_early(27, of_late, alpha_of(0.2))
-    assert times.is_early(28, of_late, alpha_of(0.2))
+@pytest.mark.parametrize("is_resting", [False, True])
+def test_where_alpha_has_just_fallen_half_as_many_requests_are_enough(is_resting: bool) -> None:
+    times = LookTimes(16)
+
+    def is_due(num: int, *, has_fallen: bool = True) -> bool:
+        return times.is_due(Traffic(num, has_fallen=has_fallen), is_resting=is_resting)
+
+    assert not is_due(7) and is_due(8) and not is_due(8, has_fallen=False)
+    times.note(Traffic(20))
+    assert not is_due(27) and is_due(28)
 
 
 # In the service
@@ -156,22 +174,29 @@ async def test_an_earlier_draft_serves_again_and_the_next_round_starts_from_it(
 
 
 @pytest.mark.parametrize(
-    ("alpha", "num_new", "is_looked"),
-    [(0.3, 8, True), (0.3, 7, False), (0.7, 8, False), (0.9, 8, False)],
+    ("alpha", "num_served", "num_new", "is_looked"),
+    [
+        *((0.3, 8, 8, True), (0.3, 7, 8, False), (0.3, 8, 7, False)),
+        *((0.7, 15, 8, False), (0.7, 16, 8, True), (0.7, 16, 7, False)),
+    ],
 )
-async def test_where_alpha_falls_an_earlier_draft_serves_again_before_a_round_is_due(
-    world: World, alpha: float, num_new: int, is_looked: bool
+async def test_an_earlier_draft_serves_again_before_a_round_is_due(
+    world: World, alpha: float, num_served: int, num_new: int, is_looked: bool
 ) -> None:
-    """As soon as there are requests enough to compare it on."""
+    """As soon as there are requests enough to compare it on: half as many, where α falls."""
     async with world.running():
         await with_three(world)
-        num_rounds, num_before = len(world.trainer.calls), len(world.trainer.compared)
-        world.trainer.num_new = num_new  # of the 32 that a round waits for
+        num_rounds = len(world.trainer.calls)
+        world.trainer.num_new = 8  # of the 32 that a round waits for
         world.trainer.rounds.append(world.trainer.better)
-        world.trainer.earlier = [report(2, 0.79)]
         await world.a_few_looks()
-        assert len(world.trainer.compared) == num_before, "nothing has changed"
-        world.serve(3, alpha)
+        num_before = len(world.trainer.compared)
+        assert world.trainer.compared[-1] == "v3 beside [1, 2] on 16"
+        world.trainer.num_new, world.trainer.earlier = num_new, [report(2, 0.79)]
+        await world.a_few_looks()
+        assert len(world.trainer.compared) == num_before, "nothing was served since"
+        window = live_window(3, alpha, world.clock.now, finished=num_served)
+        world.registry.publish(window)
         await world.a_few_looks()
         assert len(world.trainer.compared) == num_before + is_looked
         assert world.wanted() == (2 if is_looked else 3)

@@ -1,0 +1,108 @@
+"""New traces that judge a round where the traffic has just changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffers.memory import MemoryTraceBuffer
+from osd.config.schema import GateConfig
+from osd.records import DraftRelease, Trace
+from tests.support.tiny_drafts import TARGET_ID, chain_traces, release_of, save_draft
+from tests.support.tiny_rounds import buffer_with, config, trainer_at
+from trainer.evaluator import Evaluator
+from trainer.loop import Trainer
+
+GATE = GateConfig(min_holdout_traces=8)
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> DraftRelease:
+    """A draft that has learnt one language."""
+    directory = tmp_path_factory.mktemp("school")
+    buffer = buffer_with(*chain_traces(96), *chain_traces(16, start=500, holdout=True))
+    base = release_of(save_draft(directory / "base"))
+    outcome = trainer_at(directory, buffer).run_round(base)
+    assert outcome.loss_last < outcome.loss_first / 2
+    return release_of(Path(outcome.path), version=2)
+
+
+OF_BEFORE = chain_traces(24, start=600, holdout=True)
+
+
+def of_now(num: int, **fields: Any) -> list[Trace]:
+    return chain_traces(num, start=1000, step=7, **fields)
+
+
+def judges(serving: DraftRelease, new: list[Trace], *held_out: Trace, **gate: Any) -> list[Trace]:
+    evaluator = Evaluator(
+        config(), GATE.model_copy(update=gate), 4, buffer_with(*OF_BEFORE, *held_out)
+    )
+    return evaluator.judges_among(serving, new)
+
+
+def test_where_the_traffic_has_just_changed_as_many_judge_as_the_gate_lacks(
+    serving: DraftRelease,
+) -> None:
+    new = [*chain_traces(12, start=700), *of_now(20)]
+    chosen = judges(serving, new)
+    assert [trace.finished_at for trace in chosen] == [1000.0 + 2 * n for n in range(8)]
+    chosen = judges(serving, new, *of_now(3, holdout=True))
+    assert len(chosen) == 5 and not any(trace.is_holdout for trace in chosen)
+
+
+def test_none_judges_where_it_is_not_needed_or_too_few_would_teach(serving: DraftRelease) -> None:
+    assert judges(serving, chain_traces(32, start=700)) == [], "nothing has changed"
+    assert judges(serving, of_now(15)) == [], "seven would teach"
+    assert len(judges(serving, of_now(16))) == 8
+    assert judges(serving, of_now(32), *of_now(8, holdout=True)) == [], "there are enough"
+    assert judges(serving, of_now(32), judge_since_change=False) == []
+    assert judges(serving, []) == []
+
+
+def round_of(
+    directory: Path, serving: DraftRelease, buffer: MemoryTraceBuffer, **gate: Any
+) -> tuple[Trainer, Any, list[str]]:
+    """(trainer, outcome, ids of all that was trained on)."""
+    gate_config = GATE.model_copy(update=gate)
+    trainer = Trainer(config(), gate_config, 4, buffer, directory, TARGET_ID)
+    trained, batches = list[str](), trainer._batches
+
+    def noted(*given: Any) -> Any:
+        for traces, num_steps in batches(*given):
+            trained.extend(trace.trace_id for trace in traces)
+            yield traces, num_steps
+
+    trainer._batches = noted  # type: ignore[method-assign]
+    return trainer, trainer.run_round(serving), trained
+
+
+def test_they_teach_nothing_in_the_round_that_they_judge(
+    tmp_path: Path, serving: DraftRelease
+) -> None:
+    new = of_now(32)
+    buffer = buffer_with(*OF_BEFORE, *new)
+    trainer, outcome, trained = round_of(tmp_path, serving, buffer)
+    chosen = {trace.trace_id for trace in judges(serving, new)}
+    assert len(chosen) == 8 and not chosen & set(trained)
+    assert {trace.trace_id for trace in new} - chosen <= set(trained)
+    assert outcome.discarded == ""
+    report = outcome.eval
+    assert (report.num_traces, report.num_before) == (8, len(OF_BEFORE))
+    assert report.alpha_candidate > report.alpha_base + 0.1 and report.diff_low > 0
+    # Later they may be replayed, as all that was read.
+    buffer.put(chain_traces(32, start=1100, step=7))
+    del trained[:]
+    trainer.run_round(release_of(Path(outcome.path), version=3))
+    assert chosen & set(trained)
+
+
+def test_without_them_nobody_could_say_that_the_new_traffic_was_learnt(
+    tmp_path: Path, serving: DraftRelease
+) -> None:
+    buffer = buffer_with(*OF_BEFORE, *of_now(32))
+    _, outcome, trained = round_of(tmp_path, serving, buffer, judge_since_change=False)
+    assert {trace.trace_id for trace in of_now(32)} <= set(trained)
+    assert outcome.discarded or outcome.eval.diff_low <= 0
