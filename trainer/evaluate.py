@@ -19,6 +19,7 @@ vocabulary, I bootstrap resamples.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -191,9 +192,11 @@ def compare(
     batch_size: int = 8,
     seed: int = 0,
     is_sampled: bool = False,
+    since: float = 0.0,
 ) -> EvalReport:
     """Replay both drafts on the same traces, the oldest first; α of each, and the difference with
-    its interval. Where the traffic has changed, on those since."""
+    its interval. Where the traffic has changed, on those since. `since`: when it did, where that is
+    known."""
     both = replay_all(
         [candidate, base],
         traces,
@@ -202,7 +205,9 @@ def compare(
         batch_size=batch_size,
         is_sampled=is_sampled,
     )
-    start = change_of(both[1], gate.min_holdout_traces) if gate.judge_since_change else 0
+    start = sum(trace.finished_at < since for trace in traces)
+    if not since and gate.judge_since_change:
+        start = change_of(both[1], gate.min_holdout_traces)
     classes = _class_reports(traces, both[1], both[0], gate, seed, start)
     traces, is_since_R = traces[start:], np.arange(len(traces)) >= start
     counts_candidate, counts_base = (counts.of(is_since_R) for counts in both)
@@ -271,16 +276,17 @@ def bootstrap_diff(
 
 
 def least_diff(better: ReplayCounts, base: ReplayCounts, chance: float) -> float:
-    """Lower bound of α better − α base, too high by `chance`, over at least two requests: Student's
-    t of the difference of two ratios, paired by request (Cochran 1977, ch. 6), which also holds for
-    few."""
-    excess_R, num = np.zeros(len(base.tested_RG)), len(base.tested_RG)
+    """Lower bound of α better − α base, too high by `chance`: Student's t of the difference of two
+    ratios, paired by request (Cochran 1977, ch. 6), which also holds for few; -inf of one."""
+    if (num := len(base.tested_RG)) < 2:
+        return -math.inf
+    excess_R = np.zeros(num)
     for sign, counts in ((1, better), (-1, base)):
         accepted_R, tested_R = counts.accepted_RG.sum(1), counts.tested_RG.sum(1)
         excess_R += (
             sign * (accepted_R - (counts.alpha or 0.0) * tested_R) / (tested_R.mean() or 1.0)
         )
-    error = float(np.sqrt(excess_R @ excess_R / (num - 1) / num)) if num > 1 else float("inf")
+    error = math.sqrt(float(excess_R @ excess_R) / (num - 1) / num)
     diff = (better.alpha or 0.0) - (base.alpha or 0.0)
     return diff - float(stdtrit(num - 1, 1 - chance)) * error
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,12 @@ from osd.config.schema import GateConfig, TrainerConfig
 from osd.errors import ReleaseError
 from osd.records import DraftRelease, EarlierReport, EvalReport, Trace
 from trainer.batch import check_rows, check_tokens, well_formed
+from trainer.classes import LEAST_SIDE
 from trainer.distiller import accelerator
 from trainer.draft import Draft, load_draft
 from trainer.evaluate import ReplayCounts, can_replay, change_of, compare, least_diff, replay_all
+from trainer.guard import start_of_change
+from trainer.replay import NO_JUDGES, Judges
 
 if TYPE_CHECKING:
     from buffers.base import TraceBuffer
@@ -52,32 +56,38 @@ class Evaluator:
         self._features, self._is_sampled = features, is_sampled
         self._device = accelerator(config).device
 
-    def judges_among(self, base: DraftRelease, new: Sequence[Trace]) -> list[Trace]:
+    def judges_among(self, base: DraftRelease, new: Sequence[Trace]) -> Judges:
         """Those of a round's new traces that are to judge its candidate instead of teaching it:
         where the traffic has changed among them, and too few held-out ones came since. As many at
-        least are left to teach; else there are none. Raises `ReleaseError`."""
-        if not self._gate.judge_since_change or not new:
-            return []
-        model, least = self._load(base.path), self._gate.min_holdout_traces
-        lately = [*self._buffer.holdout(NUM_BEFORE), *_by_time(new)[-NUM_LATELY:]]
+        least are left to teach, else there are none; nor where nothing is replayed, as they would
+        never be learnt. None has siblings (`n`), which may teach. Raises `ReleaseError`."""
+        if not self._gate.judge_since_change or not self._config.replay_batches or not new:
+            return NO_JUDGES
+        model, least = self._load(base.path), max(self._gate.min_holdout_traces, LEAST_SIDE)
+        held = [trace for trace in self._buffer.holdout(max(NUM_BEFORE, least)) if trace.num_rows]
+        lately = [*held, *_by_time(new)[-max(NUM_LATELY, 2 * least) :]]
+        lately = [trace for trace in lately if trace.finished_at >= base.judged_since]
         lately = _by_time(self._fit(lately, model.vocab_size))
         (counts,) = self._replay([model], lately)
-        start = change_of(counts, least)
-        since = lately[start:] if start else []
-        mine = [trace for trace in since if not trace.is_holdout]
-        num_missing = least - (len(since) - len(mine))
-        if num_missing <= 0 or len(mine) < 2 * num_missing:
-            return []
-        return mine[:: len(mine) // num_missing][:num_missing]
+        if not (start := change_of(counts, least)):
+            return NO_JUDGES
+        tested_R = counts.tested_RG.sum(1)
+        since = [lately[i] for i in range(start, len(lately)) if tested_R[i] > 0]
+        num_missing = least - sum(trace.is_holdout for trace in since)
+        alone = [t for t in since if not t.is_holdout and not t.is_one_of_several]
+        if num_missing <= 0 or len(alone) < 2 * num_missing:
+            return NO_JUDGES
+        chosen = sorted(alone, key=lambda trace: zlib.crc32(trace.trace_id.encode()))
+        return Judges(chosen[:num_missing], lately[start].finished_at)
 
     def compare(
-        self, candidate: Path, base: DraftRelease, judges: Sequence[Trace] = ()
+        self, candidate: Path, base: DraftRelease, judges: Judges = NO_JUDGES
     ) -> EvalReport | None:
         """Replay both on the same traces, from `base.judged_since` on; None when they are too few.
-        `judges`: further ones that the candidate has not learnt (`judges_among`)."""
+        `judges`: further ones that the candidate has not learnt."""
         model = self._load(candidate)
         most, since = self._gate.max_holdout_traces, base.judged_since
-        traces = self._holdout(most, model.vocab_size, since, judges)
+        traces = self._holdout(most, model.vocab_size, since, judges.traces)
         if not traces:
             return None
         return compare(
@@ -90,6 +100,7 @@ class Evaluator:
             batch_size=self._config.batch_size,
             seed=self._config.seed,
             is_sampled=self._is_sampled,
+            since=judges.since,
         )
 
     def alphas(self, releases: Sequence[DraftRelease], num_traces: int) -> dict[int, float]:
@@ -112,10 +123,9 @@ class Evaluator:
         num_traces: int,
     ) -> list[EarlierReport]:
         """Each of the earlier releases against `base` on the newest `num_traces` of these traces
-        that can be replayed, or on the newer half of them, where it is surer to be better; [] when
-        they are too few. One is loaded at a time, as there may be no memory for all. An earlier one
-        that cannot be loaded, or has fewer tokens than `base`, is left out. Raises
-        `ReleaseError`."""
+        that can be replayed, or on those since one of them became better (`_surest`); [] when they
+        are too few. One is loaded at a time, as there may be no memory for all. An earlier one that
+        cannot be loaded, or has fewer tokens than `base`, is left out. Raises `ReleaseError`."""
         least = min(num_traces, self._gate.min_holdout_traces)
         if not earlier or len(traces) < least:
             return []  # loads no draft in vain
@@ -134,25 +144,7 @@ class Evaluator:
                 continue
             if model.vocab_size >= vocab_size:
                 (counts[release.version],) = self._replay([model], newest)
-        starts = {0, max(0, min(len(newest) // 2, len(newest) - least))}
-        chance = CHANCE_TO_RECALL / max(1, len(counts) * len(starts))  # that any seems better
-        found = []
-        for version, of_earlier in counts.items():
-            reports = []
-            for start in sorted(starts):
-                is_since_R = np.arange(len(newest)) >= start
-                better, base_since = of_earlier.of(is_since_R), of_base.of(is_since_R)
-                report = EarlierReport(
-                    version=version,
-                    num_traces=len(newest) - start,
-                    alpha_base=base_since.alpha or 0.0,
-                    alpha=better.alpha or 0.0,
-                    diff_low=least_diff(better, base_since, chance),
-                    since=newest[start].finished_at,
-                )
-                reports.append(report)
-            found.append(max(reports, key=lambda report: report.diff_low))
-        return found
+        return _surest(newest, of_base, counts, least)
 
     def _replay(self, models: Sequence[Draft], traces: Sequence[Trace]) -> list[ReplayCounts]:
         return replay_all(
@@ -183,6 +175,44 @@ class Evaluator:
 
     def _load(self, path: str | Path) -> Draft:
         return load_draft(path, self._features).to(self._device)
+
+
+def _surest(
+    newest: Sequence[Trace], base: ReplayCounts, counts: Mapping[int, ReplayCounts], least: int
+) -> list[EarlierReport]:
+    """Reports of all releases on all of the newest traces, or on those since one of them became
+    better than it was before, beyond doubt: where it is surer that any is better than `base`. The
+    traffic has returned there, and a mean over both would tell nothing."""
+    starts = {0, *(_start_of_return(each, base, least) for each in counts.values())}
+    chance = CHANCE_TO_RECALL / max(1, len(counts) * len(starts))
+    found = []
+    for start in sorted(starts):
+        is_since_R = np.arange(len(newest)) >= start
+        of_base = base.of(is_since_R)
+        reports = [
+            EarlierReport(
+                version=version,
+                num_traces=len(newest) - start,
+                alpha_base=of_base.alpha or 0.0,
+                alpha=each.of(is_since_R).alpha or 0.0,
+                diff_low=least_diff(each.of(is_since_R), of_base, chance),
+                since=newest[start].finished_at,
+            )
+            for version, each in counts.items()
+        ]
+        found.append(reports)
+    return max(found, key=lambda reports: max((one.diff_low for one in reports), default=0.0))
+
+
+def _start_of_return(earlier: ReplayCounts, base: ReplayCounts, least: int) -> int:
+    """Index of the first trace since which `earlier` is better, next to `base`, than before; 0
+    where it is nowhere, or fewer than `least` came since."""
+    alphas_R = [
+        counts.accepted_RG.sum(1) / np.maximum(counts.tested_RG.sum(1), 1e-9)
+        for counts in (earlier, base)
+    ]
+    start = start_of_change(alphas_R[0] - alphas_R[1])
+    return start if len(alphas_R[0]) - start >= least else 0
 
 
 def _by_time(traces: Sequence[Trace]) -> list[Trace]:

@@ -78,12 +78,12 @@ class LossGuard:
         traces = self.watched(distiller.model.vocab_size) if new.traces else []
         if not traces:
             return None
-        traces = sorted([*traces, *new.judges], key=lambda trace: trace.finished_at)
+        traces = sorted([*traces, *new.judges.traces], key=lambda trace: trace.finished_at)
         batches = self.batches(distiller, traces)
         before_R = self.losses(distiller, batches)
         finished_R = np.array([trace.finished_at for trace in traces])
         is_own_R = finished_R >= min(trace.finished_at for trace in new.traces)
-        if changed_at > finished_R[-1]:
+        if changed_at > max(finished_R[-1], *(trace.finished_at for trace in new.traces)):
             changed_at = 0.0  # a clock was set back
         first = int((finished_R < changed_at).sum())
         found = first + start_of_change(before_R[first:])

@@ -38,7 +38,7 @@ from trainer.eagle3.features import features_of
 from trainer.evaluator import Evaluator
 from trainer.files import prune
 from trainer.guard import LossGuard
-from trainer.replay import NewTraces, ReplayMix, Unread
+from trainer.replay import Judges, NewTraces, ReplayMix, Unread
 from trainer.sampling.student import SamplingCost, student_of
 from trainer.sampling.teacher import Teacher
 from trainer.trackers import open_trackers, point
@@ -323,7 +323,7 @@ class Trainer:
             "the learning rate is halved"
         )
 
-    def _export_and_evaluate(self, base: DraftRelease, judges: Sequence[Trace]) -> _Result:
+    def _export_and_evaluate(self, base: DraftRelease, judges: Judges) -> _Result:
         number = self._working.state.round
         candidate = self._candidates / str(number)
         weights = self._working.average()

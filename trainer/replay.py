@@ -62,6 +62,18 @@ class ReplayState:
     """Slot -> the place, 0 or 1, that holds its anchor."""
 
 
+class Judges(NamedTuple):
+    """New traces that judge a round, right after the traffic has changed, and are not trained on in
+    it."""
+
+    traces: Sequence[Trace] = ()
+    since: float = 0.0
+    """When the first trace of the new traffic was finished (Unix time)."""
+
+
+NO_JUDGES = Judges()
+
+
 class NewTraces(NamedTuple):
     """Traces that were read from the buffer, and not trained on before."""
 
@@ -72,13 +84,11 @@ class NewTraces(NamedTuple):
     """Behind all traces that were read."""
     num_contradicting: int = 0
     """Rows left out because they contradict the text, once `trainable` was asked."""
-    judges: Sequence[Trace] = ()
-    """Those of `traces` that judge the round and are not trained on in it
-    (`Evaluator.judges_among`)."""
+    judges: Judges = NO_JUDGES
 
     def without_judges(self, traces: Sequence[Trace]) -> list[Trace]:
         """Those of these that may be trained on."""
-        judging = {trace.trace_id for trace in self.judges}
+        judging = {trace.trace_id for trace in self.judges.traces}
         return [trace for trace in traces if trace.trace_id not in judging]
 
 

@@ -52,11 +52,11 @@ def learn(
     """Serve the requests; train whenever the configuration says so, as if training took no time.
 
     `arrivals`: seconds at which the requests end, by default one after the other each second.
-    `may_rest`: training rests where it brings nothing, and rounds replay the most, as by a trainer
-    that takes no time; without it every curve has the same rounds. `server`: how they are
-    served, by default with k_max draft tokens in every step. `charged`: training rests where it
-    does not pay. `max_rounds`: it ends after so many. `target`: the trainer's teacher, which
-    `trainer.sampling` student and mixed, and heads, need.
+    `may_rest`: training rests where it brings nothing, begins sooner where α falls, and rounds
+    replay the most, as by a trainer that takes no time; without it every curve has the same rounds.
+    `server`: how they are served, by default with k_max draft tokens in every step. `charged`:
+    training rests where it does not pay. `max_rounds`: it ends after so many. `target`: the
+    trainer's teacher, which `trainer.sampling` student and mixed, and heads, need.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -92,12 +92,17 @@ def learn(
         is_wanted &= charged is None or charged.pays(detector.num_wakes)
         if charged is not None:
             detector.note_price_rest(is_on=charged.is_resting)
-        if detector.is_resting or (charged is not None and charged.is_resting):
+        is_resting = detector.is_resting or (charged is not None and charged.is_resting)
+        if is_resting:
             rounds.rest()
         is_wanted &= len(rounds.ended) != max_rounds
-        now = trainer.num_new_traces(), 0.0, config.trainer, False, detector.has_fallen
-        is_due = is_wanted and should_train(*now)
-        is_resting = may_rest and not is_wanted
+        is_due = is_wanted and should_train(
+            trainer.num_new_traces(),
+            waited_s=0.0,
+            config=config.trainer,
+            paused=False,
+            num_since_fall=detector.num_since_fall if may_rest else None,
+        )
         recalled = releases.look(serving, served.index, is_resting=is_resting)
         if recalled is not None:
             serving = recalled
@@ -196,7 +201,7 @@ class _Releases:
             return None
         if not self._times.is_due(self._detector, is_resting=is_resting):
             return None
-        self._times.note(self._detector)
+        self._times.note(self._detector, is_resting=is_resting)
         earlier = self.earlier_than(serving)
         started = time.process_time()
         reports = self._trainer.compare_earlier(serving, earlier, most)

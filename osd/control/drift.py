@@ -25,6 +25,9 @@ from osd.records import NO_TRACES, Event, MetricPoint, RoundOutcome, SpecWindow,
 
 NEWEST_TOKENS, RECENT_TOKENS, USUAL_TOKENS = 500, 4_000, 64_000
 """Half-lives, in output tokens."""
+NEWEST_REQUESTS, LATE, LEAST_FALL = 6, 8, 0.1
+"""Of a `Fall`: requests of the newest half-life, if they are longer; times as long as that is the
+one of late; and by how much α is lower, beyond chance."""
 STRETCH, MOST_STRETCH, MIN_DRAFTS = 250, 1000, 8
 """Output tokens of which α is taken together, at least, and where there were fewer drafts: one
 that ends early tests few tokens, so that the α of one draft is too low in the mean."""
@@ -34,8 +37,6 @@ SURE = 2.0
 """A fall must exceed the margin by this many standard errors."""
 MAX_LABELS = 64
 """Traffic classes watched on their own. Further ones count only in the total."""
-LEAST_FALL = 0.1
-"""Of α of the last few requests, for the traffic to have changed just now."""
 LABEL_SECONDS = 3600.0
 """Seconds after which a class that was not served again makes room for another."""
 ENDS_OF_A_ROUND = frozenset({"published", "refused", "discarded"})
@@ -148,6 +149,33 @@ class Watched:
         return SURE * math.hypot(self.recent.error, self.usual_error)
 
 
+class Fall:
+    """Whether α of the last few requests is clearly lower than of late."""
+
+    def __init__(self) -> None:
+        self.num_since: int | None = None
+        """Requests captured since that was first seen; None while it is not so."""
+        self._newest, self._late = FadingAlpha(NEWEST_TOKENS), FadingAlpha(LATE * NEWEST_TOKENS)
+        self._faded_tokens = self._faded_finished = 0.0
+
+    def add(self, window: SpecWindow) -> None:
+        kept = 0.5 ** (window.num_output_tokens / self._late.half_life)
+        self._faded_tokens = self._faded_tokens * kept + window.num_output_tokens
+        self._faded_finished = self._faded_finished * kept + window.num_finished
+        of_requests = NEWEST_REQUESTS * self._faded_tokens / max(self._faded_finished, 1.0)
+        self._newest.half_life = max(NEWEST_TOKENS, of_requests)
+        self._late.half_life = LATE * self._newest.half_life
+        self._newest.add(window)
+        self._late.add(window)
+        since = 0 if self.num_since is None else self.num_since + window.num_captured
+        self.num_since = since if self._is_low() else None
+
+    def _is_low(self) -> bool:
+        newest, late = self._newest.alpha, self._late.alpha
+        least = LEAST_FALL + SURE * math.hypot(self._newest.error, self._late.error)
+        return newest is not None and late is not None and late - newest > least
+
+
 class DriftDetector:
     """Decides whether new traces are worth a round. It is given every record of the feed, in order.
 
@@ -171,7 +199,7 @@ class DriftDetector:
         """Whether the newest round was of this target."""
         self._is_conclusive = False
         """Whether the newest round counts: it had held-out traces, or was undone."""
-        self._newest = FadingAlpha(NEWEST_TOKENS)
+        self._fall = Fall()
         self._all, self._labels = Watched(), dict[str, Watched]()
         """The label that was seen the longest ago comes first."""
         self._num_captured = self._num_fruitless = 0
@@ -227,13 +255,9 @@ class DriftDetector:
         return self._all.recent
 
     @property
-    def has_fallen(self) -> bool:
-        """Whether α of the last few requests is clearly lower than of late."""
-        newest, recent = self._newest, self._all.recent
-        if recent.alpha is None or newest.alpha is None:
-            return False
-        chance = SURE * math.hypot(recent.error, newest.error)
-        return recent.alpha - newest.alpha > LEAST_FALL + chance
+    def num_since_fall(self) -> int | None:
+        """As of `Fall`."""
+        return self._fall.num_since
 
     def note_price_rest(self, *, is_on: bool) -> None:
         """Whether training rests because a round would not pay. What was reckoned of one traffic
@@ -275,7 +299,7 @@ class DriftDetector:
         )
 
     def _add_window(self, window: SpecWindow) -> None:
-        self._newest.add(window)
+        self._fall.add(window)
         self._all.add(window)
         self._num_captured += window.num_captured
         if window.domain:

@@ -223,8 +223,7 @@ class ControlLoops:
         await self.replicas.refresh()
         self.buffer_stats = await asyncio.to_thread(self._buffer.stats)
         is_training, now = self.phase == "training", self._clock.time()
-        if self.phase != "comparing":  # which is neither a round nor serving alone
-            self.payback.look(self.replicas.statuses, is_training=is_training, now=now)
+        self.payback.look(self.replicas.statuses, is_training=is_training, now=now)
         self._history.observe(self.replicas.statuses, self.buffer_stats, now)
 
     async def _make_room(self) -> None:
@@ -252,8 +251,9 @@ class ControlLoops:
             try:
                 num_new = await self._num_new_traces(trainer)
                 is_due = bool(num_new) and self._is_round_due(num_new)
-                if recall.is_due(num_new, is_resting=bool(self._is_resting)):
-                    await self._look_back(recall)
+                is_resting = bool(self._is_resting)
+                if self._may_look() and recall.is_due(num_new, is_resting=is_resting):
+                    await self._look_back(recall, is_resting=is_resting)
                 if is_due:
                     await self._run_round(trainer, recall, num_new)
                     self._train_outage.over(log)
@@ -261,13 +261,18 @@ class ControlLoops:
                 await self._train_outage.pause(str(error), log)
             await self._clock.sleep(self._config.control.seconds_between_looks)
 
-    async def _look_back(self, recall: Recall) -> None:
+    def _may_look(self) -> bool:
+        return not self.payback.is_measuring(self._clock.time())
+
+    async def _look_back(self, recall: Recall, *, is_resting: bool) -> None:
         detail = self.phase_detail
         self.phase, self.phase_detail = "comparing", "with earlier drafts"
+        self.payback.begin_look()
         try:
-            if await recall.look():
+            if await recall.look(is_resting=is_resting):
                 self.payback.note_recall()
         finally:
+            self.payback.end_look(self._clock.time())
             self.phase, self.phase_detail = "waiting", detail
 
     async def _num_new_traces(self, trainer: TrainerLink) -> int:
@@ -294,8 +299,8 @@ class ControlLoops:
         now = self._clock.monotonic()
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         waited_s = now - self._waiting_since
-        has_fallen = self._detector.has_fallen
-        return policy.should_train(num_new, waited_s, config, self.releases.is_paused, has_fallen)
+        since_fall, is_paused = self._detector.num_since_fall, self.releases.is_paused
+        return policy.should_train(num_new, waited_s, config, is_paused, since_fall)
 
     async def _run_round(self, trainer: TrainerLink, recall: Recall, num_new: int) -> None:
         found = await self.releases.base()

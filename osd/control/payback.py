@@ -117,6 +117,8 @@ class PaybackMeter:
         self._is_training, self._changed_at = False, 0.0
         self._has_outcome = False
         """Whether the newest round has ended with one, and its paces are not settled yet."""
+        self._looks_until = -math.inf
+        """Until when heartbeats show the pace beside a look at earlier drafts."""
         self.is_resting = False
 
     def look(self, statuses: Iterable[ReplicaStatus], *, is_training: bool, now: float) -> None:
@@ -152,6 +154,20 @@ class PaybackMeter:
             engine.gain.end_round(share, is_published=is_published)
         self._rest_or_wake()
 
+    def begin_look(self) -> None:
+        """The trainer compares earlier drafts: what engines show now is neither their pace in a
+        round nor that without the trainer."""
+        self._looks_until = math.inf
+
+    def end_look(self, now: float) -> None:
+        """It has compared them."""
+        self._looks_until = now + SETTLE_S
+
+    def is_measuring(self, now: float) -> bool:
+        """Whether what the last round took and brought is being measured, for which the trainer
+        has to be idle for a moment."""
+        return bool(self._within_s) and not self.is_resting and self._must_rest_first(now)
+
     def note_recall(self) -> None:
         """An earlier draft serves: how fast it is says nothing of the newest round."""
         for engine in self._engines.values():
@@ -166,7 +182,7 @@ class PaybackMeter:
 
     def decide(self, now: float) -> Decision:
         """Whether a round pays now, and why."""
-        if self._within_s and not self.is_resting and self._must_rest_first(now):
+        if self.is_measuring(now):
             return Decision(False, "what the last round took and brought is being measured")
         found, waited = self.figures(), now - self._rounds_at
         if found is None:
@@ -245,6 +261,8 @@ class PaybackMeter:
         if report is None:
             return
         engine.gain.add(report.worth, status.version)
+        if sent_at < self._looks_until:
+            return
         if not status.num_running or report.pace is None or not math.isfinite(report.pace):
             return
         pace = math.log(min(max(report.pace, 1 / MAX_PACE), MAX_PACE))

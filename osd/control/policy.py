@@ -56,11 +56,15 @@ def should_train(
     waited_s: float,
     config: TrainerConfig,
     paused: bool,
-    has_fallen: bool = False,
+    num_since_fall: int | None = None,
 ) -> bool:
     """Whether enough traces have arrived since the last round, or a batch of them has and the first
-    one has waited long enough. Half as many are enough where α has just fallen."""
-    is_enough = num_new_traces >= config.min_new_traces / (2 if has_fallen else 1)
+    one has waited long enough. Where α has just fallen half as many are enough, if as many requests
+    have come since (`num_since_fall`): a round on fewer of the new traffic could not be judged."""
+    if num_since_fall is None:
+        is_enough = num_new_traces >= config.min_new_traces
+    else:
+        is_enough = min(num_new_traces, num_since_fall) >= config.min_new_traces / 2
     is_late = waited_s >= config.max_wait_seconds and num_new_traces >= config.batch_size
     return config.enabled and not paused and (is_enough or is_late)
 

@@ -48,7 +48,7 @@ class Traffic(Protocol):
     @property
     def recent(self) -> FadingAlpha: ...
     @property
-    def has_fallen(self) -> bool: ...
+    def num_since_fall(self) -> int | None: ...
 
 
 class Compare(Protocol):
@@ -85,14 +85,14 @@ class LookTimes:
         times = LookTimes(16)
         if times.is_due(detector, is_resting=False):
             ...
-            times.note(detector)
+            times.note(detector, is_resting=False)
     """
 
     num_traces: int
     _looked_at: int = 0
     """Requests captured when there was a look last."""
     _num_vain: int = 0
-    """Looks in a row at which nothing had moved."""
+    """Looks in a row, in a rest, at which nothing had moved."""
     _seen: tuple[float, float] | None = None
     """α at the last look, and its standard error."""
 
@@ -100,14 +100,15 @@ class LookTimes:
         """`is_resting`: whether training rests."""
         num_since = traffic.num_captured - self._looked_at
         if num_since < self.num_traces:
-            return num_since >= self.num_traces / 2 and traffic.has_fallen
+            return num_since >= self.num_traces / 2 and traffic.num_since_fall is not None
         is_late = num_since >= self.num_traces << min(self._num_vain, MOST_DOUBLINGS)
         return is_late or not is_resting or self._has_moved(traffic.recent)
 
-    def note(self, traffic: Traffic) -> None:
+    def note(self, traffic: Traffic, *, is_resting: bool) -> None:
         """There was a look."""
         recent = traffic.recent
-        self._num_vain = 0 if self._has_moved(recent) else self._num_vain + 1
+        is_vain = is_resting and not self._has_moved(recent)
+        self._num_vain = self._num_vain + 1 if is_vain else 0
         self._looked_at = traffic.num_captured
         self._seen = None if recent.alpha is None else (recent.alpha, recent.error)
 
@@ -144,12 +145,12 @@ class Recall:
             return False
         return self._times.is_due(self._detector, is_resting=is_resting)
 
-    async def look(self) -> bool:
+    async def look(self, *, is_resting: bool) -> bool:
         """Compare. Returns whether an earlier draft serves again. Raises `ReleaseError` when the
         disk does not take the change."""
         current, earlier = await self._choose()
         # Also where it fails: it would be tried, and told, before every round.
-        self._times.note(self._detector)
+        self._times.note(self._detector, is_resting=is_resting)
         if current is None or not earlier or not await self._releases.is_settled(current):
             return False
         began_at = self._clock.monotonic()

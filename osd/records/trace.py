@@ -168,6 +168,11 @@ class Trace:
         return zlib.crc32(request_id.encode()) % HOLDOUT_ONE_IN == 0
 
     @property
+    def is_one_of_several(self) -> bool:
+        """Whether its request has other answers, too (`n`)."""
+        return _SAMPLE_NUMBER.match(self.trace_id) is not None
+
+    @property
     def num_bytes(self) -> int:
         """Size of the arrays in bytes."""
         return sum(getattr(self, name).nbytes for name in TRACE_ARRAYS)

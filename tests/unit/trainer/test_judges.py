@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from buffers.memory import MemoryTraceBuffer
 from osd.config.schema import GateConfig
 from osd.records import DraftRelease, Trace
+from tests.support.builders import ids
 from tests.support.tiny_drafts import TARGET_ID, chain_traces, release_of, save_draft
 from tests.support.tiny_rounds import buffer_with, config, trainer_at
 from trainer.evaluator import Evaluator
@@ -36,11 +38,18 @@ def of_now(num: int, **fields: Any) -> list[Trace]:
     return chain_traces(num, start=1000, step=7, **fields)
 
 
-def judges(serving: DraftRelease, new: list[Trace], *held_out: Trace, **gate: Any) -> list[Trace]:
-    evaluator = Evaluator(
-        config(), GATE.model_copy(update=gate), 4, buffer_with(*OF_BEFORE, *held_out)
-    )
-    return evaluator.judges_among(serving, new)
+def judges(
+    serving: DraftRelease,
+    new: list[Trace],
+    *held_out: Trace,
+    replay_batches: int = 4,
+    **gate: Any,
+) -> list[Trace]:
+    buffer = buffer_with(*OF_BEFORE, *held_out)
+    settings = config(replay_batches=replay_batches), GATE.model_copy(update=gate)
+    found = Evaluator(*settings, 4, buffer).judges_among(serving, new)
+    assert found.since == (1000.0 if found.traces else 0.0)
+    return list(found.traces)
 
 
 def test_where_the_traffic_has_just_changed_as_many_judge_as_the_gate_lacks(
@@ -48,9 +57,38 @@ def test_where_the_traffic_has_just_changed_as_many_judge_as_the_gate_lacks(
 ) -> None:
     new = [*chain_traces(12, start=700), *of_now(20)]
     chosen = judges(serving, new)
-    assert [trace.finished_at for trace in chosen] == [1000.0 + 2 * n for n in range(8)]
-    chosen = judges(serving, new, *of_now(3, holdout=True))
-    assert len(chosen) == 5 and not any(trace.is_holdout for trace in chosen)
+    assert len(chosen) == 8 and all(trace in new[12:] for trace in chosen)
+    held_out = of_now(3, holdout=True)
+    assert len(judges(serving, new, *held_out)) == 5, "three judge anyway"
+    silent = of_now(5, num_output=2, holdout=True)
+    assert len(judges(serving, new, *held_out, *silent)) <= 5
+
+
+def test_who_judges_depends_on_ids_alone(serving: DraftRelease) -> None:
+    """Which engines draw: nobody can send what judges."""
+    new = of_now(32)
+    assert set(ids(judges(serving, new))) == set(ids(judges(serving, new[::-1])))
+
+
+def test_answers_to_one_request_do_not_judge_each_other(serving: DraftRelease) -> None:
+    new = of_now(32)
+    pairs = [
+        replace(trace, trace_id=f"{i % 2}_{new[i // 2].trace_id}") for i, trace in enumerate(new)
+    ]
+    assert judges(serving, pairs) == []
+    assert len(judges(serving, [*pairs, *chain_traces(16, start=1100, step=7)])) == 8
+
+
+def test_what_finished_before_a_recall_does_not_judge(serving: DraftRelease) -> None:
+    recalled = replace(serving, judged_since=1000.0)
+    assert judges(recalled, of_now(32)) == [], "nothing is left to be other traffic"
+
+
+@pytest.mark.parametrize(("least", "num"), [(2, 8), (8, 8), (20, 20)])
+def test_as_many_as_the_change_is_seen_by_judge(
+    serving: DraftRelease, least: int, num: int
+) -> None:
+    assert len(judges(serving, of_now(48), min_holdout_traces=least)) == num
 
 
 def test_none_judges_where_it_is_not_needed_or_too_few_would_teach(serving: DraftRelease) -> None:
@@ -59,6 +97,7 @@ def test_none_judges_where_it_is_not_needed_or_too_few_would_teach(serving: Draf
     assert len(judges(serving, of_now(16))) == 8
     assert judges(serving, of_now(32), *of_now(8, holdout=True)) == [], "there are enough"
     assert judges(serving, of_now(32), judge_since_change=False) == []
+    assert judges(serving, of_now(32), replay_batches=0) == [], "they would never be learnt"
     assert judges(serving, []) == []
 
 

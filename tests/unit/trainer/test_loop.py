@@ -573,7 +573,7 @@ def test_earlier_releases_are_compared_on_what_none_of_them_has_learnt(
     assert one.since == newest[0].finished_at == 710.0
 
 
-def test_where_traffic_has_returned_earlier_releases_are_compared_on_the_newer_half(
+def test_where_traffic_has_returned_earlier_releases_are_compared_on_what_came_since(
     base: DraftRelease, taught: Taught
 ) -> None:
     """Eight requests are enough, though the newest sixteen hold as many of the traffic before."""
@@ -585,13 +585,14 @@ def test_where_traffic_has_returned_earlier_releases_are_compared_on_the_newer_h
     late, same = trainer.compare_earlier(worse, [taught_one, base], 16)
     assert late.diff_low < 0 and same.diff_low == 0.0
     buffer.put(chain_traces(8, start=740))
-    (found,) = trainer.compare_earlier(worse, [taught_one], 16)
+    found, same = trainer.compare_earlier(worse, [taught_one, base], 16)
     assert (found.num_traces, found.since) == (8, 740.0)
+    assert (same.num_traces, same.since) == (8, 740.0), "all are compared on the same"
     assert found.alpha == pytest.approx(alpha(taught_one.path, chain_traces(8, start=740)))
     assert found.diff_low > 0.1
     buffer.put(chain_traces(8, start=748))
     (found,) = trainer.compare_earlier(worse, [taught_one], 16)
-    assert (found.num_traces, found.since) == (16, 740.0), "all of them are surer"
+    assert (found.num_traces, found.since) == (16, 740.0)
 
 
 def test_a_candidate_is_judged_on_held_out_traces_since_its_base_was_recalled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -95,34 +96,48 @@ def resting(detector: DriftDetector, alpha: float = 0.8) -> DriftDetector:
     return detector
 
 
-def test_a_fall_shows_within_a_few_requests(detector: DriftDetector) -> None:
-    """Of 64 output tokens each, in windows that hold one or two of them."""
-    serve(detector, 0.6, num_output_tokens=64, num_tested=50, num_windows=200)
-    assert not detector.has_fallen
-    num = 0
-    while not detector.has_fallen:
-        serve(detector, 0.25, num_output_tokens=64, num_tested=50, num_windows=1)
-        num += 1
-    assert 4 <= num <= 10
-    serve(detector, 0.25, num_output_tokens=64, num_tested=50, num_windows=200)
-    assert not detector.has_fallen, "it is what is usual by then"
-    serve(detector, 0.6, num_output_tokens=64, num_tested=50, num_windows=10)
-    assert not detector.has_fallen
-
-
-def test_alpha_that_varies_from_request_to_request_has_not_fallen(detector: DriftDetector) -> None:
-    rng = np.random.default_rng(0)
+def serve_requests(
+    detector: DriftDetector, alphas: Iterable[float], num_output_tokens: int = 64
+) -> list[bool]:
+    """One after the other. Returns whether α has fallen, after each."""
     seen = []
-    for alpha in rng.beta(6, 4, 1000):
-        serve(detector, float(alpha), num_output_tokens=64, num_tested=50, num_windows=1)
-        seen.append(detector.has_fallen)
-    assert sum(seen) < 20
+    for alpha in alphas:
+        one = window(float(alpha), num_output_tokens * 3 // 4, num_output_tokens)
+        detector.add(replace(one, num_finished=1, num_captured=1))
+        seen.append(detector.num_since_fall is not None)
+    return seen
+
+
+@pytest.mark.parametrize("num_output_tokens", [64, 800])
+def test_a_fall_shows_within_a_few_requests(
+    detector: DriftDetector, num_output_tokens: int
+) -> None:
+    assert not any(serve_requests(detector, [0.6] * 200, num_output_tokens))
+    seen = serve_requests(detector, [0.25] * 20, num_output_tokens)
+    assert 2 <= seen.index(True) <= 8 and all(seen[seen.index(True) :])
+    assert detector.num_since_fall == 19 - seen.index(True)
+    serve_requests(detector, [0.25] * 200, num_output_tokens)
+    assert detector.num_since_fall is None, "it is what is usual by then"
+    assert not any(serve_requests(detector, [0.6] * 20, num_output_tokens))
+
+
+@pytest.mark.parametrize("num_output_tokens", [64, 800])
+def test_alpha_that_varies_from_request_to_request_has_not_fallen(
+    detector: DriftDetector, num_output_tokens: int
+) -> None:
+    alphas = np.random.default_rng(0).beta(6, 4, 1000)
+    assert sum(serve_requests(detector, alphas, num_output_tokens)) < 30
 
 
 def test_nothing_has_fallen_before_anything_was_tested(detector: DriftDetector) -> None:
-    assert not detector.has_fallen
+    assert detector.num_since_fall is None
     serve(detector, 0.0, num_tested=1, num_output_tokens=64, num_windows=20)
-    assert not detector.has_fallen
+    assert detector.num_since_fall is None
+
+
+def test_alpha_that_falls_to_nothing_has_fallen(detector: DriftDetector) -> None:
+    serve_requests(detector, [0.6] * 100)
+    assert serve_requests(detector, [0.0] * 10)[-1]
 
 
 def test_it_learns_from_the_start(detector: DriftDetector) -> None:

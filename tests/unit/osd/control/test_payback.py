@@ -209,6 +209,23 @@ def test_a_pace_that_wanders_is_held_against_that_just_before() -> None:
     assert figures(here).slowdown == pytest.approx(1.25)
 
 
+def test_what_a_look_at_earlier_drafts_slows_down_is_no_pace_without_the_trainer() -> None:
+    here, undisturbed = Deployment(), Deployment()
+    for each in (here, undisturbed):
+        each.beat(4)
+        for _ in range(4):
+            if each is here:
+                each.meter.begin_look()
+                each.pace *= 1.25
+                each.beat(6)
+                each.pace /= 1.25
+                each.meter.end_look(each.now)
+            each.beat(4)
+            each.round()
+    assert figures(here).slowdown == pytest.approx(figures(undisturbed).slowdown)
+    assert figures(here).slowdown == pytest.approx(1.25)
+
+
 def test_one_odd_round_changes_nothing() -> None:
     """On a machine that was suspended, say."""
     here = after_rounds(4)

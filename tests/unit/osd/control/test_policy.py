@@ -126,14 +126,22 @@ def test_should_train(
 
 
 @pytest.mark.parametrize(
-    ("num_new_traces", "paused", "expected"),
-    [(16, False, True), (15, False, False), (16, True, False)],
+    ("num_new_traces", "num_since_fall", "paused", "expected"),
+    [
+        (16, 16, False, True),
+        (15, 90, False, False),
+        (90, 15, False, False),  # most of them are of before
+        (32, None, False, True),
+        (31, None, False, False),
+        (16, 16, True, False),
+    ],
 )
-def test_where_alpha_has_just_fallen_half_as_many_are_enough(
-    num_new_traces: int, paused: bool, expected: bool
+def test_where_alpha_has_just_fallen_half_as_many_since_are_enough(
+    num_new_traces: int, num_since_fall: int | None, paused: bool, expected: bool
 ) -> None:
     config = TrainerConfig(min_new_traces=32)
-    assert should_train(num_new_traces, 0, config, paused, has_fallen=True) is expected
+    assert should_train(num_new_traces, 0, config, paused, num_since_fall) is expected
+    assert should_train(num_new_traces, 1e9, config, False, num_since_fall), "they waited long"
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_the_first_the_last_of_another_line_and_the_one_that_served_most_are_com
 class Traffic:
     num_captured: int
     recent: FadingAlpha = field(default_factory=lambda: alpha_of(0.6))
-    has_fallen: bool = False
+    num_since_fall: int | None = None
 
 
 def looks(times: LookTimes, *, is_resting: bool, most: int = 400) -> list[int]:
@@ -83,7 +83,7 @@ def looks(times: LookTimes, *, is_resting: bool, most: int = 400) -> list[int]:
     for num in range(1, most):
         if times.is_due(Traffic(num), is_resting=is_resting):
             found.append(num)
-            times.note(Traffic(num))
+            times.note(Traffic(num), is_resting=is_resting)
     return found
 
 
@@ -109,7 +109,7 @@ def test_where_alpha_moved_to_either_side_a_look_at_rest_waits_no_longer(moved_t
     assert not is_due(128, alpha_of(0.605)), "chance"
     assert not is_due(128, alpha_of(moved_to, tested=9)), "hardly known"
     assert is_due(128, alpha_of(moved_to))
-    times.note(Traffic(128, alpha_of(moved_to)))
+    times.note(Traffic(128, alpha_of(moved_to)), is_resting=True)
     assert not is_due(143, alpha_of(moved_to))
     assert is_due(144, alpha_of(moved_to)), "the traffic may still be changing"
 
@@ -118,12 +118,19 @@ def test_where_alpha_moved_to_either_side_a_look_at_rest_waits_no_longer(moved_t
 def test_where_alpha_has_just_fallen_half_as_many_requests_are_enough(is_resting: bool) -> None:
     times = LookTimes(16)
 
-    def is_due(num: int, *, has_fallen: bool = True) -> bool:
-        return times.is_due(Traffic(num, has_fallen=has_fallen), is_resting=is_resting)
+    def is_due(num: int, num_since_fall: int | None = 0) -> bool:
+        traffic = Traffic(num, num_since_fall=num_since_fall)
+        return times.is_due(traffic, is_resting=is_resting)
 
-    assert not is_due(7) and is_due(8) and not is_due(8, has_fallen=False)
-    times.note(Traffic(20))
+    assert not is_due(7) and is_due(8) and not is_due(8, None)
+    times.note(Traffic(20), is_resting=is_resting)
     assert not is_due(27) and is_due(28)
+
+
+def test_looks_of_before_a_rest_make_none_of_it_wait() -> None:
+    times = LookTimes(16)
+    assert looks(times, is_resting=False, most=97)[-1] == 96
+    assert [num for num in looks(times, is_resting=True, most=300) if num > 96] == [112, 144, 208]
 
 
 # In the service
@@ -202,6 +209,21 @@ async def test_an_earlier_draft_serves_again_before_a_round_is_due(
         assert world.wanted() == (2 if is_looked else 3)
         assert len(world.trainer.calls) == num_rounds
         assert (await world.controller.status()).phase == "waiting"
+
+
+async def test_no_look_disturbs_what_is_measured_of_the_last_round(world: World) -> None:
+    """For which the trainer has to be idle for a moment."""
+    async with world.running():
+        await with_three(world)
+        loops, num_before = world.controller._loops, len(world.trainer.compared)
+        loops.payback.is_measuring = lambda now: True  # type: ignore[method-assign]
+        world.trainer.num_new = 8
+        world.trainer.rounds.append(world.trainer.better)
+        world.serve(3, 0.7, num=4)
+        await world.a_few_looks()
+        assert len(world.trainer.compared) == num_before
+        loops.payback.is_measuring = lambda now: False  # type: ignore[method-assign]
+        await world.until(lambda: len(world.trainer.compared) > num_before)
 
 
 async def test_an_earlier_draft_serves_again_while_training_rests(world: World) -> None:
