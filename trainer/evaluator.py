@@ -58,9 +58,10 @@ class Evaluator:
 
     def judges_among(self, base: DraftRelease, new: Sequence[Trace]) -> Judges:
         """Those of a round's new traces that are to judge its candidate instead of teaching it:
-        where the traffic has changed among them, and too few held-out ones came since. As many at
-        least are left to teach, else there are none; nor where nothing is replayed, as they would
-        never be learnt. None has siblings (`n`), which may teach. Raises `ReleaseError`."""
+        where too few are held out, as after a start or a recall, or too few since the traffic
+        changed among them. As many at least are left to teach, else there are none; nor where
+        nothing is replayed, as they would never be learnt. None has siblings (`n`), which may
+        teach. Raises `ReleaseError`."""
         if not self._gate.judge_since_change or not self._config.replay_batches or not new:
             return NO_JUDGES
         model, least = self._load(base.path), max(self._gate.min_holdout_traces, LEAST_SIDE)
@@ -68,17 +69,14 @@ class Evaluator:
         lately = [*held, *_by_time(new)[-max(NUM_LATELY, 2 * least) :]]
         lately = [trace for trace in lately if trace.finished_at >= base.judged_since]
         lately = _by_time(self._fit(lately, model.vocab_size))
+        if sum(trace.is_holdout for trace in lately) < self._gate.min_holdout_traces:
+            return _judges(lately, self._gate.min_holdout_traces)
         (counts,) = self._replay([model], lately)
         if not (start := change_of(counts, least)):
             return NO_JUDGES
         tested_R = counts.tested_RG.sum(1)
         since = [lately[i] for i in range(start, len(lately)) if tested_R[i] > 0]
-        num_missing = least - sum(trace.is_holdout for trace in since)
-        alone = [t for t in since if not t.is_holdout and not t.is_one_of_several]
-        if num_missing <= 0 or len(alone) < 2 * num_missing:
-            return NO_JUDGES
-        chosen = sorted(alone, key=lambda trace: zlib.crc32(trace.trace_id.encode()))
-        return Judges(chosen[:num_missing], lately[start].finished_at)
+        return _judges(since, least, lately[start].finished_at)
 
     def compare(
         self, candidate: Path, base: DraftRelease, judges: Judges = NO_JUDGES
@@ -175,6 +173,17 @@ class Evaluator:
 
     def _load(self, path: str | Path) -> Draft:
         return load_draft(path, self._features).to(self._device)
+
+
+def _judges(traces: Sequence[Trace], least: int, since: float = 0.0) -> Judges:
+    """Those that judge beside the held-out ones of these, to be so many; none where there are
+    enough, or too few."""
+    num_missing = least - sum(trace.is_holdout for trace in traces)
+    alone = [t for t in traces if not t.is_holdout and not t.is_one_of_several]
+    if num_missing <= 0 or len(alone) < 2 * num_missing:
+        return NO_JUDGES
+    alone.sort(key=lambda trace: zlib.crc32(trace.trace_id.encode()))
+    return Judges(alone[:num_missing], since)
 
 
 def _surest(

@@ -63,12 +63,12 @@ class ReplayState:
 
 
 class Judges(NamedTuple):
-    """New traces that judge a round, right after the traffic has changed, and are not trained on in
-    it."""
+    """New traces that judge a round, where too few are held out or the traffic has just changed.
+    They are not trained on in it."""
 
     traces: Sequence[Trace] = ()
     since: float = 0.0
-    """When the first trace of the new traffic was finished (Unix time)."""
+    """When the first trace of the new traffic was finished (Unix time); 0 = it has not changed."""
 
 
 NO_JUDGES = Judges()

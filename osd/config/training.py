@@ -162,9 +162,9 @@ class GateConfig(Section):
     judge_since_change: bool = True
     """Where the serving draft is clearly worse on the newest of them than on those before, judge on
     those alone, if there are `gate.min_holdout_traces` of each, and 8: the traffic has changed, and
-    else a candidate would be refused for what it lost of the old. Where held-out ones since are too
-    few, some of the round's own traces judge it and teach nothing in it. Never with `osd train` and
-    `osd distil`."""
+    else a candidate would be refused for what it lost of the old. Where held-out ones since then,
+    or since the start, are too few, some of the round's own traces judge it and teach nothing in
+    it. Never with `osd train` and `osd distil`."""
     confidence: float = Field(0.9, gt=0.5, lt=1)
     """The candidate must be better with this (one-sided) confidence, by paired bootstrap over
     requests."""

@@ -19,7 +19,8 @@ from trainer.evaluate import replay
 from trainer.loop import Trainer
 from trainer.replay import ReplayMix, ReplayState
 
-GATE = GateConfig(min_holdout_traces=4, max_holdout_traces=16)
+GATE = GateConfig(min_holdout_traces=4, max_holdout_traces=16, judge_since_change=False)
+"""All that is new teaches: where some of it judges is a matter of `test_judges.py`."""
 
 
 def config(**fields: Any) -> TrainerConfig:

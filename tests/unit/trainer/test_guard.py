@@ -15,12 +15,19 @@ import torch
 from osd.config.schema import GateConfig, TrainerConfig
 from osd.records import DraftRelease, RoundOutcome, Trace
 from tests.support.builders import ids, make_trace
-from tests.support.tiny_drafts import chain_trace, chain_traces, release_of, save_draft
+from tests.support.tiny_drafts import (
+    TARGET_ID,
+    chain_trace,
+    chain_traces,
+    release_of,
+    save_draft,
+)
 from tests.support.tiny_rounds import GATE, alpha, buffer_with, config, same_weights, trainer_at
 from trainer.batch import TrainBatch, collate
 from trainer.distiller import Distiller
 from trainer.draft import load_draft
 from trainer.guard import NUM_WATCHED, LossGuard, Watch, has_risen, start_of_change
+from trainer.loop import Trainer
 from trainer.replay import NewTraces
 from trainer.working_draft import WorkingDraft
 
@@ -356,8 +363,10 @@ def test_a_round_that_learns_new_traffic_is_kept(
     late = chain_traces(48, start=1200, step=7)  # as if none had come with it
     buffer = buffer_with(*of_before, *of_now, *late)
     assert is_undone(trainer_at(tmp_path / "late", buffer, **options).run_round(base))
-    options["replay_batches"] = 1  # so that some of the new ones judge it
-    assert trainer_at(tmp_path / "judged", buffer, **options).run_round(base).discarded == ""
+    gate = GATE.model_copy(update={"judge_since_change": True})  # some of the new ones judge it
+    settings = config(method=method, replay_batches=1), gate
+    trainer = Trainer(*settings, 4, buffer, tmp_path / "judged", TARGET_ID)
+    assert trainer.run_round(base).discarded == ""
 
 
 @pytest.mark.parametrize(

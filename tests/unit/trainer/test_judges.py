@@ -16,6 +16,7 @@ from tests.support.tiny_drafts import TARGET_ID, chain_traces, release_of, save_
 from tests.support.tiny_rounds import buffer_with, config, trainer_at
 from trainer.evaluator import Evaluator
 from trainer.loop import Trainer
+from trainer.replay import NO_JUDGES, Judges
 
 GATE = GateConfig(min_holdout_traces=8)
 
@@ -79,11 +80,6 @@ def test_answers_to_one_request_do_not_judge_each_other(serving: DraftRelease) -
     assert len(judges(serving, [*pairs, *chain_traces(16, start=1100, step=7)])) == 8
 
 
-def test_what_finished_before_a_recall_does_not_judge(serving: DraftRelease) -> None:
-    recalled = replace(serving, judged_since=1000.0)
-    assert judges(recalled, of_now(32)) == [], "nothing is left to be other traffic"
-
-
 @pytest.mark.parametrize(("least", "num"), [(2, 8), (8, 8), (20, 20)])
 def test_as_many_as_the_change_is_seen_by_judge(
     serving: DraftRelease, least: int, num: int
@@ -99,6 +95,23 @@ def test_none_judges_where_it_is_not_needed_or_too_few_would_teach(serving: Draf
     assert judges(serving, of_now(32), judge_since_change=False) == []
     assert judges(serving, of_now(32), replay_batches=0) == [], "they would never be learnt"
     assert judges(serving, []) == []
+
+
+def test_where_too_few_are_held_out_new_ones_judge_from_the_start(serving: DraftRelease) -> None:
+    """Whether or not the traffic has changed."""
+
+    def chosen(num_held_out: int, num_new: int, since: float = 0.0) -> Judges:
+        buffer = buffer_with(*OF_BEFORE[:num_held_out])
+        base = replace(serving, judged_since=since)
+        new = chain_traces(num_new, start=700)
+        return Evaluator(config(), GATE, 4, buffer).judges_among(base, new)
+
+    assert len(chosen(0, 16).traces) == 8 and chosen(0, 16).since == 0
+    assert len(chosen(3, 16).traces) == 5
+    assert chosen(0, 15) == NO_JUDGES and chosen(8, 32) == NO_JUDGES
+    after_a_recall = chosen(24, 32, since=710.0)
+    assert len(after_a_recall.traces) == 8
+    assert min(trace.finished_at for trace in after_a_recall.traces) >= 710
 
 
 def round_of(
@@ -136,6 +149,11 @@ def test_they_teach_nothing_in_the_round_that_they_judge(
     del trained[:]
     trainer.run_round(release_of(Path(outcome.path), version=3))
     assert chosen & set(trained)
+
+
+def test_the_first_round_of_a_service_is_judged(tmp_path: Path, serving: DraftRelease) -> None:
+    _, outcome, _ = round_of(tmp_path, serving, buffer_with(*of_now(32)))
+    assert outcome.eval.num_traces == 8 and outcome.eval.diff_low > 0
 
 
 def test_without_them_nobody_could_say_that_the_new_traffic_was_learnt(
