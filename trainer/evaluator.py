@@ -69,14 +69,10 @@ class Evaluator:
         lately = [*held, *_by_time(new)[-max(NUM_LATELY, 2 * least) :]]
         lately = [trace for trace in lately if trace.finished_at >= base.judged_since]
         lately = _by_time(self._fit(lately, model.vocab_size))
-        if sum(trace.is_holdout for trace in lately) < self._gate.min_holdout_traces:
-            return _judges(lately, self._gate.min_holdout_traces)
         (counts,) = self._replay([model], lately)
         if not (start := change_of(counts, least)):
-            return NO_JUDGES
-        tested_R = counts.tested_RG.sum(1)
-        since = [lately[i] for i in range(start, len(lately)) if tested_R[i] > 0]
-        return _judges(since, least, lately[start].finished_at)
+            return _judges(lately, self._gate.min_holdout_traces)
+        return _judges(lately[start:], least, lately[start].finished_at)
 
     def compare(
         self, candidate: Path, base: DraftRelease, judges: Judges = NO_JUDGES
@@ -220,8 +216,8 @@ def _start_of_return(earlier: ReplayCounts, base: ReplayCounts, least: int) -> i
         counts.accepted_RG.sum(1) / np.maximum(counts.tested_RG.sum(1), 1e-9)
         for counts in (earlier, base)
     ]
-    start = start_of_change(alphas_R[0] - alphas_R[1])
-    return start if len(alphas_R[0]) - start >= least else 0
+    start = start_of_change(alphas_R[0] - alphas_R[1], least_since=least)
+    return start if start < len(alphas_R[0]) else 0
 
 
 def _by_time(traces: Sequence[Trace]) -> list[Trace]:

@@ -149,13 +149,14 @@ def _learnt_new(before_R: np.ndarray, diff_R: np.ndarray, is_new_R: np.ndarray) 
     return bool(was_higher and new_R.mean() < -error)
 
 
-def start_of_change(loss_R: np.ndarray) -> int:
-    """Index of the first trace since the loss is higher beyond doubt; of several such places it is
-    that of the clearest rise. The number of traces, where there is none or a loss is not finite."""
+def start_of_change(loss_R: np.ndarray, least_since: int = LEAST_SIDE) -> int:
+    """Index of the first trace since the loss is higher beyond doubt, so many traces before the end
+    at least; of several such places it is that of the clearest rise. The number of traces, where
+    there is none or a loss is not finite."""
     found, surest = len(loss_R), SURE
     if not np.isfinite(loss_R).all():
         return found
-    for start in range(LEAST_SIDE, len(loss_R) - LEAST_SIDE + 1):
+    for start in range(LEAST_SIDE, len(loss_R) - least_since + 1):
         before, since = loss_R[:start], loss_R[start:]
         # Of few the variance may be small by chance.
         variance = max(before.var(ddof=1), since.var(ddof=1))

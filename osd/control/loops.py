@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 from osd.common.backoff import Outage
 from osd.common.clock import Clock
@@ -43,7 +44,7 @@ from osd.control.trace_expiry import TraceExpiry
 from osd.control.trainer_link import TrainerLink
 from osd.errors import ReleaseError, ReplayBufferError
 from osd.observe.history import History
-from osd.records import BufferStats, Event, Health
+from osd.records import BufferStats, DraftRelease, EarlierReport, Event, Health
 from osd.releases.store import ReleaseStore
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class ControlLoops:
             self.releases,
             self._detector,
             lambda version: self._history.served(version)[0],
-            trainer.compare_earlier,
+            partial(self._compare, trainer),
             self._clock,
         )
 
@@ -251,9 +252,7 @@ class ControlLoops:
             try:
                 num_new = await self._num_new_traces(trainer)
                 is_due = bool(num_new) and self._is_round_due(num_new)
-                is_resting = bool(self._is_resting)
-                if self._may_look() and recall.is_due(num_new, is_resting=is_resting):
-                    await self._look_back(recall, is_resting=is_resting)
+                await self._look_back(recall, num_new)
                 if is_due:
                     await self._run_round(trainer, recall, num_new)
                     self._train_outage.over(log)
@@ -261,16 +260,24 @@ class ControlLoops:
                 await self._train_outage.pause(str(error), log)
             await self._clock.sleep(self._config.control.seconds_between_looks)
 
-    def _may_look(self) -> bool:
-        return not self.payback.is_measuring(self._clock.time())
+    async def _look_back(self, recall: Recall, num_new: int) -> None:
+        """Let an earlier draft serve again, where it is time to look and one is better."""
+        is_resting = bool(self._is_resting)
+        if self.payback.is_measuring(self._clock.time()):
+            return
+        if recall.is_due(num_new, is_resting=is_resting) and await recall.look(
+            is_resting=is_resting
+        ):
+            self.payback.note_recall()
 
-    async def _look_back(self, recall: Recall, *, is_resting: bool) -> None:
+    async def _compare(
+        self, trainer: TrainerLink, base: DraftRelease, earlier: list[DraftRelease], num_traces: int
+    ) -> list[EarlierReport] | None:
         detail = self.phase_detail
         self.phase, self.phase_detail = "comparing", "with earlier drafts"
         self.payback.begin_look()
         try:
-            if await recall.look(is_resting=is_resting):
-                self.payback.note_recall()
+            return await trainer.compare_earlier(base, earlier, num_traces)
         finally:
             self.payback.end_look(self._clock.time())
             self.phase, self.phase_detail = "waiting", detail

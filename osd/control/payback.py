@@ -123,6 +123,8 @@ class PaybackMeter:
 
     def look(self, statuses: Iterable[ReplicaStatus], *, is_training: bool, now: float) -> None:
         """Take the newest heartbeat of each living replica."""
+        if math.isfinite(self._looks_until):  # also where the clock was set back
+            self._looks_until = min(self._looks_until, now + SETTLE_S)
         if is_training != self._is_training:
             self._change(is_training, now)
         living = {status.replica: status for status in statuses}

@@ -363,10 +363,11 @@ def test_a_round_that_learns_new_traffic_is_kept(
     late = chain_traces(48, start=1200, step=7)  # as if none had come with it
     buffer = buffer_with(*of_before, *of_now, *late)
     assert is_undone(trainer_at(tmp_path / "late", buffer, **options).run_round(base))
-    gate = GATE.model_copy(update={"judge_since_change": True})  # some of the new ones judge it
-    settings = config(method=method, replay_batches=1), gate
-    trainer = Trainer(*settings, 4, buffer, tmp_path / "judged", TARGET_ID)
-    assert trainer.run_round(base).discarded == ""
+    for follows in (False, True):  # as some of the new ones judge it then
+        gate = GATE.model_copy(update={"judge_since_change": follows})
+        settings = config(method=method, replay_batches=1), gate
+        trainer = Trainer(*settings, 4, buffer, tmp_path / f"judged {follows}", TARGET_ID)
+        assert is_undone(trainer.run_round(base)) is not follows
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,15 @@ def test_where_the_traffic_has_just_changed_as_many_judge_as_the_gate_lacks(
     assert len(chosen) == 8 and all(trace in new[12:] for trace in chosen)
     held_out = of_now(3, holdout=True)
     assert len(judges(serving, new, *held_out)) == 5, "three judge anyway"
-    silent = of_now(5, num_output=2, holdout=True)
-    assert len(judges(serving, new, *held_out, *silent)) <= 5
 
 
 def test_who_judges_depends_on_ids_alone(serving: DraftRelease) -> None:
     """Which engines draw: nobody can send what judges."""
     new = of_now(32)
-    assert set(ids(judges(serving, new))) == set(ids(judges(serving, new[::-1])))
+    late = [replace(t, finished_at=2031.0 - t.finished_at) for t in new]
+    chosen = judges(serving, new)
+    assert set(ids(chosen)) == set(ids(judges(serving, late)))
+    assert ids(chosen) != ids(new[:8])
 
 
 def test_answers_to_one_request_do_not_judge_each_other(serving: DraftRelease) -> None:
@@ -95,6 +96,14 @@ def test_none_judges_where_it_is_not_needed_or_too_few_would_teach(serving: Draf
     assert judges(serving, of_now(32), judge_since_change=False) == []
     assert judges(serving, of_now(32), replay_batches=0) == [], "they would never be learnt"
     assert judges(serving, []) == []
+
+
+def test_a_change_within_the_first_requests_of_a_service_is_seen(serving: DraftRelease) -> None:
+    """None of before judges."""
+    evaluator = Evaluator(config(), GATE, 4, buffer_with(*OF_BEFORE[:3], *of_now(2, holdout=True)))
+    found = evaluator.judges_among(serving, [*chain_traces(12, start=700), *of_now(20)])
+    assert found.since == 1000 and len(found.traces) == 6
+    assert all(trace.finished_at >= 1000 for trace in found.traces)
 
 
 def test_where_too_few_are_held_out_new_ones_judge_from_the_start(serving: DraftRelease) -> None:

@@ -226,6 +226,16 @@ def test_what_a_look_at_earlier_drafts_slows_down_is_no_pace_without_the_trainer
     assert figures(here).slowdown == pytest.approx(1.25)
 
 
+def test_after_a_look_a_clock_that_was_set_back_hides_no_pace() -> None:
+    here = Deployment()
+    here.meter.begin_look()
+    here.meter.end_look(here.now + 3600)
+    here.beat(10)
+    for _ in range(2):
+        here.round()
+    assert figures(here).slowdown == pytest.approx(1.25)
+
+
 def test_one_odd_round_changes_nothing() -> None:
     """On a machine that was suspended, say."""
     here = after_rounds(4)
