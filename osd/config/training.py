@@ -101,8 +101,9 @@ class TrainerConfig(Section):
     max_length: int = Field(1024, ge=16)
     """Tokens per trace in training; longer ones lose the start of their prompt."""
     min_new_traces: int = Field(32, ge=1)
-    """A round starts when so many traces have arrived since the last one, or half as many where the
-    acceptance of the last few requests has just fallen."""
+    """A round starts when so many traces have arrived since the last one. While the acceptance of
+    the last few requests is lower than of late, half as many are enough, and as many requests must
+    have come since it fell."""
     max_wait_seconds: float = Field(600, gt=0)
     """A round starts, too, when the first new trace is so old and at least `trainer.batch_size`
     have arrived: where requests are few, the draft learns all the same."""
