@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -344,6 +345,18 @@ def test_a_report_is_drawn_with_the_given_seed_and_as_often_as_the_gate_says() -
                 *alphas,
             ]
             assert found.success_candidate == counts[0].of(classes == name).success
+
+
+def test_where_it_is_known_since_when_the_traffic_is_another_that_is_taken() -> None:
+    """However few came since, and however alike the draft is on both."""
+    traces = [replace(counting(10 + i), finished_at=100.0 + i) for i in range(20)]
+    both = Knows(range(10, 80)), Knows(range(10, 80))
+
+    def num_judged(since: float) -> tuple[int, int]:
+        report = compare(*both, traces, 2, GateConfig(), max_length=64, since=since)
+        return report.num_before, report.num_traces
+
+    assert num_judged(0.0) == (0, 20) and num_judged(115.0) == (15, 5)
 
 
 def counts_of(tested: Sequence[int], accepted: Sequence[int]) -> ReplayCounts:
