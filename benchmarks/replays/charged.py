@@ -42,7 +42,7 @@ class ChargedTraining:
         """Whether a round pays now. A request has ended, and the traffic has changed so often."""
         self._beat(is_training=False)
         if num_wakes != self._num_wakes:
-            self._meter.renew()
+            self._meter.renew(self._now)
         self._num_wakes = num_wakes
         return self._meter.decide(self._now).ok
 

@@ -197,7 +197,7 @@ class ControlLoops:
         says nothing of the next one."""
         if self._detector.num_wakes > self._num_wakes:
             self._num_wakes = self._detector.num_wakes
-            self.payback.renew()
+            self.payback.renew(self._clock.time())
 
     async def _tell_resting(self) -> None:
         """Say when training begins to rest, and why it goes on."""

@@ -64,6 +64,9 @@ MIN_ROUNDS = 2
 """That show what rounds take, before one may be longer."""
 WAKE = 1.2
 """A rest ends when what is saved exceeds what is taken by this factor."""
+TRIAL_SHARE = 0.02
+"""Of the engines' time that rounds take, at most, which are to find out whether rounds pay on other
+traffic, where they did not on that before."""
 
 
 @dataclass(slots=True)
@@ -120,6 +123,8 @@ class PaybackMeter:
         self._looks_until = -math.inf
         """Until when heartbeats show the pace beside a look at earlier drafts."""
         self.is_resting = False
+        self._is_trial_owed = False
+        """Whether the traffic has changed in this rest, and no round has tried it yet."""
 
     def look(self, statuses: Iterable[ReplicaStatus], *, is_training: bool, now: float) -> None:
         """Take the newest heartbeat of each living replica."""
@@ -137,6 +142,8 @@ class PaybackMeter:
         if living:
             self._living = [self._engines[name] for name in living]
             self._rest_or_wake()
+        if self._is_trial_owed and not self._wait_for_trial_s(now):
+            self._forget_rounds()
 
     def add_round(
         self, outcome: RoundOutcome, *, is_published: bool, is_on_trial: bool = False
@@ -175,12 +182,13 @@ class PaybackMeter:
         for engine in self._engines.values():
             engine.gain.newest = engine.gain.awaited = None
 
-    def renew(self) -> None:
-        """The traffic has changed: what earlier rounds brought says nothing of the next one."""
-        self._progress = Progress()
-        for engine in self._engines.values():
-            engine.gain.forget_rounds()
-        self._rest_or_wake()
+    def renew(self, now: float) -> None:
+        """The traffic has changed: what earlier rounds brought says nothing of the next one. Where
+        they did not pay, a round tries it when it takes `TRIAL_SHARE` of the time since the last
+        one."""
+        self._is_trial_owed = True
+        if not self._wait_for_trial_s(now):
+            self._forget_rounds()
 
     def decide(self, now: float) -> Decision:
         """Whether a round pays now, and why."""
@@ -191,9 +199,13 @@ class PaybackMeter:
             return Decision(True, "learning")
         if self.is_resting and waited >= self._max_idle_s:
             return Decision(True, f"no round for {span(waited)}: measuring what one brings")
+        takes = f"a round takes {found.taken_s:.1f} s from the engines"
+        if self._is_trial_owed:
+            wait = span(self._wait_for_trial_s(now))
+            return Decision(False, f"at rest: {takes}, so one tries the other traffic in {wait}")
         text = (
-            f"a round takes {found.taken_s:.1f} s from the engines, and is expected to save "
-            f"{found.saved_s:.1f} s of the next {span(found.within_s)} (trainer.payback_seconds)"
+            f"{takes}, and is expected to save {found.saved_s:.1f} s of the next "
+            f"{span(found.within_s)} (trainer.payback_seconds)"
         )
         return Decision(not self.is_resting, f"at rest: {text}" if self.is_resting else text)
 
@@ -229,6 +241,20 @@ class PaybackMeter:
         )
 
     # Inside
+
+    def _wait_for_trial_s(self, now: float) -> float:
+        """Until a round may try other traffic; 0.0 where rounds pay, or nobody knows."""
+        found, waited = self.figures(), now - self._rounds_at
+        if found is None or not self.is_resting or waited < 0:  # the clock was set back
+            return 0.0
+        return max(found.taken_s / TRIAL_SHARE - waited, 0.0)
+
+    def _forget_rounds(self) -> None:
+        self._is_trial_owed = False
+        self._progress = Progress()
+        for engine in self._engines.values():
+            engine.gain.forget_rounds()
+        self._rest_or_wake()
 
     def _saved_s(self, num: int, engines: Sequence[_Engine]) -> float:
         """By each of the next `num` rounds, in the mean."""
@@ -288,3 +314,4 @@ class PaybackMeter:
         else:
             least = found.taken_s * (WAKE if self.is_resting else 1.0)
             self.is_resting = found.saved_s < least
+        self._is_trial_owed &= self.is_resting

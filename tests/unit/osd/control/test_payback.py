@@ -350,7 +350,8 @@ def test_rounds_that_bring_nothing_are_expected_to_bring_less_until_the_traffic_
         expected.append(figures(here).saved_s)
     assert expected == sorted(expected, reverse=True) and expected[-1] < 0.2 < expected[0]
     assert here.meter.is_resting
-    here.meter.renew()
+    here.beat(100)
+    here.meter.renew(here.now)
     here.beat(1)
     assert not here.meter.is_resting
     assert figures(here).saved_s == pytest.approx(50 * (1 - 1 / 1.1))
@@ -363,7 +364,8 @@ def test_drafts_that_brought_nothing_say_nothing_of_changed_traffic() -> None:
     for _ in range(6):
         here.round()
     assert figures(here).saved_s < 10
-    here.meter.renew()
+    here.beat(100)
+    here.meter.renew(here.now)
     assert figures(here).saved_s == pytest.approx(590 * (1 - 1 / 1.1))
 
 
@@ -378,8 +380,64 @@ def test_other_traffic_ends_a_rest_at_once_where_a_round_pays_on_it(
     for _ in range(20):
         here.round()
     assert here.meter.is_resting
-    here.meter.renew()
+    here.beat(100)
+    here.meter.renew(here.now)
     assert here.meter.is_resting is rests
+
+
+def where_no_round_paid() -> Deployment:
+    """A round takes 2 seconds from the engine; the newest ended 9 seconds ago."""
+    here = Deployment(payback_seconds=60)
+    here.beat(10)
+    for _ in range(9):
+        here.round(is_published=False)
+    assert here.meter.is_resting and figures(here).taken_s == pytest.approx(2.0)
+    return here
+
+
+def test_rounds_that_only_try_other_traffic_take_a_fiftieth_of_the_time() -> None:
+    """Traffic that turns every few seconds would be tried all the while."""
+    here = where_no_round_paid()
+    for _ in range(3):  # it turns, and turns again
+        here.meter.renew(here.now)
+        here.beat(20)
+        assert here.meter.is_resting
+    decided = here.meter.decide(here.now)
+    assert not decided.ok
+    assert decided.reason == (
+        "at rest: a round takes 2.0 s from the engines, so one tries the other traffic in 31 s"
+    )
+    here.beat(30)
+    assert not here.meter.decide(here.now).ok
+    here.beat(1)
+    assert not here.meter.is_resting and here.meter.decide(here.now).ok
+    here.round(is_published=False)  # on this traffic it pays as little
+    while not here.meter.is_resting:
+        here.round(is_published=False)
+    here.beat(400)
+    assert here.meter.is_resting, "a turn is tried once"
+
+
+def test_other_traffic_that_pays_by_itself_is_tried_once() -> None:
+    here = where_no_round_paid()
+    here.meter.renew(here.now)
+    here.better = 90.0
+    here.beat(1)
+    assert not here.meter.is_resting and here.meter.decide(here.now).ok
+    here.better = 1.0001
+    here.beat(1)
+    assert here.meter.is_resting
+    assert "expected to save" in here.meter.decide(here.now).reason
+    here.better = 1.1
+    here.beat(200)
+    assert here.meter.is_resting, "nothing is owed any more"
+
+
+def test_a_clock_that_was_set_back_makes_no_trial_wait() -> None:
+    here = where_no_round_paid()
+    here.now -= 10_000
+    here.meter.renew(here.now)
+    assert not here.meter.is_resting
 
 
 @pytest.mark.parametrize("is_on_trial", [False, True])
@@ -732,7 +790,7 @@ async def test_other_traffic_makes_earlier_rounds_void_though_none_paid(
     world, renewed = World(tmp_path), list[str]()
     meter = world.controller._loops.payback
 
-    def renew() -> None:
+    def renew(now: float) -> None:
         renewed.append("renewed")
         meter.is_resting = False
 
@@ -757,7 +815,7 @@ async def test_where_no_round_pays_after_a_fall_the_next_fall_is_seen_too(
 ) -> None:
     world, renewed = World(tmp_path), list[str]()
     meter = world.controller._loops.payback
-    monkeypatch.setattr(meter, "renew", lambda: renewed.append("renewed"))
+    monkeypatch.setattr(meter, "renew", lambda now: renewed.append("renewed"))
     world.serve(1, alpha=0.9, num=30)
     async with world.running():
         await world.a_few_looks()
@@ -776,7 +834,7 @@ async def test_another_draft_to_improve_makes_earlier_rounds_void(
 ) -> None:
     world, renewed = World(tmp_path), list[str]()
     meter = world.controller._loops.payback
-    monkeypatch.setattr(meter, "renew", lambda: renewed.append("renewed"))
+    monkeypatch.setattr(meter, "renew", lambda now: renewed.append("renewed"))
     async with world.running():
         await world.publish(2)
         world.trainer.rounds += [no_gain] * 3
