@@ -204,6 +204,7 @@ IN_PARTS = {
     "drafts": ("arms", "families", "seeds"),
     "heads": ("arms", "schedules", "seeds", "prices"),
     "drift_speed": ("arms", "schedules"),
+    "papers_online": ("schedules", "seeds"),
     "ablation": ("arms", "seeds"),
 }
 """Benches that take hours, of which a part can be asked for, and which go on where they were left:

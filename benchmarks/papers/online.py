@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 
 from benchmarks.drift import jobs, names
+from benchmarks.parts import Asked, measured, narrowed
 from benchmarks.record import Notebook, Options, Protocol, Row, Shape
 from benchmarks.result import Figure, Lines, Result
 from benchmarks.stats import Estimate, estimate
@@ -30,6 +32,8 @@ CURVE, SMOOTH, TWO = "new traffic", "smooth shift", "two kinds"
 ARMS = {CURVE: (ONLINE, OFFLINE, TENTH), SMOOTH: (ONLINE, FROZEN), TWO: (ONLINE,)}
 NEARLY, KEPT = -0.02, -0.05
 WINDOW = 24
+NUM_PROCESSES = 2
+"""No figure is a time."""
 CLIMBS = "α online, last quarter less first"
 REACHES = "α online less offline, last quarter"
 STAYS_BELOW = "α online less a tenth offline, last quarter"
@@ -92,20 +96,24 @@ def _schedules(new: int, num: int) -> dict[str, Schedule]:
 
 
 def run(options: Options) -> Result:
-    """Every arm of every schedule, one after the other."""
-    plan = protocol(options)
+    """Every arm of every schedule that is asked for."""
+    plan = narrowed(protocol(options), options)
     notebook = Notebook(options, plan)
     FAMILIES["tiny"].models()
+    asked = [
+        Asked(
+            {"schedule": name, "seed": seed, "arm": arm},
+            partial(_replay, name, tree, seed, arm, plan.sizes),
+        )
+        for name, tree in plan.sizes["schedules"].items()
+        for seed in plan.sizes["seeds"]
+        for arm in ARMS[name]
+    ]
     with ProcessPoolExecutor(
-        1, mp_context=get_context("spawn"), initializer=jobs.prepare
-    ) as process:
-        for name, tree in plan.sizes["schedules"].items():
-            for seed in plan.sizes["seeds"]:
-                for arm in ARMS[name]:
-                    options.say(f"{name}, seed {seed}: {arm}")
-                    found = process.submit(_replay, name, tree, seed, arm, plan.sizes).result()
-                    notebook.add(arm=arm, **found)
-    return summarise(plan, notebook.rows)
+        NUM_PROCESSES, mp_context=get_context("spawn"), initializer=jobs.prepare
+    ) as pool:
+        rows = measured(pool, notebook, asked, options.say, at_once=NUM_PROCESSES)
+    return summarise(plan, rows)
 
 
 def _replay(name: str, tree: Any, seed: int, arm: str, sizes: dict[str, Any]) -> Row:
