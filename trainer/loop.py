@@ -30,7 +30,7 @@ from osd.common.model_directory import WEIGHTS
 from osd.config.schema import GateConfig, TrainerConfig
 from osd.errors import ReleaseError
 from osd.exchange.transfer import read_part
-from osd.records import NO_TRACES, DraftRelease, EarlierReport, EvalReport, RoundOutcome, Trace
+from osd.records import NO_TRACES, DraftRelease, EarlierReport, EvalReport, RoundOutcome, RoundSize
 from trainer.batch import TrainBatch, trainable
 from trainer.distiller import Distiller, needing_less
 from trainer.draft import RowModel, export_draft
@@ -38,7 +38,7 @@ from trainer.eagle3.features import features_of
 from trainer.evaluator import Evaluator
 from trainer.files import prune
 from trainer.guard import LossGuard
-from trainer.replay import Judges, NewTraces, ReplayMix, Unread
+from trainer.replay import Judges, NewTraces, ReplayMix, Step, Unread, size_of
 from trainer.sampling.student import SamplingCost, student_of
 from trainer.sampling.teacher import Teacher
 from trainer.trackers import open_trackers, point
@@ -139,23 +139,24 @@ class Trainer:
         on_step: OnStep | None = None,
         *,
         line: int = 0,
-        replay_batches: int | None = None,
+        size: RoundSize | None = None,
     ) -> RoundOutcome:
         """Train on new traces, write a candidate, evaluate it against `base` (the serving draft).
 
         `line` (`ReleaseStore.line`) changes when a release was chosen since the last round. `base`
         alone does not show that: a release that came and went looks like a refused candidate.
-        `replay_batches`: instead of those of the configuration.
+        `size`: instead of that of the configuration.
 
         Raises `OSDError` when the disk does not take candidate or checkpoint, or memory runs out,
         `ReleaseError` when `base` cannot be loaded. After any the next round begins as if this had
         not.
         """
         started, features_s = time.monotonic(), self._features_cpu_s()
-        self._mix.begin_round(replay_batches)
+        size = size or size_of(self._config)
+        self._mix.begin_round(size.replay_batches)
         with told_when_out(self._remedy):
             distiller = self._working.begin_round(base, line)
-            new = self._read_new(base, distiller.model.vocab_size)
+            new = self._read_new(base, distiller.model.vocab_size, size.new_traces)
             progress = self._train(distiller, new, on_step)
             outcome = self._conclude(base, new, progress)
             self._finish(new)
@@ -206,9 +207,9 @@ class Trainer:
 
     # Reading and training
 
-    def _read_new(self, base: DraftRelease, vocab_size: int) -> NewTraces:
-        """The newest unread traces, at most `trainer.max_new_traces`."""
-        read = self._unread.newest(self._working.state.cursor, self._config.max_new_traces)
+    def _read_new(self, base: DraftRelease, vocab_size: int, most: int) -> NewTraces:
+        """The newest unread traces, at most so many."""
+        read = self._unread.newest(self._working.state.cursor, most)
         traces, num_contradicting = trainable(read.traces, vocab_size)
         judges = self._evaluator.judges_among(base, traces)
         return NewTraces(traces, read.start, read.end, num_contradicting, judges)
@@ -233,13 +234,8 @@ class Trainer:
             progress.holdout = before, after
         return progress
 
-    def _batches(
-        self, distiller: Distiller, new: NewTraces, progress: _Progress
-    ) -> Iterator[tuple[list[Trace], int]]:
-        """The traces of each step, and the number of steps that the round is expected to have.
-
-        Replayed traces are drawn part by part: those of a large round would not fit in memory.
-        """
+    def _batches(self, distiller: Distiller, new: NewTraces, progress: _Progress) -> Iterator[Step]:
+        """Replayed traces are drawn part by part: those of a large round do not fit in memory."""
         vocab_size, size = distiller.model.vocab_size, self._config.batch_size
         fresh, seen = new.without_judges(new.traces), self._working.state.replay
         rng, sampling_rng, done, most = self._rng(0), self._rng(2), 0, self._mix.most_new

@@ -26,7 +26,7 @@ import numpy as np
 
 from osd.config.schema import TrainerConfig
 from osd.errors import ReplayBufferError
-from osd.records import Trace
+from osd.records import RoundSize, Trace
 
 if TYPE_CHECKING:
     from buffers.base import TraceBuffer
@@ -44,6 +44,8 @@ MOST_POOLED = 576
 EVERYTHING = 1 << 62
 """More traces than any buffer holds."""
 Cursor = dict[str, int]
+Step = tuple[list[Trace], int]
+"""Its traces, and the number of steps that the round is expected to have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +128,11 @@ class Unread:
         return NewTraces(found, start, behind)
 
 
+def size_of(config: TrainerConfig) -> RoundSize:
+    """Of a round that nobody has sized."""
+    return RoundSize(new_traces=config.max_new_traces, replay_batches=config.replay_batches)
+
+
 class ReplayMix:
     """Chooses older traces from a buffer."""
 
@@ -134,9 +141,9 @@ class ReplayMix:
         self.batches = config.replay_batches
         """Older batches replayed for every batch of new traces."""
 
-    def begin_round(self, batches: int | None) -> None:
-        """Replay so many older batches for every batch of new traces; None: as configured."""
-        self.batches = self._config.replay_batches if batches is None else batches
+    def begin_round(self, batches: int) -> None:
+        """Replay so many older batches for every batch of new traces."""
+        self.batches = batches
 
     @property
     def most_new(self) -> int:

@@ -25,7 +25,7 @@ from osd.control.plane import keep
 from osd.exchange.registry import Registry
 from osd.observe.history import History
 from osd.observe.history_file import HistoryFile
-from osd.records import DraftRelease, EarlierReport, RoundOutcome
+from osd.records import DraftRelease, EarlierReport, RoundOutcome, RoundSize
 from osd.releases.store import ReleaseStore
 
 FIRST = asyncio.FIRST_COMPLETED
@@ -70,7 +70,7 @@ class IdleTrainer:
     async def num_new_traces(self) -> int:
         return 0
 
-    async def run_round(self, base: DraftRelease, line: int, replay_batches: int) -> RoundOutcome:
+    async def run_round(self, base: DraftRelease, line: int, size: RoundSize) -> RoundOutcome:
         raise AssertionError("there are no new traces")
 
     async def candidate(self, outcome: RoundOutcome) -> str:

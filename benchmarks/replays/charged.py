@@ -15,6 +15,7 @@ WITHIN_S = 60.0
 of one schedule on real engines, lasts."""
 STANDSTILL = 1e9
 """Pace of an engine that waits for the trainer."""
+BEAT_S, BEATS_OF_A_ROUND = 1.0, 3
 STATUS = ReplicaStatus(
     at=0.0,
     replica="recorded",
@@ -35,16 +36,21 @@ class ChargedTraining:
     def __init__(self, trainer: TrainerConfig, loop: ClosedLoop) -> None:
         trainer = trainer.model_copy(update={"payback_seconds": WITHIN_S})
         self._meter, self._loop = PaybackMeter(trainer), loop
-        self._now, self._version, self._num_wakes = 0.0, 1, 0
+        self._version, self._num_wakes = 1, 0
+        self._beat_at = -BEAT_S
         self._worked_s = 0.0
+        self._stretched_s = 0.0
+        """By which rounds were made longer for the meter, so that each has its heartbeats."""
 
     def pays(self, num_wakes: int) -> bool:
         """Whether a round pays now. A request has ended, and the traffic has changed so often."""
-        self._beat(is_training=False)
+        now = self.now + self._stretched_s
+        if now - self._beat_at >= BEAT_S:
+            self._beat(now, is_training=False)
         if num_wakes != self._num_wakes:
-            self._meter.renew(self._now)
+            self._meter.renew(now)
         self._num_wakes = num_wakes
-        return self._meter.decide(self._now).ok
+        return self._meter.decide(now).ok
 
     @property
     def now(self) -> float:
@@ -61,20 +67,23 @@ class ChargedTraining:
 
     def add_round(self, outcome: RoundOutcome, cpu_s: float, *, is_published: bool) -> None:
         """A round took so many seconds of the core."""
-        for _ in range(3):
-            self._beat(is_training=True)
-        self._meter.add_round(replace(outcome, seconds=cpu_s), is_published=is_published)
-        self._version += is_published
+        began, seconds = self.now + self._stretched_s, max(cpu_s, BEATS_OF_A_ROUND * BEAT_S)
+        for number in range(BEATS_OF_A_ROUND):
+            self._beat(began + (number + 1) * seconds / BEATS_OF_A_ROUND, is_training=True)
         self._worked_s += cpu_s
+        self._stretched_s += seconds - cpu_s
+        outcome = replace(outcome, seconds=cpu_s)
+        self._meter.add_round(outcome, began + seconds, is_published=is_published)
+        self._version += is_published
 
     def note_recall(self) -> None:
         """An earlier draft serves."""
         self._version += 1
         self._meter.note_recall()
 
-    def _beat(self, *, is_training: bool) -> None:
-        self._now = max(self._loop.clock, self._now + 1.0)
+    def _beat(self, at: float, *, is_training: bool) -> None:
+        self._beat_at = at
         worth = self._loop.speculation.report().worth
         report = SpeculationReport(pace=STANDSTILL if is_training else 1.0, worth=worth)
-        status = replace(STATUS, at=self._now, version=self._version, speculation=report)
-        self._meter.look([status], is_training=is_training, now=self._now)
+        status = replace(STATUS, at=at, version=self._version, speculation=report)
+        self._meter.look([status], is_training=is_training, now=at)

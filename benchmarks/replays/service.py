@@ -20,7 +20,7 @@ from osd.config.schema import Config
 from osd.control.drift import DriftDetector
 from osd.control.effort import Effort
 from osd.control.policy import earlier_to_recall, should_publish, should_train
-from osd.control.recall import LookTimes, choose_earlier
+from osd.control.recall import LookTimes, choose_earlier, pause_after
 from osd.records import DraftRelease, Event, RoundOutcome, SpecWindow, Trace
 from osd.releases.store import ReleaseStore
 from trainer.loop import Trainer
@@ -80,7 +80,9 @@ class ReplayedService:
         if is_resting:
             self.rounds.rest()
         is_due = is_worth_it and self._is_due()
-        if (earlier := self.releases.look(self.serving, index, is_resting=is_resting)) is not None:
+        now = None if self._charged is None else self._charged.now
+        earlier = self.releases.look(self.serving, index, now, is_resting=is_resting)
+        if earlier is not None:
             self._serve(earlier)
             if self._charged is not None:
                 self._charged.note_recall()
@@ -157,14 +159,14 @@ class _Rounds:
     def run(self, serving: DraftRelease, index: int) -> Round:
         """After the request with this index. The candidate is not published yet."""
         charged, trainer = self._charged, self._trainer
-        batches = self._effort.begin_round(
+        size = self._effort.begin_round(
             trainer.num_new_traces(),
             now=float(index) if charged is None else charged.now,
             may_be_longer=self._may_rest if charged is None else charged.may_be_longer(),
         )
         base = replace(serving, judged_since=self._store.judged_since())
         started, cpu_started = time.perf_counter(), time.process_time()
-        outcome = trainer.run_round(base, line=self._store.line(TARGET_ID), replay_batches=batches)
+        outcome = trainer.run_round(base, line=self._store.line(TARGET_ID), size=size)
         seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
         is_better = should_publish(outcome, base, self._gate, False).ok
         self._effort.end_round(replace(outcome, seconds=NO_TIME_S if charged is None else cpu_s))
@@ -181,7 +183,7 @@ class _Rounds:
 
 class _Releases:
     """What serves: candidates that were published, and earlier drafts that serve again as
-    `osd/control/recall.py` decides, but that looks have no share of the time to keep here."""
+    `osd/control/recall.py` decides. Where training takes no time, looks take none either."""
 
     def __init__(
         self, config: Config, trainer: Trainer, store: ReleaseStore, detector: DriftDetector
@@ -194,16 +196,23 @@ class _Releases:
         self.at: list[int] = []
         """Requests after which there was a look, and another draft served."""
         self.cpu_s = 0.0
+        self._looked_at, self._took_s = 0.0, 0.0
+        """When the last look began, and what it took."""
 
     def add(self, window: SpecWindow) -> None:
         self._tested[window.version] += sum(window.num_tested_per_pos)
 
-    def look(self, serving: DraftRelease, index: int, *, is_resting: bool) -> DraftRelease | None:
-        """The earlier draft that serves again; None where none does. `is_resting`: whether training
-        rests."""
+    def look(
+        self, serving: DraftRelease, index: int, now: float | None, *, is_resting: bool
+    ) -> DraftRelease | None:
+        """The earlier draft that serves again; None where none does. `now`: None where looks take
+        no time. `is_resting`: whether training rests."""
         most = self._gate.recall_traces
         least = min(most, self._gate.min_holdout_traces)
         if not least or self._trainer.num_new_traces() < least:
+            return None
+        pause_s = pause_after(self._took_s, is_resting=is_resting)
+        if now is not None and now < self._looked_at + self._took_s + pause_s:
             return None
         if not self._times.is_due(self._detector, is_resting=is_resting):
             return None
@@ -211,7 +220,8 @@ class _Releases:
         earlier = self.earlier_than(serving)
         started = time.process_time()
         reports = self._trainer.compare_earlier(serving, earlier, most)
-        self.cpu_s += time.process_time() - started
+        self._looked_at, self._took_s = now or 0.0, time.process_time() - started
+        self.cpu_s += self._took_s
         self.looks.append(index)
         if (found := earlier_to_recall(reports)) is None:
             return None

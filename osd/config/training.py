@@ -120,7 +120,8 @@ class TrainerConfig(Section):
     """While training rests, one round runs all the same after so long. There may be something to
     learn although acceptance did not fall."""
     max_new_traces: int = Field(512, ge=1)
-    """New traces used in one round; of more, only the newest."""
+    """New traces used in one round; of more, only the newest. The first round after a rest uses
+    `trainer.min_new_traces`."""
     replay_batches: int = Field(8, ge=0)
     """Older batches replayed for every batch of new traces, at least. Replay keeps the draft from
     forgetting, and new traffic is learnt by many passes over little data."""

@@ -1,5 +1,5 @@
-"""How much of what is stored a round replays: as much as there is time for, where the engines lose
-little by it.
+"""How much a round learns from: of what is stored, as much as there is time for, where the engines
+lose little by it; of what has come, all, or after a rest the newest.
 
     newest round: seconds, steps ────────► what a step takes ─────────┐
     time between the newest rounds ──────► half of it ────────────────┼─► batches replayed for each
@@ -8,13 +8,14 @@ little by it.
 New traffic is learnt by many passes over little data: where requests are few, a trainer with a
 device of its own would wait for them most of the time. The first round after a start, a rest or a
 pause replays the least: the time between rounds was another one before, and a shift of traffic is
-to be answered soon.
+to be answered soon. Most of what came in a rest was of traffic that rounds brought nothing on. The
+first round after it takes the newest traces alone; the others can still be replayed.
 """
 
 from __future__ import annotations
 
 from osd.config.schema import TrainerConfig
-from osd.records import RoundOutcome
+from osd.records import RoundOutcome, RoundSize
 
 SHARE_OF_TIME = 0.5
 """Of the time from one round to the next that rounds may take: traces that come meanwhile wait, and
@@ -26,14 +27,15 @@ class Effort:
 
     Example:
         effort = Effort(config.trainer)
-        batches = effort.begin_round(32, now=time.monotonic(), may_be_longer=False)  # 8
-        outcome = trainer.run_round(base, line, batches)
+        size = effort.begin_round(32, now=time.monotonic(), may_be_longer=False)  # 512 new, 8
+        outcome = trainer.run_round(base, line, size)
         effort.end_round(outcome)
-        effort.begin_round(32, now=time.monotonic(), may_be_longer=True)  # up to 32
+        effort.begin_round(32, now=time.monotonic(), may_be_longer=True)  # 512 new, 8 to 32
     """
 
     def __init__(self, trainer: TrainerConfig) -> None:
         self._batch_size, self._most_new = trainer.batch_size, trainer.max_new_traces
+        self._fewest_new = min(trainer.min_new_traces, trainer.max_new_traces)
         self._least = trainer.replay_batches
         self._most = int(trainer.replay_batches * trainer.max_replay_growth)
         if trainer.averaging_rate < 1:  # more passes learn more of poison, too
@@ -44,9 +46,32 @@ class Effort:
         """From the beginning of the round before it."""
         self._step_s: float | None = None
         """Seconds of a step, with its share of all else that a round does; None when not known."""
+        self._has_rested = False
+        """Whether training has rested since the newest round."""
 
-    def begin_round(self, num_new: int, *, now: float, may_be_longer: bool) -> int:
-        """Batches to replay for every batch of new traces. `now`: seconds of any clock."""
+    def begin_round(self, num_new: int, *, now: float, may_be_longer: bool) -> RoundSize:
+        """How much the next round learns from, where so many new traces are there. `now`: seconds
+        of any clock."""
+        most_new = self._fewest_new if self._has_rested else self._most_new
+        self._has_rested = False
+        batches = self._batches(num_new, now, may_be_longer=may_be_longer)
+        return RoundSize(new_traces=most_new, replay_batches=batches)
+
+    def end_round(self, outcome: RoundOutcome) -> None:
+        """A round has ended with an outcome. After one that was undone the next is a short one."""
+        if outcome.num_steps and outcome.seconds > 0 and not outcome.discarded:
+            self._step_s = outcome.seconds / outcome.num_steps
+
+    def rest(self) -> None:
+        """Training rests, as rounds bring too little."""
+        self.pause()
+        self._has_rested = True
+
+    def pause(self) -> None:
+        """There are no rounds for a while, whatever they would bring."""
+        self._began_at = self._gap_s = None
+
+    def _batches(self, num_new: int, now: float, *, may_be_longer: bool) -> int:
         gap_s = None if self._began_at is None else now - self._began_at
         # A time without traffic is no time to spend: it has to be there twice. Of the second round
         # after a rest one time is known.
@@ -58,12 +83,3 @@ class Effort:
         num_steps = SHARE_OF_TIME * min(gaps_s) / step_s
         steps_of_new = min(max(num_new, 1), self._most_new) / self._batch_size
         return int(min(max(num_steps / steps_of_new - 1, self._least), self._most))
-
-    def end_round(self, outcome: RoundOutcome) -> None:
-        """A round has ended with an outcome. After one that was undone the next is a short one."""
-        if outcome.num_steps and outcome.seconds > 0 and not outcome.discarded:
-            self._step_s = outcome.seconds / outcome.num_steps
-
-    def rest(self) -> None:
-        """There are no rounds for a while."""
-        self._began_at = self._gap_s = None

@@ -286,11 +286,11 @@ class ControlLoops:
         """Traces that no draft has learnt; 0 while nothing may be done about them."""
         config = self._config.trainer
         if self.releases.is_paused or not config.enabled:
-            self._effort.rest()
+            self._effort.pause()
             return 0
         counted = await trainer.num_new_traces()
         if counted is None:
-            self._effort.rest()
+            self._effort.pause()
         num_new = counted or 0
         self.phase_detail = f"{num_new} of {config.min_new_traces} new traces"
         if not num_new:
@@ -318,10 +318,10 @@ class ControlLoops:
         if self._is_resting:  # it is to find out whether the rest is over
             self._effort.rest()
         now, may_be_longer = self._clock.monotonic(), self.payback.may_be_longer()
-        batches = self._effort.begin_round(num_new, now=now, may_be_longer=may_be_longer)
-        detail = f"from v{base.version}, {batches} stored batches for each new one"
+        size = self._effort.begin_round(num_new, now=now, may_be_longer=may_be_longer)
+        detail = f"from v{base.version}, {size.replay_batches} stored batches for each new one"
         self.phase, self.phase_detail, self._waiting_since = "training", detail, None
-        outcome = await trainer.run_round(base, line, batches)
+        outcome = await trainer.run_round(base, line, size)
         self.phase, self.phase_detail = "waiting", ""
         if outcome is not None:
             self._effort.end_round(outcome)
@@ -329,4 +329,5 @@ class ControlLoops:
             is_on_trial = self.releases.canary is not None
             needed = self.replicas.versions | kept
             is_published = await self.releases.conclude(outcome, needed, first_on)
-            self.payback.add_round(outcome, is_published=is_published, is_on_trial=is_on_trial)
+            now = self._clock.time()
+            self.payback.add_round(outcome, now, is_published=is_published, is_on_trial=is_on_trial)

@@ -18,6 +18,9 @@ promises that came true: beside a memory, a draft that errs far less may make no
 draft that is not worth its passes yet may need several rounds to be, so the next few are looked at
 together. What is not measured yet forbids nothing: the first rounds show it. Engines that cannot
 tell (a fixed k) are left out.
+
+On other traffic all of this begins anew, and only rounds can tell. Where those on the traffic
+before took more than they brought, the next ones wait until it was `TRIAL_SHARE` of the time.
 """
 
 from __future__ import annotations
@@ -65,8 +68,10 @@ MIN_ROUNDS = 2
 WAKE = 1.2
 """A rest ends when what is saved exceeds what is taken by this factor."""
 TRIAL_SHARE = 0.02
-"""Of the engines' time that rounds take, at most, which are to find out whether rounds pay on other
-traffic, where they did not on that before."""
+"""Share of the engines' time that rounds may take which bring too little, where the traffic changes
+again and again."""
+LEAST_BROUGHT = 0.05
+"""Logarithm of how much faster the drafts of rounds made the engines; less is chance."""
 
 
 @dataclass(slots=True)
@@ -122,9 +127,11 @@ class PaybackMeter:
         """Whether the newest round has ended with one, and its paces are not settled yet."""
         self._looks_until = -math.inf
         """Until when heartbeats show the pace beside a look at earlier drafts."""
+        self._tried_s = 0.0
+        """Seconds of the rounds since the traffic changed."""
+        self._waits_from, self._wait_s = 0.0, 0.0
+        """The next round waits for so long from then on."""
         self.is_resting = False
-        self._is_trial_owed = False
-        """Whether the traffic has changed in this rest, and no round has tried it yet."""
 
     def look(self, statuses: Iterable[ReplicaStatus], *, is_training: bool, now: float) -> None:
         """Take the newest heartbeat of each living replica."""
@@ -142,17 +149,16 @@ class PaybackMeter:
         if living:
             self._living = [self._engines[name] for name in living]
             self._rest_or_wake()
-        if self._is_trial_owed and not self._wait_for_trial_s(now):
-            self._forget_rounds()
 
     def add_round(
-        self, outcome: RoundOutcome, *, is_published: bool, is_on_trial: bool = False
+        self, outcome: RoundOutcome, now: float, *, is_published: bool, is_on_trial: bool = False
     ) -> None:
         """A round has ended. `is_on_trial`: the draft before it is, for which a better one is
         refused; the next will have learnt as much."""
         if outcome.discarded == NO_TRACES:
             return
-        self._has_outcome = True
+        self._has_outcome, self._rounds_at = True, now
+        self._tried_s += outcome.seconds
         batches = self._least if outcome.replay_batches is None else outcome.replay_batches
         num = max((1 + batches) / (1 + self._least), 1.0)
         self._round_s.append(outcome.seconds / num)
@@ -184,11 +190,13 @@ class PaybackMeter:
 
     def renew(self, now: float) -> None:
         """The traffic has changed: what earlier rounds brought says nothing of the next one. Where
-        they did not pay, a round tries it when it takes `TRIAL_SHARE` of the time since the last
-        one."""
-        self._is_trial_owed = True
-        if not self._wait_for_trial_s(now):
-            self._forget_rounds()
+        they brought too little, it waits."""
+        self._wait_s = max(self._left_to_wait_s(now), self._to_make_up_s(now))
+        self._waits_from, self._tried_s = now, 0.0
+        self._progress = Progress()
+        for engine in self._engines.values():
+            engine.gain.forget_rounds()
+        self._rest_or_wake()
 
     def decide(self, now: float) -> Decision:
         """Whether a round pays now, and why."""
@@ -200,9 +208,9 @@ class PaybackMeter:
         if self.is_resting and waited >= self._max_idle_s:
             return Decision(True, f"no round for {span(waited)}: measuring what one brings")
         takes = f"a round takes {found.taken_s:.1f} s from the engines"
-        if self._is_trial_owed:
-            wait = span(self._wait_for_trial_s(now))
-            return Decision(False, f"at rest: {takes}, so one tries the other traffic in {wait}")
+        if not self.is_resting and (left_s := self._left_to_wait_s(now)):
+            text = f"{takes}, and the last ones brought too little: the next waits {span(left_s)}"
+            return Decision(False, text)
         text = (
             f"{takes}, and is expected to save {found.saved_s:.1f} s of the next "
             f"{span(found.within_s)} (trainer.payback_seconds)"
@@ -222,19 +230,13 @@ class PaybackMeter:
 
     def figures(self) -> Payback | None:
         """None while it is not known what a round takes, or brings."""
-        measured = [
-            (engine, slowdown)
-            for engine in self._living
-            if (slowdown := engine.pace.slowdown) is not None and engine.gain.promise is not None
-        ]
+        measured = self._measured()
         if not self._within_s or not measured or not self._round_s:
             return None
-        taken = sum(engine.busy.mean * (1 - 1 / slowdown) for engine, slowdown in measured)
+        engines = [engine for engine, _ in measured]
         return Payback(
-            taken_s=taken * median(self._round_s),
-            saved_s=max(
-                self._saved_s(num, [engine for engine, _ in measured]) for num in STRETCHES
-            ),
+            taken_s=_taken(measured) * median(self._round_s),
+            saved_s=max(self._saved_s(num, engines) for num in STRETCHES),
             within_s=self._within_s,
             slowdown=max(slowdown for _, slowdown in measured),
             is_resting=self.is_resting,
@@ -242,19 +244,32 @@ class PaybackMeter:
 
     # Inside
 
-    def _wait_for_trial_s(self, now: float) -> float:
-        """Until a round may try other traffic; 0.0 where rounds pay, or nobody knows."""
-        found, waited = self.figures(), now - self._rounds_at
-        if found is None or not self.is_resting or waited < 0:  # the clock was set back
-            return 0.0
-        return max(found.taken_s / TRIAL_SHARE - waited, 0.0)
+    def _measured(self) -> list[tuple[_Engine, float]]:
+        """The living engines of which it is known what rounds take and bring, each with its
+        slowdown."""
+        return [
+            (engine, slowdown)
+            for engine in self._living
+            if (slowdown := engine.pace.slowdown) is not None and engine.gain.promise is not None
+        ]
 
-    def _forget_rounds(self) -> None:
-        self._is_trial_owed = False
-        self._progress = Progress()
-        for engine in self._engines.values():
-            engine.gain.forget_rounds()
-        self._rest_or_wake()
+    def _to_make_up_s(self, now: float) -> float:
+        """Until rounds that did not pay were `TRIAL_SHARE` of the time; 0.0 where they did, or were
+        not asked to."""
+        measured, waited_s = self._measured(), now - self._rounds_at
+        busy = sum(engine.busy.mean for engine, _ in measured)
+        if not self.is_resting or not busy or waited_s < 0:  # the clock was set back
+            return 0.0
+        brought = sum(engine.busy.mean * engine.gain.brought_in_all for engine, _ in measured)
+        if brought >= LEAST_BROUGHT * busy:
+            return 0.0
+        wait_s = self._tried_s * _taken(measured) / busy / TRIAL_SHARE
+        return max(min(wait_s, self._max_idle_s) - waited_s, 0.0)
+
+    def _left_to_wait_s(self, now: float) -> float:
+        """As of the last change of the traffic."""
+        waited_s = now - self._waits_from
+        return max(self._wait_s - waited_s, 0.0) if waited_s >= 0 else 0.0
 
     def _saved_s(self, num: int, engines: Sequence[_Engine]) -> float:
         """By each of the next `num` rounds, in the mean."""
@@ -314,4 +329,8 @@ class PaybackMeter:
         else:
             least = found.taken_s * (WAKE if self.is_resting else 1.0)
             self.is_resting = found.saved_s < least
-        self._is_trial_owed &= self.is_resting
+
+
+def _taken(measured: Iterable[tuple[_Engine, float]]) -> float:
+    """Seconds of the engines' time that a second of the trainer takes."""
+    return sum(engine.busy.mean * (1 - 1 / slowdown) for engine, slowdown in measured)

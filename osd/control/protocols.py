@@ -15,6 +15,7 @@ from osd.records import (
     Member,
     ReplicaStatus,
     RoundOutcome,
+    RoundSize,
 )
 
 Tell = Callable[..., Awaitable[None]]
@@ -34,9 +35,7 @@ class Trainer(Protocol):
         ...
 
     async def num_new_traces(self) -> int: ...
-    async def run_round(
-        self, base: DraftRelease, line: int, replay_batches: int
-    ) -> RoundOutcome: ...
+    async def run_round(self, base: DraftRelease, line: int, size: RoundSize) -> RoundOutcome: ...
     async def candidate(self, outcome: RoundOutcome) -> str:
         """The directory of a round's candidate, on this machine."""
         ...

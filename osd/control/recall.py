@@ -15,9 +15,9 @@ After a recall the traffic is known to have changed: candidates are judged on re
 traffic of before, and be left again.
 
 A look takes a fraction of a round, a few forward passes over a few requests, and all looks together
-at most `MOST_SHARE` of the time. While rounds go on there is one after every few requests: right
-after a return α need not be lower than it was on the traffic that was learnt last. While training
-rests, and when nothing moves, looks become rarer.
+at most `MOST_SHARE` of the time, in a rest `AT_REST` of it. While rounds go on there is one after
+every few requests: right after a return α need not be lower than it was on the traffic that was
+learnt last. While training rests, and when nothing moves, looks become rarer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from osd.records import DraftRelease, EarlierReport
 
 MOST_DOUBLINGS = 3
 """Of the requests until the next look, after looks in vain."""
-MOST_SHARE = 0.05
-"""Of the trainer's time that looks take where requests come fast."""
+MOST_SHARE, AT_REST = 0.05, 0.01
+"""Of the time that looks take where requests come fast, while rounds go on and while they rest."""
 
 
 class Traffic(Protocol):
@@ -73,6 +73,11 @@ def choose_earlier(
     most = max(rest, key=lambda release: num_tested(release.version), default=None)
     served = [most] if most is not None and num_tested(most.version) else []
     return [*others[:1], *last, *served]
+
+
+def pause_after(took_s: float, *, is_resting: bool) -> float:
+    """Seconds without a look after one that took so long."""
+    return took_s * (1 / (AT_REST if is_resting else MOST_SHARE) - 1)
 
 
 @dataclass(slots=True)
@@ -135,13 +140,14 @@ class Recall:
         self._gate, self._releases, self._detector = gate, releases, detector
         self._num_tested, self._compare, self._clock = num_tested, compare, clock
         self._times = LookTimes(gate.recall_traces)
-        self._not_before = -math.inf
-        """Monotonic time until which looks have taken their share."""
+        self._ended_at, self._took_s = -math.inf, 0.0
+        """Monotonic time at which the last look ended, and what it took."""
 
     def is_due(self, num_new: int, *, is_resting: bool) -> bool:
         """`num_new`: traces that no draft has learnt. `is_resting`: whether training rests."""
         least = min(self._gate.recall_traces, self._gate.min_holdout_traces)
-        if not least or num_new < least or self._clock.monotonic() < self._not_before:
+        pause_s = pause_after(self._took_s, is_resting=is_resting)
+        if not least or num_new < least or self._clock.monotonic() < self._ended_at + pause_s:
             return False
         return self._times.is_due(self._detector, is_resting=is_resting)
 
@@ -156,8 +162,8 @@ class Recall:
         began_at = self._clock.monotonic()
         reports = await self._compare(current, earlier, self._gate.recall_traces)
         if reports is not None:  # else the trainer was away, not busy
-            ended_at = self._clock.monotonic()
-            self._not_before = ended_at + (ended_at - began_at) * (1 / MOST_SHARE - 1)
+            self._ended_at = self._clock.monotonic()
+            self._took_s = self._ended_at - began_at
         best = policy.earlier_to_recall(reports or [])
         return best is not None and await self._releases.recall(current, best)
 

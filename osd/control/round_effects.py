@@ -131,11 +131,18 @@ class Gain:
     """What is promised of a published draft that has not shown itself in full."""
     is_begun: bool = False
     """Whether a round was seen to begin that has not ended."""
+    settled: float = 0.0
+    """What the rounds' drafts before the newest made the engine faster, all together."""
 
     @property
     def is_open(self) -> bool:
         """Whether a draft was published that has shown nothing yet."""
         return self.awaited is not None and not self.num_shown
+
+    @property
+    def brought_in_all(self) -> float:
+        """What the drafts of all rounds made the engine faster since they were forgotten."""
+        return self.settled + (0.0 if self.newest is None else self.newest[0])
 
     @property
     def trust(self) -> float:
@@ -186,10 +193,11 @@ class Gain:
 
     def forget_rounds(self) -> None:
         self.brought, self.promised = Fading(KEEP_ROUND), Fading(KEEP_ROUND)
-        self.newest = self.awaited = None
+        self.newest, self.awaited, self.settled = None, None, 0.0
 
     def _settle(self) -> None:
         if self.newest is not None:
+            self.settled += self.newest[0]
             self.brought.add(self.newest[0])
             self.promised.add(self.newest[1])
         self.newest = self.awaited = None

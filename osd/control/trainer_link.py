@@ -18,7 +18,7 @@ from osd.common.backoff import Outage
 from osd.common.clock import Clock
 from osd.control.protocols import Tell, Trainer
 from osd.errors import AwayError, OSDError, ReplayBufferError
-from osd.records import DraftRelease, EarlierReport, Event, MetricPoint, RoundOutcome
+from osd.records import DraftRelease, EarlierReport, Event, MetricPoint, RoundOutcome, RoundSize
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,11 +86,9 @@ class TrainerLink:
         return await self._answer(COUNTING, self._trainer.num_new_traces)
 
     async def run_round(
-        self, base: DraftRelease, line: int, replay_batches: int
+        self, base: DraftRelease, line: int, size: RoundSize
     ) -> RoundOutcome | None:
-        return await self._answer(
-            TRAINING, lambda: self._trainer.run_round(base, line, replay_batches)
-        )
+        return await self._answer(TRAINING, lambda: self._trainer.run_round(base, line, size))
 
     async def evaluate_releases(
         self, versions: list[DraftRelease], num_traces: int

@@ -74,6 +74,7 @@ from osd.records.training import (
     EarlierReport,
     EvalReport,
     RoundOutcome,
+    RoundSize,
 )
 from osd.records.wire import decode, encode
 
@@ -118,6 +119,7 @@ __all__ = [
     "ReplicaStatus",
     "ReplicaView",
     "RoundOutcome",
+    "RoundSize",
     "ServiceStatus",
     "SpecWindow",
     "SpeculationFigures",

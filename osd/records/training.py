@@ -86,6 +86,20 @@ class EarlierReport:
     """When the oldest of the traces was finished."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundSize:
+    """How much a round learns from.
+
+    Example:
+        RoundSize(new_traces=32, replay_batches=8)
+    """
+
+    new_traces: int
+    """At most so many; of more, only the newest."""
+    replay_batches: int
+    """Stored batches replayed for every batch of them."""
+
+
 NO_TRACES = "no traces"
 """`RoundOutcome.discarded` of a round that had nothing to learn from."""
 

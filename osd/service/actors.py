@@ -17,7 +17,7 @@ from osd.config.schema import Config
 from osd.errors import ConfigError
 from osd.exchange.registry import Registry
 from osd.exchange.transfer import DraftsHere, FetchedDrafts
-from osd.records import DraftRelease, EarlierReport, RoundOutcome
+from osd.records import DraftRelease, EarlierReport, RoundOutcome, RoundSize
 from osd.service import cluster
 from osd.service.give_way import give_way, limit_gpu_memory, started_again_when_out
 from osd.service.logs import PartLogs, begin_log
@@ -211,13 +211,11 @@ class TrainerActor:
     def machine(self) -> str:
         return socket.gethostname()
 
-    def run_round(self, base: DraftRelease, line: int, replay_batches: int) -> RoundOutcome:
+    def run_round(self, base: DraftRelease, line: int, size: RoundSize) -> RoundOutcome:
         base = self._here(base)
         self._pace.begin()
         with self._purges.around_round():
-            return self._trainer.run_round(
-                base, on_step=self._pace, line=line, replay_batches=replay_batches
-            )
+            return self._trainer.run_round(base, on_step=self._pace, line=line, size=size)
 
     def num_new_traces(self) -> int:
         self._purges.look()

@@ -16,7 +16,7 @@ import torch
 from buffers.base import Cursor
 from buffers.memory import MemoryTraceBuffer
 from osd.errors import ConfigError, OSDError
-from osd.records import DraftRelease, RoundOutcome, Trace
+from osd.records import DraftRelease, RoundOutcome, RoundSize, Trace
 from tests.support.builders import ids
 from tests.support.tiny_drafts import (
     TARGET_ID,
@@ -180,7 +180,9 @@ def test_a_large_round_is_drawn_in_parts(
     num_fresh = trainer.num_new_traces()
     assert num_fresh > 2 * MOST_NEW
     outcome = trainer.run_round(
-        base, lambda done, total, _: steps.append((done, total)), replay_batches=batches
+        base,
+        lambda done, total, _: steps.append((done, total)),
+        size=RoundSize(new_traces=512, replay_batches=batches),
     )
     assert max(asked) <= batches * most
     sizes = [min(most, num_fresh - start) for start in range(0, num_fresh, most)]

@@ -15,7 +15,7 @@ from transformers.utils.logging import enable_progress_bar, is_progress_bar_enab
 from buffers.base import Cursor
 from buffers.memory import MemoryTraceBuffer
 from osd.errors import ReleaseError
-from osd.records import NO_TRACES, DraftRelease, Trace
+from osd.records import NO_TRACES, DraftRelease, RoundSize, Trace
 from tests.support.builders import ids, make_minimal_trace, trace_id
 from tests.support.tiny_drafts import TARGET_ID, chain_traces, release_of, save_draft
 from tests.support.tiny_rounds import GATE, Rounds, buffer_with, config, trainer_at, weights
@@ -267,14 +267,22 @@ def test_what_is_handed_on_stays_as_it_is(kind: type) -> None:
             kind(*[None] * len(fields(kind)))
 
 
-@pytest.mark.parametrize(("asked", "num_steps"), [(None, 2 + 2), (3, 2 + 6), (0, 2)])
-def test_a_round_replays_as_many_batches_as_it_is_asked_to(
-    tmp_path: Path, base: DraftRelease, asked: int | None, num_steps: int
+@pytest.mark.parametrize(
+    ("asked", "num_steps"),
+    [
+        (None, 2 + 2),
+        (RoundSize(new_traces=16, replay_batches=3), 2 + 6),
+        (RoundSize(new_traces=16, replay_batches=0), 2),
+        (RoundSize(new_traces=8, replay_batches=2), 1 + 2),
+    ],
+)
+def test_a_round_is_as_large_as_it_is_asked_to_be(
+    tmp_path: Path, base: DraftRelease, asked: RoundSize | None, num_steps: int
 ) -> None:
     buffer = buffer_with(*chain_traces(16))
     trainer = trainer_at(tmp_path, buffer, replay_batches=1, batch_size=8)
     num_new = trainer.num_new_traces()
-    outcome = trainer.run_round(base, replay_batches=asked)
-    assert (num_new, outcome.num_steps) == (16, num_steps)
+    outcome = trainer.run_round(base, size=asked)
+    assert (num_new, outcome.num_steps, trainer.num_new_traces()) == (16, num_steps, 0)
     buffer.put(chain_traces(16))
     assert trainer.run_round(base).num_steps == 4, "what was asked for counts once"

@@ -37,6 +37,7 @@ from osd.records import (
     MetricPoint,
     ReplicaStatus,
     RoundOutcome,
+    RoundSize,
     ServiceStatus,
     SpecWindow,
 )
@@ -182,10 +183,10 @@ class FakeTrainer:
             raise self.death
         return self.num_new if self.rounds else 0
 
-    async def run_round(self, base: DraftRelease, line: int, replay_batches: int) -> RoundOutcome:
+    async def run_round(self, base: DraftRelease, line: int, size: RoundSize) -> RoundOutcome:
         self.calls.append(f"round from v{base.version}")
         self.lines.append(line)
-        self.replayed.append(replay_batches)
+        self.replayed.append(size.replay_batches)
         self.since.append(base.judged_since)
         await self.gate_open.wait()
         step = self.rounds.pop(0)

@@ -8,7 +8,7 @@ import pytest
 
 from osd.config.schema import TrainerConfig
 from osd.control.effort import Effort
-from osd.records import RoundOutcome
+from osd.records import RoundOutcome, RoundSize
 from tests.unit.osd.control.test_controller import make_outcome
 
 CONFIG = TrainerConfig(replay_batches=8, max_replay_growth=4, batch_size=8, max_new_traces=128)
@@ -17,7 +17,7 @@ ROUND = replace(make_outcome("/c", 1), num_steps=36, seconds=3.6)
 
 
 class Rounds:
-    """Rounds that begin so long after one another."""
+    """Rounds that begin so long after one another. `size`: of the newest."""
 
     def __init__(self, *gaps_s: float, config: TrainerConfig = CONFIG) -> None:
         self.effort, self.now = Effort(config), 100.0
@@ -28,7 +28,8 @@ class Rounds:
 
     def begin(self, gap_s: float, num_new: int = 32, *, may_be_longer: bool = True) -> int:
         self.now += gap_s
-        return self.effort.begin_round(num_new, now=self.now, may_be_longer=may_be_longer)
+        self.size = self.effort.begin_round(num_new, now=self.now, may_be_longer=may_be_longer)
+        return self.size.replay_batches
 
     def next(self, gap_s: float, num_new: int = 32, *, may_be_longer: bool = True) -> int:
         """After one that took as long as all."""
@@ -37,7 +38,8 @@ class Rounds:
 
 
 def test_the_first_round_replays_the_least() -> None:
-    assert Effort(CONFIG).begin_round(32, now=1e6, may_be_longer=True) == 8
+    size = Effort(CONFIG).begin_round(32, now=1e6, may_be_longer=True)
+    assert size == RoundSize(new_traces=128, replay_batches=8)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,23 @@ def test_the_first_round_after_a_rest_replays_the_least() -> None:
     rounds.effort.end_round(ROUND)
     rounds.effort.rest()
     assert rounds.begin(26.5) == 8
+
+
+@pytest.mark.parametrize(("fewest", "new_traces"), [(32, 32), (500, 128)])
+def test_the_first_round_after_a_rest_learns_from_the_newest_traces(
+    fewest: int, new_traces: int
+) -> None:
+    """Hundreds may have come in it, nearly all of traffic that there was nothing to learn of."""
+    rounds = Rounds(26.5, config=CONFIG.model_copy(update={"min_new_traces": fewest}))
+    rounds.effort.rest()
+    rounds.effort.pause()
+    rounds.next(5000.0, 500)
+    assert rounds.size.new_traces == new_traces
+    rounds.next(16.1, 500)
+    assert rounds.size.new_traces == 128
+    rounds.effort.pause()
+    rounds.next(16.1, 500)
+    assert rounds.size.new_traces == 128, "what came in a pause is all to be learnt"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from osd.common.wording import span
 from osd.config.schema import TrainerConfig
 from osd.control.payback import MOST_REST_S, PaybackMeter
 from osd.control.round_effects import CHANGED, KEEP_ROUND, SHOWS_IN, UNTRIED
@@ -76,7 +77,7 @@ class Deployment:
     ) -> None:
         self.beat(10, is_training=True)
         outcome = outcome or make_outcome("", 1)
-        self.meter.add_round(replace(outcome, seconds=seconds), is_published=is_published)
+        self.meter.add_round(replace(outcome, seconds=seconds), self.now, is_published=is_published)
         self.beat(1)  # the draft is on its way
         if is_published:
             self.version, self.draft = self.version + 1, self.draft * self.brings
@@ -203,7 +204,7 @@ def test_a_pace_that_wanders_is_held_against_that_just_before() -> None:
     here.beat(10)
     for _ in range(6):
         here.beat(10, is_training=True)
-        here.meter.add_round(make_outcome("", 1), is_published=True)
+        here.meter.add_round(make_outcome("", 1), here.now, is_published=True)
         here.pace *= 1.25  # from now on it is as slow at rest as it was in the round
         here.beat(10)
     assert figures(here).slowdown == pytest.approx(1.25)
@@ -253,7 +254,9 @@ def test_a_round_that_found_no_traces_says_nothing_of_how_long_one_takes() -> No
     before = figures(here)
     for _ in range(9):
         here.meter.add_round(
-            replace(make_outcome("", 1), seconds=0.1, discarded=NO_TRACES), is_published=False
+            replace(make_outcome("", 1), seconds=0.1, discarded=NO_TRACES),
+            here.now,
+            is_published=False,
         )
     assert figures(here) == before
 
@@ -262,7 +265,7 @@ def test_the_next_round_does_not_hide_what_the_last_one_took() -> None:
     here = Deployment()
     here.beat(10)
     here.beat(10, is_training=True)
-    here.meter.add_round(make_outcome("", 1), is_published=False)
+    here.meter.add_round(make_outcome("", 1), here.now, is_published=False)
     here.beat(2)
     here.beat(1, is_training=True)
     assert figures(here).slowdown == pytest.approx(1.25)
@@ -350,7 +353,6 @@ def test_rounds_that_bring_nothing_are_expected_to_bring_less_until_the_traffic_
         expected.append(figures(here).saved_s)
     assert expected == sorted(expected, reverse=True) and expected[-1] < 0.2 < expected[0]
     assert here.meter.is_resting
-    here.beat(100)
     here.meter.renew(here.now)
     here.beat(1)
     assert not here.meter.is_resting
@@ -364,7 +366,6 @@ def test_drafts_that_brought_nothing_say_nothing_of_changed_traffic() -> None:
     for _ in range(6):
         here.round()
     assert figures(here).saved_s < 10
-    here.beat(100)
     here.meter.renew(here.now)
     assert figures(here).saved_s == pytest.approx(590 * (1 - 1 / 1.1))
 
@@ -380,64 +381,119 @@ def test_other_traffic_ends_a_rest_at_once_where_a_round_pays_on_it(
     for _ in range(20):
         here.round()
     assert here.meter.is_resting
-    here.beat(100)
     here.meter.renew(here.now)
     assert here.meter.is_resting is rests
 
 
-def where_no_round_paid() -> Deployment:
-    """A round takes 2 seconds from the engine; the newest ended 9 seconds ago."""
-    here = Deployment(payback_seconds=60)
+# -------------------------------------------------------------------------- traffic that turns
+
+
+def where_no_round_paid(**given: Any) -> Deployment:
+    """A round takes 2 seconds from an engine; the newest ended 10 seconds ago."""
+    here = Deployment(**{"payback_seconds": 60, **given})
     here.beat(10)
-    for _ in range(9):
+    for _ in range(40):
+        if here.meter.is_resting:
+            return here
         here.round(is_published=False)
-    assert here.meter.is_resting and figures(here).taken_s == pytest.approx(2.0)
-    return here
+    raise AssertionError("it never rests")
 
 
-def test_rounds_that_only_try_other_traffic_take_a_fiftieth_of_the_time() -> None:
-    """Traffic that turns every few seconds would be tried all the while."""
+def turning(here: Deployment, *, hours: float, is_published: bool) -> float:
+    """Seconds that the trainer worked while the traffic turned every 45 seconds."""
+    until, turns_at, worked_s = here.now + 3600 * hours, here.now, 0.0
+    while here.now < until:
+        if here.now >= turns_at and here.meter.is_resting:
+            here.meter.renew(here.now)
+            turns_at = here.now + 45
+        if here.meter.decide(here.now).ok:
+            here.round(is_published=is_published)
+            worked_s += 10
+        else:
+            here.beat(1)
+    return worked_s
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+@pytest.mark.parametrize(
+    ("payback_s", "num_replicas", "num_idle"), [(60, 1, 0), (600, 1, 0), (600, 4, 0), (600, 4, 3)]
+)
+def test_rounds_that_only_try_other_traffic_take_a_fiftieth_of_the_time(
+    payback_s: float, num_replicas: int, num_idle: int, is_published: bool
+) -> None:
+    """Of the engines' time, however many there are, and though each try is of several rounds."""
+    here = Deployment(payback_seconds=payback_s, num_replicas=num_replicas)
+    here.brings, here.idle = 1.0, set(here.names[:num_idle])
+    here.beat(10)
+    taken_s = turning(here, hours=3, is_published=is_published) * 0.2
+    assert 0.012 < taken_s / (3 * 3600) < 0.022
+
+
+def test_how_long_the_next_round_waits_is_said() -> None:
     here = where_no_round_paid()
-    for _ in range(3):  # it turns, and turns again
-        here.meter.renew(here.now)
-        here.beat(20)
-        assert here.meter.is_resting
-    decided = here.meter.decide(here.now)
-    assert not decided.ok
-    assert decided.reason == (
-        "at rest: a round takes 2.0 s from the engines, so one tries the other traffic in 31 s"
-    )
-    here.beat(30)
-    assert not here.meter.decide(here.now).ok
-    here.beat(1)
-    assert not here.meter.is_resting and here.meter.decide(here.now).ok
-    here.round(is_published=False)  # on this traffic it pays as little
-    while not here.meter.is_resting:
-        here.round(is_published=False)
-    here.beat(400)
-    assert here.meter.is_resting, "a turn is tried once"
-
-
-def test_other_traffic_that_pays_by_itself_is_tried_once() -> None:
-    here = where_no_round_paid()
+    worked_s = here.meter._tried_s
     here.meter.renew(here.now)
-    here.better = 90.0
-    here.beat(1)
-    assert not here.meter.is_resting and here.meter.decide(here.now).ok
-    here.better = 1.0001
+    assert not here.meter.is_resting, "what was before says nothing"
+    decided = here.meter.decide(here.now)
+    left_s = round(worked_s * 0.2 / 0.02 - 9)
+    assert not decided.ok and decided.reason == (
+        "a round takes 2.0 s from the engines, and the last ones brought too little: the next "
+        f"waits {span(left_s)}"
+    )
+    here.beat(20)
+    here.meter.renew(here.now)  # it turns again
+    here.beat(left_s - 21)
+    assert not here.meter.decide(here.now).ok
+    here.beat(2)
+    assert here.meter.decide(here.now).ok
+
+
+def test_where_rounds_brought_something_the_next_does_not_wait() -> None:
+    here = Deployment()
+    here.beat(10)
+    for _ in range(4):
+        here.round()
+    here.better, here.brings = 1.0005, 1.0  # it has learnt that
     here.beat(1)
     assert here.meter.is_resting
-    assert "expected to save" in here.meter.decide(here.now).reason
-    here.better = 1.1
-    here.beat(200)
-    assert here.meter.is_resting, "nothing is owed any more"
-
-
-def test_a_clock_that_was_set_back_makes_no_trial_wait() -> None:
-    here = where_no_round_paid()
-    here.now -= 10_000
     here.meter.renew(here.now)
+    here.better = 1.1
+    here.beat(1)
+    assert here.meter.decide(here.now).ok
+    for _ in range(40):
+        if here.meter.is_resting:
+            break
+        here.round()
+    assert here.meter.is_resting
+    here.meter.renew(here.now)
+    assert not here.meter.decide(here.now).ok, "on that traffic they brought nothing"
+
+
+def test_rounds_that_pay_do_not_wait() -> None:
+    here = after_rounds(3)
     assert not here.meter.is_resting
+    here.meter.renew(here.now)
+    assert here.meter.decide(here.now).ok
+
+
+def test_nothing_waits_longer_than_a_rest_may_be() -> None:
+    here = where_no_round_paid(max_idle_seconds=60)
+    here.meter.renew(here.now)
+    here.beat(49)
+    assert not here.meter.decide(here.now).ok
+    here.beat(3)
+    assert here.meter.decide(here.now).ok
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_a_clock_that_was_set_back_makes_no_round_wait(is_before: bool) -> None:
+    here = where_no_round_paid()
+    if is_before:
+        here.now -= 10_000
+    here.meter.renew(here.now)
+    if not is_before:
+        here.now -= 10_000
+    assert here.meter.decide(here.now).ok
 
 
 @pytest.mark.parametrize("is_on_trial", [False, True])
@@ -447,7 +503,7 @@ def test_better_drafts_that_wait_for_a_trial_bring_something(is_on_trial: bool) 
     for _ in range(30):
         here.beat(10, is_training=True)
         outcome = replace(make_outcome("", 1), seconds=10.0)
-        here.meter.add_round(outcome, is_published=False, is_on_trial=is_on_trial)
+        here.meter.add_round(outcome, here.now, is_published=False, is_on_trial=is_on_trial)
         here.beat(10)
     assert here.meter.is_resting is not is_on_trial
     (engine,) = here.meter._engines.values()
@@ -560,7 +616,7 @@ def test_only_engines_that_serve_the_new_draft_show_what_it_brings() -> None:
     here = after_rounds(0)
     before = here.better
     here.beat(10, is_training=True)
-    here.meter.add_round(replace(make_outcome("", 1), seconds=10.0), is_published=True)
+    here.meter.add_round(replace(make_outcome("", 1), seconds=10.0), here.now, is_published=True)
     here.draft = 1.1  # the traffic has changed, the version has not
     here.beat(10)
     assert figures(here).saved_s == pytest.approx(590 * (1 - 1 / before))
@@ -582,7 +638,7 @@ def test_a_round_too_short_to_be_seen_says_nothing_of_what_drafts_bring() -> Non
     before = figures(here).saved_s
     here.draft *= 1.02  # the traffic has changed
     for is_published in (False, True):
-        here.meter.add_round(make_outcome("", 1), is_published=is_published)
+        here.meter.add_round(make_outcome("", 1), here.now, is_published=is_published)
         here.version += is_published
         here.beat(10)
         assert figures(here).saved_s == before
@@ -591,7 +647,7 @@ def test_a_round_too_short_to_be_seen_says_nothing_of_what_drafts_bring() -> Non
 def test_a_round_waits_a_moment_for_what_the_last_one_brought() -> None:
     here = after_rounds(4)
     here.beat(10, is_training=True)
-    here.meter.add_round(make_outcome("", 1), is_published=True)
+    here.meter.add_round(make_outcome("", 1), here.now, is_published=True)
     here.beat(3)
     waits = here.meter.decide(here.now)
     assert not waits.ok and "brought is being measured" in waits.reason
@@ -604,7 +660,7 @@ def test_a_round_waits_a_moment_for_what_the_last_one_brought() -> None:
 def test_a_clock_that_is_set_back_holds_no_round_up() -> None:
     here = after_rounds(4)
     here.beat(10, is_training=True)
-    here.meter.add_round(make_outcome("", 1), is_published=True)
+    here.meter.add_round(make_outcome("", 1), here.now, is_published=True)
     here.beat(3)
     assert not here.meter.decide(here.now).ok
     here.now -= 3600
@@ -703,7 +759,7 @@ def test_the_first_moment_of_a_round_says_nothing_of_its_pace() -> None:
         here.beat(1, is_training=True)  # the pace has not followed yet
         here.slowdown = slow
         here.beat(9, is_training=True)
-        here.meter.add_round(make_outcome("", 1), is_published=True)
+        here.meter.add_round(make_outcome("", 1), here.now, is_published=True)
         here.beat(10)
     assert figures(here).slowdown == pytest.approx(1.25)
 
@@ -718,7 +774,7 @@ def test_a_heartbeat_counts_for_the_time_at_which_it_was_sent() -> None:
         here.meter.look([replace(known, at=begun - 0.02)], is_training=True, now=begun)
         here.now = begun + 0.9
         sent = here.status("replica-0", is_training=True)
-        here.meter.add_round(make_outcome("", 1), is_published=True)
+        here.meter.add_round(make_outcome("", 1), here.now, is_published=True)
         here.meter.look([sent], is_training=False, now=begun + 1)
         here.beat(5)
     assert figures(here).slowdown == pytest.approx(1.25)
@@ -729,7 +785,7 @@ def test_rounds_wait_a_moment_while_the_pace_without_them_is_not_known() -> None
     here = Deployment()
     here.beat(10)
     here.beat(10, is_training=True)
-    here.meter.add_round(make_outcome("", 1), is_published=False)
+    here.meter.add_round(make_outcome("", 1), here.now, is_published=False)
     here.beat(1)
     waits = here.meter.decide(here.now)
     assert not waits.ok and "is being measured" in waits.reason
@@ -787,11 +843,11 @@ async def test_other_traffic_makes_earlier_rounds_void_though_none_paid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The meter lets training rest; nothing but its own rest would have watched acceptance."""
-    world, renewed = World(tmp_path), list[str]()
+    world, renewed = World(tmp_path), list[float]()
     meter = world.controller._loops.payback
 
     def renew(now: float) -> None:
-        renewed.append("renewed")
+        renewed.append(now)
         meter.is_resting = False
 
     monkeypatch.setattr(meter, "renew", renew)
@@ -805,7 +861,7 @@ async def test_other_traffic_makes_earlier_rounds_void_though_none_paid(
         assert not renewed
         world.serve(1, alpha=0.2, num=3)
         await world.until(lambda: "learns" in world.kinds())
-    assert renewed == ["renewed"]
+    assert renewed == [world.clock.time()]
     (said,) = [text for text in world.events() if text.startswith("learns")]
     assert said.startswith("learns: α fell from 0.")
 

@@ -12,7 +12,7 @@ import pytest
 
 from osd.control.drift import FadingAlpha
 from osd.control.policy import earlier_to_recall
-from osd.control.recall import LookTimes, choose_earlier
+from osd.control.recall import LookTimes, choose_earlier, pause_after
 from osd.errors import AwayError, ReleaseError
 from osd.records import Canary, DraftRelease, EarlierReport
 from tests.unit.osd.control.test_controller import TARGET, World, live_window, no_gain, world
@@ -261,7 +261,14 @@ async def test_between_looks_the_service_still_says_why_training_rests(
     assert "" not in details and details[-1].startswith("at rest: ")
 
 
-async def test_where_requests_come_fast_looks_take_a_twentieth_of_the_time(world: World) -> None:
+@pytest.mark.parametrize(("is_resting", "pause_s"), [(False, 57), (True, 297)])
+def test_looks_take_a_twentieth_of_the_time_and_a_hundredth_of_a_rest(
+    is_resting: bool, pause_s: float
+) -> None:
+    assert pause_after(3.0, is_resting=is_resting) == pytest.approx(pause_s)
+
+
+async def test_where_requests_come_fast_looks_take_a_hundredth_of_a_rest(world: World) -> None:
     """So that training that rests takes next to nothing from the engines, however much comes."""
 
     async def takes_long(*_: object) -> list[EarlierReport]:
@@ -278,10 +285,10 @@ async def test_where_requests_come_fast_looks_take_a_twentieth_of_the_time(world
         world.trainer.rounds.append(world.trainer.better)  # traces wait
         for _ in range(160):
             world.serve(3, 0.7, num=40)
-            world.clock.move(1)
+            world.clock.move(5)
             await world.a_few_looks()
     waits = [later - earlier for earlier, later in pairwise(began_at)]
-    assert len(waits) == 2 and all(60 <= wait <= 61 for wait in waits)
+    assert len(waits) == 2 and all(300 <= wait <= 305 for wait in waits)
 
 
 async def test_a_trainer_that_was_away_has_not_been_busy(world: World) -> None:

@@ -19,7 +19,7 @@ from osd.control.trainer_link import (
     TrainerLink,
 )
 from osd.errors import AwayError, OSDError, ReplayBufferError
-from osd.records import DraftRelease, EarlierReport, Event, RoundOutcome
+from osd.records import DraftRelease, EarlierReport, Event, RoundOutcome, RoundSize
 from tests.support.clocks import HandClock
 
 RELEASE = DraftRelease(version=1, parent=0, path="/d", sha256="a", target_id="t", created_at=1.0)
@@ -48,7 +48,7 @@ class FakeTrainer:
     async def num_new_traces(self) -> int:
         return self._do("num_new_traces", 7)
 
-    async def run_round(self, base: DraftRelease, line: int, replay_batches: int) -> RoundOutcome:
+    async def run_round(self, base: DraftRelease, line: int, size: RoundSize) -> RoundOutcome:
         return self._do("run_round", OUTCOME)
 
     async def candidate(self, outcome: RoundOutcome) -> str:

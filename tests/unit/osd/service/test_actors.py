@@ -132,10 +132,8 @@ class Heard:
     def begin(self) -> None:
         self.heard.append("begin")
 
-    def run_round(
-        self, base: str, on_step: Any = None, *, line: int = 0, replay_batches: int = 0
-    ) -> str:
-        self.heard.append((base, on_step, line, replay_batches))
+    def run_round(self, base: str, on_step: Any = None, *, line: int = 0, size: int = 0) -> str:
+        self.heard.append((base, on_step, line, size))
         self.num_purges += self.is_purged_meanwhile
         return "outcome"
 
