@@ -61,6 +61,11 @@ class ChargedTraining:
     def is_resting(self) -> bool:
         return self._meter.is_resting
 
+    @property
+    def is_waiting(self) -> bool:
+        """As of `PaybackMeter`."""
+        return self._meter.is_waiting(self.now + self._stretched_s)
+
     def may_be_longer(self) -> bool:
         """As of `PaybackMeter`."""
         return self._meter.may_be_longer()

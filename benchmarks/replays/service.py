@@ -81,6 +81,7 @@ class ReplayedService:
             self.rounds.rest()
         is_due = is_worth_it and self._is_due()
         now = None if self._charged is None else self._charged.now
+        is_resting |= self._charged is not None and self._charged.is_waiting
         earlier = self.releases.look(self.serving, index, now, is_resting=is_resting)
         if earlier is not None:
             self._serve(earlier)

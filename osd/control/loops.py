@@ -262,8 +262,9 @@ class ControlLoops:
 
     async def _look_back(self, recall: Recall, num_new: int) -> None:
         """Let an earlier draft serve again, where it is time to look and one is better."""
-        is_resting = bool(self._is_resting)
-        if self.payback.is_measuring(self._clock.time()):
+        now = self._clock.time()
+        is_resting = bool(self._is_resting) or self.payback.is_waiting(now)
+        if self.payback.is_measuring(now):
             return
         if recall.is_due(num_new, is_resting=is_resting) and await recall.look(
             is_resting=is_resting

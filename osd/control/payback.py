@@ -198,6 +198,10 @@ class PaybackMeter:
             engine.gain.forget_rounds()
         self._rest_or_wake()
 
+    def is_waiting(self, now: float) -> bool:
+        """Whether the next round waits, as the last ones brought too little."""
+        return not self.is_resting and self._left_to_wait_s(now) > 0
+
     def decide(self, now: float) -> Decision:
         """Whether a round pays now, and why."""
         if self.is_measuring(now):
@@ -208,9 +212,9 @@ class PaybackMeter:
         if self.is_resting and waited >= self._max_idle_s:
             return Decision(True, f"no round for {span(waited)}: measuring what one brings")
         takes = f"a round takes {found.taken_s:.1f} s from the engines"
-        if not self.is_resting and (left_s := self._left_to_wait_s(now)):
-            text = f"{takes}, and the last ones brought too little: the next waits {span(left_s)}"
-            return Decision(False, text)
+        if self.is_waiting(now):
+            left = span(self._left_to_wait_s(now))
+            return Decision(False, f"{takes}, and the last ones brought too little: wait {left}")
         text = (
             f"{takes}, and is expected to save {found.saved_s:.1f} s of the next "
             f"{span(found.within_s)} (trainer.payback_seconds)"

@@ -434,18 +434,19 @@ def test_how_long_the_next_round_waits_is_said() -> None:
     worked_s = here.meter._tried_s
     here.meter.renew(here.now)
     assert not here.meter.is_resting, "what was before says nothing"
+    assert here.meter.is_waiting(here.now)
     decided = here.meter.decide(here.now)
     left_s = round(worked_s * 0.2 / 0.02 - 9)
     assert not decided.ok and decided.reason == (
-        "a round takes 2.0 s from the engines, and the last ones brought too little: the next "
-        f"waits {span(left_s)}"
+        "a round takes 2.0 s from the engines, and the last ones brought too little: "
+        f"wait {span(left_s)}"
     )
     here.beat(20)
     here.meter.renew(here.now)  # it turns again
     here.beat(left_s - 21)
     assert not here.meter.decide(here.now).ok
     here.beat(2)
-    assert here.meter.decide(here.now).ok
+    assert here.meter.decide(here.now).ok and not here.meter.is_waiting(here.now)
 
 
 def test_where_rounds_brought_something_the_next_does_not_wait() -> None:

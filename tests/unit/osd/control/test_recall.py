@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 
+from osd.control import policy
 from osd.control.drift import FadingAlpha
 from osd.control.policy import earlier_to_recall
 from osd.control.recall import LookTimes, choose_earlier, pause_after
@@ -268,8 +269,12 @@ def test_looks_take_a_twentieth_of_the_time_and_a_hundredth_of_a_rest(
     assert pause_after(3.0, is_resting=is_resting) == pytest.approx(pause_s)
 
 
-async def test_where_requests_come_fast_looks_take_a_hundredth_of_a_rest(world: World) -> None:
-    """So that training that rests takes next to nothing from the engines, however much comes."""
+@pytest.mark.parametrize("is_waiting", [False, True])
+async def test_where_requests_come_fast_looks_take_a_hundredth_of_a_rest(
+    world: World, is_waiting: bool
+) -> None:
+    """So that training that rests, or waits as the last rounds brought too little, takes next to
+    nothing from the engines, however much comes."""
 
     async def takes_long(*_: object) -> list[EarlierReport]:
         began_at.append(world.clock.now)
@@ -279,7 +284,12 @@ async def test_where_requests_come_fast_looks_take_a_hundredth_of_a_rest(world: 
     world.configure("trainer", patience_rounds=1)
     async with world.running():
         await with_three(world)
-        await rest(world)
+        if is_waiting:
+            payback = world.controller._loops.payback
+            payback.is_waiting = lambda now: True  # type: ignore[method-assign]
+            payback.decide = lambda now: policy.Decision(False, "")  # type: ignore[method-assign]
+        else:
+            await rest(world)
         began_at = list[float]()
         world.trainer.compare_earlier = takes_long  # type: ignore[method-assign]
         world.trainer.rounds.append(world.trainer.better)  # traces wait
