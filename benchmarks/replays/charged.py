@@ -42,13 +42,14 @@ class ChargedTraining:
         self._stretched_s = 0.0
         """By which rounds were made longer for the meter, so that each has its heartbeats."""
 
-    def pays(self, num_wakes: int) -> bool:
-        """Whether a round pays now. A request has ended, and the traffic has changed so often."""
+    def pays(self, num_wakes: int, *, has_rested: bool) -> bool:
+        """Whether a round pays now. A request has ended, and the traffic has changed so often.
+        `has_rested`: whether training did before it."""
         now = self.now + self._stretched_s
         if now - self._beat_at >= BEAT_S:
             self._beat(now, is_training=False)
         if num_wakes != self._num_wakes:
-            self._meter.renew(now)
+            self._meter.renew(now, has_rested=has_rested)
         self._num_wakes = num_wakes
         return self._meter.decide(now).ok
 
@@ -58,13 +59,14 @@ class ChargedTraining:
         return self._loop.clock + self._worked_s
 
     @property
-    def is_resting(self) -> bool:
+    def rests_for_price(self) -> bool:
+        """As of `PaybackMeter.is_resting`."""
         return self._meter.is_resting
 
     @property
-    def is_waiting(self) -> bool:
-        """As of `PaybackMeter`."""
-        return self._meter.is_waiting(self.now + self._stretched_s)
+    def is_resting(self) -> bool:
+        """Whether rounds rest or wait, as they do not pay."""
+        return self._meter.is_resting or self._meter.is_waiting(self.now + self._stretched_s)
 
     def may_be_longer(self) -> bool:
         """As of `PaybackMeter`."""

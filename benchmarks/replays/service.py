@@ -61,6 +61,7 @@ class ReplayedService:
         self.rounds = _Rounds(config, self._trainer, store, charged, may_rest=may_rest)
         self._at = 0.0
         """When the newest request ended."""
+        self._is_resting = False
         self.serving = store.publish(draft, parent=0, target_id=TARGET_ID)
         server.swap(self.serving.path, None)
 
@@ -76,12 +77,12 @@ class ReplayedService:
         self._detector.add(window)
         self.releases.add(window)
         is_worth_it = self._is_worth_it()
-        is_resting = self._is_resting
+        does_not_pay = self._charged is not None and self._charged.is_resting
+        is_resting = self._is_resting = self._detector.is_resting or does_not_pay
         if is_resting:
             self.rounds.rest()
         is_due = is_worth_it and self._is_due()
         now = None if self._charged is None else self._charged.now
-        is_resting |= self._charged is not None and self._charged.is_waiting
         earlier = self.releases.look(self.serving, index, now, is_resting=is_resting)
         if earlier is not None:
             self._serve(earlier)
@@ -95,14 +96,9 @@ class ReplayedService:
         may_bring = not self._may_rest or self._detector.decide(self._at).ok
         if self._charged is None:
             return may_bring
-        pays = self._charged.pays(self._detector.num_wakes)
-        self._detector.note_price_rest(is_on=self._charged.is_resting)
+        pays = self._charged.pays(self._detector.num_wakes, has_rested=self._is_resting)
+        self._detector.note_price_rest(is_on=self._charged.rests_for_price)
         return may_bring and pays
-
-    @property
-    def _is_resting(self) -> bool:
-        does_not_pay = self._charged is not None and self._charged.is_resting
-        return self._detector.is_resting or does_not_pay
 
     def _is_due(self) -> bool:
         return len(self.rounds.ended) != self._max_rounds and should_train(
@@ -114,7 +110,7 @@ class ReplayedService:
         )
 
     def _run_round(self, index: int) -> None:
-        one = self.rounds.run(self.serving, index)
+        one = self.rounds.run(self.serving, index, self._detector.num_since_rest)
         self._detector.add(one.outcome)
         kind = "published" if one.is_published else "refused"
         self._detector.add(Event(at=self._at, kind=kind, text=""))
@@ -157,13 +153,15 @@ class _Rounds:
         self.ended: list[Round] = []
         self.cpu_s = 0.0
 
-    def run(self, serving: DraftRelease, index: int) -> Round:
-        """After the request with this index. The candidate is not published yet."""
+    def run(self, serving: DraftRelease, index: int, num_since_rest: int | None) -> Round:
+        """After the request with this index. The candidate is not published yet.
+        `num_since_rest`: as of `DriftDetector`."""
         charged, trainer = self._charged, self._trainer
         size = self._effort.begin_round(
             trainer.num_new_traces(),
             now=float(index) if charged is None else charged.now,
             may_be_longer=self._may_rest if charged is None else charged.may_be_longer(),
+            num_since_rest=num_since_rest,
         )
         base = replace(serving, judged_since=self._store.judged_since())
         started, cpu_started = time.perf_counter(), time.process_time()

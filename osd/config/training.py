@@ -118,10 +118,11 @@ class TrainerConfig(Section):
     never rests for that. 0 = train whatever it takes."""
     max_idle_seconds: float = Field(3600, gt=0)
     """While training rests, one round runs all the same after so long. There may be something to
-    learn although acceptance did not fall."""
+    learn although acceptance did not fall. No round waits longer, either, where others on other
+    traffic brought too little."""
     max_new_traces: int = Field(512, ge=1)
-    """New traces used in one round; of more, only the newest. The first round after a rest uses
-    `trainer.min_new_traces`."""
+    """New traces used in one round; of more, only the newest. The first round after a rest that
+    other traffic ended uses `trainer.min_new_traces` and those that came since."""
     replay_batches: int = Field(8, ge=0)
     """Older batches replayed for every batch of new traces, at least. Replay keeps the draft from
     forgetting, and new traffic is learnt by many passes over little data."""

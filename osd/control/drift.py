@@ -213,6 +213,8 @@ class DriftDetector:
         self._is_told = False
         """Whether that was said since the start. Before, the feed tells it of an earlier process;
         later, it tells again what was said."""
+        self._fell_at: int | None = None
+        """Requests captured when a fall ended a rest; None since a round has ended."""
         self.is_resting = False
         """Whether it rests as rounds brought no gain."""
         self.woken_by = ""
@@ -259,6 +261,11 @@ class DriftDetector:
         """As of `Fall`."""
         return self._fall.num_since
 
+    @property
+    def num_since_rest(self) -> int | None:
+        """Requests captured since other traffic ended a rest, until a round has ended."""
+        return None if self._fell_at is None else self._num_captured - self._fell_at
+
     def note_price_rest(self, *, is_on: bool) -> None:
         """Whether training rests because a round would not pay. What was reckoned of one traffic
         says nothing of another: a fall of α ends this rest, too, unless a round would not pay then
@@ -283,20 +290,13 @@ class DriftDetector:
             return Decision(True, self.woken_by or "learning")
         waited = now - self._rounds_at
         if waited >= self._trainer.max_idle_seconds:
-            return Decision(
-                True,
-                f"no round for {waited / 60:.0f} minutes: looking whether there is something to "
-                "learn",
-            )
+            text = f"no round for {waited / 60:.0f} minutes: looking whether there is something to "
+            return Decision(True, text + "learn")
         recent, usual = self._all.recent.alpha, self._all.usual.alpha
-        seen = (
-            f"; α {recent:.2f}, usually {usual:.2f}"
-            if recent is not None and usual is not None
-            else ""
-        )
-        return Decision(
-            False, f"at rest: {self._num_fruitless} rounds in a row brought no gain{seen}"
-        )
+        text = f"at rest: {self._num_fruitless} rounds in a row brought no gain"
+        if recent is not None and usual is not None:
+            text += f"; α {recent:.2f}, usually {usual:.2f}"
+        return Decision(False, text)
 
     def _add_window(self, window: SpecWindow) -> None:
         self._fall.add(window)
@@ -309,7 +309,7 @@ class DriftDetector:
                 if watched.has_risen(self._trainer.drift_margin):
                     watched.settle()
                 if fell := watched.fall(self._trainer.drift_margin):
-                    of = f" of {label!r}" if label else ""
+                    self._fell_at, of = self._num_captured, f" of {label!r}" if label else ""
                     return self._wake(f"α{of} fell from {fell[0]:.2f} to {fell[1]:.2f}")
 
     def _add_labelled(self, window: SpecWindow) -> None:
@@ -324,7 +324,7 @@ class DriftDetector:
 
     def _end_round(self, *, gained: bool) -> None:
         """A round brought gain if its candidate serves."""
-        self._may_settle = True
+        self._may_settle, self._fell_at = True, None
         if not gained and not self._is_conclusive:
             return
         self._num_fruitless = 0 if gained else self._num_fruitless + 1

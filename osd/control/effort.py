@@ -8,8 +8,9 @@ lose little by it; of what has come, all, or after a rest the newest.
 New traffic is learnt by many passes over little data: where requests are few, a trainer with a
 device of its own would wait for them most of the time. The first round after a start, a rest or a
 pause replays the least: the time between rounds was another one before, and a shift of traffic is
-to be answered soon. Most of what came in a rest was of traffic that rounds brought nothing on. The
-first round after it takes the newest traces alone; the others can still be replayed.
+to be answered soon. What came in a rest that other traffic ended was of the traffic that rounds
+brought too little on. The first round after it takes what came since, and as many as make a round
+of before; the others can still be replayed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Effort:
 
     def __init__(self, trainer: TrainerConfig) -> None:
         self._batch_size, self._most_new = trainer.batch_size, trainer.max_new_traces
-        self._fewest_new = min(trainer.min_new_traces, trainer.max_new_traces)
+        self._fewest_new = trainer.min_new_traces
         self._least = trainer.replay_batches
         self._most = int(trainer.replay_batches * trainer.max_replay_growth)
         if trainer.averaging_rate < 1:  # more passes learn more of poison, too
@@ -46,14 +47,15 @@ class Effort:
         """From the beginning of the round before it."""
         self._step_s: float | None = None
         """Seconds of a step, with its share of all else that a round does; None when not known."""
-        self._has_rested = False
-        """Whether training has rested since the newest round."""
 
-    def begin_round(self, num_new: int, *, now: float, may_be_longer: bool) -> RoundSize:
+    def begin_round(
+        self, num_new: int, *, now: float, may_be_longer: bool, num_since_rest: int | None = None
+    ) -> RoundSize:
         """How much the next round learns from, where so many new traces are there. `now`: seconds
-        of any clock."""
-        most_new = self._fewest_new if self._has_rested else self._most_new
-        self._has_rested = False
+        of any clock. `num_since_rest`: as of `DriftDetector`."""
+        most_new = self._most_new
+        if num_since_rest is not None:
+            most_new = min(self._fewest_new + num_since_rest, most_new)
         batches = self._batches(num_new, now, may_be_longer=may_be_longer)
         return RoundSize(new_traces=most_new, replay_batches=batches)
 
@@ -63,12 +65,7 @@ class Effort:
             self._step_s = outcome.seconds / outcome.num_steps
 
     def rest(self) -> None:
-        """Training rests, as rounds bring too little."""
-        self.pause()
-        self._has_rested = True
-
-    def pause(self) -> None:
-        """There are no rounds for a while, whatever they would bring."""
+        """There are no rounds for a while."""
         self._began_at = self._gap_s = None
 
     def _batches(self, num_new: int, now: float, *, may_be_longer: bool) -> int:

@@ -197,17 +197,16 @@ class ControlLoops:
         says nothing of the next one."""
         if self._detector.num_wakes > self._num_wakes:
             self._num_wakes = self._detector.num_wakes
-            self.payback.renew(self._clock.time())
+            self.payback.renew(self._clock.time(), has_rested=bool(self._is_resting))
 
     async def _tell_resting(self) -> None:
         """Say when training begins to rest, and why it goes on."""
-        before = self._is_resting
-        is_resting = self._detector.is_resting or self.payback.is_resting
-        self._is_resting = is_resting
+        before, now = self._is_resting, self._clock.time()
+        does_not_pay = self.payback.is_resting or self.payback.is_waiting(now)
+        is_resting = self._is_resting = self._detector.is_resting or does_not_pay
         if before is None or before == is_resting:
             return
         self._effort.rest()
-        now = self._clock.time()
         kind = "rests" if is_resting else "learns"
         await self.feed.tell(Event(at=now, kind=kind, text=self._is_worth_it(now).reason))
 
@@ -262,9 +261,8 @@ class ControlLoops:
 
     async def _look_back(self, recall: Recall, num_new: int) -> None:
         """Let an earlier draft serve again, where it is time to look and one is better."""
-        now = self._clock.time()
-        is_resting = bool(self._is_resting) or self.payback.is_waiting(now)
-        if self.payback.is_measuring(now):
+        is_resting = bool(self._is_resting)
+        if self.payback.is_measuring(self._clock.time()):
             return
         if recall.is_due(num_new, is_resting=is_resting) and await recall.look(
             is_resting=is_resting
@@ -287,11 +285,11 @@ class ControlLoops:
         """Traces that no draft has learnt; 0 while nothing may be done about them."""
         config = self._config.trainer
         if self.releases.is_paused or not config.enabled:
-            self._effort.pause()
+            self._effort.rest()
             return 0
         counted = await trainer.num_new_traces()
         if counted is None:
-            self._effort.pause()
+            self._effort.rest()
         num_new = counted or 0
         self.phase_detail = f"{num_new} of {config.min_new_traces} new traces"
         if not num_new:
@@ -318,8 +316,12 @@ class ControlLoops:
         kept = await recall.worth_keeping()  # what the disk refuses costs no round here
         if self._is_resting:  # it is to find out whether the rest is over
             self._effort.rest()
-        now, may_be_longer = self._clock.monotonic(), self.payback.may_be_longer()
-        size = self._effort.begin_round(num_new, now=now, may_be_longer=may_be_longer)
+        size = self._effort.begin_round(
+            num_new,
+            now=self._clock.monotonic(),
+            may_be_longer=self.payback.may_be_longer(),
+            num_since_rest=self._detector.num_since_rest,
+        )
         detail = f"from v{base.version}, {size.replay_batches} stored batches for each new one"
         self.phase, self.phase_detail, self._waiting_since = "training", detail, None
         outcome = await trainer.run_round(base, line, size)

@@ -19,8 +19,8 @@ draft that is not worth its passes yet may need several rounds to be, so the nex
 together. What is not measured yet forbids nothing: the first rounds show it. Engines that cannot
 tell (a fixed k) are left out.
 
-On other traffic all of this begins anew, and only rounds can tell. Where those on the traffic
-before took more than they brought, the next ones wait until it was `TRIAL_SHARE` of the time.
+On other traffic all of this begins anew, and only rounds can tell. Those that brought too little
+are an attempt in vain: after a second one the next waits until it was `VAIN_SHARE` of the time.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from osd.control.policy import Decision
 from osd.control.round_effects import (
     MIN_AT_REST,
     NEWEST_ROUNDS,
+    Attempts,
     Fading,
     Gain,
     Pace,
@@ -67,11 +68,6 @@ MIN_ROUNDS = 2
 """That show what rounds take, before one may be longer."""
 WAKE = 1.2
 """A rest ends when what is saved exceeds what is taken by this factor."""
-TRIAL_SHARE = 0.02
-"""Share of the engines' time that rounds may take which bring too little, where the traffic changes
-again and again."""
-LEAST_BROUGHT = 0.05
-"""Logarithm of how much faster the drafts of rounds made the engines; less is chance."""
 
 
 @dataclass(slots=True)
@@ -127,14 +123,12 @@ class PaybackMeter:
         """Whether the newest round has ended with one, and its paces are not settled yet."""
         self._looks_until = -math.inf
         """Until when heartbeats show the pace beside a look at earlier drafts."""
-        self._tried_s = 0.0
-        """Seconds of the rounds since the traffic changed."""
-        self._waits_from, self._wait_s = 0.0, 0.0
-        """The next round waits for so long from then on."""
+        self._attempts = Attempts()
         self.is_resting = False
 
     def look(self, statuses: Iterable[ReplicaStatus], *, is_training: bool, now: float) -> None:
         """Take the newest heartbeat of each living replica."""
+        self._attempts.look(now)
         if math.isfinite(self._looks_until):  # also where the clock was set back
             self._looks_until = min(self._looks_until, now + SETTLE_S)
         if is_training != self._is_training:
@@ -158,7 +152,7 @@ class PaybackMeter:
         if outcome.discarded == NO_TRACES:
             return
         self._has_outcome, self._rounds_at = True, now
-        self._tried_s += outcome.seconds
+        self._attempts.add_round(now, outcome.seconds)
         batches = self._least if outcome.replay_batches is None else outcome.replay_batches
         num = max((1 + batches) / (1 + self._least), 1.0)
         self._round_s.append(outcome.seconds / num)
@@ -186,38 +180,39 @@ class PaybackMeter:
     def note_recall(self) -> None:
         """An earlier draft serves: how fast it is says nothing of the newest round."""
         for engine in self._engines.values():
-            engine.gain.newest = engine.gain.awaited = None
+            engine.gain.note_recall()
 
-    def renew(self, now: float) -> None:
-        """The traffic has changed: what earlier rounds brought says nothing of the next one. Where
-        they brought too little, it waits."""
-        self._wait_s = max(self._left_to_wait_s(now), self._to_make_up_s(now))
-        self._waits_from, self._tried_s = now, 0.0
+    def renew(self, now: float, *, has_rested: bool) -> None:
+        """The traffic has changed: what earlier rounds brought says nothing of the next one.
+        `has_rested`: whether training did, for whatever reason."""
+        if has_rested:
+            self._end_attempt(now)
         self._progress = Progress()
         for engine in self._engines.values():
             engine.gain.forget_rounds()
         self._rest_or_wake()
 
     def is_waiting(self, now: float) -> bool:
-        """Whether the next round waits, as the last ones brought too little."""
-        return not self.is_resting and self._left_to_wait_s(now) > 0
+        """Whether the next round waits, as earlier attempts were in vain."""
+        return self._attempts.wait_s(now) > 0
 
     def decide(self, now: float) -> Decision:
         """Whether a round pays now, and why."""
         if self.is_measuring(now):
             return Decision(False, "what the last round took and brought is being measured")
+        if wait_s := self._attempts.wait_s(now):
+            text = (
+                f"at rest: rounds on other traffic brought too little; the next in {span(wait_s)}"
+            )
+            return Decision(False, text)
         found, waited = self.figures(), now - self._rounds_at
         if found is None:
             return Decision(True, "learning")
         if self.is_resting and waited >= self._max_idle_s:
             return Decision(True, f"no round for {span(waited)}: measuring what one brings")
-        takes = f"a round takes {found.taken_s:.1f} s from the engines"
-        if self.is_waiting(now):
-            left = span(self._left_to_wait_s(now))
-            return Decision(False, f"{takes}, and the last ones brought too little: wait {left}")
         text = (
-            f"{takes}, and is expected to save {found.saved_s:.1f} s of the next "
-            f"{span(found.within_s)} (trainer.payback_seconds)"
+            f"a round takes {found.taken_s:.1f} s from the engines, and is expected to save "
+            f"{found.saved_s:.1f} s of the next {span(found.within_s)} (trainer.payback_seconds)"
         )
         return Decision(not self.is_resting, f"at rest: {text}" if self.is_resting else text)
 
@@ -257,23 +252,20 @@ class PaybackMeter:
             if (slowdown := engine.pace.slowdown) is not None and engine.gain.promise is not None
         ]
 
-    def _to_make_up_s(self, now: float) -> float:
-        """Until rounds that did not pay were `TRIAL_SHARE` of the time; 0.0 where they did, or were
-        not asked to."""
-        measured, waited_s = self._measured(), now - self._rounds_at
+    def _end_attempt(self, now: float) -> None:
+        measured = self._measured()
         busy = sum(engine.busy.mean for engine, _ in measured)
-        if not self.is_resting or not busy or waited_s < 0:  # the clock was set back
-            return 0.0
-        brought = sum(engine.busy.mean * engine.gain.brought_in_all for engine, _ in measured)
-        if brought >= LEAST_BROUGHT * busy:
-            return 0.0
-        wait_s = self._tried_s * _taken(measured) / busy / TRIAL_SHARE
-        return max(min(wait_s, self._max_idle_s) - waited_s, 0.0)
-
-    def _left_to_wait_s(self, now: float) -> float:
-        """As of the last change of the traffic."""
-        waited_s = now - self._waits_from
-        return max(self._wait_s - waited_s, 0.0) if waited_s >= 0 else 0.0
+        if not self._within_s or not busy:
+            return
+        saved_s, is_sure = 0.0, False
+        for engine, _ in measured:
+            saved_s += engine.busy.mean * (1 - math.exp(-max(engine.gain.in_all, 0.0)))
+            is_sure |= engine.gain.is_sure
+        taken = _taken(measured)
+        if is_sure and saved_s * self._within_s >= taken * self._attempts.seconds:
+            self._attempts.succeed()
+        else:
+            self._attempts.fail(taken / busy, now, self._max_idle_s)
 
     def _saved_s(self, num: int, engines: Sequence[_Engine]) -> float:
         """By each of the next `num` rounds, in the mean."""

@@ -28,6 +28,12 @@ LEAST_PROMISE = 0.005
 """A draft of which less is promised shows nothing of promises."""
 CHANGED = 0.05
 """A draft that its gate found better makes no engine so much slower: its traffic has changed."""
+CHANCE = 0.03
+"""A draft that brings nothing may seem to make an engine faster by so much."""
+VAIN_SHARE = 0.02
+"""Of the engines' time that attempts in vain may take, where traffic changes again and again."""
+MOST_OWED = 64
+"""Rounds of an attempt that are paid off."""
 MOST_UNJUDGED = 16
 """Rounds in a row that nobody could judge, after which one more has brought nothing: traffic of
 which too little is held out would be trained on for ever."""
@@ -133,6 +139,7 @@ class Gain:
     """Whether a round was seen to begin that has not ended."""
     settled: float = 0.0
     """What the rounds' drafts before the newest made the engine faster, all together."""
+    num_settled: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -140,9 +147,15 @@ class Gain:
         return self.awaited is not None and not self.num_shown
 
     @property
-    def brought_in_all(self) -> float:
+    def in_all(self) -> float:
         """What the drafts of all rounds made the engine faster since they were forgotten."""
         return self.settled + (0.0 if self.newest is None else self.newest[0])
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether that is more than chance."""
+        num = self.num_settled + (self.newest is not None)
+        return num > 0 and self.in_all >= CHANCE * num**0.5
 
     @property
     def trust(self) -> float:
@@ -193,11 +206,18 @@ class Gain:
 
     def forget_rounds(self) -> None:
         self.brought, self.promised = Fading(KEEP_ROUND), Fading(KEEP_ROUND)
-        self.newest, self.awaited, self.settled = None, None, 0.0
+        self.newest = self.awaited = None
+        self.settled, self.num_settled = 0.0, 0
+
+    def note_recall(self) -> None:
+        """An earlier draft serves: how fast it is says nothing of the newest."""
+        if self.newest is not None:
+            self.settled, self.num_settled = self.in_all, self.num_settled + 1
+        self.newest = self.awaited = None
 
     def _settle(self) -> None:
         if self.newest is not None:
-            self.settled += self.newest[0]
+            self.settled, self.num_settled = self.in_all, self.num_settled + 1
             self.brought.add(self.newest[0])
             self.promised.add(self.newest[1])
         self.newest = self.awaited = None
@@ -231,3 +251,58 @@ class Progress:
         prior = 1 - (1 - KEEP_ROUND) * self.shares.weight
         of_one = (prior * FEWER_ERRORS + self.shares.total) / (prior + self.shares.weight)
         return float(1 - (1 - of_one) ** num)
+
+
+@dataclass(slots=True)
+class Attempts:
+    """To learn the traffic: the rounds between two changes of it are one. Of those in vain, one
+    after the other, all but the first are paid off at `VAIN_SHARE` of the time before the next may
+    begin: that nothing was to be learnt of a traffic once delays no other.
+
+    Example:
+        attempts = Attempts()
+        attempts.add_round(60.0, 10.0)
+        attempts.fail(0.2, now=80.0, most_s=3600.0); attempts.wait_s(80.0)  -> 0.0
+        attempts.add_round(100.0, 10.0)
+        attempts.fail(0.2, now=130.0, most_s=3600.0); attempts.wait_s(130.0)  -> 70.0
+    """
+
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+    """When each round of the present one ended, and its seconds."""
+    is_free: bool = True
+    """Whether the next in vain is the first."""
+    free_at: float = -math.inf
+    """When those before are paid off."""
+    looked_at: float = -math.inf
+
+    @property
+    def seconds(self) -> float:
+        """Of the rounds of the present one."""
+        return sum(seconds for _, seconds in self.rounds)
+
+    def look(self, now: float) -> None:
+        """Nothing is owed where the clock was set back."""
+        if now < self.looked_at:
+            self.succeed()
+        self.looked_at = now
+
+    def add_round(self, ended_at: float, seconds: float) -> None:
+        self.rounds = [*self.rounds, (ended_at, seconds)][-MOST_OWED:]
+
+    def succeed(self) -> None:
+        """It paid: other traffic is worth an attempt."""
+        self.free_at, self.rounds, self.is_free = -math.inf, [], True
+
+    def fail(self, taken: float, now: float, most_s: float) -> None:
+        """It was in vain. A second of a round takes `taken` from an engine. Nothing waits longer
+        than `most_s`."""
+        if not self.rounds:
+            return
+        for ended_at, seconds in [] if self.is_free else self.rounds:
+            self.free_at = max(self.free_at, ended_at) + seconds * taken / VAIN_SHARE
+        self.free_at = min(self.free_at, now + most_s)
+        self.rounds, self.is_free = [], False
+
+    def wait_s(self, now: float) -> float:
+        """Until the next round."""
+        return max(self.free_at - now, 0.0)

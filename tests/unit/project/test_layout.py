@@ -198,6 +198,7 @@ STATE = {
     "trainer.loop._Progress",
     "osd.control.canary._Trial",
     "osd.control.payback._Engine",
+    "osd.control.round_effects.Attempts",
     "osd.control.round_effects.Fading",
     "osd.control.round_effects.Gain",
     "osd.control.round_effects.Pace",

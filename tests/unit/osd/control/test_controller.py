@@ -160,7 +160,7 @@ class FakeTrainer:
         """Earlier releases beside the serving one."""
         self.calls: list[str] = []
         self.lines: list[int] = []
-        self.replayed: list[int] = []
+        self.sizes: list[RoundSize] = []
         self.since: list[float] = []
         """Of each round."""
         self.death: Exception | None = None
@@ -186,7 +186,7 @@ class FakeTrainer:
     async def run_round(self, base: DraftRelease, line: int, size: RoundSize) -> RoundOutcome:
         self.calls.append(f"round from v{base.version}")
         self.lines.append(line)
-        self.replayed.append(size.replay_batches)
+        self.sizes.append(size)
         self.since.append(base.judged_since)
         await self.gate_open.wait()
         step = self.rounds.pop(0)
@@ -735,7 +735,8 @@ async def test_a_round_replays_as_much_as_there_is_time_for_and_engines_can_spar
             await world.until(lambda num=num: world.kinds().count("refused") == num)  # type: ignore[misc]
             await meanwhile(world)
             world.clock.move(20)
-    assert world.trainer.replayed == replayed
+    assert [size.replay_batches for size in world.trainer.sizes] == replayed
+    assert {size.new_traces for size in world.trainer.sizes} == {512}
 
 
 async def test_redis_away_stops_nothing_and_is_caught_up(world: World) -> None:

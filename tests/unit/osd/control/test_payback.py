@@ -353,7 +353,7 @@ def test_rounds_that_bring_nothing_are_expected_to_bring_less_until_the_traffic_
         expected.append(figures(here).saved_s)
     assert expected == sorted(expected, reverse=True) and expected[-1] < 0.2 < expected[0]
     assert here.meter.is_resting
-    here.meter.renew(here.now)
+    here.meter.renew(here.now, has_rested=True)
     here.beat(1)
     assert not here.meter.is_resting
     assert figures(here).saved_s == pytest.approx(50 * (1 - 1 / 1.1))
@@ -366,7 +366,7 @@ def test_drafts_that_brought_nothing_say_nothing_of_changed_traffic() -> None:
     for _ in range(6):
         here.round()
     assert figures(here).saved_s < 10
-    here.meter.renew(here.now)
+    here.meter.renew(here.now, has_rested=True)
     assert figures(here).saved_s == pytest.approx(590 * (1 - 1 / 1.1))
 
 
@@ -381,36 +381,34 @@ def test_other_traffic_ends_a_rest_at_once_where_a_round_pays_on_it(
     for _ in range(20):
         here.round()
     assert here.meter.is_resting
-    here.meter.renew(here.now)
+    here.meter.renew(here.now, has_rested=True)
     assert here.meter.is_resting is rests
 
 
 # -------------------------------------------------------------------------- traffic that turns
 
-
-def where_no_round_paid(**given: Any) -> Deployment:
-    """A round takes 2 seconds from an engine; the newest ended 10 seconds ago."""
-    here = Deployment(**{"payback_seconds": 60, **given})
-    here.beat(10)
-    for _ in range(40):
-        if here.meter.is_resting:
-            return here
-        here.round(is_published=False)
-    raise AssertionError("it never rests")
+PATIENCE = 6
+"""Rounds in vain after which training rests, whatever the meter says."""
 
 
-def turning(here: Deployment, *, hours: float, is_published: bool) -> float:
-    """Seconds that the trainer worked while the traffic turned every 45 seconds."""
-    until, turns_at, worked_s = here.now + 3600 * hours, here.now, 0.0
+def attempt(here: Deployment, *, is_published: bool = False) -> float:
+    """Rounds until training rests; seconds of the trainer."""
+    for num in range(PATIENCE):
+        if not here.meter.decide(here.now).ok and here.meter.is_resting:
+            return 10.0 * num
+        here.round(is_published=is_published)
+    return 10.0 * PATIENCE
+
+
+def turning(here: Deployment, *, hours: float, every_s: int, is_published: bool) -> float:
+    """Seconds that the trainer worked while the traffic turned, and training rested before."""
+    until, worked_s = here.now + 3600 * hours, 0.0
     while here.now < until:
-        if here.now >= turns_at and here.meter.is_resting:
-            here.meter.renew(here.now)
-            turns_at = here.now + 45
-        if here.meter.decide(here.now).ok:
-            here.round(is_published=is_published)
-            worked_s += 10
-        else:
-            here.beat(1)
+        here.meter.renew(here.now, has_rested=True)
+        turned_at = here.now
+        if not here.meter.is_waiting(here.now):
+            worked_s += attempt(here, is_published=is_published)
+        here.beat(max(int(turned_at + every_s - here.now), 1))
     return worked_s
 
 
@@ -418,83 +416,144 @@ def turning(here: Deployment, *, hours: float, is_published: bool) -> float:
 @pytest.mark.parametrize(
     ("payback_s", "num_replicas", "num_idle"), [(60, 1, 0), (600, 1, 0), (600, 4, 0), (600, 4, 3)]
 )
-def test_rounds_that_only_try_other_traffic_take_a_fiftieth_of_the_time(
+def test_attempts_in_vain_take_a_fiftieth_of_the_time(
     payback_s: float, num_replicas: int, num_idle: int, is_published: bool
 ) -> None:
-    """Of the engines' time, however many there are, and though each try is of several rounds."""
+    """Of the engines' time, however many there are, and though each is of several rounds."""
     here = Deployment(payback_seconds=payback_s, num_replicas=num_replicas)
-    here.brings, here.idle = 1.0, set(here.names[:num_idle])
+    here.brings = 1.0
     here.beat(10)
-    taken_s = turning(here, hours=3, is_published=is_published) * 0.2
-    assert 0.012 < taken_s / (3 * 3600) < 0.022
+    here.round()
+    here.idle = set(here.names[:num_idle])
+    here.beat(1000)
+    taken_s = 0.2 * turning(here, hours=6, every_s=45, is_published=is_published)
+    assert 0.01 < taken_s / (6 * 3600) < 0.023
+
+
+@pytest.mark.parametrize("every_s", [600, 3600])
+def test_where_attempts_are_a_fiftieth_anyway_none_waits(every_s: int) -> None:
+    here = Deployment()
+    here.brings = 1.0
+    here.beat(10)
+    for _ in range(6):
+        here.beat(every_s)
+        here.meter.renew(here.now, has_rested=True)
+        assert here.meter.decide(here.now).ok
+        here.round()
+
+
+def vain(num: int, **given: Any) -> Deployment:
+    """So many attempts of two rounds each, right one after the other."""
+    here = Deployment(**given)
+    here.brings = 1.0
+    here.beat(10)
+    for _ in range(num):
+        here.round()
+        here.round()
+        here.meter.renew(here.now, has_rested=True)
+    return here
+
+
+def test_one_attempt_in_vain_delays_none() -> None:
+    """Home traffic that the draft knows says nothing of the next."""
+    assert vain(1).meter.decide(1e9).ok
+    here = vain(1)
+    assert here.meter.decide(here.now).ok and not here.meter.is_waiting(here.now)
 
 
 def test_how_long_the_next_round_waits_is_said() -> None:
-    here = where_no_round_paid()
-    worked_s = here.meter._tried_s
-    here.meter.renew(here.now)
+    here = vain(2)
     assert not here.meter.is_resting, "what was before says nothing"
-    assert here.meter.is_waiting(here.now)
+    wait_s = 2 * 10 * 0.2 / 0.02 - 30  # since the first of its two rounds, 20 s apart
     decided = here.meter.decide(here.now)
-    left_s = round(worked_s * 0.2 / 0.02 - 9)
     assert not decided.ok and decided.reason == (
-        "a round takes 2.0 s from the engines, and the last ones brought too little: "
-        f"wait {span(left_s)}"
+        "at rest: rounds on other traffic brought too little; the next in "
+        + span(here.meter._attempts.wait_s(here.now))
     )
-    here.beat(20)
-    here.meter.renew(here.now)  # it turns again
-    here.beat(left_s - 21)
-    assert not here.meter.decide(here.now).ok
+    assert here.meter._attempts.wait_s(here.now) == pytest.approx(wait_s, abs=2)
+    here.meter.renew(here.now, has_rested=True)  # it turns again, and no round was tried
+    here.beat(int(here.meter._attempts.wait_s(here.now)) - 1)
+    assert here.meter.is_waiting(here.now) and not here.meter.decide(here.now).ok
     here.beat(2)
     assert here.meter.decide(here.now).ok and not here.meter.is_waiting(here.now)
 
 
-def test_where_rounds_brought_something_the_next_does_not_wait() -> None:
+@pytest.mark.parametrize(
+    ("brings", "payback_s", "waits"), [(1.05, 600, False), (1.02, 600, True), (1.05, 60, True)]
+)
+def test_attempts_that_paid_are_not_held_against_the_next(
+    brings: float, payback_s: float, waits: bool
+) -> None:
+    """Two drafts made the engine faster by that: beyond chance, and by more than rounds took."""
+    here = vain(1, payback_seconds=payback_s)
+    here.brings = brings
+    here.round()
+    here.brings = 1.0
+    here.round()
+    here.meter.renew(here.now, has_rested=True)
+    assert here.meter.is_waiting(here.now) is waits
+
+
+def test_an_engine_that_joined_later_does_not_hide_what_drafts_brought() -> None:
+    here = vain(1)
+    here.brings = 1.1
+    here.round()
+    here.names += ["replica-1", "replica-2", "replica-3"]
+    here.brings = 1.0
+    here.round()
+    here.meter.renew(here.now, has_rested=True)
+    assert not here.meter.is_waiting(here.now)
+
+
+def test_what_a_recalled_draft_follows_has_brought_what_it_did() -> None:
+    here = vain(1)
+    here.brings = 1.1
+    here.round()
+    here.round()
+    here.meter.note_recall()
+    here.meter.renew(here.now, has_rested=True)
+    assert not here.meter.is_waiting(here.now)
+
+
+def test_a_change_in_the_middle_of_an_attempt_does_not_end_it() -> None:
+    """A promote, say: rounds go on."""
+    here = vain(1)
+    here.round()
+    here.meter.renew(here.now, has_rested=False)
+    assert here.meter._attempts.seconds == 10
+    here.round()
+    here.meter.renew(here.now, has_rested=True)
+    assert here.meter.is_waiting(here.now)
+
+
+@pytest.mark.parametrize("given", [{"payback_seconds": 0}, {"max_idle_seconds": 20}])
+def test_nothing_waits_where_rounds_may_take_anything_nor_longer_than_a_rest_may_be(
+    given: dict[str, float],
+) -> None:
+    here = vain(2, **given)
+    assert here.meter._attempts.wait_s(here.now) <= given.get("max_idle_seconds", 0)
+
+
+def test_nothing_waits_for_a_trainer_that_takes_nothing() -> None:
     here = Deployment()
+    here.slowdown, here.brings = 1.0, 1.0
     here.beat(10)
     for _ in range(4):
         here.round()
-    here.better, here.brings = 1.0005, 1.0  # it has learnt that
+        here.meter.renew(here.now, has_rested=True)
+    assert not here.meter.is_waiting(here.now)
+
+
+def test_a_clock_that_was_set_back_makes_no_round_wait() -> None:
+    here = vain(2)
+    assert here.meter.is_waiting(here.now)
+    here.now -= 10_000
     here.beat(1)
-    assert here.meter.is_resting
-    here.meter.renew(here.now)
-    here.better = 1.1
+    assert not here.meter.is_waiting(here.now)
+    here.beat(20)
+    here.now += 10_000
     here.beat(1)
-    assert here.meter.decide(here.now).ok
-    for _ in range(40):
-        if here.meter.is_resting:
-            break
-        here.round()
-    assert here.meter.is_resting
-    here.meter.renew(here.now)
-    assert not here.meter.decide(here.now).ok, "on that traffic they brought nothing"
-
-
-def test_rounds_that_pay_do_not_wait() -> None:
-    here = after_rounds(3)
-    assert not here.meter.is_resting
-    here.meter.renew(here.now)
-    assert here.meter.decide(here.now).ok
-
-
-def test_nothing_waits_longer_than_a_rest_may_be() -> None:
-    here = where_no_round_paid(max_idle_seconds=60)
-    here.meter.renew(here.now)
-    here.beat(49)
-    assert not here.meter.decide(here.now).ok
-    here.beat(3)
-    assert here.meter.decide(here.now).ok
-
-
-@pytest.mark.parametrize("is_before", [False, True])
-def test_a_clock_that_was_set_back_makes_no_round_wait(is_before: bool) -> None:
-    here = where_no_round_paid()
-    if is_before:
-        here.now -= 10_000
-    here.meter.renew(here.now)
-    if not is_before:
-        here.now -= 10_000
-    assert here.meter.decide(here.now).ok
+    assert not here.meter.is_waiting(here.now), "nor later"
 
 
 @pytest.mark.parametrize("is_on_trial", [False, True])
@@ -847,7 +906,8 @@ async def test_other_traffic_makes_earlier_rounds_void_though_none_paid(
     world, renewed = World(tmp_path), list[float]()
     meter = world.controller._loops.payback
 
-    def renew(now: float) -> None:
+    def renew(now: float, *, has_rested: bool) -> None:
+        assert has_rested
         renewed.append(now)
         meter.is_resting = False
 
@@ -867,12 +927,56 @@ async def test_other_traffic_makes_earlier_rounds_void_though_none_paid(
     assert said.startswith("learns: α fell from 0.")
 
 
+async def test_a_round_after_a_rest_takes_what_came_since_the_traffic_changed(
+    tmp_path: Path,
+) -> None:
+    """The one after it takes all again."""
+    world = World(tmp_path)
+    world.configure("trainer", patience_rounds=1, min_new_traces=8)
+    world.serve(1, alpha=0.8, num=30)
+    async with world.running():
+        world.trainer.rounds.append(no_gain)
+        await world.until(lambda: "rests" in world.kinds())
+        world.serve(1, alpha=0.2, num=1)
+        await world.until(lambda: "learns" in world.kinds())
+        world.serve(1, alpha=0.2, num=1)
+        world.trainer.rounds.append(world.trainer.better)
+        await world.until(lambda: "published" in world.kinds())
+        world.trainer.rounds.append(no_gain)
+        await world.until(lambda: len(world.trainer.sizes) == 3)
+    assert [size.new_traces for size in world.trainer.sizes] == [512, 8 + 160, 512]
+
+
+async def test_training_rests_while_a_round_waits_and_why_it_goes_on_is_told(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    world.configure("trainer", patience_rounds=1)
+    meter = world.controller._loops.payback
+    world.serve(1, alpha=0.8, num=30)
+    async with world.running():
+        world.trainer.rounds.append(no_gain)
+        await world.until(lambda: "rests" in world.kinds())
+        meter._attempts.free_at = world.clock.now + 90
+        world.serve(1, alpha=0.2, num=3)
+        world.trainer.rounds.append(world.trainer.better)
+        await world.a_few_looks()
+        assert "learns" not in world.kinds() and len(world.trainer.calls) == 1
+        assert (await world.controller.status()).phase_detail == (
+            "at rest: rounds on other traffic brought too little; the next in 1 min 30 s"
+        )
+        world.clock.move(91)
+        await world.until(lambda: len(world.trainer.calls) == 2 and "learns" in world.kinds())
+    (said,) = [text for text in world.events() if text.startswith("learns")]
+    assert said.startswith("learns: α fell from 0.")
+
+
 async def test_where_no_round_pays_after_a_fall_the_next_fall_is_seen_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, renewed = World(tmp_path), list[str]()
     meter = world.controller._loops.payback
-    monkeypatch.setattr(meter, "renew", lambda now: renewed.append("renewed"))
+    monkeypatch.setattr(meter, "renew", lambda now, has_rested: renewed.append("renewed"))
     world.serve(1, alpha=0.9, num=30)
     async with world.running():
         await world.a_few_looks()
@@ -891,7 +995,7 @@ async def test_another_draft_to_improve_makes_earlier_rounds_void(
 ) -> None:
     world, renewed = World(tmp_path), list[str]()
     meter = world.controller._loops.payback
-    monkeypatch.setattr(meter, "renew", lambda now: renewed.append("renewed"))
+    monkeypatch.setattr(meter, "renew", lambda now, has_rested: renewed.append("renewed"))
     async with world.running():
         await world.publish(2)
         world.trainer.rounds += [no_gain] * 3
