@@ -9,8 +9,8 @@ New traffic is learnt by many passes over little data: where requests are few, a
 device of its own would wait for them most of the time. The first round after a start, a rest or a
 pause replays the least: the time between rounds was another one before, and a shift of traffic is
 to be answered soon. What came in a rest that other traffic ended was of the traffic that rounds
-brought too little on. The first round after it takes what came since, and as many as make a round
-of before; the others can still be replayed.
+brought too little on. The first round after it takes as many traces as make one, and as many more
+where they came since; the others can still be replayed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Effort:
         of any clock. `num_since_rest`: as of `DriftDetector`."""
         most_new = self._most_new
         if num_since_rest is not None:
-            most_new = min(self._fewest_new + num_since_rest, most_new)
+            of_before = self._fewest_new
+            most_new = min(of_before + min(num_since_rest, of_before), most_new)
         batches = self._batches(num_new, now, may_be_longer=may_be_longer)
         return RoundSize(new_traces=most_new, replay_batches=batches)
 

@@ -20,7 +20,7 @@ together. What is not measured yet forbids nothing: the first rounds show it. En
 tell (a fixed k) are left out.
 
 On other traffic all of this begins anew, and only rounds can tell. Those that brought too little
-are an attempt in vain: after a second one the next waits until it was `VAIN_SHARE` of the time.
+are an attempt in vain, and the next one waits until it was `VAIN_SHARE` of the time.
 """
 
 from __future__ import annotations

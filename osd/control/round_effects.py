@@ -255,22 +255,17 @@ class Progress:
 
 @dataclass(slots=True)
 class Attempts:
-    """To learn the traffic: the rounds between two changes of it are one. Of those in vain, one
-    after the other, all but the first are paid off at `VAIN_SHARE` of the time before the next may
-    begin: that nothing was to be learnt of a traffic once delays no other.
+    """To learn the traffic: the rounds between two changes of it are one. Those in vain are paid
+    off at `VAIN_SHARE` of the time, from the end of each round on, before the next may begin.
 
     Example:
         attempts = Attempts()
         attempts.add_round(60.0, 10.0)
-        attempts.fail(0.2, now=80.0, most_s=3600.0); attempts.wait_s(80.0)  -> 0.0
-        attempts.add_round(100.0, 10.0)
-        attempts.fail(0.2, now=130.0, most_s=3600.0); attempts.wait_s(130.0)  -> 70.0
+        attempts.fail(0.2, now=80.0, most_s=3600.0); attempts.wait_s(80.0)  -> 80.0
     """
 
     rounds: list[tuple[float, float]] = field(default_factory=list)
     """When each round of the present one ended, and its seconds."""
-    is_free: bool = True
-    """Whether the next in vain is the first."""
     free_at: float = -math.inf
     """When those before are paid off."""
     looked_at: float = -math.inf
@@ -291,17 +286,14 @@ class Attempts:
 
     def succeed(self) -> None:
         """It paid: other traffic is worth an attempt."""
-        self.free_at, self.rounds, self.is_free = -math.inf, [], True
+        self.free_at, self.rounds = -math.inf, []
 
     def fail(self, taken: float, now: float, most_s: float) -> None:
         """It was in vain. A second of a round takes `taken` from an engine. Nothing waits longer
         than `most_s`."""
-        if not self.rounds:
-            return
-        for ended_at, seconds in [] if self.is_free else self.rounds:
+        for ended_at, seconds in self.rounds:
             self.free_at = max(self.free_at, ended_at) + seconds * taken / VAIN_SHARE
-        self.free_at = min(self.free_at, now + most_s)
-        self.rounds, self.is_free = [], False
+        self.free_at, self.rounds = min(self.free_at, now + most_s), []
 
     def wait_s(self, now: float) -> float:
         """Until the next round."""
