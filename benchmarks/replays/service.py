@@ -110,7 +110,7 @@ class ReplayedService:
         )
 
     def _run_round(self, index: int) -> None:
-        one = self.rounds.run(self.serving, index, self._detector.num_since_rest)
+        one = self.rounds.run(self.serving, index)
         self._detector.add(one.outcome)
         kind = "published" if one.is_published else "refused"
         self._detector.add(Event(at=self._at, kind=kind, text=""))
@@ -153,15 +153,13 @@ class _Rounds:
         self.ended: list[Round] = []
         self.cpu_s = 0.0
 
-    def run(self, serving: DraftRelease, index: int, num_since_rest: int | None) -> Round:
-        """After the request with this index. The candidate is not published yet.
-        `num_since_rest`: as of `DriftDetector`."""
+    def run(self, serving: DraftRelease, index: int) -> Round:
+        """After the request with this index. The candidate is not published yet."""
         charged, trainer = self._charged, self._trainer
         size = self._effort.begin_round(
             trainer.num_new_traces(),
             now=float(index) if charged is None else charged.now,
             may_be_longer=self._may_rest if charged is None else charged.may_be_longer(),
-            num_since_rest=num_since_rest,
         )
         base = replace(serving, judged_since=self._store.judged_since())
         started, cpu_started = time.perf_counter(), time.process_time()

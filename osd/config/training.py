@@ -121,8 +121,8 @@ class TrainerConfig(Section):
     learn although acceptance did not fall. No round waits longer, either, where others on other
     traffic brought too little."""
     max_new_traces: int = Field(512, ge=1)
-    """New traces used in one round; of more, only the newest. The first round after a rest that
-    other traffic ended uses up to twice `trainer.min_new_traces`."""
+    """New traces used in one round; of more, only the newest. The first round after a rest uses
+    at most twice `trainer.min_new_traces`."""
     replay_batches: int = Field(8, ge=0)
     """Older batches replayed for every batch of new traces, at least. Replay keeps the draft from
     forgetting, and new traffic is learnt by many passes over little data."""

@@ -213,8 +213,6 @@ class DriftDetector:
         self._is_told = False
         """Whether that was said since the start. Before, the feed tells it of an earlier process;
         later, it tells again what was said."""
-        self._fell_at: int | None = None
-        """Requests captured when a fall ended a rest; None since a round has ended."""
         self.is_resting = False
         """Whether it rests as rounds brought no gain."""
         self.woken_by = ""
@@ -261,11 +259,6 @@ class DriftDetector:
         """As of `Fall`."""
         return self._fall.num_since
 
-    @property
-    def num_since_rest(self) -> int | None:
-        """Requests captured since other traffic ended a rest, until a round has ended."""
-        return None if self._fell_at is None else self._num_captured - self._fell_at
-
     def note_price_rest(self, *, is_on: bool) -> None:
         """Whether training rests because a round would not pay. What was reckoned of one traffic
         says nothing of another: a fall of α ends this rest, too, unless a round would not pay then
@@ -309,7 +302,7 @@ class DriftDetector:
                 if watched.has_risen(self._trainer.drift_margin):
                     watched.settle()
                 if fell := watched.fall(self._trainer.drift_margin):
-                    self._fell_at, of = self._num_captured, f" of {label!r}" if label else ""
+                    of = f" of {label!r}" if label else ""
                     return self._wake(f"α{of} fell from {fell[0]:.2f} to {fell[1]:.2f}")
 
     def _add_labelled(self, window: SpecWindow) -> None:
@@ -324,7 +317,7 @@ class DriftDetector:
 
     def _end_round(self, *, gained: bool) -> None:
         """A round brought gain if its candidate serves."""
-        self._may_settle, self._fell_at = True, None
+        self._may_settle = True
         if not gained and not self._is_conclusive:
             return
         self._num_fruitless = 0 if gained else self._num_fruitless + 1

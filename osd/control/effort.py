@@ -8,9 +8,9 @@ lose little by it; of what has come, all, or after a rest the newest.
 New traffic is learnt by many passes over little data: where requests are few, a trainer with a
 device of its own would wait for them most of the time. The first round after a start, a rest or a
 pause replays the least: the time between rounds was another one before, and a shift of traffic is
-to be answered soon. What came in a rest that other traffic ended was of the traffic that rounds
-brought too little on. The first round after it takes as many traces as make one, and as many more
-where they came since; the others can still be replayed.
+to be answered soon. Most of what came in a rest was of traffic that rounds brought too little on,
+and what a round takes is reckoned of a small one: the first after it takes twice as many traces as
+make a round, the newest. The others can still be replayed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Effort:
 
     def __init__(self, trainer: TrainerConfig) -> None:
         self._batch_size, self._most_new = trainer.batch_size, trainer.max_new_traces
-        self._fewest_new = trainer.min_new_traces
+        self._most_after_rest = min(2 * trainer.min_new_traces, trainer.max_new_traces)
+        self._has_rested = False
+        """Whether training has rested since the newest round that had an outcome."""
         self._least = trainer.replay_batches
         self._most = int(trainer.replay_batches * trainer.max_replay_growth)
         if trainer.averaging_rate < 1:  # more passes learn more of poison, too
@@ -48,25 +50,26 @@ class Effort:
         self._step_s: float | None = None
         """Seconds of a step, with its share of all else that a round does; None when not known."""
 
-    def begin_round(
-        self, num_new: int, *, now: float, may_be_longer: bool, num_since_rest: int | None = None
-    ) -> RoundSize:
+    def begin_round(self, num_new: int, *, now: float, may_be_longer: bool) -> RoundSize:
         """How much the next round learns from, where so many new traces are there. `now`: seconds
-        of any clock. `num_since_rest`: as of `DriftDetector`."""
-        most_new = self._most_new
-        if num_since_rest is not None:
-            of_before = self._fewest_new
-            most_new = min(of_before + min(num_since_rest, of_before), most_new)
+        of any clock."""
+        most_new = self._most_after_rest if self._has_rested else self._most_new
         batches = self._batches(num_new, now, may_be_longer=may_be_longer)
         return RoundSize(new_traces=most_new, replay_batches=batches)
 
     def end_round(self, outcome: RoundOutcome) -> None:
         """A round has ended with an outcome. After one that was undone the next is a short one."""
+        self._has_rested = False
         if outcome.num_steps and outcome.seconds > 0 and not outcome.discarded:
             self._step_s = outcome.seconds / outcome.num_steps
 
     def rest(self) -> None:
-        """There are no rounds for a while."""
+        """Training rests, as rounds bring too little."""
+        self.pause()
+        self._has_rested = True
+
+    def pause(self) -> None:
+        """There are no rounds for a while, whatever they would bring."""
         self._began_at = self._gap_s = None
 
     def _batches(self, num_new: int, now: float, *, may_be_longer: bool) -> int:

@@ -204,9 +204,10 @@ class ControlLoops:
         before, now = self._is_resting, self._clock.time()
         does_not_pay = self.payback.is_resting or self.payback.is_waiting(now)
         is_resting = self._is_resting = self._detector.is_resting or does_not_pay
+        if is_resting:
+            self._effort.rest()
         if before is None or before == is_resting:
             return
-        self._effort.rest()
         kind = "rests" if is_resting else "learns"
         await self.feed.tell(Event(at=now, kind=kind, text=self._is_worth_it(now).reason))
 
@@ -285,11 +286,11 @@ class ControlLoops:
         """Traces that no draft has learnt; 0 while nothing may be done about them."""
         config = self._config.trainer
         if self.releases.is_paused or not config.enabled:
-            self._effort.rest()
+            self._effort.pause()
             return 0
         counted = await trainer.num_new_traces()
         if counted is None:
-            self._effort.rest()
+            self._effort.pause()
         num_new = counted or 0
         self.phase_detail = f"{num_new} of {config.min_new_traces} new traces"
         if not num_new:
@@ -314,13 +315,10 @@ class ControlLoops:
             return
         base, line = found
         kept = await recall.worth_keeping()  # what the disk refuses costs no round here
-        if self._is_resting:  # it is to find out whether the rest is over
-            self._effort.rest()
         size = self._effort.begin_round(
             num_new,
             now=self._clock.monotonic(),
             may_be_longer=self.payback.may_be_longer(),
-            num_since_rest=self._detector.num_since_rest,
         )
         detail = f"from v{base.version}, {size.replay_batches} stored batches for each new one"
         self.phase, self.phase_detail, self._waiting_since = "training", detail, None

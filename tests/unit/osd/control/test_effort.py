@@ -85,16 +85,20 @@ def test_the_first_round_after_a_rest_replays_the_least() -> None:
     assert rounds.begin(26.5) == 8
 
 
-@pytest.mark.parametrize(
-    ("since", "new_traces"), [(None, 128), (0, 32), (20, 52), (96, 64), (500, 64)]
-)
-def test_after_a_rest_that_other_traffic_ended_a_round_takes_the_newest_traces(
-    since: int | None, new_traces: int
-) -> None:
+@pytest.mark.parametrize(("fewest", "new_traces"), [(8, 16), (32, 64), (500, 128)])
+def test_the_first_round_after_a_rest_takes_the_newest_traces(fewest: int, new_traces: int) -> None:
     """Hundreds may have come in it, of traffic that there was nothing to learn of."""
-    effort = Effort(CONFIG)
-    size = effort.begin_round(500, now=100.0, may_be_longer=False, num_since_rest=since)
-    assert size == RoundSize(new_traces=new_traces, replay_batches=8)
+    rounds = Rounds(26.5, config=CONFIG.model_copy(update={"min_new_traces": fewest}))
+    rounds.effort.rest()
+    rounds.effort.pause()
+    for _ in range(2):  # the first one fails
+        rounds.begin(5000.0, 500)
+        assert rounds.size == RoundSize(new_traces=new_traces, replay_batches=8)
+    rounds.next(16.1, 500)
+    assert rounds.size.new_traces == 128
+    rounds.effort.pause()
+    rounds.next(16.1, 500)
+    assert rounds.size.new_traces == 128, "what came in a pause is all to be learnt"
 
 
 @pytest.mark.parametrize(

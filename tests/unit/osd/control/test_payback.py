@@ -920,24 +920,38 @@ async def test_other_traffic_makes_earlier_rounds_void_though_none_paid(
     assert said.startswith("learns: α fell from 0.")
 
 
-async def test_a_round_after_a_rest_takes_what_came_since_the_traffic_changed(
-    tmp_path: Path,
+@pytest.mark.parametrize("is_new_process", [False, True])
+async def test_a_round_after_a_rest_takes_the_newest_traces(
+    tmp_path: Path, is_new_process: bool
 ) -> None:
-    """The one after it takes all again."""
+    """In a rest too, after `max_idle_seconds`. The ones after them take all again, and so does one
+    after a pause."""
     world = World(tmp_path)
     world.configure("trainer", patience_rounds=1, min_new_traces=8)
     world.serve(1, alpha=0.8, num=30)
     async with world.running():
         world.trainer.rounds.append(no_gain)
         await world.until(lambda: "rests" in world.kinds())
-        world.serve(1, alpha=0.2, num=1)
+        await world.a_few_looks()
+        world.clock.move(world.config.trainer.max_idle_seconds)
+        world.trainer.rounds.append(no_gain)
+        await world.until(lambda: len(world.trainer.sizes) == 2)
+        await world.a_few_looks()
+    if is_new_process:
+        world.restart()
+    async with world.running():
+        await world.a_few_looks()
+        world.serve(1, alpha=0.2, num=2)
         await world.until(lambda: "learns" in world.kinds())
-        world.serve(1, alpha=0.2, num=1)
         world.trainer.rounds.append(world.trainer.better)
         await world.until(lambda: "published" in world.kinds())
+        await world.a_few_looks()
+        await world.controller.pause()
+        await world.a_few_looks()
+        await world.controller.resume()
         world.trainer.rounds.append(no_gain)
-        await world.until(lambda: len(world.trainer.sizes) == 3)
-    assert [size.new_traces for size in world.trainer.sizes] == [512, 8 + 8, 512]
+        await world.until(lambda: len(world.trainer.sizes) == 4)
+    assert [size.new_traces for size in world.trainer.sizes] == [512, 16, 16, 512]
 
 
 async def test_training_rests_while_a_round_waits_and_why_it_goes_on_is_told(
