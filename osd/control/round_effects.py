@@ -1,6 +1,7 @@
 """What training rounds do to an engine, as its heartbeats show: how much slower its steps are while
 the trainer works (`Pace`), and how much faster it is with the draft of a round (`Gain`). Both are
-logarithms of ratios. `Progress`: how many errors rounds take from the draft."""
+logarithms of ratios. `Progress`: how many errors rounds take from the draft. `Attempts`: the time
+that those in vain took, and the next one waits for."""
 
 from __future__ import annotations
 

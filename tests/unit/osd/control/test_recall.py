@@ -7,15 +7,18 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 
+from osd.config.schema import GateConfig
 from osd.control import policy
 from osd.control.drift import FadingAlpha
 from osd.control.policy import earlier_to_recall
-from osd.control.recall import LookTimes, choose_earlier, pause_after
+from osd.control.recall import LookTimes, Recall, choose_earlier
 from osd.errors import AwayError, ReleaseError
 from osd.records import Canary, DraftRelease, EarlierReport
+from tests.support.clocks import HandClock
 from tests.unit.osd.control.test_controller import TARGET, World, live_window, no_gain, world
 
 __all__ = ["world"]
@@ -266,7 +269,13 @@ async def test_between_looks_the_service_still_says_why_training_rests(
 def test_looks_take_a_twentieth_of_the_time_and_a_hundredth_of_a_rest(
     is_resting: bool, pause_s: float
 ) -> None:
-    assert pause_after(3.0, is_resting=is_resting) == pytest.approx(pause_s)
+    clock, none = HandClock(), cast(Any, None)
+    recall = Recall(GateConfig(), none, cast(Any, Traffic(1000)), lambda version: 1, none, clock)
+    recall._ended_at, recall._took_s = clock.monotonic(), 3.0
+    clock.move(pause_s - 1)
+    assert not recall.is_due(100, is_resting=is_resting)
+    clock.move(1)
+    assert recall.is_due(100, is_resting=is_resting)
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
