@@ -197,7 +197,7 @@ def test_where_training_takes_no_time_rounds_replay_the_most(
     run_round = Trainer.run_round
 
     def spy(self: Trainer, *arguments: Any, **options: Any) -> RoundOutcome:
-        seen.append(options["replay_batches"])
+        seen.append(options["size"].replay_batches)
         return run_round(self, *arguments, **options)
 
     monkeypatch.setattr(Trainer, "run_round", spy)
@@ -214,10 +214,13 @@ class NeverPays:
         self.num_wakes = list[int]()
 
     @property
-    def is_resting(self) -> bool:
+    def rests_for_price(self) -> bool:
         return len(self.num_wakes) >= 40
 
-    def pays(self, num_wakes: int) -> bool:
+    is_resting, now = rests_for_price, 0.0
+
+    def pays(self, num_wakes: int, *, has_rested: bool) -> bool:
+        assert has_rested is self.is_resting
         self.num_wakes.append(num_wakes)
         return False
 
