@@ -46,9 +46,9 @@ class ReplayedService:
         max_rounds: int | None = None,
     ) -> None:
         """`draft` serves first, through `server`; releases and candidates lie in `directory`.
-        `target`: the trainer's teacher. `charged`: training rests where it does not pay. `may_rest`:
-        it rests where it brings nothing, and rounds replay the most. `max_rounds`: it ends after so
-        many."""
+        `target`: the trainer's teacher. `charged`: training rests where it does not pay.
+        `may_rest`: it rests where it brings nothing, and rounds replay the most. `max_rounds`: it
+        ends after so many."""
         self._config, self._server = config, server
         self._charged, self._may_rest, self._max_rounds = charged, may_rest, max_rounds
         self._buffer = MemoryTraceBuffer(target_id=TARGET_ID, max_traces=config.buffer.max_traces)
