@@ -37,6 +37,7 @@ def test_two_deployments_side_by_side(
     wait_for_version(note.control_url, 2)
 
     pause_training(service)
+    pause_training(note)  # with traffic, its better first draft would serve again
     ours_before, theirs_before = num_stored(service.control_url), num_stored(note.control_url)
     rows_before = status(service.control_url)["replicas"][0]["capture_rows"]
     ask(note.service_url, PROMPTS * 2)
