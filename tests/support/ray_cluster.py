@@ -112,9 +112,11 @@ class RayCluster:
         return False
 
     def _pids(self, what: str = "") -> list[int]:
-        """Ray's processes, which name its directory, and those that descend from them."""
-        processes = running()
-        found = {p for p in processes if f"{self._directory}/" in command_line(p)} - {os.getpid()}
+        """Ray's processes, which name its directory, or as a server for clients the head, and those
+        that descend from them."""
+        processes, names = running(), (f"{self._directory}/", f" --address={self.address} ")
+        found = {p for p in processes if any(name in command_line(p) for name in names)}
+        found -= {os.getpid()}
         while more := {p for p, each in processes.items() if each.parent in found} - found:
             found |= more
         return sorted(pid for pid in found if what in command_line(pid))

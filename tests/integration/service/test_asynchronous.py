@@ -20,7 +20,7 @@ from tests.support.services import Served, osd, status, wait_until
 from tests.support.traffic import PROMPTS, Traffic, ask
 from tests.support.ways import ASYNC_RANKS, V1_ASYNC, V2_ASYNC, V2_SYNC, Way
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.variants, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.support.ray_cluster import RayCluster
 from tests.support.services import Served, pause_training, status, wait_until
 from tests.support.traffic import PROMPTS, Traffic
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.variants, pytest.mark.timeout(600)]
 
 SECONDS_AWAY = 20
 """More than a private Ray's head is given."""

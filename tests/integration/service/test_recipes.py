@@ -22,7 +22,7 @@ from tests.support.processes import descendants, kill, named
 from tests.support.services import Served, osd, status, wait_for_version, wait_until
 from tests.support.traffic import PROMPTS, ask, prompt_texts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.variants, pytest.mark.timeout(900)]
 
 NAME = "test-recipes"
 LORA = ("trainer.method=lora", "trainer.learning_rate=1.5e-2")

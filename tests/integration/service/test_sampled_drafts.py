@@ -16,7 +16,7 @@ from tests.support.pairs import Pair
 from tests.support.services import Served, osd, pause_training, status, wait_until
 from tests.support.traffic import PROMPTS, ask
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.variants, pytest.mark.timeout(600)]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from tests.support.processes import named
 from tests.support.services import status, wait_until
 from tests.support.traffic import PROMPTS, ask, ids_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.variants, pytest.mark.timeout(600)]
 
 MAX_TOKENS = 40
 

@@ -96,7 +96,7 @@ def test_whatever_is_marked_slow_is_run_by_the_script_for_it() -> None:
     stages = re.findall(r"^\w+\(\) { stage (.*); }$", script, re.MULTILINE)
     paths = [word for line in stages for word in line.split()]
     run = [ROOT / path for path in paths if path.startswith("tests/")]
-    assert len(run) == 5 and all(path.exists() for path in run)
+    assert len(run) == 6 and all(path.exists() for path in run)
     slow = [
         file
         for file in (ROOT / "tests").rglob("*.py")
@@ -109,11 +109,11 @@ def test_whatever_is_marked_slow_is_run_by_the_script_for_it() -> None:
 def test_each_way_in_which_vllm_runs_belongs_to_a_stage() -> None:
     script = (ROOT / "scripts" / "test_slow").read_text()
     stages = dict(re.findall(r"^(\w+)\(\) { ways (\w+); }$", script, re.MULTILINE))
-    assert f"|| set -- services benches {' '.join(stages)}\n" in script
+    assert f"|| set -- services variants benches {' '.join(stages)}\n" in script
     assert set(stages.values()) == {way.stage for way in WAYS}
 
 
-SLOW = {"services", "engines_v1", "engines_v2", "benches", "ranks"}
+SLOW = {"services", "variants", "engines_v1", "engines_v2", "benches", "ranks"}
 GROUPS = {*(f"test-slow STAGES={name}" for name in SLOW), "test-cluster"}
 
 
@@ -139,9 +139,9 @@ def test_ci_runs_all_groups_where_there_is_time_and_begins_with_another_each_tim
     tmp_path: Path,
 ) -> None:
     orders = []
-    for first in range(6):
+    for first in range(7):
         order, done = run_groups(tmp_path, first, 0)
-        assert set(order) == GROUPS and len(order) == 6
+        assert set(order) == GROUPS and len(order) == 7
         assert done.returncode == 0 and done.stdout == ""
         orders.append(order)
     assert {order[0] for order in orders} == GROUPS
@@ -150,7 +150,7 @@ def test_ci_runs_all_groups_where_there_is_time_and_begins_with_another_each_tim
 def test_ci_names_what_it_left_out(tmp_path: Path) -> None:
     made, done = run_groups(tmp_path, 0, 3300)
     assert made == [] and done.returncode == 0
-    left_out = "services engines_v1 cluster engines_v2 benches ranks"
+    left_out = "services engines_v1 cluster variants engines_v2 benches ranks"
     assert done.stdout.startswith(f"LEFT OUT for want of time: {left_out};")
 
 
@@ -158,7 +158,7 @@ def test_ci_begins_what_will_end_within_the_hour(tmp_path: Path) -> None:
     """After 40 minutes a group takes 1.7 times as long as is usual."""
     made, done = run_groups(tmp_path, 0, 2400)
     assert made == ["test-slow STAGES=benches"] and done.returncode == 0
-    assert "services engines_v1 cluster engines_v2 ranks;" in done.stdout
+    assert "services engines_v1 cluster variants engines_v2 ranks;" in done.stdout
     made, _ = run_groups(tmp_path, 3, 2000)
     assert "test-cluster" in made and "test-slow STAGES=engines_v2" not in made
 
@@ -177,5 +177,5 @@ def test_a_stage_that_is_none_is_refused() -> None:
     assert done.returncode == 2
     assert done.stderr == (
         "test_slow: servers is no stage; give some of: "
-        "services benches engines_v1 engines_v2 ranks\n"
+        "services variants benches engines_v1 engines_v2 ranks\n"
     )
