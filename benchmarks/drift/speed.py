@@ -3,8 +3,8 @@ without speculation.
 
 Contender and reference are both up, each a tree of processes; on some schedules the reference is
 the identical service with its trainer off. The schedule is served in chunks of
-24 requests: contender and reference take turns to serve the same chunk, and the other one is idle.
-Neighbours in time are compared.
+24 requests (208 on some of them, where less is charged): contender and reference take turns to
+serve the same chunk, and the other one is idle. Neighbours in time are compared.
 
 What makes the comparison fair:
 * While the contender serves, its trainer runs on the same cores whenever a round is due. The
@@ -50,7 +50,12 @@ LARGE = tuple(f"{PROSE}-large-{n}" for n in (1, 2))
 PAIRED = tuple(f"{name}-paired" for name in (*LARGE, f"{PROSE}-large-2-return"))
 """The same next to the identical service with its trainer off; the last one with more of the
 traffic that returns."""
-AGAINST = dict.fromkeys(PAIRED, names.MIXED_FROZEN_LOOP)
+LONG_TURNS = {f"{name}-paired": name for name in ("sharp", "interleaved")}
+"""The generated ones so, and the schedule that each is."""
+AGAINST = {
+    **dict.fromkeys(PAIRED, names.MIXED_FROZEN_LOOP),
+    **dict.fromkeys(LONG_TURNS, names.FROZEN_LOOP),
+}
 """Schedule -> the reference, where that is not an engine without speculation."""
 STREAMS = 4
 FEWER_STREAMS = dict(zip((*LARGE, *PAIRED), (1, 2, 1, 2, 2), strict=True))
@@ -62,9 +67,10 @@ ARMS = {
     PROSE_HEAD: arms.WITHOUT_MEMORY,
     **dict.fromkeys(LARGE, arms.MIXED),
     **dict.fromkeys(PAIRED, (names.MIXED_SERVED,)),
+    **dict.fromkeys(LONG_TURNS, (names.SERVED,)),
 }
 """Schedule -> who serves it."""
-PAYBACK_S = {"sharp": WITHIN_S, "interleaved": WITHIN_S}
+PAYBACK_S = dict.fromkeys(("sharp", "interleaved", *LONG_TURNS), WITHIN_S)
 """Schedule -> within which training has to pay: about as long as its traffic lasts. Elsewhere the
 default."""
 PROSE_PHASES = (48, 192, 48)
@@ -74,7 +80,7 @@ LARGE_PHASES = (24, 96, 24)
 """A step takes a tenth of a second."""
 PAIRED_PHASES = dict(zip(PAIRED, ((24, 120, 24), (24, 288, 24), (24, 192, 72)), strict=True))
 """Long enough for what is learnt to be used; one request at a time takes longer."""
-CHUNK = 24
+CHUNK, LONG_CHUNK = 24, 208
 SEED = 0
 QUICK_SCHEDULE, QUICK_PHASES = "sharp", (24, 96)
 """Requests of the phases of a quick run."""
@@ -92,6 +98,7 @@ def protocol(options: Options) -> Protocol:
         for name, phases in {**dict.fromkeys(LARGE, LARGE_PHASES), **PAIRED_PHASES}.items()
     }
     given = {**read_all(), PROSE: prose.shortened(PROSE_PHASES), PROSE_HEAD: head, **large}
+    given |= {name: given[same] for name, same in LONG_TURNS.items()}
     schedules = {name: given[name] for name in ARMS}
     if options.quick:
         schedules = {QUICK_SCHEDULE: schedules[QUICK_SCHEDULE].shortened(QUICK_PHASES)}
@@ -101,11 +108,11 @@ def protocol(options: Options) -> Protocol:
         question="How fast does each contender serve drifting traffic, and at what CPU time, over "
         "no speculation?",
         arms=QUICK_ARMS if options.quick else arms.ARMS,
-        order=f"One contender after the other; chunks of {CHUNK} in turns with an engine without "
+        order="One contender after the other; chunks of requests in turns with an engine without "
         "speculation, or with another service.",
         sizes={
             "schedules": {name: schedule.model_dump() for name, schedule in schedules.items()},
-            "chunk": CHUNK,
+            "chunk": {name: LONG_CHUNK if name in LONG_TURNS else CHUNK for name in schedules},
             "streams": {name: FEWER_STREAMS.get(name, STREAMS) for name in schedules},
             "seed": SEED,
             "against": {name: AGAINST.get(name) for name in schedules},
@@ -128,17 +135,20 @@ def run(options: Options) -> Result:
     notebook = Notebook(options, plan)
     for name, tree in plan.sizes["schedules"].items():
         schedule = Schedule.model_validate(tree)
-        last = (schedule.num_requests - 1) // CHUNK * CHUNK
+        chunk = plan.sizes["chunk"][name]
+        last = (schedule.num_requests - 1) // chunk * chunk
         for arm in (arm for arm in plan.arms if arm in ARMS[name]):
             if notebook.find({"schedule": name, "arm": arm, "start": last}):
                 options.say(f"{name}: {arm}: is there already")
                 continue
             options.say(f"{name}: {arm}")
-            _measure(options, notebook, name, schedule, arm)
+            _measure(options, notebook, name, schedule, arm, chunk)
     return summarise(plan, notebook.rows)
 
 
-def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule, arm: str) -> None:
+def _measure(
+    options: Options, notebook: Notebook, name: str, schedule: Schedule, arm: str, chunk: int
+) -> None:
     family = FAMILIES[schedule.family]
     coming = arrivals(schedule, name, SEED)
     streams = {
@@ -162,9 +172,9 @@ def _measure(options: Options, notebook: Notebook, name: str, schedule: Schedule
         pair = {"contender": contender, "reference": reference}
         num = FEWER_STREAMS.get(name, STREAMS)
         _warm_up(family, list(pair.values()), num)
-        for number, start in enumerate(range(0, len(prompts), CHUNK)):
-            some = prompts[start : start + CHUNK]
-            at = [a.at - coming[start].at for a in coming[start : start + CHUNK]]
+        for number, start in enumerate(range(0, len(prompts), chunk)):
+            some = prompts[start : start + chunk]
+            at = [a.at - coming[start].at for a in coming[start : start + chunk]]
             times = at if schedule.requests_per_second else None
             order = list(pair) if number % 2 else list(pair)[::-1]
             before = contender.judged()

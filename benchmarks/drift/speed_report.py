@@ -35,7 +35,7 @@ def summarise(plan: Protocol, rows: Sequence[Row]) -> Result:
         mine = {arm: own for arm, own in mine.items() if own}
         if not mine:
             continue
-        for title, start, stop in _windows(schedule, plan.sizes["chunk"]):
+        for title, start, stop in _windows(schedule, plan.sizes["chunk"][name]):
             within = {
                 arm: [r for r in own if start <= r["start"] < stop] for arm, own in mine.items()
             }

@@ -226,7 +226,9 @@ def test_only_arms_that_are_whole_are_left_out(
         notebook.add(**{**row, "schedule": "interleaved"})
     measured: list[str] = []
 
-    def measure(_: Options, notebook: Notebook, name: str, schedule: Schedule, arm: str) -> None:
+    def measure(
+        _: Options, notebook: Notebook, name: str, schedule: Schedule, arm: str, chunk: int
+    ) -> None:
         measured.append(arm)
         notebook.add(**{**a_row(arm, 0, part(4, 0, 1), part(8, 0, 1)), "schedule": name})
 
@@ -241,8 +243,11 @@ def test_prose_is_served_with_and_without_a_memory_and_with_sampled_drafts(
 ) -> None:
     measured: list[str] = []
 
-    def measure(_: Options, notebook: Notebook, name: str, schedule: Schedule, arm: str) -> None:
+    def measure(
+        _: Options, notebook: Notebook, name: str, schedule: Schedule, arm: str, chunk: int
+    ) -> None:
         assert (name, schedule.num_requests) == (speed.PROSE, sum(speed.PROSE_PHASES))
+        assert chunk == speed.CHUNK
         measured.append(arm)
 
     monkeypatch.setattr(speed, "_measure", measure)
@@ -270,6 +275,7 @@ def test_a_schedule_has_its_own_number_of_streams(
     costly = replace(FAMILIES["tiny"], costly_models=lambda: (Path("costly"), Path("draft")))
     monkeypatch.setitem(FAMILIES, "tiny", costly)
     monkeypatch.setattr(arms, "SECONDS_TO_SETTLE", {"bare": 0.0})
+    monkeypatch.setattr(arms, "SECONDS_OF_QUIET", 0.0)
     monkeypatch.setattr(arms.Server, "cpu_seconds", lambda _: time.perf_counter())
     monkeypatch.setattr(arms, "both", both)
     monkeypatch.setattr(speed, "drive", drive)
@@ -280,8 +286,38 @@ def test_a_schedule_has_its_own_number_of_streams(
     assert len(streams) == 2 + 2 * sum(speed.QUICK_PHASES) // speed.CHUNK, "both, warmed up first"
 
 
+@pytest.mark.parametrize("name", sorted(speed.LONG_TURNS))
+def test_turns_are_longer_where_learning_is_held_against_its_absence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same traffic; what was measured is not measured again."""
+    measured: list[tuple[str, int]] = []
+    plan = speed.protocol(Options(directory=tmp_path))
+    schedules = plan.sizes["schedules"]
+    assert schedules[name] == schedules[speed.LONG_TURNS[name]]
+    assert plan.sizes["payback_s"][name] == plan.sizes["payback_s"][speed.LONG_TURNS[name]]
+
+    def measure(_: Options, notebook: Notebook, *given: Any) -> None:
+        _, schedule, arm, chunk = given
+        measured.append((arm, chunk))
+        for start in range(0, schedule.num_requests, chunk):
+            notebook.add(**{**a_row(arm, start, part(4, 1, 1), part(6, 0, 1)), "schedule": name})
+
+    monkeypatch.setattr(speed, "_measure", measure)
+    for _ in range(2):
+        result = speed.run(Options(directory=tmp_path, only=(f"schedules={name}",)))
+    assert measured == [(names.SERVED, speed.LONG_CHUNK)]
+    found = {f.name: f for f in result.figures if f.group == f"{name}: all requests"}
+    ratio = found[f"tokens/s, {names.SERVED} / {names.FROZEN_LOOP}"]
+    assert (ratio.value, ratio.n) == (1.2, 3)
+
+
+@pytest.mark.parametrize(
+    ("arm", "against"),
+    [(names.MIXED_SERVED, names.MIXED_FROZEN_LOOP), (names.SERVED, names.FROZEN_LOOP)],
+)
 def test_a_service_may_stand_next_to_the_identical_one_with_its_trainer_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arm: str, against: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[list[str]] = []
 
@@ -290,9 +326,9 @@ def test_a_service_may_stand_next_to_the_identical_one_with_its_trainer_off(
         return lambda: arms.Server(url=log.stem, pid=os.getpid(), kind="service")
 
     monkeypatch.setattr(arms, "_start_service", start)
-    (against,) = set(speed.AGAINST.values())
+    assert against in speed.AGAINST.values()
     given = (Path("t"), Path("d"), tmp_path, tmp_path, None, against)
-    with arms.both(names.MIXED_SERVED, *given) as (contender, reference):
+    with arms.both(arm, *given) as (contender, reference):
         assert (contender.url, reference.url) == ("contender", "reference")
     other, own = ({line.partition("=")[0]: line for line in lines} for lines in told)
     assert {name for name in {*own, *other} if own.get(name) != other.get(name)} == {
