@@ -3,8 +3,8 @@ without speculation.
 
 Contender and reference are both up, each a tree of processes; on some schedules the reference is
 the identical service with its trainer off. The schedule is served in chunks of
-24 requests (208 on some of them, where less is charged): contender and reference take turns to
-serve the same chunk, and the other one is idle. Neighbours in time are compared.
+24 requests (208 on some of them, so that most rounds end within a turn): contender and reference
+take turns to serve the same chunk, and the other one is idle. Neighbours in time are compared.
 
 What makes the comparison fair:
 * While the contender serves, its trainer runs on the same cores whenever a round is due. The
@@ -51,7 +51,7 @@ PAIRED = tuple(f"{name}-paired" for name in (*LARGE, f"{PROSE}-large-2-return"))
 """The same next to the identical service with its trainer off; the last one with more of the
 traffic that returns."""
 LONG_TURNS = {f"{name}-paired": name for name in ("sharp", "interleaved")}
-"""The generated ones so, and the schedule that each is."""
+"""The generated ones so, and the schedule whose requests each serves."""
 AGAINST = {
     **dict.fromkeys(PAIRED, names.MIXED_FROZEN_LOOP),
     **dict.fromkeys(LONG_TURNS, names.FROZEN_LOOP),
@@ -67,9 +67,9 @@ ARMS = {
     PROSE_HEAD: arms.WITHOUT_MEMORY,
     **dict.fromkeys(LARGE, arms.MIXED),
     **dict.fromkeys(PAIRED, (names.MIXED_SERVED,)),
-    **dict.fromkeys(LONG_TURNS, (names.SERVED,)),
+    **dict.fromkeys(LONG_TURNS, (names.SERVED, names.FROZEN_LOOP)),
 }
-"""Schedule -> who serves it."""
+"""Schedule -> who serves it. Trainer off next to trainer off shows what chance makes."""
 PAYBACK_S = dict.fromkeys(("sharp", "interleaved", *LONG_TURNS), WITHIN_S)
 """Schedule -> within which training has to pay: about as long as its traffic lasts. Elsewhere the
 default."""
@@ -81,6 +81,7 @@ LARGE_PHASES = (24, 96, 24)
 PAIRED_PHASES = dict(zip(PAIRED, ((24, 120, 24), (24, 288, 24), (24, 192, 72)), strict=True))
 """Long enough for what is learnt to be used; one request at a time takes longer."""
 CHUNK, LONG_CHUNK = 24, 208
+"""Sharp traffic shifts within a long one, after 192 requests."""
 SEED = 0
 QUICK_SCHEDULE, QUICK_PHASES = "sharp", (24, 96)
 """Requests of the phases of a quick run."""
@@ -150,7 +151,7 @@ def _measure(
     options: Options, notebook: Notebook, name: str, schedule: Schedule, arm: str, chunk: int
 ) -> None:
     family = FAMILIES[schedule.family]
-    coming = arrivals(schedule, name, SEED)
+    coming = arrivals(schedule, LONG_TURNS.get(name, name), SEED)
     streams = {
         domain: family.prompts(
             domain, FIRST_SERVED + SEED, 1 + max(a.index for a in coming if a.domain == domain)

@@ -95,6 +95,9 @@ def test_whatever_is_marked_slow_is_run_by_the_script_for_it() -> None:
     script = (ROOT / "scripts" / "test_slow").read_text()
     stages = re.findall(r"^\w+\(\) { stage (.*); }$", script, re.MULTILINE)
     paths = [word for line in stages for word in line.split()]
+    assert [re.findall('-m "(.*)"', line) for line in stages[:3]] == [
+        *(["slow and not variants"], ["slow and variants"], []),
+    ]
     run = [ROOT / path for path in paths if path.startswith("tests/")]
     assert len(run) == 6 and all(path.exists() for path in run)
     slow = [
@@ -103,6 +106,9 @@ def test_whatever_is_marked_slow_is_run_by_the_script_for_it() -> None:
         if re.search(r"pytest\.mark\.slow\b", file.read_text()) and file != Path(__file__)
     ]
     assert len(slow) > 5
+    variants = [file for file in slow if "mark.variants" in file.read_text()]
+    folder = ROOT / "tests" / "integration" / "service"
+    assert len(variants) == 5 and {file.parent for file in variants} == {folder}
     assert [file for file in slow if not any(file.is_relative_to(path) for path in run)] == []
 
 

@@ -255,46 +255,69 @@ def test_prose_is_served_with_and_without_a_memory_and_with_sampled_drafts(
     assert sorted(measured) == sorted(arms.CLOSED_LOOPS)
 
 
-@pytest.mark.parametrize(("fewer", "num"), [({}, 4), ({"sharp": 2}, 2)])
-def test_a_schedule_has_its_own_number_of_streams(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fewer: dict[str, int], num: int
-) -> None:
-    streams: list[int] = []
+class Requests:
+    """What servers that answer at once are asked: prompts, and how many at a time, call by call."""
 
-    async def drive(url: str, name: str, prompts: Sequence[str], **given: Any) -> list[Answer]:
-        streams.append(given["streams"])
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.prompts: list[Sequence[str]] = []
+        self.streams: list[int] = []
+        costly = replace(FAMILIES["tiny"], costly_models=lambda: (Path("costly"), Path("draft")))
+        monkeypatch.setitem(FAMILIES, "tiny", costly)
+        monkeypatch.setattr(arms, "SECONDS_TO_SETTLE", {"bare": 0.0})
+        monkeypatch.setattr(arms, "SECONDS_OF_QUIET", 0.0)
+        monkeypatch.setattr(arms.Server, "cpu_seconds", lambda _: time.perf_counter())
+        monkeypatch.setattr(arms, "both", self.both)
+        monkeypatch.setattr(speed, "drive", self.drive)
+
+    async def drive(
+        self, url: str, name: str, prompts: Sequence[str], **given: Any
+    ) -> list[Answer]:
+        self.prompts.append(prompts)
+        self.streams.append(given["streams"])
         return [
             Answer(index=0, ok=True, token_ids=(1, 2), ttft_s=0.1, seconds=0.2) for _ in prompts
         ]
 
     @contextmanager
-    def both(arm: str, target: Path, *_: Any) -> Iterator[tuple[arms.Server, arms.Server]]:
+    def both(self, arm: str, target: Path, *_: Any) -> Iterator[tuple[arms.Server, arms.Server]]:
         assert target == Path("costly")
         yield tuple(arms.Server(url="", pid=os.getpid(), kind="bare") for _ in range(2))
 
-    costly = replace(FAMILIES["tiny"], costly_models=lambda: (Path("costly"), Path("draft")))
-    monkeypatch.setitem(FAMILIES, "tiny", costly)
-    monkeypatch.setattr(arms, "SECONDS_TO_SETTLE", {"bare": 0.0})
-    monkeypatch.setattr(arms, "SECONDS_OF_QUIET", 0.0)
-    monkeypatch.setattr(arms.Server, "cpu_seconds", lambda _: time.perf_counter())
-    monkeypatch.setattr(arms, "both", both)
-    monkeypatch.setattr(speed, "drive", drive)
+
+@pytest.mark.parametrize(("fewer", "num"), [({}, 4), ({"sharp": 2}, 2)])
+def test_a_schedule_has_its_own_number_of_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fewer: dict[str, int], num: int
+) -> None:
+    asked = Requests(monkeypatch)
     monkeypatch.setattr(speed, "FEWER_STREAMS", fewer)
     only = ("schedules=sharp", f"arms={names.NGRAM_TUNED}")
     speed.run(Options(directory=tmp_path, quick=True, only=only))
-    assert set(streams) == {num}
-    assert len(streams) == 2 + 2 * sum(speed.QUICK_PHASES) // speed.CHUNK, "both, warmed up first"
+    assert set(asked.streams) == {num}
+    num_chunks = sum(speed.QUICK_PHASES) // speed.CHUNK
+    assert len(asked.streams) == 2 + 2 * num_chunks, "both, warmed up first"
+
+
+@pytest.mark.parametrize("name", sorted(speed.LONG_TURNS))
+def test_long_turns_are_of_the_same_requests(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for schedule in (name, speed.LONG_TURNS[name]):
+        asked = Requests(monkeypatch)
+        (directory := tmp_path / schedule).mkdir()
+        only = (f"schedules={schedule}", f"arms={names.FROZEN_LOOP}")
+        speed.run(Options(directory=directory, only=only))
+        found.append(list(dict.fromkeys(prompt for some in asked.prompts for prompt in some)))
+    assert found[0] == found[1] and len(found[0]) > 600
 
 
 @pytest.mark.parametrize("name", sorted(speed.LONG_TURNS))
 def test_turns_are_longer_where_learning_is_held_against_its_absence(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same traffic; what was measured is not measured again."""
+    """What was measured is not measured again."""
     measured: list[tuple[str, int]] = []
     plan = speed.protocol(Options(directory=tmp_path))
-    schedules = plan.sizes["schedules"]
-    assert schedules[name] == schedules[speed.LONG_TURNS[name]]
     assert plan.sizes["payback_s"][name] == plan.sizes["payback_s"][speed.LONG_TURNS[name]]
 
     def measure(_: Options, notebook: Notebook, *given: Any) -> None:
@@ -306,7 +329,7 @@ def test_turns_are_longer_where_learning_is_held_against_its_absence(
     monkeypatch.setattr(speed, "_measure", measure)
     for _ in range(2):
         result = speed.run(Options(directory=tmp_path, only=(f"schedules={name}",)))
-    assert measured == [(names.SERVED, speed.LONG_CHUNK)]
+    assert measured == [(arm, speed.LONG_CHUNK) for arm in arms.IN_CLOSED_LOOP]
     found = {f.name: f for f in result.figures if f.group == f"{name}: all requests"}
     ratio = found[f"tokens/s, {names.SERVED} / {names.FROZEN_LOOP}"]
     assert (ratio.value, ratio.n) == (1.2, 3)

@@ -302,12 +302,12 @@ async def test_where_requests_come_fast_looks_take_a_hundredth_of_a_rest(
         began_at = list[float]()
         world.trainer.compare_earlier = takes_long  # type: ignore[method-assign]
         world.trainer.rounds.append(world.trainer.better)  # traces wait
-        for _ in range(54):
+        for _ in range(104):
             world.serve(3, 0.7, num=40)
-            world.clock.move(15)
+            world.clock.move(8)
             await world.a_few_looks()
     waits = [later - earlier for earlier, later in pairwise(began_at)]
-    assert len(waits) == 2 and all(300 <= wait <= 315 for wait in waits)
+    assert len(waits) == 2 and all(300 <= wait <= 308 for wait in waits)
 
 
 async def test_a_trainer_that_was_away_has_not_been_busy(world: World) -> None:
